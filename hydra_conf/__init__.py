@@ -1,0 +1,1 @@
+"""Hydra configurations, as a package so that an installed wheel finds them (pkg://hydra_conf)."""

@@ -1,0 +1,23 @@
+"""Train: `nemo-ext train recipe=... key=value`."""
+
+import sys
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder's tokenize.py must not hide the standard library's
+
+from nemo_ext.config import run_job
+
+
+def main() -> None:
+    """Composes the config and trains on this machine."""
+
+    def job(config: dict[str, object]) -> None:
+        from nemo_ext.launch import train
+
+        train(config)
+
+    run_job("train", job)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""An estimate of the activations kept for the backward pass.
+
+It counts the tensors each block saves, without dropout, with tokens spread evenly over experts, and without
+communication buffers or allocator slack.
+"""
+
+from nemo_ext.architecture.layout import Layout, stage_ranges
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.precision import BYTES
+from nemo_ext.architecture.widths import attention_widths, block_at, first_width, mamba_widths
+
+
+def activation_bytes(
+    architecture: Architecture, layout: Layout, *, rank: int = 0, seq_length: int | None = None
+) -> int:
+    """Estimated peak of the activations kept on one GPU of a pipeline rank.
+
+    What each block keeps (`block_activation_bytes`) times the micro-batches in flight: PP - rank of them
+    under 1F1B, and under interleaving the (PP - rank - 1) * 2 + (virtual stages - 1) * PP + 1 chunks of
+    Megatron's schedule. Full recomputation keeps each group's input only, plus one group's activations while
+    it is recomputed. The last stage adds the output layer's input, its norm's and the logits in fp32.
+    """
+    stages = stage_ranges(architecture.pattern, layout)
+    pipeline, chunks = layout.pipeline_parallel, layout.virtual_stages
+    in_flight = pipeline - rank
+    if chunks > 1:
+        in_flight = (pipeline - rank - 1) * 2 + (chunks - 1) * pipeline + 1
+    if layout.micro_batches is not None:
+        in_flight = min(in_flight, layout.micro_batches * chunks)
+    kept: list[float] = []
+    working = 0.0
+    tokens = architecture.sequence_length(seq_length) * layout.micro_batch_size / layout.context_parallel
+    residual = tokens * architecture.hidden_size * BYTES[layout.precision] / _sequence_split(layout)
+    for chunk in range(chunks):
+        layers = stages[chunk * pipeline + rank]
+        blocks = [block_activation_bytes(architecture, n, layout, seq_length=seq_length) for n in layers]
+        if layout.recompute == "full":
+            group = layout.recompute_num_layers
+            kept.append(residual * -(-len(blocks) // group))
+            working = max([working, *(sum(blocks[i : i + group]) for i in range(0, len(blocks), group))])
+        else:
+            kept.append(sum(blocks))
+    # Chunks take turns, PP micro-batches each (Megatron's interleaved schedule).
+    total = sum(kept[(forward // pipeline) % chunks] for forward in range(in_flight)) + working
+    if rank == pipeline - 1:
+        total += 2 * residual + tokens * 4 * architecture.vocab_size / layout.tensor_parallel
+    return round(total)
+
+
+def block_activation_bytes(
+    architecture: Architecture, layer: int, layout: Layout, *, seq_length: int | None = None
+) -> float:
+    """Bytes one GPU keeps for one block's backward pass per micro-batch, without full recomputation.
+
+    Per token, in numbers of the training precision (h hidden, q = heads x head_dim, k = kv x head_dim):
+
+    - every block: its input h; the norm's output h [layernorm]
+    - attention: queries, keys and values q + 2k; the output projection's input q; with QK-norm its input
+      q + k; per head the log-sum-exp, or two copies of the scores if attention is not fused [core_attn]
+    - MLP: the first linear's output and the activation's [mlp]
+    - MoE: router logits and probabilities in fp32 per expert [moe]; per chosen expert its input and output,
+      its first linear's output [moe] and the activation's [moe_act, moe]; the shared expert as an MLP
+      [shared_experts, moe]
+    - Mamba-2: in_proj's output, the scan's output and the gated norm's output; the fused kernel recomputes
+      the convolution and the states
+    - linear: nothing more
+
+    A name in brackets is the module of Megatron's recompute_modules that drops the term. Block input, norm
+    output and router are split over tensor parallel ranks with sequence parallelism only, the rest always.
+    """
+    block, size = block_at(architecture, layer), BYTES[layout.precision]
+    length, hidden = architecture.sequence_length(seq_length), architecture.hidden_size
+    recomputed = layout.recompute_modules if layout.recompute == "selective" else ()
+
+    def unless(module: str, numbers: float) -> float:
+        return 0.0 if module in recomputed else numbers
+
+    along_sequence = size * (hidden + unless("layernorm", hidden))
+    sharded = 0.0
+    if block.is_linear:
+        pass
+    elif block.kind == "*":
+        query, key, projected = attention_widths(architecture, block)
+        sharded = size * (projected + query + (query + key if architecture.qk_layernorm else 0))
+        per_head = 4 if layout.fused_attention else 2 * size * length
+        core = per_head * block.size("heads")
+        sharded += unless("core_attn", core)
+    elif block.kind == "-":
+        ffn = block.size("ffn")
+        sharded = unless("mlp", size * (first_width(architecture, ffn) + ffn))
+    elif block.kind == "M":
+        inner, _, projected = mamba_widths(block)
+        sharded = size * (projected + 2 * inner)
+    else:
+        ffn, shared, width = block.size("ffn"), block.size("shared"), architecture.moe_latent_size or hidden
+        along_sequence += unless("moe", 8 * block.size("experts"))
+        routed = first_width(architecture, ffn) + unless("moe_act", ffn) + 2 * width * layout.expert_tensor
+        sharded = unless("moe", size * block.size("topk") * routed)
+        if not {"moe", "shared_experts"} & set(recomputed):
+            sharded += size * (first_width(architecture, shared) + shared)
+    tokens = length * layout.micro_batch_size / layout.context_parallel
+    return tokens * (along_sequence / _sequence_split(layout) + sharded / layout.tensor_parallel)
+
+
+def _sequence_split(layout: Layout) -> int:
+    return layout.tensor_parallel if layout.sequence_parallel else 1

@@ -1,0 +1,234 @@
+"""Puzzle's `block_configs` (the JSON of Llama-Nemotron's `config.json`) read into blocks and written back.
+
+Each entry is one Transformer layer, `{"attention": {...}, "ffn": {...}}`; here it is up to two residual
+blocks, attention then MLP. A sub-layer that is `no_op` is an absent block, so a layer whose two parts are
+no-ops disappears. The way back pairs blocks into layers: an attention block and the MLP that follows it at
+once share a layer; any other block has its layer to itself, with a no-op beside it. The two descriptions
+compute the same function, but an attention-only layer followed by an FFN-only layer comes back as one layer.
+"""
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from fractions import Fraction
+
+from nemo_ext.architecture.blocks import Block
+from nemo_ext.architecture.pattern import Pattern
+
+FFN_MULTIPLE = 256
+"""Puzzle rounds FFN widths up to a multiple of this."""
+
+_KNOWN = {
+    "attention": ("n_heads_in_group", "no_op", "replace_with_linear", "window_length"),
+    "ffn": ("ffn_mult", "no_op", "replace_with_linear"),
+}
+# Keys of the published configs that we cannot express: harmless while they are off.
+_MUST_BE_OFF = {
+    "attention": ("num_sink_tokens", "sparsify", "unshifted_sink", "use_prefill_window_in_sink_attention"),
+    "ffn": ("sparsify",),
+}
+# Puzzle searches FFN widths as shares of the parent's; these recover the published ffn_mult exactly.
+_SHARES = sorted({Fraction(k, 20) for k in range(1, 21)} | {Fraction(k, 8) for k in range(1, 9)})
+
+
+def ffn_width(ffn_mult: float, hidden_size: int) -> int:
+    """FFN width of a multiplier: int(2 * ffn_mult * hidden / 3) rounded up to a multiple of 256."""
+    return -(-int(2 * ffn_mult * hidden_size / 3) // FFN_MULTIPLE) * FFN_MULTIPLE
+
+
+def ffn_multiplier(width: int, hidden_size: int, *, ffn_hidden_size: int | None = None) -> float:
+    """The multiplier that Puzzle would have written for a width: `ffn_width` of it is the width.
+
+    Many multipliers round to one width. Preferred, in order: the nearest plain share of the parent's
+    multiplier (5 % steps or eighths), a multiple of 0.5, and 1.5 * width / hidden.
+
+    Args:
+        width: FFN width.
+        hidden_size: Model width.
+        ffn_hidden_size: The parent's FFN width, if known.
+
+    Raises:
+        ValueError: The width is not a multiple of 256, so no multiplier gives it.
+    """
+    if width % FFN_MULTIPLE:
+        raise ValueError(
+            f"FFN width {width} is not a multiple of {FFN_MULTIPLE}, so ffn_mult cannot express it: round it"
+        )
+    exact = 1.5 * width / hidden_size
+    candidates: list[float] = []
+    if ffn_hidden_size is not None and width <= ffn_hidden_size:
+        parent = 1.5 * ffn_hidden_size / hidden_size
+        # Rounded because 4.875 * 0.1 is 0.48750000000000004 in floating point.
+        shares = (round(parent * float(share), 10) for share in _SHARES)
+        candidates += sorted(shares, key=lambda mult: abs(mult - exact))
+        candidates += [round(2 * exact) / 2, int(2 * exact) / 2]
+    return next((mult for mult in candidates if mult > 0 and ffn_width(mult, hidden_size) == width), exact)
+
+
+def from_block_configs(
+    config: Mapping[str, object], *, num_query_groups: int | None = None, ffn_hidden_size: int | None = None
+) -> Pattern:
+    """Read Puzzle's JSON.
+
+    Args:
+        config: Has `hidden_size`, `num_attention_heads` and `block_configs`; other keys are the model's and
+            not read.
+        num_query_groups: The model's KV heads; a block that has as many carries no `kv` value.
+        ffn_hidden_size: The model's FFN width; a block that has it carries no `ffn` value.
+
+    Raises:
+        ValueError: Names the place, such as `block_configs[3].attention.foo`.
+    """
+    hidden_size = _integer(config, "hidden_size")
+    heads = _integer(config, "num_attention_heads")
+    layers = config.get("block_configs")
+    if not isinstance(layers, Sequence) or isinstance(layers, str):
+        raise ValueError("block_configs: expected a list with one entry a layer")
+    blocks: list[Block | None] = []
+    for index, layer in enumerate(layers):
+        path = f"block_configs[{index}]"
+        if not isinstance(layer, Mapping):
+            raise ValueError(f"{path}: expected a mapping with attention and ffn, got {layer!r}")
+        _refuse_unknown(layer, ("attention", "ffn"), path)
+        attention, ffn = _part(layer, "attention", path), _part(layer, "ffn", path)
+        blocks.append(_attention(attention, f"{path}.attention", heads=heads, default=num_query_groups))
+        blocks.append(_ffn(ffn, f"{path}.ffn", hidden_size=hidden_size, default=ffn_hidden_size))
+    return Pattern(tuple(block for block in blocks if block is not None))
+
+
+def _attention(part: Mapping[str, object], path: str, *, heads: int, default: int | None) -> Block | None:
+    if _flag(part, "no_op", path):
+        return None
+    if _flag(part, "replace_with_linear", path):
+        return Block.of("*", linear=True)
+    group = part.get("n_heads_in_group")
+    if not isinstance(group, int) or isinstance(group, bool) or group < 1 or heads % group:
+        raise ValueError(
+            f"{path}.n_heads_in_group: expected a divisor of the {heads} attention heads, got {group!r} "
+            "(or set no_op or replace_with_linear)"
+        )
+    values: dict[str, int] = {}
+    if heads // group != default:
+        values["kv"] = heads // group
+    window = part.get("window_length")
+    if window is not None:
+        if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+            raise ValueError(f"{path}.window_length: expected a positive integer or null, got {window!r}")
+        values["window"] = window
+    return Block.of("*", **values)
+
+
+def _ffn(part: Mapping[str, object], path: str, *, hidden_size: int, default: int | None) -> Block | None:
+    if _flag(part, "no_op", path):
+        return None
+    if _flag(part, "replace_with_linear", path):
+        return Block.of("-", linear=True)
+    mult = part.get("ffn_mult")
+    if isinstance(mult, bool) or not isinstance(mult, int | float) or mult <= 0:
+        raise ValueError(
+            f"{path}.ffn_mult: expected a positive number, got {mult!r} (or set no_op or replace_with_linear)"
+        )
+    width = ffn_width(mult, hidden_size)
+    return Block.of("-") if width == default else Block.of("-", ffn=width)
+
+
+def to_block_configs(
+    pattern: Pattern,
+    *,
+    hidden_size: int,
+    num_attention_heads: int,
+    num_query_groups: int | None = None,
+    ffn_hidden_size: int | None = None,
+) -> list[dict[str, dict[str, object]]]:
+    """Write blocks as Puzzle's JSON: one entry a layer, pairing attention with the MLP right after it.
+
+    Pipeline cuts are not part of that format and are left out.
+
+    Args:
+        pattern: Attention and MLP blocks only.
+        hidden_size: Model width.
+        num_attention_heads: Query heads of every attention block.
+        num_query_groups: KV heads of the blocks that carry no `kv` value.
+        ffn_hidden_size: FFN width of the blocks that carry no `ffn` value.
+
+    Raises:
+        ValueError: A block that the format cannot express, by its 1-based number.
+    """
+    layers: list[dict[str, dict[str, object]]] = []
+    for number, block in enumerate(pattern.blocks, start=1):
+        where = f"block {number} ({block})"
+        if block.kind == "*":
+            attention = _attention_json(block, where, heads=num_attention_heads, default=num_query_groups)
+            layers.append({"attention": attention, "ffn": {"no_op": True}})
+        elif block.kind == "-":
+            ffn = _ffn_json(block, where, hidden_size=hidden_size, default=ffn_hidden_size)
+            if number > 1 and pattern.blocks[number - 2].kind == "*":
+                layers[-1]["ffn"] = ffn
+            else:
+                layers.append({"attention": {"no_op": True}, "ffn": ffn})
+        else:
+            raise ValueError(
+                f"{where}: block_configs knows attention ('*') and MLP ('-') only, not {block.name}"
+            )
+    return layers
+
+
+def _attention_json(block: Block, where: str, *, heads: int, default: int | None) -> dict[str, object]:
+    if block.is_linear:
+        return {"replace_with_linear": True}
+    for name in ("heads", "head_dim"):
+        if block.get(name) is not None:
+            raise ValueError(f"{where}: block_configs cannot express a block's own {name!r}")
+    kv = block.get("kv", default)
+    if kv is None:
+        raise ValueError(f"{where}: give num_query_groups, the KV heads of blocks without a kv value")
+    if heads % kv:
+        raise ValueError(f"{where}: {kv} KV heads do not divide the {heads} attention heads")
+    written: dict[str, object] = {"n_heads_in_group": heads // kv}
+    if block.get("window"):
+        written["window_length"] = block.get("window")
+    return written
+
+
+def _ffn_json(block: Block, where: str, *, hidden_size: int, default: int | None) -> dict[str, object]:
+    if block.is_linear:
+        return {"replace_with_linear": True}
+    width = block.get("ffn", default)
+    if width is None:
+        raise ValueError(f"{where}: give ffn_hidden_size, the width of blocks without an ffn value")
+    try:
+        return {"ffn_mult": ffn_multiplier(width, hidden_size, ffn_hidden_size=default)}
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _integer(config: Mapping[str, object], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key}: expected a positive integer beside block_configs, got {value!r}")
+    return value
+
+
+def _part(layer: Mapping[str, object], name: str, path: str) -> Mapping[str, object]:
+    part = layer.get(name)
+    if not isinstance(part, Mapping):
+        raise ValueError(f"{path}.{name}: expected a mapping, got {part!r}")
+    for key in _MUST_BE_OFF[name]:
+        if part.get(key):
+            raise ValueError(f"{path}.{name}.{key}: {part[key]!r} is not supported: only null or false")
+    _refuse_unknown(part, _KNOWN[name] + _MUST_BE_OFF[name], f"{path}.{name}")
+    return part
+
+
+def _refuse_unknown(given: Mapping[str, object], known: tuple[str, ...], path: str) -> None:
+    for key in given:
+        if key not in known:
+            guess = next(iter(get_close_matches(str(key), known, n=1)), None)
+            hint = f"; did you mean {guess!r}?" if guess else ""
+            raise ValueError(f"{path}.{key}: unknown key, expected one of {', '.join(known)}{hint}")
+
+
+def _flag(part: Mapping[str, object], key: str, path: str) -> bool:
+    value = part.get(key)
+    if value not in (None, True, False):
+        raise ValueError(f"{path}.{key}: expected true or false, got {value!r}")
+    return bool(value)

@@ -1,0 +1,160 @@
+"""A model is a sequence of residual blocks; this is one block: a kind and the values that differ from the
+model's.
+
+The kinds are Megatron-Core's hybrid symbols (`megatron/core/models/hybrid/hybrid_layer_allocation.py`), the
+value names are ours, and each value sets one field of Megatron's `TransformerConfig` for that block alone.
+"""
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+NAMES: dict[str, str] = {
+    "M": "Mamba-2",
+    "*": "attention",
+    "E": "MoE",
+    "-": "MLP",
+    "G": "gated delta net",
+    "D": "DeepSeek sparse attention",
+    "+": "MLA",
+}
+"""Block kinds and what a reader calls them."""
+
+LINEAR = "linear"
+"""The flag for a sub-layer replaced by norm + one hidden x hidden linear (Puzzle's linear-replaced block)."""
+
+VALUES: dict[str, dict[str, str]] = {
+    "*": {
+        "heads": "num_attention_heads",
+        "kv": "num_query_groups",
+        "head_dim": "kv_channels",
+        "window": "window_size",
+        LINEAR: LINEAR,
+    },
+    "-": {"ffn": "ffn_hidden_size", LINEAR: LINEAR},
+    "M": {
+        "heads": "mamba_num_heads",
+        "head_dim": "mamba_head_dim",
+        "state": "mamba_state_dim",
+        "groups": "mamba_num_groups",
+        LINEAR: LINEAR,
+    },
+    "E": {
+        "experts": "num_moe_experts",
+        "topk": "moe_router_topk",
+        "ffn": "moe_ffn_hidden_size",
+        "shared": "moe_shared_expert_intermediate_size",
+        LINEAR: LINEAR,
+    },
+    "G": {},
+    "D": {},
+    "+": {},
+}
+"""Value names of each kind, in the order they are written, and the `TransformerConfig` field each sets."""
+
+FLAGS = frozenset({LINEAR})
+NONE_ALLOWED = frozenset({("*", "window"), ("E", "shared")})
+"""Values that may be `none`, stored as 0: a window (full attention) and shared experts (there are none)."""
+
+
+def unknown_value(kind: str, name: str) -> str:
+    """Explain that `kind` has no value called `name`, with the nearest match."""
+    known = VALUES[kind]
+    if not known:
+        return f"a {NAMES[kind]} block ({kind!r}) takes no values, so {name!r} cannot be set"
+    by_field = {field: value for value, field in known.items()}
+    guess = by_field.get(name) or next(iter(get_close_matches(name, known, n=1, cutoff=0.5)), None)
+    hint = f"; did you mean {guess!r}?" if guess else ""
+    return f"unknown value {name!r} for {kind!r} ({NAMES[kind]}): expected one of {', '.join(known)}{hint}"
+
+
+@dataclass(frozen=True)
+class Block:
+    """One residual block.
+
+    Attributes:
+        kind: A key of `NAMES`.
+        values: The block's own values, sorted by name; a value not listed is the model's. 0 means "none" for
+            the values in `NONE_ALLOWED`.
+
+    Raises:
+        ValueError: Unknown kind or value name, a size that is not a positive integer, or `linear` beside
+            other values.
+    """
+
+    kind: str
+    values: tuple[tuple[str, int | bool], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in NAMES:
+            raise ValueError(f"unknown block kind {self.kind!r}: expected one of {' '.join(NAMES)}")
+        kept: dict[str, int | bool] = {}
+        for name, value in self.values:
+            if name in kept:
+                raise ValueError(f"value {name!r} of {self.kind!r} is given twice")
+            kept[name] = self._checked(name, value)
+        if kept.get(LINEAR) and len(kept) > 1:
+            others = ", ".join(name for name in kept if name != LINEAR)
+            raise ValueError(f"a linear-replaced {self.kind!r} block has no other values: remove {others}")
+        # Sorted so that equal blocks compare and hash equal whatever order they were written in.
+        object.__setattr__(self, "values", tuple(sorted(kept.items())))
+
+    def _checked(self, name: str, value: int | bool) -> int | bool:
+        if name not in VALUES[self.kind]:
+            raise ValueError(unknown_value(self.kind, name))
+        if name in FLAGS:
+            if value is not True:
+                raise ValueError(
+                    f"{name!r} of {self.kind!r} is a flag: pass True or leave it out, not {value!r}"
+                )
+            return True
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"value {name!r} of {self.kind!r} must be an integer, got {value!r}")
+        if value < 0 or (value == 0 and (self.kind, name) not in NONE_ALLOWED):
+            raise ValueError(f"value {name!r} of {self.kind!r} must be a positive integer, got {value}")
+        return value
+
+    @classmethod
+    def of(cls, kind: str, **values: int | bool | None) -> "Block":
+        """Make a block from keyword values; `None` means none (`window=None`), `linear=False` is left out."""
+        kept: dict[str, int | bool] = {}
+        for name, value in values.items():
+            if name in FLAGS and value is False:
+                continue
+            if value is None and (kind, name) not in NONE_ALLOWED:
+                raise ValueError(
+                    f"value {name!r} of {kind!r} cannot be none: give an integer or leave it out"
+                )
+            kept[name] = 0 if value is None else value
+        return cls(kind, tuple(kept.items()))
+
+    def get(self, name: str, default: int | None = None) -> int | bool | None:
+        """Return the block's own value, or `default` where it has none."""
+        return dict(self.values).get(name, default)
+
+    def size(self, name: str) -> int:
+        """Return a value that must be there, as on a resolved block, as an integer."""
+        value = self.get(name)
+        if value is None:
+            raise ValueError(f"block {self} has no value {name!r}: resolve it against an architecture first")
+        return int(value)
+
+    @property
+    def name(self) -> str:
+        """What a reader calls this kind of block."""
+        return NAMES[self.kind]
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the sub-layer is replaced by one hidden x hidden linear."""
+        return self.get(LINEAR) is True
+
+    def __str__(self) -> str:
+        """The block in the pattern notation, for example `*{heads=16,kv=4}`."""
+        own = dict(self.values)
+        words = [self._written(name, own[name]) for name in VALUES[self.kind] if name in own]
+        return f"{self.kind}{{{','.join(words)}}}" if words else self.kind
+
+    def _written(self, name: str, value: int | bool) -> str:
+        if name in FLAGS:
+            return name
+        return f"{name}={value or 'none'}"

@@ -1,0 +1,296 @@
+"""What a model costs, as one dictionary (for JSON and code) and as tables (for people)."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from nemo_ext.architecture import cost, pattern
+from nemo_ext.architecture.blocks import NAMES, VALUES, Block
+from nemo_ext.architecture.layout import Layout
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.widths import layers
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+# The figures nest strings, numbers, lists and dictionaries, as JSON does.
+Description = dict[str, Any]
+
+
+def describe(
+    architecture: Architecture, *, seq_length: int | None = None, layout: Layout | None = None
+) -> Description:
+    """Every cost figure of a model.
+
+    Args:
+        architecture: The model.
+        seq_length: Sequence length of FLOPs, caches and activations; the model's own by default.
+        layout: Adds `layout`, `stages` and `gpus`.
+
+    Returns:
+        total_params, active_params (a token's, without the input embedding), active_params_with_embedding,
+        forward_flops_per_token, train_flops_per_token, weight_bytes and training_bytes by precision,
+        kv_bytes_per_token and kv_cache_bytes (bf16, the latter of one full sequence),
+        state_bytes_per_sequence, kinds (by symbol), blocks (one each: layer from 1, kind, name, own values,
+        resolved sizes, params, forward_flops_per_token), and what identifies the model. FLOPs are whole.
+    """
+    length = architecture.sequence_length(seq_length)
+    blocks = [_block(architecture, layer, length) for layer in layers(architecture)]
+    forward = cost.forward_flops_per_token(architecture, seq_length=length)
+    figures: Description = {
+        "name": architecture.name,
+        "family": architecture.family,
+        "pattern": pattern.format(architecture.pattern),
+        "hidden_size": architecture.hidden_size,
+        "vocab_size": architecture.vocab_size,
+        "seq_length": length,
+        "total_params": cost.total_params(architecture),
+        "active_params": cost.active_params(architecture),
+        "active_params_with_embedding": cost.active_params(architecture, with_embedding=True),
+        "embedding_params": cost.embedding_parameters(architecture).total,
+        "head_params": cost.head_parameters(architecture).total,
+        "forward_flops_per_token": round(forward),
+        "train_flops_per_token": round(cost.TRAINING_FLOPS_FACTOR * forward),
+        "head_forward_flops_per_token": round(cost.head_forward_flops_per_token(architecture)),
+        "weight_bytes": {name: cost.weight_bytes(architecture, name) for name in ("fp32", "bf16", "fp8")},
+        "training_bytes": {
+            name: cost.training_state_bytes(architecture, precision=name) for name in ("fp32", "bf16")
+        },
+        "kv_bytes_per_token": cost.kv_bytes_per_token(architecture),
+        "kv_cache_bytes": cost.kv_cache_bytes(architecture, length),
+        "state_bytes_per_sequence": cost.state_bytes_per_sequence(architecture),
+        "kinds": _kinds(blocks),
+        "blocks": blocks,
+    }
+    if layout is not None:
+        figures |= _spread(architecture, layout, length)
+    return figures
+
+
+def _block(architecture: Architecture, layer: int, length: int) -> Description:
+    block, sizes = architecture.pattern.blocks[layer - 1], architecture.sizes[layer - 1]
+    counted = cost.block_parameters(architecture, layer)
+    return {
+        "layer": layer,
+        "kind": block.kind,
+        "name": block.name,
+        "values": dict(block.values),
+        "sizes": dict(sizes.values),
+        "params": counted.total,
+        "active_params": counted.active,
+        "forward_flops_per_token": round(
+            cost.block_forward_flops_per_token(architecture, layer, seq_length=length)
+        ),
+    }
+
+
+def _kinds(blocks: Iterable[Mapping[str, Any]]) -> Description:
+    kinds: dict[str, Counter[str]] = {}
+    for block in blocks:
+        sums = kinds.setdefault(block["kind"], Counter())
+        sums.update(count=1, **{key: block[key] for key in ("params", "forward_flops_per_token")})
+    return {kind: {"name": NAMES[kind], **sums} for kind, sums in kinds.items()}
+
+
+def _spread(architecture: Architecture, layout: Layout, length: int) -> Description:
+    stages = cost.per_stage(architecture, layout, seq_length=length)
+    gpus = cost.per_gpu(architecture, layout, seq_length=length)
+    return {
+        "layout": {**asdict(layout), "world_size": layout.world_size},
+        "stages": [
+            {
+                "stage": stage.stage,
+                "rank": stage.rank,
+                "layers": list(stage.layers),
+                "params": stage.parameters.total,
+                "forward_flops_per_token": round(stage.forward_flops_per_token),
+            }
+            for stage in stages
+        ],
+        "gpus": [
+            {
+                **asdict(gpu),
+                "forward_flops_per_token": round(gpu.forward_flops_per_token),
+                "total_bytes": gpu.total_bytes,
+            }
+            for gpu in gpus
+        ],
+    }
+
+
+def to_json(description: Description) -> str:
+    """The figures as JSON text."""
+    return json.dumps(description, indent=2)
+
+
+def render_table(description: Description) -> "Group":
+    """The figures as rich tables: the model, its blocks, and its stages and GPUs if there is a layout.
+
+    Blocks that are alike share a line. Print the result with `rich.print`, or use `render_text`.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    tables = [_summary(description), _alike(description)]
+    if "gpus" in description:
+        tables += [_stage_table(description), _gpu_table(description)]
+    parts: list[Any] = [Text(description["pattern"], style="cyan", overflow="fold")]
+    for table in tables:
+        parts += [Text(), table]
+    return Group(*parts)
+
+
+def render_text(description: Description, *, width: int = 110) -> str:
+    """The tables as plain text."""
+    from rich.console import Console
+
+    console = Console(width=width, force_terminal=False, color_system=None, record=False)
+    with console.capture() as captured:
+        console.print(render_table(description))
+    return captured.get()
+
+
+def _table(title: str, *columns: str, left: int = 1) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, title_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < left else "right", overflow="fold")
+    return table
+
+
+def _summary(figures: Description) -> "Table":
+    length = figures["seq_length"]
+    table = _table(f"{figures['name']}: {len(figures['blocks'])} blocks", "", "", left=2)
+    table.show_header = False
+    weights, training = figures["weight_bytes"], figures["training_bytes"]
+    rows = {
+        "parameters": number(figures["total_params"]),
+        "active per token": f"{number(figures['active_params'])} "
+        f"({number(figures['active_params_with_embedding'])} with the input embedding)",
+        "FLOPs per token": f"{flop(figures['forward_flops_per_token'])} forward, "
+        f"{flop(figures['train_flops_per_token'])} training, at {length:,} tokens",
+        "weights": ", ".join(f"{size(count)} {name}" for name, count in weights.items()),
+        "training state": ", ".join(f"{size(count)} {name}" for name, count in training.items())
+        + " (weights, gradients, Adam, on one GPU)",
+    }
+    if figures["kv_bytes_per_token"]:
+        token, sequence = size(figures["kv_bytes_per_token"]), size(figures["kv_cache_bytes"])
+        rows["KV cache (bf16)"] = f"{token} a token, {sequence} a sequence"
+    if figures["state_bytes_per_sequence"]:
+        rows["Mamba state"] = f"{size(figures['state_bytes_per_sequence'])} a sequence"
+    for label, text in rows.items():
+        table.add_row(label, text)
+    return table
+
+
+def _alike(figures: Description) -> "Table":
+    """One line for all blocks that are equal, in the order in which they first appear."""
+    groups: dict[Block, list[Mapping[str, Any]]] = {}
+    for block in figures["blocks"]:
+        groups.setdefault(Block.of(block["kind"], **block["values"]), []).append(block)
+    whole = figures["forward_flops_per_token"]
+    table = _table("blocks", "block", "what", "layers", "count", "params each", "params", "FLOPs", left=3)
+    for block, members in groups.items():
+        params, flops = members[0]["params"], sum(each["forward_flops_per_token"] for each in members)
+        table.add_row(
+            str(block),
+            _sizes(members[0]),
+            ranges([each["layer"] for each in members]),
+            str(len(members)),
+            number(params),
+            number(params * len(members)),
+            f"{flops / whole:.1%}",
+        )
+    embedding, head = figures["embedding_params"], figures["head_params"]
+    table.add_row("", "embedding", "", "1", number(embedding), number(embedding), "0.0%")
+    table.caption = "layers a-b/2: every second one from a to b"
+    table.caption_justify = "left"
+    share = figures["head_forward_flops_per_token"] / whole
+    table.add_row("", "norm and output layer", "", "1", number(head), number(head), f"{share:.1%}")
+    return table
+
+
+def _sizes(block: Mapping[str, Any]) -> str:
+    """A block's resolved sizes as text, without what is switched off."""
+    if block["sizes"].get("linear"):
+        return f"{block['name']} as a linear"
+    sizes = [f"{name} {block['sizes'][name]}" for name in VALUES[block["kind"]] if block["sizes"].get(name)]
+    return ", ".join([block["name"], *sizes])
+
+
+def _stage_table(figures: Description) -> "Table":
+    stages = figures["stages"]
+    mean = sum(stage["forward_flops_per_token"] for stage in stages) / len(stages)
+    table = _table("pipeline stages", "stage", "rank", "layers", "params", "FLOPs per token", "of the mean")
+    for stage in stages:
+        flops = stage["forward_flops_per_token"]
+        table.add_row(
+            str(stage["stage"]),
+            str(stage["rank"]),
+            ranges(stage["layers"]),
+            number(stage["params"]),
+            flop(flops),
+            f"{flops / mean:.2f}" if mean else "-",
+        )
+    return table
+
+
+def _gpu_table(figures: Description) -> "Table":
+    layout = figures["layout"]
+    names = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP", "data": "DP"}
+    title = " ".join(f"{short}{layout[f'{name}_parallel']}" for name, short in names.items())
+    table = _table(
+        f"one GPU of each pipeline rank ({title}, {layout['world_size']} GPUs, activations estimated)",
+        *("rank", "params", "weights", "gradients", "optimizer", "activations", "together"),
+    )
+    for gpu in figures["gpus"]:
+        parts = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "total_bytes")
+        table.add_row(str(gpu["rank"]), number(gpu["parameters"]), *(size(gpu[part]) for part in parts))
+    return table
+
+
+def number(value: float) -> str:
+    """A count as people say it: 31.58 B."""
+    return _scaled(value, (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3), ("", 1))).rstrip()
+
+
+def flop(value: float) -> str:
+    """Floating point operations: 20.76 GFLOP."""
+    return _scaled(value, (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("FLOP", 1)))
+
+
+def size(value: float) -> str:
+    """Bytes with a binary unit."""
+    return _scaled(value, (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1)))
+
+
+def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
+    unit, factor = next((pair for pair in units if value >= pair[1]), units[-1])
+    return f"{value / factor:.4g} {unit}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers as ranges, with a step where there is one: `1-4, 7-15/2, 20`."""
+    words: list[str] = []
+    rest = list(numbers)
+    while rest:
+        best = rest[:1]
+        for step in (1, 2):
+            run = rest[:1]
+            while len(run) < len(rest) and rest[len(run)] == run[-1] + step:
+                run.append(rest[len(run)])
+            if len(run) >= (2 if step == 1 else 3) and len(run) > len(best):
+                best = run
+        if len(best) == 1:
+            words.append(str(best[0]))
+        else:
+            words.append(
+                f"{best[0]}-{best[-1]}" + ("" if best[1] == best[0] + 1 else f"/{best[1] - best[0]}")
+            )
+        rest = rest[len(best) :]
+    return ", ".join(words)

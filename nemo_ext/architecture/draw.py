@@ -1,0 +1,384 @@
+"""A picture of a model: its blocks in reading order, each as wide as it is costly.
+
+Width is the block's share of the forward FLOPs, colour its kind; a block's own values stand in its tile where
+there is room, and in a tooltip in SVG. matplotlib is imported when something is drawn.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree
+
+from nemo_ext.architecture import cost, pattern
+from nemo_ext.architecture.blocks import NAMES, VALUES, Block
+from nemo_ext.architecture.describe import flop, number
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.pipeline import BlockCosts, even_cuts
+from nemo_ext.architecture.widths import layers
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS: dict[str, str] = {
+    "M": "#2f9e8f",
+    "*": "#3f5fa8",
+    "E": "#e2a33c",
+    "-": "#c8624a",
+    "G": "#7a68ae",
+    "D": "#5f97c9",
+    "+": "#8c9fb5",
+}
+"""One colour a kind, distinct in the common colour deficiencies too."""
+
+_ENDS = "#5b6470"
+_INK, _FAINT = "#22262b", "#8a929c"
+_WIDTH, _MARGIN, _TILE, _ROW = 13.0, 0.45, 0.62, 0.98
+"""Inches: the figure, its side margins, the height of a tile, and from one row to the next."""
+
+_SHOWN = {"*": "\N{ASTERISK OPERATOR}", "-": "\N{EN DASH}"}
+"""Symbols that sit in the middle of a line, where the typed ones do not."""
+
+_LINEAR = "replaced by a linear"
+_TILES_A_ROW = 27
+_EMBEDDING = 0.3
+_SUFFIXES = (".svg", ".png", ".pdf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tile:
+    """One thing to draw; `width` in FLOPs until it is placed."""
+
+    width: float
+    colour: str
+    symbol: str
+    note: str
+    tooltip: str
+    layer: int | None = None
+    light: bool = False
+    hatched: bool = False
+    broken: bool = False
+
+
+def draw_blocks(architecture: Architecture, path: str | Path, *, seq_length: int | None = None) -> Path:
+    """Draw the model into a file.
+
+    Args:
+        architecture: The model; pipeline cuts in its pattern are drawn, with each stage's share.
+        path: Ends in .svg, .png or .pdf; written under a temporary name and renamed.
+        seq_length: Sequence length of the FLOPs; the model's own by default.
+
+    Returns:
+        The path written.
+
+    Raises:
+        ValueError: Another suffix, or a model without cost.
+    """
+    path = Path(path)
+    if path.suffix not in _SUFFIXES:
+        raise ValueError(f"{path}: cannot draw {path.suffix!r} files, expected one of {', '.join(_SUFFIXES)}")
+    length = architecture.sequence_length(seq_length)
+    tiles = list(_tiles(architecture, length))
+    figure = _figure(architecture, tiles, length)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        _save(figure, temporary, path.suffix[1:])
+        if path.suffix == ".svg":
+            _add_tooltips(temporary, tiles)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def _save(figure: "Figure", path: Path, suffix: str) -> None:
+    import matplotlib
+
+    # The salt and the absent date make equal models equal files.
+    with matplotlib.rc_context({"svg.hashsalt": "nemo_ext", "svg.fonttype": "path"}):
+        metadata = {"Date": None} if suffix == "svg" else None
+        figure.savefig(path, format=suffix, dpi=160, metadata=metadata)
+
+
+def _tiles(architecture: Architecture, length: int) -> Iterator[_Tile]:
+    whole = cost.forward_flops_per_token(architecture, seq_length=length)
+    embedding, head = cost.embedding_parameters(architecture), cost.head_parameters(architecture)
+    yield _Tile(
+        width=0,
+        colour=_ENDS,
+        symbol="embedding",
+        note="",
+        tooltip=f"embedding: {number(embedding.total)} parameters, {architecture.vocab_size:,} rows",
+    )
+    for layer in layers(architecture):
+        block, sizes = architecture.pattern.blocks[layer - 1], architecture.sizes[layer - 1]
+        flops = cost.block_forward_flops_per_token(architecture, layer, seq_length=length)
+        params = cost.block_parameters(architecture, layer).total
+        words = [f"{name} {sizes.get(name)}" for name in VALUES[block.kind] if sizes.get(name)]
+        yield _Tile(
+            width=flops,
+            colour=COLOURS[block.kind],
+            symbol=block.kind,
+            note=_note(block),
+            tooltip=f"block {layer}: {block} {block.name}\n{', '.join(words)}\n"
+            f"{number(params)} parameters, {flop(flops)} a token ({flops / whole:.1%})",
+            layer=layer,
+            light=block.kind == "*" and bool(sizes.get("window")),
+            hatched=block.is_linear,
+        )
+    flops = cost.head_forward_flops_per_token(architecture)
+    yield _Tile(
+        width=flops,
+        colour=_ENDS,
+        symbol="head",
+        note=f"{flops / whole:.0%}",
+        tooltip=f"final norm and output layer: {number(head.total)} parameters, {flop(flops)} a token "
+        f"({flops / whole:.1%})" + (", tied to the embedding" if architecture.tied_embeddings else ""),
+    )
+
+
+def _note(block: Block) -> str:
+    if block.is_linear:
+        return "linear"
+    own = dict(block.values)
+    return "\n".join(f"{name} {own[name] or 'none'}" for name in VALUES[block.kind] if name in own)
+
+
+def _rows(tiles: list[_Tile]) -> tuple[list[list[_Tile]], float]:
+    """The tiles in rows of nearly equal width, and the inches of one FLOP."""
+    *body, head = tiles[1:]
+    blocks = sum(tile.width for tile in body)
+    rows = max(1, -(-len(body) // _TILES_A_ROW))
+    # An output layer that dwarfs the blocks (a tiny model's) is cut short, and marked as such.
+    longest = max(0.5 * blocks / rows, max((tile.width for tile in body), default=0))
+    if head.width > longest:
+        head = replace(head, width=longest, broken=True)
+    flow = [*body, head]
+    cuts = even_cuts(BlockCosts(tuple(tile.width for tile in flow)), min(rows, len(flow)))
+    edges = (0, *cuts, len(flow))
+    placed = [flow[first:last] for first, last in pairwise(edges)]
+    widest = max(sum(tile.width for tile in row) for row in placed)
+    return placed, (_WIDTH - 2 * _MARGIN - _EMBEDDING) / widest
+
+
+def _figure(architecture: Architecture, tiles: list[_Tile], length: int) -> "Figure":
+    from matplotlib.figure import Figure
+
+    rows, scale = _rows(tiles)
+    cuts = architecture.pattern.cuts
+    above, legend, stages = 1.05, 0.5, 1.3 if cuts else 0.0
+    height = above + len(rows) * _ROW + legend + stages
+    figure = Figure(figsize=(_WIDTH, height), facecolor="white")
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, _WIDTH), ylim=(0, height))
+    axes.axis("off")
+    _title(axes, architecture, length, height)
+    for index, row in enumerate(rows):
+        bottom = height - above - index * _ROW - _TILE
+        if index == 0:
+            _draw_tile(axes, tiles[0], _MARGIN, bottom, _EMBEDDING - 0.05)
+        _draw_row(axes, row, bottom, scale, cuts)
+    below = height - above - len(rows) * _ROW
+    _legend(axes, architecture, length, below - 0.02)
+    if cuts:
+        _draw_stages(axes, architecture, length, below - 0.45)
+    return figure
+
+
+def _draw_row(axes: "Axes", row: list[_Tile], bottom: float, scale: float, cuts: tuple[int, ...]) -> None:
+    left, numbered = _MARGIN + _EMBEDDING, 0.0
+    starts: list[tuple[float, int]] = []
+    for position, tile in enumerate(row):
+        width = tile.width * scale
+        if tile.layer is not None:
+            if cuts and (tile.layer == 1 or tile.layer - 1 in cuts):
+                starts.append((left, sum(cut <= tile.layer - 1 for cut in cuts)))
+            centre = left + (min(width, 0.3) if position == 0 else width) / 2
+            if position == 0 or (tile.layer % 10 == 0 and centre - numbered > 0.3):
+                _text(axes, centre, bottom - 0.06, str(tile.layer), size=6.5, colour=_FAINT, vertical="top")
+                numbered = centre
+        _draw_tile(axes, tile, left, bottom, width)
+        left += width
+    for index, (place, stage) in enumerate(starts):
+        following = starts[index + 1][0] if index + 1 < len(starts) else _WIDTH
+        axes.plot((place, place), (bottom - 0.05, bottom + _TILE + 0.17), color=_INK, linewidth=1.4, zorder=3)
+        label = f"stage {stage}" if following - place > 0.55 else str(stage)
+        _text(axes, place + 0.05, bottom + _TILE + 0.11, label, size=7, align="left")
+
+
+def _text(
+    axes: "Axes",
+    x: float,
+    y: float,
+    text: str,
+    *,
+    size: float,
+    colour: str = _INK,
+    align: str = "center",
+    vertical: str = "center",
+    rotation: float = 0,
+    bold: bool = False,
+    family: str = "sans-serif",
+) -> None:
+    axes.text(
+        x,
+        y,
+        text,
+        size=size,
+        color=colour,
+        ha=align,
+        va=vertical,
+        rotation=rotation,
+        weight="bold" if bold else "normal",
+        family=family,
+        linespacing=1.05,
+    )
+
+
+def _title(axes: "Axes", architecture: Architecture, length: int, height: float) -> None:
+    words = [f"{number(cost.total_params(architecture))} parameters"]
+    if cost.parameters(architecture).inactive:
+        words.append(f"{number(cost.active_params(architecture))} active")
+    forward = flop(cost.forward_flops_per_token(architecture, seq_length=length))
+    words += [f"{len(architecture.pattern.blocks)} blocks", f"{forward} a token forward at {length:,} tokens"]
+    _text(axes, _MARGIN, height - 0.3, architecture.name, size=15, align="left", bold=True)
+    _text(axes, _MARGIN, height - 0.6, "   ·   ".join(words), size=9.5, align="left")
+    text = pattern.format(architecture.pattern)
+    if len(text) <= 64:
+        place = (_WIDTH - _MARGIN, height - 0.3)
+        _text(axes, *place, text, size=9, colour=_FAINT, align="right", family="monospace")
+
+
+def _draw_tile(axes: "Axes", tile: _Tile, left: float, bottom: float, width: float) -> None:
+    from matplotlib.patches import Rectangle
+
+    gap = min(0.022, 0.18 * width)
+    patch = Rectangle(
+        (left + gap / 2, bottom),
+        width - gap,
+        _TILE,
+        facecolor=_lighter(tile.colour, 0.42) if tile.light or tile.hatched else tile.colour,
+        edgecolor=tile.colour if tile.hatched else "none",
+        hatch="////" if tile.hatched else None,
+        linewidth=0,
+    )
+    patch.set_gid(_gid(tile))
+    axes.add_patch(patch)
+    if tile.broken:
+        # Two slanted lines: the tile is drawn shorter than it is.
+        for offset in (0.78 * width, 0.78 * width + 0.06):
+            ends = (left + offset, left + offset + 0.1)
+            axes.plot(ends, (bottom - 0.03, bottom + _TILE + 0.03), color="white", linewidth=2)
+    _write_in(axes, tile, left + width / 2 * (0.78 if tile.broken else 1), bottom + _TILE / 2, width)
+
+
+def _write_in(axes: "Axes", tile: _Tile, centre: float, middle: float, width: float) -> None:
+    """The symbol, and the note below it or upright, as far as they fit."""
+    ink = _INK if tile.light or tile.hatched or tile.symbol == "E" else "white"
+    if len(tile.symbol) > 1 and width < 0.6:
+        _text(axes, centre, middle, tile.symbol, size=6.8, colour=ink, rotation=90)
+        return
+    # A character of 6-point type is about 0.055 inches wide, a line 0.1 high.
+    lines = tile.note.split("\n") if tile.note else []
+    long = max(map(len, lines), default=0) * 0.055
+    flat = bool(lines) and long + 0.05 <= width and len(lines) <= 3
+    upright = bool(lines) and not flat and 0.105 * len(lines) + 0.03 <= width
+    if upright and long > _TILE - 0.25:
+        # No room for both: the note says more than the symbol, whose kind the colour tells.
+        _text(axes, centre, middle, tile.note, size=6, colour=ink, rotation=90)
+        return
+    if width >= 0.1:
+        shift = 0.11 if flat else 0.2 if upright else 0.0
+        size = min(11.0, 70 * width) if len(tile.symbol) == 1 else 9.5
+        _text(
+            axes,
+            centre,
+            middle + shift,
+            _SHOWN.get(tile.symbol, tile.symbol),
+            size=size,
+            colour=ink,
+            bold=True,
+        )
+    if flat:
+        _text(axes, centre, middle - 0.1, tile.note, size=6, colour=ink)
+    elif upright:
+        _text(axes, centre, middle - 0.08, tile.note, size=6, colour=ink, rotation=90)
+
+
+def _legend(axes: "Axes", architecture: Architecture, length: int, y: float) -> None:
+    from matplotlib.patches import Rectangle
+
+    blocks, whole = architecture.pattern.blocks, cost.forward_flops_per_token(architecture, seq_length=length)
+    entries: list[tuple[str, bool, str]] = []
+    for kind in dict.fromkeys(block.kind for block in blocks):
+        numbers = [n for n in layers(architecture) if blocks[n - 1].kind == kind]
+        flops = sum(cost.block_forward_flops_per_token(architecture, n, seq_length=length) for n in numbers)
+        text = f"{kind}  {len(numbers)} {NAMES[kind]}, {flops / whole:.0%}"
+        entries.append((COLOURS[kind], False, text))
+        if any(architecture.sizes[n - 1].get("window") for n in numbers):
+            entries.append((COLOURS[kind], True, "windowed"))
+    if any(block.is_linear for block in blocks):
+        entries.append((_FAINT, True, _LINEAR))
+    left = _MARGIN
+    for colour, light, text in entries:
+        face, hatch = _lighter(colour, 0.42) if light else colour, "////" if text == _LINEAR else None
+        key = Rectangle((left, y), 0.17, 0.17, facecolor=face, hatch=hatch, edgecolor=colour, linewidth=0)
+        axes.add_patch(key)
+        _text(axes, left + 0.25, y + 0.085, text, size=9, align="left")
+        left += 0.55 + 0.078 * len(text)
+    caption = "width of a tile: its share of the forward FLOPs"
+    _text(axes, _WIDTH - _MARGIN, y + 0.085, caption, size=8, colour=_FAINT, align="right")
+
+
+def _draw_stages(axes: "Axes", architecture: Architecture, length: int, top: float) -> None:
+    """One bar a pipeline stage; the longest, which the others wait for, is dark."""
+    from matplotlib.patches import Rectangle
+
+    flops = (
+        cost.block_forward_flops_per_token(architecture, n, seq_length=length) for n in layers(architecture)
+    )
+    known = BlockCosts(tuple(flops), head=cost.head_forward_flops_per_token(architecture))
+    stages = known.of_stages(architecture.pattern.cuts)
+    longest, mean = max(stages), sum(stages) / len(stages)
+    heading = f"{len(stages)} pipeline stages: the longest takes {longest / mean:.2f} times the mean"
+    _text(axes, _MARGIN, top + 0.1, heading, size=9, align="left")
+    room = (_WIDTH - 2 * _MARGIN) / max(len(stages), 8)
+    floor, tall = top - 0.72, 0.5
+    for index, stage in enumerate(stages):
+        left, height = _MARGIN + index * room, tall * stage / longest
+        colour = _INK if stage == longest else "#b9c0c9"
+        axes.add_patch(Rectangle((left, floor), room * 0.86, height, facecolor=colour, linewidth=0))
+        if len(stages) <= 40:
+            _text(axes, left + room * 0.43, floor + height + 0.07, f"{stage / mean:.2f}", size=7)
+        _text(axes, left + room * 0.43, floor - 0.09, str(index), size=7, colour=_FAINT)
+
+
+def _lighter(colour: str, share: float) -> str:
+    """The colour mixed with white."""
+    parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
+
+
+def _gid(tile: _Tile) -> str:
+    return f"block-{tile.layer}" if tile.layer else tile.symbol
+
+
+def _add_tooltips(path: Path, tiles: list[_Tile]) -> None:
+    """SVG shows a group's <title> on hover; matplotlib can name groups but not title them."""
+    namespace = "http://www.w3.org/2000/svg"
+    ElementTree.register_namespace("", namespace)
+    ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
+    tree = ElementTree.parse(path)
+    tooltips = {_gid(tile): tile.tooltip for tile in tiles}
+    for group in tree.iter(f"{{{namespace}}}g"):
+        if group.get("id", "").startswith("text_"):
+            group.set("pointer-events", "none")  # or a label would hide its tile's tooltip
+        tooltip = tooltips.get(group.get("id", ""))
+        if tooltip is not None:
+            title = ElementTree.Element(f"{{{namespace}}}title")
+            title.text = tooltip
+            group.insert(0, title)
+    tree.write(path, encoding="utf-8", xml_declaration=True)

@@ -1,0 +1,206 @@
+"""How a model is spread over GPUs, in Megatron's terms."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from nemo_ext.architecture.model import Architecture, Flags, section
+from nemo_ext.architecture.pattern import Pattern, parse
+
+RECOMPUTE_MODULES = frozenset(
+    {"core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj", "gdn_norm_out"}
+)
+"""Megatron's names for what `selective` recomputation may drop."""
+
+_PARALLEL = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "expert_model_parallel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a model is spread over GPUs and trained.
+
+    Attributes:
+        tensor_parallel: TP.
+        pipeline_parallel: PP.
+        virtual_stages: Model chunks on each pipeline rank; stage s is on rank s % PP.
+        context_parallel: CP.
+        expert_parallel: EP.
+        expert_tensor_parallel: ETP; Megatron's default is TP.
+        data_parallel: Copies of the model that see different batches.
+        micro_batch_size: Sequences in one micro-batch.
+        micro_batches: Micro-batches in a step, which bounds how many are in flight; None for plenty.
+        sequence_parallel: Whether norms and residuals are split over TP as well.
+        distributed_optimizer: Whether optimizer state is split over data parallel ranks.
+        precision: `bf16` (fp32 gradients, master weights and Adam moments) or `fp32`.
+        recompute: `none`, `selective` (the modules named) or `full` (whole blocks).
+        recompute_modules: Megatron's names, for `selective`.
+        recompute_num_layers: Blocks recomputed together, for `full`.
+        fused_attention: Whether attention never writes its score matrix (flash attention, torch SDPA).
+
+    Raises:
+        ValueError: A size that is not positive, or GPUs that expert parallelism does not divide.
+    """
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    virtual_stages: int = 1
+    context_parallel: int = 1
+    expert_parallel: int = 1
+    expert_tensor_parallel: int | None = None
+    data_parallel: int = 1
+    micro_batch_size: int = 1
+    micro_batches: int | None = None
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+    precision: str = "bf16"
+    recompute: str = "none"
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    recompute_num_layers: int = 1
+    fused_attention: bool = True
+
+    def __post_init__(self) -> None:
+        for part in fields(self):
+            value = getattr(self, part.name)
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise ValueError(f"{part.name} must be at least 1, got {value}")
+        if self.precision not in ("bf16", "fp16", "fp32"):
+            raise ValueError(f"precision: expected bf16, fp16 or fp32 for training, got {self.precision!r}")
+        if self.recompute not in ("none", "selective", "full"):
+            raise ValueError(f"recompute: expected none, selective or full, got {self.recompute!r}")
+        if unknown := set(self.recompute_modules) - RECOMPUTE_MODULES:
+            raise ValueError(
+                f"recompute_modules: unknown {sorted(unknown)}, expected some of {sorted(RECOMPUTE_MODULES)}"
+            )
+        ranks = self.tensor_parallel * self.context_parallel * self.data_parallel
+        if ranks % (self.expert_parallel * self.expert_tensor):
+            raise ValueError(
+                f"expert parallel x expert tensor parallel = {self.expert_parallel} x {self.expert_tensor} "
+                f"must divide tensor x context x data parallel = {ranks}"
+            )
+
+    @property
+    def expert_tensor(self) -> int:
+        """Expert tensor parallel size with Megatron's default."""
+        return self.expert_tensor_parallel or self.tensor_parallel
+
+    @property
+    def world_size(self) -> int:
+        """Number of GPUs."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
+
+    @property
+    def optimizer_shards(self) -> tuple[int, int]:
+        """Ranks over which the state of dense and of expert parameters is split."""
+        if not self.distributed_optimizer:
+            return 1, 1
+        dense = self.data_parallel * self.context_parallel
+        return dense, dense * self.tensor_parallel // (self.expert_parallel * self.expert_tensor)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, object], *, world_size: int | None = None) -> "Layout":
+        """Read Megatron's parallel, batch and recompute flags; virtual stages come from the pattern's cuts.
+
+        Args:
+            config: As for `Architecture.from_config`.
+            world_size: Number of GPUs, from which data parallelism follows; one copy of the model if not
+                given.
+
+        Raises:
+            ValueError: The sizes do not multiply up.
+        """
+        flags = Flags(section(config, "megatron"))
+        size = {name: flags.integer(f"{name}_size") or 1 for name in _PARALLEL}
+        tensor, pipeline, context = (size[name] for name in _PARALLEL[:3])
+        model_size = tensor * pipeline * context
+        if world_size is not None and world_size % model_size:
+            raise ValueError(f"{world_size} GPUs are not a multiple of TP x PP x CP = {model_size}")
+        expert_tensor = flags.integer("expert_tensor_parallel_size") or tensor
+        # Without a number of GPUs, the smallest that expert parallelism allows.
+        experts = size["expert_model_parallel"] * expert_tensor
+        smallest = experts // math.gcd(experts, tensor * context)
+        data = smallest if world_size is None else world_size // model_size
+        micro = flags.integer("micro_batch_size") or 1
+        batch = flags.integer("global_batch_size")
+        pattern = section(config, "model").get("pattern")
+        pattern = parse(pattern) if isinstance(pattern, str) else pattern
+        stages = len(pattern.stages) if isinstance(pattern, Pattern) else 1
+        recompute = flags.text("recompute_granularity", "none")
+        if flags.flag("recompute_activations"):  # Megatron's short form
+            recompute = "selective"
+        modules = flags.values.get("recompute_modules") or ("core_attn",)
+        if not isinstance(modules, list | tuple):
+            raise ValueError(f"megatron.recompute_modules: expected a list of modules, got {modules!r}")
+        return cls(
+            tensor_parallel=tensor,
+            pipeline_parallel=pipeline,
+            virtual_stages=max(1, stages // pipeline),
+            context_parallel=context,
+            expert_parallel=size["expert_model_parallel"],
+            expert_tensor_parallel=expert_tensor,
+            data_parallel=data,
+            micro_batch_size=micro,
+            micro_batches=None if batch is None else max(1, batch // (micro * data)),
+            sequence_parallel=flags.flag("sequence_parallel"),
+            distributed_optimizer=flags.flag("use_distributed_optimizer"),
+            precision=next((name for name in ("bf16", "fp16") if flags.flag(name)), "fp32"),
+            recompute=recompute,
+            recompute_modules=tuple(map(str, modules)),
+            recompute_num_layers=flags.integer("recompute_num_layers") or 1,
+        )
+
+
+def stage_ranges(pattern: Pattern, layout: Layout) -> tuple[range, ...]:
+    """1-based block numbers of each stage: by the cuts, or evenly as Megatron does where there are none.
+
+    Raises:
+        ValueError: The number of stages is not PP x virtual stages, or the blocks do not divide evenly.
+    """
+    wanted, blocks = layout.pipeline_parallel * layout.virtual_stages, len(pattern.blocks)
+    if pattern.cuts or wanted == 1:
+        stages = tuple(range(first + 1, last + 1) for first, last in pattern.stages)
+        if len(stages) != wanted:
+            raise ValueError(
+                f"the pattern has {len(stages)} stages, the layout needs {wanted} "
+                f"(PP {layout.pipeline_parallel} x {layout.virtual_stages}): cut it with pipeline.balance"
+            )
+        return stages
+    if layout.virtual_stages > 1 or blocks % wanted:
+        raise ValueError(
+            f"{blocks} blocks without cuts cannot be split evenly over PP {layout.pipeline_parallel} x "
+            f"{layout.virtual_stages} stages: cut the pattern with pipeline.balance"
+        )
+    each = blocks // wanted
+    return tuple(range(stage * each + 1, (stage + 1) * each + 1) for stage in range(wanted))
+
+
+def check_layout(architecture: Architecture, layout: Layout) -> None:
+    """Refuse a layout that Megatron would refuse for these blocks.
+
+    Raises:
+        ValueError: Names the block by its 1-based number and the size that does not divide.
+    """
+    tensor, experts = layout.tensor_parallel, layout.expert_parallel
+    if architecture.vocab_size % tensor:
+        raise ValueError(
+            f"vocab_size {architecture.vocab_size} is not a multiple of tensor_parallel {tensor}"
+        )
+    if architecture.hidden_size % tensor:
+        raise ValueError(
+            f"hidden_size {architecture.hidden_size} is not a multiple of tensor_parallel {tensor}"
+        )
+    divided = {"*": ("heads",), "-": ("ffn",), "M": ("heads", "groups"), "E": ("shared",)}
+    written = architecture.pattern.blocks
+    for number, block in enumerate(architecture.sizes, start=1):
+        if block.is_linear:
+            continue
+        checks = [(name, block.size(name), tensor, "tensor_parallel") for name in divided.get(block.kind, ())]
+        if block.kind == "*" and (block.size("kv") % tensor and tensor % block.size("kv")):
+            checks.append(("kv", block.size("kv"), tensor, "tensor_parallel"))
+        if block.kind == "E":
+            checks.append(("experts", block.size("experts"), experts, "expert_parallel"))
+            checks.append(("ffn", block.size("ffn"), layout.expert_tensor, "expert_tensor_parallel"))
+        for name, size, divisor, axis in checks:
+            if size % divisor:
+                raise ValueError(
+                    f"block {number} ({written[number - 1]}): {name} {size} is not a multiple of {axis} {divisor}"
+                )

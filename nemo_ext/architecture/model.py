@@ -1,0 +1,391 @@
+"""A model's blocks together with every size that its cost depends on, read from a run's configuration.
+
+The `megatron` part of a configuration holds Megatron's own command line flags in snake_case; a flag that is
+absent has Megatron's default (`megatron/training/arguments.py`,
+`megatron/core/transformer/transformer_config.py`, 0.19).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from nemo_ext.architecture.blocks import LINEAR, VALUES, Block
+from nemo_ext.architecture.pattern import Pattern, parse
+
+CONV_KERNEL = 4
+"""Width of Mamba-2's causal convolution (`d_conv` of Megatron's MambaMixer, not a flag)."""
+
+# Where the command line flag is not called like the TransformerConfig field.
+_FLAG = {"num_moe_experts": "num_experts"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One model: its blocks, the sizes they inherit, and what stands around them.
+
+    Attributes:
+        pattern: Blocks and pipeline cuts.
+        hidden_size: Width of the residual stream.
+        vocab_size: Rows of the embedding, padding included.
+        defaults: One block a kind with the model-wide values; a value that the model does not set is missing.
+        name: For people.
+        family: For people and converters, such as `nemotron3` or `olmo3`.
+        seq_length: Training sequence length, the default of every cost that depends on one.
+        tied_embeddings: Whether the output layer is the embedding.
+        learned_positions: Rows of a learned position embedding, 0 without.
+        normalization: `RMSNorm` or `LayerNorm`.
+        norm_affine: Whether norms have weights.
+        norm_placement: `input` (pre-norm) or `output` (on each sub-layer's output).
+        qk_layernorm: Whether queries and keys are normed.
+        qk_norm_scope: `head` (one weight shared by all heads) or `width` (one weight over all heads
+            together).
+        gated: Whether MLPs and experts have a gate (SwiGLU): three matrices instead of two.
+        bias: Whether linears have biases.
+        qkv_bias: Whether the query, key and value projection has one of its own accord.
+        attention_output_gate: Whether attention has an output gate as wide as its queries.
+        moe_latent_size: Width in which routed experts work, None for the hidden size.
+        moe_shared_expert_gate: Whether the shared expert has a gate.
+        window_attn_skip_freq: Megatron's rule for full attention among windowed blocks, by global layer
+            number.
+
+    Raises:
+        ValueError: A block's sizes do not fit together; names the block by its 1-based number.
+    """
+
+    pattern: Pattern
+    hidden_size: int
+    vocab_size: int
+    defaults: tuple[Block, ...] = ()
+    name: str = "model"
+    family: str = ""
+    seq_length: int | None = None
+    tied_embeddings: bool = False
+    learned_positions: int = 0
+    normalization: str = "RMSNorm"
+    norm_affine: bool = True
+    norm_placement: str = "input"
+    qk_layernorm: bool = False
+    qk_norm_scope: str = "head"
+    gated: bool = False
+    bias: bool = False
+    qkv_bias: bool = False
+    attention_output_gate: bool = False
+    moe_latent_size: int | None = None
+    moe_shared_expert_gate: bool = False
+    window_attn_skip_freq: int | tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("normalization", self.normalization, ("RMSNorm", "LayerNorm"))
+        _one_of("norm_placement", self.norm_placement, ("input", "output"))
+        _one_of("qk_norm_scope", self.qk_norm_scope, ("head", "width"))
+        _ = self.sizes  # Raises here, not in the middle of a cost report, when a block does not fit.
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, object]) -> "Architecture":
+        """Read the sections `model` (name, family, pattern, ...) and `megatron` (Megatron's flags).
+
+        Keys that no cost depends on are left to their owners.
+
+        Raises:
+            ValueError: A missing key, by name, or a value that is not what Megatron takes there.
+        """
+        model, flags = section(config, "model"), Flags(section(config, "megatron"))
+        pattern = model.get("pattern")
+        if isinstance(pattern, str):
+            pattern = parse(pattern)
+        if not isinstance(pattern, Pattern):
+            raise ValueError(f"model.pattern: expected a pattern such as '(*-)x40', got {pattern!r}")
+        if flags.text("softmax_type", "vanilla") == "learnable":
+            raise ValueError(
+                "megatron.softmax_type=learnable: its parameters are not counted by the cost model yet"
+            )
+        if flags.flag("swiglu") and flags.flag("squared_relu"):
+            raise ValueError("megatron.swiglu and megatron.squared_relu are both set: choose one activation")
+        hidden_size = flags.required("hidden_size", "the width of the residual stream")
+        return cls(
+            pattern=pattern,
+            hidden_size=hidden_size,
+            vocab_size=padded_vocab_size(flags),
+            defaults=_defaults(flags, hidden_size),
+            name=str(model.get("name", "model")),
+            family=str(model.get("family", "")),
+            seq_length=flags.integer("seq_length"),
+            tied_embeddings=not flags.flag("untie_embeddings_and_output_weights"),
+            learned_positions=_learned_positions(flags),
+            normalization=flags.text("normalization", "LayerNorm"),
+            norm_affine=_boolean("model.norm_affine", model.get("norm_affine", True)),
+            norm_placement=str(model.get("norm_placement") or "input"),
+            qk_layernorm=flags.flag("qk_layernorm"),
+            qk_norm_scope=str(model.get("qk_norm_scope") or "head"),
+            gated=flags.flag("swiglu") or flags.flag("quick_geglu"),
+            bias=not flags.flag("disable_bias_linear"),
+            qkv_bias=flags.flag("add_qkv_bias"),
+            attention_output_gate=flags.flag("attention_output_gate"),
+            moe_latent_size=flags.integer("moe_latent_size"),
+            moe_shared_expert_gate=flags.flag("moe_shared_expert_gate"),
+            window_attn_skip_freq=_skip_frequency(flags.values.get("window_attn_skip_freq")),
+        )
+
+    def with_pattern(self, pattern: Pattern | str) -> "Architecture":
+        """The same model with other blocks or cuts."""
+        return replace(self, pattern=parse(pattern) if isinstance(pattern, str) else pattern)
+
+    def resolved(self, block: Block, *, layer: int | None = None) -> Block:
+        """The block with every value of its kind written out, the model's where it has none of its own.
+
+        `window` 0 is full attention and `shared` 0 no shared expert. A linear-replaced block stays as it is.
+
+        Args:
+            block: Any block.
+            layer: Its 1-based number, needed only where `window_attn_skip_freq` decides by number.
+
+        Raises:
+            ValueError: A size is missing, naming the flag that gives it, or does not divide another.
+        """
+        if block.is_linear or not VALUES[block.kind]:
+            return block
+        inherited = next(
+            (default for default in self.defaults if default.kind == block.kind), Block(block.kind)
+        )
+        values = {**dict(inherited.values), **dict(block.values)}
+        if block.kind == "M" and "heads" not in values and "head_dim" in values:
+            # Megatron without mamba_num_heads: the inner width is twice the hidden size.
+            values["heads"] = _divided(
+                2 * self.hidden_size, values["head_dim"], "2 x hidden_size", "mamba_head_dim"
+            )
+        if block.kind == "*" and block.get("window") is None and self._skips_window(layer, values):
+            values["window"] = 0
+        for name, field in VALUES[block.kind].items():
+            if name not in values and name != LINEAR:
+                flag = _FLAG.get(field, field)
+                raise ValueError(
+                    f"megatron.{flag} is missing: {block.name} needs it, or {block.kind}{{{name}=...}}"
+                )
+        resolved = Block(block.kind, tuple(values.items()))
+        _check(resolved)
+        return resolved
+
+    def _skips_window(self, layer: int | None, values: Mapping[str, int | bool]) -> bool:
+        frequency = self.window_attn_skip_freq
+        if not values.get("window") or frequency is None:
+            return False
+        if layer is None:
+            raise ValueError("window_attn_skip_freq decides by layer number: pass layer=")
+        if isinstance(frequency, int):
+            return layer % frequency == 0
+        if layer > len(frequency):
+            raise ValueError(
+                f"megatron.window_attn_skip_freq lists {len(frequency)} layers, the pattern has more"
+            )
+        return not frequency[layer - 1]
+
+    @cached_property
+    def sizes(self) -> tuple[Block, ...]:
+        """Every block of the pattern resolved, in order."""
+        sizes = []
+        for number, block in enumerate(self.pattern.blocks, start=1):
+            try:
+                sizes.append(self.resolved(block, layer=number))
+            except ValueError as error:
+                raise ValueError(f"block {number} ({block}): {error}") from None
+        return tuple(sizes)
+
+    def sequence_length(self, seq_length: int | None = None) -> int:
+        """The given sequence length, or the model's.
+
+        Raises:
+            ValueError: Neither is known, or it is not positive.
+        """
+        length = self.seq_length if seq_length is None else seq_length
+        if length is None or length < 1:
+            raise ValueError(
+                f"expected a positive sequence length, got {length}: pass seq_length or megatron.seq_length"
+            )
+        return length
+
+
+def _check(block: Block) -> None:
+    """Refuse sizes that Megatron would refuse, in terms of the notation."""
+    if block.kind == "*" and block.size("heads") % block.size("kv"):
+        raise ValueError(
+            f"{block.size('heads')} heads cannot share {block.size('kv')} KV heads: set kv to a divisor"
+        )
+    if block.kind == "M" and block.size("heads") % block.size("groups"):
+        raise ValueError(
+            f"{block.size('heads')} Mamba heads cannot share {block.size('groups')} groups: "
+            "set groups to a divisor of heads"
+        )
+    if block.kind == "E" and block.size("topk") > block.size("experts"):
+        raise ValueError(f"topk {block.size('topk')} is more than the {block.size('experts')} experts")
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Megatron's flags with values as a command line or YAML gives them."""
+
+    values: Mapping[str, object]
+
+    def integer(self, key: str) -> int | None:
+        """A positive integer, or None where the flag is absent."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if isinstance(value, str) and value.strip().isdecimal():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"megatron.{key}: expected a positive integer, got {value!r}")
+        return value
+
+    def required(self, key: str, what: str) -> int:
+        """A positive integer that must be given."""
+        value = self.integer(key)
+        if value is None:
+            raise ValueError(f"megatron.{key} is missing: set it to {what}")
+        return value
+
+    def flag(self, key: str) -> bool:
+        """Whether a switch is on; absent is off."""
+        return _boolean(f"megatron.{key}", self.values.get(key, False))
+
+    def text(self, key: str, default: str) -> str:
+        """A word, or `default` where the flag is absent."""
+        value = self.values.get(key)
+        return default if value is None else str(value)
+
+
+def section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """One part of a configuration.
+
+    Raises:
+        ValueError: It is missing or not a mapping.
+    """
+    value = config.get(name)
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}: the configuration needs this section as a mapping, got {value!r}")
+    return value
+
+
+def padded_vocab_size(flags: Flags) -> int:
+    """Embedding rows: `padded_vocab_size`, or `vocab_size` padded as Megatron pads it.
+
+    Up to a multiple of make_vocab_size_divisible_by (128) times the tensor parallel size
+    (`megatron/training/vocab_utils.py`).
+    """
+    padded = flags.integer("padded_vocab_size")
+    if padded is not None:
+        return padded
+    vocab_size = flags.required("vocab_size", "the tokenizer's size (or give padded_vocab_size)")
+    multiple = (flags.integer("make_vocab_size_divisible_by") or 128) * (
+        flags.integer("tensor_model_parallel_size") or 1
+    )
+    return -(-vocab_size // multiple) * multiple
+
+
+def _defaults(flags: Flags, hidden_size: int) -> tuple[Block, ...]:
+    """The model-wide values of each kind, with Megatron's defaults."""
+    ffn = flags.integer("ffn_hidden_size")
+    if ffn is None:
+        ffn = int((4 * hidden_size * 2 / 3) / 64) * 64 if flags.flag("swiglu") else 4 * hidden_size
+    heads = flags.integer("num_attention_heads")
+    attention: dict[str, int | None] = {"window": _window(flags.values.get("window_size"))}
+    if heads is not None:
+        attention["heads"] = heads
+        grouped = flags.flag("group_query_attention")
+        attention["kv"] = (flags.integer("num_query_groups") or 1) if grouped else heads
+        head_dim = flags.integer("kv_channels")
+        if head_dim is None and hidden_size % heads == 0:
+            head_dim = hidden_size // heads
+        if head_dim is not None:
+            attention["head_dim"] = head_dim
+    mamba = {
+        "heads": flags.integer("mamba_num_heads"),
+        "head_dim": flags.integer("mamba_head_dim") or 64,
+        "state": flags.integer("mamba_state_dim") or 128,
+        "groups": flags.integer("mamba_num_groups") or 8,
+    }
+    experts: dict[str, int | None] = {
+        "topk": flags.integer("moe_router_topk") or 2,
+        "ffn": flags.integer("moe_ffn_hidden_size") or ffn,
+        "shared": flags.integer("moe_shared_expert_intermediate_size"),
+    }
+    count = flags.integer("num_experts")
+    if count is not None:
+        experts["experts"] = count
+    return (
+        Block.of("*", **attention),
+        Block.of("-", ffn=ffn),
+        Block.of("M", **{name: value for name, value in mamba.items() if value is not None}),
+        Block.of("E", **experts),
+    )
+
+
+def _learned_positions(flags: Flags) -> int:
+    # Megatron's default is a learned embedding with max_position_embeddings rows.
+    if flags.text("position_embedding_type", "learned_absolute") != "learned_absolute":
+        return 0
+    return flags.required(
+        "max_position_embeddings",
+        "the rows of the learned positions (Megatron's default), or set position_embedding_type: rope, none",
+    )
+
+
+def _window(value: object) -> int | None:
+    """Tokens a query attends to from Megatron's window_size (left, right), None for all of them."""
+    if value is None:
+        return None
+    numbers: list[str] = []
+    if isinstance(value, str):
+        numbers = re.sub(r"^\s*[\[(]|[\])]\s*$", "", value).split(",")
+    elif isinstance(value, Sequence):
+        numbers = [str(number) for number in value]
+    try:
+        left, right = (int(number) for number in numbers)
+    except ValueError:
+        raise ValueError(
+            f"megatron.window_size: expected two integers such as [4095,0], got {value!r}"
+        ) from None
+    if left < -1 or right != 0:
+        raise ValueError(
+            f"megatron.window_size: {value!r} is not causal: expected [tokens before, 0], or [-1, 0] for all"
+        )
+    return None if left == -1 else left + 1
+
+
+def _skip_frequency(value: object) -> int | tuple[int, ...] | None:
+    """Megatron's window_attn_skip_freq: N, or a list with 1 for windowed layers; expressions are refused."""
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value)
+    if isinstance(value, str) and re.fullmatch(r"\s*\[[\s01,]*\]\s*", value):
+        value = [int(number) for number in re.findall(r"[01]", value)]
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    if (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and all(number in (0, 1) for number in value)
+    ):
+        return tuple(int(number) for number in value)
+    raise ValueError(
+        f"megatron.window_attn_skip_freq: expected a positive integer or a list of 0 and 1, got {value!r}; "
+        "or write the windows into the pattern, such as ((*{window=4096}-)x3*-)x8"
+    )
+
+
+def _divided(value: int, divisor: int, what: str, by: str) -> int:
+    if value % divisor:
+        raise ValueError(f"{what} = {value} is not a multiple of {by} = {divisor}")
+    return value // divisor
+
+
+def _boolean(key: str, value: object) -> bool:
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    raise ValueError(f"{key}: expected true or false, got {value!r}")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")

@@ -1,0 +1,350 @@
+"""The notation: a whole model in one line, read, written and compiled to Megatron's `hybrid_layer_pattern`.
+
+    pattern := item+                 item  := '|' | block [repeat] | '(' item+ ')' [repeat]
+    block   := SYMBOL [ '{' value (',' value)* '}' ]
+    value   := NAME '=' (INTEGER | 'none') | FLAG
+    repeat  := 'x' INTEGER
+
+Symbols are Megatron's: `M` Mamba-2, `*` attention, `E` MoE, `-` MLP, `|` pipeline cut; `G D +` pass through.
+Ours are the repeats, `(*-)x40`, and the per-block values, `*{kv=4}`, `-{ffn=5376}`, `*{linear}`,
+`*{window=4096}`: a query of a windowed block attends to itself and the window - 1 tokens before it (Hugging
+Face's `sliding_window`), and `*{window=none}` is full attention in a windowed model. White space is ignored.
+A no-op is an absent symbol.
+"""
+
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from itertools import pairwise
+from string import ascii_letters, digits
+
+from nemo_ext.architecture.blocks import FLAGS, LINEAR, NAMES, NONE_ALLOWED, VALUES, Block, unknown_value
+
+CUT = "|"
+MAX_BLOCKS = 2048
+"""More blocks than any model has: a mistyped repeat is an error, not a machine out of memory."""
+_SHOWN = 100
+
+
+class PatternError(ValueError):
+    """A pattern that cannot be read; the message shows it with a caret under the offending character.
+
+    Attributes:
+        problem: What is wrong and what was expected.
+        pattern: The text as given.
+        position: 0-based index of the offending character (`len(pattern)` at the end).
+    """
+
+    def __init__(self, problem: str, pattern: str, position: int) -> None:
+        self.problem, self.pattern, self.position = problem, pattern, position
+        # A folded YAML string may hold line breaks; one space for each keeps the caret under its place.
+        line = "".join(" " if character.isspace() else character for character in pattern)
+        start = 0
+        if len(line) > _SHOWN:
+            start = max(0, min(position - _SHOWN // 2, len(line) - _SHOWN))
+        shown = line[start : start + _SHOWN]
+        before = "..." if start else ""
+        after = "..." if start + _SHOWN < len(line) else ""
+        caret = " " * (len(before) + position - start) + "^"
+        super().__init__(f"{problem} (character {position + 1})\n  {before}{shown}{after}\n  {caret}")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A sequence of blocks and where pipeline stages begin.
+
+    Attributes:
+        blocks: The residual blocks in order.
+        cuts: Sorted indices; a `|` stands before block `i` for each. An index may repeat (an empty stage,
+            which Megatron allows) and may be 0 or `len(blocks)`.
+    """
+
+    blocks: tuple[Block, ...]
+    cuts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cuts", tuple(sorted(self.cuts)))
+        if self.cuts and not 0 <= self.cuts[0] <= self.cuts[-1] <= len(self.blocks):
+            raise ValueError(
+                f"cuts {self.cuts} do not lie between 0 and the {len(self.blocks)} blocks of the pattern"
+            )
+
+    @property
+    def stages(self) -> tuple[tuple[int, int], ...]:
+        """Half-open block ranges between the cuts: one stage a range, a single one without cuts."""
+        edges = (0, *self.cuts, len(self.blocks))
+        return tuple(pairwise(edges))
+
+    def __str__(self) -> str:
+        return format(self)
+
+
+@dataclass(frozen=True)
+class CompiledPattern:
+    """What Megatron is given.
+
+    Attributes:
+        hybrid_layer_pattern: Plain symbols and `|`.
+        overrides: `TransformerConfig` fields by 1-based global layer number, for the blocks that have values;
+            a linear-replaced block has `{"linear": True}`.
+    """
+
+    hybrid_layer_pattern: str
+    overrides: dict[int, dict[str, object]] = field(default_factory=dict)
+
+
+def parse(text: str) -> Pattern:
+    """Read a pattern.
+
+    Raises:
+        PatternError: With the character and what was expected there.
+    """
+    items = _Reader(text).pattern()
+    blocks: list[Block] = []
+    cuts: list[int] = []
+    for item in items:
+        if isinstance(item, Block):
+            blocks.append(item)
+        else:
+            cuts.append(len(blocks))
+    return Pattern(tuple(blocks), tuple(cuts))
+
+
+class _Reader:
+    """Recursive descent over one text; a cut is read as the string `|`."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+
+    def pattern(self) -> list[Block | str]:
+        items = self.items(opened=None)
+        if not any(isinstance(item, Block) for item in items):
+            raise self.error(f"expected at least one block, one of {' '.join(NAMES)}")
+        return items
+
+    def items(self, *, opened: int | None) -> list[Block | str]:
+        items: list[Block | str] = []
+        while (character := self.peek()) and not (character == ")" and opened is not None):
+            start = self.at
+            if character == CUT:
+                self.at += 1
+                items.append(CUT)
+                if self.peek() == "x":
+                    raise self.error("a pipeline cut cannot be repeated: expected a block, '(' or '|'")
+            elif character == "(":
+                self.at += 1
+                inner = self.items(opened=start)
+                if self.peek() != ")":
+                    raise self.error("expected ')' to close this group", start)
+                if not inner:
+                    raise self.error("expected a block inside the group")
+                self.at += 1
+                items += self.repeated(inner, start)
+            elif character in NAMES:
+                self.at += 1
+                items += self.repeated([Block(character, self.values(character))], start)
+            else:
+                raise self.error(_unexpected(character))
+        return items
+
+    def repeated(self, items: list[Block | str], start: int) -> list[Block | str]:
+        if self.peek() != "x":
+            return items
+        self.at += 1
+        position = self.next_position()
+        number = self.word(digits)
+        if not number:
+            raise self.error("expected a repeat count after 'x'")
+        count = int(number)
+        if count == 0:
+            raise self.error("a repeat count must be at least 1; leave the block out for a no-op", position)
+        if count * len(items) > MAX_BLOCKS:
+            raise self.error(f"this repeat makes more than {MAX_BLOCKS} blocks", position)
+        return items * count
+
+    def values(self, kind: str) -> tuple[tuple[str, int | bool], ...]:
+        if self.peek() != "{":
+            return ()
+        opened = self.at
+        if not VALUES[kind]:
+            raise self.error(f"a {NAMES[kind]} block ({kind!r}) takes no values")
+        values: dict[str, int | bool] = {}
+        separator = "{"
+        while separator != "}":
+            self.at += 1
+            position = self.next_position()
+            name = self.word(ascii_letters + digits + "_")
+            if not name:
+                raise self.error(f"expected a value name of {kind!r}: one of {', '.join(VALUES[kind])}")
+            if name not in VALUES[kind]:
+                raise self.error(unknown_value(kind, name), position)
+            if name in values:
+                raise self.error(f"value {name!r} is given twice", position)
+            values[name] = self.value(kind, name)
+            if LINEAR in values and len(values) > 1:
+                raise self.error(
+                    f"a linear-replaced block has no other values: write {kind}{{linear}}", position
+                )
+            separator = self.peek()
+            if not separator:
+                raise self.error("expected '}' to close these values", opened)
+            if separator not in "},":
+                raise self.error("expected ',' or '}' after a value")
+        self.at += 1
+        return tuple(values.items())
+
+    def value(self, kind: str, name: str) -> int | bool:
+        if name in FLAGS:
+            if self.peek() == "=":
+                raise self.error(f"{name!r} is a flag: write {kind}{{{name}}} without a value")
+            return True
+        if self.peek() != "=":
+            raise self.error(f"expected '=' and a number after {name!r}")
+        self.at += 1
+        position = self.next_position()
+        word = self.word(ascii_letters + digits + "_")
+        none = (kind, name) in NONE_ALLOWED
+        if none and word == "none":
+            return 0
+        if not word or not set(word) <= set(digits) or int(word) == 0:
+            hint = f", or none ({kind}{{{name}=none}})" if none else ""
+            raise self.error(f"expected a positive integer for {name!r}{hint}", position)
+        return int(word)
+
+    def peek(self) -> str:
+        """The next character that is not white space, "" at the end; `at` is moved to it."""
+        while self.at < len(self.text) and self.text[self.at].isspace():
+            self.at += 1
+        return self.text[self.at : self.at + 1]
+
+    def next_position(self) -> int:
+        self.peek()
+        return self.at
+
+    def word(self, alphabet: str) -> str:
+        self.peek()
+        start = self.at
+        while self.at < len(self.text) and self.text[self.at] in alphabet:
+            self.at += 1
+        return self.text[start : self.at]
+
+    def error(self, problem: str, position: int | None = None) -> PatternError:
+        return PatternError(problem, self.text, self.at if position is None else position)
+
+
+def _unexpected(character: str) -> str:
+    expected = f"expected a block (one of {' '.join(NAMES)}), '|' or '('"
+    if character == "/":
+        return f"multi-token prediction ('/') is not supported yet: {expected}"
+    if character == ")":
+        return f"no group is open to be closed here: {expected}"
+    if character == "x":
+        return f"a repeat must follow a block or a group: {expected}"
+    if character == "{":
+        return f"values must follow directly after a block's symbol: {expected}"
+    guess = next(iter(get_close_matches(character.upper(), NAMES, n=1)), None)
+    return f"unknown symbol {character!r}: {expected}" + (f"; did you mean {guess!r}?" if guess else "")
+
+
+def format(pattern: Pattern, *, compress: bool = True) -> str:
+    """Write a pattern in its canonical form: `parse(format(p)) == p`, and equal patterns are written alike.
+
+    Args:
+        pattern: The blocks and cuts.
+        compress: Write runs as `-x3` and repeated sequences as `(*-)x40` where that is clearly shorter.
+    """
+    tokens: list[str] = []
+    cuts = list(pattern.cuts)
+    for index, block in enumerate((*pattern.blocks, None)):
+        while cuts and cuts[0] == index:
+            cuts.pop(0)
+            tokens.append(CUT)
+        if block is not None:
+            tokens.append(str(block))
+    if not compress:
+        return "".join(tokens)
+    return _shortest(tuple(tokens), {})[1]
+
+
+# Half-characters, so that a tie can be broken: a run of equal length wins over its symbols (`-x3`), a group
+# must save more than two characters over its symbols to be worth its brackets (`MEMEMEME`, but `(ME)x5`).
+_LITERAL, _RUN_BONUS, _GROUP_PENALTY = 2, 1, 5
+
+
+def _shortest(tokens: tuple[str, ...], known: dict[tuple[str, ...], tuple[int, str]]) -> tuple[int, str]:
+    """The cheapest way to write `tokens`, with its cost; dynamic programming from the right."""
+    if tokens in known:
+        return known[tokens]
+    length = len(tokens)
+    # same[p][i]: how many tokens from i on equal the one p further.
+    same: list[list[int]] = [[]]
+    for period in range(1, length // 2 + 1):
+        row = [0] * (length - period + 1)
+        for i in range(length - period - 1, -1, -1):
+            if tokens[i] == tokens[i + period]:
+                row[i] = row[i + 1] + 1
+        same.append(row)
+
+    best: list[tuple[int, str]] = [(0, "")] * (length + 1)
+    for i in range(length - 1, -1, -1):
+        rest = best[i + 1]
+        cheapest = (_LITERAL * len(tokens[i]) + rest[0], tokens[i] + rest[1])
+        for period in range(1, (length - i) // 2 + 1):
+            copies = 1 + same[period][i] // period
+            # A period that is itself a repetition is found at its root: (MEME)x2 is never better than (ME)x4.
+            if copies < 2 or any(
+                period % d == 0 and same[d][i] >= period - d for d in range(1, period // 2 + 1)
+            ):
+                continue
+            if period == 1:
+                if tokens[i] == CUT:
+                    continue
+                inner_cost, inner = _LITERAL * len(tokens[i]) - _RUN_BONUS, tokens[i]
+            else:
+                inner_cost, inner = _shortest(tokens[i : i + period], known)
+                inner_cost, inner = inner_cost + 2 * _LITERAL + _GROUP_PENALTY, f"({inner})"
+            # Ties go to the longest repeat that starts furthest left: (*-)x5* rather than *(-*)x5.
+            for count in range(max(2, copies - 1), copies + 1):
+                rest = best[i + period * count]
+                repeat = f"x{count}"
+                cost = inner_cost + _LITERAL * len(repeat) + rest[0]
+                if cost <= cheapest[0]:
+                    cheapest = (cost, inner + repeat + rest[1])
+        best[i] = cheapest
+    known[tokens] = best[0]
+    return best[0]
+
+
+def compile(pattern: Pattern) -> CompiledPattern:
+    """Turn a pattern into Megatron's plain symbols and one dictionary of `TransformerConfig` fields a block.
+
+    Raises:
+        ValueError: Attention (`*`) beside MLA (`+`) or DeepSeek sparse attention (`D`), which Megatron
+            refuses.
+    """
+    kinds = {block.kind for block in pattern.blocks}
+    if "*" in kinds and kinds & {"D", "+"}:
+        raise ValueError(
+            "Megatron cannot mix attention ('*') with MLA ('+') or DeepSeek sparse attention ('D') in one "
+            f"model: got {format(pattern)}"
+        )
+    stages = ["".join(block.kind for block in pattern.blocks[first:last]) for first, last in pattern.stages]
+    overrides = {
+        number: _fields(block) for number, block in enumerate(pattern.blocks, start=1) if block.values
+    }
+    return CompiledPattern(CUT.join(stages), overrides)
+
+
+def _fields(block: Block) -> dict[str, object]:
+    fields: dict[str, object] = {}
+    for name, value in block.values:
+        field_name = VALUES[block.kind][name]
+        if name == "window":
+            fields[field_name] = (value - 1, 0) if value else None
+            if value:
+                # Megatron's every-Nth-layer-is-full rule must not undo what the block says of itself.
+                fields["window_attn_skip_freq"] = None
+        else:
+            # 0 stands for "none" (a block without shared expert); a size is never 0 otherwise.
+            fields[field_name] = value or None
+    return fields

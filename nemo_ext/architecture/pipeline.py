@@ -1,0 +1,187 @@
+"""Cutting a sequence of blocks into pipeline stages of near equal cost.
+
+Blocks differ in cost (Puzzle's most of all), and the embedding and the output layer add to the ends, so equal
+numbers of blocks do not balance. `balance` finds the contiguous cut whose most costly stage is cheapest: an
+exact optimum, by dynamic programming. Among those cuts it takes the most even one (least sum of squared stage
+costs).
+
+With several virtual stages a rank runs stages rank, rank + PP, ...; cuts are then moved one block at a time,
+without exceeding the optimal stage, while that lowers the most costly rank. That is a local search; the
+rank's cost is not proven optimal.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from nemo_ext.architecture import cost as costs
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.pattern import Pattern
+from nemo_ext.architecture.widths import layers
+
+
+@dataclass(frozen=True)
+class BlockCosts:
+    """What each part of a model costs, in any one unit (FLOPs, bytes, measured milliseconds).
+
+    Attributes:
+        blocks: One number a block, none negative.
+        embedding: Added to the first stage.
+        head: Added to the last stage: output layer and loss.
+    """
+
+    blocks: tuple[float, ...]
+    embedding: float = 0
+    head: float = 0
+
+    def __post_init__(self) -> None:
+        if min((*self.blocks, self.embedding, self.head)) < 0:
+            raise ValueError("block costs must not be negative")
+
+    def of_stages(self, cuts: tuple[int, ...]) -> tuple[float, ...]:
+        """Cost of each stage between the cuts."""
+        sums = [0.0, *accumulate(self.blocks)]
+        edges = (0, *cuts, len(self.blocks))
+        stages = [sums[last] - sums[first] for first, last in pairwise(edges)]
+        stages[0] += self.embedding
+        stages[-1] += self.head
+        return tuple(stages)
+
+
+def forward_flops(architecture: Architecture) -> BlockCosts:
+    """Forward FLOPs per token at the model's sequence length (the embedding look-up is free)."""
+    blocks = tuple(costs.block_forward_flops_per_token(architecture, n) for n in layers(architecture))
+    return BlockCosts(blocks, head=costs.head_forward_flops_per_token(architecture))
+
+
+def parameter_counts(architecture: Architecture) -> BlockCosts:
+    """Parameters, for pipelines short of memory rather than time; a tied output layer is a second copy."""
+    blocks = tuple(float(costs.block_parameters(architecture, n).total) for n in layers(architecture))
+    embedding = costs.embedding_parameters(architecture)
+    head = costs.head_parameters(architecture).total
+    return BlockCosts(
+        blocks, embedding.total, head + (embedding.sharded if architecture.tied_embeddings else 0)
+    )
+
+
+def balance(
+    architecture: Architecture,
+    *,
+    pipeline_parallel: int,
+    virtual_stages: int = 1,
+    cost: BlockCosts | Callable[[Architecture], BlockCosts] = forward_flops,
+) -> Pattern:
+    """Cut the model into pipeline_parallel x virtual_stages stages so that the most costly one is cheapest.
+
+    Args:
+        architecture: The model; cuts it already has are replaced.
+        pipeline_parallel: Number of pipeline ranks.
+        virtual_stages: Model chunks on each rank; stage s is on rank s % pipeline_parallel, as in Megatron.
+        cost: What to balance: `forward_flops`, `parameter_counts`, or measured `BlockCosts`.
+
+    Returns:
+        The pattern with its cuts; every stage has at least one block.
+
+    Raises:
+        ValueError: Fewer blocks than stages, or costs for another number of blocks.
+    """
+    if min(pipeline_parallel, virtual_stages) < 1:
+        raise ValueError(
+            f"expected at least one stage, got PP {pipeline_parallel} x {virtual_stages} virtual"
+        )
+    stages, blocks = pipeline_parallel * virtual_stages, len(architecture.pattern.blocks)
+    if blocks < stages:
+        raise ValueError(
+            f"{blocks} blocks cannot fill {stages} stages (PP {pipeline_parallel} x {virtual_stages} virtual)"
+        )
+    known = cost(architecture) if callable(cost) else cost
+    if len(known.blocks) != blocks:
+        raise ValueError(f"cost has {len(known.blocks)} blocks, the pattern {blocks}")
+    cuts = even_cuts(known, stages)
+    if virtual_stages > 1:
+        cuts = _level_ranks(known, cuts, pipeline_parallel)
+    return replace(architecture.pattern, cuts=cuts)
+
+
+def even_cuts(known: BlockCosts, stages: int) -> tuple[int, ...]:
+    """The cuts of `balance` for one stage a rank: least maximum, then most even."""
+    return _most_even(known, stages, _smallest_maximum(known, stages))
+
+
+def rank_costs(stage_costs: tuple[float, ...], pipeline_parallel: int) -> tuple[float, ...]:
+    """Cost of each pipeline rank: the sum of its stages."""
+    return tuple(sum(stage_costs[rank::pipeline_parallel]) for rank in range(pipeline_parallel))
+
+
+def _ends(known: BlockCosts) -> list[float]:
+    """Running cost of the first i blocks, with the embedding before them and the head after the last."""
+    sums = [0.0, *(known.embedding + total for total in accumulate(known.blocks))]
+    sums[-1] += known.head
+    return sums
+
+
+def _smallest_maximum(known: BlockCosts, stages: int) -> float:
+    """The most costly stage of the best cut.
+
+    best[j] is that of the first j blocks in so many stages. It grows with j, and the last stage shrinks as it
+    starts later, so the best start is where the two meet: a bisection. O(stages x blocks x log blocks).
+    """
+    sums, blocks = _ends(known), len(known.blocks)
+    best = list(sums)
+    for stage in range(2, stages + 1):
+        previous, best = best, [float("inf")] * (blocks + 1)
+        for end in range(stage, blocks + 1):
+            low, high = stage - 1, end - 1
+            while low < high:
+                middle = (low + high) // 2
+                if previous[middle] < sums[end] - sums[middle]:
+                    low = middle + 1
+                else:
+                    high = middle
+            tried = range(max(stage - 1, low - 1), low + 1)
+            best[end] = min(max(previous[i], sums[end] - sums[i]) for i in tried)
+    return best[blocks]
+
+
+def _most_even(known: BlockCosts, stages: int, limit: float) -> tuple[int, ...]:
+    """Of the cuts whose stages all cost at most `limit`, the one with the least sum of squared costs."""
+    sums, blocks = _ends(known), len(known.blocks)
+    best = [float("inf")] * (blocks + 1)
+    best[0] = 0.0
+    starts: list[list[int]] = []
+    for stage in range(1, stages + 1):
+        previous, best, chosen = best, [float("inf")] * (blocks + 1), [0] * (blocks + 1)
+        for end in range(stage, blocks + 1):
+            for start in range(end - 1, stage - 2, -1):
+                size = sums[end] - sums[start]
+                if size > limit:
+                    break
+                if previous[start] + size * size < best[end]:
+                    best[end], chosen[end] = previous[start] + size * size, start
+        starts.append(chosen)
+    assert best[blocks] < float("inf"), "the limit is attained by some cut"
+    cuts, end = [], blocks
+    for chosen in reversed(starts[1:]):
+        end = chosen[end]
+        cuts.append(end)
+    return tuple(reversed(cuts))
+
+
+def _level_ranks(known: BlockCosts, cuts: tuple[int, ...], pipeline_parallel: int) -> tuple[int, ...]:
+    def judged(candidate: tuple[int, ...]) -> tuple[float, float]:
+        stages = known.of_stages(candidate)
+        return max(rank_costs(stages, pipeline_parallel)), sum(stage * stage for stage in stages)
+
+    limit, score = max(known.of_stages(cuts)), judged(cuts)
+    while True:
+        moves = [(*cuts[:i], cuts[i] + step, *cuts[i + 1 :]) for i in range(len(cuts)) for step in (-1, 1)]
+        filled = [
+            move
+            for move in moves
+            if all(first < last for first, last in pairwise((0, *move, len(known.blocks))))
+        ]
+        allowed = [move for move in filled if max(known.of_stages(move)) <= limit]
+        best = min(allowed, key=judged, default=cuts)
+        if judged(best) >= score:
+            return cuts
+        cuts, score = best, judged(best)

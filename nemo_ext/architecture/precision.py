@@ -1,0 +1,23 @@
+"""Bytes of numbers and of the training state around them."""
+
+BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+"""Bytes of one number in each precision."""
+
+
+def bytes_per_number(precision: str) -> int:
+    """Bytes of one number.
+
+    Raises:
+        ValueError: Unknown precision.
+    """
+    if precision not in BYTES:
+        raise ValueError(f"precision: expected one of {', '.join(BYTES)}, got {precision!r}")
+    return BYTES[precision]
+
+
+def bytes_per_parameter(precision: str) -> tuple[int, int, int]:
+    """Bytes of weight, gradient and optimizer state of one parameter in Megatron with Adam.
+
+    fp32: 4, 4 and two moments. Below: an fp32 gradient, and an fp32 master weight beside the two moments.
+    """
+    return (4, 4, 8) if bytes_per_number(precision) == 4 else (2, 4, 12)

@@ -1,0 +1,47 @@
+"""`nemo-ext JOB key=value`: the same as `python launchers/JOB.py key=value`. Imports nothing of the job but its launcher."""
+
+import difflib
+import importlib
+import sys
+
+from nemo_ext import __version__
+
+JOBS = {
+    "train": "train a model with Megatron's own trainer (resumes by itself)",
+    "tokenize": "turn text, JSONL, Parquet or source trees into Megatron's .bin/.idx",
+    "describe": "parameters, FLOPs and memory of a model, as a table, JSON or picture",
+    "doctor": "which engines are usable on this machine, and what the others lack",
+}
+
+
+def main() -> None:
+    """The `nemo-ext` command."""
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_help())
+        return
+    if words[0] in ("-V", "--version"):
+        print(f"nemo-ext {__version__}")
+        return
+    job = words[0]
+    if job not in JOBS:
+        near = difflib.get_close_matches(job, JOBS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        print(f"error: there is no job {job!r}{hint} Jobs: {', '.join(JOBS)}", file=sys.stderr)
+        sys.exit(2)
+    sys.argv = [f"nemo-ext {job}", *words[1:]]
+    importlib.import_module(f"launchers.{job}").main()
+
+
+def _help() -> str:
+    width = max(map(len, JOBS))
+    jobs = "\n".join(f"  {name:<{width}}  {what}" for name, what in JOBS.items())
+    return (
+        f"usage: nemo-ext JOB [key=value ...]\n\n{jobs}\n\n"
+        "nemo-ext JOB --help      the job's settings\n"
+        "nemo-ext JOB --cfg job   the composed configuration, without running"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Composing configs: Hydra, our resolvers, and the frame every job runs in. No torch.
+
+`nemo-ext JOB key=value` and `python launchers/JOB.py key=value` both end in `run_job`, so `--help`, `--cfg job` and
+`--config-dir` work the same everywhere, and a user's mistake is one line on stderr and exit code 2.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+PACKAGE = "pkg://hydra_conf"
+USER_ERROR = 2
+
+
+def iterations(tokens: float | None, seq_length: int, global_batch_size: int) -> int | None:
+    """Steps that come nearest to `tokens` tokens; at least one for a positive number, None for None."""
+    if tokens is None:
+        return None
+    if tokens < 0:
+        raise ValueError(f"tokens={tokens}: give a number of tokens, zero or more")
+    return max(1, round(float(tokens) / (seq_length * global_batch_size))) if tokens else 0
+
+
+def multiply(*factors: float) -> float | int:
+    """Product; an integer if it is whole."""
+    product = 1.0
+    for factor in factors:
+        product *= float(factor)
+    return int(product) if product == int(product) else product
+
+
+def register_resolvers() -> None:
+    """Makes `${iterations:tokens,seq_length,global_batch_size}` and `${multiply:a,b,...}` known to OmegaConf."""
+    OmegaConf.register_new_resolver("iterations", iterations, replace=True)
+    OmegaConf.register_new_resolver("multiply", multiply, replace=True)
+
+
+def compose(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Composes and resolves one of our configs, for use from Python.
+
+    Args:
+        config_name: a primary config such as `train`.
+        overrides: as on the command line, e.g. `["recipe=olmo3/7b_pretrain", "megatron.lr=1e-4"]`.
+
+    Raises:
+        ValueError: if a mandatory value is missing.
+        hydra.errors.ConfigCompositionException: if an override does not fit.
+    """
+    register_resolvers()
+    with hydra.initialize_config_module("hydra_conf", version_base="1.3"):
+        return plain(hydra.compose(config_name, overrides=open_megatron(overrides)))
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """The resolved config as plain containers.
+
+    Raises:
+        ValueError: naming every value still missing (`???`), or an interpolation that cannot be resolved.
+    """
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ValueError(f"not set: {', '.join(missing)}; give each as key=value on the command line")
+    try:
+        container = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def open_megatron(overrides: Sequence[str]) -> list[str]:
+    """Lets `megatron.KEY=value` add keys: Hydra knows only those that a file names, Megatron's parser knows them all."""
+    return [f"++{word}" if word.startswith("megatron.") and "=" in word else word for word in overrides]
+
+
+def run_job(config_name: str, job: Callable[[dict[str, Any]], None]) -> None:
+    """Composes `config_name` with the overrides in `sys.argv` and runs `job` on the result.
+
+    Ends the process with code 2 and one line on stderr where the user can mend it: a composition error or a ValueError.
+    """
+    register_resolvers()
+    sys.argv = [sys.argv[0], *open_megatron(sys.argv[1:])]
+
+    def guarded(config: DictConfig) -> None:
+        try:
+            job(plain(config))
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(USER_ERROR)
+
+    main = hydra.main(config_path=PACKAGE, config_name=config_name, version_base="1.3")(guarded)
+    try:
+        main()
+    except SystemExit as exit_:
+        # Hydra reports a composition error itself, with exit code 1: to us that is a user's error like the others.
+        if exit_.code == 1:
+            sys.exit(USER_ERROR)
+        raise

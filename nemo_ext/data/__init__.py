@@ -1,0 +1,1 @@
+"""Sources, tokenisation and blends. No torch at module level."""

@@ -1,0 +1,122 @@
+"""The one-page report of a training run: what it was, what came out, loss and learning rate as pictures. No torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nemo_ext import run_directory
+from nemo_ext.architecture.cost import active_params, total_params
+from nemo_ext.architecture.model import Architecture
+
+PLOT = "report.png"
+
+
+def write_report(run_dir: Path) -> Path:
+    """Writes `report.md` and its plot from the files of a run directory; returns the report's path.
+
+    Raises:
+        ValueError: if the run logged no step yet.
+    """
+    config = run_directory.read_config(run_dir / run_directory.CONFIG)
+    lines = run_directory.read_metrics(run_dir / run_directory.METRICS)
+    steps = [line for line in lines if "loss" in line]
+    evaluations = [line for line in lines if "val_loss" in line]
+    if not steps:
+        raise ValueError(f"{run_dir / run_directory.METRICS}: no step is logged yet, so there is nothing to report")
+    plot(steps, evaluations, run_dir / PLOT, title=f"{config['recipe']} · {config['model']['name']}")
+    path = run_dir / run_directory.REPORT
+    run_directory.write_text(path, _markdown(config, steps, evaluations, run_dir))
+    return path
+
+
+def plot(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path, *, title: str) -> None:
+    """Draws loss, learning rate and speed over tokens into one picture (PNG or SVG by suffix)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    loss, rate, speed = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1.2, 1.2))
+    unit, name = _token_unit(steps[-1]["tokens"])
+    tokens = [line["tokens"] / unit for line in steps]
+    loss.plot(tokens, [line["loss"] for line in steps], color="#9db7d5", linewidth=0.9, label="training, each step")
+    smooth = _running_mean([line["loss"] for line in steps], window=max(1, len(steps) // 30))
+    loss.plot(tokens, smooth, color="#1f4e8c", linewidth=1.6, label="training, running mean")
+    if evaluations:
+        at = [line["tokens"] / unit for line in evaluations]
+        values = [line["val_loss"] for line in evaluations]
+        loss.plot(at, values, "o-", color="#d1495b", markersize=4.5, linewidth=1.2, label="validation")
+        for index in {0, len(values) - 1}:
+            loss.annotate(f"{values[index]:.3f}", (at[index], values[index]), xytext=(4, 6), textcoords="offset points",
+                          fontsize=9, color="#d1495b")
+    loss.set_ylabel("loss (nats per token)")
+    loss.legend(frameon=False)
+    loss.set_title(title, loc="left", fontsize=11)
+    rate.plot(tokens, [line.get("lr") for line in steps], color="#2f7d5c")
+    rate.set_ylabel("learning rate")
+    rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    speed.plot(tokens, [line["tokens_per_second"] for line in steps], color="#7a5195", linewidth=1.0)
+    speed.set_ylim(bottom=0)
+    speed.set_ylabel("tokens / s")
+    speed.set_xlabel(f"trained tokens ({name})")
+    for axis in (loss, rate, speed):
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    temporary = path.with_name(f".{path.name}")
+    figure.savefig(temporary, dpi=120, format=path.suffix.removeprefix("."))
+    temporary.replace(path)
+
+
+def _markdown(
+    config: dict[str, Any], steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], run_dir: Path
+) -> str:
+    architecture = Architecture.from_config(config)
+    last, target = steps[-1], config["megatron"]["train_iters"]
+    seconds = sum(line["seconds_per_step"] for line in steps)
+    rows = [
+        ("recipe", config["recipe"]),
+        ("model", f"{config['model']['name']}: `{config['model']['pattern']}`"),
+        ("parameters", f"{total_params(architecture):,} ({active_params(architecture):,} active)"),
+        ("steps", f"{last['step']:,} of {target:,}" + ("" if last["step"] >= target else " (not finished)")),
+        ("tokens", f"{last['tokens']:,}"),
+        ("training loss, last step", f"{last['loss']:.4f}"),
+    ]
+    if evaluations:
+        first, final = evaluations[0], evaluations[-1]
+        fall = 1 - final["val_loss"] / first["val_loss"]
+        rows.append((
+            "validation loss",
+            f"{first['val_loss']:.4f} at step {first['step']} -> {final['val_loss']:.4f} at step {final['step']}"
+            f" ({fall:.0%} lower)",
+        ))
+    rate = sorted(line["tokens_per_second"] for line in steps)[len(steps) // 2]
+    utilisation = [line["mfu"] for line in steps if line.get("mfu") is not None]
+    rows += [("tokens per second, median", f"{rate:,.0f}")]
+    if utilisation:
+        rows.append(("model FLOPs utilisation, median", f"{sorted(utilisation)[len(utilisation) // 2]:.1%}"))
+    rows.append(("time in steps", f"{seconds / 60:.1f} min"))
+    versions_path = run_dir / run_directory.VERSIONS
+    if versions_path.exists():
+        packages = json.loads(versions_path.read_text())["packages"]
+        rows.append(("versions", ", ".join(f"{name} {version}" for name, version in packages.items() if version)))
+    table = "\n".join(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows)
+    return (
+        f"# {config['recipe']}\n\n| | |\n|---|---|\n{table}\n\n![loss, learning rate and speed]({PLOT})\n\n"
+        f"Every step: `{run_directory.METRICS}`. Config: `{run_directory.CONFIG}`. Log: `{run_directory.LOG}`. "
+        f"TensorBoard: `tensorboard --logdir {run_directory.TENSORBOARD}`.\n"
+    )
+
+
+def _token_unit(tokens: int) -> tuple[float, str]:
+    for unit, name in ((1e12, "trillions"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands")):
+        if tokens >= unit:
+            return unit, name
+    return 1.0, "tokens"
+
+
+def _running_mean(values: list[float], *, window: int) -> list[float]:
+    means = []
+    for end in range(1, len(values) + 1):
+        start = max(0, end - window)
+        means.append(sum(values[start:end]) / (end - start))
+    return means

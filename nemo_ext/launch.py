@@ -1,0 +1,209 @@
+"""Starting a training run on this machine: check, prepare the data, start the ranks, show progress, report.
+
+The parent process never trains. It writes the resolved config into the run directory, starts `torchrun` on
+`nemo_ext.megatron.trainer`, watches metrics.jsonl, and turns Ctrl-C into a checkpoint.
+"""
+
+import contextlib
+import ctypes
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from filelock import FileLock, Timeout
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from nemo_ext import run_directory
+
+INTERRUPTED = 130
+SECONDS_BETWEEN_LINES = 10.0
+
+
+def train(config: dict[str, Any]) -> None:
+    """Runs, or resumes, the training run that the composed config describes.
+
+    Raises:
+        ValueError: for anything in the config that can be known to be wrong before a rank starts.
+        SystemExit: 1 where a rank failed, 130 where the user interrupted (after the checkpoint is saved).
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    launcher = config["launcher"]
+    if int(launcher["nodes"]) != 1:
+        raise ValueError(
+            f"launcher.nodes={launcher['nodes']}: this command starts ranks on this machine only. For one machine add "
+            "scale=laptop and a tiny model; on a cluster start `python -m nemo_ext.megatron.trainer RUN_DIR/config.yaml` "
+            "on every rank (docs/clusters.md)"
+        )
+    run_dir = Path(config["run_dir"])
+    with _only_run_in(run_dir):
+        _check_same_run(config, run_dir, console)
+        data = config.get("data")
+        if data is not None:
+            from nemo_ext.data.blend import use_blend
+
+            use_blend(config)
+        console.print("checking the configuration against the installed Megatron ...")
+        from nemo_ext.megatron.check import check
+
+        check(config)
+        if data is not None:
+            from nemo_ext.data.tokenize import tokenize_blend
+
+            if any("source" in stream for stream in data["streams"]):
+                tokenize_blend(data, workers=data.get("workers"), progress=True)
+        target = int(config["megatron"]["train_iters"])
+        done = run_directory.last_checkpoint(run_dir)
+        if done is not None and done >= target:
+            console.print(f"finished: step {done} of {target} is saved in {run_dir}; more steps: train.tokens=...")
+        else:
+            if done is not None:
+                console.print(f"resuming {run_dir} from step {done}")
+            run_directory.write_config(run_dir, config)
+            run_directory.write_versions(run_dir, sys.argv)
+            _run_ranks(run_dir, int(launcher["nproc_per_node"]), target, console)
+        from nemo_ext.evaluation.report import write_report
+
+        console.print(f"report: {write_report(run_dir)}")
+
+
+@contextlib.contextmanager
+def _only_run_in(run_dir: Path) -> Iterator[None]:
+    """Keeps a second run out of the directory while this one lives."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(run_dir / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(f"{run_dir}: another run is using this directory; wait for it or choose run_dir=...") from None
+    with lock:
+        yield
+
+
+def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) -> None:
+    """Refuses to resume another model; says which other settings changed since the run began."""
+    path = run_dir / run_directory.CONFIG
+    if run_directory.last_checkpoint(run_dir) is None or not path.exists():
+        return
+    before = run_directory.read_config(path)
+    if before["model"] != config["model"]:
+        changed = sorted(k for k in before["model"] | config["model"] if before["model"].get(k) != config["model"].get(k))
+        raise ValueError(
+            f"{run_dir} holds a run of another model (model.{', model.'.join(changed)} differ): choose another run_dir, "
+            "or remove this one"
+        )
+    old, new = before["megatron"], config["megatron"]
+    ours = {"train_data_path", "valid_data_path"}  # filled in by the launcher, so not the user's change
+    changed = sorted(key for key in (old | new).keys() - ours if old.get(key) != new.get(key))
+    for key in changed:
+        console.print(f"changed since this run began: megatron.{key}: {old.get(key)} -> {new.get(key)}")
+
+
+def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None:
+    """Runs torchrun to its end; SIGINT and SIGTERM become one SIGTERM to the ranks, which save and exit."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["-m", "nemo_ext.megatron.trainer", str(run_dir / run_directory.CONFIG)]
+    received: list[int] = []
+
+    def forward(number: int, frame: object) -> None:
+        received.append(number)
+        if len(received) == 1:
+            console.print("stopping: the ranks finish their step and save a checkpoint (again to kill them)")
+            process.terminate()
+        else:
+            process.kill()
+
+    with (run_dir / run_directory.LOG).open("ab") as log:
+        position = log.tell()
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, start_new_session=True, preexec_fn=_terminate_with_parent
+        )
+        previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            _watch(process, run_dir / run_directory.METRICS, target, console)
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+    step = run_directory.last_checkpoint(run_dir)
+    if received:
+        saved = "no checkpoint was saved" if step is None else f"the last checkpoint is of step {step}"
+        console.print(f"interrupted: {saved}; the same command resumes")
+        sys.exit(INTERRUPTED)
+    if process.returncode:
+        tail = _new_text(run_dir / run_directory.LOG, position).splitlines()[-40:]
+        print("\n".join(tail), file=sys.stderr)
+        print(f"error: a rank failed (exit code {process.returncode}); whole log: {run_dir / run_directory.LOG}",
+              file=sys.stderr)
+        sys.exit(1)
+
+
+def _terminate_with_parent() -> None:
+    """In the child, before it runs: have Linux send it SIGTERM if this parent dies, so that no rank is left behind."""
+    pr_set_pdeathsig = 1
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def _watch(process: subprocess.Popen[bytes], metrics: Path, target: int, console: Console) -> None:
+    """Shows the newest step until the ranks end: a live line on a terminal, a line every few seconds elsewhere."""
+    columns = (
+        BarColumn(bar_width=30), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
+        TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False),
+    )
+    progress = Progress(*columns, console=console, disable=not console.is_terminal)
+    with progress:
+        bar = progress.add_task("starting", total=target)
+        shown, last_print = -1, 0.0
+        while True:
+            running = process.poll() is None
+            step, validation = newest(metrics)
+            if step is not None and step["step"] != shown:
+                text = describe_step(step, validation)
+                progress.update(bar, completed=step["step"], description=text)
+                if not console.is_terminal and (time.monotonic() - last_print > SECONDS_BETWEEN_LINES or not running):
+                    left = (target - step["step"]) * step["seconds_per_step"]
+                    console.print(f"step {step['step']}/{target}  {text}  left {int(left // 60)}:{int(left % 60):02d}")
+                    last_print = time.monotonic()
+                shown = step["step"]
+            if not running:
+                return
+            time.sleep(0.3)
+
+
+def newest(metrics: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The newest training step and the newest evaluation among the last lines of metrics.jsonl."""
+    tail_bytes = 65536
+    if not metrics.exists():
+        return None, None
+    with metrics.open("rb") as stream:
+        size = stream.seek(0, 2)
+        stream.seek(max(0, size - tail_bytes))
+        whole = stream.read().split(b"\n")[1 if size > tail_bytes else 0 : -1]
+    lines = [json.loads(line) for line in whole]
+    steps = [line for line in lines if "loss" in line]
+    evaluations = [line for line in lines if "val_loss" in line]
+    return (steps[-1] if steps else None), (evaluations[-1] if evaluations else None)
+
+
+def describe_step(step: Mapping[str, Any], validation: Mapping[str, Any] | None) -> str:
+    """One step in a few words."""
+    words = [f"loss {step['loss']:.3f}"]
+    if validation is not None:
+        words.append(f"val {validation['val_loss']:.3f}")
+    if step.get("lr") is not None:
+        words.append(f"lr {step['lr']:.1e}")
+    words.append(f"{step['tokens_per_second']:,.0f} tok/s")
+    if step.get("mfu") is not None:
+        words.append(f"MFU {step['mfu']:.0%}")
+    return "  ".join(words)
+
+
+def _new_text(path: Path, position: int) -> str:
+    with path.open("rb") as stream:  # type: IO[bytes]
+        stream.seek(position)
+        return stream.read().decode(errors="replace")

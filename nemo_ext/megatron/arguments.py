@@ -1,0 +1,214 @@
+"""From the composed config to Megatron's own, checked arguments.
+
+The config's `megatron:` block holds Megatron's command line flags as they are, dashes written as underscores
+(`--moe-router-topk 6` is `moe_router_topk: 6`, `--swiglu` is `swiglu: true`). Nothing is re-declared: the installed parser
+decides what exists, what type it has and what it means, so every option of every version is reachable.
+"""
+
+import argparse
+import contextlib
+import difflib
+import importlib.util
+import io
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.pattern import compile as compile_pattern
+from nemo_ext.architecture.pattern import format as format_pattern
+from nemo_ext.architecture.pattern import parse
+from nemo_ext.architecture.pipeline import balance
+
+MANAGED = {
+    "hybrid_layer_pattern": "set model.pattern: it is compiled from the notation",
+    "num_layers": "set model.pattern: the number of layers is the number of its blocks",
+    "spec": "the layer spec follows from model.pattern; --spec is for runs without this trainer (docs/plain_megatron.md)",
+    "transformer_impl": "set model.backend (auto, local or transformer_engine)",
+    "save": "set run_dir: checkpoints are kept in run_dir/checkpoints",
+    "tensorboard_dir": "set run_dir: TensorBoard files are kept in run_dir/tensorboard",
+}
+"""Megatron flags that the trainer sets itself, and what to set instead."""
+
+LOCAL_BACKEND = {
+    "transformer_impl": "local",
+    "no_persist_layer_norm": True,
+    "no_masked_softmax_fusion": True,
+    "no_bias_swiglu_fusion": True,
+    "no_bias_gelu_fusion": True,
+    "no_bias_dropout_fusion": True,
+    "no_rope_fusion": True,
+    "no_gradient_accumulation_fusion": True,
+}
+"""What Megatron needs to hear where Transformer Engine and Apex are missing (their fused kernels are off)."""
+
+CPU = {"distributed_backend": "gloo", "use_cpu_initialization": True, "disable_jit_fuser": True}
+"""What Megatron needs to hear where CUDA is missing; compiling its small fused functions there costs more than it saves."""
+
+
+def resolve_backend(requested: str) -> str:
+    """`auto` becomes `transformer_engine` where it is installed and CUDA is there, else `local`.
+
+    Raises:
+        ValueError: for another name.
+    """
+    import torch
+
+    if requested == "auto":
+        installed = importlib.util.find_spec("transformer_engine") is not None
+        return "transformer_engine" if installed and torch.cuda.is_available() else "local"
+    if requested not in ("local", "transformer_engine"):
+        raise ValueError(f"model.backend={requested!r}: choose auto, local or transformer_engine")
+    return requested
+
+
+def pattern_with_cuts(config: Mapping[str, Any]) -> str:
+    """`model.pattern`, cut into pipeline stages by cost where the config asks for stages and the pattern has no `|`.
+
+    Raises:
+        PatternError: if the pattern does not parse.
+        ValueError: if it cannot be cut.
+    """
+    pattern = parse(config["model"]["pattern"])
+    stages = int(config["megatron"].get("pipeline_model_parallel_size") or 1)
+    virtual = int(config["model"].get("virtual_pipeline_stages") or 1)
+    if stages > 1 and not pattern.cuts:
+        pattern = balance(Architecture.from_config(config), pipeline_parallel=stages, virtual_stages=virtual)
+    return format_pattern(pattern)
+
+
+def world_size(config: Mapping[str, Any]) -> int:
+    """Number of ranks that the config's launcher starts."""
+    launcher = config["launcher"]
+    return int(launcher["nodes"]) * int(launcher["nproc_per_node"])
+
+
+def command_line(config: Mapping[str, Any]) -> list[str]:
+    """Megatron's command line for a composed config, on this machine.
+
+    Args:
+        config: the resolved config as plain containers, with `model`, `megatron`, `run_dir` and, for real data, `data`.
+
+    Raises:
+        ValueError: for a key that the installed Megatron does not have (naming the nearest), or one that the trainer sets
+            itself (saying what to set instead).
+    """
+    import torch
+
+    given: Mapping[str, Any] = config["megatron"]
+    for name, advice in MANAGED.items():
+        if given.get(name) is not None:
+            raise ValueError(f"megatron.{name}: {advice}")
+    values: dict[str, Any] = {}
+    if resolve_backend(config["model"].get("backend") or "auto") == "local":
+        values |= LOCAL_BACKEND
+    else:
+        values["transformer_impl"] = "transformer_engine"
+    if not torch.cuda.is_available():
+        values |= CPU
+    run_dir = Path(config["run_dir"])
+    values["hybrid_layer_pattern"] = compile_pattern(parse(pattern_with_cuts(config))).hybrid_layer_pattern
+    values["save"] = str(run_dir / "checkpoints")
+    values["load"] = str(run_dir / "checkpoints")
+    values["tensorboard_dir"] = str(run_dir / "tensorboard")
+    values |= {name: value for name, value in given.items() if value is not None}
+    return _spell(values)
+
+
+def parse_arguments(argv: list[str], *, world_size: int) -> argparse.Namespace:
+    """Megatron's own parse and validation of a command line, for a world of `world_size` ranks, seen from rank 0.
+
+    Raises:
+        ValueError: with Megatron's reason, where it refuses.
+    """
+    from megatron.training.arguments import parse_args, validate_args
+
+    printed = io.StringIO()
+    with _process(argv, world_size), contextlib.redirect_stdout(printed):
+        try:
+            arguments = parse_args()
+            validate_args(arguments)
+        except SystemExit as exit_:
+            raise ValueError(f"Megatron cannot read its arguments: {printed.getvalue().strip()[-500:]}") from exit_
+        except (AssertionError, ValueError, RuntimeError, ImportError, TypeError) as error:
+            raise ValueError(f"Megatron refuses this configuration: {_reason(error)}") from error
+    return arguments
+
+
+def megatron_parser() -> argparse.ArgumentParser:
+    """The installed Megatron's argument parser; a wrong value raises ValueError instead of ending the process."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ValueError(f"Megatron's parser: {message}")
+
+    return add_megatron_arguments(Parser(allow_abbrev=False))
+
+
+def _spell(values: Mapping[str, Any]) -> list[str]:
+    """Flags and values as words of a command line, each checked by the parser that will read them."""
+    parser = megatron_parser()
+    flags = {
+        option.removeprefix("--").replace("-", "_"): (option, action)
+        for action in parser._actions
+        for option in action.option_strings
+        if option.startswith("--")
+    }
+    words: list[str] = []
+    for name, value in values.items():
+        if name not in flags:
+            raise ValueError(_unknown(name, flags))
+        option, action = flags[name]
+        if isinstance(action, argparse.BooleanOptionalAction) and isinstance(value, bool):
+            words.append(option if value else f"--no-{option.removeprefix('--')}")
+        elif action.nargs == 0:
+            if not isinstance(value, bool):
+                raise ValueError(f"megatron.{name}={value!r}: {option} is a switch, set it to true or false")
+            words += [option] if value else []
+        else:
+            items = value if isinstance(value, list | tuple) else [value]
+            piece = [option, *(str(item) for item in items)]
+            try:
+                parser.parse_args(piece)
+            except ValueError as error:
+                raise ValueError(f"megatron.{name}={value!r}: {error}") from error
+            words += piece
+    return words
+
+
+def _unknown(name: str, flags: Mapping[str, tuple[str, argparse.Action]]) -> str:
+    by_destination = [known for known, (_, action) in flags.items() if action.dest == name and known != name]
+    if by_destination:
+        return f"megatron.{name}: not a flag of Megatron's command line; it is set by megatron.{by_destination[0]}"
+    near = difflib.get_close_matches(name, flags, n=1)
+    hint = f"; the nearest is megatron.{near[0]}" if near else ""
+    from megatron.core import __version__
+
+    return f"megatron.{name}: Megatron-Core {__version__} has no such argument{hint}"
+
+
+@contextlib.contextmanager
+def _process(argv: list[str], world_size: int) -> Iterator[None]:
+    """`sys.argv` and the environment of rank 0 of such a job, while Megatron reads them."""
+    saved_argv, saved_environment = sys.argv, dict(os.environ)
+    sys.argv = ["megatron", *argv]
+    os.environ |= {"WORLD_SIZE": str(world_size), "RANK": "0", "LOCAL_RANK": "0"}
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    try:
+        yield
+    finally:
+        sys.argv = saved_argv
+        os.environ.clear()
+        os.environ.update(saved_environment)
+
+
+def _reason(error: BaseException) -> str:
+    """The message of a failed check, or the check itself where upstream wrote none."""
+    if str(error):
+        return str(error)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.line} ({Path(frame.filename).name}:{frame.lineno})"

@@ -1,0 +1,208 @@
+"""Self-attention of the block stack: a core attention over torch SDPA, and rotary embeddings chosen per block."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from nemo_ext.megatron.norms import HeadsRMSNorm
+
+
+class SDPACoreAttention(MegatronModule):
+    """Causal attention over `torch.nn.functional.scaled_dot_product_attention`: full, sliding window and packed.
+
+    Megatron's local `DotProductAttention` materialises the score matrix and takes no packed sequences. This one keeps
+    memory linear in the sequence length: a window is walked in query blocks, a pack sequence by sequence.
+
+    Shapes: query `[seq, batch, heads / tp, head_dim]`, key and value `[seq, batch, groups / tp, head_dim]`; packed
+    (`qkv_format == "thd"`): `[tokens, heads / tp, head_dim]`. Output `[seq, batch, heads / tp * head_dim]`
+    (packed: `[tokens, heads / tp * head_dim]`).
+
+    Raises:
+        ValueError: for context parallelism, a learned softmax offset, an attention bias or a mask type that is not causal,
+            which need Transformer Engine.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        if config.context_parallel_size > 1:
+            raise ValueError(
+                f"context_parallel_size={config.context_parallel_size} needs Transformer Engine's attention: set "
+                "model.backend=transformer_engine, or context_parallel_size=1 for the local back end"
+            )
+        if config.softmax_type != "vanilla":
+            raise ValueError(f"softmax_type={config.softmax_type!r} needs model.backend=transformer_engine")
+        self.attn_mask_type = attn_mask_type
+        self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        if config.apply_query_key_layer_scaling:
+            self.softmax_scale /= max(1, layer_number)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.window: int | None = None
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            left, right = config.window_size
+            if right > 0:
+                raise ValueError(f"window_size={config.window_size}: the local back end is causal, set (left, 0)")
+            self.window = None if left < 0 else left + 1
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attention output, heads flattened into the last dimension (shapes: see the class)."""
+        if attention_bias is not None:
+            raise ValueError("attention_bias needs model.backend=transformer_engine")
+        mask_type = attn_mask_type or self.attn_mask_type
+        if mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.no_mask):
+            raise ValueError(f"attn_mask_type={mask_type}: the local back end is causal; use transformer_engine")
+        causal = mask_type is not AttnMaskType.no_mask
+        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
+            starts = packed_seq_params.cu_seqlens_q
+            if packed_seq_params.cu_seqlens_q_padded is not None:
+                starts = packed_seq_params.cu_seqlens_q_padded
+            bounds = starts.tolist()
+            pieces = [
+                self._attend(query[a:b, None], key[a:b, None], value[a:b, None], causal=causal)
+                for a, b in zip(bounds, bounds[1:], strict=False)
+                if b > a
+            ]
+            tail = query.shape[0] - bounds[-1]
+            if tail:  # tokens after the last boundary are padding: nothing attends to them
+                pieces.append(query.new_zeros(tail, 1, query.shape[1] * query.shape[2]))
+            return torch.cat(pieces).squeeze(1)
+        return self._attend(query, key, value, causal=causal)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+        """Attention of one batch of unpacked sequences `[seq, batch, heads, head_dim]`."""
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        length, context = q.shape[2], k.shape[2]
+        if causal and self.window is not None and self.window < context:
+            out = self._attend_window(q, k, v)
+        elif causal and length == context:
+            out = self._sdpa(q, k, v, is_causal=True)
+        elif causal and length > 1:
+            out = self._sdpa(q, k, v, attn_mask=_band(length, context, context - length, None, q.device))
+        else:
+            out = self._sdpa(q, k, v)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend_window(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """A query at position i sees keys i - window + 1 .. i; query blocks of one window need two windows of keys."""
+        assert self.window is not None
+        length, offset = q.shape[2], k.shape[2] - q.shape[2]
+        outputs = []
+        for start in range(0, length, self.window):
+            stop = min(start + self.window, length)
+            first = max(0, start + offset - self.window + 1)
+            last = stop + offset
+            mask = _band(stop - start, last - first, start + offset - first, self.window, q.device)
+            outputs.append(self._sdpa(q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last], attn_mask=mask))
+        return torch.cat(outputs, dim=2)
+
+    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
+        grouped = q.shape[1] != k.shape[1]
+        dropout = self.dropout if self.training else 0.0
+        if dropout and not self.config.sequence_parallel:
+            with get_cuda_rng_tracker().fork():
+                return scaled_dot_product_attention(
+                    q, k, v, dropout_p=dropout, scale=self.softmax_scale, enable_gqa=grouped, **mask
+                )
+        return scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, scale=self.softmax_scale, enable_gqa=grouped, **mask
+        )
+
+
+def _band(rows: int, columns: int, offset: int, window: int | None, device: torch.device) -> Tensor:
+    """Boolean mask `[rows, columns]`: row r sees columns `r + offset - window + 1 .. r + offset`."""
+    row = torch.arange(rows, device=device)[:, None] + offset
+    column = torch.arange(columns, device=device)[None, :]
+    visible = column <= row
+    return visible if window is None else visible & (column > row - window)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """A rotary embedding that one block uses instead of the model's.
+
+    Attributes:
+        base: the RoPE base (theta).
+        percent: share of each head that is rotated.
+        llama3_factor: Llama 3's frequency scaling by this factor (low 1, high 4, 8192 original positions), or None.
+    """
+
+    base: int
+    percent: float = 1.0
+    llama3_factor: float | None = None
+
+
+class BlockSelfAttention(SelfAttention):
+    """Megatron's SelfAttention with its own rotary embedding where the block asks for one.
+
+    HybridModel builds one embedding for all attention blocks: it has neither Llama 3's frequency scaling (GPTModel has)
+    nor OLMo 3's YaRN on the full-attention blocks alone. `rotary` maps 1-based layer numbers to what those blocks use.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        *,
+        rotary: Mapping[int, Rotary] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, submodules, layer_number, **kwargs)
+        for norm in (self.q_layernorm, self.k_layernorm):
+            if isinstance(norm, HeadsRMSNorm):  # Megatron's norm builders are not told the process group
+                norm.tp_group = self.pg_collection.tp
+        own = (rotary or {}).get(layer_number)
+        self.rotary: RotaryEmbedding | None = None
+        if own is not None:
+            self.rotary = RotaryEmbedding(
+                kv_channels=config.kv_channels,
+                rotary_percent=own.percent,
+                rotary_interleaved=config.rotary_interleaved,
+                rotary_base=own.base,
+                rope_scaling=own.llama3_factor is not None,
+                rope_scaling_factor=own.llama3_factor or 1.0,
+                use_cpu_initialization=config.use_cpu_initialization,
+                cp_group=self.pg_collection.cp,
+            )
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """As `SelfAttention.forward`; hidden states `[seq, batch, hidden]`."""
+        if self.rotary is not None:
+            packed = kwargs.get("packed_seq_params")
+            length = self.rotary.get_rotary_seq_len(
+                kwargs.get("inference_context"), None, hidden_states, self.config, packed
+            )
+            kwargs["rotary_pos_emb"] = self.rotary(length, packed_seq=packed is not None and packed.qkv_format == "thd")
+        return super().forward(hidden_states, attention_mask, **kwargs)

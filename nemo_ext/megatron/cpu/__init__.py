@@ -1,0 +1,1 @@
+"""What lets Megatron run where there is no CUDA: device redirection, patches, torch kernels."""

@@ -1,0 +1,266 @@
+"""Torch kernels under the names of mamba_ssm and causal_conv1d, for where those are not installed.
+
+Megatron's Mamba mixer imports its kernels from those packages by name, and refuses packed sequences unless
+their `__version__` is high enough; both are met here. The functions take upstream's arguments (mamba_ssm's
+`ops/triton/ssd_combined.py`, causal_conv1d's `causal_conv1d_interface.py`); what they lack is a ValueError.
+"""
+
+import importlib.util
+import math
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_ext.megatron.cpu.mamba_convolution import causal_conv1d
+from nemo_ext.megatron.cpu.mamba_kernels import split_convolution_scan
+from nemo_ext.megatron.cpu.mamba_norm import RMSNorm, rms_norm_gated
+from nemo_ext.megatron.cpu.mamba_scan import ssd_chunk_scan
+
+MIXER = "megatron.core.ssm.mamba_mixer"
+
+# The lowest versions with which Megatron trains on packed sequences (`_check_mamba_sequence_packing_support`
+# in its mixer). Dynamic inference asks for higher ones and so is refused: its kernels are Triton ones of
+# Megatron's own, which these do not replace.
+MAMBA_SSM_VERSION = "2.0.0+nemo.ext"
+CAUSAL_CONV1D_VERSION = "1.4.0+nemo.ext"
+
+
+def mamba_chunk_scan_combined(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    return_final_states: bool = False,
+    return_varlen_states: bool = False,
+    state_dtype: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`ssd_chunk_scan` with upstream's arguments.
+
+    `state_dtype` is what upstream stores states in between chunks; they are float32 here whatever it says.
+
+    Raises:
+        ValueError: For cu_seqlens or return_varlen_states, a state_dtype wider than the work, or bad shapes.
+    """
+    _refuse("mamba_chunk_scan_combined", cu_seqlens=cu_seqlens, return_varlen_states=return_varlen_states)
+    _check_state_dtype(state_dtype, x)
+    return ssd_chunk_scan(
+        x,
+        dt,
+        A,
+        B,
+        C,
+        chunk_size=chunk_size,
+        D=D,
+        z=z,
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+        seq_idx=seq_idx,
+        initial_states=initial_states,
+        return_final_states=return_final_states,
+    )
+
+
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    return_final_states: bool = False,
+    activation: str | None = "silu",
+    rmsnorm_weight: Tensor | None = None,
+    rmsnorm_eps: float = 1e-6,
+    outproj_weight: Tensor | None = None,
+    outproj_bias: Tensor | None = None,
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+    state_dtype: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`split_convolution_scan` with upstream's arguments, then norm and output projection where given.
+
+    Without `rmsnorm_weight` the scan is gated by silu(z), as upstream; with it z gates around the norm.
+    `state_dtype` is as in `mamba_chunk_scan_combined`.
+
+    Raises:
+        ValueError: For a missing headdim, an outproj_bias alone, a state_dtype wider than the work, or shapes
+            that do not fit.
+    """
+    _check_state_dtype(state_dtype, zxbcdt)
+    if D.dim() == 2:
+        headdim = D.shape[1]
+    if headdim is None:
+        raise ValueError("headdim is None: give it where D is [heads]")
+    if outproj_weight is None and outproj_bias is not None:
+        raise ValueError("outproj_bias is set without outproj_weight")
+    inner = D.shape[0] * headdim
+    gated = rmsnorm_weight is None
+    out, state = split_convolution_scan(
+        zxbcdt if gated else zxbcdt[..., inner:],
+        conv1d_weight,
+        conv1d_bias,
+        dt_bias=dt_bias,
+        A=A,
+        D=D,
+        head_dim=headdim,
+        groups=ngroups,
+        chunk_size=chunk_size,
+        gated=gated,
+        activation=activation,
+        dt_limit=dt_limit,
+        seq_idx=seq_idx,
+        initial_states=initial_states,
+    )
+    if rmsnorm_weight is not None:
+        out = rms_norm_gated(
+            out,
+            rmsnorm_weight,
+            z=zxbcdt[..., :inner],
+            eps=rmsnorm_eps,
+            group_size=inner // ngroups,
+            norm_before_gate=norm_before_gate,
+        )
+    if outproj_weight is not None:
+        out = F.linear(out, outproj_weight, outproj_bias)
+    return (out, state) if return_final_states else out
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """`causal_conv1d` on upstream's layout: x [batch, channels, length], states [batch, channels, width - 1].
+
+    Raises:
+        ValueError: For return_final_states or final_states_out, or bad shapes.
+    """
+    _refuse("causal_conv1d_fn", return_final_states=return_final_states, final_states_out=final_states_out)
+    out = causal_conv1d(
+        x.transpose(1, 2),
+        weight,
+        bias,
+        activation=activation,
+        seq_idx=seq_idx,
+        initial_states=None if initial_states is None else initial_states.transpose(1, 2),
+    )
+    return out.transpose(1, 2)
+
+
+def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
+    """The last inputs of each packed sequence, zeros before its start.
+
+    Args:
+        x: [tokens, channels].
+        cu_seqlens: [sequences + 1] offsets.
+        state_len: How many tokens to keep.
+
+    Returns:
+        [sequences, channels, state_len].
+    """
+    starts, ends = cu_seqlens[:-1, None].long(), cu_seqlens[1:, None].long()
+    token = ends + torch.arange(-state_len, 0, device=x.device)
+    inside = (token >= starts)[..., None]
+    return x[token.clamp(min=0)].where(inside, x.new_zeros(())).transpose(1, 2)
+
+
+def _refuse(function: str, **options: object) -> None:
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{function}: the torch kernels lack {name}; unset it or install mamba_ssm")
+
+
+def _check_state_dtype(state_dtype: torch.dtype | None, inputs: Tensor) -> None:
+    if state_dtype == torch.float64 and inputs.dtype != torch.float64:
+        raise ValueError(f"state_dtype is float64, but states are float32 for inputs of {inputs.dtype}")
+
+
+STAND_INS: dict[str, dict[str, dict[str, object]]] = {
+    "mamba_ssm": {
+        "mamba_ssm": {"__version__": MAMBA_SSM_VERSION},
+        "mamba_ssm.ops": {},
+        "mamba_ssm.ops.triton": {},
+        "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": RMSNorm},
+        "mamba_ssm.ops.triton.ssd_combined": {
+            "mamba_chunk_scan_combined": mamba_chunk_scan_combined,
+            "mamba_split_conv1d_scan_combined": mamba_split_conv1d_scan_combined,
+        },
+    },
+    "causal_conv1d": {
+        "causal_conv1d": {"__version__": CAUSAL_CONV1D_VERSION, "causal_conv1d_fn": causal_conv1d_fn},
+        "causal_conv1d.causal_conv1d_varlen": {"causal_conv1d_varlen_states": causal_conv1d_varlen_states},
+    },
+}
+"""Modules and their attributes, by the package they stand in for; parents before children."""
+
+
+def install() -> tuple[str, ...]:
+    """Puts the torch kernels in `sys.modules` where mamba_ssm is not installed; may be called again.
+
+    causal_conv1d stands in only along with mamba_ssm, and only if it is missing too.
+
+    Returns:
+        The packages that stand-ins serve in this process: empty with a real mamba_ssm.
+
+    Raises:
+        RuntimeError: If Megatron's mixer was imported before and has settled for no kernels.
+    """
+    served = tuple(name for name in STAND_INS if is_stand_in(name))
+    if served or importlib.util.find_spec("mamba_ssm") is not None:
+        return served
+    mixer = sys.modules.get(MIXER)
+    if mixer is not None and not mixer.HAVE_MAMBA_SSM:
+        raise RuntimeError(
+            f"{MIXER} was imported without mamba_ssm and will not look again: "
+            "call mamba_modules.install() before any import of it"
+        )
+    missing = tuple(name for name in STAND_INS if importlib.util.find_spec(name) is None)
+    for package in missing:
+        for name, attributes in STAND_INS[package].items():
+            sys.modules[name] = _module(name, attributes)
+            parent, _, child = name.rpartition(".")
+            if parent:
+                setattr(sys.modules[parent], child, sys.modules[name])
+    return missing
+
+
+def is_stand_in(package: str) -> bool:
+    """Whether `package` was put in place by `install`."""
+    return getattr(sys.modules.get(package), "__doc__", None) == __doc__
+
+
+def _module(name: str, attributes: dict[str, object]) -> ModuleType:
+    module = ModuleType(name, __doc__)
+    # A spec, so that importlib.util.find_spec sees a module like any other. Every one is a package with
+    # nothing on its path, so an import of what is not provided is an ImportError.
+    module.__spec__ = ModuleSpec(name, loader=None, is_package=True)
+    module.__path__ = []
+    module.__package__ = name
+    for attribute, value in attributes.items():
+        setattr(module, attribute, value)
+    return module

@@ -1,0 +1,107 @@
+"""Mamba-2's gated RMS norm in plain torch."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from nemo_ext.megatron.cpu.mamba_scan import compute_dtype
+
+
+class _GroupedRMSNorm(torch.autograd.Function):
+    """RMS norm of each group of the last dimension, times a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+        grouped = x.unflatten(-1, (groups, -1))
+        scale = grouped.square().mean(-1).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (grouped * scale[..., None]).flatten(-2).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, out_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        shape = (scale.shape[-1], -1)
+        normed = x.unflatten(-1, shape) * scale[..., None]
+        weighted = (out_gradient * weight).unflatten(-1, shape)
+        along = (weighted * normed).mean(-1)
+        d_weight = (out_gradient * normed.flatten(-2)).flatten(0, -2).sum(0)
+        dx = weighted.addcmul_(normed, along[..., None], value=-1).mul_(scale[..., None]).flatten(-2)
+        return dx, d_weight, None, None
+
+
+class RMSNorm(nn.Module):
+    """RMS norm with an optional gate: norm(x) * silu(z), or norm(x * silu(z)) without `norm_before_gate`.
+
+    Attributes:
+        weight: [hidden_size], ones at first.
+        eps: Added to the mean square.
+        group_size: Features that share a mean square; must divide hidden_size.
+        norm_before_gate: Where the gate goes.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Creates the norm; argument order is mamba_ssm's.
+
+        Raises:
+            ValueError: If group_size does not divide hidden_size.
+        """
+        super().__init__()
+        if group_size is not None and (group_size < 1 or hidden_size % group_size):
+            raise ValueError(f"group_size {group_size} does not divide hidden_size {hidden_size}")
+        self.eps = eps
+        self.group_size = group_size
+        self.norm_before_gate = norm_before_gate
+        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        """Normalizes `x` [..., hidden_size], gated by `z` of the same shape; returns the dtype of `x`."""
+        return rms_norm_gated(
+            x,
+            self.weight,
+            z=z,
+            eps=self.eps,
+            group_size=self.group_size,
+            norm_before_gate=self.norm_before_gate,
+        )
+
+
+def rms_norm_gated(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    z: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+) -> Tensor:
+    """What `RMSNorm` computes, as a function; float32 inside (float64 for float64 inputs).
+
+    Raises:
+        ValueError: If shapes do not fit together.
+    """
+    hidden_size = weight.shape[0]
+    if x.shape[-1] != hidden_size or (z is not None and z.shape != x.shape):
+        gate = None if z is None else tuple(z.shape)
+        raise ValueError(f"x has shape {tuple(x.shape)} and z {gate}, expected both [..., {hidden_size}]")
+    work = compute_dtype(x)
+    normed = x.to(work)
+    if z is not None and not norm_before_gate:
+        normed = normed * F.silu(z.to(work))
+    groups = 1 if group_size is None else hidden_size // group_size
+    normed = _GroupedRMSNorm.apply(normed, weight.to(work), eps, groups)
+    if z is not None and norm_before_gate:
+        normed = normed * F.silu(z.to(work))
+    return normed.to(x.dtype)

@@ -1,0 +1,301 @@
+"""The state space scan of Mamba-2 in plain torch, for machines without mamba_ssm's Triton kernels.
+
+    state[t] = exp(dt[t] A) state[t-1] + dt[t] B[t] x[t],    y[t] = C[t] state[t] + D x[t],    out = y silu(z)
+
+By chunks (Dao & Gu 2024, arXiv:2405.21060, section 6), a few at a time (`mamba_segment`), with a backward
+written by hand: time and memory are linear in the length, and the [chunk, chunk] matrices of the heads never
+exist for the whole sequence. Kept for backward: the inputs, the result before the gate, one state a segment.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nemo_ext.megatron.cpu.mamba_segment import (
+    ScanSlice,
+    Scratch,
+    Segment,
+    cut,
+    empty_gradients,
+    scan_backward,
+    scan_forward,
+)
+
+BLOCK_LENGTH = 64
+"""Longest chunk used, whatever the caller allows: the result does not depend on it. The matrices inside the
+chunks grow with it, the states between them shrink; of 32, 64 and 128, 64 was fastest on a CPU for head_dim
+64 and a state of 64 or 128 (`benchmarks/ssd.py --blocks`)."""
+
+SEGMENT_ELEMENTS_CPU = 1 << 18
+"""Elements of the [chunk, chunk] matrices that a segment holds at once: 1 MB in float32, to stay in cache."""
+
+SEGMENT_ELEMENTS_ACCELERATOR = 1 << 25
+"""The same on a device where launches, not cache, are the cost."""
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """Returns the dtype the scan works in: float64 for float64 inputs, else float32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def full_precision(tensor: Tensor) -> torch.autocast:
+    """Switches autocast off: what is done inside has chosen its dtypes."""
+    return torch.autocast(device_type=tensor.device.type, enabled=False)
+
+
+def split_into_segments(shape: tuple[int, ...], device: torch.device, *, chunk_size: int) -> list[Segment]:
+    """Cuts a sequence of `shape` [batch, length, heads, head_dim]; only the last chunk may be shorter."""
+    batch, length, heads, _ = shape
+    chunk_length = min(chunk_size, BLOCK_LENGTH)
+    elements = SEGMENT_ELEMENTS_CPU if device.type == "cpu" else SEGMENT_ELEMENTS_ACCELERATOR
+    chunks_at_once = max(1, elements // (batch * heads * chunk_length * chunk_length))
+    whole_chunks, rest = divmod(length, chunk_length)
+    segments = [
+        Segment(first * chunk_length, min(chunks_at_once, whole_chunks - first), chunk_length)
+        for first in range(0, whole_chunks, chunks_at_once)
+    ]
+    if rest:
+        segments.append(Segment(length - rest, 1, rest))
+    return segments
+
+
+def run_numbers(seq_idx: Tensor) -> Tensor:
+    """Numbers the stretches of equal `seq_idx` [batch, length]; an index that comes back is a new stretch."""
+    changes = torch.zeros_like(seq_idx, dtype=torch.int32)
+    changes[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    return changes.cumsum(1, dtype=torch.int32)
+
+
+class _ChunkScan(torch.autograd.Function):
+    """`scan_forward` and `scan_backward` over all segments."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None,
+        z: Tensor | None,
+        state: Tensor,
+        run: Tensor | None,
+        chunk_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        inputs = ScanSlice(x, dt, B, C, z, run)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        ungated = None if z is None else torch.empty_like(out)
+        scratch = Scratch(dtype=dt.dtype, device=x.device)
+        entering = []
+        for segment in split_into_segments(x.shape, x.device, chunk_size=chunk_size):
+            entering.append(state)
+            state = scan_forward(
+                cut(inputs, segment),
+                A=A,
+                D=D,
+                state=state,
+                segment=segment,
+                scratch=scratch,
+                ungated=None if ungated is None else ungated[:, segment.span],
+                out=out[:, segment.span],
+            )
+        ctx.save_for_backward(x, dt, A, B, C, D, z, run, ungated, *entering)
+        ctx.chunk_size = chunk_size
+        ctx.set_materialize_grads(False)
+        return out, state
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, out_gradient: Tensor | None, state_gradient: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        x, dt, A, B, C, D, z, run, ungated, *entering = ctx.saved_tensors
+        inputs = ScanSlice(x, dt, B, C, z, run)
+        gradients = empty_gradients(inputs)
+        if out_gradient is None:
+            out_gradient = torch.zeros_like(x)
+        if state_gradient is None:
+            state_gradient = torch.zeros_like(entering[0])
+        dA = torch.zeros_like(A, dtype=torch.float64)
+        dD = None if D is None else torch.zeros_like(D)
+        scratch = Scratch(dtype=dt.dtype, device=x.device)
+        segments = split_into_segments(x.shape, x.device, chunk_size=ctx.chunk_size)
+        with full_precision(x):
+            for segment, state in zip(reversed(segments), reversed(entering), strict=True):
+                added = scan_backward(
+                    cut(inputs, segment),
+                    A=A,
+                    D=D,
+                    state=state,
+                    segment=segment,
+                    scratch=scratch,
+                    ungated=None if ungated is None else ungated[:, segment.span],
+                    out_gradient=out_gradient[:, segment.span],
+                    state_gradient=state_gradient,
+                    gradients=cut(gradients, segment),
+                )
+                state_gradient = added.state
+                dA += added.A
+                if dD is not None and added.D is not None:
+                    dD += added.D
+        inputs_first = (gradients.x, gradients.dt, dA.to(A.dtype), gradients.B, gradients.C)
+        return (*inputs_first, dD, gradients.z, state_gradient, None, None)
+
+
+def step_sizes(
+    dt: Tensor,
+    dt_bias: Tensor | None,
+    *,
+    softplus: bool,
+    limit: tuple[float, float],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Returns dt [batch, length, heads] after bias, softplus and limits; differentiable."""
+    dt = dt.to(dtype)
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dtype)
+    if softplus:
+        dt = F.softplus(dt)
+    return dt.clamp(*limit)
+
+
+def entering_state(
+    initial_states: Tensor | None, *, batch: int, groups: int, A: Tensor, size: tuple[int, int]
+) -> Tensor:
+    """Lays out initial states [batch, heads, head_dim, state] as the scan keeps them; zeros for None.
+
+    Args:
+        initial_states: As the public functions take them.
+        batch: Batch size.
+        groups: Groups of heads that share B and C.
+        A: [heads], in the dtype of the work.
+        size: (head_dim, state).
+
+    Raises:
+        ValueError: If the shape does not fit.
+    """
+    heads = A.shape[0]
+    if initial_states is None:
+        return A.new_zeros(batch, groups, size[1], heads // groups, size[0])
+    if initial_states.shape != (batch, heads, *size):
+        raise ValueError(
+            f"initial_states has shape {tuple(initial_states.shape)}, "
+            f"expected [batch, heads, head_dim, state] = {(batch, heads, *size)}"
+        )
+    grouped = initial_states.to(A.dtype).unflatten(1, (groups, heads // groups))
+    return grouped.permute(0, 1, 4, 2, 3).contiguous()
+
+
+def leaving_state(state: Tensor) -> Tensor:
+    """Lays a state of the scan out as [batch, heads, head_dim, state]."""
+    return state.permute(0, 1, 3, 4, 2).flatten(1, 2)
+
+
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Mamba-2's scan by chunks; time and memory are linear in the length, which may be anything from 1.
+
+    Args:
+        x: [batch, length, heads, head_dim].
+        dt: [batch, length, heads], step sizes.
+        A: [heads], negative.
+        B: [batch, length, groups, state]; groups divides heads, consecutive heads share a group.
+        C: As `B`.
+        chunk_size: Longest chunk to use; no effect on the result (see BLOCK_LENGTH).
+        D: [heads] or [heads, head_dim], weight of the skip from x, or None.
+        z: As `x`: the output is multiplied by silu(z), or None.
+        dt_bias: [heads], added to dt, or None.
+        dt_softplus: Whether dt goes through softplus after the bias.
+        dt_limit: Lowest and highest dt, applied last.
+        seq_idx: [batch, length] integers; the state starts from zero wherever the number changes. None for
+            one sequence.
+        initial_states: [batch, heads, head_dim, state] before the first token, or None for zeros.
+        return_final_states: Whether to return the state after the last token too.
+
+    Returns:
+        [batch, length, heads, head_dim] in the dtype of `x`; with `return_final_states` also
+        [batch, heads, head_dim, state] in float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: If shapes do not fit together.
+    """
+    _check_shapes(x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, seq_idx=seq_idx, chunk_size=chunk_size)
+    work = compute_dtype(x)
+    A = A.to(work)
+    groups, state_size = B.shape[2:]
+    state = entering_state(
+        initial_states, batch=x.shape[0], groups=groups, A=A, size=(x.shape[3], state_size)
+    )
+    with full_precision(x):
+        out, state = _ChunkScan.apply(
+            x,
+            step_sizes(dt, dt_bias, softplus=dt_softplus, limit=dt_limit, dtype=work),
+            A,
+            B,
+            C,
+            None if D is None else D.to(work),
+            z,
+            state,
+            None if seq_idx is None else run_numbers(seq_idx),
+            chunk_size,
+        )
+    return (out, leaving_state(state)) if return_final_states else out
+
+
+def _check_shapes(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    seq_idx: Tensor | None,
+    chunk_size: int,
+) -> None:
+    if x.dim() != 4 or x.shape[1] == 0:
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected [batch, length >= 1, heads, head_dim]")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}, expected at least 1")
+    batch, length, heads, head_dim = x.shape
+    groups = B.shape[2] if B.dim() == 4 else 0
+    if groups == 0 or heads % groups:
+        raise ValueError(f"B has {groups} groups, which must divide the {heads} heads of x")
+    grouped = (batch, length, groups, B.shape[3])
+    expected = {
+        "dt": (dt, (batch, length, heads)),
+        "A": (A, (heads,)),
+        "B": (B, grouped),
+        "C": (C, grouped),
+        "D": (D, (heads,) if D is None or D.dim() == 1 else (heads, head_dim)),
+        "z": (z, (batch, length, heads, head_dim)),
+        "dt_bias": (dt_bias, (heads,)),
+        "seq_idx": (seq_idx, (batch, length)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, expected {shape} where x is {tuple(x.shape)}"
+            )

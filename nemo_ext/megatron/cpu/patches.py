@@ -1,0 +1,234 @@
+"""Every place where Megatron insists on CUDA, as one table of named patches, applied only where CUDA is absent.
+
+A row says what is replaced, by what, why, and where upstream needs it. `tests/megatron/cpu/test_patches.py` trains without
+each row in turn and fails when upstream no longer needs it. The table is for Megatron-Core 0.19 and 0.20.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from nemo_ext.megatron.cpu import devices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One row of the table.
+
+    Attributes:
+        name: short name, for `apply(without=...)` and the logs.
+        targets: what is replaced, `module:attribute` or `module:Class.attribute`.
+        make: gives the replacement from the original.
+        why: what fails without it.
+        upstream: the file under `megatron/` that needs it.
+        applies: whether this machine needs the row; by default where CUDA is absent.
+    """
+
+    name: str
+    targets: tuple[str, ...]
+    make: Callable[[Any], Any]
+    why: str
+    upstream: str
+    applies: Callable[[], bool] = lambda: not torch.cuda.is_available()
+
+
+_originals: dict[str, Any] = {}
+"""What stood at each patched target before: what makes `apply` idempotent and `restore` possible."""
+
+
+def _constant_object(value: Any) -> Callable[[Any], Any]:
+    return lambda original: value
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        name="current_device",
+        targets=("torch.cuda:current_device",),
+        make=devices.constant(devices.CPU),
+        why="parameters, masks and seeds are created on torch.cuda.current_device()",
+        upstream="core/ssm/mamba_mixer.py, core/tensor_parallel/layers.py",
+    ),
+    Patch(
+        name="device_keyword",
+        targets=tuple(f"torch:{name}" for name in ("empty", "empty_like", "ones", "rand", "randn", "tensor", "zeros")),
+        make=devices.on_cpu,
+        why='tensor factories are called with device="cuda"',
+        upstream="training/training.py, core/optimizer, core/distributed",
+    ),
+    Patch(
+        name="to_cuda",
+        targets=("torch:Tensor.cuda", "torch.nn:Module.cuda"),
+        make=devices.identity,
+        why="models and batches are moved with .cuda()",
+        upstream="training/training.py, training/models/dist_utils.py",
+    ),
+    Patch(
+        name="pin_memory",
+        targets=("torch:Tensor.pin_memory",),
+        make=devices.identity,
+        why="pinning host memory needs the CUDA driver",
+        upstream="core/optimizer/distrib_optimizer.py, core/dist_checkpointing",
+    ),
+    Patch(
+        name="device_count",
+        targets=("torch.cuda:device_count",),
+        make=devices.constant(1),
+        why="ranks are placed on rank % torch.cuda.device_count()",
+        upstream="training/initialize.py",
+    ),
+    Patch(
+        name="device_properties",
+        targets=("torch.cuda:get_device_properties",),
+        make=_constant_object(devices.device_properties),
+        why="kernels and warnings look at the compute capability",
+        upstream="training/utils/common_utils.py",
+    ),
+    Patch(
+        name="device_capability",
+        targets=("torch.cuda:get_device_capability",),
+        make=devices.constant((8, 0)),
+        why="argument checks look at the compute capability",
+        upstream="training/arguments.py",
+    ),
+    Patch(
+        name="queue",
+        targets=("torch.cuda:synchronize", "torch.cuda:empty_cache", "torch.cuda:set_device"),
+        make=devices.constant(None),
+        why="timers and checkpoints wait for the device queue",
+        upstream="core/timers.py, training/initialize.py, training/checkpointing.py",
+    ),
+    Patch(
+        name="memory_counters",
+        targets=("torch.cuda:memory_allocated", "torch.cuda:max_memory_allocated", "torch.cuda:memory_reserved",
+                 "torch.cuda:max_memory_reserved", "torch.cuda:device_memory_used"),
+        make=devices.constant(0),
+        why="the first logged step reports device memory",
+        upstream="training/training.py",
+    ),
+    Patch(
+        name="memory_stats",
+        targets=("torch.cuda:memory_stats",),
+        make=lambda original: lambda *args, **kwargs: {},
+        why="the first logged step reports device memory",
+        upstream="training/utils/common_utils.py",
+    ),
+    Patch(
+        name="streams",
+        targets=("torch.cuda:Stream",),
+        make=_constant_object(devices.Stream),
+        why="the MoE dispatcher and gradient reduction keep side streams",
+        upstream="core/transformer/moe/token_dispatcher.py, core/distributed",
+    ),
+    Patch(
+        name="current_stream",
+        targets=("torch.cuda:current_stream", "torch.cuda:default_stream", "torch.cuda:stream"),
+        make=_constant_object(devices.Stream),
+        why="work is ordered against the current stream",
+        upstream="core/tensor_parallel/random.py, core/pipeline_parallel",
+    ),
+    Patch(
+        name="events",
+        targets=("torch.cuda:Event",),
+        make=_constant_object(devices.Event),
+        why="pipeline schedules and timers record events",
+        upstream="core/pipeline_parallel, training/utils/common_utils.py",
+    ),
+    Patch(
+        name="rng_state",
+        targets=("torch.cuda:get_rng_state", "megatron.core.tensor_parallel.random:_get_cuda_rng_state"),
+        make=_constant_object(devices.get_rng_state),
+        why="the model-parallel random states live on the CUDA generator",
+        upstream="core/tensor_parallel/random.py",
+    ),
+    Patch(
+        name="set_rng_state",
+        targets=("torch.cuda:set_rng_state", "megatron.core.tensor_parallel.random:_set_cuda_rng_state"),
+        make=_constant_object(devices.set_rng_state),
+        why="the model-parallel random states live on the CUDA generator",
+        upstream="core/tensor_parallel/random.py",
+    ),
+    Patch(
+        name="manual_seed",
+        targets=("torch.cuda:manual_seed",),
+        make=lambda original: lambda seed: torch.default_generator.manual_seed(int(seed)),
+        why="each model-parallel random state is seeded through the CUDA generator",
+        upstream="core/tensor_parallel/random.py",
+    ),
+    Patch(
+        name="tensor_type",
+        targets=("torch:Tensor.type",),
+        make=devices.cuda_tensor_type,
+        why='the optimizers compare Tensor.type() with "torch.cuda.FloatTensor"',
+        upstream="core/optimizer/optimizer.py, core/optimizer/distrib_optimizer.py",
+    ),
+    Patch(
+        name="clip_grad",
+        targets=("megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32",),
+        make=_constant_object(devices.clip_grad_by_total_norm),
+        why="gradient clipping asserts torch.cuda.FloatTensor and uses a fused CUDA kernel",
+        upstream="core/optimizer/clip_grads.py",
+    ),
+    Patch(
+        name="allow_no_cuda",
+        targets=("megatron.training.training:initialize_megatron",),
+        make=lambda original: partial(original, allow_no_cuda=True),
+        why="pretrain() does not pass allow_no_cuda on",
+        upstream="training/training.py",
+    ),
+    Patch(
+        name="compile_helpers",
+        targets=("megatron.core.datasets.utils:compile_helpers",),
+        make=devices.constant(None),
+        why="start-up runs `make` for the dataset helpers; the wheel brings them compiled and has no Makefile",
+        upstream="core/datasets/utils.py",
+        applies=lambda: importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None,
+    ),
+)
+
+
+def apply(without: Collection[str] = ()) -> list[str]:
+    """Applies the rows that this machine needs and returns their names. Applying twice changes nothing more.
+
+    Call it before Megatron builds anything.
+
+    Args:
+        without: names of rows to leave out.
+
+    Raises:
+        ValueError: if `without` names no row.
+        AttributeError: if upstream moved a target; the row's `upstream` says where to look.
+    """
+    unknown = set(without) - {patch.name for patch in PATCHES}
+    if unknown:
+        raise ValueError(f"no patch is named {sorted(unknown)}; the table has {[patch.name for patch in PATCHES]}")
+    chosen = [patch for patch in PATCHES if patch.name not in without and patch.applies()]
+    for patch in chosen:
+        for target in patch.targets:
+            if target not in _originals:
+                owner, attribute = _locate(target)
+                _originals[target] = getattr(owner, attribute)
+                setattr(owner, attribute, patch.make(_originals[target]))
+    return [patch.name for patch in chosen]
+
+
+def restore() -> None:
+    """Puts back every original."""
+    while _originals:
+        target, original = _originals.popitem()
+        owner, attribute = _locate(target)
+        setattr(owner, attribute, original)
+
+
+def _locate(target: str) -> tuple[Any, str]:
+    """The object that holds a target, and the attribute's name."""
+    module_name, _, path = target.partition(":")
+    owner: Any = importlib.import_module(module_name)
+    *parents, attribute = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    return owner, attribute

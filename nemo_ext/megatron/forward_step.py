@@ -1,0 +1,82 @@
+"""What Megatron's trainer leaves to the caller: datasets, one forward pass, the loss."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import get_batch_on_this_cp_rank
+from megatron.training import get_args
+from megatron.training.utils import get_blend_and_blend_per_split
+from torch import Tensor
+
+LOSS = "lm loss"
+"""Megatron's name for the loss, in its log and in TensorBoard."""
+
+
+def datasets(samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, None]:
+    """Train and validation datasets with at least `samples` sequences each, from Megatron's data arguments.
+
+    There is no test set: the trainer would evaluate it at the end under the validation set's name.
+    """
+    arguments = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(arguments)
+    config = GPTDatasetConfig(
+        random_seed=arguments.seed,
+        sequence_length=arguments.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=arguments.split,
+        path_to_cache=arguments.data_cache_path,
+        num_dataset_builder_threads=arguments.num_dataset_builder_threads,
+        mmap_bin_files=arguments.mmap_bin_files,
+        tokenizer=build_tokenizer(arguments),
+        reset_position_ids=arguments.reset_position_ids,
+        reset_attention_mask=arguments.reset_attention_mask,
+        eod_mask_loss=arguments.eod_mask_loss,
+        create_attention_mask=False,
+    )
+    kind = MockGPTDataset if arguments.mock_data else GPTDataset
+    train, valid, _ = BlendedMegatronDatasetBuilder(kind, samples, lambda: True, config).build()
+    return train, valid, None
+
+
+# Every rank reads its own batches: the ranks of a tensor- or pipeline-parallel group build equal samplers.
+datasets.is_distributed = True  # type: ignore[attr-defined]
+
+
+def loss_function(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum of the token losses and number of tokens; Megatron divides after summing over ranks.
+
+    Args:
+        loss_mask: `[batch, seq]`, 0 where a token does not count.
+        output: per-token losses `[batch, seq]`.
+
+    Returns:
+        Loss sum `[]`, number of tokens `[]`, and both together `[2]` under `LOSS`.
+    """
+    mask = loss_mask.reshape(-1).float()
+    loss = (output.reshape(-1).float() * mask).sum()
+    tokens = mask.sum().to(torch.int)
+    return loss, tokens, {LOSS: torch.stack([loss.detach(), tokens.to(loss.dtype)])}
+
+
+def forward_step(
+    iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
+    """One micro-batch through one pipeline stage.
+
+    Returns:
+        The stage's output (per-token losses `[batch, seq]` on the last stage) and the loss function of that output.
+    """
+    batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(iterator).items()}
+    if parallel_state.get_context_parallel_world_size() > 1:
+        batch = get_batch_on_this_cp_rank(
+            batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
+        )
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(loss_function, batch["loss_mask"])

@@ -1,0 +1,137 @@
+"""The block classes a `HybridStack` builds: Megatron's own layers, each with the sizes of its own block.
+
+`HybridStack` hands every layer the model's config and the layer's global 1-based number. Each class here copies the config,
+sets what the notation gave that block (`*{kv=4}`, `-{ffn=5376}`), and calls Megatron's constructor. Nothing else changes.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.torch_norm import LayerNormBuilder
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+from torch import Tensor
+
+from nemo_ext.architecture.blocks import LINEAR
+
+Overrides = Mapping[int, Mapping[str, object]]
+"""1-based global layer number -> TransformerConfig fields of that block, and `linear` (`architecture.pattern.compile`)."""
+
+def block_config(config: TransformerConfig, values: Mapping[str, object]) -> TransformerConfig:
+    """The config of one block: `config` itself, or a shallow copy with `values` set.
+
+    Raises:
+        ValueError: if a value names no field of the config.
+    """
+    fields = {name: value for name, value in values.items() if name != LINEAR}
+    if not fields:
+        return config
+    own = copy.copy(config)
+    for name, value in fields.items():
+        if not hasattr(own, name):
+            raise ValueError(f"{name!r} is not a field of {type(config).__name__}: check the overrides of this block")
+        setattr(own, name, value)
+    return own
+
+
+class MambaBlock(MambaLayer):
+    """A Mamba-2 block (`M`) with its own heads, head size, state and groups, or one linear map (`M{linear}`)."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MambaLayerSubmodules,
+        layer_number: int = 1,
+        *,
+        overrides: Overrides,
+        linear_submodules: MambaLayerSubmodules,
+        **kwargs: Any,
+    ) -> None:
+        values = overrides.get(layer_number, {})
+        chosen = linear_submodules if values.get(LINEAR) else submodules
+        super().__init__(block_config(config, values), chosen, layer_number, **kwargs)
+
+
+class _TransformerBlock(TransformerLayer):
+    """Shared constructor of the blocks that are Megatron transformer layers with one sub-layer."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules,
+        layer_number: int = 1,
+        *args: Any,
+        overrides: Overrides,
+        linear_submodules: TransformerLayerSubmodules,
+        **kwargs: Any,
+    ) -> None:
+        values = overrides.get(layer_number, {})
+        chosen = linear_submodules if values.get(LINEAR) else submodules
+        super().__init__(block_config(config, values), chosen, layer_number, *args, **kwargs)
+
+
+class AttentionBlock(_TransformerBlock):
+    """An attention block (`*`) with its own heads, KV heads, head size and window, or one linear map."""
+
+
+class MLPBlock(_TransformerBlock, MLPLayer):
+    """A dense FFN block (`-`) with its own width, or one linear map."""
+
+
+class MoEBlock(_TransformerBlock, MoETransformerLayer):
+    """A mixture-of-experts block (`E`) with its own experts, top-k and widths, or one linear map."""
+
+
+class LinearReplacement(torch.nn.Module):
+    """One `hidden x hidden` linear map in the place of a mixer or FFN (Puzzle's linear-replaced blocks).
+
+    The weight is whole on every tensor-parallel rank. Under sequence parallelism each rank maps its own slice of the
+    sequence, and Megatron sums the weight's gradient over the group because it is marked `sequence_parallel`.
+
+    Builds wherever Megatron builds a mixer, a self-attention or an MLP; returns `(output, None)` as those do.
+    """
+
+    def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.weight = torch.nn.Parameter(
+            torch.empty(hidden, hidden, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        if config.perform_initialization:
+            assert config.output_layer_init_method is not None
+            config.output_layer_init_method(self.weight)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """Maps `[seq, batch, hidden]` to the same shape; mask, rotary and cache arguments have no meaning here."""
+        return torch.nn.functional.linear(hidden_states, self.weight), None
+
+
+def with_output_norm(linear: type[RowParallelLinear], norm: LayerNormBuilder) -> type[RowParallelLinear]:
+    """A row-parallel linear class whose output is normalised before the residual add (OLMo 2 and 3's reordered norm).
+
+    The norm is the submodule `output_norm`, so a checkpoint holds `linear_proj.output_norm.weight`. The linear must have no
+    bias: Megatron adds a row-parallel bias after the layer, which would come after the norm.
+    """
+
+    class RowParallelLinearWithOutputNorm(linear):  # type: ignore[valid-type, misc]
+        def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, bias: bool, **kwargs: Any):
+            if bias:
+                raise ValueError("norm_placement=output needs projections without bias: set disable_bias_linear=true")
+            super().__init__(input_size, output_size, config=config, bias=bias, **kwargs)
+            self.output_norm = norm(config=config, hidden_size=output_size, eps=config.layernorm_epsilon)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+            output, bias = super().forward(x)
+            return self.output_norm(output), bias
+
+    return RowParallelLinearWithOutputNorm

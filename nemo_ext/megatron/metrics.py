@@ -1,0 +1,119 @@
+"""metrics.jsonl: one object a logged step, taken from the scalars that Megatron gives to TensorBoard.
+
+Megatron's loop has no callbacks, but everything it measures goes through one writer object on the last rank. This writer
+passes each scalar on to TensorBoard and gathers those of a step into one line.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from nemo_ext.megatron.forward_step import LOSS
+from nemo_ext.run_directory import truncate_metrics
+
+
+class ScalarWriter(Protocol):
+    """The part of TensorBoard's SummaryWriter that Megatron's trainer uses."""
+
+    def add_scalar(self, tag: str, value: Any, step: int) -> None:
+        """Stores one value."""
+
+    def flush(self) -> None:
+        """Writes what is pending."""
+
+
+NAMES = {LOSS: "loss", "learning-rate": "lr", "grad-norm": "grad_norm", f"{LOSS} validation": "val_loss"}
+"""Megatron's tags and their names in metrics.jsonl; other tags keep theirs with underscores."""
+
+
+class MetricsWriter:
+    """Writes metrics.jsonl beside TensorBoard.
+
+    A line has `step`, `tokens` (trained so far), `loss`, `lr`, `grad_norm`, `tokens_per_second`, `seconds_per_step`, `mfu`
+    (null where the device's peak is not known) and what else Megatron logs; a line of an evaluation has `step`, `tokens`
+    and `val_loss`.
+
+    Args:
+        path: the file; lines of steps after `first_step` from an earlier, killed run are removed first.
+        first_step: the step that training starts or resumes from.
+        tokens_per_step: tokens of one step over all ranks.
+        flops_per_token: training FLOPs per token (`architecture.cost`).
+        peak_flops: FLOP/s of all devices together, or None.
+        tensorboard: where scalars go as well, or None.
+        on_line: called with each line.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        first_step: int,
+        tokens_per_step: int,
+        flops_per_token: float,
+        peak_flops: float | None,
+        tensorboard: ScalarWriter | None = None,
+        on_line: Callable[[dict[str, Any]], None] = lambda line: None,
+    ) -> None:
+        self.path = path
+        self.tokens_per_step = tokens_per_step
+        self.flops_per_token = flops_per_token
+        self.peak_flops = peak_flops
+        self.tensorboard = tensorboard
+        self.on_line = on_line
+        self._step: dict[str, Any] = {}
+        self._last = (first_step, time.perf_counter())  # the last step and when it was done
+        truncate_metrics(path, first_step)
+
+    def add_scalar(self, tag: str, value: Any, step: int) -> None:
+        """Stores one scalar of a step; Megatron's "... vs samples" copies go to TensorBoard alone."""
+        if self.tensorboard is not None:
+            self.tensorboard.add_scalar(tag, value, step)
+        if tag.endswith(" vs samples"):
+            return
+        name = NAMES.get(tag, tag.replace(" ", "_").replace("-", "_"))
+        number = float(value)
+        if name == "val_loss":
+            self.flush()
+            self._write({"step": step, "tokens": step * self.tokens_per_step, "val_loss": number})
+            return
+        if self._step and self._step["step"] != step:
+            self.flush()
+        if not self._step:
+            self._step = {"step": step, "tokens": step * self.tokens_per_step}
+            self._time = time.perf_counter()
+        self._step[name] = number if math.isfinite(number) else None
+
+    def flush(self) -> None:
+        """Writes the gathered step, if it is whole (it has a loss)."""
+        line, self._step = self._step, {}
+        if "loss" not in line:
+            return
+        last_step, last_time = self._last
+        self._last = (line["step"], self._time)
+        # Megatron's own timer leaves evaluations and checkpoints out; it does not report the very first step.
+        seconds = line.pop("iteration_time", None) or (self._time - last_time) / max(1, line["step"] - last_step)
+        rate = self.tokens_per_step / seconds
+        line["seconds_per_step"] = seconds
+        line["tokens_per_second"] = rate
+        line["mfu"] = None if self.peak_flops is None else rate * self.flops_per_token / self.peak_flops
+        self._write(line)
+
+    def close(self) -> None:
+        """Writes what is pending and closes TensorBoard."""
+        self.flush()
+        if self.tensorboard is not None:
+            self.tensorboard.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        # Megatron also calls add_text and the like, which are TensorBoard's alone.
+        if self.tensorboard is None:
+            raise AttributeError(name)
+        return getattr(self.tensorboard, name)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with self.path.open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+        self.on_line(line)

@@ -1,0 +1,106 @@
+"""The block sequence as a Megatron model config and builder, for `pretrain()` and for a user's own Megatron code."""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.training.argument_utils import hybrid_config_from_args
+from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfig
+
+from nemo_ext.architecture.blocks import Block
+from nemo_ext.architecture.pattern import format as format_pattern
+from nemo_ext.architecture.pattern import parse
+from nemo_ext.megatron.attention import Rotary
+from nemo_ext.megatron.specs import StackOptions, hybrid_stack
+
+
+@dataclass(kw_only=True)
+class BlockModelConfig(HybridModelConfig):
+    """Megatron's HybridModelConfig with the fields from which the layer spec is rebuilt after a checkpoint is read.
+
+    Attributes:
+        pattern: the block notation, with its per-block values.
+        norm_affine: see `nemo_ext.megatron.specs.StackOptions`; likewise the two after it.
+        norm_placement: where each sub-layer is normalised.
+        qk_norm_scope: over what a QK norm runs.
+        llama3_rope_factor: Llama 3's RoPE frequency scaling, or None.
+        yarn_on_windowed: False leaves blocks with a window on plain RoPE in a YaRN model (OLMo 3).
+    """
+
+    builder: ClassVar[str] = "nemo_ext.megatron.model.BlockModelBuilder"
+    pattern: str = ""
+    norm_affine: bool = True
+    norm_placement: str = "input"
+    qk_norm_scope: str = "head"
+    llama3_rope_factor: float | None = None
+    yarn_on_windowed: bool = True
+
+    def stack_spec(self) -> ModuleSpec:
+        """The layer spec that these fields describe."""
+        pattern = parse(self.pattern)
+        attention = {number: block for number, block in enumerate(pattern.blocks, start=1) if block.kind == "*"}
+        spec = hybrid_stack(
+            self.pattern,
+            norm_affine=self.norm_affine,
+            norm_placement=self.norm_placement,
+            qk_norm_scope=self.qk_norm_scope,
+            rotary=self._rotary(attention),
+        )
+        if self.position_embedding_type != "yarn" or self.yarn_on_windowed:
+            return spec
+        options: StackOptions = spec.params["options"]
+        unscaled = {number: {"yarn_rotary_scaling_factor": 1.0} for number in self._windowed(attention)}
+        merged = {n: {**options.overrides.get(n, {}), **unscaled.get(n, {})} for n in {*options.overrides, *unscaled}}
+        spec.params["options"] = replace(options, overrides=merged)
+        return spec
+
+    def _rotary(self, attention: Mapping[int, Block]) -> dict[int, Rotary]:
+        """The blocks that do not use the embedding that HybridModel builds."""
+        plain = Rotary(base=self.rotary_base, percent=self.rotary_percent)
+        if self.position_embedding_type == "rope" and self.llama3_rope_factor is not None:
+            return dict.fromkeys(attention, replace(plain, llama3_factor=self.llama3_rope_factor))
+        if self.position_embedding_type == "yarn" and not self.yarn_on_windowed:
+            return dict.fromkeys(self._windowed(attention), plain)
+        return {}
+
+    def _windowed(self, attention: Mapping[int, Block]) -> list[int]:
+        everywhere = self.transformer.window_size is not None
+        return [n for n, block in attention.items() if (w := block.get("window")) or (w is None and everywhere)]
+
+
+class BlockModelBuilder(HybridModelBuilder):
+    """Megatron's hybrid builder with the layer spec of `BlockModelConfig`."""
+
+    def build_model(
+        self,
+        pg_collection: ProcessGroupCollection,
+        pre_process: bool | None = None,
+        post_process: bool | None = None,
+        vp_stage: int | None = None,
+    ) -> HybridModel:
+        """One pipeline stage of the model (see `HybridModelBuilder.build_model`)."""
+        assert isinstance(self._model_config, BlockModelConfig)
+        self._model_config.hybrid_stack_spec = self._model_config.stack_spec()
+        return super().build_model(pg_collection, pre_process, post_process, vp_stage)
+
+
+def model_config(model: Mapping[str, Any], pattern: str, arguments: argparse.Namespace) -> BlockModelConfig:
+    """The model config of a run.
+
+    Args:
+        model: the composed config's `model` block.
+        pattern: the notation, with pipeline cuts (`arguments.pattern_with_cuts`).
+        arguments: Megatron's validated arguments.
+    """
+    config = hybrid_config_from_args(arguments, model_config_cls=BlockModelConfig)
+    config.pattern = format_pattern(parse(pattern))
+    config.norm_affine = model.get("norm_affine", True)
+    config.norm_placement = model.get("norm_placement", "input")
+    config.qk_norm_scope = model.get("qk_norm_scope", "head")
+    config.yarn_on_windowed = model.get("yarn_on_windowed", True)
+    config.llama3_rope_factor = arguments.rope_scaling_factor if arguments.use_rope_scaling else None
+    return config

@@ -1,0 +1,125 @@
+"""Normalisation layers of the local back end.
+
+Megatron's `WrappedTorchNorm` refuses sequence parallelism, zero-centred weights and norms without weights; Transformer
+Engine has none of the three limits. These two classes close the gap in plain torch, so that one spec serves both back ends.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.nn.functional import layer_norm, rms_norm
+
+
+class LocalNorm(torch.nn.Module):
+    """LayerNorm or RMSNorm over the last dimension, as `config.normalization` says.
+
+    Args:
+        config: reads `normalization`, `layernorm_zero_centered_gamma` (the stored weight is `weight - 1`) and
+            `sequence_parallel` (marks the weights, so that Megatron sums their gradients over the tensor-parallel group).
+        hidden_size: size of the last dimension.
+        eps: added to the variance.
+        affine: False gives OLMo 1's non-parametric norm, which has no weight at all.
+
+    Raises:
+        ValueError: for a normalization other than LayerNorm and RMSNorm.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, affine: bool = True) -> None:
+        super().__init__()
+        if config.normalization not in ("LayerNorm", "RMSNorm"):
+            raise ValueError(f"normalization={config.normalization!r}: choose LayerNorm or RMSNorm")
+        self.hidden_size = hidden_size
+        self.eps = eps
+        self.centred = config.normalization == "LayerNorm"
+        self.zero_centred_weight = config.layernorm_zero_centered_gamma
+        self.weight: torch.nn.Parameter | None = None
+        self.bias: torch.nn.Parameter | None = None
+        if affine:
+            initial = torch.zeros if self.zero_centred_weight else torch.ones
+            self.weight = torch.nn.Parameter(initial(hidden_size, dtype=config.params_dtype))
+            if self.centred:
+                self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises `x` `[..., hidden_size]`; same shape and dtype out."""
+        weight = self.weight
+        if weight is not None and self.zero_centred_weight:
+            weight = weight + 1
+        if self.centred:
+            return layer_norm(x, (self.hidden_size,), weight, self.bias, self.eps)
+        return rms_norm(x, (self.hidden_size,), weight, self.eps)
+
+
+class HeadsRMSNorm(torch.nn.Module):
+    """RMSNorm over all heads of a query or key together (OLMo 2 and 3), exact under tensor parallelism.
+
+    Megatron's `qk_layernorm` normalises each head by itself. Here the mean square runs over the full width
+    `heads x head_dim`, summed over the tensor-parallel group, and each rank holds its own slice of the weight.
+
+    Args:
+        config: reads the field named by `heads`, `kv_channels` and `params_dtype`.
+        hidden_size: size of one head (what Megatron passes to a `q_layernorm`).
+        eps: added to the mean square.
+        heads: `num_attention_heads` for queries, `num_query_groups` for keys.
+
+    Raises:
+        ValueError: where the heads do not divide by the tensor-parallel size.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-6,
+        *,
+        heads: str,
+    ) -> None:
+        super().__init__()
+        total = getattr(config, heads)
+        tensor_parallel = config.tensor_model_parallel_size
+        if total % tensor_parallel:
+            raise ValueError(
+                f"{heads}={total} does not divide by tensor_model_parallel_size={tensor_parallel}: a QK norm over the "
+                "full width needs whole heads on every rank; choose a smaller tensor_model_parallel_size"
+            )
+        self.tp_group: torch.distributed.ProcessGroup | None = None  # set by the attention that owns the norm
+        self.tensor_parallel = tensor_parallel
+        self.width = total * hidden_size
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(self.width // tensor_parallel, dtype=config.params_dtype))
+        self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+        self.weight.partition_dim = 0  # type: ignore[attr-defined]
+        self.weight.partition_stride = 1  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises `x` `[seq, batch, local heads, head_dim]`; same shape and dtype out."""
+        flat = x.flatten(-2).float()
+        square_sum = flat.square().sum(-1, keepdim=True)
+        if self.tensor_parallel > 1:
+            # Every rank's output depends on every rank's slice: the sum is reduced in both directions.
+            square_sum = reduce_from_tensor_model_parallel_region(square_sum, self.tp_group)
+            square_sum = copy_to_tensor_model_parallel_region(square_sum, self.tp_group)
+        normed = flat * torch.rsqrt(square_sum / self.width + self.eps)
+        return (normed.to(x.dtype) * self.weight).unflatten(-1, x.shape[-2:])
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The weight, sharded over the tensor-parallel group along its only axis."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )

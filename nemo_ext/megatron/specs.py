@@ -1,0 +1,284 @@
+"""Layer specs: the block sequence on Megatron's HybridModel, for the `local` and `transformer_engine` back ends.
+
+`hybrid_stack_spec` is what a plain Megatron-LM run names with `--spec nemo_ext.megatron.specs hybrid_stack_spec`.
+`hybrid_stack(...)` makes the same spec for a pattern with per-block values. The four families differ only in
+`TransformerConfig` and in the few `StackOptions` that upstream has no switch for.
+"""
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider, get_backend
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import LayerNormBuilder
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+
+from nemo_ext.architecture.pattern import compile as compile_pattern
+from nemo_ext.architecture.pattern import parse
+from nemo_ext.megatron.attention import BlockSelfAttention, Rotary, SDPACoreAttention
+from nemo_ext.megatron.layers import (
+    AttentionBlock,
+    LinearReplacement,
+    MambaBlock,
+    MLPBlock,
+    MoEBlock,
+    Overrides,
+    with_output_norm,
+)
+from nemo_ext.megatron.norms import HeadsRMSNorm, LocalNorm
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackOptions:
+    """What the stack needs beyond Megatron's TransformerConfig.
+
+    Attributes:
+        symbols: the plain pattern these options were made for (`|` allowed); the model's must equal it. Empty: any pattern.
+        overrides: per-block config values, by 1-based layer number.
+        norm_affine: False for norms without weights (OLMo 1).
+        norm_placement: `input` (pre-norm) or `output` (on each sub-layer's output before the residual add, OLMo 3).
+        qk_norm_scope: with `qk_layernorm`, norm over each `head` or over the full `width` (OLMo 3).
+        rotary: rotary embedding of single blocks, by 1-based layer number; other blocks use the model's.
+    """
+
+    symbols: str = ""
+    overrides: Overrides = field(default_factory=dict)
+    norm_affine: bool = True
+    norm_placement: str = "input"
+    qk_norm_scope: str = "head"
+    rotary: Mapping[int, Rotary] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("norm_placement", ("input", "output")), ("qk_norm_scope", ("head", "width"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}")
+
+
+class LocalBackend(LocalSpecProvider):
+    """Megatron's local back end with the three parts it lacks: norms, core attention and QK norms without limits."""
+
+    def layer_norm(
+        self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
+    ) -> LayerNormBuilder:
+        """A norm that allows sequence parallelism."""
+        return LocalNorm
+
+    def core_attention(self) -> type:
+        """Attention over torch SDPA: causal, sliding window, packed."""
+        return SDPACoreAttention
+
+
+def backend(transformer_impl: str) -> BackendSpecProvider:
+    """The provider of linear, norm and attention classes.
+
+    Raises:
+        ValueError: if Transformer Engine is asked for and is not installed.
+    """
+    if transformer_impl == "local":
+        return LocalBackend()
+    if transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
+        raise ValueError(
+            "transformer_impl=transformer_engine, but Transformer Engine is not installed here: set "
+            "model.backend=local, or install it (`pip install transformer-engine[pytorch]` on a machine with CUDA)"
+        )
+    return get_backend(transformer_impl)  # type: ignore[arg-type]
+
+
+def norm_builder(config: TransformerConfig, options: StackOptions) -> LayerNormBuilder:
+    """Builder of the block norms and the final norm."""
+    if not options.norm_affine:
+        return partial(LocalNorm, affine=False)
+    return backend(config.transformer_impl).layer_norm(rms_norm=config.normalization == "RMSNorm")
+
+
+def stack_submodules(config: TransformerConfig, options: StackOptions) -> HybridStackSubmodules:
+    """Sub-layers of every block kind for this config and these options.
+
+    A checkpoint has the same keys from both back ends: where Transformer Engine fuses a norm into the linear after it, the
+    local norm is saved under the fused name.
+    """
+    parts = backend(config.transformer_impl)
+    norm = norm_builder(config, options)
+    column, row = parts.column_parallel_linear(), parts.row_parallel_linear()
+    block_norm: LayerNormBuilder = norm
+    fused = False
+    if options.norm_placement == "output":
+        block_norm = IdentityOp
+        row = with_output_norm(row, norm)
+    elif parts.fuse_layernorm_and_linear() and options.norm_affine:
+        block_norm = IdentityOp
+        column = parts.column_parallel_layer_norm_linear() or column
+        fused = True
+
+    def saved_as(norm_name: str, linear_name: str) -> dict[str, str]:
+        """Key map from the unfused norm to the name Transformer Engine's fused layer gives it."""
+        unfused = not fused and options.norm_placement == "input"
+        return {f"{norm_name}.": f"{linear_name}.layer_norm_"} if unfused else {}
+
+    q_norm = k_norm = None
+    if config.qk_layernorm and options.qk_norm_scope == "width":
+        q_norm = partial(HeadsRMSNorm, heads="num_attention_heads")
+        k_norm = partial(HeadsRMSNorm, heads="num_query_groups")
+    elif config.qk_layernorm:
+        q_norm = k_norm = parts.layer_norm(rms_norm=config.normalization == "RMSNorm", for_qk=True)
+
+    linear_layer = TransformerLayerSubmodules(
+        input_layernorm=norm, self_attention=LinearReplacement, self_attn_bda=get_bias_dropout_add
+    )
+    linear_ffn = TransformerLayerSubmodules(
+        pre_mlp_layernorm=norm, mlp=LinearReplacement, mlp_bda=get_bias_dropout_add
+    )
+    attention = TransformerLayerSubmodules(
+        input_layernorm=block_norm,
+        self_attention=ModuleSpec(
+            module=BlockSelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal, "rotary": options.rotary},
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=column,
+                core_attention=parts.core_attention(),
+                linear_proj=row,
+                q_layernorm=q_norm,
+                k_layernorm=k_norm,
+            ),
+        ),
+        self_attn_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=saved_as("input_layernorm", "self_attention.linear_qkv"),
+    )
+    mamba = MambaLayerSubmodules(
+        norm=block_norm,
+        mixer=ModuleSpec(module=MambaMixer, submodules=MambaMixerSubmodules(in_proj=column, out_proj=row)),
+        mamba_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=saved_as("norm", "mixer.in_proj"),
+    )
+    mlp = TransformerLayerSubmodules(
+        pre_mlp_layernorm=block_norm,
+        mlp=partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+        mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=saved_as("pre_mlp_layernorm", "mlp.linear_fc1"),
+    )
+    moe = TransformerLayerSubmodules(
+        pre_mlp_layernorm=norm if options.norm_placement == "input" else IdentityOp,
+        mlp=get_moe_module_spec_for_backend(
+            parts, num_experts=config.num_moe_experts or 1, moe_grouped_gemm=config.moe_grouped_gemm
+        ),
+        mlp_bda=get_bias_dropout_add,
+    )
+
+    def block(module: type, submodules: object, linear: object) -> ModuleSpec:
+        params = {"overrides": options.overrides, "linear_submodules": linear}
+        return ModuleSpec(module=module, params=params, submodules=submodules)
+
+    linear_mamba = MambaLayerSubmodules(norm=norm, mixer=LinearReplacement, mamba_bda=get_bias_dropout_add)
+    return HybridStackSubmodules(
+        mamba_layer=block(MambaBlock, mamba, linear_mamba),
+        attention_layer=block(AttentionBlock, attention, linear_layer),
+        mlp_layer=block(MLPBlock, mlp, linear_ffn),
+        moe_layer=block(MoEBlock, moe, linear_ffn),
+    )
+
+
+class BlockStack(HybridStack):
+    """Megatron's HybridStack, its sub-layers chosen when it is built and its final norm from the same back end.
+
+    Upstream hard-codes Transformer Engine for the final norm. Here the spec carries only `options`; the sub-layers are
+    resolved from the config that Megatron passes in, so one `--spec` object serves every model and back end.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        options: StackOptions,
+        layer_type_list: list[str],
+        pp_layer_offset: int = 0,
+        post_layer_norm: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        check_pattern(options, layer_type_list, pp_layer_offset)
+        super().__init__(
+            config,
+            stack_submodules(config, options),
+            layer_type_list=layer_type_list,
+            pp_layer_offset=pp_layer_offset,
+            post_layer_norm=False,
+            **kwargs,
+        )
+        self.post_layer_norm = post_layer_norm
+        if self.post_process and post_layer_norm:
+            self.final_norm = norm_builder(config, options)(
+                config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+            )
+
+
+def check_pattern(options: StackOptions, layer_type_list: list[str], offset: int) -> None:
+    """Refuses a model that the options do not fit.
+
+    Raises:
+        ValueError: naming the first block that differs from the pattern the options were made for, or a kind of block
+            that upstream gives no hook for.
+    """
+    unsupported = set(layer_type_list) - set("M*-E")
+    if unsupported:
+        raise ValueError(f"blocks {sorted(unsupported)} have no layer spec here: use M, *, -, E")
+    if options.norm_placement == "output" and "E" in layer_type_list:
+        raise ValueError("norm_placement=output is for attention, FFN and Mamba blocks: a MoE block has no output slot")
+    expected = options.symbols.replace("|", "")
+    if not expected:
+        return
+    for index, symbol in enumerate(layer_type_list, start=offset):
+        if index >= len(expected) or expected[index] != symbol:
+            wanted = expected[index] if index < len(expected) else "the end of the pattern"
+            raise ValueError(
+                f"hybrid_layer_pattern has {symbol!r} at block {index + 1}, but the layer spec was made for {wanted!r} "
+                f"there ({options.symbols}): pass the same pattern to hybrid_stack() and to --hybrid-layer-pattern"
+            )
+
+
+def hybrid_stack(
+    pattern: str = "",
+    *,
+    norm_affine: bool = True,
+    norm_placement: str = "input",
+    qk_norm_scope: str = "head",
+    rotary: Mapping[int, Rotary] | None = None,
+) -> ModuleSpec:
+    """The stack spec of a pattern in our notation, for `HybridModel(hybrid_stack_spec=...)` or a `--spec` module.
+
+    Args:
+        pattern: the notation, e.g. `(*{kv=4}-)x40`; empty for "every block as the config says".
+        norm_affine: see `StackOptions`; likewise the arguments after it.
+        norm_placement: see `StackOptions`.
+        qk_norm_scope: see `StackOptions`.
+        rotary: see `StackOptions`.
+
+    Raises:
+        PatternError: if the pattern does not parse.
+        ValueError: for an unknown placement or scope.
+    """
+    compiled = compile_pattern(parse(pattern)) if pattern else None
+    options = StackOptions(
+        symbols=compiled.hybrid_layer_pattern if compiled else "",
+        overrides=compiled.overrides if compiled else {},
+        norm_affine=norm_affine,
+        norm_placement=norm_placement,
+        qk_norm_scope=qk_norm_scope,
+        rotary=rotary or {},
+    )
+    return ModuleSpec(module=BlockStack, params={"options": options})
+
+
+hybrid_stack_spec = hybrid_stack()
+"""For `--spec nemo_ext.megatron.specs hybrid_stack_spec`: pre-norm blocks, every size from Megatron's arguments."""

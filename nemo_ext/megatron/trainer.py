@@ -1,0 +1,172 @@
+"""One rank of a training run: the composed config becomes checked Megatron arguments, then Megatron's own `pretrain()`.
+
+    torchrun --nproc-per-node N -m nemo_ext.megatron.trainer RUN_DIR/config.yaml
+
+Laptop and cluster run this same file. Where CUDA is missing the CPU runtime is put in first (`megatron/cpu`), and where
+mamba_ssm is missing the torch kernels stand in for it.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+import torch
+
+from nemo_ext import run_directory
+from nemo_ext.architecture.cost import train_flops_per_token
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.megatron.arguments import command_line, pattern_with_cuts
+from nemo_ext.megatron.cpu import mamba_modules, patches
+
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
+"""Dense BF16 FLOP/s by device name (NVIDIA data sheets)."""
+
+
+def main(config_path: str) -> None:
+    """Trains as the resolved config at `config_path` says."""
+    main_entry = time.time()
+    config = run_directory.read_config(Path(config_path))
+    kernels = mamba_modules.install()  # before anything imports Megatron, which binds these names once
+    applied = patches.apply()
+    if not torch.cuda.is_available():
+        torch.set_num_threads(max(1, psutil.cpu_count(logical=True) // int(config["launcher"]["nproc_per_node"])))
+
+    # Imported here: Megatron's modules bind mamba_ssm and torch.cuda names when they are first imported.
+    from megatron.core.enums import ModelType
+    from megatron.training import get_args, pretrain, set_startup_timestamps
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.config.instantiate_utils import target_allowlist
+
+    from nemo_ext.megatron.forward_step import datasets, forward_step
+    from nemo_ext.megatron.model import model_config
+
+    set_startup_timestamps(program_start=psutil.Process().create_time(), main_entry=main_entry)
+    target_allowlist.add_prefix("nemo_ext.")  # so that Megatron may rebuild BlockModelConfig from a checkpoint
+    sys.argv = [sys.argv[0], *command_line(config)]
+    arguments = parse_and_validate_args()
+    if arguments.rank == 0:
+        print(f"CPU runtime: {', '.join(applied) or 'not needed'}; torch kernels: {', '.join(kernels) or 'not needed'}")
+    model = model_config(config["model"], pattern_with_cuts(config), arguments)
+    if config["train"].get("validate_at_start"):
+        model.post_wrap_hooks.append(partial(validate_at_start, run_dir=Path(config["run_dir"])))
+
+    def provider(samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, None]:
+        # The first call after the checkpoint is loaded: only now is the step known from which training goes on.
+        if not vp_stage:
+            attach_metrics(config, first_step=get_args().iteration)
+        return datasets(samples, vp_stage)
+
+    provider.is_distributed = True  # type: ignore[attr-defined]
+    container = pretrain_cfg_container_from_args(arguments, model)
+    try:
+        pretrain(container, provider, ModelType.encoder_or_decoder, forward_step)
+    finally:
+        close_metrics()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def attach_metrics(config: Mapping[str, Any], *, first_step: int) -> None:
+    """Puts the metrics writer between Megatron and TensorBoard, on the rank that logs (the last)."""
+    from megatron.training import get_args, global_vars
+
+    from nemo_ext.megatron.metrics import MetricsWriter
+
+    arguments = get_args()
+    if arguments.rank != arguments.world_size - 1:
+        return
+    architecture = Architecture.from_config(config)
+    global_vars._GLOBAL_TENSORBOARD_WRITER = MetricsWriter(
+        Path(config["run_dir"]) / run_directory.METRICS,
+        first_step=first_step,
+        tokens_per_step=arguments.global_batch_size * arguments.seq_length,
+        flops_per_token=train_flops_per_token(architecture, seq_length=arguments.seq_length),
+        peak_flops=peak_flops() * arguments.world_size,
+        tensorboard=global_vars._GLOBAL_TENSORBOARD_WRITER,
+        on_line=lambda line: print(json.dumps(line), flush=True),
+    )
+
+
+def close_metrics() -> None:
+    """Writes what the metrics writer still holds."""
+    from megatron.training import global_vars
+
+    from nemo_ext.megatron.metrics import MetricsWriter
+
+    if isinstance(global_vars._GLOBAL_TENSORBOARD_WRITER, MetricsWriter):
+        global_vars._GLOBAL_TENSORBOARD_WRITER.close()
+
+
+def validate_at_start(model: list[torch.nn.Module], *, run_dir: Path) -> list[torch.nn.Module]:
+    """A model hook: measures the validation loss of the untrained model, which Megatron's loop has no place for.
+
+    Runs once, when the run has no checkpoint yet, through Megatron's own `evaluate`.
+    """
+    from megatron.core.utils import get_model_config
+    from megatron.training import get_args, training
+
+    from nemo_ext.megatron.forward_step import LOSS, datasets, forward_step
+
+    arguments = get_args()
+    if run_directory.last_checkpoint(run_dir) is not None:
+        return model
+    _, validation, _ = datasets(training.get_train_valid_test_num_samples())
+    loader = training.build_pretraining_data_loader(validation, 0)
+    consumed = arguments.consumed_valid_samples
+    losses, _, _ = training.evaluate(forward_step, iter(loader), model, None, get_model_config(model[0]))
+    arguments.consumed_valid_samples = consumed
+    if LOSS in losses and arguments.rank == arguments.world_size - 1:
+        line = {"step": 0, "tokens": 0, "val_loss": losses[LOSS].item()}
+        run_directory.write_text(run_dir / run_directory.METRICS, json.dumps(line) + "\n")
+    return model
+
+
+def peak_flops() -> float:
+    """FLOP/s of this rank's device: NVIDIA's figure, or where the device is unknown what a large matmul reaches here."""
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        for known, flops in PEAK_FLOPS.items():
+            if known in name:
+                return flops
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = 1024
+    a = torch.rand(size, size, device=device)
+    best = 0.0
+    for _ in range(5):
+        start = time.perf_counter()
+        (a @ a).sum().item()
+        best = max(best, 2.0 * size**3 / (time.perf_counter() - start))
+    return best
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process at once, without Python's own clean-up.
+
+    With `exit_signal_handler` Megatron makes its data loader workers ignore SIGTERM (training/datasets/data_samplers.py) and
+    keeps their iterators alive, so Python would wait for them for ever at exit. They hold nothing that is needed.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for worker in multiprocessing.active_children():
+        worker.kill()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1])
+    except SystemExit as exit_:
+        leave(exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None))
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
+    leave(0)

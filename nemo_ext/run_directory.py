@@ -1,0 +1,100 @@
+"""The files of one run: what is in a run directory, and how each is written and read. No torch."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CONFIG = "config.yaml"
+VERSIONS = "versions.json"
+METRICS = "metrics.jsonl"
+LOG = "train.log"
+REPORT = "report.md"
+CHECKPOINTS = "checkpoints"
+TENSORBOARD = "tensorboard"
+
+PACKAGES = ("nemo_ext", "megatron-core", "torch", "transformer-engine", "mamba-ssm", "hydra-core", "numpy")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file under a temporary name and renames it, so that no reader sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def write_config(run_dir: Path, config: Mapping[str, Any]) -> Path:
+    """Writes the resolved config that every rank reads; returns its path."""
+    path = run_dir / CONFIG
+    write_text(path, yaml.safe_dump(dict(config), sort_keys=False, width=120))
+    return path
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Reads a resolved config.
+
+    Raises:
+        ValueError: if there is no such file.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: no such config; `nemo-ext train` writes it into the run directory")
+    loaded: dict[str, Any] = yaml.safe_load(path.read_text())
+    return loaded
+
+
+def write_versions(run_dir: Path, argv: list[str]) -> None:
+    """Writes what ran: package versions, git commit of the working directory, Python, host, command line."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    facts = {
+        "packages": versions,
+        "git": git.stdout.strip() or None,
+        "python": sys.version.split()[0],
+        "host": platform.node(),
+        "command": argv,
+    }
+    write_text(run_dir / VERSIONS, json.dumps(facts, indent=2) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; a last line that a kill cut short is left out.
+
+    Raises:
+        ValueError: if another line is not JSON.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines()
+    whole = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            whole.append(json.loads(line))
+        except json.JSONDecodeError:
+            if number != len(lines):
+                raise ValueError(f"{path}:{number}: not JSON; restore the file or remove this line") from None
+    return whole
+
+
+def truncate_metrics(path: Path, step: int) -> None:
+    """Removes the lines of steps after `step`: a resumed run writes them again."""
+    if path.exists():
+        write_text(path, "".join(json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= step))
+
+
+def last_checkpoint(run_dir: Path) -> int | None:
+    """Step of the newest complete checkpoint, or None (Megatron writes the tracker file last)."""
+    tracker = run_dir / CHECKPOINTS / "latest_checkpointed_iteration.txt"
+    return int(tracker.read_text()) if tracker.exists() and tracker.read_text().strip().isdigit() else None

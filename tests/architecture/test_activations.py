@@ -1,0 +1,110 @@
+"""Activation estimates: by hand for one block, and how recomputation and schedules change them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from nemo_ext.architecture.activations import activation_bytes, block_activation_bytes
+from nemo_ext.architecture.layout import Layout
+from nemo_ext.architecture.model import Architecture
+
+ArchitectureOf = Callable[..., Architecture]
+PLAIN = Layout()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "numbers", "extra_bytes"),
+    [
+        # block input and norm output 32 each, in every case
+        ("-", 64 + 64 + 64, 0),
+        (
+            "*",
+            64 + 32 + 2 * 16 + 32,
+            4 * 4,
+        ),  # queries 32, keys and values 16 each, output 32; log-sum-exp of 4 heads
+        ("M", 64 + 264 + 2 * 64, 0),
+        (
+            "E",
+            64 + 2 * (2 * 24 + 2 * 32) + 2 * 40,
+            8 * 8,
+        ),  # two experts; shared 40; fp32 logits and probabilities
+        ("*{linear}", 64, 0),
+    ],
+)
+def test_a_block_by_hand(
+    pattern: str, numbers: int, extra_bytes: int, architecture_of: ArchitectureOf
+) -> None:
+    model = architecture_of("tiny_hybrid", model={"pattern": pattern})
+    assert block_activation_bytes(model, 1, PLAIN) == 64 * (2 * numbers + extra_bytes)
+    twice = replace(PLAIN, micro_batch_size=2)
+    assert block_activation_bytes(model, 1, twice) == 2 * block_activation_bytes(model, 1, PLAIN)
+
+
+@pytest.mark.parametrize("pattern", ["-", "*", "M"])
+def test_tensor_parallel_splits_all_with_sequence_parallel(
+    pattern: str, architecture_of: ArchitectureOf
+) -> None:
+    model = architecture_of("tiny_hybrid", model={"pattern": pattern})
+    whole = block_activation_bytes(model, 1, PLAIN)
+    split = Layout(tensor_parallel=2, sequence_parallel=True)
+    assert block_activation_bytes(model, 1, split) == whole / 2
+    assert whole / 2 < block_activation_bytes(model, 1, Layout(tensor_parallel=2)) < whole
+    assert block_activation_bytes(model, 1, Layout(context_parallel=2)) == whole / 2
+
+
+def test_the_score_matrix_of_unfused_attention_goes_with_core_attn(architecture_of: ArchitectureOf) -> None:
+    model = architecture_of("tiny_hybrid", model={"pattern": "*"})
+    unfused = Layout(fused_attention=False)
+    scores = 64 * 2 * 2 * 4 * 64  # per token: two copies, bf16, 4 heads, 64 keys
+    log_sum_exp = 64 * 16
+    assert (
+        block_activation_bytes(model, 1, unfused)
+        == block_activation_bytes(model, 1, PLAIN) - log_sum_exp + scores
+    )
+    selective = replace(unfused, recompute="selective")
+    assert (
+        block_activation_bytes(model, 1, selective) == block_activation_bytes(model, 1, PLAIN) - log_sum_exp
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "module"),
+    [
+        ("-", "mlp"),
+        ("-", "layernorm"),
+        ("E", "moe_act"),
+        ("E", "shared_experts"),
+        ("E", "moe"),
+        ("*", "core_attn"),
+    ],
+)
+def test_selective_recomputation_drops_what_it_names(
+    pattern: str, module: str, architecture_of: ArchitectureOf
+) -> None:
+    model = architecture_of("tiny_hybrid", model={"pattern": pattern})
+    selective = Layout(recompute="selective", recompute_modules=(module,))
+    assert block_activation_bytes(model, 1, selective) < block_activation_bytes(model, 1, PLAIN)
+
+
+def test_full_recomputation_keeps_block_inputs_and_one_block(architecture_of: ArchitectureOf) -> None:
+    model = architecture_of("tiny_hybrid", model={"pattern": "M-*-"})
+    head = activation_bytes(model, PLAIN) - sum(block_activation_bytes(model, n, PLAIN) for n in (1, 2, 3, 4))
+    assert head == 64 * (2 * 2 * 32 + 4 * 256)
+    block_input = 64 * 2 * 32
+    full = activation_bytes(model, Layout(recompute="full"))
+    assert full == 4 * block_input + block_activation_bytes(model, 1, PLAIN) + head
+    pairs = activation_bytes(model, Layout(recompute="full", recompute_num_layers=2))
+    first_pair = sum(block_activation_bytes(model, n, PLAIN) for n in (1, 2))
+    assert pairs == 2 * block_input + first_pair + head
+
+
+def test_micro_batches_in_flight(architecture_of: ArchitectureOf) -> None:
+    model = architecture_of("tiny_hybrid", model={"pattern": "-|-|-|-"})
+    one = block_activation_bytes(model, 1, PLAIN)
+    plain = Layout(pipeline_parallel=4)
+    assert [activation_bytes(model, plain, rank=rank) / one for rank in (0, 1, 2)] == [4, 3, 2]
+    assert activation_bytes(model, replace(plain, micro_batches=1)) == one
+    # Interleaved: (2 - 0 - 1) x 2 + (2 - 1) x 2 + 1 chunks on the first rank, in Megatron's schedule.
+    interleaved = Layout(pipeline_parallel=2, virtual_stages=2)
+    assert activation_bytes(model, interleaved) == 5 * one
