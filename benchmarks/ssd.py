@@ -2,32 +2,35 @@
 
     python benchmarks/ssd.py --json ssd.json
 
-Compared: the whole mixer (projections, convolution, scan, gated norm) against transformers' Mamba2Mixer with the
-same weights, after a check that outputs and gradients agree; the scan alone against plain matrix products of the
-same number of operations, and against transformers' scan where it is a function (5.x). Then seconds and memory by
-length. transformers 4.x and 5.x differ a lot (4.x materialises [chunk, chunk, heads, state]); the installed one is
-measured and named in the result. Sides take turns, medians are reported; a busy machine still distorts them, so
-the load is reported too.
+- The whole mixer (projections, convolution, scan, gated norm) against transformers' Mamba2Mixer with equal
+  weights, after a check that outputs and all gradients agree.
+- The scan alone against plain matrix products of the same number of operations, and against transformers' scan
+  where that is a function (5.x).
+- Seconds and memory by length.
+
+The installed transformers is measured and named: 4.x multiplies out [chunk, chunk, heads, state], 5.x does
+not, so they differ by an order of magnitude. Sides take turns; medians are reported, in the JSON the best too.
+Other load on the machine distorts both, so it is reported too.
 """
 
 import argparse
 import json
 import logging
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_ext.megatron.cpu import mamba_scan
@@ -59,7 +62,7 @@ class Sizes:
 Step = Callable[[], None]
 
 
-def theirs(sizes: Sizes, chunk_size: int) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+def theirs(sizes: Sizes, chunk_size: int) -> tuple[Any, Callable[[Tensor], Tensor]]:
     """transformers' mixer in training mode and its pure torch forward."""
     from transformers import Mamba2Config
     from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
@@ -86,7 +89,7 @@ def theirs(sizes: Sizes, chunk_size: int) -> tuple[nn.Module, Callable[[Tensor],
     return mixer, getattr(mixer, "torch_forward", mixer)
 
 
-def ours(mixer: nn.Module, sizes: Sizes, chunk_size: int) -> Callable[[Tensor], Tensor]:
+def ours(mixer: Any, sizes: Sizes, chunk_size: int) -> Callable[[Tensor], Tensor]:
     """The same mixer through our kernels, on the weights of `mixer`."""
 
     def forward(x: Tensor) -> Tensor:
@@ -111,7 +114,7 @@ def ours(mixer: nn.Module, sizes: Sizes, chunk_size: int) -> Callable[[Tensor], 
     return forward
 
 
-def training_step(forward: Callable[[Tensor], Tensor], x: Tensor, module: nn.Module) -> Step:
+def training_step(forward: Callable[[Tensor], Tensor], x: Tensor, module: Any) -> Step:
     """One forward and backward of a fixed projection of the output."""
     weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
 
@@ -124,7 +127,7 @@ def training_step(forward: Callable[[Tensor], Tensor], x: Tensor, module: nn.Mod
 
 
 def largest_difference(
-    one: Step, other: Step, forwards: list[Callable[[Tensor], Tensor]], x: Tensor, module: nn.Module
+    one: Step, other: Step, forwards: list[Callable[[Tensor], Tensor]], x: Tensor, module: Any
 ) -> float:
     """Largest difference of outputs and of all gradients, each as a share of its largest value."""
     sides = []
@@ -189,8 +192,8 @@ def matmul_step(operations: int) -> Step:
     return step
 
 
-def take_turns(steps: dict[str, Step], repeats: int) -> dict[str, float]:
-    """Median seconds of each step; every round runs each once, after one round not counted."""
+def take_turns(steps: dict[str, Step], repeats: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Median and best seconds of each step; every round runs each once, after one round not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(repeats + 1):
         for name, step in steps.items():
@@ -198,7 +201,8 @@ def take_turns(steps: dict[str, Step], repeats: int) -> dict[str, float]:
             step()
             if number:
                 seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    return medians, {name: min(values) for name, values in seconds.items()}
 
 
 def saved_bytes(function: Callable[[], object]) -> int:
@@ -225,7 +229,15 @@ def print_peak(side: str, sizes: Sizes, length: int, chunk_size: int) -> None:
     step = training_step(forward, torch.randn(1, length, sizes.hidden, requires_grad=True), mixer)
     before = psutil.Process().memory_info().rss
     step()
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+    print(peak_resident_bytes() - before)
+
+
+def peak_resident_bytes() -> int:
+    """The most memory this process has held (Linux; `ru_maxrss` would count the parent's too)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmHWM: peak memory is measured on Linux only")
 
 
 def peak_bytes(side: str, length: int, chunk_size: int, threads: int) -> int:
@@ -260,15 +272,16 @@ def compare_mixers(
         raise SystemExit(
             f"the mixers differ by {difference:.1e} of the largest value, more than {AGREEMENT:.0e}"
         )
-    projected = mixer.in_proj.weight.shape[0]
+    projected = int(mixer.in_proj.weight.shape[0])
     projections = 3 * 2 * length * sizes.hidden * (projected + sizes.inner)
-    seconds = take_turns(
+    seconds, best = take_turns(
         {"ours": steps[0], "transformers": steps[1], "projections": matmul_step(projections)},
         arguments.repeats,
     )
     return {
         "chunk_size": chunk_size,
         "seconds": seconds,
+        "best_seconds": best,
         "speedup": seconds["transformers"] / seconds["ours"],
         "largest_difference": difference,
         "saved_bytes": {
@@ -293,8 +306,8 @@ def compare_scans(sizes: Sizes, length: int, chunk_size: int, repeats: int) -> d
         pass
     else:
         steps["transformers"] = scan_step(mamba2_chunk_scan, inputs, chunk_size)
-    seconds = take_turns(steps, repeats)
-    return {"chunk_size": chunk_size, "operations": operations, "seconds": seconds}
+    seconds, best = take_turns(steps, repeats)
+    return {"chunk_size": chunk_size, "operations": operations, "seconds": seconds, "best_seconds": best}
 
 
 def by_length(
@@ -308,11 +321,13 @@ def by_length(
         x = torch.randn(1, length, sizes.hidden, requires_grad=True)
         scan = scan_step(ssd_chunk_scan, scan_inputs(sizes, length), chunk_size)
         steps = {"mixer": training_step(forward, x, mixer), "scan": scan}
+        seconds, best = take_turns(steps, arguments.repeats)
         rows.append(
             {
                 "length": length,
-                "seconds": take_turns(steps, arguments.repeats),
-                "saved_bytes": saved_bytes(lambda x=x: forward(x)),
+                "seconds": seconds,
+                "best_seconds": best,
+                "saved_bytes": saved_bytes(partial(forward, x)),
                 "peak_bytes": peak_bytes("ours", length, chunk_size, arguments.threads),
             }
         )
@@ -326,46 +341,81 @@ def by_block(sizes: Sizes, length: int, repeats: int) -> list[dict[str, Any]]:
     for block in (32, 64, 128):
         mamba_scan.BLOCK_LENGTH = block
         step = scan_step(ssd_chunk_scan, scan_inputs(sizes, length), block)
-        rows.append({"block": block, "seconds": take_turns({"scan": step}, repeats)["scan"]})
+        seconds, best = take_turns({"scan": step}, repeats)
+        rows.append({"block": block, "seconds": seconds["scan"], "best_seconds": best["scan"]})
     mamba_scan.BLOCK_LENGTH = built_in
     return rows
 
 
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Prints right-aligned columns."""
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    print(f"\n{title}")
+    for row in (columns, *rows):
+        print("  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+
+
 def print_report(result: dict[str, Any]) -> None:
-    """Prints the tables."""
-    megabytes = 1e6
-    print(f"\n{result['settings']}\n")
-    print("Whole mixer, forward + backward           ours  transformers  speedup   saved MB      peak MB")
-    for row in result["mixers"]:
-        seconds, saved, peak = row["seconds"], row["saved_bytes"], row["peak_bytes"]
-        print(
-            f"  chunk {row['chunk_size']:4d}                       {seconds['ours']:9.3f} s {seconds['transformers']:10.3f} s"
-            f" {row['speedup']:7.1f}x  {saved['ours'] / megabytes:5.0f}/{saved['transformers'] / megabytes:<6.0f}"
-            f" {peak['ours'] / megabytes:5.0f}/{peak['transformers'] / megabytes:<6.0f}"
-            f" (differ by {row['largest_difference']:.0e}; projections alone {seconds['projections']:.3f} s)"
+    """Prints the tables; memory in MB."""
+
+    def megabytes(count: float) -> str:
+        return f"{count / 1e6:.0f}"
+
+    print(result["settings"])
+    print_table(
+        "Whole mixer, forward + backward",
+        ["chunk", "ours s", "transformers s", "speedup", "projections s", "differ by", "saved MB", "peak MB"],
+        [
+            [
+                str(row["chunk_size"]),
+                f"{row['seconds']['ours']:.3f}",
+                f"{row['seconds']['transformers']:.3f}",
+                f"{row['speedup']:.1f}x",
+                f"{row['seconds']['projections']:.3f}",
+                f"{row['largest_difference']:.0e}",
+                " / ".join(megabytes(row["saved_bytes"][side]) for side in ("ours", "transformers")),
+                " / ".join(megabytes(row["peak_bytes"][side]) for side in ("ours", "transformers")),
+            ]
+            for row in result["mixers"]
+        ],
+    )
+    print_table(
+        "Scan alone, forward + backward",
+        ["chunk", "GFLOP", "ours s", "matmul s", "ours/matmul", "transformers s", "speedup"],
+        [
+            [
+                str(row["chunk_size"]),
+                f"{row['operations'] / 1e9:.2f}",
+                f"{row['seconds']['ours']:.4f}",
+                f"{row['seconds']['matmul']:.4f}",
+                f"{row['seconds']['ours'] / row['seconds']['matmul']:.2f}x",
+                f"{other:.4f}" if (other := row["seconds"].get("transformers")) else "no function",
+                f"{other / row['seconds']['ours']:.1f}x" if other else "-",
+            ]
+            for row in result["scans"]
+        ],
+    )
+    print_table(
+        "By length",
+        ["length", "mixer s", "scan s", "scan us/token", "mixer saved MB", "mixer peak MB"],
+        [
+            [
+                str(row["length"]),
+                f"{row['seconds']['mixer']:.3f}",
+                f"{row['seconds']['scan']:.4f}",
+                f"{row['seconds']['scan'] / row['length'] * 1e6:.1f}",
+                megabytes(row["saved_bytes"]),
+                megabytes(row["peak_bytes"]),
+            ]
+            for row in result["lengths"]
+        ],
+    )
+    if "blocks" in result:
+        print_table(
+            "Scan by block length",
+            ["block", "scan s"],
+            [[str(row["block"]), f"{row['seconds']:.4f}"] for row in result["blocks"]],
         )
-    print("\nScan alone                                ours        matmul    ratio  transformers  speedup")
-    for row in result["scans"]:
-        seconds = row["seconds"]
-        other = seconds.get("transformers")
-        print(
-            f"  chunk {row['chunk_size']:4d} {row['operations'] / 1e9:8.2f} GFLOP         {seconds['ours']:9.4f} s"
-            f" {seconds['matmul']:9.4f} s {seconds['ours'] / seconds['matmul']:7.2f}x"
-            + (
-                f" {other:10.3f} s {other / seconds['ours']:7.1f}x"
-                if other
-                else "  (not a function of this version)"
-            )
-        )
-    print("\nLength    mixer s   scan s   scan us/token   saved MB   peak MB")
-    for row in result["lengths"]:
-        seconds = row["seconds"]
-        print(
-            f"{row['length']:6d} {seconds['mixer']:10.3f} {seconds['scan']:8.4f} {seconds['scan'] / row['length'] * 1e6:15.1f}"
-            f" {row['saved_bytes'] / megabytes:10.1f} {row['peak_bytes'] / megabytes:9.1f}"
-        )
-    for row in result.get("blocks", []):
-        print(f"block {row['block']:4d}: scan {row['seconds']:.4f} s")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -166,9 +166,7 @@ def to_block_configs(
             else:
                 layers.append({"attention": {"no_op": True}, "ffn": ffn})
         else:
-            raise ValueError(
-                f"{where}: block_configs knows attention ('*') and MLP ('-') only, not {block.name}"
-            )
+            raise ValueError(f"{where}: block_configs knows attention ('*') and MLP ('-') only, not {block.name}")
     return layers
 
 

@@ -103,9 +103,7 @@ class Block:
             raise ValueError(unknown_value(self.kind, name))
         if name in FLAGS:
             if value is not True:
-                raise ValueError(
-                    f"{name!r} of {self.kind!r} is a flag: pass True or leave it out, not {value!r}"
-                )
+                raise ValueError(f"{name!r} of {self.kind!r} is a flag: pass True or leave it out, not {value!r}")
             return True
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"value {name!r} of {self.kind!r} must be an integer, got {value!r}")
@@ -121,9 +119,7 @@ class Block:
             if name in FLAGS and value is False:
                 continue
             if value is None and (kind, name) not in NONE_ALLOWED:
-                raise ValueError(
-                    f"value {name!r} of {kind!r} cannot be none: give an integer or leave it out"
-                )
+                raise ValueError(f"value {name!r} of {kind!r} cannot be none: give an integer or leave it out")
             kept[name] = 0 if value is None else value
         return cls(kind, tuple(kept.items()))
 

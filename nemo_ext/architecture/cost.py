@@ -108,9 +108,7 @@ def _attention_parameters(architecture: Architecture, block: Block) -> Parameter
     if architecture.qk_layernorm and architecture.qk_norm_scope == "head":
         counted += Parameters(replicated=2 * norm_parameters(architecture, block.size("head_dim")))
     elif architecture.qk_layernorm:
-        counted += Parameters(
-            sharded=norm_parameters(architecture, query) + norm_parameters(architecture, key)
-        )
+        counted += Parameters(sharded=norm_parameters(architecture, query) + norm_parameters(architecture, key))
     return counted
 
 
@@ -143,9 +141,7 @@ def _moe_parameters(architecture: Architecture, block: Block) -> Parameters:
 def embedding_parameters(architecture: Architecture) -> Parameters:
     """The token embedding, and the learned position embedding if there is one."""
     hidden = architecture.hidden_size
-    return Parameters(
-        sharded=architecture.vocab_size * hidden, replicated=architecture.learned_positions * hidden
-    )
+    return Parameters(sharded=architecture.vocab_size * hidden, replicated=architecture.learned_positions * hidden)
 
 
 def head_parameters(architecture: Architecture) -> Parameters:
@@ -187,9 +183,7 @@ def attended_tokens(seq_length: int, window: int = 0) -> float:
     return width - width * (width - 1) / (2 * seq_length)
 
 
-def block_forward_flops_per_token(
-    architecture: Architecture, layer: int, *, seq_length: int | None = None
-) -> float:
+def block_forward_flops_per_token(architecture: Architecture, layer: int, *, seq_length: int | None = None) -> float:
     """Forward FLOPs of one block per token, averaged over a sequence.
 
     Args:
@@ -241,9 +235,7 @@ def head_forward_flops_per_token(architecture: Architecture) -> float:
 
 def forward_flops_per_token(architecture: Architecture, *, seq_length: int | None = None) -> float:
     """Forward FLOPs of the whole model per token, output layer included, at a sequence length."""
-    blocks = (
-        block_forward_flops_per_token(architecture, n, seq_length=seq_length) for n in layers(architecture)
-    )
+    blocks = (block_forward_flops_per_token(architecture, n, seq_length=seq_length) for n in layers(architecture))
     return sum(blocks, head_forward_flops_per_token(architecture))
 
 
@@ -325,9 +317,7 @@ class GpuCost:
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
 
 
-def per_stage(
-    architecture: Architecture, layout: Layout, *, seq_length: int | None = None
-) -> tuple[StageCost, ...]:
+def per_stage(architecture: Architecture, layout: Layout, *, seq_length: int | None = None) -> tuple[StageCost, ...]:
     """Cost of each pipeline stage, the embedding with the first and the output layer with the last.
 
     A tied output layer on another rank than the embedding is a second copy, and counted as one.
@@ -345,16 +335,12 @@ def per_stage(
             if architecture.tied_embeddings and layout.pipeline_parallel > 1:
                 counted += Parameters(sharded=architecture.vocab_size * architecture.hidden_size)
         rank = stage % layout.pipeline_parallel
-        cost = StageCost(
-            stage=stage, rank=rank, layers=numbers, parameters=counted, forward_flops_per_token=flops
-        )
+        cost = StageCost(stage=stage, rank=rank, layers=numbers, parameters=counted, forward_flops_per_token=flops)
         stages.append(cost)
     return tuple(stages)
 
 
-def per_gpu(
-    architecture: Architecture, layout: Layout, *, seq_length: int | None = None
-) -> tuple[GpuCost, ...]:
+def per_gpu(architecture: Architecture, layout: Layout, *, seq_length: int | None = None) -> tuple[GpuCost, ...]:
     """Cost of one GPU on each pipeline rank.
 
     Raises:
@@ -378,9 +364,7 @@ def per_gpu(
                 parameters=dense + expert,
                 weight_bytes=weight * (dense + expert),
                 gradient_bytes=gradient * (dense + expert),
-                optimizer_bytes=math.ceil(
-                    optimizer * dense / dense_shards + optimizer * expert / expert_shards
-                ),
+                optimizer_bytes=math.ceil(optimizer * dense / dense_shards + optimizer * expert / expert_shards),
                 activation_bytes=activation_bytes(architecture, layout, rank=rank, seq_length=seq_length),
                 forward_flops_per_token=flops / (layout.tensor_parallel * layout.context_parallel),
             )

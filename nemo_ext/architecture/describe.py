@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 Description = dict[str, Any]
 
 
-def describe(
-    architecture: Architecture, *, seq_length: int | None = None, layout: Layout | None = None
-) -> Description:
+def describe(architecture: Architecture, *, seq_length: int | None = None, layout: Layout | None = None) -> Description:
     """Every cost figure of a model.
 
     Args:
@@ -56,9 +54,7 @@ def describe(
         "train_flops_per_token": round(cost.TRAINING_FLOPS_FACTOR * forward),
         "head_forward_flops_per_token": round(cost.head_forward_flops_per_token(architecture)),
         "weight_bytes": {name: cost.weight_bytes(architecture, name) for name in ("fp32", "bf16", "fp8")},
-        "training_bytes": {
-            name: cost.training_state_bytes(architecture, precision=name) for name in ("fp32", "bf16")
-        },
+        "training_bytes": {name: cost.training_state_bytes(architecture, precision=name) for name in ("fp32", "bf16")},
         "kv_bytes_per_token": cost.kv_bytes_per_token(architecture),
         "kv_cache_bytes": cost.kv_cache_bytes(architecture, length),
         "state_bytes_per_sequence": cost.state_bytes_per_sequence(architecture),
@@ -81,9 +77,7 @@ def _block(architecture: Architecture, layer: int, length: int) -> Description:
         "sizes": dict(sizes.values),
         "params": counted.total,
         "active_params": counted.active,
-        "forward_flops_per_token": round(
-            cost.block_forward_flops_per_token(architecture, layer, seq_length=length)
-        ),
+        "forward_flops_per_token": round(cost.block_forward_flops_per_token(architecture, layer, seq_length=length)),
     }
 
 
@@ -261,7 +255,9 @@ def number(value: float) -> str:
 
 def flop(value: float) -> str:
     """Floating point operations: 20.76 GFLOP."""
-    return _scaled(value, (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("FLOP", 1)))
+    return _scaled(
+        value, (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("KFLOP", 1e3), ("FLOP", 1))
+    )
 
 
 def size(value: float) -> str:
@@ -289,8 +285,6 @@ def ranges(numbers: Iterable[int]) -> str:
         if len(best) == 1:
             words.append(str(best[0]))
         else:
-            words.append(
-                f"{best[0]}-{best[-1]}" + ("" if best[1] == best[0] + 1 else f"/{best[1] - best[0]}")
-            )
+            words.append(f"{best[0]}-{best[-1]}" + ("" if best[1] == best[0] + 1 else f"/{best[1] - best[0]}"))
         rest = rest[len(best) :]
     return ", ".join(words)

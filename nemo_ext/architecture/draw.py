@@ -260,8 +260,8 @@ def _draw_tile(axes: "Axes", tile: _Tile, left: float, bottom: float, width: flo
         (left + gap / 2, bottom),
         width - gap,
         _TILE,
-        facecolor=_lighter(tile.colour, 0.42) if tile.light or tile.hatched else tile.colour,
-        edgecolor=tile.colour if tile.hatched else "none",
+        facecolor=_lighter(tile.colour, 0.65 if tile.hatched else 0.42 if tile.light else 0),
+        edgecolor=_lighter(tile.colour, 0.4) if tile.hatched else "none",
         hatch="////" if tile.hatched else None,
         linewidth=0,
     )
@@ -337,9 +337,7 @@ def _draw_stages(axes: "Axes", architecture: Architecture, length: int, top: flo
     """One bar a pipeline stage; the longest, which the others wait for, is dark."""
     from matplotlib.patches import Rectangle
 
-    flops = (
-        cost.block_forward_flops_per_token(architecture, n, seq_length=length) for n in layers(architecture)
-    )
+    flops = (cost.block_forward_flops_per_token(architecture, n, seq_length=length) for n in layers(architecture))
     known = BlockCosts(tuple(flops), head=cost.head_forward_flops_per_token(architecture))
     stages = known.of_stages(architecture.pattern.cuts)
     longest, mean = max(stages), sum(stages) / len(stages)

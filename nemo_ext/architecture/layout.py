@@ -181,13 +181,9 @@ def check_layout(architecture: Architecture, layout: Layout) -> None:
     """
     tensor, experts = layout.tensor_parallel, layout.expert_parallel
     if architecture.vocab_size % tensor:
-        raise ValueError(
-            f"vocab_size {architecture.vocab_size} is not a multiple of tensor_parallel {tensor}"
-        )
+        raise ValueError(f"vocab_size {architecture.vocab_size} is not a multiple of tensor_parallel {tensor}")
     if architecture.hidden_size % tensor:
-        raise ValueError(
-            f"hidden_size {architecture.hidden_size} is not a multiple of tensor_parallel {tensor}"
-        )
+        raise ValueError(f"hidden_size {architecture.hidden_size} is not a multiple of tensor_parallel {tensor}")
     divided = {"*": ("heads",), "-": ("ffn",), "M": ("heads", "groups"), "E": ("shared",)}
     written = architecture.pattern.blocks
     for number, block in enumerate(architecture.sizes, start=1):
@@ -201,6 +197,5 @@ def check_layout(architecture: Architecture, layout: Layout) -> None:
             checks.append(("ffn", block.size("ffn"), layout.expert_tensor, "expert_tensor_parallel"))
         for name, size, divisor, axis in checks:
             if size % divisor:
-                raise ValueError(
-                    f"block {number} ({written[number - 1]}): {name} {size} is not a multiple of {axis} {divisor}"
-                )
+                where = f"block {number} ({written[number - 1]})"
+                raise ValueError(f"{where}: {name} {size} is not a multiple of {axis} {divisor}")

@@ -97,9 +97,7 @@ class Architecture:
         if not isinstance(pattern, Pattern):
             raise ValueError(f"model.pattern: expected a pattern such as '(*-)x40', got {pattern!r}")
         if flags.text("softmax_type", "vanilla") == "learnable":
-            raise ValueError(
-                "megatron.softmax_type=learnable: its parameters are not counted by the cost model yet"
-            )
+            raise ValueError("megatron.softmax_type=learnable: its parameters are not counted by the cost model yet")
         if flags.flag("swiglu") and flags.flag("squared_relu"):
             raise ValueError("megatron.swiglu and megatron.squared_relu are both set: choose one activation")
         hidden_size = flags.required("hidden_size", "the width of the residual stream")
@@ -145,23 +143,17 @@ class Architecture:
         """
         if block.is_linear or not VALUES[block.kind]:
             return block
-        inherited = next(
-            (default for default in self.defaults if default.kind == block.kind), Block(block.kind)
-        )
+        inherited = next((default for default in self.defaults if default.kind == block.kind), Block(block.kind))
         values = {**dict(inherited.values), **dict(block.values)}
         if block.kind == "M" and "heads" not in values and "head_dim" in values:
             # Megatron without mamba_num_heads: the inner width is twice the hidden size.
-            values["heads"] = _divided(
-                2 * self.hidden_size, values["head_dim"], "2 x hidden_size", "mamba_head_dim"
-            )
+            values["heads"] = _divided(2 * self.hidden_size, values["head_dim"], "2 x hidden_size", "mamba_head_dim")
         if block.kind == "*" and block.get("window") is None and self._skips_window(layer, values):
             values["window"] = 0
         for name, field in VALUES[block.kind].items():
             if name not in values and name != LINEAR:
                 flag = _FLAG.get(field, field)
-                raise ValueError(
-                    f"megatron.{flag} is missing: {block.name} needs it, or {block.kind}{{{name}=...}}"
-                )
+                raise ValueError(f"megatron.{flag} is missing: {block.name} needs it, or {block.kind}{{{name}=...}}")
         resolved = Block(block.kind, tuple(values.items()))
         _check(resolved)
         return resolved
@@ -175,9 +167,7 @@ class Architecture:
         if isinstance(frequency, int):
             return layer % frequency == 0
         if layer > len(frequency):
-            raise ValueError(
-                f"megatron.window_attn_skip_freq lists {len(frequency)} layers, the pattern has more"
-            )
+            raise ValueError(f"megatron.window_attn_skip_freq lists {len(frequency)} layers, the pattern has more")
         return not frequency[layer - 1]
 
     @cached_property
@@ -208,9 +198,7 @@ class Architecture:
 def _check(block: Block) -> None:
     """Refuse sizes that Megatron would refuse, in terms of the notation."""
     if block.kind == "*" and block.size("heads") % block.size("kv"):
-        raise ValueError(
-            f"{block.size('heads')} heads cannot share {block.size('kv')} KV heads: set kv to a divisor"
-        )
+        raise ValueError(f"{block.size('heads')} heads cannot share {block.size('kv')} KV heads: set kv to a divisor")
     if block.kind == "M" and block.size("heads") % block.size("groups"):
         raise ValueError(
             f"{block.size('heads')} Mamba heads cannot share {block.size('groups')} groups: "
@@ -342,9 +330,7 @@ def _window(value: object) -> int | None:
     try:
         left, right = (int(number) for number in numbers)
     except ValueError:
-        raise ValueError(
-            f"megatron.window_size: expected two integers such as [4095,0], got {value!r}"
-        ) from None
+        raise ValueError(f"megatron.window_size: expected two integers such as [4095,0], got {value!r}") from None
     if left < -1 or right != 0:
         raise ValueError(
             f"megatron.window_size: {value!r} is not causal: expected [tokens before, 0], or [-1, 0] for all"
@@ -360,11 +346,7 @@ def _skip_frequency(value: object) -> int | tuple[int, ...] | None:
         value = [int(number) for number in re.findall(r"[01]", value)]
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return value
-    if (
-        isinstance(value, Sequence)
-        and not isinstance(value, str)
-        and all(number in (0, 1) for number in value)
-    ):
+    if isinstance(value, Sequence) and not isinstance(value, str) and all(number in (0, 1) for number in value):
         return tuple(int(number) for number in value)
     raise ValueError(
         f"megatron.window_attn_skip_freq: expected a positive integer or a list of 0 and 1, got {value!r}; "

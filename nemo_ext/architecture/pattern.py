@@ -64,9 +64,7 @@ class Pattern:
     def __post_init__(self) -> None:
         object.__setattr__(self, "cuts", tuple(sorted(self.cuts)))
         if self.cuts and not 0 <= self.cuts[0] <= self.cuts[-1] <= len(self.blocks):
-            raise ValueError(
-                f"cuts {self.cuts} do not lie between 0 and the {len(self.blocks)} blocks of the pattern"
-            )
+            raise ValueError(f"cuts {self.cuts} do not lie between 0 and the {len(self.blocks)} blocks of the pattern")
 
     @property
     def stages(self) -> tuple[tuple[int, int], ...]:
@@ -182,9 +180,7 @@ class _Reader:
                 raise self.error(f"value {name!r} is given twice", position)
             values[name] = self.value(kind, name)
             if LINEAR in values and len(values) > 1:
-                raise self.error(
-                    f"a linear-replaced block has no other values: write {kind}{{linear}}", position
-                )
+                raise self.error(f"a linear-replaced block has no other values: write {kind}{{linear}}", position)
             separator = self.peek()
             if not separator:
                 raise self.error("expected '}' to close these values", opened)
@@ -292,9 +288,7 @@ def _shortest(tokens: tuple[str, ...], known: dict[tuple[str, ...], tuple[int, s
         for period in range(1, (length - i) // 2 + 1):
             copies = 1 + same[period][i] // period
             # A period that is itself a repetition is found at its root: (MEME)x2 is never better than (ME)x4.
-            if copies < 2 or any(
-                period % d == 0 and same[d][i] >= period - d for d in range(1, period // 2 + 1)
-            ):
+            if copies < 2 or any(period % d == 0 and same[d][i] >= period - d for d in range(1, period // 2 + 1)):
                 continue
             if period == 1:
                 if tokens[i] == CUT:
@@ -329,9 +323,7 @@ def compile(pattern: Pattern) -> CompiledPattern:
             f"model: got {format(pattern)}"
         )
     stages = ["".join(block.kind for block in pattern.blocks[first:last]) for first, last in pattern.stages]
-    overrides = {
-        number: _fields(block) for number, block in enumerate(pattern.blocks, start=1) if block.values
-    }
+    overrides = {number: _fields(block) for number, block in enumerate(pattern.blocks, start=1) if block.values}
     return CompiledPattern(CUT.join(stages), overrides)
 
 

@@ -59,9 +59,7 @@ def parameter_counts(architecture: Architecture) -> BlockCosts:
     blocks = tuple(float(costs.block_parameters(architecture, n).total) for n in layers(architecture))
     embedding = costs.embedding_parameters(architecture)
     head = costs.head_parameters(architecture).total
-    return BlockCosts(
-        blocks, embedding.total, head + (embedding.sharded if architecture.tied_embeddings else 0)
-    )
+    return BlockCosts(blocks, embedding.total, head + (embedding.sharded if architecture.tied_embeddings else 0))
 
 
 def balance(
@@ -86,9 +84,7 @@ def balance(
         ValueError: Fewer blocks than stages, or costs for another number of blocks.
     """
     if min(pipeline_parallel, virtual_stages) < 1:
-        raise ValueError(
-            f"expected at least one stage, got PP {pipeline_parallel} x {virtual_stages} virtual"
-        )
+        raise ValueError(f"expected at least one stage, got PP {pipeline_parallel} x {virtual_stages} virtual")
     stages, blocks = pipeline_parallel * virtual_stages, len(architecture.pattern.blocks)
     if blocks < stages:
         raise ValueError(
@@ -176,9 +172,7 @@ def _level_ranks(known: BlockCosts, cuts: tuple[int, ...], pipeline_parallel: in
     while True:
         moves = [(*cuts[:i], cuts[i] + step, *cuts[i + 1 :]) for i in range(len(cuts)) for step in (-1, 1)]
         filled = [
-            move
-            for move in moves
-            if all(first < last for first, last in pairwise((0, *move, len(known.blocks))))
+            move for move in moves if all(first < last for first, last in pairwise((0, *move, len(known.blocks))))
         ]
         allowed = [move for move in filled if max(known.of_stages(move)) <= limit]
         best = min(allowed, key=judged, default=cuts)

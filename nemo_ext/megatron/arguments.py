@@ -10,9 +10,11 @@ import contextlib
 import difflib
 import importlib.util
 import io
+import logging
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -204,6 +206,20 @@ def _process(argv: list[str], world_size: int) -> Iterator[None]:
         sys.argv = saved_argv
         os.environ.clear()
         os.environ.update(saved_environment)
+
+
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Keeps Megatron's warnings about optional kernels off the terminal of someone who only wants a check."""
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _reason(error: BaseException) -> str:

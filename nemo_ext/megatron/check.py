@@ -7,7 +7,13 @@ from typing import Any
 from nemo_ext.architecture.blocks import NAMES, Block
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import parse
-from nemo_ext.megatron.arguments import command_line, parse_arguments, pattern_with_cuts, world_size
+from nemo_ext.megatron.arguments import (
+    command_line,
+    parse_arguments,
+    pattern_with_cuts,
+    quiet_imports,
+    world_size,
+)
 from nemo_ext.megatron.cpu import patches
 
 
@@ -19,11 +25,12 @@ def check(config: Mapping[str, Any]) -> argparse.Namespace:
             that does not parse.
     """
     check_layout(config)
-    patches.apply()
-    try:
-        return parse_arguments(command_line(config), world_size=world_size(config))
-    finally:
-        patches.restore()
+    with quiet_imports():
+        patches.apply()
+        try:
+            return parse_arguments(command_line(config), world_size=world_size(config))
+        finally:
+            patches.restore()
 
 
 def check_layout(config: Mapping[str, Any]) -> None:

@@ -34,6 +34,7 @@ def main(config_path: str) -> None:
     """Trains as the resolved config at `config_path` says."""
     main_entry = time.time()
     config = run_directory.read_config(Path(config_path))
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asks for it under tensor and context parallelism
     kernels = mamba_modules.install()  # before anything imports Megatron, which binds these names once
     applied = patches.apply()
     if not torch.cuda.is_available():

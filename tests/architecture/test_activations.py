@@ -32,9 +32,7 @@ PLAIN = Layout()
         ("*{linear}", 64, 0),
     ],
 )
-def test_a_block_by_hand(
-    pattern: str, numbers: int, extra_bytes: int, architecture_of: ArchitectureOf
-) -> None:
+def test_a_block_by_hand(pattern: str, numbers: int, extra_bytes: int, architecture_of: ArchitectureOf) -> None:
     model = architecture_of("tiny_hybrid", model={"pattern": pattern})
     assert block_activation_bytes(model, 1, PLAIN) == 64 * (2 * numbers + extra_bytes)
     twice = replace(PLAIN, micro_batch_size=2)
@@ -42,9 +40,7 @@ def test_a_block_by_hand(
 
 
 @pytest.mark.parametrize("pattern", ["-", "*", "M"])
-def test_tensor_parallel_splits_all_with_sequence_parallel(
-    pattern: str, architecture_of: ArchitectureOf
-) -> None:
+def test_tensor_parallel_splits_all_with_sequence_parallel(pattern: str, architecture_of: ArchitectureOf) -> None:
     model = architecture_of("tiny_hybrid", model={"pattern": pattern})
     whole = block_activation_bytes(model, 1, PLAIN)
     split = Layout(tensor_parallel=2, sequence_parallel=True)
@@ -58,14 +54,9 @@ def test_the_score_matrix_of_unfused_attention_goes_with_core_attn(architecture_
     unfused = Layout(fused_attention=False)
     scores = 64 * 2 * 2 * 4 * 64  # per token: two copies, bf16, 4 heads, 64 keys
     log_sum_exp = 64 * 16
-    assert (
-        block_activation_bytes(model, 1, unfused)
-        == block_activation_bytes(model, 1, PLAIN) - log_sum_exp + scores
-    )
+    assert block_activation_bytes(model, 1, unfused) == block_activation_bytes(model, 1, PLAIN) - log_sum_exp + scores
     selective = replace(unfused, recompute="selective")
-    assert (
-        block_activation_bytes(model, 1, selective) == block_activation_bytes(model, 1, PLAIN) - log_sum_exp
-    )
+    assert block_activation_bytes(model, 1, selective) == block_activation_bytes(model, 1, PLAIN) - log_sum_exp
 
 
 @pytest.mark.parametrize(
@@ -105,6 +96,14 @@ def test_micro_batches_in_flight(architecture_of: ArchitectureOf) -> None:
     plain = Layout(pipeline_parallel=4)
     assert [activation_bytes(model, plain, rank=rank) / one for rank in (0, 1, 2)] == [4, 3, 2]
     assert activation_bytes(model, replace(plain, micro_batches=1)) == one
-    # Interleaved: (2 - 0 - 1) x 2 + (2 - 1) x 2 + 1 chunks on the first rank, in Megatron's schedule.
-    interleaved = Layout(pipeline_parallel=2, virtual_stages=2)
-    assert activation_bytes(model, interleaved) == 5 * one
+    # Interleaved, on rank r: (4 - r - 1) x 2 + (2 - 1) x 4 + 1 chunks, as Megatron's schedule warms up.
+    eight = model.with_pattern("-|-|-|-|-|-|-|-")
+    interleaved = Layout(pipeline_parallel=4, virtual_stages=2)
+    assert [activation_bytes(eight, interleaved, rank=rank) / one for rank in (0, 1, 2)] == [11, 9, 7]
+
+
+def test_chunks_take_turns_of_pipeline_parallel_micro_batches(architecture_of: ArchitectureOf) -> None:
+    # Rank 0 runs blocks 1 and 3: of its 5 chunks in flight, 2 are the first, 2 the second, 1 the first again.
+    model = architecture_of("tiny_hybrid", model={"pattern": "M|-|-|-"})
+    mamba, mlp = (block_activation_bytes(model, layer, PLAIN) for layer in (1, 3))
+    assert activation_bytes(model, Layout(pipeline_parallel=2, virtual_stages=2)) == 3 * mamba + 2 * mlp

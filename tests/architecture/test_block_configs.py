@@ -24,9 +24,7 @@ def small(*layers: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PARENTS)
-def test_shipped_files_come_back_with_every_number(
-    name: str, puzzle_json: Callable[[str], dict[str, Any]]
-) -> None:
+def test_shipped_files_come_back_with_every_number(name: str, puzzle_json: Callable[[str], dict[str, Any]]) -> None:
     config, ffn = puzzle_json(name), PARENTS[name]
     pattern = from_block_configs(config, num_query_groups=8, ffn_hidden_size=ffn)
     written = to_block_configs(
@@ -57,9 +55,7 @@ def test_values_equal_to_the_models_are_left_out() -> None:
         {"attention": {"n_heads_in_group": 8}, "ffn": {"ffn_mult": 1.5}},
     )
     assert format(from_block_configs(config)) == "*{kv=2}-{ffn=1024}*{kv=1}-{ffn=512}"
-    assert (
-        format(from_block_configs(config, num_query_groups=2, ffn_hidden_size=512)) == "*-{ffn=1024}*{kv=1}-"
-    )
+    assert format(from_block_configs(config, num_query_groups=2, ffn_hidden_size=512)) == "*-{ffn=1024}*{kv=1}-"
 
 
 def test_no_ops_linears_windows_and_keys_that_are_off() -> None:
@@ -96,9 +92,7 @@ def test_an_attention_block_and_the_mlp_after_it_share_a_layer() -> None:
     hidden=st.sampled_from([512, 2688, 4096, 5120, 8192, 16384]),
     parent=st.none() | st.integers(1, 300),
 )
-def test_every_width_has_a_multiplier_that_gives_it_back(
-    multiple: int, hidden: int, parent: int | None
-) -> None:
+def test_every_width_has_a_multiplier_that_gives_it_back(multiple: int, hidden: int, parent: int | None) -> None:
     width, ffn = 256 * multiple, None if parent is None else 256 * parent
     assert ffn_width(ffn_multiplier(width, hidden, ffn_hidden_size=ffn), hidden) == width
 

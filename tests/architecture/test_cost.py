@@ -25,9 +25,7 @@ def small(pattern: str, *, model: dict[str, Any] | None = None, **flags: Any) ->
         "position_embedding_type": "rope",
         "seq_length": 4,
     }
-    return Architecture.from_config(
-        {"model": {"pattern": pattern, **(model or {})}, "megatron": {**base, **flags}}
-    )
+    return Architecture.from_config({"model": {"pattern": pattern, **(model or {})}, "megatron": {**base, **flags}})
 
 
 @pytest.mark.parametrize(
@@ -52,9 +50,7 @@ def test_published_sizes(
 ) -> None:
     architecture = architecture_of(name)
     assert cost.total_params(architecture) == pytest.approx(total, rel=0.005)
-    assert cost.active_params(architecture, with_embedding=True) == pytest.approx(
-        active_with_embedding, rel=0.01
-    )
+    assert cost.active_params(architecture, with_embedding=True) == pytest.approx(active_with_embedding, rel=0.01)
     if active is not None:
         assert cost.active_params(architecture) == pytest.approx(active, rel=0.01)
 
@@ -116,9 +112,7 @@ def test_norms_without_affine_part_have_no_parameters() -> None:
 
 
 def test_norm_placement_does_not_change_the_count() -> None:
-    assert cost.total_params(small("*-", model={"norm_placement": "output"})) == cost.total_params(
-        small("*-")
-    )
+    assert cost.total_params(small("*-", model={"norm_placement": "output"})) == cost.total_params(small("*-"))
 
 
 def test_embedding_output_layer_and_positions() -> None:
@@ -163,17 +157,13 @@ def test_attended_tokens_are_those_of_the_mask(seq_length: int, window: int) -> 
         ("M{heads=4,head_dim=4,state=8,groups=2}", {}, 1344 + 384 + 2 * 2.5 * (16 + 16) + 512 + 2),
     ],
 )
-def test_forward_flops_of_a_block_counted_by_hand(
-    pattern: str, flags: dict[str, Any], expected: float
-) -> None:
+def test_forward_flops_of_a_block_counted_by_hand(pattern: str, flags: dict[str, Any], expected: float) -> None:
     assert cost.block_forward_flops_per_token(small(pattern, **flags), 1) == pytest.approx(expected)
 
 
 def test_the_scan_costs_no_more_per_token_in_longer_sequences() -> None:
     mamba = small("M{heads=4,head_dim=4,state=8,groups=2}")
-    chunk, long, odd = (
-        cost.block_forward_flops_per_token(mamba, 1, seq_length=n) for n in (128, 128 * 50, 129)
-    )
+    chunk, long, odd = (cost.block_forward_flops_per_token(mamba, 1, seq_length=n) for n in (128, 128 * 50, 129))
     assert chunk == pytest.approx(long)
     assert odd < chunk
 
@@ -188,9 +178,7 @@ def test_training_is_three_forward_passes_and_includes_the_output_layer() -> Non
 def test_training_flops_are_about_six_a_parameter(architecture_of: ArchitectureOf) -> None:
     # Short sequences, so that attention's scores hardly count (Kaplan et al. 2020).
     dense = architecture_of("domyn_small")
-    assert cost.train_flops_per_token(dense, seq_length=128) == pytest.approx(
-        6 * cost.active_params(dense), rel=0.01
-    )
+    assert cost.train_flops_per_token(dense, seq_length=128) == pytest.approx(6 * cost.active_params(dense), rel=0.01)
 
 
 def test_bytes_of_weights_and_training_state() -> None:
@@ -219,10 +207,7 @@ def test_recurrent_state_of_mamba_blocks_only() -> None:
     model = small("M{heads=4,head_dim=4,state=8,groups=2}*M{linear}")
     # convolution 3 x 48 in bf16, state 4 x 4 x 8 in fp32
     assert cost.state_bytes_per_sequence(model) == 3 * 48 * 2 + 128 * 4
-    assert (
-        cost.state_bytes_per_sequence(model, conv_precision="fp32", ssm_precision="bf16")
-        == 3 * 48 * 4 + 128 * 2
-    )
+    assert cost.state_bytes_per_sequence(model, conv_precision="fp32", ssm_precision="bf16") == 3 * 48 * 4 + 128 * 2
 
 
 def test_kinds_without_cost_model_say_so() -> None:

@@ -81,14 +81,12 @@ def test_tables_show_alike_blocks_once(architecture_of: ArchitectureOf) -> None:
     assert "KV cache (bf16)" in text
     assert "Mamba state" not in text
     layout = Layout(tensor_parallel=8)
-    assert "one GPU of each pipeline rank (TP8 PP1 CP1 EP1 DP1, 8 GPUs" in render_text(
-        describe(model, layout=layout)
-    )
+    assert "one GPU of each pipeline rank (TP8 PP1 CP1 EP1 DP1, 8 GPUs" in render_text(describe(model, layout=layout))
 
 
 def test_units() -> None:
     assert [number(value) for value in (7, 1234, 31_577_937_344)] == ["7", "1.234 K", "31.58 B"]
-    assert [flop(value) for value in (12, 2.076e10)] == ["12 FLOP", "20.76 GFLOP"]
+    assert [flop(value) for value in (12, 6.5e5, 2.076e10)] == ["12 FLOP", "650 KFLOP", "20.76 GFLOP"]
     assert [size(value) for value in (0, 512, 6144, 3 * 2**30)] == ["0 B", "512 B", "6 KiB", "3 GiB"]
 
 
@@ -107,9 +105,7 @@ def test_ranges_keep_every_number(numbers: set[int]) -> None:
     assert found == sorted(numbers)
 
 
-@pytest.mark.parametrize(
-    "module", ["pattern", "block_configs", "model", "cost", "pipeline", "describe", "draw"]
-)
+@pytest.mark.parametrize("module", ["pattern", "block_configs", "model", "cost", "pipeline", "describe", "draw"])
 def test_importing_is_light(module: str) -> None:
     heavy = "{'torch', 'numpy', 'matplotlib', 'rich', 'hydra', 'omegaconf', 'megatron'}"
     code = f"import sys, nemo_ext.architecture.{module}; print({heavy} & set(sys.modules))"

@@ -22,16 +22,12 @@ def tiles(path: Path) -> dict[str, tuple[str, float]]:
     for group in ElementTree.parse(path).iter(f"{SVG}g"):
         title, outline = group.find(f"{SVG}title"), group.find(f"{SVG}path")
         if title is not None and title.text and outline is not None:
-            points = [
-                float(x) for x in outline.attrib["d"].replace("M", "L").replace("z", "").split() if x != "L"
-            ]
+            points = [float(x) for x in outline.attrib["d"].replace("M", "L").replace("z", "").split() if x != "L"]
             found[group.attrib["id"]] = (title.text, max(points[::2]) - min(points[::2]))
     return found
 
 
-def test_every_block_is_drawn_as_wide_as_it_is_costly(
-    architecture_of: ArchitectureOf, tmp_path: Path
-) -> None:
+def test_every_block_is_drawn_as_wide_as_it_is_costly(architecture_of: ArchitectureOf, tmp_path: Path) -> None:
     model = architecture_of("nemotron3_nano")
     found = tiles(draw_blocks(model, tmp_path / "nano.svg"))
     assert found.keys() == {"embedding", "head", *(f"block-{layer}" for layer in range(1, 53))}
@@ -64,8 +60,7 @@ def test_models_of_any_length_with_and_without_stages(
 
 def test_equal_models_are_equal_files(architecture_of: ArchitectureOf, tmp_path: Path) -> None:
     one, other = (
-        draw_blocks(architecture_of("tiny_hybrid"), tmp_path / name).read_bytes()
-        for name in ("1.svg", "2.svg")
+        draw_blocks(architecture_of("tiny_hybrid"), tmp_path / name).read_bytes() for name in ("1.svg", "2.svg")
     )
     assert one == other
 

@@ -19,12 +19,8 @@ LAYOUTS = [
     Layout(data_parallel=4, expert_parallel=4),
     Layout(tensor_parallel=2, data_parallel=2, expert_parallel=2, expert_tensor_parallel=1),
     Layout(tensor_parallel=4, context_parallel=2, expert_parallel=2, expert_tensor_parallel=2),
-    Layout(
-        tensor_parallel=2, pipeline_parallel=2, data_parallel=2, expert_parallel=4, expert_tensor_parallel=1
-    ),
-    Layout(
-        tensor_parallel=2, pipeline_parallel=2, virtual_stages=2, expert_parallel=2, expert_tensor_parallel=1
-    ),
+    Layout(tensor_parallel=2, pipeline_parallel=2, data_parallel=2, expert_parallel=4, expert_tensor_parallel=1),
+    Layout(tensor_parallel=2, pipeline_parallel=2, virtual_stages=2, expert_parallel=2, expert_tensor_parallel=1),
 ]
 CUTS = {1: "ME*-M*{kv=2}E{experts=4}-{ffn=48}", 2: "ME*|-M*{kv=2}E{experts=4}-{ffn=48}"}
 CUTS[4] = "ME|*-|M*{kv=2}|E{experts=4}-{ffn=48}"
@@ -33,9 +29,7 @@ CUTS[4] = "ME|*-|M*{kv=2}|E{experts=4}-{ffn=48}"
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_shards_add_up_to_the_model(
-    layout: Layout, tied: bool, bias: bool, architecture_of: ArchitectureOf
-) -> None:
+def test_shards_add_up_to_the_model(layout: Layout, tied: bool, bias: bool, architecture_of: ArchitectureOf) -> None:
     model = architecture_of(
         "tiny_hybrid",
         model={"pattern": CUTS[layout.pipeline_parallel * layout.virtual_stages]},
@@ -85,7 +79,7 @@ def test_stages_hold_the_ends_and_all_flops(architecture_of: ArchitectureOf) -> 
 def test_bytes_of_one_gpu(architecture_of: ArchitectureOf) -> None:
     model = architecture_of("tiny_hybrid", model={"pattern": "E"})
     layout = Layout(tensor_parallel=2, data_parallel=4, expert_parallel=4, expert_tensor_parallel=1)
-    # Dense: half of embedding, output layer and shared expert; norms and router whole. Experts: a quarter of eight.
+    # Dense: half of embedding, output layer and shared expert; norms and router whole. Experts: 2 of 8.
     dense = (2 * 256 * 32 + 2 * 32 * 40) // 2 + 2 * 32 + 8 * 32
     experts = 2 * 2 * 32 * 24
     whole = cost.per_gpu(model, layout)[0]

@@ -39,18 +39,14 @@ def test_mamba_heads_follow_from_twice_the_hidden_size() -> None:
 
 def test_query_groups_count_only_with_group_query_attention() -> None:
     assert resolved("*", num_attention_heads=4, num_query_groups=2).size("kv") == 4
-    assert (
-        resolved("*", num_attention_heads=4, num_query_groups=2, group_query_attention=True).size("kv") == 2
-    )
+    assert resolved("*", num_attention_heads=4, num_query_groups=2, group_query_attention=True).size("kv") == 2
 
 
 def test_a_blocks_own_values_win() -> None:
     sizes = resolved("*{kv=1,window=16}", num_attention_heads=4, window_size="[31,0]")
     assert sizes == Block.of("*", heads=4, kv=1, head_dim=24, window=16)
     assert resolved("*{window=none}", num_attention_heads=4, window_size=[31, 0]).size("window") == 0
-    assert (
-        resolved("E{shared=none}", num_experts=4, moe_shared_expert_intermediate_size=8).size("shared") == 0
-    )
+    assert resolved("E{shared=none}", num_experts=4, moe_shared_expert_intermediate_size=8).size("shared") == 0
     assert resolved("*{linear}") == Block.of("*", linear=True)
 
 
@@ -86,10 +82,11 @@ def test_vocabulary_is_padded_as_megatron_pads_it(flags: dict[str, int], rows: i
 
 
 def test_learned_positions_are_megatrons_default() -> None:
-    config = {"model": {"pattern": "-"}, "megatron": {"hidden_size": 96, "vocab_size": 1000}}
+    flags = {"hidden_size": 96, "vocab_size": 1000}
+    config = {"model": {"pattern": "-"}, "megatron": flags}
     with pytest.raises(ValueError, match=r"megatron\.max_position_embeddings is missing"):
         Architecture.from_config(config)
-    config["megatron"]["max_position_embeddings"] = 128  # type: ignore[assignment]
+    flags["max_position_embeddings"] = 128
     assert Architecture.from_config(config).learned_positions == 128
     assert small("-").learned_positions == 0
 

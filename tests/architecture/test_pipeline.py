@@ -4,7 +4,7 @@ from collections.abc import Callable
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nemo_ext.architecture import cost
@@ -47,6 +47,8 @@ def problems(draw: st.DrawFn) -> tuple[BlockCosts, int]:
 
 
 @given(problems())
+@example((BlockCosts((3, 9, 6, 5)), 3))  # the least sum of squares is another cut
+@example((BlockCosts((6, 8, 5, 3, 9)), 3))
 def test_no_cut_has_a_cheaper_longest_stage(problem: tuple[BlockCosts, int]) -> None:
     known, stages = problem
     pattern = balance(model(len(known.blocks)), pipeline_parallel=stages, cost=known)
@@ -92,13 +94,11 @@ def test_a_rank_runs_every_pipeline_parallel_th_stage() -> None:
 
 
 def test_moving_a_cut_levels_the_ranks() -> None:
-    # The most even cut of 3 1 1 3 into four stages is fixed; five blocks leave a choice that ranks decide.
-    known = BlockCosts((4, 1, 1, 2, 4), embedding=0, head=0)
-    cuts = balance(model(5), pipeline_parallel=2, virtual_stages=2, cost=known).cuts
-    reachable = [c for c in all_cuts(5, 4) if max(known.of_stages(c)) == 4]
-    assert max(rank_costs(known.of_stages(cuts), 2)) == min(
-        max(rank_costs(known.of_stages(c), 2)) for c in reachable
-    )
+    # Stages 5 5 6 4 are the most even, with ranks 11 and 9; 4 6 6 4 has the same longest stage and ranks 10.
+    known = BlockCosts((4, 1, 5, 2, 4, 4))
+    assert known.of_stages(even_cuts(known, 4)) == (5, 5, 6, 4)
+    cuts = balance(model(6), pipeline_parallel=2, virtual_stages=2, cost=known).cuts
+    assert known.of_stages(cuts) == (4, 6, 6, 4)
 
 
 def test_the_ends_count(architecture_of: ArchitectureOf) -> None:

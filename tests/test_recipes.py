@@ -1,0 +1,406 @@
+"""Every model, blend and recipe on disk composes, has the published sizes, and passes Megatron's own checks.
+
+The cases are the files found, so a new one is tested as soon as it is there; a full-size model needs a line in
+`PUBLISHED`.
+"""
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hydra_conf
+from nemo_ext.architecture.block_configs import from_block_configs, to_block_configs
+from nemo_ext.architecture.cost import active_params, per_gpu, total_params
+from nemo_ext.architecture.layout import Layout
+from nemo_ext.architecture.layout import check_layout as check_blocks
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.pattern import parse
+from nemo_ext.config import compose
+
+CONFIGS = Path(hydra_conf.__file__).parent
+MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
+TINY = [name for name in MODELS if name.endswith("_tiny")]
+FULL_SIZE = [name for name in MODELS if name not in TINY]
+BLENDS = sorted(path.stem for path in (CONFIGS / "data").glob("*.yaml"))
+RECIPES = sorted(str(path.relative_to(CONFIGS / "recipe").with_suffix("")) for path in CONFIGS.glob("recipe/*/*.yaml"))
+
+PUBLISHED = {
+    "nemotron3_nano_30b": 31.6e9,  # paper, section 2.1
+    "domyn_small_10b": 9.8e9,  # paper, table 1: about 10 B; its sizes give 9.8
+    "llama_nemotron_nano_8b": 8.03e9,  # Llama 3.1 8B
+    "llama_nemotron_super_49b": 49.87e9,  # the published checkpoint
+    "llama_nemotron_ultra_253b": 253.4e9,  # the published checkpoint
+    "olmo1_1b": 1.18e9,  # the published checkpoint
+    "olmo1_7b": 6.89e9,  # the published checkpoint
+    "olmo3_7b": 7.30e9,  # the published checkpoint
+    "olmo3_32b": 32.23e9,  # the published checkpoint
+}
+"""Parameters of the full-size models."""
+
+PUZZLE = {"llama_nemotron_super_49b": 28672, "llama_nemotron_ultra_253b": 53248}
+"""Models whose blocks are a published JSON, and the FFN width of their parent."""
+
+
+@cache
+def composed(*overrides: str) -> dict[str, Any]:
+    """A composed training config; shared between tests, so not to be changed."""
+    return compose("train", overrides)
+
+
+def twin(recipe: str) -> str:
+    """The tiny model of a recipe's family: the recipe's folder says which."""
+    return f"{recipe.split('/')[0]}_tiny"
+
+
+def shrunk(recipe: str) -> dict[str, Any]:
+    """A recipe as a laptop runs it."""
+    return composed(f"recipe={recipe}", f"model={twin(recipe)}", "data=local_text", "scale=laptop")
+
+
+@pytest.fixture(scope="module")
+def megatron_here() -> Iterator[None]:
+    """Megatron importable and usable without CUDA."""
+    from nemo_ext.megatron.cpu import mamba_modules, patches
+
+    if mamba_modules.MIXER not in sys.modules:  # the stand-ins must be there before the mixer looks for them
+        mamba_modules.install()
+    yield
+    patches.restore()
+
+
+def accepted(config: dict[str, Any]) -> argparse.Namespace:
+    """Megatron's validated arguments, after its own model config was made from them too."""
+    from nemo_ext.megatron.arguments import pattern_with_cuts
+    from nemo_ext.megatron.check import check
+    from nemo_ext.megatron.cpu import patches
+    from nemo_ext.megatron.model import model_config
+
+    arguments = check(config)
+    patches.apply()
+    model = model_config(config["model"], pattern_with_cuts(config), arguments)
+    assert model.transformer.hidden_size == config["megatron"]["hidden_size"]
+    return arguments
+
+
+# Models
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_composes_into_an_architecture(name: str) -> None:
+    config = composed(f"model={name}")
+
+    architecture = Architecture.from_config(config)
+
+    assert config["model"]["name"] == name
+    assert name.startswith(config["model"]["family"])
+    assert len(architecture.sizes) == len(architecture.pattern.blocks)
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_a_full_size_model_has_the_published_number_of_parameters(name: str) -> None:
+    architecture = Architecture.from_config(composed(f"model={name}"))
+
+    assert total_params(architecture) == pytest.approx(PUBLISHED[name], rel=0.01)
+
+
+def test_nemotron_3_nano_activates_what_the_paper_says() -> None:
+    architecture = Architecture.from_config(composed("model=nemotron3_nano_30b"))
+
+    assert active_params(architecture) == pytest.approx(3.2e9, rel=0.01)
+    assert active_params(architecture, with_embedding=True) == pytest.approx(3.6e9, rel=0.01)
+    kinds = [block.kind for block in architecture.pattern.blocks]
+    assert {kind: kinds.count(kind) for kind in kinds} == {"M": 23, "E": 23, "*": 6}
+
+
+@pytest.mark.parametrize("name", PUZZLE)
+def test_a_puzzle_model_is_its_published_json(name: str) -> None:
+    published = json.loads((CONFIGS / "model" / "block_configs" / f"{name}.json").read_text())
+    config = composed(f"model={name}")
+    megatron = config["megatron"]
+
+    blocks = from_block_configs(published, num_query_groups=8, ffn_hidden_size=PUZZLE[name])
+
+    assert parse(config["model"]["pattern"]) == blocks
+    assert megatron["ffn_hidden_size"] == PUZZLE[name]
+    assert megatron["hidden_size"] == published["hidden_size"]
+    assert megatron["num_attention_heads"] == published["num_attention_heads"]
+    assert megatron["padded_vocab_size"] == published["vocab_size"]
+    assert megatron["rotary_base"] == published["rope_theta"]
+    assert megatron["rope_scaling_factor"] == published["rope_scaling"]["factor"]
+    assert megatron["norm_epsilon"] == published["rms_norm_eps"]
+
+
+@pytest.mark.parametrize(("name", "layers"), [("olmo3_7b", 32), ("olmo3_32b", 64), ("olmo3_tiny", 4)])
+def test_olmo_3_sees_everything_in_every_fourth_attention_and_in_the_last(name: str, layers: int) -> None:
+    architecture = Architecture.from_config(composed(f"model={name}"))
+
+    windows = [block.size("window") for block in architecture.sizes if block.kind == "*"]
+
+    assert len(windows) == layers
+    assert [number for number, window in enumerate(windows, start=1) if not window] == list(range(4, layers + 1, 4))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_tiny_model_is_small_and_divides_by_two(name: str) -> None:
+    config = composed(f"model={name}")
+    architecture = Architecture.from_config(config)
+
+    check_blocks(architecture, Layout(tensor_parallel=2, expert_parallel=2, data_parallel=2))
+
+    assert 4 <= len(architecture.pattern.blocks) <= 8
+    assert 3e5 < total_params(architecture) < 3e6
+    assert all(block.size("kv") % 2 == 0 for block in architecture.sizes if block.kind == "*" and not block.is_linear)
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_a_tiny_model_has_every_kind_of_block_and_every_switch_of_its_family(name: str) -> None:
+    full = composed(f"model={name}")
+    tiny = composed(f"model={full['model']['family']}_tiny")
+    switches = {key for key, value in full["megatron"].items() if isinstance(value, bool) and key != "bf16"}
+    switches |= {"normalization", "position_embedding_type", "rotary_percent", "moe_router_score_function"}
+    # tied embeddings differ inside OLMo 1, grouped queries inside OLMo 3
+    switches -= {"untie_embeddings_and_output_weights", "group_query_attention"}
+
+    def kinds(config: dict[str, Any]) -> set[str]:
+        return {block.kind for block in parse(config["model"]["pattern"]).blocks}
+
+    assert kinds(full) <= kinds(tiny)
+    assert {key: tiny["megatron"].get(key) for key in switches} == {key: full["megatron"].get(key) for key in switches}
+    for key in ("norm_affine", "norm_placement", "qk_norm_scope"):
+        assert tiny["model"].get(key) == full["model"].get(key)
+
+
+def test_the_tiny_puzzle_model_has_every_choice_of_the_search() -> None:
+    config = composed("model=llama_nemotron_tiny")
+    megatron = config["megatron"]
+
+    layers = to_block_configs(
+        parse(config["model"]["pattern"]),
+        hidden_size=megatron["hidden_size"],
+        num_attention_heads=megatron["num_attention_heads"],
+        num_query_groups=megatron["num_query_groups"],
+        ffn_hidden_size=megatron["ffn_hidden_size"],
+    )
+
+    assert {layer["attention"].get("n_heads_in_group") for layer in layers} == {2, 4, None}
+    assert len({layer["ffn"].get("ffn_mult") for layer in layers} - {None}) == 2
+    for part in ("attention", "ffn"):
+        assert [layer for layer in layers if layer[part].get("no_op")]
+        assert [layer for layer in layers if layer[part].get("replace_with_linear")]
+
+
+# Blends
+
+
+@pytest.mark.parametrize("name", BLENDS)
+def test_a_blend_has_distinct_streams_whose_shares_sum_to_one(name: str) -> None:
+    data = composed(f"data={name}")["data"]
+    names = [stream["name"] for stream in data["streams"]]
+
+    assert sum(stream["weight"] for stream in data["streams"]) == pytest.approx(1.0, abs=1e-9)
+    assert all(stream["weight"] > 0 for stream in data["streams"])
+    assert len(set(names)) == len(names)
+    for stream in data["streams"]:
+        assert "source" in stream or stream["prefix"] == f"{data['directory']}/{stream['name']}"
+
+
+def shares(blend: str) -> dict[str, float]:
+    return {stream["name"]: stream["weight"] for stream in composed(f"data={blend}")["data"]["streams"]}
+
+
+def test_nemotron_3_nano_has_fifteen_categories_in_both_phases_and_79_percent_of_the_second_later() -> None:
+    first, second = shares("nemotron3_nano_phase1"), shares("nemotron3_nano_phase2")
+    later = shares("nemotron3_nano_long_context")
+
+    assert len(first) == 15
+    assert first.keys() == second.keys()
+    assert (later.pop("document_qa"), later.pop("synthetic_retrieval")) == (0.20, 0.01)
+    assert later == pytest.approx({name: 0.79 * share for name, share in second.items()})
+
+
+def test_domyn_blends_are_the_papers() -> None:
+    cpt = shares("domyn_cpt")
+    multilingual = {name: share for name, share in cpt.items() if name.startswith("multilingual_")}
+    tier_a = [multilingual[f"multilingual_{language}"] for language in ("spanish", "italian", "french", "german")]
+
+    assert shares("domyn_foundation") == {"english": 0.60, "multilingual": 0.15, "math": 0.05, "code": 0.20}
+    assert (cpt["sft_style"], cpt["web"], cpt["code"]) == (0.25, 0.19, 0.19)
+    assert tier_a == pytest.approx([0.1 * sum(multilingual.values())] * 4)
+    below = [multilingual[f"multilingual_{tier}"] for tier in ("tier_b", "tier_c", "others")]
+    assert below == sorted(below, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("blend", "billions"),
+    [
+        ("olmo1_dolma", [2180, 342, 80, 57, 5.2, 3.7]),
+        ("olmo3_dolma3", [4510, 805, 409, 152, 50.8, 2.51]),
+        ("olmo3_longmino", [33.0, 8.93, 8.02]),
+    ],
+)
+def test_olmo_blends_have_the_shares_of_the_token_counts(blend: str, billions: list[float]) -> None:
+    assert list(shares(blend).values()) == pytest.approx([b / sum(billions) for b in billions], abs=0.005)
+
+
+# Recipes at full size
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_composes_under_its_own_name(recipe: str) -> None:
+    config = composed(f"recipe={recipe}")
+
+    assert config["recipe"] == recipe
+    assert config["run_dir"] == f"runs/{recipe}-{config['model']['name']}"
+    assert twin(recipe) in TINY
+    assert config["model"]["family"] == recipe.split("/")[0]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.usefixtures("megatron_here")
+def test_megatron_accepts_a_recipe_at_full_size(recipe: str) -> None:
+    backend = "local" if recipe.endswith("/quickstart") else "transformer_engine"
+    overrides = [f"recipe={recipe}", f"model.backend={backend}"]
+    if importlib.util.find_spec("transformer_engine") is None:
+        overrides.append("megatron.no_rope_fusion=true")  # the one kernel that Megatron looks for in its model config
+
+    arguments = accepted(composed(*overrides))
+
+    assert arguments.train_iters > arguments.lr_warmup_iters
+    assert arguments.lr >= arguments.min_lr
+    assert arguments.global_batch_size % (arguments.micro_batch_size * arguments.data_parallel_size) == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_fits_its_gpus(recipe: str) -> None:
+    from nemo_ext.megatron.arguments import pattern_with_cuts, world_size
+
+    config = deepcopy(composed(f"recipe={recipe}"))
+    config["model"]["pattern"] = pattern_with_cuts(config)
+    memory = 64e9 if recipe.startswith("domyn_small/") else 80e9  # A100-64GB of Leonardo, else H100
+
+    gpus = per_gpu(Architecture.from_config(config), Layout.from_config(config, world_size=world_size(config)))
+
+    # 15 % are left to what the estimate does not know: communication buffers, the allocator, the CUDA context.
+    assert max(gpu.total_bytes for gpu in gpus) < 0.85 * memory
+
+
+def steps(recipe: str, *overrides: str) -> dict[str, Any]:
+    """The `megatron` part of a recipe, and tokens a step."""
+    megatron = composed(f"recipe={recipe}", *overrides)["megatron"]
+    return {**megatron, "tokens_per_step": megatron["seq_length"] * megatron["global_batch_size"]}
+
+
+def test_nemotron_3_nano_pretraining_arithmetic() -> None:
+    run = steps("nemotron3_nano/pretrain")
+
+    assert run["tokens_per_step"] == pytest.approx(25.17e6, rel=1e-3)
+    assert run["train_iters"] == 993_411  # 25 T tokens
+    assert run["lr_warmup_iters"] * run["tokens_per_step"] == pytest.approx(8.4e9, rel=1e-2)
+    assert run["lr_wsd_decay_iters"] * run["tokens_per_step"] == pytest.approx(5e12, rel=1e-5)
+    assert run["exit_interval"] * run["tokens_per_step"] == pytest.approx(23.5e12, rel=1e-5)
+    assert run["exit_interval"] > run["train_iters"] - run["lr_wsd_decay_iters"]  # the switch is inside the decay
+    assert 2 * run["exit_interval"] > run["train_iters"]  # and stops the run once
+
+
+def test_nemotron_3_nano_long_context_arithmetic() -> None:
+    run = steps("nemotron3_nano/long_context")
+
+    assert run["train_iters"] * run["tokens_per_step"] == pytest.approx(121e9, rel=1e-4)
+    assert run["seq_length"] == 512 * 1024
+    assert run["lr"] == run["min_lr"] == 1e-5
+
+
+def test_domyn_arithmetic() -> None:
+    run = steps("domyn_small/cpt")
+
+    assert run["tokens_per_step"] == pytest.approx(4.19e6, rel=2e-3)
+    assert (run["train_iters"], run["lr_warmup_iters"]) == (120_000, 500)
+    assert run["train_iters"] * run["tokens_per_step"] == pytest.approx(503e9, rel=1e-3)
+    short, long = steps("domyn_small/foundation"), steps("domyn_small/foundation", "megatron.seq_length=16384")
+    assert long["global_batch_size"] * 4 == short["global_batch_size"]
+    for key in ("train_iters", "lr_warmup_iters", "tokens_per_step"):
+        assert short[key] == long[key]
+
+
+@pytest.mark.parametrize(("recipe", "billions"), [("llama_nemotron/super_cpt", 40), ("llama_nemotron/ultra_cpt", 88)])
+def test_llama_nemotron_arithmetic(recipe: str, billions: int) -> None:
+    run = steps(recipe)
+
+    assert run["train_iters"] * run["tokens_per_step"] == pytest.approx(billions * 1e9, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "published_step", "difference"),
+    [
+        ("olmo3/7b_pretrain", 1_413_814, 20),  # the step of the last stage 1 checkpoint
+        ("olmo3/32b_pretrain", 656_000, 500),  # likewise; the slides round it to 5.5 T tokens
+        ("olmo3/7b_midtrain", 47_684, 0),  # the step of the last stage 2 checkpoint
+        ("olmo3/32b_midtrain", 23_842, 0),  # the step of both ingredients
+    ],
+)
+def test_olmo_3_ends_at_the_step_of_the_published_checkpoint(recipe: str, published_step: int, difference: int) -> None:
+    assert abs(steps(recipe)["train_iters"] - published_step) <= difference
+
+
+@pytest.mark.parametrize(
+    ("recipe", "warmup", "tokens_per_step"),
+    [
+        ("olmo1/1b", 2000, 4e6),
+        ("olmo1/7b", 5000, 4e6),
+        ("olmo3/7b_pretrain", 2000, 4e6),
+        ("olmo3/7b_long_context", 200, 4e6),
+        ("olmo3/32b_pretrain", 2000, 8e6),
+        ("olmo3/32b_long_context", 200, 8e6),
+    ],
+)
+def test_olmo_warms_up_for_the_stated_steps(recipe: str, warmup: int, tokens_per_step: float) -> None:
+    run = steps(recipe)
+
+    assert run["lr_warmup_iters"] == warmup
+    assert run["tokens_per_step"] == pytest.approx(tokens_per_step, rel=0.05)
+
+
+def test_olmo_3_32b_stops_before_its_cosine_ends() -> None:
+    run = steps("olmo3/32b_pretrain")
+
+    assert run["train_iters"] / run["lr_decay_iters"] == pytest.approx(5.5 / 5.93, rel=1e-4)
+
+
+# Recipes on a laptop
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.usefixtures("megatron_here")
+def test_a_recipe_shrinks_to_a_laptop(recipe: str) -> None:
+    arguments = accepted(shrunk(recipe))
+
+    assert (arguments.world_size, arguments.train_iters, arguments.lr_warmup_iters) == (1, 256, 13)
+    assert arguments.transformer_impl == "local"
+    # what only a cluster, an earlier stage or the whole length has must not come along
+    assert not (arguments.bf16 or arguments.use_distributed_optimizer or arguments.overlap_grad_reduce)
+    assert not (arguments.moe_grouped_gemm or arguments.recompute_granularity)
+    assert arguments.moe_token_dispatcher_type == "allgather"
+    assert arguments.exit_interval is None
+    assert arguments.lr_decay_iters is None
+    assert arguments.pretrained_checkpoint is None
+    assert arguments.tokenizer_model is None
+
+
+@pytest.mark.parametrize("recipe", ["olmo3/7b_long_context", "olmo3/32b_long_context"])
+@pytest.mark.usefixtures("megatron_here")
+def test_olmo_3_long_context_keeps_yarn_on_the_full_attention_blocks_when_it_shrinks(recipe: str) -> None:
+    config = shrunk(recipe)
+
+    arguments = accepted(config)
+
+    assert config["model"]["yarn_on_windowed"] is False
+    assert arguments.position_embedding_type == "yarn"
+    assert (arguments.rotary_scaling_factor, arguments.yarn_original_max_position_embeddings) == (8.0, 8192)
