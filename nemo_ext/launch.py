@@ -158,18 +158,18 @@ def _watch(process: subprocess.Popen[bytes], metrics: Path, target: int, console
     progress = Progress(*columns, console=console, disable=not console.is_terminal)
     with progress:
         bar = progress.add_task("starting", total=target)
-        shown, last_print = -1, 0.0
+        printed, last_print = None, time.monotonic()
         while True:
             running = process.poll() is None
             step, validation = newest(metrics)
-            if step is not None and step["step"] != shown:
+            if step is not None:
                 text = describe_step(step, validation)
                 progress.update(bar, completed=step["step"], description=text)
-                if not console.is_terminal and (time.monotonic() - last_print > SECONDS_BETWEEN_LINES or not running):
+                due = not running or time.monotonic() - last_print > SECONDS_BETWEEN_LINES
+                if not console.is_terminal and due and step["step"] != printed:
                     left = (target - step["step"]) * step["seconds_per_step"]
                     console.print(f"step {step['step']}/{target}  {text}  left {int(left // 60)}:{int(left % 60):02d}")
-                    last_print = time.monotonic()
-                shown = step["step"]
+                    printed, last_print = step["step"], time.monotonic()
             if not running:
                 return
             time.sleep(0.3)

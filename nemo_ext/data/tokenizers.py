@@ -12,24 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
-from nemo_ext.data.sources import nearest
+from nemo_ext.data.indexed_dataset import Ids, ids_type
+from nemo_ext.data.settings import nearest
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
 
 COMMON_EOD = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
-
-# Below this many ids Megatron uses two bytes each (DType.optimal_dtype, core/datasets/indexed_dataset.py).
-_SMALL_VOCABULARY = 65500
-
-Ids = npt.NDArray[np.uint16 | np.int32]
-
-
-def ids_type(vocab_size: int) -> type[np.uint16] | type[np.int32]:
-    """The integer type in which Megatron stores ids of a vocabulary of this size."""
-    return np.uint16 if vocab_size < _SMALL_VOCABULARY else np.int32
 
 
 class ByteTokenizer:

@@ -24,7 +24,7 @@ from nemo_ext import run_directory
 from nemo_ext.architecture.cost import train_flops_per_token
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.megatron.arguments import command_line, pattern_with_cuts
-from nemo_ext.megatron.cpu import mamba_modules, patches
+from nemo_ext.megatron.cpu import runtime
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
 """Dense BF16 FLOP/s by device name (NVIDIA data sheets)."""
@@ -35,8 +35,7 @@ def main(config_path: str) -> None:
     main_entry = time.time()
     config = run_directory.read_config(Path(config_path))
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asks for it under tensor and context parallelism
-    kernels = mamba_modules.install()  # before anything imports Megatron, which binds these names once
-    applied = patches.apply()
+    stand_ins = runtime.enable()  # before anything imports Megatron, which binds these names once
     if not torch.cuda.is_available():
         torch.set_num_threads(max(1, psutil.cpu_count(logical=True) // int(config["launcher"]["nproc_per_node"])))
 
@@ -55,7 +54,7 @@ def main(config_path: str) -> None:
     sys.argv = [sys.argv[0], *command_line(config)]
     arguments = parse_and_validate_args()
     if arguments.rank == 0:
-        print(f"CPU runtime: {', '.join(applied) or 'not needed'}; torch kernels: {', '.join(kernels) or 'not needed'}")
+        print(f"stand-ins for what this machine lacks: {', '.join(stand_ins) or 'none'}")
     model = model_config(config["model"], pattern_with_cuts(config), arguments)
     if config["train"].get("validate_at_start"):
         model.post_wrap_hooks.append(partial(validate_at_start, run_dir=Path(config["run_dir"])))

@@ -13,7 +13,6 @@ from nemo_ext.data.tokenizers import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     Tokenizer,
-    ids_type,
     load_tokenizer,
     megatron_arguments,
 )
@@ -73,13 +72,6 @@ def test_byte_tokenizer_is_megatrons_null_tokenizer_of_the_same_size() -> None:
 
     assert megatron_arguments(tokenizer) == {"tokenizer_type": "NullTokenizer", "vocab_size": 257}
     assert (theirs.vocab_size, theirs.eod) == (tokenizer.vocab_size, tokenizer.eod) == (257, 256)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("size", [2, 257, 65499, 65500, 131072])
-def test_ids_have_the_type_that_megatron_chooses(size: int) -> None:
-    indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-
-    assert ids_type(size) is indexed_dataset.DType.optimal_dtype(size)
 
 
 # ----------------------------------------------------------------------------------- Hugging Face

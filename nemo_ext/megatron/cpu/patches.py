@@ -55,24 +55,17 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="device_keyword",
-        targets=tuple(f"torch:{name}" for name in ("empty", "empty_like", "ones", "rand", "randn", "tensor", "zeros")),
+        targets=tuple(f"torch:{name}" for name in ("rand", "tensor", "zeros")),
         make=devices.on_cpu,
         why='tensor factories are called with device="cuda"',
         upstream="training/training.py, core/optimizer, core/distributed",
     ),
     Patch(
         name="to_cuda",
-        targets=("torch:Tensor.cuda", "torch.nn:Module.cuda"),
+        targets=("torch:Tensor.cuda",),
         make=devices.identity,
         why="models and batches are moved with .cuda()",
         upstream="training/training.py, training/models/dist_utils.py",
-    ),
-    Patch(
-        name="pin_memory",
-        targets=("torch:Tensor.pin_memory",),
-        make=devices.identity,
-        why="pinning host memory needs the CUDA driver",
-        upstream="core/optimizer/distrib_optimizer.py, core/dist_checkpointing",
     ),
     Patch(
         name="device_count",
@@ -85,37 +78,15 @@ PATCHES: tuple[Patch, ...] = (
         name="device_properties",
         targets=("torch.cuda:get_device_properties",),
         make=_constant_object(devices.device_properties),
-        why="kernels and warnings look at the compute capability",
-        upstream="training/utils/common_utils.py",
-    ),
-    Patch(
-        name="device_capability",
-        targets=("torch.cuda:get_device_capability",),
-        make=devices.constant((8, 0)),
-        why="argument checks look at the compute capability",
-        upstream="training/arguments.py",
+        why="argument checks under tensor parallelism ask for the compute capability",
+        upstream="training/arguments.py, training/utils/common_utils.py",
     ),
     Patch(
         name="queue",
-        targets=("torch.cuda:synchronize", "torch.cuda:empty_cache", "torch.cuda:set_device"),
+        targets=("torch.cuda:synchronize", "torch.cuda:set_device"),
         make=devices.constant(None),
         why="timers and checkpoints wait for the device queue",
         upstream="core/timers.py, training/initialize.py, training/checkpointing.py",
-    ),
-    Patch(
-        name="memory_counters",
-        targets=("torch.cuda:memory_allocated", "torch.cuda:max_memory_allocated", "torch.cuda:memory_reserved",
-                 "torch.cuda:max_memory_reserved", "torch.cuda:device_memory_used"),
-        make=devices.constant(0),
-        why="the first logged step reports device memory",
-        upstream="training/training.py",
-    ),
-    Patch(
-        name="memory_stats",
-        targets=("torch.cuda:memory_stats",),
-        make=lambda original: lambda *args, **kwargs: {},
-        why="the first logged step reports device memory",
-        upstream="training/utils/common_utils.py",
     ),
     Patch(
         name="streams",
@@ -126,17 +97,10 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="current_stream",
-        targets=("torch.cuda:current_stream", "torch.cuda:default_stream", "torch.cuda:stream"),
+        targets=("torch.cuda:current_stream",),
         make=_constant_object(devices.Stream),
         why="work is ordered against the current stream",
         upstream="core/tensor_parallel/random.py, core/pipeline_parallel",
-    ),
-    Patch(
-        name="events",
-        targets=("torch.cuda:Event",),
-        make=_constant_object(devices.Event),
-        why="pipeline schedules and timers record events",
-        upstream="core/pipeline_parallel, training/utils/common_utils.py",
     ),
     Patch(
         name="rng_state",
@@ -147,16 +111,16 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="set_rng_state",
-        targets=("torch.cuda:set_rng_state", "megatron.core.tensor_parallel.random:_set_cuda_rng_state"),
+        targets=("megatron.core.tensor_parallel.random:_set_cuda_rng_state",),
         make=_constant_object(devices.set_rng_state),
-        why="the model-parallel random states live on the CUDA generator",
+        why="without it a forked random state is never put back: no error, wrong numbers",
         upstream="core/tensor_parallel/random.py",
     ),
     Patch(
         name="manual_seed",
         targets=("torch.cuda:manual_seed",),
         make=lambda original: lambda seed: torch.default_generator.manual_seed(int(seed)),
-        why="each model-parallel random state is seeded through the CUDA generator",
+        why="without it every model-parallel random state is the same: no error, wrong numbers",
         upstream="core/tensor_parallel/random.py",
     ),
     Patch(
@@ -165,13 +129,6 @@ PATCHES: tuple[Patch, ...] = (
         make=devices.cuda_tensor_type,
         why='the optimizers compare Tensor.type() with "torch.cuda.FloatTensor"',
         upstream="core/optimizer/optimizer.py, core/optimizer/distrib_optimizer.py",
-    ),
-    Patch(
-        name="clip_grad",
-        targets=("megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32",),
-        make=_constant_object(devices.clip_grad_by_total_norm),
-        why="gradient clipping asserts torch.cuda.FloatTensor and uses a fused CUDA kernel",
-        upstream="core/optimizer/clip_grads.py",
     ),
     Patch(
         name="allow_no_cuda",
@@ -197,19 +154,20 @@ def apply(without: Collection[str] = ()) -> list[str]:
     Call it before Megatron builds anything.
 
     Args:
-        without: names of rows to leave out.
+        without: names of rows, or single targets, to leave out.
 
     Raises:
-        ValueError: if `without` names no row.
+        ValueError: if `without` names neither a row nor a target.
         AttributeError: if upstream moved a target; the row's `upstream` says where to look.
     """
-    unknown = set(without) - {patch.name for patch in PATCHES}
+    names = [patch.name for patch in PATCHES]
+    unknown = set(without) - {*names, *(target for patch in PATCHES for target in patch.targets)}
     if unknown:
-        raise ValueError(f"no patch is named {sorted(unknown)}; the table has {[patch.name for patch in PATCHES]}")
+        raise ValueError(f"no patch is named {sorted(unknown)}; the table has {names}")
     chosen = [patch for patch in PATCHES if patch.name not in without and patch.applies()]
     for patch in chosen:
         for target in patch.targets:
-            if target not in _originals:
+            if target not in _originals and target not in without:
                 owner, attribute = _locate(target)
                 _originals[target] = getattr(owner, attribute)
                 setattr(owner, attribute, patch.make(_originals[target]))

@@ -1,0 +1,31 @@
+# make train: set up .venv if needed, then the main job.   make test: set up, then the tests.
+# Needs Python 3.12 and make. Another interpreter: make train PYTHON=/path/to/python3.12
+PYTHON ?= $(shell command -v python3.12 || command -v python3 || echo python3)
+PIP_FLAGS ?= --quiet --disable-pip-version-check
+VENV := .venv
+READY := $(VENV)/.ready
+READY_DEV := $(VENV)/.ready-dev
+
+.PHONY: train test lint
+
+train: $(READY)
+	$(VENV)/bin/nemo-ext train
+
+test: $(READY_DEV)
+	$(VENV)/bin/python -m pytest
+
+lint: $(READY_DEV)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
+	  { echo "nemo_ext needs Python 3.12 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1 | cut -d' ' -f2). Use: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable .
+	@touch $@
+
+$(READY_DEV): $(READY)
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,313 @@
+"""The engines that nemo_ext can stand on, and trying one: what it imports, in a process of its own with a time limit.
+
+An import may crash, hang, or print. The process runs this file as a script, so only the standard library is imported
+at its top.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+TIME_LIMIT = 60.0
+"""Seconds that one engine's import may take; vLLM on a cold network disk needs most of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """A package that nemo_ext can stand on.
+
+    Attributes:
+        name: As people call it.
+        distribution: As pip calls it.
+        module: The package that is there if it is installed.
+        imports: `module` or `module:attribute`, what nemo_ext needs of it; all of them are tried.
+        enables: What it gives to nemo_ext.
+        install: The command that gets it; `{requirement}` becomes the distribution with the versions we ask for.
+        needs: Engines without which it is of no use, by name.
+        needs_gpu: Whether it does nothing without an NVIDIA GPU.
+        part: A folder inside the package that a namesake or an empty release lacks.
+        wrong: What to say where that folder is missing.
+        root_variable: Environment variable that names a source checkout.
+        without_gpu: What is left without a GPU, where that is not everything.
+        required: Whether nemo_ext is of no use without it.
+    """
+
+    name: str
+    distribution: str
+    module: str
+    imports: tuple[str, ...]
+    enables: str
+    install: str = "pip install {requirement}"
+    needs: tuple[str, ...] = ("torch",)
+    needs_gpu: bool = False
+    part: str = ""
+    wrong: str = ""
+    root_variable: str = ""
+    without_gpu: str = ""
+    required: bool = False
+
+
+_BUILD = "pip install --no-build-isolation {requirement}"
+_APEX = "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation git+https://github.com/NVIDIA/apex"
+_NEMO_RL = "git clone --recursive https://github.com/NVIDIA-NeMo/RL nemo-rl && export NEMO_RL_ROOT=$PWD/nemo-rl"
+
+ENGINES = (
+    Engine(
+        name="hydra",
+        distribution="hydra-core",
+        module="hydra",
+        imports=("hydra", "omegaconf"),
+        enables="configuration of every job",
+        needs=(),
+        required=True,
+    ),
+    Engine(
+        name="torch",
+        distribution="torch",
+        module="torch",
+        imports=("torch",),
+        enables="tensors, and training on the CPU where there is no GPU",
+        needs=(),
+        required=True,
+    ),
+    Engine(
+        name="megatron-core",
+        distribution="megatron-core",
+        module="megatron.core",
+        imports=("megatron.core", "megatron.training", "megatron.core.models.hybrid.hybrid_model:HybridModel"),
+        enables="training (nemo-ext train)",
+        required=True,
+    ),
+    Engine(
+        name="transformer_engine",
+        distribution="transformer-engine",
+        module="transformer_engine",
+        imports=("transformer_engine.pytorch:Linear",),
+        enables="fused layers and attention on GPUs (model.backend=transformer_engine)",
+        install=_BUILD,
+        needs_gpu=True,
+    ),
+    Engine(
+        name="mamba_ssm",
+        distribution="mamba-ssm",
+        module="mamba_ssm",
+        imports=("mamba_ssm.ops.triton.ssd_combined:mamba_chunk_scan_combined", "triton"),
+        enables="Mamba-2's Triton kernels; without them torch kernels, slower",
+        install=_BUILD,
+        needs_gpu=True,
+    ),
+    Engine(
+        name="causal_conv1d",
+        distribution="causal-conv1d",
+        module="causal_conv1d",
+        imports=("causal_conv1d:causal_conv1d_fn",),
+        enables="Mamba-2's fused convolution; without it torch's, slower",
+        install=_BUILD,
+        needs_gpu=True,
+    ),
+    Engine(
+        name="apex",
+        distribution="apex",
+        module="apex",
+        imports=("torch", "apex.normalization", "amp_C"),
+        enables="fused Adam and norms on GPUs without Transformer Engine",
+        install=_APEX,
+        needs_gpu=True,
+        part="normalization",
+        wrong="NVIDIA's apex: the apex installed is another project of that name",
+    ),
+    Engine(
+        name="megatron-bridge",
+        distribution="megatron-bridge",
+        module="megatron.bridge",
+        imports=("megatron.bridge:AutoBridge",),
+        enables="Hugging Face checkpoints in NeMo-RL's Megatron policy",
+        needs=("torch", "megatron-core", "transformer_engine"),
+    ),
+    Engine(
+        name="nemo_rl",
+        distribution="nemo-rl",
+        module="nemo_rl",
+        imports=("nemo_rl.algorithms.grpo:grpo_train",),
+        enables="GRPO and DPO on many GPUs",
+        install=_NEMO_RL,
+        part="algorithms",
+        wrong=": the nemo_rl installed is PyPI's empty package",
+        root_variable="NEMO_RL_ROOT",
+        without_gpu="environments and tests alone: policies train on GPUs",
+    ),
+    Engine(
+        name="nemo_gym",
+        distribution="nemo-gym",
+        module="nemo_gym",
+        imports=("nemo_gym.base_resources_server:SimpleResourcesServer",),
+        enables="environments and verifiers as servers",
+        needs=(),
+    ),
+    Engine(
+        name="trl",
+        distribution="trl",
+        module="trl",
+        imports=("trl:DPOTrainer", "trl:GRPOTrainer"),
+        enables="DPO, GRPO and RLOO on one machine",
+    ),
+    Engine(
+        name="vllm",
+        distribution="vllm",
+        module="vllm",
+        imports=("vllm:LLM",),
+        enables="fast generation, for evaluation and for RL",
+        needs_gpu=True,
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of importing an engine.
+
+    Attributes:
+        found: Whether a package of that name is there.
+        version: The installed version, None where nothing says.
+        whole: Whether it has the part that tells it from a namesake.
+        error: Empty if everything was imported, else one line.
+        module: The module that was not found, where that was the error.
+        timed_out: Whether the import was stopped.
+        cuda: Of torch alone: `build`, `devices` (name, capability, memory_bytes) and `problem`.
+    """
+
+    found: bool = False
+    version: str | None = None
+    whole: bool = True
+    error: str = ""
+    module: str = ""
+    timed_out: bool = False
+    cuda: Mapping[str, Any] | None = None
+
+
+def probe(engine: Engine, *, time_limit: float = TIME_LIMIT, stop: threading.Event | None = None) -> Outcome:
+    """Imports an engine in a process of its own.
+
+    Args:
+        engine: What to import.
+        time_limit: Seconds until the process, and all that it started, is killed.
+        stop: Kills it at once when set.
+    """
+    environment = dict(os.environ)
+    root = environment.get(engine.root_variable) if engine.root_variable else None
+    if root is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environment.get("PYTHONPATH")])])
+    order = {key: getattr(engine, key) for key in ("distribution", "module", "imports", "part")}
+    order["checkout"] = root is not None
+    # -P: this file's folder must not become a place to import from.
+    command = [sys.executable, "-P", __file__, json.dumps(order)]
+    with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as noise:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=answer, stderr=noise, env=environment, start_new_session=True
+        )
+        deadline = time.monotonic() + time_limit
+        while process.poll() is None:
+            if time.monotonic() > deadline or (stop is not None and stop.is_set()):
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                return Outcome(found=True, timed_out=True, error=f"the import took longer than {time_limit:g} s")
+            time.sleep(0.02)
+        answer.seek(0)
+        text = answer.read()
+        if text:
+            return Outcome(**json.loads(text))
+        return Outcome(found=True, error=_last_words(process.returncode, noise))
+
+
+def _last_words(code: int, noise: IO[bytes]) -> str:
+    """How a process ended that gave no answer."""
+    if code < 0:
+        return f"the import ended with {signal.Signals(-code).name}"
+    noise.seek(0)
+    lines = noise.read().decode(errors="replace").split("\n")
+    return f"the import ended the process with code {code}: {next(filter(None, reversed(lines)), '')[:200]}"
+
+
+# The other side: what runs in the process that imports.
+
+
+def _import_here(order: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        spec = importlib.util.find_spec(order["module"])
+    except ModuleNotFoundError:  # no parent package
+        spec = None
+    if spec is None or spec.origin is None:  # a mere folder, such as an uninstalled package leaves, has no origin
+        return {"found": False}
+    answer: dict[str, Any] = {"found": True, "version": _version(order["distribution"])}
+    folders = spec.submodule_search_locations or []
+    if order["part"] and not any((Path(folder) / order["part"]).exists() for folder in folders):
+        return answer | {"whole": False}
+    try:
+        for word in order["imports"]:
+            module, _, attribute = word.partition(":")
+            imported = importlib.import_module(module)
+            if attribute:
+                getattr(imported, attribute)
+        if order["module"] == "torch":
+            answer["cuda"] = _cuda()
+    except (Exception, SystemExit) as error:
+        answer["error"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+        answer["module"] = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+    if order["checkout"] or answer["version"] is None:
+        version = getattr(sys.modules.get(order["module"]), "__version__", None)
+        answer["version"] = None if version is None else str(version)
+    return answer
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cuda() -> dict[str, Any]:
+    import torch
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    problem = str(caught[-1].message).split("\n")[0] if caught else ""
+    devices = []
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        capability = [properties.major, properties.minor]
+        devices.append({"name": properties.name, "capability": capability, "memory_bytes": properties.total_memory})
+    if devices:
+        try:
+            # A build without kernels for this GPU sees it and fails only here.
+            problem = "" if torch.ones(2, device="cuda").sum().item() == 2 else "a sum on the GPU came out wrong"
+        except RuntimeError as error:
+            problem = str(error).split("\n")[0]
+    return {"build": torch.version.cuda, "devices": devices, "problem": problem}
+
+
+def _main() -> None:
+    """Answers on stdout; whatever the engine prints goes to stderr. Ends at once: some engines hang at exit."""
+    channel = os.dup(1)
+    os.dup2(2, 1)
+    answer = _import_here(json.loads(sys.argv[1]))
+    os.write(channel, json.dumps(answer).encode())
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,114 @@
+"""Small inputs, and readers of what was made from them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from nemo_ext.data.documents import Document, ReadReport, Source, readable
+from nemo_ext.data.manifest import Manifest
+from nemo_ext.data.sources import load_source
+from nemo_ext.data.tokenizers import Tokenizer
+
+# How long an example takes says nothing on a shared machine.
+settings.register_profile("data", deadline=None)
+settings.load_profile("data")
+
+WORDS = ["the", "model", "is", "a", "sequence", "of", "residual", "blocks", "größe", "大小"]
+
+
+def draw_texts(count: int) -> list[str]:
+    draw = np.random.default_rng(7)
+    return [f"{number}: " + " ".join(draw.choice(WORDS, size=draw.integers(3, 300))) for number in range(count)]
+
+
+@pytest.fixture(scope="session")
+def texts_of() -> Callable[[int], list[str]]:
+    """Different texts of a few to a few hundred words; more of them begin with the fewer."""
+    return draw_texts
+
+
+@pytest.fixture(scope="session")
+def jsonl() -> Callable[..., Source]:
+    """Writes texts to a JSONL file and gives the source that reads it."""
+
+    def write(path: Path, texts: list[str], **options: object) -> Source:
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        return load_source({"kind": "jsonl", "path": str(path), **options})
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def read_all() -> Callable[[Source], tuple[list[Document], ReadReport]]:
+    """Reads a whole source, duplicates too."""
+
+    def read(source: Source) -> tuple[list[Document], ReadReport]:
+        report = ReadReport()
+        parts = source.parts(max_documents=1 << 62, max_size=1 << 62)
+        documents = [document for part in parts for document, _ in readable(source, part, report)]
+        source.finish(report)
+        return documents, report
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def ids_in() -> Callable[[Manifest, str], list[list[int]]]:
+    """The documents of a split, read by Megatron's own reader."""
+    indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+
+    def read(manifest: Manifest, split: str) -> list[list[int]]:
+        dataset = indexed_dataset.IndexedDataset(manifest.split_prefix(split))
+        assert dataset.document_indices.tolist() == list(range(len(dataset) + 1))
+        return [dataset[number].tolist() for number in range(len(dataset))]
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def texts_in(
+    ids_in: Callable[[Manifest, str], list[list[int]]],
+) -> Callable[[Manifest, str, Tokenizer], list[str]]:
+    """The texts of a split, each of which ends with eod in the files."""
+
+    def read(manifest: Manifest, split: str, tokenizer: Tokenizer) -> list[str]:
+        documents = ids_in(manifest, split)
+        assert all(ids[-1] == tokenizer.eod and tokenizer.eod not in ids[:-1] for ids in documents)
+        return [tokenizer.decode(ids) for ids in documents]
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def files_of() -> Callable[[Path], dict[str, bytes]]:
+    """Content of everything that belongs to a finished stream, by what follows the prefix."""
+
+    def read(prefix: Path) -> dict[str, bytes]:
+        found = sorted(prefix.parent.glob(f"{prefix.name}[_.]*"))
+        return {path.name.removeprefix(prefix.name): path.read_bytes() for path in found}
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def bpe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE tokenizer.json of 500 ids, whose id 0 is <|endoftext|>."""
+    tokenizer = RustTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(draw_texts(50), trainer)
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path

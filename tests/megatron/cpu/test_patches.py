@@ -1,0 +1,45 @@
+"""Every row of the patch table is still needed, and the table undoes itself."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_ext.megatron.cpu import patches
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the table is for machines without CUDA")
+
+TARGETS = [target for patch in patches.PATCHES for target in patch.targets]
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, str | None]:
+    """What training without each target fails with (`train_without.py`)."""
+    script = Path(__file__).with_name("train_without.py")
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=500, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_training_fails_without_it(errors: dict[str, str | None], target: str) -> None:
+    assert errors[target], f"{target} is no longer needed: remove it from the table"
+
+
+def test_applying_twice_changes_nothing_and_restoring_puts_everything_back() -> None:
+    original = torch.cuda.current_device
+    patches.apply()
+    patched = torch.cuda.current_device
+    patches.apply()
+    assert torch.cuda.current_device is patched is not original
+
+    patches.restore()
+    assert torch.cuda.current_device is original
+
+
+def test_an_unknown_row_is_named() -> None:
+    with pytest.raises(ValueError, match="no patch is named"):
+        patches.apply(without=["nothing"])

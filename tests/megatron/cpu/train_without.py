@@ -1,0 +1,98 @@
+"""Trains two steps once for every target of the patch table, without that target; prints JSON: target -> error or null.
+
+Run as a script: importing Megatron takes seconds, so it happens once and every trial is a forked child.
+"""
+
+import json
+import os
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_ext import run_directory
+from nemo_ext.config import compose
+from nemo_ext.megatron import trainer
+from nemo_ext.megatron.arguments import command_line, parse_arguments
+from nemo_ext.megatron.cpu import mamba_modules, patches, runtime
+
+OVERRIDES = (
+    "data=mock",
+    "train.tokens=256",
+    "train.validate_at_start=false",
+    "megatron.seq_length=32",
+    "megatron.micro_batch_size=2",
+    "megatron.global_batch_size=4",
+    "megatron.save_interval=1",
+    "megatron.eval_interval=1",
+    "megatron.eval_iters=1",
+    "megatron.num_workers=0",
+    "megatron.use_distributed_optimizer=true",
+    "megatron.moe_token_dispatcher_type=alltoall",
+)
+
+
+def trial(target: str, config: dict[str, Any]) -> str | None:
+    """Trains in a child process without `target`; the child's error, or None if it did not need the target."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder)
+        path = run_directory.write_config(run_dir, config | {"run_dir": folder})
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                with (run_dir / "out").open("w") as out:
+                    os.dup2(out.fileno(), 1)
+                    os.dup2(out.fileno(), 2)
+                    patches.apply(without=[target])
+                    runtime.enable = lambda: []  # what the trainer calls: everything is in place but this
+                    check_random_states()
+                    tensor_parallel = config | {"megatron": config["megatron"] | {"tensor_model_parallel_size": 2}}
+                    parse_arguments(command_line(tensor_parallel), world_size=2)
+                    trainer.main(str(path))
+                code = 0
+            except BaseException as error:
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                (run_dir / "error").write_text(f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})")
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        if status == 0:
+            return None
+        error_file = run_dir / "error"
+        return error_file.read_text() if error_file.exists() else f"ended with status {status}"
+
+
+def check_random_states() -> None:
+    """What a missing random-state patch breaks without an error: states of their own, and the default state put back."""
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    tracker = CudaRNGStatesTracker()
+    tracker.add("one", 1)
+    tracker.add("two", 2)
+    states = tracker.get_states()
+    assert not torch.equal(states["one"], states["two"]), "two seeds gave one random state"
+    before = torch.get_rng_state()
+    with tracker.fork("one"):
+        torch.rand(3)
+    assert torch.equal(before, torch.get_rng_state()), "a forked random state was not put back"
+    assert not torch.equal(states["one"], tracker.get_states()["one"]), "a forked random state did not advance"
+
+
+def main() -> None:
+    mamba_modules.install()
+    targets = [target for patch in patches.PATCHES if patch.applies() for target in patch.targets]
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    import megatron.training.training  # noqa: F401  imported once, here
+
+    results = {}
+    for number, target in enumerate(targets):
+        os.environ["MASTER_PORT"] = str(29600 + number)
+        results[target] = trial(target, compose("train", OVERRIDES))
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

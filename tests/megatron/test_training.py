@@ -1,0 +1,81 @@
+"""Megatron's own trainer on one and two ranks: every layout learns the same, checkpoints change layout and back end."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_ext import run_directory
+
+Train = Callable[..., list[dict[str, Any]]]
+
+LAYOUTS = {
+    "tensor": ("megatron.tensor_model_parallel_size=2", "megatron.sequence_parallel=true"),
+    "pipeline": ("megatron.pipeline_model_parallel_size=2",),
+    "expert": ("megatron.expert_model_parallel_size=2",),
+    "data with the distributed optimizer": ("megatron.use_distributed_optimizer=true",),
+}
+
+
+def losses(lines: list[dict[str, Any]]) -> list[float]:
+    return [line["loss"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory, train_ranks: Train) -> Path:
+    """A run of ten steps on one rank, with checkpoints of steps 5 and 10."""
+    run_dir = tmp_path_factory.mktemp("single")
+    train_ranks(run_dir)
+    return run_dir
+
+
+def test_a_run_learns_and_logs_every_step(single: Path) -> None:
+    lines = [line for line in run_directory.read_metrics(single / run_directory.METRICS) if "loss" in line]
+
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    assert [line["tokens"] for line in lines] == [512 * step for step in range(1, 11)]
+    assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]
+    for line in lines:
+        assert line["lr"] > 0 and line["grad_norm"] > 0 and line["tokens_per_second"] > 0 and 0 < line["mfu"] < 2
+    # Constant after the warm-up, then WSD's decay over the last fifth: the last step is at the minimum.
+    rates = [line["lr"] for line in lines]
+    assert rates[1:8] == pytest.approx([2e-3] * 7) and rates[-1] == pytest.approx(2e-5)
+
+
+def from_weights_of(run_dir: Path) -> tuple[str, str]:
+    """Five steps from another run's weights: ranks of different layouts draw different weights from one seed."""
+    return f"megatron.pretrained_checkpoint={run_dir / run_directory.CHECKPOINTS}", "train.tokens=2560"
+
+
+@pytest.fixture(scope="module")
+def alone(single: Path, tmp_path_factory: pytest.TempPathFactory, train_ranks: Train) -> list[dict[str, Any]]:
+    """What one rank logs over five steps from those weights."""
+    return train_ranks(tmp_path_factory.mktemp("alone"), *from_weights_of(single))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_learn_what_one_rank_learns(
+    single: Path, alone: list[dict[str, Any]], train_ranks: Train, tmp_path: Path, layout: str
+) -> None:
+    together = train_ranks(tmp_path, *from_weights_of(single), *LAYOUTS[layout], ranks=2)
+
+    assert len(alone) == 5
+    assert losses(together) == pytest.approx(losses(alone), rel=1e-5)
+    assert [line["grad_norm"] for line in together] == pytest.approx([line["grad_norm"] for line in alone], rel=1e-4)
+
+
+def test_a_checkpoint_of_one_rank_goes_on_under_tensor_parallelism(
+    single: Path, train_ranks: Train, tmp_path: Path
+) -> None:
+    checkpoints = tmp_path / run_directory.CHECKPOINTS
+    shutil.copytree(single / run_directory.CHECKPOINTS, checkpoints)
+    shutil.rmtree(checkpoints / "iter_0000010")
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("5")
+
+    resumed = train_ranks(tmp_path, *LAYOUTS["tensor"], ranks=2)
+
+    whole = [line for line in run_directory.read_metrics(single / run_directory.METRICS) if "loss" in line]
+    assert [line["step"] for line in resumed] == [6, 7, 8, 9, 10]
+    assert losses(resumed) == pytest.approx(losses(whole[5:]), rel=1e-5)

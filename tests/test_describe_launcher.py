@@ -1,0 +1,220 @@
+"""`nemo-ext describe`: models, recipes in their layout, pictures, and what it says when something does not fit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import hydra_conf
+from launchers.describe import model_figures
+from nemo_ext.config import compose
+from nemo_ext.megatron.arguments import pattern_with_cuts
+
+RECIPE_FOLDER = Path(hydra_conf.__file__).parent / "recipe"
+RECIPES = sorted(str(path.relative_to(RECIPE_FOLDER).with_suffix("")) for path in RECIPE_FOLDER.glob("*/*.yaml"))
+
+
+def figures(*overrides: str) -> dict:
+    return model_figures(compose("describe", overrides))
+
+
+def command(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """`nemo-ext describe`, started in a folder."""
+    return subprocess.run(
+        [sys.executable, "-m", "nemo_ext.cli", "describe", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={key: value for key, value in os.environ.items() if key != "COLUMNS"},
+    )
+
+
+def svg_height(path: Path) -> float:
+    return float(ElementTree.parse(path).getroot().attrib["height"].removesuffix("pt"))
+
+
+# A model alone
+
+
+def test_a_model_alone_has_its_published_figures_and_no_layout() -> None:
+    nano = figures("model=nemotron3_nano_30b")
+
+    assert nano["total_params"] == pytest.approx(31.6e9, rel=0.01)
+    assert nano["active_params"] == pytest.approx(3.2e9, rel=0.01)
+    assert nano["active_params_with_embedding"] == pytest.approx(3.6e9, rel=0.01)
+    assert nano["kv_bytes_per_token"] == 6 * 2 * 2 * 128 * 2  # six blocks, keys and values, two KV heads, bf16
+    assert nano["state_bytes_per_sequence"] > 0
+    assert nano["train_flops_per_token"] == pytest.approx(3 * nano["forward_flops_per_token"], rel=1e-9)
+    assert len(nano["blocks"]) == 52
+    assert "gpus" not in nano
+    assert nano["recipe"] is None
+
+
+def test_the_tiny_model_is_the_default() -> None:
+    assert figures()["name"] == "nemotron3_nano_tiny"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "length"),
+    [
+        ((), 8192),
+        (("megatron.max_position_embeddings=1024",), 1024),
+        (("megatron.max_position_embeddings=1024", "megatron.seq_length=512"), 512),
+        (("megatron.seq_length=512", "seq_length=64"), 64),
+        (("recipe=olmo1/7b",), 2048),
+        (("recipe=olmo1/7b", "seq_length=64"), 64),
+    ],
+)
+def test_the_sequence_length_is_the_users_then_the_models(overrides: tuple[str, ...], length: int) -> None:
+    assert figures(*overrides)["seq_length"] == length
+
+
+def test_a_pattern_and_sizes_of_ones_own_are_described() -> None:
+    own = figures('model.pattern="(M*-)x2"', "megatron.hidden_size=384")
+
+    assert [block["kind"] for block in own["blocks"]] == ["M", "*", "-", "M", "*", "-"]
+    assert own["hidden_size"] == 384
+
+
+def test_a_parallel_size_asks_for_a_layout_in_bf16() -> None:
+    spread = figures("megatron.tensor_model_parallel_size=2")
+
+    assert spread["layout"]["world_size"] == 2
+    assert spread["layout"]["precision"] == "bf16"
+    assert len(spread["gpus"]) == 1
+
+
+# Recipes
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_described_as_it_is_trained(recipe: str) -> None:
+    training = compose("train", [f"recipe={recipe}"])
+
+    described = figures(f"recipe={recipe}")
+
+    gpus = training["launcher"]["nodes"] * training["launcher"]["nproc_per_node"]
+    assert described["recipe"] == recipe
+    assert described["name"] == training["model"]["name"]
+    assert described["seq_length"] == training["megatron"]["seq_length"]
+    assert described["layout"]["world_size"] == gpus
+    assert described["pattern"] == pattern_with_cuts(training) or not described["pipeline_cuts"]
+    pipeline = training["megatron"]["pipeline_model_parallel_size"]
+    assert len(described["gpus"]) == pipeline
+    assert len(described["pipeline_cuts"]) == len(described["stages"]) - 1
+    assert described["pipeline_cuts_from"] == ("balance" if pipeline > 1 else None)
+
+
+def test_a_model_beside_a_recipe_takes_the_recipes_layout() -> None:
+    own, other = figures("recipe=olmo3/7b_pretrain"), figures("recipe=olmo3/7b_pretrain", "model=olmo1_7b")
+
+    assert (own["name"], other["name"]) == ("olmo3_7b", "olmo1_7b")
+    assert own["layout"] == other["layout"]
+
+
+def test_cuts_of_ones_own_are_kept() -> None:
+    cut = figures('model.pattern="M-|M-M-"', "megatron.pipeline_model_parallel_size=2")
+
+    assert cut["pipeline_cuts"] == [2]
+    assert cut["pipeline_cuts_from"] == "model.pattern"
+    assert [len(stage["layers"]) for stage in cut["stages"]] == [2, 4]
+
+
+def test_a_recipe_on_a_laptop_is_one_gpu() -> None:
+    laptop = figures("recipe=nemotron3_nano/pretrain", "model=nemotron3_nano_tiny", "data=local_text", "scale=laptop")
+
+    assert laptop["layout"]["world_size"] == 1
+    assert laptop["seq_length"] == 256
+
+
+# The command
+
+
+def test_json_is_alone_on_stdout_and_the_picture_is_drawn(tmp_path: Path) -> None:
+    result = command("recipe=olmo3/32b_pretrain", "format=json", "draw=model.svg", folder=tmp_path)
+
+    assert result.returncode == 0
+    assert json.loads(result.stdout)["name"] == "olmo3_32b"
+    assert "model.svg" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["model.svg"]
+
+
+def test_pipeline_stages_are_drawn(tmp_path: Path) -> None:
+    command("draw=whole.svg", folder=tmp_path)
+    result = command("draw=cut.svg", "megatron.pipeline_model_parallel_size=2", folder=tmp_path)
+
+    assert "cut after blocks" in result.stdout
+    assert svg_height(tmp_path / "cut.svg") > svg_height(tmp_path / "whole.svg")
+
+
+def test_the_tables_name_the_option_to_draw_and_write_nothing(tmp_path: Path) -> None:
+    result = command("model=nemotron3_nano_30b", folder=tmp_path)
+
+    assert result.returncode == 0
+    assert "31.58 B" in result.stdout
+    assert "draw=" in result.stdout
+    assert result.stderr == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["draw=model.gif"], ".svg, .png"),
+        (["draw=nowhere/model.png"], "nowhere/model.png"),
+        (["format=xml"], "table, json"),
+        (["model=nemotron9"], "nemotron3_nano_30b"),
+        (["recipe=olmo3/nope"], "recipe/olmo3/nope"),
+        (["seq_length=0"], "seq_length=0"),
+        (["launcher.nodes=many"], "launcher.nodes=many"),
+        (["model.pattern=MEX"], "'X'"),
+        (["megatron.tensor_model_parallel_size=5"], "tensor_parallel 5"),
+        (["megatron.pipeline_model_parallel_size=9"], "9 stages"),
+        (["megatron.hidden_size=0"], "megatron.hidden_size"),
+    ],
+)
+def test_a_mistake_ends_with_code_2_and_says_what_is_wrong(words: list[str], said: str, tmp_path: Path) -> None:
+    result = command(*words, folder=tmp_path)
+
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_override_without_effect_is_told(tmp_path: Path) -> None:
+    words = ["megatron.hidden_sise=64", "megatron.lr=1e-3", "megatron.kv_channels=64", "format=json"]
+    result = command(*words, folder=tmp_path)
+
+    assert json.loads(result.stdout)["hidden_size"] == 192
+    assert result.stderr.splitlines() == [
+        "note: megatron.hidden_sise changes none of these figures; did you mean megatron.hidden_size?",
+        "note: megatron.lr changes none of these figures",
+    ]
+
+
+@pytest.mark.parametrize("word", ["--help", "--cfg=job"])
+def test_help_and_config_are_printed(word: str, tmp_path: Path) -> None:
+    result = command(word, folder=tmp_path)
+
+    assert result.returncode == 0
+    assert "hidden_size: 192" in result.stdout
+    assert "seq_length" in result.stdout
+
+
+def test_describing_needs_neither_torch_nor_matplotlib(tmp_path: Path) -> None:
+    script = (
+        "import sys; sys.argv = ['describe', 'recipe=llama_nemotron/super_cpt']\n"
+        "from launchers.describe import main; main()\n"
+        "print(sorted({'torch', 'matplotlib', 'megatron'} & set(sys.modules)))"
+    )
+
+    result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    assert result.stdout.splitlines()[-1] == "[]"

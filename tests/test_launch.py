@@ -1,0 +1,205 @@
+"""`nemo-ext train` as a user meets it: progress, mistakes, Ctrl-C, kill -9, the same command again."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nemo_ext import run_directory
+
+SMALL = (
+    "data=mock",
+    "train.tokens=15360",
+    "train.validate_at_start=false",
+    "megatron.seq_length=64",
+    "megatron.micro_batch_size=8",
+    "megatron.global_batch_size=8",
+    "megatron.save_interval=5",
+    "megatron.eval_interval=10",
+    "megatron.eval_iters=1",
+    "megatron.num_workers=1",
+)
+"""Thirty short steps of the tiny Nemotron 3 Nano, a checkpoint every five."""
+
+
+def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "nemo_ext.cli", "train", *SMALL, f"run_dir={run_dir}", *overrides]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run(run_dir: Path, *overrides: str) -> tuple[int, str, str]:
+    process = start(run_dir, *overrides)
+    out, err = process.communicate(timeout=240)
+    return process.returncode, out, err
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    lines = run_directory.read_metrics(run_dir / run_directory.METRICS)
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def wait_for_step(run_dir: Path, step: int) -> None:
+    deadline = time.monotonic() + 180
+    while max(losses(run_dir), default=0) < step:
+        assert time.monotonic() < deadline, f"step {step} was not reached"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A whole run and what it printed."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    code, out, err = run(run_dir)
+    assert code == 0, err
+    return run_dir, out
+
+
+def test_a_run_leaves_config_versions_metrics_log_and_a_report_with_a_plot(uninterrupted: tuple[Path, str]) -> None:
+    run_dir, out = uninterrupted
+
+    for name in ("config.yaml", "versions.json", "metrics.jsonl", "train.log", "report.md", "report.png"):
+        assert (run_dir / name).stat().st_size > 0
+    assert sorted(losses(run_dir)) == list(range(1, 31))
+    assert "report.png" in (run_dir / "report.md").read_text()
+    assert "step 30/30" in out and "report:" in out
+    evaluations = [
+        line for line in run_directory.read_metrics(run_dir / run_directory.METRICS) if "val_loss" in line
+    ]
+    assert [line["step"] for line in evaluations[:3]] == [10, 20, 30]
+
+
+def test_the_same_command_again_has_nothing_to_do(uninterrupted: tuple[Path, str]) -> None:
+    run_dir, _ = uninterrupted
+    before = losses(run_dir)
+
+    code, out, err = run(run_dir)
+
+    assert code == 0, err
+    assert "finished: step 30 of 30" in out
+    assert losses(run_dir) == before
+
+
+def test_another_model_is_not_trained_into_the_same_directory(uninterrupted: tuple[Path, str]) -> None:
+    run_dir, _ = uninterrupted
+
+    code, _, err = run(run_dir, "model.pattern=M-")
+
+    assert code == 2
+    assert "model.pattern" in err and "run_dir" in err
+
+
+def test_killed_at_a_random_step_it_goes_on_exactly(uninterrupted: tuple[Path, str], tmp_path: Path) -> None:
+    whole = losses(uninterrupted[0])
+    seed = random.randrange(10_000)
+    step = random.Random(seed).randint(7, 24)
+
+    process = start(tmp_path / "run")
+    wait_for_step(tmp_path / "run", step)
+    for victim in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+        victim.kill()
+    process.communicate()
+    saved = run_directory.last_checkpoint(tmp_path / "run")
+    code, out, err = run(tmp_path / "run")
+
+    assert code == 0, err
+    assert saved is not None and f"from step {saved}" in out
+    resumed = losses(tmp_path / "run")
+    assert resumed.keys() == whole.keys()
+    for number in range(1, 31):
+        assert resumed[number] == pytest.approx(whole[number], rel=1e-6), f"step {number}, killed at {step}, seed {seed}"
+
+
+def test_ctrl_c_saves_and_the_same_command_resumes(uninterrupted: tuple[Path, str], tmp_path: Path) -> None:
+    process = start(tmp_path / "run")
+    wait_for_step(tmp_path / "run", 7)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=120)
+
+    saved = run_directory.last_checkpoint(tmp_path / "run")
+    assert process.returncode == 130
+    assert saved is not None and saved >= 7 and saved % 5  # not one of the regular checkpoints
+    assert f"of step {saved}" in out
+
+    code, out, err = run(tmp_path / "run")
+    assert code == 0, err
+    assert f"resuming {tmp_path / 'run'} from step {saved}" in out
+    assert losses(tmp_path / "run") == pytest.approx(losses(uninterrupted[0]), rel=1e-6)
+
+
+def test_exit_duration_saves_and_exits(tmp_path: Path) -> None:
+    code, _, err = run(tmp_path / "run", "megatron.exit_duration_in_mins=0.001", "megatron.save_interval=1000")
+
+    assert code == 0, err
+    assert run_directory.last_checkpoint(tmp_path / "run") == 1
+    assert "(not finished)" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_two_runs_do_not_share_a_directory(tmp_path: Path) -> None:
+    process = start(tmp_path / "run")
+    wait_for_step(tmp_path / "run", 1)
+
+    code, _, err = run(tmp_path / "run")
+
+    process.terminate()
+    process.communicate(timeout=120)
+    assert code == 2
+    assert "another run is using this directory" in err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["megatron.moe_router_topkk=2"], "nearest is megatron.moe_router_topk"),
+        (["megatron.tensor_model_parallel_size=3"], "multiple of TP x PP x CP = 3"),
+        (["model.pattern=MEX"], "^"),
+        (["data=local_text", "data.tokenizer={kind: huggingface, path: /nowhere/tokenizer.json}"], "/nowhere"),
+        (["data=local_text", "data.streams=[{name: a, weight: 1, prefix: /nowhere/a}]"], "/nowhere/a_train.idx"),
+        (["launcher.nodes=2"], "scale=laptop"),
+        (["recipe=nothing"], "recipe/nothing"),
+        (["train.token=3"], "token"),
+        (["megatron.swiglu=3"], "switch"),
+        (["megatron.spec=[a,b]"], "layer spec follows from model.pattern"),
+    ],
+)
+def test_a_mistake_is_one_clear_error_before_anything_starts(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    code, _, err = run(tmp_path / "run", *overrides)
+
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "run" / run_directory.LOG).exists()
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--cfg", "job"]])
+def test_help_and_cfg_do_not_import_torch(words: list[str]) -> None:
+    code = (
+        "import sys; sys.argv = ['nemo-ext', 'train', *sys.argv[1:]]\n"
+        "from nemo_ext.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as exit_:\n    assert not exit_.code\n"
+        "assert 'torch' not in sys.modules and 'megatron' not in sys.modules"
+    )
+
+    ended = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+
+    assert ended.returncode == 0, ended.stderr
+    assert "megatron" in ended.stdout
+
+
+def test_the_script_is_the_command(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "launchers" / "train.py"
+
+    printed = [
+        subprocess.run([*command, "--cfg", "job"], capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+        for command in ([sys.executable, str(script)], [sys.executable, "-m", "nemo_ext.cli", "train"])
+    ]
+
+    assert printed[0] == printed[1]
+    assert os.listdir(tmp_path) == []
