@@ -1,11 +1,10 @@
 """Starting a training run on this machine: check, prepare the data, start the ranks, show progress, report.
 
 The parent process never trains. It writes the resolved config into the run directory, starts `torchrun` on
-`nemo_ext.megatron.trainer`, watches metrics.jsonl, and turns Ctrl-C into a checkpoint.
+`nemo_ext.megatron.rank`, watches metrics.jsonl, and turns Ctrl-C into a checkpoint.
 """
 
 import contextlib
-import ctypes
 import json
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from nemo_ext import run_directory
+from nemo_ext.megatron.rank import end_with_parent
 
 INTERRUPTED = 130
 SECONDS_BETWEEN_LINES = 10.0
@@ -37,7 +37,7 @@ def train(config: dict[str, Any]) -> None:
     if int(launcher["nodes"]) != 1:
         raise ValueError(
             f"launcher.nodes={launcher['nodes']}: this command starts ranks on this machine only. For one machine add "
-            "scale=laptop and a tiny model; on a cluster start `python -m nemo_ext.megatron.trainer RUN_DIR/config.yaml` "
+            "scale=laptop and a tiny model; on a cluster start `python -m nemo_ext.megatron.rank RUN_DIR/config.yaml` "
             "on every rank (docs/clusters.md)"
         )
     run_dir = Path(config["run_dir"])
@@ -107,7 +107,7 @@ def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) 
 def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None:
     """Runs torchrun to its end; SIGINT and SIGTERM become one SIGTERM to the ranks, which save and exit."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", "nemo_ext.megatron.trainer", str(run_dir / run_directory.CONFIG)]
+    command += ["-m", "nemo_ext.megatron.rank", str(run_dir / run_directory.CONFIG)]
     received: list[int] = []
 
     def forward(number: int, frame: object) -> None:
@@ -121,7 +121,7 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
     with (run_dir / run_directory.LOG).open("ab") as log:
         position = log.tell()
         process = subprocess.Popen(
-            command, stdout=log, stderr=log, start_new_session=True, preexec_fn=_terminate_with_parent
+            command, stdout=log, stderr=log, start_new_session=True, preexec_fn=_end_with_launcher
         )
         previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -142,11 +142,9 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
         sys.exit(1)
 
 
-def _terminate_with_parent() -> None:
-    """In the child, before it runs: have Linux send it SIGTERM if this parent dies, so that no rank is left behind."""
-    pr_set_pdeathsig = 1
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+def _end_with_launcher() -> None:
+    """In torchrun before it runs: SIGTERM when the launcher dies, so that no rank is left behind."""
+    end_with_parent(signal.SIGTERM)
 
 
 def _watch(process: subprocess.Popen[bytes], metrics: Path, target: int, console: Console) -> None:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 import hydra_conf
-from launchers.describe import model_figures
+from launchers.describe import describe, model_figures
 from nemo_ext.config import compose
 from nemo_ext.megatron.arguments import pattern_with_cuts
 
@@ -163,29 +163,43 @@ def test_the_tables_name_the_option_to_draw_and_write_nothing(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("word", "said"),
     [
-        (["draw=model.gif"], ".svg, .png"),
-        (["draw=nowhere/model.png"], "nowhere/model.png"),
-        (["format=xml"], "table, json"),
-        (["model=nemotron9"], "nemotron3_nano_30b"),
-        (["recipe=olmo3/nope"], "recipe/olmo3/nope"),
-        (["seq_length=0"], "seq_length=0"),
-        (["launcher.nodes=many"], "launcher.nodes=many"),
-        (["model.pattern=MEX"], "'X'"),
-        (["megatron.tensor_model_parallel_size=5"], "tensor_parallel 5"),
-        (["megatron.pipeline_model_parallel_size=9"], "9 stages"),
-        (["megatron.hidden_size=0"], "megatron.hidden_size"),
+        ("draw=model.gif", ".svg, .png"),
+        ("draw=nowhere/model.png", "nowhere/model.png"),
+        ("model=nemotron9", "nemotron3_nano_30b"),
+        ("recipe=olmo3/nope", "recipe/olmo3/nope"),
+        ("model.pattern=MEX", "'X'"),
     ],
 )
-def test_a_mistake_ends_with_code_2_and_says_what_is_wrong(words: list[str], said: str, tmp_path: Path) -> None:
-    result = command(*words, folder=tmp_path)
+def test_a_mistake_ends_with_code_2_and_says_what_is_wrong(word: str, said: str, tmp_path: Path) -> None:
+    result = command(word, folder=tmp_path)
 
     assert result.returncode == 2
     assert result.stdout == ""
     assert said in result.stderr
     assert "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("format=xml", "table, json"),
+        ("seq_length=0", "seq_length=0"),
+        ("launcher.nodes=many", "launcher.nodes=many"),
+        ("megatron.hidden_size=0", "megatron.hidden_size"),
+        ("megatron.tensor_model_parallel_size=5", "tensor_parallel 5"),
+        ("megatron.pipeline_model_parallel_size=9", "9 stages"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_printed(
+    word: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        describe(compose("describe", [word]))
+
+    assert capsys.readouterr().out == ""
 
 
 def test_an_override_without_effect_is_told(tmp_path: Path) -> None:

@@ -55,11 +55,12 @@ class Manifest:
     def contents(self) -> str:
         """One line for the user: how much there is of what."""
         train, valid = (self.splits[split] for split in SPLITS)
-        said = f"{train.documents + valid.documents:,} documents, {train.tokens + valid.tokens:,} tokens"
+        documents, tokens = train.documents + valid.documents, train.tokens + valid.tokens
         if valid.documents:
-            return f"{said} ({train.documents:,} documents for training, {valid.documents:,} for validation)"
-        why = "validation_share is 0" if self.validation_share == 0 else "there is only one document"
-        return f"{said}, all for training: no validation files, because {why}"
+            shares = f"{train.documents:,} for training, {valid.documents:,} for validation"
+            return f"{documents:,} documents ({shares}), {tokens:,} tokens"
+        why = "validation_share is 0" if self.validation_share == 0 else "one document cannot be split"
+        return f"{documents:,} document{'s' * (documents > 1)}, {tokens:,} tokens; no validation files, because {why}"
 
     def left_out(self) -> str:
         """The end of that line: what was read and not used."""

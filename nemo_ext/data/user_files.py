@@ -137,7 +137,9 @@ class ParquetSource(RecordSource):
                 if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
                     texts.append(item.name)
             if self.text_key not in texts:
-                raise ValueError(f"{path}: no string column {self.text_key!r} (set text_key): {nearest(self.text_key, texts)}")
+                raise ValueError(
+                    f"{path}: no string column {self.text_key!r} (set text_key): {nearest(self.text_key, texts)}"
+                )
         return inputs
 
     def parts(self, *, max_documents: int, max_size: int) -> Iterator[Part]:

@@ -77,7 +77,7 @@ def _ready_shards(work: ShardWork, shards: Iterator[list[Part]], *, workers: int
         while running:
             yield from _collect(running)
     except KeyboardInterrupt:
-        notice("\nstopping: the shards under way are finished first, and all are kept for the next run")
+        notice("stopping: the shards under way are finished first, and all are kept for the next run")
         raise
     except BrokenProcessPool as error:
         raise RuntimeError(

@@ -1,21 +1,17 @@
 """One rank of a training run: the composed config becomes checked Megatron arguments, then Megatron's own `pretrain()`.
 
-    torchrun --nproc-per-node N -m nemo_ext.megatron.trainer RUN_DIR/config.yaml
-
-Laptop and cluster run this same file. Where CUDA is missing the CPU runtime is put in first (`megatron/cpu`), and where
+`rank.py` is the process around it. Laptop and cluster run this same file. Where CUDA is missing the CPU runtime is put in first (`megatron/cpu`), and where
 mamba_ssm is missing the torch kernels stand in for it.
 """
 
 import json
-import multiprocessing
 import os
 import sys
 import time
-import traceback
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 import torch
@@ -34,7 +30,7 @@ def main(config_path: str) -> None:
     """Trains as the resolved config at `config_path` says."""
     main_entry = time.time()
     config = run_directory.read_config(Path(config_path))
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asks for it under tensor and context parallelism
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asked for under tensor and context parallelism
     stand_ins = runtime.enable()  # before anything imports Megatron, which binds these names once
     if not torch.cuda.is_available():
         torch.set_num_threads(max(1, psutil.cpu_count(logical=True) // int(config["launcher"]["nproc_per_node"])))
@@ -131,7 +127,7 @@ def validate_at_start(model: list[torch.nn.Module], *, run_dir: Path) -> list[to
 
 
 def peak_flops() -> float:
-    """FLOP/s of this rank's device: NVIDIA's figure, or where the device is unknown what a large matmul reaches here."""
+    """FLOP/s of this rank's device: NVIDIA's figure, or for an unknown device what a large matmul reaches."""
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
         for known, flops in PEAK_FLOPS.items():
@@ -146,27 +142,3 @@ def peak_flops() -> float:
         (a @ a).sum().item()
         best = max(best, 2.0 * size**3 / (time.perf_counter() - start))
     return best
-
-
-def leave(code: int) -> NoReturn:
-    """Ends the process at once, without Python's own clean-up.
-
-    With `exit_signal_handler` Megatron makes its data loader workers ignore SIGTERM (training/datasets/data_samplers.py) and
-    keeps their iterators alive, so Python would wait for them for ever at exit. They hold nothing that is needed.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    for worker in multiprocessing.active_children():
-        worker.kill()
-    os._exit(code)
-
-
-if __name__ == "__main__":
-    try:
-        main(sys.argv[1])
-    except SystemExit as exit_:
-        leave(exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None))
-    except BaseException:
-        traceback.print_exc()
-        leave(1)
-    leave(0)

@@ -35,13 +35,9 @@ def test_the_manifest_says_what_was_made_from_what(tmp_path: Path, jsonl: Write)
 @pytest.mark.parametrize(
     ("texts", "share", "told"),
     [
-        (
-            ["é"],
-            0.5,
-            "1 documents, 3 tokens, all for training: no validation files, because there is only one document",
-        ),
-        (["a", "bc"], 0, "2 documents, 5 tokens, all for training: no validation files, because validation_share is 0"),
-        (["a", "bc"], 0.01, "2 documents, 5 tokens (1 documents for training, 1 for validation)"),
+        (["é"], 0.5, "1 document, 3 tokens; no validation files, because one document cannot be split"),
+        (["a", "bc"], 0, "2 documents, 5 tokens; no validation files, because validation_share is 0"),
+        (["a", "bc"], 0.01, "2 documents (1 for training, 1 for validation), 5 tokens"),
     ],
 )
 def test_the_contents_tell_how_much_there_is_and_why_there_is_no_validation(

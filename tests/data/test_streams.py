@@ -52,7 +52,10 @@ def blend(tmp_path: Path, jsonl: Write) -> dict[str, Any]:
         (lambda c: c["streams"][1].pop("weight"), "stream 2 of 2: the key 'weight' is missing"),
         (lambda c: c["streams"][1].update(weigth=1), "stream 2 of 2: unknown key 'weigth': did you mean 'weight'"),
         (lambda c: c["streams"][1]["source"].update(kind="jsonnl"), "stream 'code': unknown source kind 'jsonnl'"),
-        (lambda c: c["streams"][1]["source"].update(text_key="x"), r"stream 'code': .*code\.jsonl: no line has a text"),
+        (
+            lambda c: c["streams"][1]["source"].update(text_key="x"),
+            r"stream 'code': no line has a text: .*code\.jsonl",
+        ),
     ],
 )
 def test_a_wrong_blend_is_an_error_before_any_work(

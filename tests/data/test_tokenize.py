@@ -143,7 +143,7 @@ def test_what_the_system_refuses_is_a_users_error(tmp_path: Path, jsonl: Write) 
     (tmp_path / "data").write_text("a file where the directory would be")
     stream = {"name": "x", "weight": 1, "source": {"kind": "jsonl", "path": str(tmp_path / "in.jsonl")}}
 
-    with pytest.raises(ValueError, match=r"Not a directory: .*data/x\.shards.* run the same command again"):
+    with pytest.raises(ValueError, match=r"Not a directory: .*data/x\.json.* run the same command again"):
         tokenize_blend(
             {"directory": str(tmp_path / "data"), "tokenizer": {"kind": "byte"}, "streams": [stream]}, workers=1
         )

@@ -26,7 +26,7 @@ from nemo_ext.data.tokenizers import HuggingFaceTokenizer
 if __name__ == "__main__":
     source = load_source({"kind": "jsonl", "path": sys.argv[1]})
     tokenizer = HuggingFaceTokenizer(sys.argv[2])
-    tokenize_stream(source, tokenizer, sys.argv[3], workers=int(sys.argv[4]), documents_per_shard=20)
+    tokenize_stream(source, tokenizer, sys.argv[3], workers=int(sys.argv[4]), documents_per_shard=40)
 """
 
 Write = Callable[..., Source]
@@ -90,7 +90,7 @@ def stop_in_the_middle(
 def test_a_stopped_run_goes_on_and_gives_the_same_files(
     tmp_path: Path, bpe_file: Path, how: str, jsonl: Write, texts_of: Draw, files_of: Files
 ) -> None:
-    source = jsonl(tmp_path / "in.jsonl", texts_of(8000))
+    source = jsonl(tmp_path / "in.jsonl", texts_of(4000))
     tokenizer = HuggingFaceTokenizer(bpe_file)
     tokenize_stream(source, tokenizer, tmp_path / "whole/out", workers=1, progress=False)
     stops: dict[str, Callable[[subprocess.Popen[bytes]], None]] = {
@@ -99,8 +99,8 @@ def test_a_stopped_run_goes_on_and_gives_the_same_files(
     }
 
     finished = stop_in_the_middle(tmp_path, bpe_file, tmp_path / "stopped/out", stops[how])
-    assert 3 <= finished < 400
-    tokenize_stream(source, tokenizer, tmp_path / "stopped/out", workers=1, documents_per_shard=20, progress=False)
+    assert 3 <= finished < 100
+    tokenize_stream(source, tokenizer, tmp_path / "stopped/out", workers=1, documents_per_shard=40, progress=False)
 
     assert files_of(tmp_path / "stopped/out") == files_of(tmp_path / "whole/out")
     assert len(os.listdir(tmp_path / "stopped")) == 5, "nothing unfinished is left behind"
@@ -109,7 +109,7 @@ def test_a_stopped_run_goes_on_and_gives_the_same_files(
 def test_input_that_grows_while_it_is_read_is_an_error(
     tmp_path: Path, bpe_file: Path, jsonl: Write, texts_of: Draw
 ) -> None:
-    jsonl(tmp_path / "in.jsonl", texts_of(8000))
+    jsonl(tmp_path / "in.jsonl", texts_of(4000))
 
     def append(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGSTOP)

@@ -76,7 +76,7 @@ def train_ranks() -> Callable[..., list[dict[str, Any]]]:
         path = run_directory.write_config(run_dir, config)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         ended = subprocess.run(
-            [*command, "-m", "nemo_ext.megatron.trainer", str(path)],
+            [*command, "-m", "nemo_ext.megatron.rank", str(path)],
             capture_output=True,
             text=True,
             timeout=240,

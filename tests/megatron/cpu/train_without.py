@@ -17,6 +17,7 @@ from nemo_ext.config import compose
 from nemo_ext.megatron import trainer
 from nemo_ext.megatron.arguments import command_line, parse_arguments
 from nemo_ext.megatron.cpu import mamba_modules, patches, runtime
+from nemo_ext.megatron.rank import leave
 
 OVERRIDES = (
     "data=mock",
@@ -57,7 +58,7 @@ def trial(target: str, config: dict[str, Any]) -> str | None:
                 place = traceback.extract_tb(error.__traceback__)[-1]
                 (run_dir / "error").write_text(f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})")
             finally:
-                os._exit(code)
+                leave(code)
         _, status = os.waitpid(child, 0)
         if status == 0:
             return None

@@ -1,0 +1,67 @@
+"""The process of one rank: what `torchrun` or `srun` starts.
+
+    torchrun --nproc-per-node N -m nemo_ext.megatron.rank RUN_DIR/config.yaml
+
+It imports nothing heavy before it runs: Megatron's checkpoint writer starts a helper process that imports this file again.
+"""
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from typing import NoReturn
+
+
+def run(config_path: str) -> NoReturn:
+    """Trains as the config says and ends the process: 0, the code of a SystemExit, or 1 with a traceback."""
+    code = 0
+    try:
+        from nemo_ext.megatron.trainer import main
+
+        main(config_path)
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process at once, without Python's own clean-up.
+
+    With `exit_signal_handler` Megatron makes its data loader workers ignore SIGTERM (training/datasets/data_samplers.py)
+    and keeps their iterators alive, so Python would wait for them for ever. They hold nothing that is needed.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(code)
+
+
+def guard_helper() -> None:
+    """Ties the checkpoint writer's helper process to its rank.
+
+    A scheduler or torchrun sends SIGTERM to the whole process group, and the helper would die of it while the rank needs it
+    to write the last checkpoint (core/dist_checkpointing/strategies/filesystem_async.py); killed, the rank would leave it
+    behind.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with_parent(signal.SIGKILL)
+
+
+def end_with_parent(number: int) -> None:
+    """Has Linux send this process a signal when the thread that started it ends; elsewhere does nothing."""
+    pr_set_pdeathsig = 1
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
+
+
+if __name__ == "__mp_main__":
+    guard_helper()
+if __name__ == "__main__":
+    run(sys.argv[1])

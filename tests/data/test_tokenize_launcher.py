@@ -1,0 +1,104 @@
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import launchers
+import nemo_ext
+from nemo_ext.data.documents import Source
+from nemo_ext.data.manifest import read_manifest
+
+ROOT = Path(nemo_ext.__file__).parents[1]
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from nemo_ext.cli import main; main()"
+
+Write = Callable[..., Source]
+
+
+def tokenize(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Runs `nemo-ext tokenize` in a process where torch cannot be imported."""
+    command = [sys.executable, "-c", WITHOUT_TORCH, "tokenize", *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def refused(*words: str, cwd: Path) -> str:
+    """The one line with which a user's mistake ends."""
+    ended = tokenize(*words, cwd=cwd)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    (line,) = ended.stderr.splitlines()
+    return line
+
+
+def test_help_and_the_composed_config_are_given_without_torch(tmp_path: Path) -> None:
+    helped, composed = tokenize("--help", cwd=tmp_path), tokenize("data=local_text", "--cfg", "job", cwd=tmp_path)
+
+    assert (helped.returncode, helped.stderr) == (composed.returncode, composed.stderr) == (0, "")
+    for key in ("input", "output", "kind", "text_key", "tokenizer", "validation_share", "workers", "data"):
+        assert f"\n  {key} " in helped.stdout, f"{key} is not explained"
+    assert "input: null\n" in composed.stdout
+    assert "kind: python_stdlib" in composed.stdout
+
+
+def test_ones_own_file_is_tokenised_once(tmp_path: Path, jsonl: Write, texts_of: Callable[[int], list[str]]) -> None:
+    jsonl(tmp_path / "texts.jsonl", [*texts_of(60), "twice", "twice"])
+    words = ("input=texts.jsonl", "output=made/mine", "validation_share=0.2", "workers=2")
+
+    first = tokenize(*words, cwd=tmp_path)
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()}
+    second = tokenize(*words, cwd=tmp_path)
+
+    manifest = read_manifest(tmp_path / "made/mine")
+    assert (first.returncode, first.stdout) == (second.returncode, second.stdout) == (0, "")
+    assert first.stderr == f"mine: {manifest.contents()}; skipped 1 duplicate\n"
+    assert second.stderr == f"mine: already tokenised: {manifest.contents()}\n"
+    assert sorted(before) == ["mine.json", "mine_train.bin", "mine_train.idx", "mine_valid.bin", "mine_valid.idx"]
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "texts.jsonl"], "nothing of Hydra's"
+
+
+def test_the_launcher_runs_as_a_script_with_workers(tmp_path: Path, bpe_file: Path, jsonl: Write) -> None:
+    # A script's folder is on the path of Python, where this one's tokenize.py would be found for the library's.
+    jsonl(tmp_path / "texts.jsonl", ["a", "b", "c"])
+    script = Path(launchers.__file__).parent / "tokenize.py"
+    stream = "{name: own, weight: 1, source: {kind: jsonl, path: texts.jsonl}}"
+    words = [f"data.directory={tmp_path}", f"data.streams=[{stream}]", f"tokenizer={bpe_file}", "workers=2"]
+
+    ended = subprocess.run([sys.executable, script, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    assert (ended.returncode, ended.stdout) == (0, "")
+    assert ended.stderr.startswith("own: 3 documents (")
+    assert read_manifest(tmp_path / "own").tokenizer["path"] == str(bpe_file)
+
+
+def test_a_blend_whose_group_file_speaks_of_megatron_composes(tmp_path: Path) -> None:
+    assert refused("data=olmo1_dolma", cwd=tmp_path).startswith("error: no stream of this blend has a source")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "error: nothing to tokenise: give input=FILE output=PREFIX"),
+        (["input=nowhere.jsonl", "output=x"], "error: stream 'x': jsonl source: no such file: nowhere.jsonl"),
+        (["input=a.jsonl", "output=x", "tokenizer=nowhere"], "error: tokenizer nowhere: No such file or directory"),
+        (["input=a.jsonl", "output=x", "tokenizer=a.jsonl"], "error: tokenizer a.jsonl: not a tokenizer.json"),
+        (["input=a.jsonl", "output=x", "validation_share=2"], "error: validation_share must be a share from 0"),
+        (["input=a.jsonl", "output=x", "text_key=body"], "error: stream 'x': no line has a text: "),
+        (["input=a.jsonl", "output=a.jsonl/x"], "error: [Errno 20] Not a directory: 'a.jsonl/x.json'"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path: Path, words: list[str], message: str) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
+
+    assert refused(*words, cwd=tmp_path).startswith(message)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_an_unknown_option_is_named_with_exit_code_2(tmp_path: Path) -> None:
+    ended = tokenize("inptu=a.jsonl", cwd=tmp_path)
+
+    assert ended.returncode == 2
+    assert "Could not override 'inptu'" in ended.stderr
