@@ -134,9 +134,7 @@ def largest_difference(
     for step, forward in zip((one, other), forwards, strict=True):
         step()
         assert x.grad is not None
-        gradients = [
-            parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None
-        ]
+        gradients = [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
         with torch.no_grad():
             sides.append([forward(x), x.grad.clone(), *gradients])
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(sides[0], sides[1], strict=True))
@@ -258,9 +256,7 @@ def peak_bytes(side: str, length: int, chunk_size: int, threads: int) -> int:
     return int(done.stdout.split()[-1])
 
 
-def compare_mixers(
-    sizes: Sizes, length: int, chunk_size: int, arguments: argparse.Namespace
-) -> dict[str, Any]:
+def compare_mixers(sizes: Sizes, length: int, chunk_size: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Both mixers at one chunk size."""
     mixer, their_forward = theirs(sizes, chunk_size)
     our_forward = ours(mixer, sizes, chunk_size)
@@ -269,9 +265,7 @@ def compare_mixers(
     steps = [training_step(forward, x, mixer) for forward in forwards]
     difference = largest_difference(steps[0], steps[1], forwards, x, mixer)
     if difference > AGREEMENT:
-        raise SystemExit(
-            f"the mixers differ by {difference:.1e} of the largest value, more than {AGREEMENT:.0e}"
-        )
+        raise SystemExit(f"the mixers differ by {difference:.1e} of the largest value, more than {AGREEMENT:.0e}")
     projected = int(mixer.in_proj.weight.shape[0])
     projections = 3 * 2 * length * sizes.hidden * (projected + sizes.inner)
     seconds, best = take_turns(
@@ -310,9 +304,7 @@ def compare_scans(sizes: Sizes, length: int, chunk_size: int, repeats: int) -> d
     return {"chunk_size": chunk_size, "operations": operations, "seconds": seconds, "best_seconds": best}
 
 
-def by_length(
-    sizes: Sizes, lengths: list[int], chunk_size: int, arguments: argparse.Namespace
-) -> list[dict[str, Any]]:
+def by_length(sizes: Sizes, lengths: list[int], chunk_size: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Our mixer at several lengths."""
     mixer, _ = theirs(sizes, chunk_size)
     forward = ours(mixer, sizes, chunk_size)
@@ -419,9 +411,7 @@ def print_report(result: dict[str, Any]) -> None:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=2048, help="tokens for the comparisons (default 2048)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
     parser.add_argument("--chunks", type=int, nargs="+", default=[128, 256], help="chunk sizes compared")
@@ -430,9 +420,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=Sizes.groups)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7, help="measured rounds; medians are reported")
-    parser.add_argument(
-        "--blocks", action="store_true", help="also time the scan with blocks of 32, 64 and 128"
-    )
+    parser.add_argument("--blocks", action="store_true", help="also time the scan with blocks of 32, 64 and 128")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     parser.add_argument("--peak-of", choices=("ours", "transformers"), help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -457,9 +445,7 @@ def main(arguments: argparse.Namespace) -> None:
             "transformers": version("transformers"),
         },
         "mixers": [compare_mixers(sizes, arguments.length, chunk, arguments) for chunk in arguments.chunks],
-        "scans": [
-            compare_scans(sizes, arguments.length, chunk, arguments.repeats) for chunk in arguments.chunks
-        ],
+        "scans": [compare_scans(sizes, arguments.length, chunk, arguments.repeats) for chunk in arguments.chunks],
         "lengths": by_length(sizes, arguments.lengths, arguments.chunks[0], arguments),
     }
     if arguments.blocks:

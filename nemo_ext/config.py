@@ -4,6 +4,8 @@
 `--config-dir` work the same everywhere, and a user's mistake is one line on stderr and exit code 2.
 """
 
+import difflib
+import importlib.resources
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,7 +54,7 @@ def compose(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """
     register_resolvers()
     with hydra.initialize_config_module("hydra_conf", version_base="1.3"):
-        return plain(hydra.compose(config_name, overrides=open_megatron(overrides)))
+        return plain(hydra.compose(config_name, overrides=hydra_words(overrides)))
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -61,10 +63,10 @@ def plain(config: DictConfig) -> dict[str, Any]:
     Raises:
         ValueError: naming every value still missing (`???`), or an interpolation that cannot be resolved.
     """
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise ValueError(f"not set: {', '.join(missing)}; give each as key=value on the command line")
     try:
+        missing = sorted(OmegaConf.missing_keys(config))
+        if missing:
+            raise ValueError(f"not set: {', '.join(missing)}; give each as key=value on the command line")
         container = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
@@ -72,9 +74,39 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in container.items()}
 
 
-def open_megatron(overrides: Sequence[str]) -> list[str]:
-    """Lets `megatron.KEY=value` add keys: Hydra knows only those that a file names, Megatron's parser knows them all."""
-    return [f"++{word}" if word.startswith("megatron.") and "=" in word else word for word in overrides]
+def hydra_words(words: Sequence[str]) -> list[str]:
+    """Command line words as Hydra's grammar wants them.
+
+    `megatron.KEY=value` may add a key: Hydra knows only those that a file names, Megatron's parser knows them all.
+    The value of `model.pattern` is quoted: our notation's braces and parentheses mean something else to Hydra.
+    """
+    spelled = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name.startswith("megatron.") and equals:
+            spelled.append(f"++{word}")
+        elif name == "model.pattern" and value[:1] not in ("'", '"'):
+            spelled.append(f'{name}="{value}"')
+        else:
+            spelled.append(word)
+    return spelled
+
+
+def check_recipe(words: Sequence[str]) -> None:
+    """Refuses a recipe that is not there, naming the nearest; Hydra would list one folder level only.
+
+    Raises:
+        ValueError: if no packaged recipe has the name and no --config-dir was given that may hold it.
+    """
+    folder = importlib.resources.files("hydra_conf") / "recipe"
+    for word in words:
+        name = word.removeprefix("recipe=")
+        if word.startswith("recipe=") and not (folder / f"{name}.yaml").is_file() and "--config-dir" not in words:
+            with importlib.resources.as_file(folder) as path:
+                known = sorted(str(file.relative_to(path).with_suffix("")) for file in path.rglob("*.yaml"))
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"recipe={name}: no such recipe{hint} There are {', '.join(known)}")
 
 
 def run_job(config_name: str, job: Callable[[dict[str, Any]], None]) -> None:
@@ -83,7 +115,12 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None]) -> None:
     Ends the process with code 2 and one line on stderr where the user can mend it: a composition error or a ValueError.
     """
     register_resolvers()
-    sys.argv = [sys.argv[0], *open_megatron(sys.argv[1:])]
+    try:
+        check_recipe(sys.argv[1:])
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    sys.argv = [sys.argv[0], *hydra_words(sys.argv[1:])]
 
     def guarded(config: DictConfig) -> None:
         try:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from filelock import FileLock, Timeout
 from rich.console import Console
@@ -92,9 +92,11 @@ def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) 
         return
     before = run_directory.read_config(path)
     if before["model"] != config["model"]:
-        changed = sorted(k for k in before["model"] | config["model"] if before["model"].get(k) != config["model"].get(k))
+        changed = sorted(
+            k for k in before["model"] | config["model"] if before["model"].get(k) != config["model"].get(k)
+        )
         raise ValueError(
-            f"{run_dir} holds a run of another model (model.{', model.'.join(changed)} differ): choose another run_dir, "
+            f"{run_dir} holds a run of another model (model.{', model.'.join(changed)} differ): choose another run_dir "
             "or remove this one"
         )
     old, new = before["megatron"], config["megatron"]
@@ -137,8 +139,10 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
     if process.returncode:
         tail = _new_text(run_dir / run_directory.LOG, position).splitlines()[-40:]
         print("\n".join(tail), file=sys.stderr)
-        print(f"error: a rank failed (exit code {process.returncode}); whole log: {run_dir / run_directory.LOG}",
-              file=sys.stderr)
+        print(
+            f"error: a rank failed (exit code {process.returncode}); whole log: {run_dir / run_directory.LOG}",
+            file=sys.stderr,
+        )
         sys.exit(1)
 
 
@@ -150,8 +154,12 @@ def _end_with_launcher() -> None:
 def _watch(process: subprocess.Popen[bytes], metrics: Path, target: int, console: Console) -> None:
     """Shows the newest step until the ranks end: a live line on a terminal, a line every few seconds elsewhere."""
     columns = (
-        BarColumn(bar_width=30), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
-        TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(elapsed_when_finished=False),
     )
     progress = Progress(*columns, console=console, disable=not console.is_terminal)
     with progress:
@@ -202,6 +210,6 @@ def describe_step(step: Mapping[str, Any], validation: Mapping[str, Any] | None)
 
 
 def _new_text(path: Path, position: int) -> str:
-    with path.open("rb") as stream:  # type: IO[bytes]
+    with path.open("rb") as stream:
         stream.seek(position)
         return stream.read().decode(errors="replace")

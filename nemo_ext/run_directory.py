@@ -52,7 +52,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def write_versions(run_dir: Path, argv: list[str]) -> None:
     """Writes what ran: package versions, git commit of the working directory, Python, host, command line."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)

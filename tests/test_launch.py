@@ -68,9 +68,7 @@ def test_a_run_leaves_config_versions_metrics_log_and_a_report_with_a_plot(unint
     assert sorted(losses(run_dir)) == list(range(1, 31))
     assert "report.png" in (run_dir / "report.md").read_text()
     assert "step 30/30" in out and "report:" in out
-    evaluations = [
-        line for line in run_directory.read_metrics(run_dir / run_directory.METRICS) if "val_loss" in line
-    ]
+    evaluations = [line for line in run_directory.read_metrics(run_dir / run_directory.METRICS) if "val_loss" in line]
     assert [line["step"] for line in evaluations[:3]] == [10, 20, 30]
 
 
@@ -112,7 +110,9 @@ def test_killed_at_a_random_step_it_goes_on_exactly(uninterrupted: tuple[Path, s
     resumed = losses(tmp_path / "run")
     assert resumed.keys() == whole.keys()
     for number in range(1, 31):
-        assert resumed[number] == pytest.approx(whole[number], rel=1e-6), f"step {number}, killed at {step}, seed {seed}"
+        assert resumed[number] == pytest.approx(whole[number], rel=1e-6), (
+            f"step {number}, killed at {step}, seed {seed}"
+        )
 
 
 def test_ctrl_c_saves_and_the_same_command_resumes(uninterrupted: tuple[Path, str], tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_two_runs_do_not_share_a_directory(tmp_path: Path) -> None:
         (["data=local_text", "data.tokenizer={kind: huggingface, path: /nowhere/tokenizer.json}"], "/nowhere"),
         (["data=local_text", "data.streams=[{name: a, weight: 1, prefix: /nowhere/a}]"], "/nowhere/a_train.idx"),
         (["launcher.nodes=2"], "scale=laptop"),
-        (["recipe=nothing"], "recipe/nothing"),
+        (["recipe=olmo3/7b_pretrian"], "did you mean olmo3/7b_pretrain?"),
         (["train.token=3"], "token"),
         (["megatron.swiglu=3"], "megatron.swiglu: expected true or false"),
         (["megatron.log_throughput=3"], "switch"),

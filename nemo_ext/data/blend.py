@@ -30,16 +30,16 @@ def use_blend(config: dict[str, Any]) -> None:
                 missing = Path(f"{paths[stream['name']]}_{split}.idx")
                 if not missing.is_file():
                     raise ValueError(
-                        f"data.streams: {stream['name']}: {missing} does not exist; tokenise the stream first "
-                        "(`nemo-ext tokenize`), set its prefix, or choose data=local_text"
+                        f"data.streams: {stream['name']}: {missing} does not exist; tokenise the stream first with a "
+                        "validation_share above 0 (`nemo-ext tokenize`), set its prefix, or choose data=local_text"
                     )
     for split in ("train", "valid"):
         blend = [word for s in data["streams"] for word in (str(s["weight"]), f"{paths[s['name']]}_{split}")]
         megatron.setdefault(f"{split}_data_path", blend)
     tokenizer = load_tokenizer(data["tokenizer"])
-    for name, value in megatron_arguments(tokenizer).items():
-        if megatron.get(name) is None:
-            megatron[name] = value
+    if megatron.get("tokenizer_type") is None:
+        # Training needs only the number of ids and the end of document, so not even transformers.
+        megatron.update(megatron_arguments(tokenizer, ids_only=True))
     rows = megatron.get("padded_vocab_size")
     if rows is not None and tokenizer.vocab_size > int(rows):
         raise ValueError(

@@ -47,8 +47,14 @@ def plot(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: P
         values = [line["val_loss"] for line in evaluations]
         loss.plot(at, values, "o-", color="#d1495b", markersize=4.5, linewidth=1.2, label="validation")
         for index in {0, len(values) - 1}:
-            loss.annotate(f"{values[index]:.3f}", (at[index], values[index]), xytext=(4, 6), textcoords="offset points",
-                          fontsize=9, color="#d1495b")
+            loss.annotate(
+                f"{values[index]:.3f}",
+                (at[index], values[index]),
+                xytext=(4, 6),
+                textcoords="offset points",
+                fontsize=9,
+                color="#d1495b",
+            )
     loss.set_ylabel("loss (nats per token)")
     loss.legend(frameon=False)
     loss.set_title(title, loc="left", fontsize=11)
@@ -84,11 +90,13 @@ def _markdown(
     if evaluations:
         first, final = evaluations[0], evaluations[-1]
         fall = 1 - final["val_loss"] / first["val_loss"]
-        rows.append((
-            "validation loss",
-            f"{first['val_loss']:.4f} at step {first['step']} -> {final['val_loss']:.4f} at step {final['step']}"
-            f" ({fall:.0%} lower)",
-        ))
+        rows.append(
+            (
+                "validation loss",
+                f"{first['val_loss']:.4f} at step {first['step']} -> {final['val_loss']:.4f} at step {final['step']}"
+                f" ({fall:.0%} lower)",
+            )
+        )
     rate = sorted(line["tokens_per_second"] for line in steps)[len(steps) // 2]
     utilisation = [line["mfu"] for line in steps if line.get("mfu") is not None]
     rows += [("tokens per second, median", f"{rate:,.0f}")]

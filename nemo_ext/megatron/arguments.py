@@ -1,8 +1,8 @@
 """From the composed config to Megatron's own, checked arguments.
 
 The config's `megatron:` block holds Megatron's command line flags as they are, dashes written as underscores
-(`--moe-router-topk 6` is `moe_router_topk: 6`, `--swiglu` is `swiglu: true`). Nothing is re-declared: the installed parser
-decides what exists, what type it has and what it means, so every option of every version is reachable.
+(`--moe-router-topk 6` is `moe_router_topk: 6`, `--swiglu` is `swiglu: true`). Nothing is re-declared: the installed
+parser decides what exists, what type it has and what it means, so every option of every version is reachable.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from nemo_ext.architecture.pipeline import balance
 MANAGED = {
     "hybrid_layer_pattern": "set model.pattern: it is compiled from the notation",
     "num_layers": "set model.pattern: the number of layers is the number of its blocks",
-    "spec": "the layer spec follows from model.pattern; --spec is for runs without this trainer (docs/plain_megatron.md)",
+    "spec": "the layer spec follows from model.pattern; --spec is for runs without this trainer (docs/megatron.md)",
     "transformer_impl": "set model.backend (auto, local or transformer_engine)",
     "save": "set run_dir: checkpoints are kept in run_dir/checkpoints",
     "tensorboard_dir": "set run_dir: TensorBoard files are kept in run_dir/tensorboard",
@@ -48,7 +48,7 @@ LOCAL_BACKEND = {
 """What Megatron needs to hear where Transformer Engine and Apex are missing (their fused kernels are off)."""
 
 CPU = {"distributed_backend": "gloo", "use_cpu_initialization": True, "disable_jit_fuser": True}
-"""What Megatron needs to hear where CUDA is missing; compiling its small fused functions there costs more than it saves."""
+"""What Megatron needs to hear where CUDA is missing; compiling its small fused functions there costs time."""
 
 
 def resolve_backend(requested: str) -> str:
@@ -95,7 +95,8 @@ def command_line(config: Mapping[str, Any]) -> list[str]:
         config: the resolved config as plain containers, with `model`, `megatron`, `run_dir` and, for real data, `data`.
 
     Raises:
-        ValueError: for a key that the installed Megatron does not have (naming the nearest), or one that the trainer sets
+        ValueError: for a key that the installed Megatron does not have (naming the nearest), or one that the trainer
+        sets
             itself (saying what to set instead).
     """
     import torch

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ class SDPACoreAttention(MegatronModule):
     (packed: `[tokens, heads / tp * head_dim]`).
 
     Raises:
-        ValueError: for context parallelism, a learned softmax offset, an attention bias or a mask type that is not causal,
+        ValueError: for context parallelism, a learned softmax offset, an attention bias or a mask type that is not
+        causal,
             which need Transformer Engine.
     """
 
@@ -91,7 +93,7 @@ class SDPACoreAttention(MegatronModule):
             bounds = starts.tolist()
             pieces = [
                 self._attend(query[a:b, None], key[a:b, None], value[a:b, None], causal=causal)
-                for a, b in zip(bounds, bounds[1:], strict=False)
+                for a, b in pairwise(bounds)
                 if b > a
             ]
             tail = query.shape[0] - bounds[-1]
@@ -197,7 +199,9 @@ class BlockSelfAttention(SelfAttention):
                 cp_group=self.pg_collection.cp,
             )
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """As `SelfAttention.forward`; hidden states `[seq, batch, hidden]`."""
         if self.rotary is not None:
             packed = kwargs.get("packed_seq_params")

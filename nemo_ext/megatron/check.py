@@ -22,7 +22,8 @@ def check(config: Mapping[str, Any]) -> argparse.Namespace:
     """Megatron's validated arguments for the config.
 
     Raises:
-        ValueError: for a layout that does not fit the model or the machine, an unknown or contradictory argument, a pattern
+        ValueError: for a layout that does not fit the model or the machine, an unknown or contradictory argument, a
+        pattern
             that does not parse.
     """
     check_layout(config)

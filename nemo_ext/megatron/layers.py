@@ -1,7 +1,9 @@
 """The block classes a `HybridStack` builds: Megatron's own layers, each with the sizes of its own block.
 
-`HybridStack` hands every layer the model's config and the layer's global 1-based number. Each class here copies the config,
-sets what the notation gave that block (`*{kv=4}`, `-{ffn=5376}`), and calls Megatron's constructor. Nothing else changes.
+`HybridStack` hands every layer the model's config and the layer's global 1-based number. Each class here copies the
+config,
+sets what the notation gave that block (`*{kv=4}`, `-{ffn=5376}`), and calls Megatron's constructor. Nothing else
+changes.
 """
 
 import copy
@@ -24,7 +26,8 @@ from torch import Tensor
 from nemo_ext.architecture.blocks import LINEAR
 
 Overrides = Mapping[int, Mapping[str, object]]
-"""1-based global layer number -> TransformerConfig fields of that block, and `linear` (`architecture.pattern.compile`)."""
+"""1-based global layer number -> TransformerConfig fields of that block, and `linear`; from `pattern.compile`."""
+
 
 def block_config(config: TransformerConfig, values: Mapping[str, object]) -> TransformerConfig:
     """The config of one block: `config` itself, or a shallow copy with `values` set.
@@ -119,11 +122,11 @@ class LinearReplacement(torch.nn.Module):
 def with_output_norm(linear: type[RowParallelLinear], norm: LayerNormBuilder) -> type[RowParallelLinear]:
     """A row-parallel linear class whose output is normalised before the residual add (OLMo 2 and 3's reordered norm).
 
-    The norm is the submodule `output_norm`, so a checkpoint holds `linear_proj.output_norm.weight`. The linear must have no
-    bias: Megatron adds a row-parallel bias after the layer, which would come after the norm.
+    The norm is the submodule `output_norm`, so a checkpoint holds `linear_proj.output_norm.weight`. The linear must
+    have no bias: Megatron adds a row-parallel bias after the layer, which would come after the norm.
     """
 
-    class RowParallelLinearWithOutputNorm(linear):  # type: ignore[valid-type, misc]
+    class RowParallelLinearWithOutputNorm(linear):
         def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, bias: bool, **kwargs: Any):
             if bias:
                 raise ValueError("norm_placement=output needs projections without bias: set disable_bias_linear=true")

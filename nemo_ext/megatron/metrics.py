@@ -1,7 +1,7 @@
 """metrics.jsonl: one object a logged step, taken from the scalars that Megatron gives to TensorBoard.
 
-Megatron's loop has no callbacks, but everything it measures goes through one writer object on the last rank. This writer
-passes each scalar on to TensorBoard and gathers those of a step into one line.
+Megatron's loop has no callbacks, but everything it measures goes through one writer object on the last rank. This
+writer passes each scalar on to TensorBoard and gathers those of a step into one line.
 """
 
 import json
@@ -32,9 +32,9 @@ NAMES = {LOSS: "loss", "learning-rate": "lr", "grad-norm": "grad_norm", f"{LOSS}
 class MetricsWriter:
     """Writes metrics.jsonl beside TensorBoard.
 
-    A line has `step`, `tokens` (trained so far), `loss`, `lr`, `grad_norm`, `tokens_per_second`, `seconds_per_step`, `mfu`
-    (null where the device's peak is not known) and what else Megatron logs; a line of an evaluation has `step`, `tokens`
-    and `val_loss`.
+    A line has `step`, `tokens` (trained so far), `loss`, `lr`, `grad_norm`, `tokens_per_second`, `seconds_per_step`,
+    `mfu` (null where the device's peak is not known) and what else Megatron logs; a line of an evaluation has `step`,
+    `tokens` and `val_loss`.
 
     Args:
         path: the file; lines of steps after `first_step` from an earlier, killed run are removed first.

@@ -1,7 +1,8 @@
 """Normalisation layers of the local back end.
 
 Megatron's `WrappedTorchNorm` refuses sequence parallelism, zero-centred weights and norms without weights; Transformer
-Engine has none of the three limits. These two classes close the gap in plain torch, so that one spec serves both back ends.
+Engine has none of the three limits. These two classes close the gap in plain torch, so that one spec serves both
+back ends.
 """
 
 from typing import Any
@@ -22,7 +23,8 @@ class LocalNorm(torch.nn.Module):
 
     Args:
         config: reads `normalization`, `layernorm_zero_centered_gamma` (the stored weight is `weight - 1`) and
-            `sequence_parallel` (marks the weights, so that Megatron sums their gradients over the tensor-parallel group).
+            `sequence_parallel` (marks the weights, so that Megatron sums their gradients over the tensor-parallel
+            group).
         hidden_size: size of the last dimension.
         eps: added to the variance.
         affine: False gives OLMo 1's non-parametric norm, which has no weight at all.
@@ -51,7 +53,7 @@ class LocalNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises `x` `[..., hidden_size]`; same shape and dtype out."""
-        weight = self.weight
+        weight: Tensor | None = self.weight
         if weight is not None and self.zero_centred_weight:
             weight = weight + 1
         if self.centred:

@@ -46,8 +46,8 @@ class StackOptions:
     """What the stack needs beyond Megatron's TransformerConfig.
 
     Attributes:
-        symbols: the plain pattern these options were made for (`|` allowed); the model's must equal it. Empty: any pattern.
-        overrides: per-block config values, by 1-based layer number.
+        symbols: the plain pattern these options were made for (`|` allowed); the model's must equal it. Empty: any
+        pattern. overrides: per-block config values, by 1-based layer number.
         norm_affine: False for norms without weights (OLMo 1).
         norm_placement: `input` (pre-norm) or `output` (on each sub-layer's output before the residual add, OLMo 3).
         qk_norm_scope: with `qk_layernorm`, norm over each `head` or over the full `width` (OLMo 3).
@@ -70,9 +70,7 @@ class StackOptions:
 class LocalBackend(LocalSpecProvider):
     """Megatron's local back end with the three parts it lacks: norms, core attention and QK norms without limits."""
 
-    def layer_norm(
-        self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
-    ) -> LayerNormBuilder:
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> LayerNormBuilder:
         """A norm that allows sequence parallelism."""
         return LocalNorm
 
@@ -94,7 +92,7 @@ def backend(transformer_impl: str) -> BackendSpecProvider:
             "transformer_impl=transformer_engine, but Transformer Engine is not installed here: set "
             "model.backend=local, or install it (`pip install transformer-engine[pytorch]` on a machine with CUDA)"
         )
-    return get_backend(transformer_impl)  # type: ignore[arg-type]
+    return get_backend(transformer_impl)
 
 
 def norm_builder(config: TransformerConfig, options: StackOptions) -> LayerNormBuilder:
@@ -107,8 +105,8 @@ def norm_builder(config: TransformerConfig, options: StackOptions) -> LayerNormB
 def stack_submodules(config: TransformerConfig, options: StackOptions) -> HybridStackSubmodules:
     """Sub-layers of every block kind for this config and these options.
 
-    A checkpoint has the same keys from both back ends: where Transformer Engine fuses a norm into the linear after it, the
-    local norm is saved under the fused name.
+    A checkpoint has the same keys from both back ends: where Transformer Engine fuses a norm into the linear after
+    it, the local norm is saved under the fused name.
     """
     parts = backend(config.transformer_impl)
     norm = norm_builder(config, options)
@@ -138,9 +136,7 @@ def stack_submodules(config: TransformerConfig, options: StackOptions) -> Hybrid
     linear_layer = TransformerLayerSubmodules(
         input_layernorm=norm, self_attention=LinearReplacement, self_attn_bda=get_bias_dropout_add
     )
-    linear_ffn = TransformerLayerSubmodules(
-        pre_mlp_layernorm=norm, mlp=LinearReplacement, mlp_bda=get_bias_dropout_add
-    )
+    linear_ffn = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=LinearReplacement, mlp_bda=get_bias_dropout_add)
     attention = TransformerLayerSubmodules(
         input_layernorm=block_norm,
         self_attention=ModuleSpec(

@@ -1,7 +1,7 @@
 """One rank of a training run: the composed config becomes checked Megatron arguments, then Megatron's own `pretrain()`.
 
-`rank.py` is the process around it. Laptop and cluster run this same file. Where CUDA is missing the CPU runtime is put in first (`megatron/cpu`), and where
-mamba_ssm is missing the torch kernels stand in for it.
+`rank.py` is the process around it. Laptop and cluster run this same file. Where CUDA is missing the CPU runtime is
+put in first (`megatron/cpu`), and where mamba_ssm is missing the torch kernels stand in for it.
 """
 
 import json
@@ -33,7 +33,7 @@ def main(config_path: str) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asked for under tensor and context parallelism
     stand_ins = runtime.enable()  # before anything imports Megatron, which binds these names once
     if not torch.cuda.is_available():
-        torch.set_num_threads(max(1, psutil.cpu_count(logical=True) // int(config["launcher"]["nproc_per_node"])))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(config["launcher"]["nproc_per_node"])))
 
     # Imported here: Megatron's modules bind mamba_ssm and torch.cuda names when they are first imported.
     from megatron.core.enums import ModelType

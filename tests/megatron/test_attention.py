@@ -56,7 +56,9 @@ def test_it_is_attention(megatron: None, seq: int, window: int | None) -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5), window=st.sampled_from([None, 3]), tail=st.booleans())
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5), window=st.sampled_from([None, 3]), tail=st.booleans()
+)
 def test_a_packed_sequence_attends_to_itself_alone(
     megatron: None, lengths: list[int], window: int | None, tail: bool
 ) -> None:

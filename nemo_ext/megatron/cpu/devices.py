@@ -77,7 +77,7 @@ def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 def cuda_tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.type()` that answers `torch.cuda.FloatTensor` for a float tensor (the distributed optimizer compares names)."""
+    """`Tensor.type()` that answers `torch.cuda.FloatTensor` for a float tensor (optimizers compare names)."""
 
     def wrapped(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = original(self, *args, **kwargs)

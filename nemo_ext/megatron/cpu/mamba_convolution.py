@@ -96,9 +96,7 @@ class _CausalConvolution(torch.autograd.Function):
     """`convolve` and silu over the whole length; backward recomputes what comes before the silu."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activate: bool, run: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activate: bool, run: Tensor | None) -> Tensor:
         out = torch.empty(x.shape, dtype=compute_dtype(x), device=x.device)
         convolve(x, taps_by_age(weight, out.dtype), bias, run=run, out=out)
         ctx.save_for_backward(x, weight, bias, run)

@@ -128,9 +128,7 @@ class _SplitConvScan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, out_gradient: Tensor | None, state_gradient: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, out_gradient: Tensor | None, state_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         projection, weight, bias, dt_bias, A, D, run, ungated, *entering = ctx.saved_tensors
         sizes: _Sizes = ctx.sizes
         shape = (*projection.shape[:2], sizes.heads, sizes.head_dim)
@@ -160,9 +158,7 @@ class _SplitConvScan(torch.autograd.Function):
                 span = segment.span
                 convolved = _convolved(xbc, taps, bias, run, segment, scratch)
                 if ctx.activate:
-                    sigmoid = torch.sigmoid(
-                        convolved, out=scratch.take("convolved_sigmoid", *convolved.shape)
-                    )
+                    sigmoid = torch.sigmoid(convolved, out=scratch.take("convolved_sigmoid", *convolved.shape))
                     convolved.mul_(sigmoid)
                 # Gradients of this segment's convolution, then those of the tokens that read back into it.
                 count = convolved.shape[1]
@@ -296,9 +292,7 @@ def split_convolution_scan(
     check_convolution(weight, bias, activation=activation, channels=sizes.channels)
     features = sizes.channels + heads + (sizes.inner if gated else 0)
     if projection.dim() != 3 or projection.shape[1] == 0 or projection.shape[2] != features:
-        raise ValueError(
-            f"projection has shape {tuple(projection.shape)}, expected [batch, length >= 1, {features}]"
-        )
+        raise ValueError(f"projection has shape {tuple(projection.shape)}, expected [batch, length >= 1, {features}]")
     for name, tensor in (("A", A), ("dt_bias", dt_bias)):
         if tensor.shape != (heads,):
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected [heads = {heads}] as D has")
@@ -308,9 +302,7 @@ def split_convolution_scan(
         raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)}, expected {tuple(projection.shape[:2])}")
     work = compute_dtype(projection)
     A = A.to(work)
-    state = entering_state(
-        initial_states, batch=projection.shape[0], groups=groups, A=A, size=(head_dim, sizes.state)
-    )
+    state = entering_state(initial_states, batch=projection.shape[0], groups=groups, A=A, size=(head_dim, sizes.state))
     with full_precision(projection):
         out, state = _SplitConvScan.apply(
             projection,

@@ -111,9 +111,7 @@ class _ChunkScan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, out_gradient: Tensor | None, state_gradient: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, out_gradient: Tensor | None, state_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         x, dt, A, B, C, D, z, run, ungated, *entering = ctx.saved_tensors
         inputs = ScanSlice(x, dt, B, C, z, run)
         gradients = empty_gradients(inputs)
@@ -243,9 +241,7 @@ def ssd_chunk_scan(
     work = compute_dtype(x)
     A = A.to(work)
     groups, state_size = B.shape[2:]
-    state = entering_state(
-        initial_states, batch=x.shape[0], groups=groups, A=A, size=(x.shape[3], state_size)
-    )
+    state = entering_state(initial_states, batch=x.shape[0], groups=groups, A=A, size=(x.shape[3], state_size))
     with full_precision(x):
         out, state = _ChunkScan.apply(
             x,
@@ -296,6 +292,4 @@ def _check_shapes(
     }
     for name, (tensor, shape) in expected.items():
         if tensor is not None and tensor.shape != shape:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, expected {shape} where x is {tuple(x.shape)}"
-            )
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape} where x is {tuple(x.shape)}")

@@ -172,9 +172,7 @@ def _prepare(tensors: ScanSlice, A: Tensor, state: Tensor, segment: Segment, scr
     torch.bmm(B.mT, state_inputs.view(-1, q, r * p), out=states[1:].view(-1, state_size, r * p))
     for chunk in range(k):
         states[chunk + 1].addcmul_(states[chunk], whole[chunk][:, :, None, :, None])
-    return _Chunks(
-        x, dt, B, C, visible, from_start, to_end, whole, products, decay, head_inputs, state_inputs, states
-    )
+    return _Chunks(x, dt, B, C, visible, from_start, to_end, whole, products, decay, head_inputs, state_inputs, states)
 
 
 def scan_forward(
@@ -213,9 +211,7 @@ def scan_forward(
     torch.bmm(mixing, chunks.head_inputs.view(-1, q, p), out=inside.view(-1, q, p))
     target = _by_chunk(out if ungated is None else ungated, segment, g)
     total = target if target.dtype == inside.dtype else scratch.take("state_inputs", k, b, g, q, r, p)
-    torch.addcmul(
-        inside.transpose(3, 4), between.view(k, b, g, q, r, p), chunks.from_start[..., None], out=total
-    )
+    torch.addcmul(inside.transpose(3, 4), between.view(k, b, g, q, r, p), chunks.from_start[..., None], out=total)
     if D is not None:
         total.addcmul_(chunks.x, _per_head(D, g))
     if tensors.z is not None:
@@ -280,9 +276,9 @@ def scan_backward(
     inside = _backward_inside(chunks, dy, scratch)
     through_states = _dot(between.inputs, chunks.x, chunks.state_inputs).mul_(chunks.to_end)
     d_dt = _dot(inside.inputs, chunks.x, chunks.state_inputs) + through_states
-    d_inputs = torch.addcmul(
-        inside.inputs, between.inputs, chunks.to_end[..., None], out=chunks.state_inputs
-    ).mul_(chunks.dt[..., None])
+    d_inputs = torch.addcmul(inside.inputs, between.inputs, chunks.to_end[..., None], out=chunks.state_inputs).mul_(
+        chunks.dt[..., None]
+    )
     dx = _by_chunk(gradients.x, segment, g)
     if D is None:
         dx.copy_(d_inputs)

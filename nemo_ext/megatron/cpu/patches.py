@@ -1,7 +1,7 @@
 """Every place where Megatron insists on CUDA, as one table of named patches, applied only where CUDA is absent.
 
-A row says what is replaced, by what, why, and where upstream needs it. `tests/megatron/cpu/test_patches.py` trains without
-each row in turn and fails when upstream no longer needs it. The table is for Megatron-Core 0.19 and 0.20.
+A row says what is replaced, by what, why, and where upstream needs it. `tests/megatron/cpu/test_patches.py` trains
+without each row in turn and fails when upstream no longer needs it. The table is for Megatron-Core 0.19 and 0.20.
 """
 
 import importlib

@@ -217,9 +217,7 @@ def test_split_gradcheck() -> None:
     tensors = {name: tensor.requires_grad_() for name, tensor in case.tensors().items()}
 
     def split(*values: Tensor) -> tuple[Tensor, Tensor]:
-        return split_convolution_scan(
-            **dict(zip(tensors, values, strict=True)), chunk_size=3, **case.options()
-        )
+        return split_convolution_scan(**dict(zip(tensors, values, strict=True)), chunk_size=3, **case.options())
 
     assert torch.autograd.gradcheck(split, tuple(tensors.values()))
 
@@ -246,9 +244,7 @@ def test_split_in_bfloat16() -> None:
 def test_split_chooses_its_own_dtypes_under_autocast() -> None:
     case = Case(initial=False)
     tensors = {name: tensor.float() for name, tensor in case.tensors().items()}
-    expected, _, expected_gradients = gradients_of(
-        split_convolution_scan, tensors, chunk_size=CHUNK, **case.options()
-    )
+    expected, _, expected_gradients = gradients_of(split_convolution_scan, tensors, chunk_size=CHUNK, **case.options())
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, _, gradients = gradients_of(split_convolution_scan, tensors, chunk_size=CHUNK, **case.options())

@@ -99,9 +99,7 @@ class Case:
             "C": normal(*grouped),
         }
         if self.skip is not None:
-            tensors["D"] = (
-                normal(self.heads) if self.skip == "per_head" else normal(self.heads, self.head_dim)
-            )
+            tensors["D"] = normal(self.heads) if self.skip == "per_head" else normal(self.heads, self.head_dim)
         if self.gate:
             tensors["z"] = normal(*x_shape)
         if self.softplus:
@@ -174,9 +172,7 @@ def test_any_grouping_of_heads(groups: int) -> None:
 
 
 @pytest.mark.usefixtures("segment_elements")
-@pytest.mark.parametrize(
-    "starts", [(1,), (CHUNK,), (CHUNK - 1, CHUNK), (5, 6, 7, 40), (2 * CHUNK, 3 * CHUNK), (52,)]
-)
+@pytest.mark.parametrize("starts", [(1,), (CHUNK,), (CHUNK - 1, CHUNK), (5, 6, 7, 40), (2 * CHUNK, 3 * CHUNK), (52,)])
 def test_sequence_starts_anywhere(starts: tuple[int, ...]) -> None:
     assert_scan_equals_recurrence(Case(starts=starts, batch=2))
 
@@ -232,9 +228,7 @@ def test_packed_sequences_do_not_see_each_other(lengths: list[int], seed: int) -
             for name, tensor in inputs.items()
         }
         out_alone = ssd_chunk_scan(**alone, **options)
-        expected = torch.autograd.grad(
-            (out_alone * weights[:, span]).sum(), [alone[name] for name in by_token]
-        )
+        expected = torch.autograd.grad((out_alone * weights[:, span]).sum(), [alone[name] for name in by_token])
         assert_close(out[:, span], out_alone, OUTPUT_TOLERANCE)
         for name, gradient, gradient_alone in zip(by_token, gradients, expected, strict=True):
             assert_close(gradient[:, span], gradient_alone, GRADIENT_TOLERANCE, f"gradient of {name}")
@@ -293,9 +287,7 @@ def test_dt_limit_bounds_dt() -> None:
     options: dict[str, Any] = {"dt_softplus": True, "dt_limit": (0.3, 0.9)}
     expected, _, expected_gradients = gradients_of(recurrence, tensors, **options)
 
-    out, _, gradients = gradients_of(
-        ssd_chunk_scan, tensors, chunk_size=CHUNK, return_final_states=True, **options
-    )
+    out, _, gradients = gradients_of(ssd_chunk_scan, tensors, chunk_size=CHUNK, return_final_states=True, **options)
 
     assert_close(out, expected, 1e-12)
     assert_close(gradients["dt"], expected_gradients["dt"], 1e-12)

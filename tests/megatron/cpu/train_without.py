@@ -67,7 +67,7 @@ def trial(target: str, config: dict[str, Any]) -> str | None:
 
 
 def check_random_states() -> None:
-    """What a missing random-state patch breaks without an error: states of their own, and the default state put back."""
+    """What a missing random-state patch breaks without an error: separate states, the default state put back."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     tracker = CudaRNGStatesTracker()
@@ -85,7 +85,13 @@ def check_random_states() -> None:
 def main() -> None:
     mamba_modules.install()
     targets = [target for patch in patches.PATCHES if patch.applies() for target in patch.targets]
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": "1",
+    }
     import megatron.training.training  # noqa: F401  imported once, here
 
     results = {}

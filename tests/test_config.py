@@ -1,0 +1,49 @@
+"""Composition: resolvers, overrides, missing values."""
+
+import pytest
+
+from nemo_ext.config import check_recipe, compose, hydra_words, iterations, multiply
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(None, None), (0, 0), (1, 1), (25e12, 993411), (503_316_480_000, 20000)]
+)
+def test_iterations_come_nearest_to_the_tokens(tokens: float | None, expected: int | None) -> None:
+    assert iterations(tokens, 8192, 3072) == expected
+
+
+def test_negative_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="zero or more"):
+        iterations(-1, 8, 8)
+
+
+def test_a_product_is_whole_where_it_can_be() -> None:
+    assert multiply(0.05, 100) == 5 and isinstance(multiply(0.05, 100), int)
+    assert multiply(0.05, 10) == 0.5
+
+
+def test_any_megatron_argument_can_be_added_and_a_pattern_needs_no_quotes() -> None:
+    config = compose("train", ["megatron.lr_warmup_init=1e-7", "model.pattern=(*{kv=1}-)x2"])
+
+    assert config["megatron"]["lr_warmup_init"] == 1e-7
+    assert config["model"]["pattern"] == "(*{kv=1}-)x2"
+
+
+def test_quoted_patterns_stay_as_they_are() -> None:
+    assert hydra_words(["model.pattern='M*'", "run_dir=x"]) == ["model.pattern='M*'", "run_dir=x"]
+
+
+def test_missing_values_are_named() -> None:
+    with pytest.raises(ValueError, match=r"train\.tokens"):
+        compose("train", ["train.tokens=???"])
+
+
+def test_a_recipe_that_is_not_there_is_named_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="did you mean nemotron3_nano/pretrain"):
+        check_recipe(["recipe=nemotron3_nano/pretrian"])
+
+
+def test_the_recipe_wins_over_the_model_and_the_command_line_over_both() -> None:
+    assert compose("train", ["recipe=domyn_small/cpt"])["megatron"]["rotary_base"] == 500_000
+    assert compose("train", ["recipe=domyn_small/cpt", "megatron.rotary_base=7"])["megatron"]["rotary_base"] == 7
+    assert compose("train", ["recipe=domyn_small/cpt", "model=domyn_small_tiny"])["model"]["name"] == "domyn_small_tiny"
