@@ -7,8 +7,6 @@ The cases are the files found, so a new one is tested as soon as it is there; a 
 import argparse
 import importlib.util
 import json
-import sys
-from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -65,17 +63,6 @@ def shrunk(recipe: str) -> dict[str, Any]:
     return composed(f"recipe={recipe}", f"model={twin(recipe)}", "data=local_text", "scale=laptop")
 
 
-@pytest.fixture(scope="module")
-def megatron_here() -> Iterator[None]:
-    """Megatron importable and usable without CUDA."""
-    from nemo_ext.megatron.cpu import mamba_modules, patches
-
-    if mamba_modules.MIXER not in sys.modules:  # the stand-ins must be there before the mixer looks for them
-        mamba_modules.install()
-    yield
-    patches.restore()
-
-
 def accepted(config: dict[str, Any]) -> argparse.Namespace:
     """Megatron's validated arguments, after its own model config was made from them too."""
     from nemo_ext.megatron.arguments import pattern_with_cuts
@@ -84,8 +71,8 @@ def accepted(config: dict[str, Any]) -> argparse.Namespace:
     from nemo_ext.megatron.model import model_config
 
     arguments = check(config)
-    patches.apply()
-    model = model_config(config["model"], pattern_with_cuts(config), arguments)
+    with patches.applied():
+        model = model_config(config["model"], pattern_with_cuts(config), arguments)
     assert model.transformer.hidden_size == config["megatron"]["hidden_size"]
     return arguments
 
@@ -264,7 +251,6 @@ def test_a_recipe_composes_under_its_own_name(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.usefixtures("megatron_here")
 def test_megatron_accepts_a_recipe_at_full_size(recipe: str) -> None:
     backend = "local" if recipe.endswith("/quickstart") else "transformer_engine"
     overrides = [f"recipe={recipe}", f"model.backend={backend}"]
@@ -378,7 +364,6 @@ def test_olmo_3_32b_stops_before_its_cosine_ends() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.usefixtures("megatron_here")
 def test_a_recipe_shrinks_to_a_laptop(recipe: str) -> None:
     arguments = accepted(shrunk(recipe))
 
@@ -395,7 +380,6 @@ def test_a_recipe_shrinks_to_a_laptop(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["olmo3/7b_long_context", "olmo3/32b_long_context"])
-@pytest.mark.usefixtures("megatron_here")
 def test_olmo_3_long_context_keeps_yarn_on_the_full_attention_blocks_when_it_shrinks(recipe: str) -> None:
     config = shrunk(recipe)
 

@@ -15,7 +15,7 @@ from nemo_ext.megatron.arguments import (
     quiet_imports,
     world_size,
 )
-from nemo_ext.megatron.cpu import patches, runtime
+from nemo_ext.megatron.cpu import mamba_modules, patches
 
 
 def check(config: Mapping[str, Any]) -> argparse.Namespace:
@@ -28,11 +28,9 @@ def check(config: Mapping[str, Any]) -> argparse.Namespace:
     """
     check_layout(config)
     with quiet_imports():
-        runtime.enable()
-        try:
+        mamba_modules.install()
+        with patches.applied():
             return parse_arguments(command_line(config), world_size=world_size(config))
-        finally:
-            patches.restore()
 
 
 def check_layout(config: Mapping[str, Any]) -> None:

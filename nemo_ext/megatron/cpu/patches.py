@@ -4,9 +4,10 @@ A row says what is replaced, by what, why, and where upstream needs it. `tests/m
 without each row in turn and fails when upstream no longer needs it. The table is for Megatron-Core 0.19 and 0.20.
 """
 
+import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -174,12 +175,22 @@ def apply(without: Collection[str] = ()) -> list[str]:
     return [patch.name for patch in chosen]
 
 
-def restore() -> None:
-    """Puts back every original."""
-    while _originals:
-        target, original = _originals.popitem()
+def restore(keep: Collection[str] = ()) -> None:
+    """Puts back every original, except at the targets in `keep`."""
+    for target in [target for target in _originals if target not in keep]:
         owner, attribute = _locate(target)
-        setattr(owner, attribute, original)
+        setattr(owner, attribute, _originals.pop(target))
+
+
+@contextlib.contextmanager
+def applied() -> Iterator[None]:
+    """The rows that this machine needs, for the time of a `with` block; what was applied before stays."""
+    before = tuple(_originals)
+    apply()
+    try:
+        yield
+    finally:
+        restore(keep=before)
 
 
 def _locate(target: str) -> tuple[Any, str]:

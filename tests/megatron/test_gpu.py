@@ -1,0 +1,31 @@
+"""The same command on a machine with CUDA: the local back end, with Megatron's and our own modules on the device."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_local_back_end_learns_on_the_device(
+    train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path, precision: str
+) -> None:
+    lines = train_ranks(tmp_path, "model.backend=local", f"precision={precision}")
+
+    assert lines[-1]["loss"] < 0.6 * lines[0]["loss"]
+
+
+@pytest.mark.parametrize("model", ["domyn_small_tiny", "llama_nemotron_tiny", "olmo1_tiny", "olmo3_tiny"])
+def test_the_other_families_learn_on_the_device(
+    train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path, model: str
+) -> None:
+    lines = train_ranks(tmp_path, "model.backend=local", f"model={model}")
+
+    assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]

@@ -1,0 +1,106 @@
+"""What README and docs tell a reader to run does run."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_ext import run_directory
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    """(page, code) of every fenced block of a language."""
+    return [
+        (page.name, code) for page in PAGES for code in re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.S)
+    ]
+
+
+def commands() -> list[str]:
+    """The `nemo-ext` lines of all shell blocks, comments removed."""
+    lines = [line for _, code in blocks("bash") for line in code.splitlines()]
+    return [line.split("   #")[0].strip() for line in lines if "nemo-ext " in line]
+
+
+QUICK = [line for line in commands() if " train " not in line or "--" in line]
+TRAINING = [line for line in commands() if line not in QUICK]
+
+
+def run(line: str, folder: Path, *more: str) -> str:
+    words = shlex.split(line)
+    assert words[0].endswith("nemo-ext")
+    command = [sys.executable, "-m", "nemo_ext.cli", *words[1:], *more]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.parametrize(("page", "code"), blocks("python"), ids=lambda value: value[:40].splitlines()[0])
+def test_python_examples(page: str, code: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert ended.returncode == 0, f"{page}: {ended.stderr}"
+
+
+@pytest.mark.parametrize("line", QUICK)
+def test_quick_commands(line: str, tmp_path: Path) -> None:
+    shutil.copy(ROOT / "README.md", tmp_path)
+
+    assert run(line, tmp_path) or "tokenize" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", TRAINING)
+def test_training_commands(line: str, tmp_path: Path) -> None:
+    """As written, but stopped after eight steps' worth of tokens on data that is made once."""
+    run(line, tmp_path, "train.tokens=32768", f"data_root={ROOT / 'data'}")
+
+    (run_dir,) = (path.parent for path in tmp_path.rglob("report.md"))
+    assert run_directory.read_metrics(run_dir / "metrics.jsonl")
+
+
+@pytest.mark.slow
+def test_make_train_in_a_fresh_checkout_and_again(tmp_path: Path) -> None:
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for name in files:
+        target = tmp_path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, target)
+    (tmp_path / ".venv").symlink_to(Path(sys.prefix))
+    (tmp_path / ".venv" / ".ready").touch()
+
+    first, second = (
+        subprocess.run(["make", "train"], cwd=tmp_path, capture_output=True, text=True, timeout=1200, check=False)
+        for _ in range(2)
+    )
+
+    assert first.returncode == 0, first.stdout + first.stderr
+    (run_dir,) = (path.parent for path in tmp_path.glob("runs/**/report.md"))
+    evaluations = [e for e in run_directory.read_metrics(run_dir / "metrics.jsonl") if "val_loss" in e]
+    assert evaluations[0]["step"] == 0
+    assert evaluations[-1]["val_loss"] < 0.6 * evaluations[0]["val_loss"]
+    assert (run_dir / "report.png").stat().st_size > 10_000
+    assert second.returncode == 0 and "finished" in second.stdout
+
+
+def test_a_python_that_is_too_old_is_told_in_one_line(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    old = tmp_path / "python3"
+    old.write_text('#!/bin/sh\ncase "$1" in --version) echo "Python 3.11.7";; *) exit 1;; esac\n')
+    old.chmod(0o755)
+
+    ended = subprocess.run(
+        ["make", "train", f"PYTHON={old}"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+
+    assert ended.returncode != 0
+    assert ended.stderr.splitlines()[0].startswith("nemo_ext needs Python 3.12 or newer")
+    assert "3.11.7" in ended.stderr.splitlines()[0]

@@ -1,0 +1,53 @@
+"""A wheel, installed somewhere else, has everything the command needs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel's contents, built from this checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT)], check=True)
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(folder / "site"), str(wheel)], check=True)
+    return folder / "site"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "--cfg", "job"],
+        ["train", "recipe=olmo3/7b_pretrain", "--cfg", "job"],
+        ["describe", "model=llama_nemotron_super_49b", "format=json"],
+        ["tokenize", "--cfg", "job"],
+    ],
+)
+def test_the_command_finds_its_configs(installed: Path, tmp_path: Path, words: list[str]) -> None:
+    code = (
+        f"import nemo_ext, sys; assert nemo_ext.__file__.startswith({str(installed)!r}), nemo_ext.__file__\n"
+        f"sys.argv = ['nemo-ext', *{words!r}]\nfrom nemo_ext.cli import main\nmain()"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    assert len(ended.stdout) > 200
+
+
+def test_the_wheel_has_the_console_script_and_the_type_marker(installed: Path) -> None:
+    assert (installed / "bin" / "nemo-ext").exists()
+    assert (installed / "nemo_ext" / "py.typed").exists()
