@@ -20,7 +20,8 @@ def write_report(run_dir: Path) -> Path:
     config = run_directory.read_config(run_dir / run_directory.CONFIG)
     lines = run_directory.read_metrics(run_dir / run_directory.METRICS)
     steps = [line for line in lines if "loss" in line]
-    evaluations = [line for line in lines if "val_loss" in line]
+    # Megatron evaluates the last step twice, in the loop and after it, on different samples: the later one counts.
+    evaluations = list({line["step"]: line for line in lines if "val_loss" in line}.values())
     if not steps:
         raise ValueError(f"{run_dir / run_directory.METRICS}: no step is logged yet, so there is nothing to report")
     plot(steps, evaluations, run_dir / PLOT, title=f"{config['recipe']} · {config['model']['name']}")
