@@ -26,7 +26,7 @@ def main() -> None:
     job = words[0]
     if job not in JOBS:
         near = difflib.get_close_matches(job, JOBS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = f"; did you mean {near[0]}?" if near else "."
         print(f"error: there is no job {job!r}{hint} Jobs: {', '.join(JOBS)}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"nemo-ext {job}", *words[1:]]

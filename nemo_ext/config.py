@@ -105,7 +105,7 @@ def check_recipe(words: Sequence[str]) -> None:
             with importlib.resources.as_file(folder) as path:
                 known = sorted(str(file.relative_to(path).with_suffix("")) for file in path.rglob("*.yaml"))
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f"; did you mean {near[0]}?" if near else "."
             raise ValueError(f"recipe={name}: no such recipe{hint} There are {', '.join(known)}")
 
 

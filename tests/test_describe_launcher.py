@@ -168,7 +168,7 @@ def test_the_tables_name_the_option_to_draw_and_write_nothing(tmp_path: Path) ->
         ("draw=model.gif", ".svg, .png"),
         ("draw=nowhere/model.png", "nowhere/model.png"),
         ("model=nemotron9", "nemotron3_nano_30b"),
-        ("recipe=olmo3/nope", "recipe/olmo3/nope"),
+        ("recipe=olmo3/nope", "recipe=olmo3/nope: no such recipe"),
         ("model.pattern=MEX", "'X'"),
     ],
 )
