@@ -198,8 +198,8 @@ def newest(metrics: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
 
 def describe_step(step: Mapping[str, Any], validation: Mapping[str, Any] | None) -> str:
     """One step in a few words."""
-    words = [f"loss {step['loss']:.3f}"]
-    if validation is not None:
+    words = ["loss nan" if step["loss"] is None else f"loss {step['loss']:.3f}"]
+    if validation is not None and validation["val_loss"] is not None:
         words.append(f"val {validation['val_loss']:.3f}")
     if step.get("lr") is not None:
         words.append(f"lr {step['lr']:.1e}")

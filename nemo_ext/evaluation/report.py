@@ -1,6 +1,7 @@
 """The one-page report of a training run: what it was, what came out, loss and learning rate as pictures. No torch."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ def write_report(run_dir: Path) -> Path:
     """
     config = run_directory.read_config(run_dir / run_directory.CONFIG)
     lines = run_directory.read_metrics(run_dir / run_directory.METRICS)
-    steps = [line for line in lines if "loss" in line]
+    steps = [line | {"loss": _number(line["loss"])} for line in lines if "loss" in line]
     # Megatron evaluates the last step twice, in the loop and after it, on different samples: the later one counts.
-    evaluations = list({line["step"]: line for line in lines if "val_loss" in line}.values())
+    evaluations = list(
+        {line["step"]: line | {"val_loss": _number(line["val_loss"])} for line in lines if "val_loss" in line}.values()
+    )
     if not steps:
         raise ValueError(f"{run_dir / run_directory.METRICS}: no step is logged yet, so there is nothing to report")
     plot(steps, evaluations, run_dir / PLOT, title=f"{config['recipe']} · {config['model']['name']}")
@@ -129,3 +132,8 @@ def _running_mean(values: list[float], *, window: int) -> list[float]:
         start = max(0, end - window)
         means.append(sum(values[start:end]) / (end - start))
     return means
+
+
+def _number(value: float | None) -> float:
+    """A logged value; null stands for a loss that was not finite."""
+    return math.nan if value is None else value

@@ -96,8 +96,7 @@ def command_line(config: Mapping[str, Any]) -> list[str]:
 
     Raises:
         ValueError: for a key that the installed Megatron does not have (naming the nearest), or one that the trainer
-        sets
-            itself (saying what to set instead).
+            sets itself (saying what to set instead).
     """
     import torch
 

@@ -77,14 +77,14 @@ class MetricsWriter:
         number = float(value)
         if name == "val_loss":
             self.flush()
-            self._write({"step": step, "tokens": step * self.tokens_per_step, "val_loss": number})
+            self._write({"step": step, "tokens": step * self.tokens_per_step, "val_loss": _finite(number)})
             return
         if self._step and self._step["step"] != step:
             self.flush()
         if not self._step:
             self._step = {"step": step, "tokens": step * self.tokens_per_step}
             self._time = time.perf_counter()
-        self._step[name] = number if math.isfinite(number) else None
+        self._step[name] = _finite(number)
 
     def flush(self) -> None:
         """Writes the gathered step, if it is whole (it has a loss)."""
@@ -117,3 +117,8 @@ class MetricsWriter:
         with self.path.open("a") as stream:
             stream.write(json.dumps(line) + "\n")
         self.on_line(line)
+
+
+def _finite(number: float) -> float | None:
+    """The number, or None (JSON null) where JSON has no word for it."""
+    return number if math.isfinite(number) else None

@@ -1,0 +1,110 @@
+"""metrics.jsonl from the scalars that Megatron writes."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.megatron.metrics import MetricsWriter
+
+
+class Scalars:
+    """Stands for TensorBoard: keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, tag: str, value: Any, step: int) -> None:
+        self.seen.append((tag, float(value), step))
+
+    def flush(self) -> None:
+        self.seen.append(("flushed", 0.0, 0))
+
+
+def writer(path: Path, *, first_step: int = 0, tensorboard: Scalars | None = None) -> MetricsWriter:
+    return MetricsWriter(
+        path,
+        first_step=first_step,
+        tokens_per_step=100,
+        flops_per_token=6.0,
+        peak_flops=1200.0,
+        tensorboard=tensorboard,
+    )
+
+
+def log_step(metrics: MetricsWriter, step: int, loss: float, *, seconds: float = 2.0) -> None:
+    for tag, value in (
+        ("learning-rate", 1e-3),
+        ("learning-rate vs samples", 1e-3),
+        ("lm loss", loss),
+        ("grad-norm", 0.5),
+        ("iteration-time", seconds),
+    ):
+        metrics.add_scalar(tag, value, step)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_step_is_one_line_with_its_speed(tmp_path: Path) -> None:
+    metrics = writer(tmp_path / "m.jsonl")
+    log_step(metrics, 1, 4.0)
+    log_step(metrics, 2, 3.0)
+    metrics.close()
+
+    first, second = lines(tmp_path / "m.jsonl")
+    assert first == {
+        "step": 1,
+        "tokens": 100,
+        "lr": 1e-3,
+        "loss": 4.0,
+        "grad_norm": 0.5,
+        "seconds_per_step": 2.0,
+        "tokens_per_second": 50.0,
+        "mfu": 0.25,
+    }
+    assert second["step"] == 2 and second["tokens"] == 200
+
+
+def test_an_evaluation_is_a_line_of_its_own_after_its_step(tmp_path: Path) -> None:
+    metrics = writer(tmp_path / "m.jsonl")
+    log_step(metrics, 1, 4.0)
+    metrics.add_scalar("lm loss validation", 3.5, 1)
+    metrics.add_scalar("lm loss validation vs samples", 3.5, 8)
+    metrics.close()
+
+    assert [line.get("loss", line.get("val_loss")) for line in lines(tmp_path / "m.jsonl")] == [4.0, 3.5]
+
+
+def test_a_loss_that_is_not_a_number_is_null(tmp_path: Path) -> None:
+    metrics = writer(tmp_path / "m.jsonl")
+    log_step(metrics, 1, math.nan)
+    metrics.close()
+
+    assert lines(tmp_path / "m.jsonl")[0]["loss"] is None
+
+
+def test_a_resumed_run_writes_the_steps_after_its_checkpoint_again(tmp_path: Path) -> None:
+    metrics = writer(tmp_path / "m.jsonl")
+    for step in (1, 2, 3):
+        log_step(metrics, step, float(step))
+    metrics.close()
+    with (tmp_path / "m.jsonl").open("a") as stream:
+        stream.write('{"step": 4, "lo')  # cut short by a kill
+
+    resumed = writer(tmp_path / "m.jsonl", first_step=2)
+    log_step(resumed, 3, 30.0)
+    resumed.close()
+
+    assert [line["loss"] for line in lines(tmp_path / "m.jsonl")] == [1.0, 2.0, 30.0]
+
+
+def test_tensorboard_gets_everything(tmp_path: Path) -> None:
+    scalars = Scalars()
+    metrics = writer(tmp_path / "m.jsonl", tensorboard=scalars)
+    log_step(metrics, 1, 4.0)
+    metrics.close()
+
+    assert ("learning-rate vs samples", 1e-3, 1) in scalars.seen
+    assert scalars.seen[-1][0] == "flushed"
