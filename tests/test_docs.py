@@ -25,7 +25,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
 def commands() -> list[str]:
     """The `nemo-ext` lines of all shell blocks, comments removed."""
     lines = [line for _, code in blocks("bash") for line in code.splitlines()]
-    return [line.split("   #")[0].strip() for line in lines if "nemo-ext " in line]
+    return [re.split(r"\s+# ", line)[0].strip() for line in lines if "nemo-ext " in line]
 
 
 QUICK = [line for line in commands() if " train " not in line or "--" in line]
