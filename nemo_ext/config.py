@@ -99,9 +99,10 @@ def check_recipe(words: Sequence[str]) -> None:
         ValueError: if no packaged recipe has the name and no --config-dir was given that may hold it.
     """
     folder = importlib.resources.files("hydra_conf") / "recipe"
+    own_folder = any(word.startswith(("--config-dir", "-cd")) for word in words)
     for word in words:
         name = word.removeprefix("recipe=")
-        if word.startswith("recipe=") and not (folder / f"{name}.yaml").is_file() and "--config-dir" not in words:
+        if word.startswith("recipe=") and not (folder / f"{name}.yaml").is_file() and not own_folder:
             with importlib.resources.as_file(folder) as path:
                 known = sorted(str(file.relative_to(path).with_suffix("")) for file in path.rglob("*.yaml"))
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
@@ -122,7 +123,11 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None]) -> None:
         sys.exit(USER_ERROR)
     sys.argv = [sys.argv[0], *hydra_words(sys.argv[1:])]
 
+    composed = False
+
     def guarded(config: DictConfig) -> None:
+        nonlocal composed
+        composed = True
         try:
             job(plain(config))
         except ValueError as error:
@@ -134,6 +139,6 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None]) -> None:
         main()
     except SystemExit as exit_:
         # Hydra reports a composition error itself, with exit code 1: to us that is a user's error like the others.
-        if exit_.code == 1:
+        if exit_.code == 1 and not composed:
             sys.exit(USER_ERROR)
         raise

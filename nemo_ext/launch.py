@@ -6,6 +6,7 @@ The parent process never trains. It writes the resolved config into the run dire
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,15 +15,35 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from nemo_ext import run_directory
+from nemo_ext.architecture.model import Architecture
 from nemo_ext.megatron.rank import end_with_parent
 
 INTERRUPTED = 130
 SECONDS_BETWEEN_LINES = 10.0
+
+
+def prepare(config: dict[str, Any]) -> Path:
+    """Checks a composed config, fills in the data arguments and writes it where every rank reads it.
+
+    Args:
+        config: of `nemo_ext.config.compose("train", ...)`; changed in place.
+
+    Returns:
+        Path of the written config, for `python -m nemo_ext.megatron.rank PATH`.
+
+    Raises:
+        ValueError: for anything that can be known to be wrong before a rank starts.
+    """
+    _fill_and_check(config)
+    run_dir = Path(config["run_dir"])
+    run_directory.write_versions(run_dir, sys.argv)
+    return run_directory.write_config(run_dir, config)
 
 
 def train(config: dict[str, Any]) -> None:
@@ -33,34 +54,30 @@ def train(config: dict[str, Any]) -> None:
         SystemExit: 1 where a rank failed, 130 where the user interrupted (after the checkpoint is saved).
     """
     console = Console(highlight=False, soft_wrap=True)
-    launcher = config["launcher"]
-    if int(launcher["nodes"]) != 1:
+    launcher, run_dir = config["launcher"], Path(str(config["run_dir"]))
+    if config["run_dir"] is None:
+        raise ValueError("run_dir=null: name a directory")
+    if launcher["nodes"] != 1:
         raise ValueError(
             f"launcher.nodes={launcher['nodes']}: this command starts ranks on this machine only. For one machine add "
-            "scale=laptop and a tiny model; on a cluster start `python -m nemo_ext.megatron.rank RUN_DIR/config.yaml` "
-            "on every rank (docs/clusters.md)"
+            "scale=laptop and a tiny model; on a cluster see docs/clusters.md"
         )
-    run_dir = Path(config["run_dir"])
     with _only_run_in(run_dir):
+        console.print("checking the configuration against the installed Megatron ...")
+        _fill_and_check(config)
+        from nemo_ext.megatron.check import check_machine
+
+        check_machine(config)
         _check_same_run(config, run_dir, console)
         data = config.get("data")
-        if data is not None:
-            from nemo_ext.data.blend import use_blend
-
-            use_blend(config)
-        console.print("checking the configuration against the installed Megatron ...")
-        from nemo_ext.megatron.check import check
-
-        check(config)
-        if data is not None:
+        if data is not None and any("source" in stream for stream in data["streams"]):
             from nemo_ext.data.tokenize import tokenize_blend
 
-            if any("source" in stream for stream in data["streams"]):
-                tokenize_blend(data, workers=data.get("workers"), progress=True)
-        target = int(config["megatron"]["train_iters"])
+            tokenize_blend(data, workers=data.get("workers"), progress=True)
+        target, why = _target(config["megatron"])
         done = run_directory.last_checkpoint(run_dir)
         if done is not None and done >= target:
-            console.print(f"finished: step {done} of {target} is saved in {run_dir}; more steps: train.tokens=...")
+            console.print(f"finished: step {done} of {target} is saved in {run_dir}; {why}")
         else:
             if done is not None:
                 console.print(f"resuming {run_dir} from step {done}")
@@ -72,15 +89,35 @@ def train(config: dict[str, Any]) -> None:
         console.print(f"report: {write_report(run_dir)}")
 
 
+def _fill_and_check(config: dict[str, Any]) -> None:
+    if config.get("data") is not None:
+        from nemo_ext.data.blend import use_blend
+
+        use_blend(config)
+    from nemo_ext.megatron.check import check
+
+    check(config)
+
+
+def _target(megatron: Mapping[str, Any]) -> tuple[int, str]:
+    """The step at which this command ends, and how to go on from there."""
+    steps, stop = int(megatron["train_iters"]), megatron.get("exit_interval")
+    if stop is not None and int(stop) < steps:
+        return int(stop), f"megatron.exit_interval stops it there; to go on to {steps} set megatron.exit_interval=null"
+    return steps, "more steps: train.tokens=..."
+
+
 @contextlib.contextmanager
 def _only_run_in(run_dir: Path) -> Iterator[None]:
     """Keeps a second run out of the directory while this one lives."""
-    run_dir.mkdir(parents=True, exist_ok=True)
     lock = FileLock(run_dir / ".lock")
     try:
+        run_dir.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
         raise ValueError(f"{run_dir}: another run is using this directory; wait for it or choose run_dir=...") from None
+    except OSError as error:
+        raise ValueError(f"run_dir={run_dir}: {error.strerror}; choose a directory that can be written") from error
     with lock:
         yield
 
@@ -99,9 +136,13 @@ def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) 
             f"{run_dir} holds a run of another model (model.{', model.'.join(changed)} differ): choose another run_dir "
             "or remove this one"
         )
+    sizes, sizes_before = (Architecture.from_config(each) for each in (config, before))
+    if sizes.with_pattern(sizes_before.pattern) != sizes_before:
+        raise ValueError(
+            f"{run_dir} holds a run of a model of other sizes (see its {run_directory.CONFIG}): choose another run_dir"
+        )
     old, new = before["megatron"], config["megatron"]
-    ours = {"train_data_path", "valid_data_path"}  # filled in by the launcher, so not the user's change
-    changed = sorted(key for key in (old | new).keys() - ours if old.get(key) != new.get(key))
+    changed = sorted(key for key in old | new if old.get(key) != new.get(key))
     for key in changed:
         console.print(f"changed since this run began: megatron.{key}: {old.get(key)} -> {new.get(key)}")
 
@@ -118,12 +159,20 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
             console.print("stopping: the ranks finish their step and save a checkpoint (again to kill them)")
             process.terminate()
         else:
-            process.kill()
+            torchrun = psutil.Process(process.pid)
+            for victim in [*torchrun.children(recursive=True), torchrun]:
+                victim.kill()
 
     with (run_dir / run_directory.LOG).open("ab") as log:
         position = log.tell()
         process = subprocess.Popen(
-            command, stdout=log, stderr=log, start_new_session=True, preexec_fn=_end_with_launcher
+            command,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=_end_with_launcher,
+            # torchrun kills ranks half a minute after a SIGTERM: too soon for a long step and its checkpoint.
+            env={**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600"},
         )
         previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -137,8 +186,7 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
         console.print(f"interrupted: {saved}; the same command resumes")
         sys.exit(INTERRUPTED)
     if process.returncode:
-        tail = _new_text(run_dir / run_directory.LOG, position).splitlines()[-40:]
-        print("\n".join(tail), file=sys.stderr)
+        print("\n".join(_last_words(run_dir / run_directory.LOG, position)), file=sys.stderr)
         print(
             f"error: a rank failed (exit code {process.returncode}); whole log: {run_dir / run_directory.LOG}",
             file=sys.stderr,
@@ -209,7 +257,19 @@ def describe_step(step: Mapping[str, Any], validation: Mapping[str, Any] | None)
     return "  ".join(words)
 
 
-def _new_text(path: Path, position: int) -> str:
-    with path.open("rb") as stream:
+def _last_words(log: Path, position: int) -> list[str]:
+    """The last lines that a rank wrote after `position`, without torchrun's own traceback after them."""
+    with log.open("rb") as stream:
         stream.seek(position)
-        return stream.read().decode(errors="replace")
+        lines = stream.read().decode(errors="replace").splitlines()
+    for number, line in enumerate(lines):
+        if (
+            "torch.distributed.elastic" in line
+            or "/torch/distributed/elastic/" in line
+            or "torch/distributed/run.py" in line
+        ):
+            lines = lines[:number]
+            break
+    while lines and (lines[-1].startswith("Traceback") or "frozen runpy" in lines[-1]):
+        lines.pop()
+    return lines[-25:]

@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -58,10 +59,13 @@ def write_versions(run_dir: Path, argv: list[str]) -> None:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    commit = None
+    if shutil.which("git"):
+        git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+        commit = git.stdout.strip() or None
     facts = {
         "packages": versions,
-        "git": git.stdout.strip() or None,
+        "git": commit,
         "python": sys.version.split()[0],
         "host": platform.node(),
         "command": argv,

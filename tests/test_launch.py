@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,13 +84,33 @@ def test_the_same_command_again_has_nothing_to_do(uninterrupted: tuple[Path, str
     assert losses(run_dir) == before
 
 
+def test_a_finished_run_can_be_made_longer(uninterrupted: tuple[Path, str], tmp_path: Path) -> None:
+    shutil.copytree(uninterrupted[0], tmp_path / "run")
+
+    code, out, err = run(tmp_path / "run", "train.tokens=17920")
+
+    assert code == 0, err
+    assert "from step 30" in out and "megatron.train_iters: 30 -> 35" in out
+    assert sorted(losses(tmp_path / "run")) == list(range(1, 36))
+
+
+def test_a_rank_that_fails_shows_its_own_last_words_and_code_1(tmp_path: Path) -> None:
+    code, _, err = run(tmp_path / "run", "megatron.lr=1e30", "megatron.clip_grad=0")
+
+    assert code == 1
+    assert "a rank failed" in err and "nan" in err.lower()
+    assert "torch/distributed/elastic" not in err
+
+
 def test_another_model_is_not_trained_into_the_same_directory(uninterrupted: tuple[Path, str]) -> None:
     run_dir, _ = uninterrupted
 
     code, _, err = run(run_dir, "model.pattern=M-")
+    size_code, _, size_err = run(run_dir, "megatron.hidden_size=96")
 
     assert code == 2
     assert "model.pattern" in err and "run_dir" in err
+    assert size_code == 2 and "other sizes" in size_err
 
 
 def test_killed_at_a_random_step_it_goes_on_exactly(uninterrupted: tuple[Path, str], tmp_path: Path) -> None:
@@ -169,6 +190,17 @@ def test_two_runs_do_not_share_a_directory(tmp_path: Path) -> None:
         (["train.token=3"], "token"),
         (["megatron.swiglu=3"], "megatron.swiglu: expected true or false"),
         (["megatron.log_throughput=3"], "switch"),
+        (["model.qk_norm_scop=width"], "did you mean model.qk_norm_scope?"),
+        (["train.validate_at_start=maybe"], "true or false"),
+        (["launcher.nproc_per_node=0"], "one or more"),
+        (["model.backend=transformer_engine", "megatron.no_rope_fusion=true"], "Transformer Engine is not installed"),
+        (["megatron.pretrained_checkpoint=/nowhere"], "/nowhere: no such directory"),
+        (["megatron.load=/somewhere"], "pretrained_checkpoint"),
+        (["megatron.reset_attention_mask=true"], "would have no effect"),
+        (
+            ["model.pattern=M-|*E", "megatron.pipeline_model_parallel_size=2", "launcher.nproc_per_node=2"],
+            "pipeline rank 0 has no MoE block",
+        ),
         (["megatron.spec=[a,b]"], "layer spec follows from model.pattern"),
     ],
 )

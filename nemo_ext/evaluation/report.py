@@ -43,7 +43,7 @@ def plot(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: P
     loss, rate, speed = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1.2, 1.2))
     unit, name = _token_unit(steps[-1]["tokens"])
     tokens = [line["tokens"] / unit for line in steps]
-    loss.plot(tokens, [line["loss"] for line in steps], color="#9db7d5", linewidth=0.9, label="training, each step")
+    loss.plot(tokens, [line["loss"] for line in steps], color="#9db7d5", linewidth=0.9, label="training, logged steps")
     smooth = _running_mean([line["loss"] for line in steps], window=max(1, len(steps) // 30))
     loss.plot(tokens, smooth, color="#1f4e8c", linewidth=1.6, label="training, running mean")
     if evaluations:
@@ -82,7 +82,11 @@ def _markdown(
 ) -> str:
     architecture = Architecture.from_config(config)
     last, target = steps[-1], config["megatron"]["train_iters"]
-    seconds = sum(line["seconds_per_step"] for line in steps)
+    before = [0, *(line["step"] for line in steps)]
+    seconds = sum(
+        line["seconds_per_step"] * (line["step"] - last_logged)
+        for line, last_logged in zip(steps, before[:-1], strict=True)
+    )
     rows = [
         ("recipe", config["recipe"]),
         ("model", f"{config['model']['name']}: `{config['model']['pattern']}`"),

@@ -31,9 +31,19 @@ MANAGED = {
     "spec": "the layer spec follows from model.pattern; --spec is for runs without this trainer (docs/megatron.md)",
     "transformer_impl": "set model.backend (auto, local or transformer_engine)",
     "save": "set run_dir: checkpoints are kept in run_dir/checkpoints",
+    "load": "a run resumes from run_dir/checkpoints; to start from other weights set megatron.pretrained_checkpoint",
     "tensorboard_dir": "set run_dir: TensorBoard files are kept in run_dir/tensorboard",
 }
 """Megatron flags that the trainer sets itself, and what to set instead."""
+
+WITHOUT_EFFECT = {
+    "dataloader_inter_document_masking": "attention across documents is not masked by this trainer yet",
+    "reset_attention_mask": "attention across documents is not masked by this trainer yet",
+    "mtp_num_layers": "multi-token prediction has no layer spec here yet",
+    "rampup_batch_size": "Megatron-Core 0.19 itself ignores it",
+    "full_validation": "set megatron.eval_iters",
+}
+"""Megatron flags that would be accepted and do nothing, and why."""
 
 LOCAL_BACKEND = {
     "transformer_impl": "local",
@@ -83,9 +93,16 @@ def pattern_with_cuts(config: Mapping[str, Any]) -> str:
 
 
 def world_size(config: Mapping[str, Any]) -> int:
-    """Number of ranks that the config's launcher starts."""
-    launcher = config["launcher"]
-    return int(launcher["nodes"]) * int(launcher["nproc_per_node"])
+    """Number of ranks that the config's launcher starts.
+
+    Raises:
+        ValueError: if it is not a positive whole number.
+    """
+    sizes = [config["launcher"].get(name) for name in ("nodes", "nproc_per_node")]
+    for name, size in zip(("nodes", "nproc_per_node"), sizes, strict=True):
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"launcher.{name}={size!r}: give a whole number, one or more")
+    return int(sizes[0]) * int(sizes[1])
 
 
 def command_line(config: Mapping[str, Any]) -> list[str]:
@@ -104,6 +121,11 @@ def command_line(config: Mapping[str, Any]) -> list[str]:
     for name, advice in MANAGED.items():
         if given.get(name) is not None:
             raise ValueError(f"megatron.{name}: {advice}")
+    for name, reason in WITHOUT_EFFECT.items():
+        if given.get(name):
+            raise ValueError(f"megatron.{name} would have no effect: {reason}; remove it")
+    if given.get("use_rope_scaling") and given.get("position_embedding_type") != "rope":
+        raise ValueError("megatron.use_rope_scaling needs megatron.position_embedding_type=rope")
     values: dict[str, Any] = {}
     if resolve_backend(config["model"].get("backend") or "auto") == "local":
         values |= LOCAL_BACKEND
@@ -173,6 +195,8 @@ def _spell(values: Mapping[str, Any]) -> list[str]:
             words += [option] if value else []
         else:
             items = value if isinstance(value, list | tuple) else [value]
+            if action.nargs is None and len(items) > 1:
+                items = [",".join(map(str, items))]  # such as window_size, one word with commas
             piece = [option, *(str(item) for item in items)]
             try:
                 parser.parse_args(piece)

@@ -158,11 +158,13 @@ class Rotary:
         base: the RoPE base (theta).
         percent: share of each head that is rotated.
         llama3_factor: Llama 3's frequency scaling by this factor (low 1, high 4, 8192 original positions), or None.
+        interpolation_factor: positions are divided by it (linear interpolation), or None.
     """
 
     base: int
     percent: float = 1.0
     llama3_factor: float | None = None
+    interpolation_factor: float | None = None
 
 
 class BlockSelfAttention(SelfAttention):
@@ -193,6 +195,7 @@ class BlockSelfAttention(SelfAttention):
                 rotary_percent=own.percent,
                 rotary_interleaved=config.rotary_interleaved,
                 rotary_base=own.base,
+                seq_len_interpolation_factor=own.interpolation_factor,
                 rope_scaling=own.llama3_factor is not None,
                 rope_scaling_factor=own.llama3_factor or 1.0,
                 use_cpu_initialization=config.use_cpu_initialization,

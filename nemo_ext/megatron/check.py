@@ -1,18 +1,21 @@
 """Checks of a composed config before any rank starts: the layout in plain words first, then Megatron's own checks."""
 
 import argparse
+import difflib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.layout import check_layout as check_blocks
 from nemo_ext.architecture.model import Architecture
-from nemo_ext.architecture.pattern import parse
+from nemo_ext.architecture.pattern import Pattern, parse
 from nemo_ext.megatron.arguments import (
     command_line,
     parse_arguments,
     pattern_with_cuts,
     quiet_imports,
+    resolve_backend,
     world_size,
 )
 from nemo_ext.megatron.cpu import mamba_modules, patches
@@ -26,11 +29,95 @@ def check(config: Mapping[str, Any]) -> argparse.Namespace:
         pattern
             that does not parse.
     """
+    check_keys(config)
     check_layout(config)
     with quiet_imports():
         mamba_modules.install()
         with patches.applied():
             return parse_arguments(command_line(config), world_size=world_size(config))
+
+
+KEYS = {
+    "model": {
+        "name",
+        "family",
+        "pattern",
+        "backend",
+        "norm_affine",
+        "norm_placement",
+        "qk_norm_scope",
+        "yarn_on_windowed",
+        "virtual_pipeline_stages",
+    },
+    "train": {
+        "tokens",
+        "tokens_per_step",
+        "schedule_tokens",
+        "warmup_tokens",
+        "decay_tokens",
+        "phase_switch_tokens",
+        "validate_at_start",
+    },
+    "launcher": {"nodes", "nproc_per_node"},
+}
+"""What the blocks of a training config may hold; `megatron` is checked by Megatron's own parser."""
+
+SWITCHES = {"model": ("norm_affine", "yarn_on_windowed"), "train": ("validate_at_start",)}
+
+
+def check_keys(config: Mapping[str, Any]) -> None:
+    """Refuses a key that nothing reads, and a switch that is neither true nor false.
+
+    Raises:
+        ValueError: naming the key and the nearest known one.
+    """
+    for block, known in KEYS.items():
+        for name in config[block]:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {block}.{near[0]}?" if near else f"; known are {', '.join(sorted(known))}"
+                raise ValueError(f"{block}.{name}: nothing reads this key{hint}")
+    for block, names in SWITCHES.items():
+        for name in names:
+            value = config[block].get(name, False)
+            if not isinstance(value, bool):
+                raise ValueError(f"{block}.{name}={value!r}: set it to true or false")
+    if config["train"].get("validate_at_start") and config["megatron"].get("pretrained_checkpoint"):
+        raise ValueError(
+            "train.validate_at_start measures the model before megatron.pretrained_checkpoint is loaded: "
+            "set train.validate_at_start=false"
+        )
+
+
+def check_machine(config: Mapping[str, Any]) -> None:
+    """Refuses what this machine cannot train, which `check` lets pass so that any config can be checked anywhere.
+
+    Raises:
+        ValueError: saying what is missing and what to set instead.
+    """
+    from nemo_ext.megatron.specs import backend, check_pattern, hybrid_stack
+
+    megatron = config["megatron"]
+    chosen = resolve_backend(config["model"].get("backend") or "auto")
+    backend(chosen)
+    options = hybrid_stack(norm_placement=config["model"].get("norm_placement", "input")).params["options"]
+    check_pattern(options, [block.kind for block in parse(config["model"]["pattern"]).blocks], 0)
+    if chosen == "local" and int(megatron.get("context_parallel_size") or 1) > 1:
+        raise ValueError("megatron.context_parallel_size above 1 needs model.backend=transformer_engine")
+    for name in ("train_iters", "lr"):
+        if not megatron.get(name):
+            raise ValueError(f"megatron.{name}={megatron.get(name)}: there is nothing to train; set it above zero")
+    warmup = megatron.get("lr_warmup_iters") or 0
+    if int(warmup) >= int(megatron["train_iters"]):
+        raise ValueError(
+            f"the warm-up has {warmup} steps (megatron.lr_warmup_iters) of {megatron['train_iters']}: it must be shorter than "
+            "the run; lower train.warmup_tokens or raise train.tokens"
+        )
+    start = megatron.get("pretrained_checkpoint")
+    if start is not None and not Path(start).exists():
+        raise ValueError(
+            f"megatron.pretrained_checkpoint={start}: no such directory; train that stage first or set null"
+        )
 
 
 def check_layout(config: Mapping[str, Any]) -> None:
@@ -48,9 +135,29 @@ def check_layout(config: Mapping[str, Any]) -> None:
             f"model.pattern has {stages} stages, which pipeline_model_parallel_size={pipeline} does not divide: write "
             f"{pipeline - 1} cuts `|` (or a multiple of {pipeline} stages), or none and let the cuts be computed"
         )
+    if pipeline > 1 and "E" in pattern_with_cuts(config):
+        check_experts_on_every_rank(parse(pattern_with_cuts(config)), pipeline)
     batch, micro = int(megatron["global_batch_size"]), layout.micro_batch_size
     if batch % (micro * layout.data_parallel):
         raise ValueError(
             f"global_batch_size={batch} does not divide by micro_batch_size x data parallel = "
             f"{micro} x {layout.data_parallel}"
         )
+
+
+def check_experts_on_every_rank(pattern: Pattern, pipeline: int) -> None:
+    """Refuses a cut that leaves a pipeline rank without a MoE block while others have one.
+
+    Megatron adds the MoE losses up over the pipeline, and a rank without routers brings a tensor of another length
+    (training/training.py, `training_log`): an abort on gloo, a hang on NCCL.
+
+    Raises:
+        ValueError: naming the rank.
+    """
+    for rank in range(pipeline):
+        stages = pattern.stages[rank::pipeline]
+        if not any(block.kind == "E" for first, last in stages for block in pattern.blocks[first:last]):
+            raise ValueError(
+                f"pipeline rank {rank} has no MoE block (E), and Megatron-Core cannot log MoE losses then: write the "
+                "cuts | into model.pattern so that every rank has one, or use fewer stages"
+            )

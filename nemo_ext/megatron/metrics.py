@@ -28,6 +28,9 @@ class ScalarWriter(Protocol):
 NAMES = {LOSS: "loss", "learning-rate": "lr", "grad-norm": "grad_norm", f"{LOSS} validation": "val_loss"}
 """Megatron's tags and their names in metrics.jsonl; other tags keep theirs with underscores."""
 
+LAST_OF_A_STEP = "iteration_time"
+"""What Megatron writes last of a step; throughput and energy, which may follow, go to TensorBoard alone."""
+
 
 class MetricsWriter:
     """Writes metrics.jsonl beside TensorBoard.
@@ -85,6 +88,8 @@ class MetricsWriter:
             self._step = {"step": step, "tokens": step * self.tokens_per_step}
             self._time = time.perf_counter()
         self._step[name] = _finite(number)
+        if name == LAST_OF_A_STEP and "loss" in self._step:
+            self.flush()  # now, not with the next step: a checkpoint may follow, and a kill after it
 
     def flush(self) -> None:
         """Writes the gathered step, if it is whole (it has a loss)."""

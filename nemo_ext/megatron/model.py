@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.training.argument_utils import hybrid_config_from_args
 from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfig
 
@@ -20,7 +21,7 @@ from nemo_ext.megatron.specs import StackOptions, hybrid_stack
 
 @dataclass(kw_only=True)
 class BlockModelConfig(HybridModelConfig):
-    """Megatron's HybridModelConfig with the fields from which the layer spec is rebuilt after a checkpoint is read.
+    """Megatron's HybridModelConfig with the fields from which the layer spec is built.
 
     Attributes:
         pattern: the block notation, with its per-block values.
@@ -60,7 +61,9 @@ class BlockModelConfig(HybridModelConfig):
 
     def _rotary(self, attention: Mapping[int, Block]) -> dict[int, Rotary]:
         """The blocks that do not use the embedding that HybridModel builds."""
-        plain = Rotary(base=self.rotary_base, percent=self.rotary_percent)
+        plain = Rotary(
+            base=self.rotary_base, percent=self.rotary_percent, interpolation_factor=self.seq_len_interpolation_factor
+        )
         if self.position_embedding_type == "rope" and self.llama3_rope_factor is not None:
             return dict.fromkeys(attention, replace(plain, llama3_factor=self.llama3_rope_factor))
         if self.position_embedding_type == "yarn" and not self.yarn_on_windowed:
@@ -68,8 +71,15 @@ class BlockModelConfig(HybridModelConfig):
         return {}
 
     def _windowed(self, attention: Mapping[int, Block]) -> list[int]:
-        everywhere = self.transformer.window_size is not None
-        return [n for n, block in attention.items() if (w := block.get("window")) or (w is None and everywhere)]
+        config = self.transformer
+
+        def windowed(number: int, block: Block) -> bool:
+            own = block.get("window")
+            if own is not None:
+                return bool(own)  # 0 stands for none
+            return is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number)
+
+        return [number for number, block in attention.items() if windowed(number, block)]
 
 
 class BlockModelBuilder(HybridModelBuilder):

@@ -5,15 +5,12 @@ Engine has none of the three limits. These two classes close the gap in plain to
 back ends.
 """
 
-from typing import Any
-
 import torch
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm
 
@@ -65,7 +62,9 @@ class HeadsRMSNorm(torch.nn.Module):
     """RMSNorm over all heads of a query or key together (OLMo 2 and 3), exact under tensor parallelism.
 
     Megatron's `qk_layernorm` normalises each head by itself. Here the mean square runs over the full width
-    `heads x head_dim`, summed over the tensor-parallel group, and each rank holds its own slice of the weight.
+    `heads x head_dim`, summed over the tensor-parallel group. Every rank holds the whole weight and uses its own slice:
+    Megatron sums the gradients of all `q_layernorm` and `k_layernorm` parameters over the group
+    (core/distributed/finalize_model_grads.py), which puts the slices' gradients together.
 
     Args:
         config: reads the field named by `heads`, `kv_channels` and `params_dtype`.
@@ -77,14 +76,7 @@ class HeadsRMSNorm(torch.nn.Module):
         ValueError: where the heads do not divide by the tensor-parallel size.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        hidden_size: int,
-        eps: float = 1e-6,
-        *,
-        heads: str,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, *, heads: str) -> None:
         super().__init__()
         total = getattr(config, heads)
         tensor_parallel = config.tensor_model_parallel_size
@@ -95,33 +87,18 @@ class HeadsRMSNorm(torch.nn.Module):
             )
         self.tp_group: torch.distributed.ProcessGroup | None = None  # set by the attention that owns the norm
         self.tensor_parallel = tensor_parallel
-        self.width = total * hidden_size
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(self.width // tensor_parallel, dtype=config.params_dtype))
-        self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
-        self.weight.partition_dim = 0  # type: ignore[attr-defined]
-        self.weight.partition_stride = 1  # type: ignore[attr-defined]
+        self.weight = torch.nn.Parameter(torch.ones(total * hidden_size, dtype=config.params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises `x` `[seq, batch, local heads, head_dim]`; same shape and dtype out."""
         flat = x.flatten(-2).float()
         square_sum = flat.square().sum(-1, keepdim=True)
+        weight: Tensor = self.weight
         if self.tensor_parallel > 1:
             # Every rank's output depends on every rank's slice: the sum is reduced in both directions.
             square_sum = reduce_from_tensor_model_parallel_region(square_sum, self.tp_group)
             square_sum = copy_to_tensor_model_parallel_region(square_sum, self.tp_group)
-        normed = flat * torch.rsqrt(square_sum / self.width + self.eps)
-        return (normed.to(x.dtype) * self.weight).unflatten(-1, x.shape[-2:])
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """The weight, sharded over the tensor-parallel group along its only axis."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )
+            weight = weight.chunk(self.tensor_parallel)[torch.distributed.get_rank(self.tp_group)]
+        normed = flat * torch.rsqrt(square_sum / self.weight.numel() + self.eps)
+        return (normed.to(x.dtype) * weight).unflatten(-1, x.shape[-2:])

@@ -67,4 +67,5 @@ def end_with_parent(number: int) -> None:
 if __name__ == "__mp_main__":
     guard_helper()
 if __name__ == "__main__":
+    end_with_parent(signal.SIGTERM)  # a rank whose torchrun or srun is gone saves and ends
     run(sys.argv[1])

@@ -22,8 +22,8 @@ from nemo_ext.architecture.model import Architecture
 from nemo_ext.megatron.arguments import command_line, pattern_with_cuts
 from nemo_ext.megatron.cpu import runtime
 
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
-"""Dense BF16 FLOP/s by device name (NVIDIA data sheets)."""
+PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12}
+"""Dense BF16 FLOP/s by device name (NVIDIA data sheets); the first that fits counts."""
 
 
 def main(config_path: str) -> None:
@@ -33,20 +33,18 @@ def main(config_path: str) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asked for under tensor and context parallelism
     stand_ins = runtime.enable()  # before anything imports Megatron, which binds these names once
     if not torch.cuda.is_available():
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(config["launcher"]["nproc_per_node"])))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(config["launcher"]["nproc_per_node"])))
 
     # Imported here: Megatron's modules bind mamba_ssm and torch.cuda names when they are first imported.
     from megatron.core.enums import ModelType
     from megatron.training import get_args, pretrain, set_startup_timestamps
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
-    from megatron.training.config.instantiate_utils import target_allowlist
 
     from nemo_ext.megatron.forward_step import datasets, forward_step
     from nemo_ext.megatron.model import model_config
 
     set_startup_timestamps(program_start=psutil.Process().create_time(), main_entry=main_entry)
-    target_allowlist.add_prefix("nemo_ext.")  # so that Megatron may rebuild BlockModelConfig from a checkpoint
     sys.argv = [sys.argv[0], *command_line(config)]
     arguments = parse_and_validate_args()
     if arguments.rank == 0:
@@ -57,9 +55,10 @@ def main(config_path: str) -> None:
 
     def provider(samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, None]:
         # The first call after the checkpoint is loaded: only now is the step known from which training goes on.
+        built = datasets(samples, vp_stage)
         if not vp_stage:
             attach_metrics(config, first_step=get_args().iteration)
-        return datasets(samples, vp_stage)
+        return built
 
     provider.is_distributed = True  # type: ignore[attr-defined]
     container = pretrain_cfg_container_from_args(arguments, model)
@@ -67,8 +66,7 @@ def main(config_path: str) -> None:
         pretrain(container, provider, ModelType.encoder_or_decoder, forward_step)
     finally:
         close_metrics()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    torch.distributed.destroy_process_group()
 
 
 def attach_metrics(config: Mapping[str, Any], *, first_step: int) -> None:
@@ -80,13 +78,13 @@ def attach_metrics(config: Mapping[str, Any], *, first_step: int) -> None:
     arguments = get_args()
     if arguments.rank != arguments.world_size - 1:
         return
-    architecture = Architecture.from_config(config)
+    architecture, peak = Architecture.from_config(config), peak_flops()
     global_vars._GLOBAL_TENSORBOARD_WRITER = MetricsWriter(
         Path(config["run_dir"]) / run_directory.METRICS,
         first_step=first_step,
         tokens_per_step=arguments.global_batch_size * arguments.seq_length,
         flops_per_token=train_flops_per_token(architecture, seq_length=arguments.seq_length),
-        peak_flops=peak_flops() * arguments.world_size,
+        peak_flops=None if peak is None else peak * arguments.world_size,
         tensorboard=global_vars._GLOBAL_TENSORBOARD_WRITER,
         on_line=lambda line: print(json.dumps(line), flush=True),
     )
@@ -116,9 +114,11 @@ def validate_at_start(model: list[torch.nn.Module], *, run_dir: Path) -> list[to
     if run_directory.last_checkpoint(run_dir) is not None:
         return model
     _, validation, _ = datasets(training.get_train_valid_test_num_samples())
-    loader = training.build_pretraining_data_loader(validation, 0)
     consumed = arguments.consumed_valid_samples
-    losses, _, _ = training.evaluate(forward_step, iter(loader), model, None, get_model_config(model[0]))
+    # One iterator for each virtual pipeline stage: each of them takes every batch.
+    iterators = [iter(training.build_pretraining_data_loader(validation, 0)) for _ in model]
+    data = iterators if len(model) > 1 else iterators[0]
+    losses, _, _ = training.evaluate(forward_step, data, model, None, get_model_config(model[0]))
     arguments.consumed_valid_samples = consumed
     if LOSS in losses and arguments.rank == arguments.world_size - 1:
         line = {"step": 0, "tokens": 0, "val_loss": losses[LOSS].item()}
@@ -126,16 +126,13 @@ def validate_at_start(model: list[torch.nn.Module], *, run_dir: Path) -> list[to
     return model
 
 
-def peak_flops() -> float:
-    """FLOP/s of this rank's device: NVIDIA's figure, or for an unknown device what a large matmul reaches."""
+def peak_flops() -> float | None:
+    """FLOP/s of this rank's device: NVIDIA's BF16 figure, None for other GPUs, on a CPU what a matmul reaches."""
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
-        for known, flops in PEAK_FLOPS.items():
-            if known in name:
-                return flops
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+        return next((flops for known, flops in PEAK_FLOPS.items() if known in name), None)
     size = 1024
-    a = torch.rand(size, size, device=device)
+    a = torch.rand(size, size)
     best = 0.0
     for _ in range(5):
         start = time.perf_counter()

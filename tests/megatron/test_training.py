@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader, load
 
 from nemo_ext import run_directory
 
@@ -17,6 +19,10 @@ LAYOUTS = {
     "expert": ("megatron.expert_model_parallel_size=2",),
     "data with the distributed optimizer": ("megatron.use_distributed_optimizer=true",),
 }
+
+
+START = ("train.tokens=512", "train.warmup_tokens=0")
+"""One step, for a checkpoint to start from."""
 
 
 def losses(lines: list[dict[str, Any]]) -> list[float]:
@@ -64,6 +70,61 @@ def test_two_ranks_learn_what_one_rank_learns(
     assert len(alone) == 5
     assert losses(together) == pytest.approx(losses(alone), rel=1e-5)
     assert [line["grad_norm"] for line in together] == pytest.approx([line["grad_norm"] for line in alone], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [
+        ("olmo3_tiny", ("q_layernorm", "k_layernorm", "output_norm")),  # QK norm over all heads, norm on the output
+        ("llama_nemotron_tiny", ("self_attention.weight", "mlp.weight")),  # linear-replaced blocks
+    ],
+)
+def test_tensor_parallel_ranks_learn_the_same_weights(
+    train_ranks: Train, tmp_path: Path, model: str, parameters: tuple[str, ...]
+) -> None:
+    """Losses would hide a wrong gradient of a few weights."""
+    family, both = f"model={model}", ("train.tokens=1536", "train.warmup_tokens=0", "megatron.lr=1e-3")
+    train_ranks(tmp_path / "start", family, *START)
+    weights = f"megatron.pretrained_checkpoint={tmp_path / 'start' / run_directory.CHECKPOINTS}"
+
+    alone, together = tmp_path / "one", tmp_path / "two"
+    train_ranks(alone, family, weights, *both)
+    train_ranks(together, family, weights, *both, *LAYOUTS["tensor"], ranks=2)
+
+    first, expected, got = (saved_weights(run_dir, parameters) for run_dir in (tmp_path / "start", alone, together))
+    assert expected.keys() == got.keys() and len(expected) >= len(parameters)
+    for name, weight in expected.items():
+        moved = (weight - first[name]).abs().max()
+        assert moved > 1e-4, f"{name} was not trained"
+        assert (got[name] - weight).abs().max() < 0.05 * moved, name
+
+
+def saved_weights(run_dir: Path, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Whole weights of the newest checkpoint, whatever the layout that saved them, by parts of their names."""
+    folder = run_dir / run_directory.CHECKPOINTS / f"iter_{run_directory.last_checkpoint(run_dir):07d}"
+    reader = FileSystemReader(str(folder))
+    weights = {
+        key: torch.empty(stored.size, dtype=stored.properties.dtype)
+        for key, stored in reader.read_metadata().state_dict_metadata.items()
+        if not key.startswith("optimizer.") and any(name in key for name in names) and hasattr(stored, "size")
+    }
+    load(weights, storage_reader=reader, no_dist=True)
+    return weights
+
+
+def test_virtual_pipeline_stages_learn_what_one_rank_learns(train_ranks: Train, tmp_path: Path) -> None:
+    train_ranks(tmp_path / "start", "model.pattern=ME*EME-E", *START)
+    start = ("train.tokens=2560", f"megatron.pretrained_checkpoint={tmp_path / 'start' / run_directory.CHECKPOINTS}")
+
+    alone = train_ranks(tmp_path / "one", "model.pattern=ME*EME-E", *start)
+    two = ("model.pattern=ME|*E|ME|-E", "megatron.pipeline_model_parallel_size=2")
+    together = train_ranks(tmp_path / "two", *two, *start, ranks=2)
+    measured = train_ranks(tmp_path / "three", *two, *START, "train.validate_at_start=true", ranks=2)
+
+    assert losses(together) == pytest.approx(losses(alone), rel=1e-5)
+    assert len(measured) == 1
+    first = run_directory.read_metrics(tmp_path / "three" / run_directory.METRICS)[0]
+    assert first["step"] == 0 and 5 < first["val_loss"] < 7
 
 
 def test_a_checkpoint_of_one_rank_goes_on_under_tensor_parallelism(

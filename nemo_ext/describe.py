@@ -1,0 +1,174 @@
+"""The describe job: a composed config's model as tables, JSON and picture. No torch."""
+
+import difflib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+SEQ_LENGTH = 8192
+"""Tokens in a sequence where neither the user nor the model says."""
+
+FORMATS = ("table", "json")
+PLAIN_WIDTH = 120
+"""Columns of the tables where they do not go to a terminal."""
+
+
+def report(config: dict[str, Any]) -> None:
+    """The describe job: prints and draws, and notes each `megatron.*` override that changed nothing.
+
+    Raises:
+        ValueError: see `describe`.
+    """
+    from hydra.core.hydra_config import HydraConfig
+
+    describe(config)
+    given = [word.lstrip("+").partition("=")[0] for word in HydraConfig.get().overrides.task]
+    keys = [key.removeprefix("megatron.") for key in given if key.startswith("megatron.")]
+    read = keys_read(config)
+    for key in sorted(set(keys) - read):
+        near = difflib.get_close_matches(key, read, n=1)
+        hint = f"; did you mean megatron.{near[0]}?" if near else ""
+        print(f"note: megatron.{key} changes none of these figures{hint}", file=sys.stderr)
+
+
+def describe(config: Mapping[str, Any]) -> None:
+    """Prints what the config's model costs as tables or JSON; draws it where `draw` names a file.
+
+    Raises:
+        ValueError: for an unknown format, a picture that cannot be written, a model or layout that does not fit.
+    """
+    from nemo_ext.architecture.describe import to_json
+
+    if config["format"] not in FORMATS:
+        raise ValueError(f"format={config['format']}: expected one of {', '.join(FORMATS)}")
+    figures = model_figures(config)
+    picture = None if config["draw"] is None else _draw(config, figures)
+    if config["format"] == "table":
+        _print_tables(figures, picture)
+        return
+    print(to_json(figures))
+    if picture is not None:
+        print(f"drawn: {picture}", file=sys.stderr)
+
+
+def model_figures(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of `architecture.describe`, with the layout's where the config has one.
+
+    Adds `recipe` (None without one), `pipeline_cuts` (the block after which each cut is) and `pipeline_cuts_from`
+    (`model.pattern`, or `balance` where they were computed as `nemo-ext train` does).
+
+    Args:
+        config: the resolved config `describe`, as plain containers.
+
+    Raises:
+        ValueError: for sizes that do not fit together or are missing.
+    """
+    from nemo_ext.architecture.describe import describe as cost_figures
+    from nemo_ext.architecture.layout import Layout
+    from nemo_ext.architecture.model import Architecture
+    from nemo_ext.megatron.arguments import pattern_with_cuts
+
+    length = sequence_length(config)
+    given = str(config["model"]["pattern"])
+    config = {**config, "megatron": {**config["megatron"], "seq_length": length}}
+    config["model"] = {**config["model"], "pattern": pattern_with_cuts(config)}
+    gpus = _gpus(config["launcher"])
+    layout = Layout.from_config(config, world_size=gpus)
+    architecture = Architecture.from_config(config)
+    cuts = list(architecture.pattern.cuts)
+    spread = config["recipe"] is not None or gpus is not None or layout.world_size > 1 or bool(cuts)
+    figures = cost_figures(architecture, layout=layout if spread else None)
+    return figures | {
+        "recipe": config["recipe"],
+        "pipeline_cuts": cuts,
+        "pipeline_cuts_from": ("model.pattern" if "|" in given else "balance") if cuts else None,
+    }
+
+
+def keys_read(config: Mapping[str, Any]) -> set[str]:
+    """Megatron's flags, set or not, that the figures depend on."""
+    from nemo_ext.architecture.layout import Layout
+    from nemo_ext.architecture.model import Architecture
+
+    flags = _Flags(config["megatron"])
+    config = {**config, "megatron": flags}
+    sequence_length(config)
+    Architecture.from_config(config)
+    Layout.from_config(config, world_size=_gpus(config["launcher"]))
+    return flags.read
+
+
+class _Flags(Mapping[str, Any]):
+    """Flags that remember which of them were asked for."""
+
+    def __init__(self, flags: Mapping[str, Any]) -> None:
+        self.flags = flags
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return self.flags[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.flags)
+
+    def __len__(self) -> int:
+        return len(self.flags)
+
+
+def sequence_length(config: Mapping[str, Any]) -> int:
+    """`seq_length`, else what the model trains on, else the longest it knows, else `SEQ_LENGTH`.
+
+    Raises:
+        ValueError: for anything but a positive integer.
+    """
+    megatron = config["megatron"]
+    for name, value in (
+        ("seq_length", config["seq_length"]),
+        ("megatron.seq_length", megatron.get("seq_length")),
+        ("megatron.max_position_embeddings", megatron.get("max_position_embeddings")),
+    ):
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value}: expected a positive number of tokens")
+            return value
+    return SEQ_LENGTH
+
+
+def _gpus(launcher: Mapping[str, Any]) -> int | None:
+    """GPUs that the launcher starts, None where nothing says."""
+    counts = [launcher["nodes"], launcher["nproc_per_node"]]
+    if counts == [None, None]:
+        return None
+    if not all(count is None or (isinstance(count, int) and count > 0) for count in counts):
+        raise ValueError(f"launcher.nodes={counts[0]}, launcher.nproc_per_node={counts[1]}: expected positive integers")
+    return int(counts[0] or 1) * int(counts[1] or 1)
+
+
+def _draw(config: Mapping[str, Any], figures: Mapping[str, Any]) -> Path:
+    from nemo_ext.architecture.draw import draw_blocks
+    from nemo_ext.architecture.model import Architecture
+
+    architecture = Architecture.from_config(config).with_pattern(figures["pattern"])
+    try:
+        return draw_blocks(architecture, Path(config["draw"]), seq_length=figures["seq_length"])
+    except OSError as error:
+        raise ValueError(f"draw={config['draw']}: {error.strerror or error}") from error
+
+
+def _print_tables(figures: Mapping[str, Any], picture: Path | None) -> None:
+    from rich.console import Console
+
+    from nemo_ext.architecture.describe import render_table
+
+    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH
+    console = Console(width=wide, highlight=False)
+    console.print(render_table(dict(figures)))
+    if figures["pipeline_cuts"]:
+        why = {"model.pattern": "as in model.pattern", "balance": "computed to level the stages' FLOPs"}
+        after = ", ".join(map(str, figures["pipeline_cuts"]))
+        console.print(f"cut after blocks {after} ({why[figures['pipeline_cuts_from']]})", soft_wrap=True)
+    hint = "draw=model.svg draws the blocks (or .png, .pdf); format=json prints every figure"
+    console.print(hint if picture is None else f"drawn: {picture}", style="dim", soft_wrap=True)
