@@ -190,7 +190,7 @@ def test_two_runs_do_not_share_a_directory(tmp_path: Path) -> None:
         (["train.token=3"], "token"),
         (["megatron.swiglu=3"], "megatron.swiglu: expected true or false"),
         (["megatron.log_throughput=3"], "switch"),
-        (["model.qk_norm_scop=width"], "did you mean model.qk_norm_scope?"),
+        (["+model.qk_norm_scop=width"], "did you mean model.qk_norm_scope?"),
         (["train.validate_at_start=maybe"], "true or false"),
         (["launcher.nproc_per_node=0"], "one or more"),
         (["model.backend=transformer_engine", "megatron.no_rope_fusion=true"], "Transformer Engine is not installed"),

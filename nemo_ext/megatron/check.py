@@ -110,7 +110,7 @@ def check_machine(config: Mapping[str, Any]) -> None:
     warmup = megatron.get("lr_warmup_iters") or 0
     if int(warmup) >= int(megatron["train_iters"]):
         raise ValueError(
-            f"the warm-up has {warmup} steps (megatron.lr_warmup_iters) of {megatron['train_iters']}: it must be shorter than "
+            f"megatron.lr_warmup_iters={warmup} of {megatron['train_iters']} steps: a warm-up is shorter than "
             "the run; lower train.warmup_tokens or raise train.tokens"
         )
     start = megatron.get("pretrained_checkpoint")
