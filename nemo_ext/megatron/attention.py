@@ -34,8 +34,7 @@ class SDPACoreAttention(MegatronModule):
 
     Raises:
         ValueError: for context parallelism, a learned softmax offset, an attention bias or a mask type that is not
-        causal,
-            which need Transformer Engine.
+            causal, which need Transformer Engine.
     """
 
     def __init__(

@@ -21,22 +21,6 @@ from nemo_ext.megatron.arguments import (
 from nemo_ext.megatron.cpu import mamba_modules, patches
 
 
-def check(config: Mapping[str, Any]) -> argparse.Namespace:
-    """Megatron's validated arguments for the config.
-
-    Raises:
-        ValueError: for a layout that does not fit the model or the machine, an unknown or contradictory argument, a
-        pattern
-            that does not parse.
-    """
-    check_keys(config)
-    check_layout(config)
-    with quiet_imports():
-        mamba_modules.install()
-        with patches.applied():
-            return parse_arguments(command_line(config), world_size=world_size(config))
-
-
 KEYS = {
     "model": {
         "name",
@@ -63,6 +47,22 @@ KEYS = {
 """What the blocks of a training config may hold; `megatron` is checked by Megatron's own parser."""
 
 SWITCHES = {"model": ("norm_affine", "yarn_on_windowed"), "train": ("validate_at_start",)}
+"""Keys among them that are true or false."""
+
+
+def check(config: Mapping[str, Any]) -> argparse.Namespace:
+    """Megatron's validated arguments for the config.
+
+    Raises:
+        ValueError: for a layout that does not fit the model or the machine, an unknown or contradictory argument, a
+            pattern that does not parse.
+    """
+    check_keys(config)
+    check_layout(config)
+    with quiet_imports():
+        mamba_modules.install()
+        with patches.applied():
+            return parse_arguments(command_line(config), world_size=world_size(config))
 
 
 def check_keys(config: Mapping[str, Any]) -> None:

@@ -1,9 +1,8 @@
 """The block classes a `HybridStack` builds: Megatron's own layers, each with the sizes of its own block.
 
 `HybridStack` hands every layer the model's config and the layer's global 1-based number. Each class here copies the
-config,
-sets what the notation gave that block (`*{kv=4}`, `-{ffn=5376}`), and calls Megatron's constructor. Nothing else
-changes.
+config, sets what the notation gave that block (`*{kv=4}`, `-{ffn=5376}`), and calls Megatron's constructor. Nothing
+else changes.
 """
 
 import copy

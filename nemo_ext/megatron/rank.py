@@ -35,8 +35,8 @@ def leave(code: int) -> NoReturn:
     """Ends the process at once, without Python's own clean-up.
 
     With `exit_signal_handler` Megatron makes its data loader workers ignore SIGTERM
-    (training/datasets/data_samplers.py)
-    and keeps their iterators alive, so Python would wait for them for ever. They hold nothing that is needed.
+    (training/datasets/data_samplers.py) and keeps their iterators alive, so Python would wait for them for ever. They
+    hold nothing that is needed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -49,9 +49,8 @@ def guard_helper() -> None:
     """Ties the checkpoint writer's helper process to its rank.
 
     A scheduler or torchrun sends SIGTERM to the whole process group, and the helper would die of it while the rank
-    needs it
-    to write the last checkpoint (core/dist_checkpointing/strategies/filesystem_async.py); killed, the rank would
-    leave it behind.
+    needs it to write the last checkpoint (core/dist_checkpointing/strategies/filesystem_async.py); killed, the rank
+    would leave it behind.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL)
