@@ -20,7 +20,6 @@ from nemo_ext.megatron.arguments import (
 )
 from nemo_ext.megatron.cpu import mamba_modules, patches
 
-
 KEYS = {
     "model": {
         "name",
