@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import os
 import sys
 
 from nemo_ext import __version__
@@ -30,7 +31,11 @@ def main() -> None:
         print(f"error: there is no job {job!r}{hint} Jobs: {', '.join(JOBS)}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"nemo-ext {job}", *words[1:]]
-    importlib.import_module(f"launchers.{job}").main()
+    try:
+        importlib.import_module(f"launchers.{job}").main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of a pipe has seen enough, as in `nemo-ext train --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _help() -> str:
