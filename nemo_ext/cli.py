@@ -2,7 +2,6 @@
 
 import difflib
 import importlib
-import os
 import sys
 
 from nemo_ext import __version__
@@ -31,11 +30,7 @@ def main() -> None:
         print(f"error: there is no job {job!r}{hint} Jobs: {', '.join(JOBS)}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"nemo-ext {job}", *words[1:]]
-    try:
-        importlib.import_module(f"launchers.{job}").main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of a pipe has seen enough, as in `nemo-ext train --help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    importlib.import_module(f"launchers.{job}").main()
 
 
 def _help() -> str:

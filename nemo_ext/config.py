@@ -6,6 +6,7 @@
 
 import difflib
 import importlib.resources
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -133,12 +134,22 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None]) -> None:
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(USER_ERROR)
+        except BrokenPipeError:
+            _drop_output()
 
     main = hydra.main(config_path=PACKAGE, config_name=config_name, version_base="1.3")(guarded)
     try:
         main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_output()
     except SystemExit as exit_:
         # Hydra reports a composition error itself, with exit code 1: to us that is a user's error like the others.
         if exit_.code == 1 and not composed:
             sys.exit(USER_ERROR)
         raise
+
+
+def _drop_output() -> None:
+    """The reader of our output has seen enough (`nemo-ext train --help | head`): the rest goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
