@@ -30,14 +30,22 @@ def test_training_fails_without_it(errors: dict[str, str | None], target: str) -
 
 
 def test_applying_twice_changes_nothing_and_restoring_puts_everything_back() -> None:
-    original = torch.cuda.current_device
+    """In a process of its own: other tests here run with the table applied."""
+    code = """
+import torch
+from nemo_ext.megatron.cpu import patches, runtime
+original = torch.cuda.current_device
+runtime.enable()
+patched = torch.cuda.current_device
+with patches.applied():
     patches.apply()
-    patched = torch.cuda.current_device
-    patches.apply()
-    assert torch.cuda.current_device is patched is not original
+assert torch.cuda.current_device is patched is not original
+patches.restore()
+assert torch.cuda.current_device is original
+"""
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
 
-    patches.restore()
-    assert torch.cuda.current_device is original
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_an_unknown_row_is_named() -> None:

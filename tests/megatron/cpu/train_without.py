@@ -5,6 +5,7 @@ Run as a script: importing Megatron takes seconds, so it happens once and every 
 
 import json
 import os
+import socket
 import tempfile
 import traceback
 from pathlib import Path
@@ -95,8 +96,10 @@ def main() -> None:
     import megatron.training.training  # noqa: F401  imported once, here
 
     results = {}
-    for number, target in enumerate(targets):
-        os.environ["MASTER_PORT"] = str(29600 + number)
+    for target in targets:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
         results[target] = trial(target, compose("train", OVERRIDES))
     print(json.dumps(results))
 
