@@ -263,11 +263,7 @@ def _last_words(log: Path, position: int) -> list[str]:
         stream.seek(position)
         lines = stream.read().decode(errors="replace").splitlines()
     for number, line in enumerate(lines):
-        if (
-            "torch.distributed.elastic" in line
-            or "/torch/distributed/elastic/" in line
-            or "torch/distributed/run.py" in line
-        ):
+        if "torch.distributed.elastic" in line or "torch/distributed/elastic/" in line:
             lines = lines[:number]
             break
     while lines and (lines[-1].startswith("Traceback") or "frozen runpy" in lines[-1]):

@@ -196,6 +196,10 @@ def test_two_runs_do_not_share_a_directory(tmp_path: Path) -> None:
         (["launcher.nproc_per_node=0"], "one or more"),
         (["model.backend=transformer_engine", "megatron.no_rope_fusion=true"], "Transformer Engine is not installed"),
         (["megatron.pretrained_checkpoint=/nowhere"], "/nowhere: no such directory"),
+        (
+            ["megatron.tensor_model_parallel_size=2", "launcher.nproc_per_node=2"],
+            "only with megatron.sequence_parallel=true",
+        ),
         (["megatron.load=/somewhere"], "pretrained_checkpoint"),
         (["megatron.reset_attention_mask=true"], "would have no effect"),
         (

@@ -128,14 +128,21 @@ def check_layout(config: Mapping[str, Any]) -> None:
     megatron = config["megatron"]
     layout = Layout.from_config(config, world_size=world_size(config))
     check_blocks(Architecture.from_config(config), layout)
-    stages, pipeline = len(parse(pattern_with_cuts(config)).stages), layout.pipeline_parallel
+    pattern, pipeline = parse(pattern_with_cuts(config)), layout.pipeline_parallel
+    stages = len(pattern.stages)
     if stages % pipeline:
         raise ValueError(
             f"model.pattern has {stages} stages, which pipeline_model_parallel_size={pipeline} does not divide: write "
             f"{pipeline - 1} cuts `|` (or a multiple of {pipeline} stages), or none and let the cuts be computed"
         )
-    if pipeline > 1 and "E" in pattern_with_cuts(config):
-        check_experts_on_every_rank(parse(pattern_with_cuts(config)), pipeline)
+    experts = any(block.kind == "E" for block in pattern.blocks)
+    if experts and pipeline > 1:
+        check_experts_on_every_rank(pattern, pipeline)
+    if experts and layout.tensor_parallel > 1 and not layout.sequence_parallel:
+        raise ValueError(
+            f"tensor_model_parallel_size={layout.tensor_parallel} with MoE blocks (E): Megatron trains that only with "
+            "megatron.sequence_parallel=true"
+        )
     batch, micro = int(megatron["global_batch_size"]), layout.micro_batch_size
     if batch % (micro * layout.data_parallel):
         raise ValueError(
