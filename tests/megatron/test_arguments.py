@@ -1,0 +1,30 @@
+"""From the composed config to the pattern and words that Megatron gets."""
+
+import pytest
+
+from nemo_ext.architecture.pattern import parse
+from nemo_ext.config import compose
+from nemo_ext.megatron.arguments import pattern_with_cuts, world_size
+
+
+@pytest.mark.parametrize(("virtual", "stages"), [(None, 2), (2, 4)])
+def test_a_pattern_without_cuts_is_cut_into_the_stages_asked_for(virtual: int | None, stages: int) -> None:
+    overrides = ["model=domyn_small_tiny", "megatron.pipeline_model_parallel_size=2"]
+    config = compose("train", overrides + ([] if virtual is None else [f"+model.virtual_pipeline_stages={virtual}"]))
+
+    cut = parse(pattern_with_cuts(config))
+
+    assert len(cut.stages) == stages
+    assert cut.blocks == parse(config["model"]["pattern"]).blocks
+
+
+def test_cuts_that_are_written_stay() -> None:
+    config = compose("train", ["model.pattern=ME|M*EME-", "megatron.pipeline_model_parallel_size=2"])
+
+    assert parse(pattern_with_cuts(config)).cuts == (2,)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, None, True])
+def test_ranks_are_whole_and_positive(size: object) -> None:
+    with pytest.raises(ValueError, match="one or more"):
+        world_size({"launcher": {"nodes": 1, "nproc_per_node": size}})
