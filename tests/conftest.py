@@ -1,5 +1,111 @@
-"""Megatron binds mamba_ssm's names when its mixer is first imported, by whichever test: the stand-ins come before."""
+"""What tests share: Mamba's stand-ins before anything imports Megatron, a Megatron that runs in the test process on one
+rank, models built from composed configs, and runs under torchrun."""
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_ext import run_directory
+from nemo_ext.config import compose
 from nemo_ext.megatron.cpu import mamba_modules
 
+# Megatron binds mamba_ssm's names when its mixer is first imported, by whichever test.
 mamba_modules.install()
+
+
+@pytest.fixture(scope="session")
+def megatron() -> Iterator[None]:
+    """Megatron on this machine with a process group of one rank."""
+    from nemo_ext.megatron.cpu import patches, runtime
+
+    runtime.enable()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+    patches.restore()
+
+
+@pytest.fixture
+def build(megatron: None) -> Callable[..., torch.nn.Module]:
+    """Builds the model of a composed config, as the trainer's builder does, from `nemo-ext train`'s overrides."""
+    return lambda *overrides: built(compose("train", ["run_dir=unused", "data=mock", *overrides]))
+
+
+@pytest.fixture
+def build_sections(megatron: None) -> Callable[[Mapping[str, Any]], torch.nn.Module]:
+    """Builds the model of the sections `model` and `megatron` alone, in fp32, as `description.to_config` gives them."""
+
+    def build_model(sections: Mapping[str, Any]) -> torch.nn.Module:
+        plain = compose("train", ["run_dir=unused", "data=mock", "precision=fp32"])
+        tiny = compose("describe", ["model=nemotron3_nano_tiny", "precision=fp32"])
+        others = {key: value for key, value in plain["megatron"].items() if key not in tiny["megatron"]}
+        # Experts of two ranks or more want the dispatcher; a sequence length that the trainer would give.
+        others |= {"moe_token_dispatcher_type": "allgather", "seq_length": 64, "max_position_embeddings": 64}
+        megatron = {**others, **sections["megatron"]}
+        megatron["max_position_embeddings"] = max(64, megatron["max_position_embeddings"])
+        return built({**plain, "model": sections["model"], "megatron": megatron})
+
+    return build_model
+
+
+def built(config: Mapping[str, Any]) -> torch.nn.Module:
+    """The model of a config, on one rank."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from nemo_ext.megatron.arguments import command_line, parse_arguments, pattern_with_cuts
+    from nemo_ext.megatron.model import BlockModelBuilder, model_config
+
+    arguments = parse_arguments(command_line(config), world_size=1)
+    made = model_config(config["model"], pattern_with_cuts(config), arguments)
+    made.finalize()
+    return BlockModelBuilder(made).build_model(ProcessGroupCollection.use_mpu_process_groups())
+
+
+SMALL = (
+    "data=mock",
+    "train.tokens=5120",
+    "train.validate_at_start=false",
+    "megatron.seq_length=64",
+    "megatron.micro_batch_size=4",
+    "megatron.global_batch_size=8",
+    "megatron.save_interval=5",
+    "megatron.eval_interval=1000",
+    "megatron.eval_iters=1",
+    "megatron.num_workers=0",
+)
+"""Ten steps of the tiny Nemotron 3 Nano on synthetic data, a checkpoint after five."""
+
+
+@pytest.fixture(scope="session")
+def train_ranks() -> Callable[..., list[dict[str, Any]]]:
+    """Trains with torchrun, as the launcher does, and gives back the logged training steps."""
+
+    def run(run_dir: Path, *overrides: str, ranks: int = 1) -> list[dict[str, Any]]:
+        config = compose("train", [*SMALL, f"run_dir={run_dir}", f"launcher.nproc_per_node={ranks}", *overrides])
+        path = run_directory.write_config(run_dir, config)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        ended = subprocess.run(
+            [*command, "-m", "nemo_ext.megatron.rank", str(path)],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
+        return [line for line in run_directory.read_metrics(run_dir / run_directory.METRICS) if "loss" in line]
+
+    return run

@@ -19,7 +19,7 @@ FFN_MULTIPLE = 256
 
 _KNOWN = {
     "attention": ("n_heads_in_group", "no_op", "replace_with_linear", "window_length"),
-    "ffn": ("ffn_mult", "no_op", "replace_with_linear"),
+    "ffn": ("ffn_mult", "intermediate_size", "no_op", "replace_with_linear"),
 }
 # Keys of the published configs that we cannot express: harmless while they are off.
 _MUST_BE_OFF = {
@@ -122,10 +122,13 @@ def _ffn(part: Mapping[str, object], path: str, *, hidden_size: int, default: in
         return None
     if _flag(part, "replace_with_linear", path):
         return Block.of("-", linear=True)
-    mult = part.get("ffn_mult")
+    mult, width = part.get("ffn_mult"), part.get("intermediate_size")
+    if mult is None and isinstance(width, int) and not isinstance(width, bool) and width > 0:
+        return Block.of("-") if width == default else Block.of("-", ffn=width)
     if isinstance(mult, bool) or not isinstance(mult, int | float) or mult <= 0:
         raise ValueError(
-            f"{path}.ffn_mult: expected a positive number, got {mult!r} (or set no_op or replace_with_linear)"
+            f"{path}.ffn_mult: expected a positive number, got {mult!r} "
+            "(or set intermediate_size, no_op or replace_with_linear)"
         )
     width = ffn_width(mult, hidden_size)
     return Block.of("-") if width == default else Block.of("-", ffn=width)
@@ -193,10 +196,9 @@ def _ffn_json(block: Block, where: str, *, hidden_size: int, default: int | None
     width = block.get("ffn", default)
     if width is None:
         raise ValueError(f"{where}: give ffn_hidden_size, the width of blocks without an ffn value")
-    try:
-        return {"ffn_mult": ffn_multiplier(width, hidden_size, ffn_hidden_size=default)}
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+    if width % FFN_MULTIPLE:  # no multiplier gives it; vLLM and our modelling file read the width itself
+        return {"intermediate_size": width}
+    return {"ffn_mult": ffn_multiplier(width, hidden_size, ffn_hidden_size=default)}
 
 
 def _integer(config: Mapping[str, object], key: str) -> int:

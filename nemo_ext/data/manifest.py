@@ -10,7 +10,7 @@ import numpy as np
 
 from nemo_ext.data.atomic_files import publish, unfinished
 from nemo_ext.data.documents import ReadReport
-from nemo_ext.data.progress import notice
+from nemo_ext.progress import notice
 
 FORMAT_VERSION = 2
 SPLITS = ("train", "valid")

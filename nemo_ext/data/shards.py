@@ -26,9 +26,9 @@ from nemo_ext.data.documents import (
     split_position,
 )
 from nemo_ext.data.indexed_dataset import Ids, ids_type
-from nemo_ext.data.progress import notice
 from nemo_ext.data.sources import load_source
 from nemo_ext.data.tokenizers import Tokenizer, load_tokenizer
+from nemo_ext.progress import notice
 
 _BATCH_BYTES = 1 << 20
 

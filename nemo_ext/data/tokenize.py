@@ -19,13 +19,13 @@ from pathlib import Path
 from nemo_ext.data.documents import Source
 from nemo_ext.data.indexed_dataset import ids_type
 from nemo_ext.data.manifest import FORMAT_VERSION, Manifest, finished_manifest, write_manifest
-from nemo_ext.data.progress import notice, progress_of
 from nemo_ext.data.settings import checked_share, checked_whole
 from nemo_ext.data.shards import ShardWork, cut, open_shards
 from nemo_ext.data.splits import select, write_splits
 from nemo_ext.data.streams import Blend, Stream, read_blend
 from nemo_ext.data.tokenizers import Tokenizer
 from nemo_ext.data.workers import complete_shards, usable_cores
+from nemo_ext.progress import notice, progress_of
 
 _NO_LIMIT = sys.maxsize
 

@@ -10,8 +10,8 @@ from contextlib import closing
 from multiprocessing import connection, get_context, parent_process
 
 from nemo_ext.data.documents import Admission, Part, ReadReport, Source
-from nemo_ext.data.progress import notice
 from nemo_ext.data.shards import ShardWork, is_finished, read_rows, tokenize_shard
+from nemo_ext.progress import notice
 
 
 def usable_cores() -> int:

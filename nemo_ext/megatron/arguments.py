@@ -197,7 +197,8 @@ def _spell(values: Mapping[str, Any]) -> list[str]:
             items = value if isinstance(value, list | tuple) else [value]
             if action.nargs is None and len(items) > 1:
                 items = [",".join(map(str, items))]  # such as window_size, one word with commas
-            piece = [option, *(str(item) for item in items)]
+            # With `=`, so that a pattern that begins with an MLP (`-*-`) does not look like an option.
+            piece = [f"{option}={items[0]}"] if action.nargs is None else [option, *(str(item) for item in items)]
             try:
                 parser.parse_args(piece)
             except ValueError as error:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -158,12 +159,15 @@ class Rotary:
         percent: share of each head that is rotated.
         llama3_factor: Llama 3's frequency scaling by this factor (low 1, high 4, 8192 original positions), or None.
         interpolation_factor: positions are divided by it (linear interpolation), or None.
+        yarn: YaRN as the model's config sets it, on the rotated share of the head: upstream's own embedding for YaRN
+            takes the whole head whatever `percent` says.
     """
 
     base: int
     percent: float = 1.0
     llama3_factor: float | None = None
     interpolation_factor: float | None = None
+    yarn: bool = False
 
 
 class BlockSelfAttention(SelfAttention):
@@ -189,17 +193,8 @@ class BlockSelfAttention(SelfAttention):
         own = (rotary or {}).get(layer_number)
         self.rotary: RotaryEmbedding | None = None
         if own is not None:
-            self.rotary = RotaryEmbedding(
-                kv_channels=config.kv_channels,
-                rotary_percent=own.percent,
-                rotary_interleaved=config.rotary_interleaved,
-                rotary_base=own.base,
-                seq_len_interpolation_factor=own.interpolation_factor,
-                rope_scaling=own.llama3_factor is not None,
-                rope_scaling_factor=own.llama3_factor or 1.0,
-                use_cpu_initialization=config.use_cpu_initialization,
-                cp_group=self.pg_collection.cp,
-            )
+            common = {"use_cpu_initialization": config.use_cpu_initialization, "cp_group": self.pg_collection.cp}
+            self.rotary = _yarn(own, config, **common) if own.yarn else _plain(own, config, **common)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -210,5 +205,35 @@ class BlockSelfAttention(SelfAttention):
             length = self.rotary.get_rotary_seq_len(
                 kwargs.get("inference_context"), None, hidden_states, self.config, packed
             )
-            kwargs["rotary_pos_emb"] = self.rotary(length, packed_seq=packed is not None and packed.qkv_format == "thd")
+            embedding = self.rotary(length, packed_seq=packed is not None and packed.qkv_format == "thd")
+            # YaRN gives its attention factor too, which Megatron's attention computes from the config itself.
+            kwargs["rotary_pos_emb"] = embedding[0] if isinstance(embedding, tuple) else embedding
         return super().forward(hidden_states, attention_mask, **kwargs)
+
+
+def _plain(own: Rotary, config: TransformerConfig, **common: Any) -> RotaryEmbedding:
+    return RotaryEmbedding(
+        kv_channels=config.kv_channels,
+        rotary_percent=own.percent,
+        rotary_interleaved=config.rotary_interleaved,
+        rotary_base=own.base,
+        seq_len_interpolation_factor=own.interpolation_factor,
+        rope_scaling=own.llama3_factor is not None,
+        rope_scaling_factor=own.llama3_factor or 1.0,
+        **common,
+    )
+
+
+def _yarn(own: Rotary, config: TransformerConfig, **common: Any) -> YarnRotaryEmbedding:
+    return YarnRotaryEmbedding(
+        kv_channels=int(config.kv_channels * own.percent),
+        rotary_base=own.base,
+        scaling_factor=config.yarn_rotary_scaling_factor,
+        original_max_position_embeddings=config.yarn_original_max_position_embeddings,
+        beta_fast=config.yarn_beta_fast,
+        beta_slow=config.yarn_beta_slow,
+        mscale=config.yarn_mscale,
+        mscale_all_dim=config.yarn_mscale_all_dim,
+        correction_range_round_to_int=config.yarn_correction_range_round_to_int,
+        **common,
+    )

@@ -30,6 +30,9 @@ KEYS = {
         "norm_placement",
         "qk_norm_scope",
         "yarn_on_windowed",
+        "vocab_size",
+        "hf_layers",
+        "hf_layer_count",
         "virtual_pipeline_stages",
     },
     "train": {

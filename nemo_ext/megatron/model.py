@@ -66,9 +66,10 @@ class BlockModelConfig(HybridModelConfig):
         )
         if self.position_embedding_type == "rope" and self.llama3_rope_factor is not None:
             return dict.fromkeys(attention, replace(plain, llama3_factor=self.llama3_rope_factor))
-        if self.position_embedding_type == "yarn" and not self.yarn_on_windowed:
-            return dict.fromkeys(self._windowed(attention), plain)
-        return {}
+        if self.position_embedding_type != "yarn":
+            return {}
+        partial = dict.fromkeys(attention, replace(plain, yarn=True)) if self.rotary_percent != 1.0 else {}
+        return partial if self.yarn_on_windowed else partial | dict.fromkeys(self._windowed(attention), plain)
 
     def _windowed(self, attention: Mapping[int, Block]) -> list[int]:
         config = self.transformer

@@ -9,7 +9,7 @@ import pytest
 
 import nemo_ext
 from nemo_ext.data import progress
-from nemo_ext.data.progress import notice, progress_of
+from nemo_ext.progress import notice, progress_of
 
 
 def test_progress_is_plain_lines_without_a_terminal(
@@ -33,7 +33,7 @@ def test_a_notice_is_one_line_as_it_is(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_progress_is_a_bar_on_a_terminal() -> None:
     script = """
-from nemo_ext.data.progress import notice, progress_of
+from nemo_ext.progress import notice, progress_of
 with progress_of("web: reading", 4_000_000, enabled=True) as advance:
     advance(2_500_000)
 notice("web: done")

@@ -1,4 +1,4 @@
-"""What the user sees on stderr while data are made: a bar on a terminal, plain lines elsewhere, and notices."""
+"""What the user sees on stderr during long work: a bar on a terminal, plain lines elsewhere, and notices."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -1,0 +1,29 @@
+"""Average checkpoints: `nemo-ext merge 'from=[a,b,c]' to=soup`, or `'points=[0,0.5,1]'` on the line between two."""
+
+import sys
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder's tokenize.py must not hide the standard library's
+
+from nemo_ext.config import run_job
+
+INTERRUPTED = 130
+
+
+def main() -> None:
+    """Composes the config and averages on this machine."""
+
+    def job(config: dict[str, object]) -> None:
+        from nemo_ext.checkpoint.merge import run
+
+        try:
+            run(config)
+        except KeyboardInterrupt:
+            print("interrupted: the same command goes on", file=sys.stderr)
+            sys.exit(INTERRUPTED)
+
+    run_job("merge", job)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,400 @@
+"""What a checkpoint's numbers mean: a model's blocks and every setting that its function depends on.
+
+Our configs and every Hugging Face format are read into this one form. Two descriptions are equal if the same weights
+compute the same function under both, so this is where a checkpoint and a model config are held against each other.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import zip_longest
+from math import log
+from typing import Any
+
+from nemo_ext.architecture.blocks import VALUES, Block
+from nemo_ext.architecture.model import Architecture, Flags, section
+from nemo_ext.architecture.pattern import Pattern
+from nemo_ext.architecture.pattern import format as format_pattern
+
+UNSUPPORTED = (
+    "apply_residual_connection_post_layernorm",
+    "attention_output_gate",
+    "moe_latent_size",
+    "moe_router_num_groups",
+    "moe_router_pre_softmax",
+    "moe_shared_expert_gate",
+    "mtp_num_layers",
+    "multi_latent_attention",
+    "openai_gelu",
+    "quick_geglu",
+    "rotary_interleaved",
+)
+"""Megatron flags that change the function and that no format here can express."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary position embedding.
+
+    Attributes:
+        base: theta.
+        percent: share of each head that is rotated.
+        scaling: `none`, `linear`, `llama3` (low 1, high 4, 8192 original positions: Megatron has no others) or `yarn`.
+        factor: of the scaling.
+        original_positions: of YaRN: positions that the model was trained on before.
+        beta_fast: of YaRN: rotations above which frequencies stay.
+        beta_slow: of YaRN: rotations below which they are interpolated.
+        attention_factor: of YaRN: what cosines and sines are multiplied by.
+        truncate: of YaRN: whether the range of interpolated frequencies is rounded to whole dimensions.
+        on_windowed: whether blocks with a sliding window are scaled too.
+    """
+
+    base: int
+    percent: float = 1.0
+    scaling: str = "none"
+    factor: float = 1.0
+    original_positions: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+    on_windowed: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """How a MoE block chooses its experts.
+
+    Attributes:
+        score: `sigmoid` or `softmax`.
+        scaling: the chosen experts' weights are multiplied by it.
+        expert_bias: whether a bias that takes part in the choice alone is part of the checkpoint.
+    """
+
+    score: str
+    scaling: float
+    expert_bias: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """A model as its checkpoint sees it.
+
+    Attributes:
+        architecture: blocks without pipeline cuts, and the sizes around them; `vocab_size` is the rows that Megatron
+            keeps.
+        vocab_size: rows of the embedding that mean something; Megatron's rows beyond are padding.
+        activation: `silu`, `relu2` or `gelu` (exact).
+        norm_epsilon: added to the variance by every norm.
+        zero_centred_norm: whether a norm's stored weight is the weight minus one.
+        rope: None for a model without positions.
+        router: None for a model without MoE blocks.
+        max_positions: longest sequence that the model is meant for; information, not part of the function.
+        hf_layers: for each block, the Hugging Face layer it belongs to, where that is not what the format would
+            choose (a Puzzle child whose published layers have gaps); None otherwise.
+        hf_layer_count: number of Hugging Face layers that goes with `hf_layers`.
+    """
+
+    architecture: Architecture
+    vocab_size: int
+    activation: str
+    norm_epsilon: float = 1e-5
+    zero_centred_norm: bool = False
+    rope: Rope | None = None
+    router: Router | None = None
+    max_positions: int | None = None
+    hf_layers: tuple[int, ...] | None = None
+    hf_layer_count: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.vocab_size <= self.architecture.vocab_size:
+            raise ValueError(
+                f"model.vocab_size={self.vocab_size}: expected at most megatron.padded_vocab_size="
+                f"{self.architecture.vocab_size}"
+            )
+        if self.rope is not None and not self.rope.on_windowed:
+            # One function, one description: where scaling for full attention alone makes no difference, it is not said.
+            windows = [bool(block.get("window")) for block in self.blocks if block.kind == "*" and not block.is_linear]
+            rope = Rope(base=self.rope.base, percent=self.rope.percent) if all(windows) else self.rope
+            object.__setattr__(self, "rope", replace(rope, on_windowed=rope.scaling == "none" or not any(windows)))
+        if self.hf_layers is not None and len(self.hf_layers) != len(self.blocks):
+            raise ValueError(
+                f"model.hf_layers has {len(self.hf_layers)} numbers for {len(self.blocks)} blocks: give one a block"
+            )
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Every block with all of its values."""
+        return self.architecture.sizes
+
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds of blocks that are not replaced by a linear map."""
+        return {block.kind for block in self.blocks if not block.is_linear}
+
+
+def from_config(config: Mapping[str, Any]) -> Description:
+    """The description of a composed config.
+
+    Raises:
+        ValueError: for a setting that no checkpoint format can express, or a missing size.
+    """
+    model: Mapping[str, Any] = section(config, "model")
+    flags = Flags(section(config, "megatron"))
+    for name in UNSUPPORTED:
+        if flags.values.get(name):
+            raise ValueError(f"megatron.{name}={flags.values[name]}: no Hugging Face format here can express it")
+    architecture = Architecture.from_config(config)
+    if architecture.learned_positions:
+        raise ValueError("megatron.position_embedding_type=learned_absolute: set it to rope, yarn or none")
+    architecture = replace(architecture, pattern=Pattern(architecture.pattern.blocks))
+    moe = any(block.kind == "E" and not block.is_linear for block in architecture.sizes)
+    layers = model.get("hf_layers")
+    return Description(
+        architecture=architecture,
+        vocab_size=int(model.get("vocab_size") or architecture.vocab_size),
+        activation="silu" if flags.flag("swiglu") else "relu2" if flags.flag("squared_relu") else "gelu",
+        norm_epsilon=_number(flags, "norm_epsilon", 1e-5),
+        zero_centred_norm=flags.flag("apply_layernorm_1p"),
+        rope=_rope(model, flags),
+        router=_router(flags) if moe else None,
+        max_positions=flags.integer("max_position_embeddings") or flags.integer("seq_length"),
+        hf_layers=None if layers is None else tuple(int(layer) for layer in layers),
+        hf_layer_count=model.get("hf_layer_count"),
+    )
+
+
+def _number(flags: Flags, key: str, default: float) -> float:
+    value = flags.values.get(key)
+    return default if value is None else float(value)  # type: ignore[arg-type]
+
+
+def _rope(model: Mapping[str, Any], flags: Flags) -> Rope | None:
+    kind = flags.text("position_embedding_type", "learned_absolute")
+    if kind == "none":
+        return None
+    if kind not in ("rope", "yarn"):
+        raise ValueError(f"megatron.position_embedding_type={kind}: expected rope, yarn or none")
+    base = flags.integer("rotary_base") or 10000
+    plain = Rope(base=base, percent=_number(flags, "rotary_percent", 1.0))
+    if kind == "yarn":
+        factor = _number(flags, "rotary_scaling_factor", 1.0)
+        return replace(
+            plain,
+            scaling="yarn",
+            factor=factor,
+            original_positions=flags.integer("yarn_original_max_position_embeddings") or 4096,
+            beta_fast=_number(flags, "yarn_beta_fast", 32.0),
+            beta_slow=_number(flags, "yarn_beta_slow", 1.0),
+            attention_factor=yarn_concentration(factor, _number(flags, "mscale", 1.0))
+            / yarn_concentration(factor, _number(flags, "mscale_all_dim", 0.0)),
+            truncate=not flags.flag("no_yarn_correction_range_round_to_int"),
+            on_windowed=model.get("yarn_on_windowed", True),
+        )
+    if flags.flag("use_rope_scaling"):
+        return replace(plain, scaling="llama3", factor=_number(flags, "rope_scaling_factor", 8.0))
+    if flags.values.get("rotary_seq_len_interpolation_factor"):
+        return replace(plain, scaling="linear", factor=_number(flags, "rotary_seq_len_interpolation_factor", 1.0))
+    return plain
+
+
+def yarn_concentration(factor: float, scale: float = 1.0) -> float:
+    """What YaRN multiplies cosines and sines by: 0.1 x scale x ln(factor) + 1 (arXiv:2309.00071, equation 22)."""
+    return 1.0 if factor <= 1 else 0.1 * scale * log(factor) + 1.0
+
+
+def _router(flags: Flags) -> Router:
+    return Router(
+        score=flags.text("moe_router_score_function", "softmax"),
+        scaling=_number(flags, "moe_router_topk_scaling_factor", 1.0),
+        expert_bias=flags.flag("moe_router_enable_expert_bias"),
+    )
+
+
+def to_config(description: Description) -> dict[str, dict[str, Any]]:
+    """The sections `model` and `megatron` of a config whose description this is: a model file for `--config-dir`."""
+    architecture = description.architecture
+    pattern, inherited = _compact(description)
+    model: dict[str, Any] = {
+        "name": architecture.name,
+        "family": architecture.family,
+        "pattern": format_pattern(pattern),
+        "backend": "auto",
+    }
+    megatron: dict[str, Any] = {
+        "hidden_size": architecture.hidden_size,
+        "disable_bias_linear": not architecture.bias,
+        "normalization": architecture.normalization,
+        "norm_epsilon": description.norm_epsilon,
+        "untie_embeddings_and_output_weights": not architecture.tied_embeddings,
+        "padded_vocab_size": architecture.vocab_size,
+    }
+    if description.vocab_size != architecture.vocab_size:
+        model["vocab_size"] = description.vocab_size
+    if not architecture.norm_affine:
+        model["norm_affine"] = False
+    if architecture.norm_placement != "input":
+        model["norm_placement"] = architecture.norm_placement
+    if architecture.qk_layernorm:
+        megatron["qk_layernorm"] = True
+        model["qk_norm_scope"] = architecture.qk_norm_scope
+    if description.zero_centred_norm:
+        megatron["apply_layernorm_1p"] = True
+    if architecture.qkv_bias:
+        megatron["add_qkv_bias"] = True
+    if description.activation != "gelu":
+        megatron["swiglu" if description.activation == "silu" else "squared_relu"] = True
+    if description.hf_layers is not None:
+        model["hf_layers"] = list(description.hf_layers)
+        model["hf_layer_count"] = description.hf_layer_count
+    megatron |= _sizes(inherited) | _rope_flags(description.rope, model) | _router_flags(description.router)
+    if description.max_positions is not None:
+        megatron["max_position_embeddings"] = description.max_positions
+    return {"model": model, "megatron": megatron}
+
+
+def _compact(description: Description) -> tuple[Pattern, dict[str, Block]]:
+    """The blocks with only what differs from the first of their kind, and those first blocks."""
+    inherited: dict[str, Block] = {}
+    blocks = []
+    for block in description.blocks:
+        if block.is_linear:
+            blocks.append(block)
+            continue
+        first = inherited.setdefault(block.kind, block)
+        own = {name: block.get(name) for name in VALUES[block.kind] if block.get(name) != first.get(name)}
+        blocks.append(Block.of(block.kind, **{name: value or None for name, value in own.items()}))
+    return Pattern(tuple(blocks)), inherited
+
+
+def _sizes(inherited: Mapping[str, Block]) -> dict[str, Any]:
+    flags: dict[str, Any] = {}
+    for kind, block in inherited.items():
+        for name, field in VALUES[kind].items():
+            size = block.get(name)
+            if size:
+                flags["num_experts" if field == "num_moe_experts" else field] = size
+    if "num_query_groups" in flags:
+        flags["group_query_attention"] = True
+    if "window_size" in flags:
+        flags["window_size"] = [flags["window_size"] - 1, 0]
+    flags.setdefault("num_attention_heads", 1)  # Megatron wants a number even for a model without attention
+    return flags
+
+
+def _rope_flags(rope: Rope | None, model: dict[str, Any]) -> dict[str, Any]:
+    if rope is None:
+        return {"position_embedding_type": "none"}
+    flags: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": rope.base}
+    if rope.percent != 1.0:
+        flags["rotary_percent"] = rope.percent
+    if rope.scaling == "llama3":
+        flags |= {"use_rope_scaling": True, "rope_scaling_factor": rope.factor}
+    elif rope.scaling == "linear":
+        flags["rotary_seq_len_interpolation_factor"] = _whole("rope factor", rope.factor)
+    elif rope.scaling == "yarn":
+        flags |= {
+            "position_embedding_type": "yarn",
+            "rotary_scaling_factor": rope.factor,
+            "yarn_original_max_position_embeddings": rope.original_positions,
+            "yarn_beta_fast": rope.beta_fast,
+            "yarn_beta_slow": rope.beta_slow,
+        }
+        if not rope.truncate:
+            flags["no_yarn_correction_range_round_to_int"] = True
+        if abs(rope.attention_factor - yarn_concentration(rope.factor)) > 1e-9:
+            flags["mscale"] = (rope.attention_factor - 1.0) / (yarn_concentration(rope.factor) - 1.0)
+        if not rope.on_windowed:
+            model["yarn_on_windowed"] = False
+    return flags
+
+
+def _whole(what: str, value: float) -> int:
+    if value != int(value):
+        raise ValueError(f"{what} {value}: Megatron takes whole numbers only")
+    return int(value)
+
+
+def _router_flags(router: Router | None) -> dict[str, Any]:
+    if router is None:
+        return {}
+    flags: dict[str, Any] = {
+        "moe_router_score_function": router.score,
+        "moe_router_topk_scaling_factor": router.scaling,
+        "moe_router_dtype": "fp32",
+    }
+    if router.expert_bias:
+        flags["moe_router_enable_expert_bias"] = True
+    return flags
+
+
+# What a difference is called: the key of our config.
+_KEYS = {
+    "vocab_size": "model.vocab_size (megatron.padded_vocab_size without it)",
+    "activation": "megatron.swiglu / squared_relu",
+    "norm_epsilon": "megatron.norm_epsilon",
+    "zero_centred_norm": "megatron.apply_layernorm_1p",
+    "hidden_size": "megatron.hidden_size",
+    "tied_embeddings": "not megatron.untie_embeddings_and_output_weights",
+    "normalization": "megatron.normalization",
+    "norm_affine": "model.norm_affine",
+    "norm_placement": "model.norm_placement",
+    "qk_layernorm": "megatron.qk_layernorm",
+    "qk_norm_scope": "model.qk_norm_scope",
+    "gated": "megatron.swiglu",
+    "bias": "not megatron.disable_bias_linear",
+    "qkv_bias": "megatron.add_qkv_bias",
+    "rope": "megatron.position_embedding_type",
+    "router": "megatron.moe_router_*",
+    "rope.base": "megatron.rotary_base",
+    "rope.percent": "megatron.rotary_percent",
+    "rope.scaling": "megatron.position_embedding_type=yarn / use_rope_scaling",
+    "rope.factor": "megatron.rotary_scaling_factor / rope_scaling_factor",
+    "rope.original_positions": "megatron.yarn_original_max_position_embeddings",
+    "rope.beta_fast": "megatron.yarn_beta_fast",
+    "rope.beta_slow": "megatron.yarn_beta_slow",
+    "rope.attention_factor": "megatron.mscale",
+    "rope.truncate": "megatron.no_yarn_correction_range_round_to_int",
+    "rope.on_windowed": "model.yarn_on_windowed",
+    "router.score": "megatron.moe_router_score_function",
+    "router.scaling": "megatron.moe_router_topk_scaling_factor",
+    "router.expert_bias": "megatron.moe_router_enable_expert_bias",
+}
+_SHOWN = 8
+
+
+def differences(checkpoint: Description, model: Description) -> dict[str, str]:
+    """Where two descriptions compute different functions: short name -> one line for people.
+
+    The lines name the key of our config; the short names start with `rope.` where no weight depends on the setting.
+    """
+    found: dict[str, str] = {}
+
+    def compare(name: str, ours: object, theirs: object) -> None:
+        close = isinstance(ours, float) and isinstance(theirs, float | int) and abs(ours - theirs) <= 1e-6 * abs(theirs)
+        if ours != theirs and not close:
+            found[name] = f"{_KEYS[name]}: {theirs} in the checkpoint, {ours} in the model config"
+
+    for name in ("vocab_size", "activation", "norm_epsilon", "zero_centred_norm"):
+        compare(name, getattr(model, name), getattr(checkpoint, name))
+    first, second = model.architecture, checkpoint.architecture
+    for name in ("hidden_size", "tied_embeddings", "normalization", "norm_affine", "norm_placement", "qk_layernorm"):
+        compare(name, getattr(first, name), getattr(second, name))
+    for name in ("gated", "bias", "qkv_bias") + (("qk_norm_scope",) if first.qk_layernorm else ()):
+        compare(name, getattr(first, name), getattr(second, name))
+    for part in ("rope", "router"):
+        ours, theirs = getattr(model, part), getattr(checkpoint, part)
+        if ours is None or theirs is None:
+            compare(part, *("none" if value is None else "some" for value in (ours, theirs)))
+            continue
+        for field in fields(ours):
+            compare(f"{part}.{field.name}", getattr(ours, field.name), getattr(theirs, field.name))
+    differing = [
+        (number, theirs, ours)
+        for number, (theirs, ours) in enumerate(zip_longest(checkpoint.blocks, model.blocks), start=1)
+        if theirs != ours
+    ]
+    if differing:
+        lines = [f"block {n}: {a or 'none'} in the checkpoint, {b or 'none'} in the model" for n, a, b in differing]
+        more = f" and {len(lines) - _SHOWN} more blocks" if len(lines) > _SHOWN else ""
+        found["pattern"] = "model.pattern and block sizes: " + "; ".join(lines[:_SHOWN]) + more
+    return found

@@ -1,0 +1,65 @@
+"""The Hugging Face formats, and which of them a model or a checkpoint has."""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_ext.checkpoint.description import Description
+from nemo_ext.checkpoint.formats.decilm import DECILM
+from nemo_ext.checkpoint.formats.dense import LLAMA, NEMOTRON, OLMO, OLMO3
+from nemo_ext.checkpoint.formats.format import CannotExpress, Entry, Format, Keys
+from nemo_ext.checkpoint.formats.hybrid import NEMOTRON_H
+from nemo_ext.checkpoint.formats.own import BLOCKS
+
+__all__ = ["FORMATS", "CannotExpress", "Entry", "Format", "choose", "named", "read"]
+
+FORMATS = {made.architecture: made for made in (NEMOTRON, NEMOTRON_H, LLAMA, OLMO, OLMO3, DECILM, BLOCKS)}
+"""By class name; a model is written in the first that can express it."""
+
+
+def named(architecture: str) -> Format:
+    """The format of a class name.
+
+    Raises:
+        ValueError: there is none, naming the nearest.
+    """
+    if architecture not in FORMATS:
+        near = difflib.get_close_matches(architecture, FORMATS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "."
+        raise ValueError(f"{architecture}: there is no such format{hint} There are {', '.join(FORMATS)}")
+    return FORMATS[architecture]
+
+
+def choose(description: Description, architecture: str | None = None) -> tuple[Format, dict[str, Any]]:
+    """The format to write a model in, and its config.json.
+
+    Args:
+        description: the model.
+        architecture: a class name to use; without one the first that can express the model.
+
+    Raises:
+        ValueError: no format can, with every reason.
+    """
+    candidates = FORMATS.values() if architecture is None else [named(architecture)]
+    reasons = []
+    for candidate in candidates:
+        try:
+            return candidate, candidate.write(description)
+        except CannotExpress as reason:
+            reasons.append(f"{candidate.architecture}: {reason}")
+    raise ValueError("no Hugging Face format can express this model: " + "; ".join(reasons))
+
+
+def read(config: Mapping[str, Any]) -> tuple[Format, Description]:
+    """The format and the model of a config.json.
+
+    Raises:
+        ValueError: an unknown architecture, or a setting that Megatron cannot express.
+    """
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or len(architectures) != 1:
+        raise ValueError(f"config.json: architectures={architectures!r}: expected one class name")
+    if config.get("quantization_config"):
+        raise ValueError("config.json: quantization_config: a quantised checkpoint; convert the one it was made from")
+    found = named(str(architectures[0]))
+    return found, found.read(Keys(config))

@@ -1,0 +1,381 @@
+"""Dense families whose layers are attention and MLP: Nemotron (Domyn-Small), Llama, OLMo 1 and OLMo 3."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from nemo_ext.architecture.blocks import Block
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.pattern import Pattern
+from nemo_ext.checkpoint.description import Description, Rope
+from nemo_ext.checkpoint.formats.format import (
+    Format,
+    Keys,
+    attention_with_mlp,
+    common_facts,
+    common_value,
+    refuse,
+)
+from nemo_ext.checkpoint.formats.rope import read_parameters, read_rope, rope_parameters, write_rope
+
+OUTSIDE = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
+LAYER = "model.layers.{layer}."
+ATTENTION = {name: f"self_attn.{name}_proj" for name in "qkvo"}
+QK_NORM = {name: f"self_attn.{name}" for name in ("q_norm", "k_norm")}
+MLP = {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+NORMS = {"*": "input_layernorm", "-": "post_attention_layernorm"}
+OLMO1_EPSILON = 1e-5
+"""Fixed in transformers' OlmoLayerNorm."""
+OLMO3_BASE = 500000
+"""Olmo3Config's default rope_theta, which its loader falls back to for windowed layers."""
+
+
+def dense_facts(description: Description, model_type: str, architecture: str) -> dict[str, Any]:
+    """The keys that all dense families share.
+
+    Raises:
+        CannotExpress: blocks other than a chain of equal attention and MLP blocks.
+    """
+    blocks = description.blocks
+    pairs = [block.kind for block in blocks] == ["*", "-"] * (len(blocks) // 2) and len(blocks) > 0
+    refuse(
+        (not pairs, "the blocks are not attention and MLP in turn"),
+        (any(block.is_linear for block in blocks), "a block is replaced by a linear map"),
+        (description.rope is None, "attention has no positions"),
+        (description.architecture.qkv_bias and not description.architecture.bias, "biases on q, k and v alone"),
+        (description.hf_layers is not None, "layers without blocks"),
+    )
+    return common_facts(description, model_type, architecture) | {
+        "num_hidden_layers": len(blocks) // 2,
+        "num_attention_heads": common_value(blocks, "*", "heads"),
+        "num_key_value_heads": common_value(blocks, "*", "kv"),
+        "head_dim": common_value(blocks, "*", "head_dim"),
+        "intermediate_size": common_value(blocks, "-", "ffn"),
+    }
+
+
+def dense_description(
+    keys: Keys, *, blocks: Sequence[Block] | None = None, settings: Mapping[str, Any], **own: Any
+) -> Description:
+    """A description from the keys that all dense families share.
+
+    Args:
+        keys: the config.json.
+        blocks: the blocks; without them a chain of equal attention and MLP blocks.
+        settings: fields of `Architecture`.
+        own: fields of `Description`.
+    """
+    vocabulary = keys.integer("vocab_size")
+    if blocks is None:
+        blocks = [*equal_attention(keys), Block.of("-", ffn=keys.integer("intermediate_size"))] * keys.integer(
+            "num_hidden_layers"
+        )
+    architecture = Architecture(
+        pattern=Pattern(tuple(blocks)),
+        hidden_size=keys.integer("hidden_size"),
+        vocab_size=vocabulary,
+        tied_embeddings=keys.flag("tie_word_embeddings"),
+        **settings,
+    )
+    return Description(
+        architecture=architecture,
+        vocab_size=vocabulary,
+        max_positions=keys.values.get("max_position_embeddings"),
+        **own,
+    )
+
+
+def equal_attention(keys: Keys, *, window: int | None = None) -> list[Block]:
+    """The attention block of a family whose attention blocks are all equal, in a list."""
+    heads, hidden = keys.integer("num_attention_heads"), keys.integer("hidden_size")
+    return [
+        Block.of(
+            "*",
+            heads=heads,
+            kv=keys.integer("num_key_value_heads", heads),
+            head_dim=keys.integer("head_dim", hidden // heads),
+            window=window,
+        )
+    ]
+
+
+def biases(description: Description) -> dict[str, bool]:
+    """Whether linears have biases, for formats that ask for attention and MLP apart."""
+    return {"attention_bias": description.architecture.bias, "mlp_bias": description.architecture.bias}
+
+
+def read_biases(keys: Keys) -> bool:
+    """Whether linears have biases; Megatron has one switch for all of them."""
+    attention, mlp = keys.flag("attention_bias"), keys.flag("mlp_bias")
+    if attention != mlp:
+        raise ValueError(
+            f"config.json: attention_bias={attention} with mlp_bias={mlp} is not supported: Megatron has one switch"
+        )
+    return attention
+
+
+def _no_windows(description: Description) -> tuple[bool, str]:
+    return any(block.kind == "*" and block.get("window") for block in description.blocks), "sliding windows"
+
+
+def _write_nemotron(description: Description) -> dict[str, Any]:
+    architecture = description.architecture
+    refuse(
+        (description.activation != "relu2" or architecture.gated, "an activation other than squared ReLU"),
+        (
+            architecture.normalization != "LayerNorm" or not description.zero_centred_norm,
+            "norms other than LayerNorm1P",
+        ),
+        (not architecture.norm_affine or architecture.norm_placement != "input", "norms without weights or on outputs"),
+        (architecture.qk_layernorm, "QK norm"),
+        _no_windows(description),
+    )
+    facts = dense_facts(description, "nemotron", "NemotronForCausalLM")
+    assert description.rope is not None
+    partial = {"partial_rotary_factor": description.rope.percent}  # 0.5 where it is not given
+    return (
+        facts
+        | write_rope(description.rope)
+        | partial
+        | biases(description)
+        | {
+            "hidden_act": "relu2",
+            "norm_eps": description.norm_epsilon,
+        }
+    )
+
+
+def _read_nemotron(keys: Keys) -> Description:
+    keys.only("hidden_act", "relu2")
+    return dense_description(
+        keys,
+        settings={"normalization": "LayerNorm", "bias": read_biases(keys), "family": "domyn_small"},
+        activation="relu2",
+        zero_centred_norm=True,
+        norm_epsilon=keys.number("norm_eps", 1e-5),
+        rope=read_rope(keys, percent=0.5),
+    )
+
+
+def rms_settings(description: Description) -> None:
+    """Refuse what no format with Llama's blocks has: SwiGLU, RMSNorm with weights.
+
+    Raises:
+        CannotExpress: with the reason.
+    """
+    architecture = description.architecture
+    refuse(
+        (description.activation != "silu" or not architecture.gated, "an FFN other than SwiGLU"),
+        (
+            architecture.normalization != "RMSNorm" or not architecture.norm_affine,
+            "norms other than RMSNorm with weights",
+        ),
+        (description.zero_centred_norm, "zero-centred norm weights"),
+    )
+
+
+def _write_llama(description: Description) -> dict[str, Any]:
+    rms_settings(description)
+    refuse(
+        (description.architecture.norm_placement != "input", "norms on outputs"),
+        (description.architecture.qk_layernorm, "QK norm"),
+        _no_windows(description),
+    )
+    facts = dense_facts(description, "llama", "LlamaForCausalLM")
+    assert description.rope is not None
+    refuse((description.rope.percent != 1.0, "partial rotary embedding"))
+    refuse((facts["hidden_size"] % facts["num_attention_heads"], "a hidden size that the heads do not divide"))
+    return (
+        facts
+        | write_rope(description.rope)
+        | biases(description)
+        | {
+            "hidden_act": "silu",
+            "rms_norm_eps": description.norm_epsilon,
+        }
+    )
+
+
+def read_llama(keys: Keys, *, blocks: Sequence[Block] | None = None, **own: Any) -> Description:
+    """The description of a config.json with Llama's keys."""
+    keys.only("hidden_act", "silu")
+    return dense_description(
+        keys,
+        blocks=blocks,
+        settings={"gated": True, "bias": read_biases(keys), "family": "llama_nemotron"},
+        activation="silu",
+        norm_epsilon=keys.number("rms_norm_eps", 1e-6),
+        rope=read_rope(keys),
+        **own,
+    )
+
+
+def _write_olmo(description: Description) -> dict[str, Any]:
+    architecture = description.architecture
+    refuse(
+        (description.activation != "silu" or not architecture.gated, "an FFN other than SwiGLU"),
+        (
+            architecture.normalization != "LayerNorm" or architecture.norm_affine,
+            "norms other than LayerNorm without weights",
+        ),
+        (
+            architecture.norm_placement != "input" or architecture.qk_layernorm,
+            "norms on outputs or on queries and keys",
+        ),
+        (description.norm_epsilon != OLMO1_EPSILON, f"a norm epsilon other than {OLMO1_EPSILON}"),
+        (architecture.bias, "biases"),
+        _no_windows(description),
+    )
+    facts = dense_facts(description, "olmo", "OlmoForCausalLM")
+    assert description.rope is not None
+    refuse((description.rope.percent != 1.0, "partial rotary embedding"), _wide_heads(facts))
+    del facts["head_dim"]
+    return facts | write_rope(description.rope) | {"hidden_act": "silu", "attention_bias": False, "clip_qkv": None}
+
+
+def _wide_heads(facts: Mapping[str, Any]) -> tuple[bool, str]:
+    wide = facts["head_dim"] * facts["num_attention_heads"] != facts["hidden_size"]
+    return wide, "heads that are together not as wide as the hidden size"
+
+
+def _read_olmo(keys: Keys) -> Description:
+    keys.only("hidden_act", "silu")
+    keys.only("clip_qkv", None)
+    keys.only("attention_bias", False)
+    return dense_description(
+        keys,
+        settings={"gated": True, "normalization": "LayerNorm", "norm_affine": False, "family": "olmo1"},
+        activation="silu",
+        norm_epsilon=OLMO1_EPSILON,
+        rope=read_rope(keys),
+    )
+
+
+def _write_olmo3(description: Description) -> dict[str, Any]:
+    architecture, rope = description.architecture, description.rope
+    rms_settings(description)
+    refuse(
+        (architecture.norm_placement != "output", "norms on inputs"),
+        (not architecture.qk_layernorm or architecture.qk_norm_scope != "width", "no QK norm over the full width"),
+        (architecture.bias, "biases"),
+    )
+    facts = dense_facts(description, "olmo3", "Olmo3ForCausalLM")
+    assert rope is not None
+    windows = [block.get("window") for block in description.blocks if block.kind == "*"]
+    sizes = {window for window in windows if window}
+    refuse(
+        (rope.percent != 1.0, "partial rotary embedding"),
+        _wide_heads(facts),
+        (len(sizes) > 1, "windows of different sizes"),
+        (rope.on_windowed and rope.scaling != "none" and sizes, "RoPE scaling in blocks with a window"),
+    )
+    del facts["head_dim"]
+    keys = (
+        facts
+        | write_rope(rope)
+        | {
+            "hidden_act": "silu",
+            "rms_norm_eps": description.norm_epsilon,
+            "attention_bias": False,
+            "sliding_window": max(sizes, default=4096),  # transformers wants one even where no layer uses it
+            "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        }
+    )
+    if rope.base != OLMO3_BASE:
+        # transformers 5 loses rope_theta of windowed layers in the older keys (configuration_olmo3.py).
+        plain = {"rope_type": "default", "rope_theta": float(rope.base)}
+        keys["rope_parameters"] = {"sliding_attention": plain, "full_attention": rope_parameters(rope)}
+    return keys
+
+
+def _read_olmo3(keys: Keys) -> Description:
+    keys.only("hidden_act", "silu")
+    keys.only("attention_bias", False)
+    count = keys.integer("num_hidden_layers")
+    types = keys.get("layer_types") or [
+        "full_attention" if (i + 1) % 4 == 0 else "sliding_attention" for i in range(count)
+    ]
+    if len(types) != count or not set(types) <= {"sliding_attention", "full_attention"}:
+        raise ValueError(f"config.json: layer_types: expected {count} of sliding_attention, full_attention")
+    window = keys.integer("sliding_window", 4096) if "sliding_attention" in types else None
+    mlp = Block.of("-", ffn=keys.integer("intermediate_size"))
+    attention = {"sliding_attention": equal_attention(keys, window=window), "full_attention": equal_attention(keys)}
+    return dense_description(
+        keys,
+        blocks=[block for kind in types for block in (*attention[kind], mlp)],
+        settings={
+            "gated": True,
+            "norm_placement": "output",
+            "qk_layernorm": True,
+            "qk_norm_scope": "width",
+            "family": "olmo3",
+        },
+        activation="silu",
+        norm_epsilon=keys.number("rms_norm_eps", 1e-5),
+        rope=replace(_olmo3_rope(keys, types), on_windowed=False),
+    )
+
+
+def _olmo3_rope(keys: Keys, types: Sequence[str]) -> Rope:
+    parameters = keys.get("rope_parameters", {})
+    if "full_attention" not in parameters and "sliding_attention" not in parameters:
+        return read_rope(keys, default_base=OLMO3_BASE)
+    each = {
+        kind: read_parameters({"rope_theta": OLMO3_BASE, **(parameters.get(kind) or {})}, keys) for kind in set(types)
+    }
+    windowed, full = each.get("sliding_attention"), each.get("full_attention")
+    if windowed is None or full is None:
+        rope = full or windowed
+        assert rope is not None
+        return rope
+    if windowed.scaling != "none" or windowed.base != full.base:
+        raise ValueError(
+            "config.json: rope_parameters.sliding_attention: expected rope_type default and the same rope_theta"
+        )
+    return full
+
+
+NEMOTRON = Format(
+    architecture="NemotronForCausalLM",
+    model_type="nemotron",
+    write=_write_nemotron,
+    read=_read_nemotron,
+    outside=OUTSIDE,
+    layer=LAYER,
+    modules={"*": ATTENTION, "-": MLP},
+    norms=NORMS,
+    layers=attention_with_mlp,
+)
+LLAMA = Format(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    write=_write_llama,
+    read=read_llama,
+    outside=OUTSIDE,
+    layer=LAYER,
+    modules={"*": ATTENTION, "-": MLP},
+    norms=NORMS,
+    layers=attention_with_mlp,
+)
+OLMO = Format(
+    architecture="OlmoForCausalLM",
+    model_type="olmo",
+    write=_write_olmo,
+    read=_read_olmo,
+    outside=OUTSIDE,
+    layer=LAYER,
+    modules={"*": ATTENTION, "-": MLP},
+    norms={},
+    layers=attention_with_mlp,
+)
+OLMO3 = Format(
+    architecture="Olmo3ForCausalLM",
+    model_type="olmo3",
+    write=_write_olmo3,
+    read=_read_olmo3,
+    outside=OUTSIDE,
+    layer=LAYER,
+    modules={"*": ATTENTION | QK_NORM, "-": MLP},
+    norms={"*": "post_attention_layernorm", "-": "post_feedforward_layernorm"},
+    layers=attention_with_mlp,
+)

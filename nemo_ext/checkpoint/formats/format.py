@@ -1,0 +1,190 @@
+"""What a Hugging Face format is: names for modules, and its config.json in both directions."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_ext.architecture.blocks import Block
+from nemo_ext.checkpoint.description import Description
+from nemo_ext.checkpoint.parameters import Piece, Role, rows
+from nemo_ext.checkpoint.rules import Rule, Shape
+
+
+class CannotExpress(ValueError):
+    """A format has no words for a model; the message says which part of it."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Some tensors of Megatron's checkpoint and the Hugging Face tensors that hold the same numbers.
+
+    Attributes:
+        pieces: Megatron's side.
+        names: Hugging Face names.
+        shapes: Hugging Face shapes.
+        rule: how they turn into each other.
+        fp32: whether they stay fp32 when a checkpoint is cast.
+    """
+
+    pieces: tuple[Piece, ...]
+    names: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    rule: Rule
+    fp32: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """One Hugging Face architecture.
+
+    Attributes:
+        architecture: the class name in config.json's `architectures`.
+        model_type: config.json's `model_type`.
+        write: config.json of a description; raises `CannotExpress`.
+        read: description of a config.json; raises `ValueError`.
+        outside: module names of `embedding`, `final_norm` and `head`.
+        layer: what the names inside a layer begin with; `{layer}` is its number.
+        modules: for each kind of block, what its modules are called inside the layer; `{expert}` is an expert's number.
+        linear: for each kind, what the linear map is called that replaces a block.
+        norms: for each kind, what its norm is called inside the layer.
+        layers: the layer of each block, and how many layers there are.
+        stacked_experts: whether a block's experts are one tensor.
+        code: files of `nemo_ext.checkpoint.remote_code` that a checkpoint carries.
+        remarks: what a user of an exported description should know.
+    """
+
+    architecture: str
+    model_type: str
+    write: Callable[[Description], dict[str, Any]]
+    read: Callable[["Keys"], Description]
+    outside: Mapping[str, str]
+    layer: str
+    modules: Mapping[str, Mapping[str, str]]
+    norms: Mapping[str, str]
+    linear: Mapping[str, str] = field(default_factory=dict)
+    layers: Callable[[Sequence[Block]], tuple[list[int], int]]
+    stacked_experts: bool = False
+    code: tuple[str, ...] = ()
+    remarks: Callable[[Description], list[str]] = lambda description: []
+
+    def entries(self, description: Description) -> Iterator[Entry]:
+        """The whole mapping of a model, in its order.
+
+        Raises:
+            ValueError: for a block that the mapping cannot express.
+        """
+        numbers = description.hf_layers or self.layers(description.blocks)[0]
+        for row in rows(description, stacked_experts=self.stacked_experts):
+            if row.block is None:
+                names = [self.outside[module] + f".{parameter}" for module, parameter in row.roles]
+            else:
+                block = description.blocks[row.block]
+                inside = self.layer.format(layer=numbers[row.block])
+                names = [inside + self._name(block, role) for role in row.roles]
+            yield Entry(row.pieces, tuple(names), row.shapes, row.rule, row.fp32)
+
+    def _name(self, block: Block, role: Role) -> str:
+        module, parameter = role
+        if module == "norm":
+            return f"{self.norms[block.kind]}.{parameter}"
+        if module == "linear":
+            return f"{self.linear[block.kind]}.{parameter}"
+        if module.startswith("experts."):
+            _, expert, name = module.split(".")
+            return self.modules[block.kind][f"experts.{name}"].format(expert=expert) + f".{parameter}"
+        return f"{self.modules[block.kind][module]}.{parameter}"
+
+
+def one_layer_a_block(blocks: Sequence[Block]) -> tuple[list[int], int]:
+    """Every block has its own layer."""
+    return list(range(len(blocks))), len(blocks)
+
+
+def attention_with_mlp(blocks: Sequence[Block]) -> tuple[list[int], int]:
+    """An attention block and the MLP right after it share a layer; any other block has one to itself."""
+    layers: list[int] = []
+    for number, block in enumerate(blocks):
+        joins = block.kind == "-" and number > 0 and blocks[number - 1].kind == "*"
+        layers.append(layers[-1] if joins else (layers[-1] + 1 if layers else 0))
+    return layers, layers[-1] + 1 if layers else 0
+
+
+class Keys:
+    """A config.json while it is read: every message names the key."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value, or `default` where the key is absent or null."""
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A positive whole number.
+
+        Raises:
+            ValueError: it is missing and has no default, or is something else.
+        """
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"config.json: {key}={value!r}: expected a positive whole number")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """A number."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"config.json: {key}={value!r}: expected a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"config.json: {key}={value!r}: expected true or false")
+        return value
+
+    def only(self, key: str, *allowed: Any) -> None:
+        """Refuse a value that changes the function in a way that no model here has; absent is the first allowed one.
+
+        Raises:
+            ValueError: naming what is allowed.
+        """
+        value = self.get(key, allowed[0])
+        if value not in allowed:
+            words = " or ".join(map(repr, allowed))
+            raise ValueError(f"config.json: {key}={value!r} is not supported: expected {words}")
+
+
+def refuse(*conditions: tuple[object, str]) -> None:
+    """Raise `CannotExpress` with the reason of the first condition that holds."""
+    for holds, reason in conditions:
+        if holds:
+            raise CannotExpress(reason)
+
+
+def common_value(blocks: Sequence[Block], kind: str, name: str) -> int:
+    """The value that all blocks of a kind share.
+
+    Raises:
+        CannotExpress: two blocks differ.
+    """
+    found = {block.size(name) for block in blocks if block.kind == kind}
+    if len(found) != 1:
+        raise CannotExpress(f"blocks {kind!r} with different {name} ({', '.join(map(str, sorted(found)))})")
+    return found.pop()
+
+
+def common_facts(description: Description, model_type: str, architecture: str) -> dict[str, Any]:
+    """What every config.json begins with."""
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": description.vocab_size,
+        "hidden_size": description.architecture.hidden_size,
+        "max_position_embeddings": description.max_positions or 4096,
+        "tie_word_embeddings": description.architecture.tied_embeddings,
+        "attention_dropout": 0.0,
+        "use_cache": True,
+    }

@@ -1,0 +1,215 @@
+"""Hybrid Mamba-2 / attention / MoE models: `NemotronHForCausalLM` (Nemotron 3 Nano)."""
+
+from math import inf
+from typing import Any
+
+from nemo_ext.architecture.blocks import Block
+from nemo_ext.architecture.model import CONV_KERNEL, Architecture
+from nemo_ext.architecture.pattern import Pattern, parse
+from nemo_ext.checkpoint.description import Description, Router
+from nemo_ext.checkpoint.formats.format import (
+    Format,
+    Keys,
+    common_facts,
+    common_value,
+    one_layer_a_block,
+    refuse,
+)
+
+GATED_NORM_EPSILON = 1e-5
+"""Of the norm inside a Mamba-2 mixer: fixed in Megatron (ssm/mamba_mixer.py), the model's epsilon in transformers."""
+
+NO_LIMIT = ((0.0, inf), (0.0, "Infinity"), (0.0, {"__float__": "Infinity"}))
+"""Mamba's `time_step_limit`, as Python's json and transformers 5 write it."""
+ATTENTION = {name: f"mixer.{name}_proj" for name in "qkvo"}
+MLP = {name: f"mixer.{name}_proj" for name in ("gate", "up", "down")}
+MAMBA = {"in_proj": "mixer.in_proj", "conv1d": "mixer.conv1d", "mamba": "mixer", "gated_norm": "mixer.norm"}
+MAMBA |= {"out_proj": "mixer.out_proj"}
+MOE = {
+    "router": "mixer.gate",
+    "experts.up": "mixer.experts.{expert}.up_proj",
+    "experts.down": "mixer.experts.{expert}.down_proj",
+    "shared_up": "mixer.shared_experts.up_proj",
+    "shared_down": "mixer.shared_experts.down_proj",
+}
+_TYPES = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "moe": "E", "mlp": "-"}
+
+
+def router_is_sigmoid(description: Description) -> None:
+    """Refuse routers that transformers' hybrid models do not have.
+
+    Raises:
+        CannotExpress: with the reason.
+    """
+    router = description.router
+    if router is not None:
+        refuse(
+            (router.score != "sigmoid", f"a router with {router.score} scores"),
+            (not router.expert_bias, "a router without expert bias (set megatron.moe_router_enable_expert_bias)"),
+        )
+
+
+def _write(description: Description) -> dict[str, Any]:
+    architecture, blocks, kinds = description.architecture, description.blocks, description.kinds
+    refuse(
+        (any(block.is_linear for block in blocks), "a block is replaced by a linear map"),
+        (
+            architecture.normalization != "RMSNorm" or not architecture.norm_affine,
+            "norms other than RMSNorm with weights",
+        ),
+        (description.zero_centred_norm, "zero-centred norm weights"),
+        (
+            architecture.norm_placement != "input" or architecture.qk_layernorm,
+            "norms on outputs or on queries and keys",
+        ),
+        (architecture.tied_embeddings, "tied embeddings"),
+        (architecture.bias or architecture.qkv_bias, "biases"),
+        (kinds & {"-", "E"} and (description.activation == "silu" or architecture.gated), "a gated FFN"),
+        ("*" in kinds and description.rope is not None, "positions in attention"),
+        (any(block.kind == "*" and block.get("window") for block in blocks), "sliding windows"),
+        ("M" in kinds and description.norm_epsilon != GATED_NORM_EPSILON, "a norm epsilon other than Mamba's 1e-5"),
+    )
+    router_is_sigmoid(description)
+    facts = common_facts(description, "nemotron_h", "NemotronHForCausalLM") | {
+        "num_hidden_layers": len(blocks),
+        "hybrid_override_pattern": "".join(block.kind for block in blocks),
+        "layer_norm_epsilon": description.norm_epsilon,
+        "norm_eps": description.norm_epsilon,
+        "mlp_hidden_act": description.activation,
+        "mlp_bias": False,
+        "attention_bias": False,
+        "use_bias": False,
+        "residual_in_fp32": False,
+        "num_nextn_predict_layers": 0,
+    }
+    if "*" in kinds:
+        facts |= {
+            "num_attention_heads": common_value(blocks, "*", "heads"),
+            "num_key_value_heads": common_value(blocks, "*", "kv"),
+            "head_dim": common_value(blocks, "*", "head_dim"),
+            "sliding_window": None,
+        }
+    if "-" in kinds:
+        facts["intermediate_size"] = common_value(blocks, "-", "ffn")
+    if "M" in kinds:
+        facts |= {
+            "mamba_num_heads": common_value(blocks, "M", "heads"),
+            "mamba_head_dim": common_value(blocks, "M", "head_dim"),
+            "ssm_state_size": common_value(blocks, "M", "state"),
+            "n_groups": common_value(blocks, "M", "groups"),
+            "conv_kernel": CONV_KERNEL,
+            "use_conv_bias": True,
+            "mamba_proj_bias": False,
+            "mamba_hidden_act": "silu",
+        }
+    if description.router is not None:
+        top_k, shared = common_value(blocks, "E", "topk"), common_value(blocks, "E", "shared")
+        refuse((not shared, "MoE blocks without a shared expert"))
+        facts |= {
+            "n_routed_experts": common_value(blocks, "E", "experts"),
+            "num_experts_per_tok": top_k,
+            "moe_intermediate_size": common_value(blocks, "E", "ffn"),
+            "n_shared_experts": 1,
+            "moe_shared_expert_intermediate_size": shared,
+            "routed_scaling_factor": description.router.scaling,
+            "norm_topk_prob": top_k > 1,  # Megatron normalises the weights of two experts or more
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_latent_size": None,
+        }
+    return facts
+
+
+def _read(keys: Keys) -> Description:
+    pattern = _pattern(keys)
+    keys.only("moe_latent_size", None)
+    keys.only("num_nextn_predict_layers", 0)
+    for name in ("use_bias", "mlp_bias", "attention_bias", "mamba_proj_bias"):
+        keys.only(name, False)
+    kinds = {block.kind for block in pattern.blocks}
+    router = _router(keys) if "E" in kinds else None
+    vocabulary = keys.integer("vocab_size", 131072)
+    architecture = Architecture(
+        pattern=pattern,
+        hidden_size=keys.integer("hidden_size", 4096),
+        vocab_size=vocabulary,
+        defaults=_sizes(keys, kinds),
+        tied_embeddings=keys.flag("tie_word_embeddings"),
+        family="nemotron3_nano",
+    )
+    return Description(
+        architecture=architecture,
+        vocab_size=vocabulary,
+        activation=str(keys.get("mlp_hidden_act", "relu2")),
+        norm_epsilon=keys.number("layer_norm_epsilon", 1e-5),
+        router=router,
+        max_positions=keys.values.get("max_position_embeddings"),
+    )
+
+
+def _pattern(keys: Keys) -> Pattern:
+    text = keys.get("hybrid_override_pattern")
+    if text is not None:
+        return parse(str(text))
+    types = keys.get("layers_block_type") or keys.get("layer_types")
+    if not isinstance(types, list) or not set(types) <= set(_TYPES):
+        raise ValueError(f"config.json: layers_block_type={types!r}: expected a list of {', '.join(_TYPES)}")
+    return Pattern(tuple(Block.of(_TYPES[kind]) for kind in types))
+
+
+def _sizes(keys: Keys, kinds: set[str]) -> tuple[Block, ...]:
+    blocks = []
+    if "*" in kinds:
+        heads = keys.integer("num_attention_heads", 32)
+        keys.only("sliding_window", None)
+        key_value, head_dim = keys.integer("num_key_value_heads", 8), keys.integer("head_dim", 128)
+        blocks.append(Block.of("*", heads=heads, kv=key_value, head_dim=head_dim, window=None))
+    if "-" in kinds:
+        blocks.append(Block.of("-", ffn=keys.integer("intermediate_size", 21504)))
+    if "M" in kinds:
+        keys.only("mamba_hidden_act", "silu")
+        keys.only("use_conv_bias", True)
+        keys.only("conv_kernel", CONV_KERNEL)
+        limit = keys.get("time_step_limit", list(NO_LIMIT[0]))
+        if limit not in [list(known) for known in NO_LIMIT]:
+            raise ValueError(f"config.json: time_step_limit={limit}: Megatron's mixer knows 0 to infinity only")
+        sizes = {
+            "heads": "mamba_num_heads",
+            "head_dim": "mamba_head_dim",
+            "state": "ssm_state_size",
+            "groups": "n_groups",
+        }
+        usual = {"heads": 128, "head_dim": 64, "state": 128, "groups": 8}
+        blocks.append(Block.of("M", **{name: keys.integer(key, usual[name]) for name, key in sizes.items()}))
+    if "E" in kinds:
+        shared = keys.integer("moe_shared_expert_intermediate_size", 7688)
+        blocks.append(
+            Block.of(
+                "E",
+                experts=keys.integer("n_routed_experts", 8),
+                topk=keys.integer("num_experts_per_tok", 2),
+                ffn=keys.integer("moe_intermediate_size", 7688),
+                shared=shared,
+            )
+        )
+    return tuple(blocks)
+
+
+def _router(keys: Keys) -> Router:
+    for name in ("n_group", "topk_group", "n_shared_experts"):
+        keys.only(name, 1)
+    keys.only("norm_topk_prob", keys.integer("num_experts_per_tok", 2) > 1)
+    return Router(score="sigmoid", scaling=keys.number("routed_scaling_factor", 1.0), expert_bias=True)
+
+
+NEMOTRON_H = Format(
+    architecture="NemotronHForCausalLM",
+    model_type="nemotron_h",
+    write=_write,
+    read=_read,
+    outside={"embedding": "backbone.embeddings", "final_norm": "backbone.norm_f", "head": "lm_head"},
+    layer="backbone.layers.{layer}.",
+    modules={"*": ATTENTION, "-": MLP, "M": MAMBA, "E": MOE},
+    norms=dict.fromkeys("*-ME", "norm"),
+    layers=one_layer_a_block,
+)

@@ -1,0 +1,388 @@
+"""Converting checkpoints between Hugging Face and Megatron, tensor by tensor, on one process without a GPU.
+
+    source -> description of its model -> rows (formats/) -> parts of about a shard each -> a folder renamed at the end
+
+Both directions are exact: no number changes unless `dtype` asks for another type.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from nemo_ext.checkpoint.description import Description, differences, from_config, to_config
+from nemo_ext.checkpoint.formats import Entry, Format, choose, read
+from nemo_ext.checkpoint.parameters import Piece
+from nemo_ext.checkpoint.safetensors_files import CONFIG, SafetensorsReader
+from nemo_ext.checkpoint.storage import CheckpointError, check_tensors, fingerprint, torch_dtype
+from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
+from nemo_ext.checkpoint.writing import HUGGING_FACE, MEGATRON, Slot, Work, cut_into_parts, write_checkpoint
+from nemo_ext.progress import notice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EXTRAS = "hf_files"
+"""Folder of a converted Megatron checkpoint with what else the Hugging Face folder held: tokenizer, template, ..."""
+EXTRA_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*")
+NOT_EXTRA = ("model.safetensors.index.json", "conversion.json", "pytorch_model.bin.index.json")
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+DEFAULT_SHARD = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a user may choose about a conversion.
+
+    Attributes:
+        architecture: Hugging Face class to write; None for the first that can express the model.
+        dtype: type to cast to, `bfloat16` for example; None keeps every tensor's own.
+        shard_gigabytes: size of a shard, and about the memory that the conversion takes.
+        files_from: folder with tokenizer and other files for a Hugging Face checkpoint.
+        change_rope: accept a checkpoint whose RoPE settings differ from the model config's; no weight depends on them.
+        check_finite: refuse NaN and infinity.
+        verify: read everything again at the end and compare checksums.
+        iteration: which of a run's checkpoints to read; None for the newest.
+        to_format: `huggingface` or `megatron`; None for the one that the source is not.
+    """
+
+    architecture: str | None = None
+    dtype: str | None = None
+    shard_gigabytes: float = DEFAULT_SHARD
+    files_from: Path | None = None
+    change_rope: bool = False
+    check_finite: bool = True
+    verify: bool = True
+    iteration: int | None = None
+    to_format: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            torch_dtype(self.dtype)
+        if self.to_format not in (None, HUGGING_FACE, MEGATRON):
+            raise ValueError(f"to_format={self.to_format}: expected {HUGGING_FACE} or {MEGATRON}")
+        if self.files_from is not None and not self.files_from.is_dir():
+            raise ValueError(f"files_from={self.files_from}: no such folder")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A conversion before it begins: everything checked, nothing written.
+
+    Attributes:
+        reader: the source.
+        to: the folder to make.
+        to_format: `huggingface` or `megatron`.
+        description: the model.
+        format: Hugging Face format that is written, or was read.
+        config: config.json to write, for Hugging Face.
+        work: every row of the mapping.
+        extras: folder with tokenizer and other files, if any.
+        remarks: what the user should know.
+    """
+
+    reader: SafetensorsReader | TorchDistReader
+    to: Path
+    to_format: str
+    description: Description
+    format: Format
+    config: Mapping[str, Any]
+    work: Sequence[Work]
+    extras: Path | None
+    remarks: Sequence[str]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors of the target."""
+        return sum(work.bytes for work in self.work)
+
+
+def plan(source: Path, to: Path, settings: Settings, config: Mapping[str, Any] | None = None) -> Plan:
+    """Open the source, find out what model it holds, and lay out the target.
+
+    Args:
+        source: a Hugging Face folder; or a run directory, checkpoints directory or checkpoint of Megatron.
+        to: the folder to make.
+        settings: see `Settings`.
+        config: the composed model config; None takes what lies beside the checkpoint.
+
+    Raises:
+        ValueError: a checkpoint that is broken or does not fit the model config; a model that no format can express.
+    """
+    wanted = None if config is None else from_config(config)
+    if (source / CONFIG).is_file() and not (source / "checkpoints").is_dir():
+        return _plan_from_hf(source, to, settings, wanted)
+    if not source.exists():
+        raise CheckpointError(f"from={source}: no such folder")
+    return _plan_from_megatron(source, to, settings, wanted)
+
+
+def _plan_from_hf(source: Path, to: Path, settings: Settings, wanted: Description | None) -> Plan:
+    reader = SafetensorsReader(source)
+    found, description = read(read_json(source / CONFIG))
+    description = _agreed(description, wanted, settings)
+    entries = list(found.entries(description))
+    check_tensors(reader, {n: s for e in entries for n, s in zip(e.names, e.shapes, strict=True)})
+    if settings.to_format == HUGGING_FACE:
+        return _plan_to_hf(reader, entries, to, settings, description, settings.files_from or source)
+    if settings.architecture is not None:
+        raise ValueError(f"architecture={settings.architecture} is for writing Hugging Face checkpoints: leave it out")
+    return Plan(
+        reader=reader,
+        to=to,
+        to_format=MEGATRON,
+        description=description,
+        format=found,
+        config={},
+        work=[_work(reader, entry, _pieces(entry), settings) for entry in entries],
+        extras=settings.files_from or source,
+        remarks=_padding(description),
+    )
+
+
+def _plan_from_megatron(source: Path, to: Path, settings: Settings, wanted: Description | None) -> Plan:
+    folder = checkpoint_folder(source, settings.iteration)
+    reader = TorchDistReader(folder)
+    if settings.to_format == MEGATRON:
+        raise ValueError("to_format=megatron: the checkpoint is Megatron's already")
+    if wanted is None:
+        wanted = from_config(config_beside(source, folder))
+    entries = list(choose(wanted, settings.architecture)[0].entries(wanted))
+    check_tensors(reader, {piece.key: piece.whole for entry in entries for piece in entry.pieces})
+    return _plan_to_hf(reader, entries, to, settings, wanted, settings.files_from or extras_beside(source, folder))
+
+
+def _plan_to_hf(
+    reader: SafetensorsReader | TorchDistReader,
+    entries: Sequence[Entry],
+    to: Path,
+    settings: Settings,
+    description: Description,
+    extras: Path | None,
+) -> Plan:
+    found, config = choose(description, settings.architecture)
+    targets = list(found.entries(description))
+    if [entry.pieces for entry in targets] != [entry.pieces for entry in entries]:
+        raise ValueError(f"{found.architecture} keeps experts in other pieces: convert to Megatron first, then to it")
+    pairs = zip(entries, targets, strict=True)
+    work = [_work(reader, entry, _named(target), settings, to=target) for entry, target in pairs]
+    types = {slot.dtype for each, target in zip(work, targets, strict=True) if not target.fp32 for slot in each.slots}
+    config = {**_kept_keys(extras, found), **config, "dtype": max(types, key=lambda name: torch_dtype(name).itemsize)}
+    config["torch_dtype"] = config["dtype"]  # the name before transformers 4.56
+    left_out = reader.left_out if isinstance(reader, TorchDistReader) else 0
+    remarks = [*found.remarks(description), *_padding(description)]
+    if left_out:
+        remarks.append(f"{left_out} tensors of optimizer state stay behind: Hugging Face has no place for them")
+    if extras is None:
+        remarks.append(
+            "no tokenizer goes with it: files_from=FOLDER adds one, with generation config and chat template"
+        )
+    return Plan(
+        reader=reader,
+        to=to,
+        to_format=HUGGING_FACE,
+        description=description,
+        format=found,
+        config=config,
+        work=work,
+        extras=extras,
+        remarks=remarks,
+    )
+
+
+def _agreed(checkpoint: Description, wanted: Description | None, settings: Settings) -> Description:
+    """The model config's description, with the checkpoint's layers; both must mean the same function."""
+    if wanted is None:
+        return checkpoint
+    found = differences(checkpoint, wanted)
+    rope = [name for name in found if name == "rope.on_windowed" or name.startswith("rope.")]
+    if settings.change_rope:
+        for name in rope:
+            notice(f"RoPE changes: {found.pop(name)}")
+    if found:
+        hint = (
+            "; change_rope=true accepts the RoPE settings of the model config"
+            if rope and not settings.change_rope
+            else ""
+        )
+        lines = "".join(f"\n  {line}" for line in found.values())
+        raise CheckpointError(
+            f"the checkpoint is of another model than the model config:{lines}\nchoose model=...{hint}"
+        )
+    return replace(wanted, hf_layers=checkpoint.hf_layers, hf_layer_count=checkpoint.hf_layer_count)
+
+
+def _padding(description: Description) -> list[str]:
+    padding = description.architecture.vocab_size - description.vocab_size
+    return (
+        [f"{padding} rows of the vocabulary are padding: Megatron's alone, zero where they are made"] if padding else []
+    )
+
+
+def config_beside(source: Path, folder: Path) -> Mapping[str, Any]:
+    """The model config that lies with a checkpoint: a run's config.yaml, or a converted checkpoint's model file."""
+    for place in (source, folder.parent, folder.parent.parent):
+        run = place / "config.yaml"
+        if run.is_file():
+            config: Mapping[str, Any] = yaml.safe_load(run.read_text())
+            return config
+        models = sorted((place / "model").glob("*.yaml")) if (place / "model").is_dir() else []
+        if len(models) == 1:
+            found: Mapping[str, Any] = yaml.safe_load(models[0].read_text())
+            return found
+    raise CheckpointError(f"{source}: no config.yaml and no model/*.yaml beside it: say which model it is, model=...")
+
+
+def extras_beside(source: Path, folder: Path) -> Path | None:
+    """Tokenizer and other files: of this checkpoint's conversion, or of the one that its run began from."""
+    for place in (source, folder.parent, folder.parent.parent):
+        if (place / EXTRAS).is_dir():
+            return place / EXTRAS
+        run = place / "config.yaml"
+        if run.is_file():
+            begun = (yaml.safe_load(run.read_text()).get("megatron") or {}).get("pretrained_checkpoint")
+            if begun and (Path(begun) / EXTRAS).is_dir():
+                return Path(begun) / EXTRAS
+    return None
+
+
+def _kept_keys(extras: Path | None, found: Format) -> dict[str, Any]:
+    """Keys of the original config.json that the model does not decide: all of the same class, token ids of another."""
+    none = dict.fromkeys(TOKEN_IDS)
+    if extras is None or not (extras / CONFIG).is_file():
+        return none
+    original = read_json(extras / CONFIG)
+    if original.get("architectures") != [found.architecture]:
+        return {key: original.get(key) for key in TOKEN_IDS}
+    decided = {"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "quantization_config"}
+    decided |= {"layers_block_type", "layer_types", "torch_dtype"}
+    return none | {key: value for key, value in original.items() if key not in decided}
+
+
+def _pieces(entry: Entry) -> tuple[Piece, ...]:
+    return entry.pieces
+
+
+def _named(entry: Entry) -> tuple[Piece, ...]:
+    return tuple(Piece.of(name, *shape) for name, shape in zip(entry.names, entry.shapes, strict=True))
+
+
+def _work(
+    reader: SafetensorsReader | TorchDistReader,
+    source: Entry,
+    made: tuple[Piece, ...],
+    settings: Settings,
+    *,
+    to: Entry | None = None,
+) -> Work:
+    """The work of one row.
+
+    Args:
+        reader: the source.
+        source: the row in the source.
+        made: what is made of it.
+        settings: for the type.
+        to: the row in the Hugging Face target; None makes Megatron's pieces.
+    """
+    from_hf = isinstance(reader, SafetensorsReader)
+    given = _named(source) if from_hf else source.pieces
+    types = {reader.tensors[piece.key].dtype for piece in given}
+    if len(types) > 1:
+        keys = ", ".join(piece.key for piece in given)
+        raise CheckpointError(f"{keys}: go into one tensor but are of types {', '.join(sorted(types))}")
+    dtype = types.pop()
+    if settings.dtype is not None:
+        dtype = "float32" if source.fp32 else settings.dtype
+
+    def make() -> Sequence[Tensor]:
+        tensors: Sequence[Tensor] = [reader.read_piece(piece) for piece in given]
+        if from_hf:
+            tensors = source.rule.to_megatron(tensors, [piece.shape for piece in source.pieces])
+        return tensors if to is None else to.rule.to_hf(tensors, to.shapes)
+
+    return Work(tuple(Slot(piece, dtype) for piece in made), make)
+
+
+def convert(plan: Plan, settings: Settings, *, progress: bool = True) -> Path:
+    """Carry out a plan; the same call after an interruption goes on where it was.
+
+    Raises:
+        CheckpointError: see `write_checkpoint`.
+    """
+    identity = {
+        "from": fingerprint(plan.reader),
+        "architecture": plan.format.architecture,
+        "config": dict(plan.config),
+        "model": to_config(plan.description),
+        "dtype": settings.dtype,
+        "shard_gigabytes": settings.shard_gigabytes,
+    }
+    return write_checkpoint(
+        plan.to,
+        plan.to_format,
+        cut_into_parts(plan.work, settings.shard_gigabytes),
+        identity=identity,
+        finish=lambda folder: (_finish_hf if plan.to_format == HUGGING_FACE else _finish_megatron)(plan, folder),
+        finite=settings.check_finite,
+        verify=settings.verify,
+        progress=progress,
+    )
+
+
+def _finish_hf(plan: Plan, folder: Path) -> None:
+    """Config, tokenizer and modelling files."""
+    if plan.extras is not None:
+        original = read_json(plan.extras / CONFIG) if (plan.extras / CONFIG).is_file() else {}
+        copy_extras(plan.extras, folder, code=original.get("architectures") == [plan.format.architecture])
+    (folder / CONFIG).write_text(json.dumps(plan.config, indent=2) + "\n")
+    for name in plan.format.code:
+        source = importlib.resources.files("nemo_ext.checkpoint.remote_code") / name
+        (folder / name).write_text(source.read_text())
+
+
+def _finish_megatron(plan: Plan, folder: Path) -> None:
+    """A model file for `--config-dir`, and what else the Hugging Face folder held."""
+    sections = to_config(plan.description)
+    if sections["model"]["name"] == "model":
+        sections["model"]["name"] = plan.to.name
+    write_model_file(folder, sections, f"Made from {plan.reader.path.name} ({plan.format.architecture}).")
+    if plan.extras is not None:
+        (folder / EXTRAS).mkdir(exist_ok=True)
+        copy_extras(plan.extras, folder / EXTRAS, code=True)
+
+
+def write_model_file(folder: Path, sections: Mapping[str, Any], comment: str) -> None:
+    """Write `model/NAME.yaml`: `nemo-ext train --config-dir FOLDER model=NAME` trains the model."""
+    (folder / "model").mkdir(exist_ok=True)
+    text = yaml.safe_dump(dict(sections), sort_keys=False, width=120)
+    (folder / "model" / f"{sections['model']['name']}.yaml").write_text(f"# @package _global_\n# {comment}\n{text}")
+
+
+def copy_extras(source: Path, folder: Path, *, code: bool) -> None:
+    """Copy what a Hugging Face folder holds besides weights; modelling files only with `code`."""
+    for pattern in EXTRA_FILES:
+        for file in sorted(source.glob(pattern)):
+            if file.name not in NOT_EXTRA and (code or file.suffix != ".py"):
+                shutil.copyfile(file, folder / file.name)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        CheckpointError: the file does not hold one.
+    """
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file}: expected a JSON object")
+    return found

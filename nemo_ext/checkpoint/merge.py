@@ -1,0 +1,376 @@
+"""Averaging checkpoints: a weighted soup of several, or points on the line between two.
+
+    checkpoints -> the same model? -> one average a tensor -> parts of about a shard each -> a folder renamed at the end
+
+A soup of a run's last checkpoints, or of runs that differ in data order, is often better than each of them
+(arXiv:2203.05482; OLMo 3 averages its mid-training runs). The best point between two is found by evaluating several.
+Where all checkpoints agree on a number, the average is that number, bit for bit.
+"""
+
+from __future__ import annotations
+
+import filecmp
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_ext.checkpoint.description import to_config
+from nemo_ext.checkpoint.hf import DEFAULT_SHARD, EXTRAS, copy_extras, extras_beside, write_model_file
+from nemo_ext.checkpoint.output import check_room, unfinished
+from nemo_ext.checkpoint.parameters import Piece
+from nemo_ext.checkpoint.safetensors_files import SafetensorsReader
+from nemo_ext.checkpoint.same_model import (
+    Checkpoint,
+    check_same_hugging_face,
+    check_same_megatron,
+    open_checkpoints,
+)
+from nemo_ext.checkpoint.storage import CheckpointError, Stored, check_finite, size_in_bytes
+from nemo_ext.checkpoint.torch_dist import TorchDistReader
+from nemo_ext.checkpoint.writing import HUGGING_FACE, MEGATRON, Slot, Work, cut_into_parts, write_checkpoint
+from nemo_ext.progress import notice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TOLERANCE = 1e-6
+"""By how much the sum of weights may miss 1; what is missing is made up by all of them in proportion."""
+_LARGEST = 1e30  # of a weight, whose float is finite then
+TOKENIZER = "tokenizer.json"
+CHUNK = 1 << 20
+"""Numbers that are averaged at a time: beside the tensors themselves, that takes a few megabytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a user may choose about an average, besides the checkpoints.
+
+    Attributes:
+        weights: one for each checkpoint; None for equal ones.
+        points: t of (1 - t) a + t b, each a checkpoint of its own; None for one average.
+        iterations: for each checkpoint of Megatron which of its run's to take; None, or None in it, for the newest.
+        shard_gigabytes: size of a shard, and about the memory that averaging takes.
+        check_finite: refuse NaN and infinity.
+        verify: read everything again at the end and compare checksums.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+
+    weights: Sequence[float] | None = None
+    points: Sequence[float] | None = None
+    iterations: Sequence[int | None] | None = None
+    shard_gigabytes: float = DEFAULT_SHARD
+    check_finite: bool = True
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        if self.weights is not None and self.points is not None:
+            raise ValueError("weights and points: give one of them; points have weights of their own")
+        for name, numbers in (("weights", self.weights), ("points", self.points)):
+            if numbers is not None and not (_is_list(numbers) and numbers and all(map(_is_number, numbers))):
+                raise ValueError(f"{name}={_shown(numbers)}: expected a list of finite numbers, such as [0.25,0.75]")
+        if self.iterations is not None and not (_is_list(self.iterations) and all(map(_is_iteration, self.iterations))):
+            raise ValueError(f"iterations={_shown(self.iterations)}: expected a list of whole numbers, or null in it")
+        if not _is_number(self.shard_gigabytes):
+            raise ValueError(f"shard_gigabytes={self.shard_gigabytes}: expected a positive number")
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
+def _is_iteration(value: object) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
+
+
+def _shown(values: object) -> str:
+    """A list as it is written on the command line."""
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        return str(values)
+    return "[" + ",".join(f"{v:.9g}" if isinstance(v, float) else "null" if v is None else str(v) for v in values) + "]"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A checkpoint to make, and the weights of the given ones in it, which sum to 1."""
+
+    to: Path
+    weights: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """An average before it begins: everything checked, nothing written.
+
+    Attributes:
+        checkpoints: what is averaged.
+        targets: what is made: one checkpoint, or one for each point.
+        settings: what the user chose.
+        finish: adds what is not tensors to a folder that goes by the name of a target.
+        remarks: what the user should know.
+    """
+
+    checkpoints: Sequence[Checkpoint]
+    targets: Sequence[Target]
+    settings: Settings
+    finish: Callable[[Path, Target], None]
+    remarks: Sequence[str]
+
+    @property
+    def to_format(self) -> str:
+        """`huggingface` or `megatron`, like the checkpoints."""
+        return HUGGING_FACE if isinstance(self.checkpoints[0].reader, SafetensorsReader) else MEGATRON
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """Name -> shape and type, the same in every checkpoint and target."""
+        return self.checkpoints[0].reader.tensors
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors of one target."""
+        return sum(size_in_bytes(stored.shape, stored.dtype) for stored in self.tensors.values())
+
+
+def plan(sources: Sequence[Path], to: Path, settings: Settings) -> Plan:
+    """Open the checkpoints, see that they are of one model, and lay out what to make.
+
+    Args:
+        sources: Hugging Face folders; or run directories, checkpoints directories or checkpoints of Megatron.
+        to: the folder to make; with points, the folder to make theirs in.
+        settings: see `Settings`.
+
+    Raises:
+        ValueError: weights or points that do not fit, or checkpoints that are broken or not of one model.
+    """
+    if len(sources) < 2:
+        raise ValueError(f"from={_shown(sources)}: give at least two checkpoints, 'from=[a,b]'")
+    targets = _targets(len(sources), to, settings)
+    checkpoints = open_checkpoints(sources, settings.iterations)
+    is_hf = isinstance(checkpoints[0].reader, SafetensorsReader)
+    finish, remarks = (_hugging_face if is_hf else _megatron)(checkpoints)
+    return Plan(
+        checkpoints=checkpoints,
+        targets=targets,
+        settings=settings,
+        finish=finish,
+        remarks=[*_odd(checkpoints, targets), *remarks],
+    )
+
+
+def _targets(count: int, to: Path, settings: Settings) -> list[Target]:
+    """What to make of `count` checkpoints.
+
+    Raises:
+        ValueError: weights or points that do not fit.
+    """
+    if settings.points is None:
+        return [Target(to, _normalised(settings.weights or [1 / count] * count, count))]
+    if count != 2:
+        raise ValueError(f"points={_shown(settings.points)}: a line has two ends, from has {count} checkpoints")
+    points = {f"t{point + 0.0:g}": float(point) for point in settings.points}  # + 0.0: -0 is called 0
+    if len(points) < len(settings.points):
+        raise ValueError(f"points={_shown(settings.points)}: two would have the same folder: {', '.join(points)}")
+    return [Target(to / name, (1 - point, point)) for name, point in points.items()]
+
+
+def _normalised(weights: Sequence[float], count: int) -> tuple[float, ...]:
+    if len(weights) != count:
+        raise ValueError(f"weights={_shown(weights)}: {len(weights)} weights for {count} checkpoints")
+    total = sum(weights)
+    if not abs(total - 1) <= TOLERANCE:
+        normalised = [weight / total for weight in weights] if isfinite(total) and total > 0 else None
+        hint = f"; did you mean weights={_shown(normalised)}?" if normalised else ""
+        raise ValueError(f"weights={_shown(weights)}: they sum to {total:.9g}, expected 1{hint}")
+    return tuple(weight / total for weight in weights)
+
+
+def _odd(checkpoints: Sequence[Checkpoint], targets: Sequence[Target]) -> list[str]:
+    """What is allowed and may be a mistake."""
+    paths = [str(checkpoint.path.resolve()) for checkpoint in checkpoints]
+    twice = [path for path in dict.fromkeys(paths) if paths.count(path) > 1]
+    negative = [target for target in targets if min(target.weights) < 0]
+    return [
+        *(f"{path} is given {paths.count(path)} times" for path in twice),
+        *(f"{target.to}: weights {_shown(target.weights)} extrapolate: one is negative" for target in negative),
+    ]
+
+
+Finish = Callable[[Path, Target], None]
+
+
+def _hugging_face(checkpoints: Sequence[Checkpoint]) -> tuple[Finish, list[str]]:
+    """What goes beside the weights, and remarks.
+
+    Raises:
+        CheckpointError: config.json's of different models.
+    """
+    first, *others = checkpoints
+    for other in others:
+        check_same_hugging_face(first, other)
+
+    def finish(folder: Path, target: Target) -> None:
+        copy_extras(first.path, folder, code=True)
+
+    unlike = [other.path for other in others if _differ(first.path / TOKENIZER, other.path / TOKENIZER)]
+    return finish, [f"{path / TOKENIZER} is another than {first.path}'s, which is taken" for path in unlike]
+
+
+def _differ(one: Path, other: Path) -> bool:
+    return one.is_file() and other.is_file() and not filecmp.cmp(one, other, shallow=False)
+
+
+def _megatron(checkpoints: Sequence[Checkpoint]) -> tuple[Finish, list[str]]:
+    """What goes beside the weights, and remarks.
+
+    Raises:
+        CheckpointError: the model configs beside the checkpoints are of different models.
+    """
+    first = checkpoints[0]
+    model, remarks = check_same_megatron(checkpoints)
+    if model is None:
+        remarks.append(f"no model file goes with it: {first.path} has no config that can be read")
+    extras = extras_beside(first.source, first.path)
+    assert isinstance(first.reader, TorchDistReader)
+    if first.reader.left_out:
+        remarks.append(f"{first.reader.left_out} tensors of optimizer state stay behind: they are not averaged")
+
+    def finish(folder: Path, target: Target) -> None:
+        if model is not None:
+            sections = to_config(model)
+            if sections["model"]["name"] == "model":
+                sections["model"]["name"] = target.to.name
+            shares = (f"{w:g} {c.path}" for w, c in zip(target.weights, checkpoints, strict=True))
+            write_model_file(folder, sections, f"Made from {' + '.join(shares)}.")
+        if extras is not None:
+            (folder / EXTRAS).mkdir(exist_ok=True)
+            copy_extras(extras, folder / EXTRAS, code=True)
+
+    return finish, remarks
+
+
+def average(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The sum of weight x tensor, computed in fp64 for fp32 and fp64, else in fp32; where all agree, that number.
+
+    Args:
+        tensors: of one shape and type.
+        weights: one for each, summing to 1.
+
+    Returns:
+        Of the tensors' shape and type.
+    """
+    import torch
+
+    first = tensors[0]
+    wide = torch.float64 if first.dtype in (torch.float32, torch.float64) else torch.float32
+    made = torch.empty(first.shape, dtype=first.dtype)
+    for part, *given in zip(*(t.reshape(-1).split(CHUNK) for t in (made, *tensors)), strict=True):
+        total = given[0].to(wide) * weights[0]
+        agree = torch.ones(part.shape, dtype=torch.bool)
+        for each, weight in zip(given[1:], weights[1:], strict=True):
+            total.add_(each.to(wide), alpha=weight)
+            agree &= each == given[0]
+        torch.where(agree, given[0], total.to(first.dtype), out=part)
+    return made
+
+
+def _work(plan: Plan, target: Target, name: str) -> Work:
+    """One tensor's average; a checkpoint without weight is not read, and one that has all of it is copied."""
+    stored = plan.tensors[name]
+    pairs = zip(plan.checkpoints, target.weights, strict=True)
+    used = [(checkpoint, weight) for checkpoint, weight in pairs if weight != 0]
+
+    def make() -> Sequence[Tensor]:
+        tensors = []
+        for checkpoint, _ in used:
+            tensors.append(checkpoint.reader.read(name))
+            if plan.settings.check_finite:
+                check_finite(f"{checkpoint.path}: {name}", tensors[-1])
+        return tensors if len(tensors) == 1 else [average(tensors, [weight for _, weight in used])]
+
+    return Work((Slot(Piece.of(name, *stored.shape), stored.dtype),), make)
+
+
+def merge(plan: Plan, *, progress: bool = True) -> list[Path]:
+    """Carry out a plan; the same call after an interruption goes on where it was.
+
+    Returns:
+        The folders of the targets.
+
+    Raises:
+        CheckpointError: see `write_checkpoint`; or a checkpoint that was written to meanwhile.
+    """
+    new = [target for target in plan.targets if not target.to.exists() and not unfinished(target.to).exists()]
+    if new:
+        check_room(new[0].to, plan.bytes * len(new))
+    return [_make(plan, target, progress=progress) for target in plan.targets]
+
+
+def _make(plan: Plan, target: Target, *, progress: bool) -> Path:
+    def identities() -> list[list[object]]:
+        return [checkpoint.identity() for checkpoint in plan.checkpoints]
+
+    began_with = identities()
+
+    def finish(folder: Path) -> None:
+        if identities() != began_with:
+            raise CheckpointError(
+                f"to={target.to}: a checkpoint changed while it was read: repeat when all are complete"
+            )
+        plan.finish(folder, target)
+
+    return write_checkpoint(
+        target.to,
+        plan.to_format,
+        cut_into_parts([_work(plan, target, name) for name in plan.tensors], plan.settings.shard_gigabytes),
+        identity={"average_of": began_with, "weights": target.weights},
+        finish=finish,
+        finite=plan.settings.check_finite,
+        verify=plan.settings.verify,
+        progress=progress,
+    )
+
+
+def table(plan: Plan) -> str:
+    """Every tensor with its shape and type, what is made of which checkpoints, and the totals."""
+    width = max(map(len, plan.tensors), default=0)
+    lines = [f"{name:<{width}}  {stored.dtype:<8}  {list(stored.shape)}" for name, stored in plan.tensors.items()]
+    for target in plan.targets:
+        shares = zip(target.weights, plan.checkpoints, strict=True)
+        lines += ["", f"{target.to}:", *(f"  {weight:<8.6g}  {checkpoint.path}" for weight, checkpoint in shares)]
+    each = " each" if len(plan.targets) > 1 else ""
+    return "\n".join([*lines, "", f"{len(plan.tensors)} tensors, {plan.bytes / 1e9:,.3f} GB{each}; nothing written"])
+
+
+def run(config: Mapping[str, Any]) -> None:
+    """The job `merge`: checks everything, then averages, or with `dry_run` prints what it would do.
+
+    Args:
+        config: as hydra_conf/merge.yaml has it.
+
+    Raises:
+        ValueError: anything in it is wrong, or a checkpoint cannot be read or written.
+    """
+    for key in ("check_finite", "verify", "dry_run"):
+        if not isinstance(config[key], bool):
+            raise ValueError(f"{key}={config[key]}: expected true or false")
+    if not config["to"]:
+        raise ValueError("to: expected the folder to make")
+    named = config["from"] if _is_list(config["from"]) else [config["from"]]
+    keys = ("weights", "points", "iterations", "shard_gigabytes", "check_finite", "verify")
+    settings = Settings(**{key: config[key] for key in keys})
+    planned = plan([Path(str(path)) for path in named if path], Path(str(config["to"])), settings)
+    for remark in planned.remarks:
+        notice(remark)
+    if config["dry_run"]:
+        print(table(planned))
+        return
+    for made in merge(planned):
+        notice(f"{made}: {len(planned.tensors)} tensors, {planned.bytes / 1e9:,.3f} GB")

@@ -1,0 +1,147 @@
+"""A folder that gets its name when it is complete, made in parts, and resumed where it was interrupted."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from nemo_ext.checkpoint.storage import CheckpointError
+from nemo_ext.progress import notice
+
+RECORD = "conversion.json"
+LOCK = ".lock"
+_HEADROOM = 1.02
+
+
+class Output:
+    """The folder while it is made.
+
+    Attributes:
+        path: its name in the end.
+        folder: where its files are now.
+        done: part -> what was recorded of it, for every part that is complete.
+    """
+
+    def __init__(self, path: Path, plan: dict[str, Any]) -> None:
+        """Begin, or go on with what an interrupted run of the same plan left; call inside `only_writer`.
+
+        Args:
+            path: the folder to make.
+            plan: everything that decides what the folder will hold, as JSON.
+        """
+        self.path = path
+        self.folder = unfinished(path)
+        self.done: dict[int, Any] = {}
+        self._plan = plan_hash(plan)
+        record = _read(self.folder / RECORD)
+        if record is not None and record.get("plan") == self._plan:
+            self.done = {int(part): value for part, value in record["done"].items()}
+            notice(f"{path}: going on after {len(self.done)} finished parts")
+        elif any(file.name != LOCK for file in self.folder.iterdir()):
+            notice(f"{path}: what an interrupted run left was made from something else: starting over")
+            _empty(self.folder)
+        self._write_record()
+
+    def finished(self, part: int, value: object) -> None:
+        """Record a complete part."""
+        self.done[part] = value
+        self._write_record()
+
+    def _write_record(self) -> None:
+        temporary = self.folder / f".{RECORD}"
+        temporary.write_text(json.dumps({"plan": self._plan, "done": self.done}))
+        temporary.replace(self.folder / RECORD)
+
+    def publish(self, record: dict[str, Any]) -> None:
+        """Give the folder its name; `record` is what stays in it about how it was made."""
+        (self.folder / RECORD).write_text(json.dumps({"plan": self._plan, **record}, indent=1) + "\n")
+        for file in self.folder.rglob("*"):
+            if file.is_file():
+                with open(file, "rb") as opened:
+                    os.fsync(opened.fileno())
+        (self.folder / LOCK).unlink(missing_ok=True)
+        os.replace(self.folder, self.path)
+
+
+def unfinished(path: Path) -> Path:
+    """Where a folder is while it is made."""
+    return path.with_name(f".{path.name}.unfinished")
+
+
+def _empty(folder: Path) -> None:
+    """Remove everything but the lock, which this process holds."""
+    for file in folder.iterdir():
+        if file.is_dir():
+            shutil.rmtree(file)
+        elif file.name != LOCK:
+            file.unlink()
+
+
+def plan_hash(plan: dict[str, Any]) -> str:
+    """What identifies a plan."""
+    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+
+
+def was_published(path: Path, plan: dict[str, Any]) -> bool:
+    """Whether a folder holds the result of the plan.
+
+    Raises:
+        CheckpointError: it holds something else.
+    """
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return False
+    record = _read(path / RECORD)
+    if record is not None and record.get("plan") == plan_hash(plan):
+        return True
+    raise CheckpointError(f"to={path}: exists and holds something else: remove it or choose another name")
+
+
+@contextlib.contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Keep a second process from making the same folder, and turn a full disk into a message.
+
+    Raises:
+        CheckpointError: another process is at it, or the folder cannot be written.
+    """
+    try:
+        unfinished(path).mkdir(parents=True, exist_ok=True)
+        with FileLock(unfinished(path) / LOCK, timeout=0):
+            yield
+    except Timeout:
+        raise CheckpointError(f"to={path}: another process is writing it: wait for it or choose another name") from None
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in str(error)
+        advice = (
+            "make room and run the same command again, which goes on where it was" if full else "mend it and repeat"
+        )
+        raise CheckpointError(f"to={path}: {error}: {advice}") from error
+
+
+def check_room(path: Path, needed: int) -> None:
+    """Refuse to begin what the disk cannot hold.
+
+    Raises:
+        CheckpointError: with both sizes.
+    """
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    free = shutil.disk_usage(parent).free
+    if free < needed * _HEADROOM:
+        raise CheckpointError(
+            f"to={path}: needs {needed / 1e9:,.1f} GB, {parent} has {free / 1e9:,.1f} GB: make room, or choose another "
+            "disk"
+        )
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    try:
+        record: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, json.JSONDecodeError):
+        return None
+    return record

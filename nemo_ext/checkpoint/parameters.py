@@ -1,0 +1,217 @@
+"""Every parameter of a model in Megatron's checkpoint, by the role it plays.
+
+A role is (module, parameter): ("q", "weight"), ("experts.3.up", "weight"), ("mamba", "A_log"). A Hugging Face format
+says what it calls each module (`nemo_ext.checkpoint.formats`); all else is the same for every format and stands here.
+
+Keys are Megatron-Core 0.19's (`sharded_state_dict` of HybridModel), the same for the local and the Transformer Engine
+back end.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from nemo_ext.architecture.blocks import Block
+from nemo_ext.architecture.model import CONV_KERNEL
+from nemo_ext.architecture.widths import attention_widths, first_width, mamba_widths
+from nemo_ext.checkpoint.description import Description
+from nemo_ext.checkpoint.rules import QKV, Rows, Rule, Shape, Vocabulary
+
+Role = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor in Megatron's checkpoint; most pieces are the whole tensor.
+
+    Attributes:
+        key: of the whole tensor.
+        shape: of the piece.
+        offset: where the piece begins in the whole.
+        whole: shape of the whole.
+    """
+
+    key: str
+    shape: Shape
+    offset: Shape
+    whole: Shape
+
+    @classmethod
+    def of(cls, key: str, *shape: int) -> "Piece":
+        """A whole tensor."""
+        return cls(key, shape, (0,) * len(shape), shape)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Pieces of Megatron's checkpoint that hold the same numbers as some parameters of a Hugging Face checkpoint.
+
+    Attributes:
+        block: 0-based number of the block, None outside the blocks.
+        pieces: Megatron's side.
+        roles: the Hugging Face side.
+        shapes: of the Hugging Face side.
+        rule: how they turn into each other.
+        fp32: whether the parameter stays fp32 when a checkpoint is cast.
+    """
+
+    block: int | None
+    pieces: tuple[Piece, ...]
+    roles: tuple[Role, ...]
+    shapes: tuple[Shape, ...]
+    rule: Rule = field(default_factory=Rows)
+    fp32: bool = False
+
+
+def rows(description: Description, *, stacked_experts: bool = False) -> Iterator[Row]:
+    """All rows of a model, in the order of the model.
+
+    Args:
+        description: the model.
+        stacked_experts: whether the Hugging Face side keeps all experts of a block in one tensor `[experts, ...]`.
+
+    Raises:
+        ValueError: for a block that has no mapping.
+    """
+    architecture = description.architecture
+    hidden, padded, vocabulary = architecture.hidden_size, architecture.vocab_size, description.vocab_size
+
+    def table(key: str, role: str) -> Row:
+        pieces = (Piece.of(key, padded, hidden),)
+        return Row(None, pieces, ((role, "weight"),), ((vocabulary, hidden),), Vocabulary())
+
+    yield table("embedding.word_embeddings.weight", "embedding")
+    for number, block in enumerate(description.blocks):
+        yield from _block(description, number, block, stacked_experts)
+    yield from _norm(description, None, "decoder.final_norm.", "final_norm")
+    if not architecture.tied_embeddings:
+        yield table("output_layer.weight", "head")
+
+
+def _block(description: Description, number: int, block: Block, stacked_experts: bool) -> Iterator[Row]:
+    at = f"decoder.layers.{number}."
+    if block.is_linear:
+        norm, linear = {"*": ("input_layernorm", "self_attention"), "M": ("norm", "mixer")}.get(
+            block.kind, ("pre_mlp_layernorm", "mlp")
+        )
+        hidden = description.architecture.hidden_size
+        yield from _norm(description, number, f"{at}{norm}.", "norm")
+        yield _same(number, f"{at}{linear}.weight", ("linear", "weight"), hidden, hidden)
+    elif block.kind == "*":
+        yield from _attention(description, number, block, f"{at}self_attention.")
+    elif block.kind == "-":
+        yield from _mlp(description, number, block, f"{at}mlp.")
+    elif block.kind == "M":
+        yield from _mamba(description, number, block, f"{at}mixer.")
+    elif block.kind == "E":
+        yield from _moe(description, number, block, at, stacked_experts)
+    else:
+        raise ValueError(f"block {number + 1} ({block}): {block.name} has no Hugging Face mapping")
+
+
+def _same(number: int | None, key: str, role: Role, *shape: int, fp32: bool = False) -> Row:
+    return Row(number, (Piece.of(key, *shape),), (role,), (shape,), fp32=fp32)
+
+
+def _norm(description: Description, number: int | None, at: str, module: str) -> Iterator[Row]:
+    """A norm's weight, and its bias for LayerNorm. `at` ends in `.` or, where the norm is fused, in `layer_norm_`."""
+    architecture = description.architecture
+    if not architecture.norm_affine:
+        return
+    yield _same(number, f"{at}weight", (module, "weight"), architecture.hidden_size)
+    if architecture.normalization == "LayerNorm":
+        yield _same(number, f"{at}bias", (module, "bias"), architecture.hidden_size)
+
+
+def _block_norm(description: Description, number: int, first: str, last: str) -> Iterator[Row]:
+    """The norm of a block, saved with the linear it stands before or after."""
+    before = description.architecture.norm_placement == "input"
+    yield from _norm(description, number, f"{first}.layer_norm_" if before else f"{last}.output_norm.", "norm")
+
+
+def _attention(description: Description, number: int, block: Block, at: str) -> Iterator[Row]:
+    architecture = description.architecture
+    hidden = architecture.hidden_size
+    heads, groups, head_dim = (block.size(name) for name in ("heads", "kv", "head_dim"))
+    query, key, fused = attention_widths(architecture, block)
+    rule = QKV(heads, groups, head_dim)
+    yield from _block_norm(description, number, f"{at}linear_qkv", f"{at}linear_proj")
+
+    def projections(parameter: str, *inner: int) -> Row:
+        pieces = (Piece.of(f"{at}linear_qkv.{parameter}", fused, *inner),)
+        shapes = tuple((width, *inner) for width in (query, key, key))
+        return Row(number, pieces, tuple((name, parameter) for name in "qkv"), shapes, rule)
+
+    yield projections("weight", hidden)
+    if architecture.bias or architecture.qkv_bias:
+        yield projections("bias")
+    if architecture.qk_layernorm:
+        widths = (query, key) if architecture.qk_norm_scope == "width" else (head_dim, head_dim)
+        for name, width in zip("qk", widths, strict=True):
+            yield _same(number, f"{at}{name}_layernorm.weight", (f"{name}_norm", "weight"), width)
+    yield _same(number, f"{at}linear_proj.weight", ("o", "weight"), hidden, query)
+    if architecture.bias:
+        yield _same(number, f"{at}linear_proj.bias", ("o", "bias"), hidden)
+
+
+def _mlp(description: Description, number: int, block: Block, at: str) -> Iterator[Row]:
+    architecture = description.architecture
+    hidden, ffn = architecture.hidden_size, block.size("ffn")
+    yield from _block_norm(description, number, f"{at}linear_fc1", f"{at}linear_fc2")
+    names = ("gate", "up") if architecture.gated else ("up",)
+    for parameter, inner in (("weight", (hidden,)), ("bias", ())) if architecture.bias else (("weight", (hidden,)),):
+        pieces = (Piece.of(f"{at}linear_fc1.{parameter}", first_width(architecture, ffn), *inner),)
+        yield Row(number, pieces, tuple((name, parameter) for name in names), ((ffn, *inner),) * len(names))
+    yield _same(number, f"{at}linear_fc2.weight", ("down", "weight"), hidden, ffn)
+    if architecture.bias:
+        yield _same(number, f"{at}linear_fc2.bias", ("down", "bias"), hidden)
+
+
+def _mamba(description: Description, number: int, block: Block, at: str) -> Iterator[Row]:
+    hidden = description.architecture.hidden_size
+    heads = block.size("heads")
+    inner, channels, projected = mamba_widths(block)
+    group_state = block.size("groups") * block.size("state")
+    convolved = {"x": inner, "B": group_state, "C": group_state}
+    yield from _block_norm(description, number, f"{at}in_proj", f"{at}out_proj")
+
+    def parted(module: str, parameter: str, parts: dict[str, int], whole: int, *rest: int) -> Row:
+        key = f"{at}{module}.{parameter}"
+        pieces = tuple(Piece.of(f"{key}.{part}", width, *rest) for part, width in parts.items())
+        return Row(number, pieces, ((module, parameter),), ((whole, *rest),))
+
+    yield parted("in_proj", "weight", {"z": inner, **convolved, "dt": heads}, projected, hidden)
+    yield parted("conv1d", "weight", convolved, channels, 1, CONV_KERNEL)
+    yield parted("conv1d", "bias", convolved, channels)
+    for name in ("dt_bias", "A_log", "D"):
+        yield _same(number, f"{at}{name}", ("mamba", name), heads, fp32=True)
+    yield _same(number, f"{at}norm.weight", ("gated_norm", "weight"), inner)
+    yield _same(number, f"{at}out_proj.weight", ("out_proj", "weight"), hidden, inner)
+
+
+def _moe(description: Description, number: int, block: Block, at: str, stacked: bool) -> Iterator[Row]:
+    architecture, router = description.architecture, description.router
+    assert router is not None
+    if architecture.gated or architecture.bias:
+        raise ValueError(f"block {number + 1} ({block}): experts with gates or biases have no Hugging Face mapping")
+    hidden, ffn, shared, experts = (
+        architecture.hidden_size,
+        block.size("ffn"),
+        block.size("shared"),
+        block.size("experts"),
+    )
+    yield from _norm(description, number, f"{at}pre_mlp_layernorm.", "norm")
+    yield _same(number, f"{at}mlp.router.weight", ("router", "weight"), experts, hidden)
+    if router.expert_bias:
+        bias = ("router", "e_score_correction_bias")
+        yield _same(number, f"{at}mlp.router.expert_bias", bias, experts, fp32=True)
+    for name, linear, shape in (("up", "linear_fc1", (ffn, hidden)), ("down", "linear_fc2", (hidden, ffn))):
+        key, whole = f"{at}mlp.experts.experts.{linear}.weight", (experts, *shape)
+        if stacked:
+            yield _same(number, key, ("experts", f"{name}_proj"), *whole)
+            continue
+        for expert in range(experts):
+            piece = Piece(key, (1, *shape), (expert, 0, 0), whole)
+            yield Row(number, (piece,), ((f"experts.{expert}.{name}", "weight"),), (shape,))
+    if shared:
+        yield _same(number, f"{at}mlp.shared_experts.linear_fc1.weight", ("shared_up", "weight"), shared, hidden)
+        yield _same(number, f"{at}mlp.shared_experts.linear_fc2.weight", ("shared_down", "weight"), hidden, shared)

@@ -1,0 +1,138 @@
+"""A Hugging Face checkpoint's tensors: `model.safetensors`, or shards with an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_ext.checkpoint.parameters import Piece
+from nemo_ext.checkpoint.storage import CheckpointError, Stored, listed
+
+if TYPE_CHECKING:
+    import torch
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+
+
+class SafetensorsReader:
+    """The tensors of a folder, read one at a time through memory maps.
+
+    Attributes:
+        path: the folder.
+        tensors: name -> shape and type, of every file.
+
+    Raises:
+        CheckpointError: a missing or truncated file, a missing index, or one that does not fit the files.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors: dict[str, Stored] = {}
+        self._file_of: dict[str, Path] = {}
+        self._open: tuple[Path, Any] | None = None
+        index = _read_index(path)
+        for file in self._shards(index):
+            self._read_header(file)
+        if index is not None:
+            self._check_index(index)
+
+    def _shards(self, index: Mapping[str, str] | None) -> list[Path]:
+        if index is not None:
+            files = sorted({self.path / name for name in index.values()})
+            missing = [file.name for file in files if not file.is_file()]
+            if missing:
+                raise CheckpointError(f"{self.path}: {INDEX} names files that are missing: {listed(missing)}")
+            return files
+        files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(f"{self.path}: no *.safetensors: expected {SINGLE}, or shards with {INDEX}")
+        if len(files) > 1:
+            raise CheckpointError(
+                f"{self.path}: {len(files)} *.safetensors but no {INDEX}, so nobody can tell whether all are there: "
+                "download the index too"
+            )
+        return files
+
+    def _read_header(self, file: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                    if name in self._file_of:
+                        raise CheckpointError(f"{file}: {name} is in {self._file_of[name].name} too")
+                    part = opened.get_slice(name)
+                    dtype = str(part.get_dtype())
+                    self.tensors[name] = Stored(tuple(part.get_shape()), _TYPES.get(dtype, dtype))
+                    self._file_of[name] = file
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: cannot be read, it may be cut short: {error}; copy it again") from error
+
+    def _check_index(self, index: Mapping[str, str]) -> None:
+        where = {name: file.name for name, file in self._file_of.items()}
+        wrong = sorted(name for name in index.keys() | where.keys() if index.get(name) != where.get(name))
+        if wrong:
+            raise CheckpointError(f"{self.path}: {INDEX} and the files disagree on {listed(wrong)}: copy both again")
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, backed by the file."""
+        from safetensors import safe_open
+
+        file = self._file_of[name]
+        if self._open is None or self._open[0] != file:
+            self._open = file, safe_open(file, framework="pt").__enter__()
+        tensor: torch.Tensor = self._open[1].get_tensor(name)
+        return tensor
+
+    def read_piece(self, piece: Piece) -> torch.Tensor:
+        """A tensor by its piece, which is always the whole of it here."""
+        assert piece.shape == piece.whole
+        return self.read(piece.key)
+
+    def files(self) -> Sequence[Path]:
+        """The files that hold tensors, and the config that says what they mean."""
+        return [*sorted(set(self._file_of.values())), *(file for file in [self.path / CONFIG] if file.is_file())]
+
+
+def _read_index(path: Path) -> dict[str, str] | None:
+    file = path / INDEX
+    if not file.is_file():
+        return None
+    try:
+        index: dict[str, str] = json.loads(file.read_text())["weight_map"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file}: not an index with a weight_map ({error}): copy it again") from error
+    return index
+
+
+def shard_name(number: int, count: int) -> str:
+    """The file of a shard, counted from 0, as Hugging Face names it."""
+    return SINGLE if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
+
+
+def write_shard(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write one file, under a temporary name until it is complete.
+
+    Raises:
+        OSError: the disk is full, for example.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    temporary = file.with_name(f".{file.name}")
+    try:
+        save_file(dict(tensors), temporary, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{file}: {error}") from error
+    temporary.replace(file)
+
+
+def write_index(folder: Path, files: Mapping[str, str], total_bytes: int) -> None:
+    """Write the index of a folder with several shards: tensor name -> file name."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

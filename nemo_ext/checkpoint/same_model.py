@@ -1,0 +1,164 @@
+"""Opening several checkpoints of one model: the same tensors, and configs that mean the same function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.checkpoint.description import Description, differences, from_config
+from nemo_ext.checkpoint.formats import read
+from nemo_ext.checkpoint.hf import config_beside, read_json
+from nemo_ext.checkpoint.safetensors_files import CONFIG, SafetensorsReader
+from nemo_ext.checkpoint.storage import WEIGHT_TYPES, CheckpointError, fingerprint, listed
+from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
+
+NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+"""Keys of config.json in which checkpoints of one model may differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """One of several.
+
+    Attributes:
+        source: what the user named: a Hugging Face folder; or a run, a checkpoints directory or a checkpoint.
+        reader: its tensors.
+    """
+
+    source: Path
+    reader: SafetensorsReader | TorchDistReader
+
+    @property
+    def path(self) -> Path:
+        """The folder with the tensors."""
+        return self.reader.path
+
+    def identity(self) -> list[object]:
+        """What it is, as JSON."""
+        return [str(self.path.resolve()), fingerprint(self.reader)]
+
+
+def open_checkpoints(sources: Sequence[Path], iterations: Sequence[int | None] | None) -> list[Checkpoint]:
+    """Open checkpoints that hold the same tensors.
+
+    Args:
+        sources: all Hugging Face folders; or all run directories, checkpoints directories or checkpoints of Megatron.
+        iterations: which checkpoint of each run; None, or None in it, for the newest.
+
+    Raises:
+        ValueError: a missing or broken one, both formats, or tensors that differ in name, shape or type.
+    """
+    for source in sources:
+        if not source.is_dir():
+            raise CheckpointError(f"from={source}: no such folder")
+    is_hf = [(source / CONFIG).is_file() and not (source / "checkpoints").is_dir() for source in sources]
+    if any(is_hf) and not all(is_hf):
+        raise ValueError(
+            f"from: {sources[is_hf.index(True)]} is Hugging Face's, {sources[is_hf.index(False)]} is not: bring them "
+            "into one format with nemo-ext convert first"
+        )
+    if iterations is not None and all(is_hf):
+        raise ValueError("iterations is for checkpoints of Megatron: leave it out")
+    wanted = iterations or [None] * len(sources)
+    if len(wanted) != len(sources):
+        raise ValueError(f"iterations: {len(wanted)} for {len(sources)} checkpoints, expected one for each")
+    opened = [
+        Checkpoint(source=source, reader=SafetensorsReader(source) if all(is_hf) else _megatron(source, iteration))
+        for source, iteration in zip(sources, wanted, strict=True)
+    ]
+    for other in opened[1:]:
+        _check_same_tensors(opened[0], other)
+    _check_types(opened[0])
+    return opened
+
+
+def _megatron(source: Path, iteration: int | None) -> TorchDistReader:
+    folder = checkpoint_folder(source, iteration)
+    if iteration is not None and folder.name != f"iter_{iteration:07d}":
+        raise ValueError(
+            f"iterations: {source} is one checkpoint, not iteration {iteration} of a run: give null for it"
+        )
+    return TorchDistReader(folder)
+
+
+def _check_same_tensors(first: Checkpoint, other: Checkpoint) -> None:
+    ours, theirs = first.reader.tensors, other.reader.tensors
+    common = [(name, ours[name], theirs[name]) for name in ours if name in theirs]
+    shapes = [f"{name} is {list(b.shape)}, not {list(a.shape)}" for name, a, b in common if a.shape != b.shape]
+    types = [f"{name} is {b.dtype}, not {a.dtype}" for name, a, b in common if a.dtype != b.dtype]
+    problems = (
+        ("missing", [name for name in ours if name not in theirs]),
+        ("not in the other", [name for name in theirs if name not in ours]),
+        ("of another shape", shapes),
+        ("of another type", types),
+    )
+    told = [f"{len(names)} tensors are {what}: {listed(names)}" for what, names in problems if names]
+    if told:
+        raise CheckpointError(f"{other.path} does not hold the same tensors as {first.path}: " + "; ".join(told))
+
+
+def _check_types(checkpoint: Checkpoint) -> None:
+    types = [f"{name} is {t.dtype}" for name, t in checkpoint.reader.tensors.items() if t.dtype not in WEIGHT_TYPES]
+    if types:
+        raise CheckpointError(
+            f"{checkpoint.path}: {len(types)} tensors are of a type that weights do not have "
+            f"({', '.join(WEIGHT_TYPES)} are known): {listed(types)}"
+        )
+
+
+def check_same_hugging_face(first: Checkpoint, other: Checkpoint) -> None:
+    """Hold two config.json's against each other: as models, or key by key where no format here reads them.
+
+    Raises:
+        CheckpointError: they are of different models, naming the settings.
+    """
+    differing = _different_keys(read_json(first.path / CONFIG), read_json(other.path / CONFIG))
+    if differing:
+        raise CheckpointError(f"{other.path} is of another model than {first.path}: {CONFIG}: {', '.join(differing)}")
+
+
+def _different_keys(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    try:
+        (one, ours), (another, theirs) = read(first), read(other)
+    except ValueError:
+        keys = sorted((first.keys() | other.keys()) - set(NOT_THE_MODEL))
+        return [f"{key}={other.get(key)!r}, not {first.get(key)!r}" for key in keys if other.get(key) != first.get(key)]
+    if one is not another:
+        return [f"architectures={another.architecture}, not {one.architecture}"]
+    return list(differences(theirs, ours))
+
+
+def check_same_megatron(checkpoints: Sequence[Checkpoint]) -> tuple[Description | None, list[str]]:
+    """Hold the model configs that lie beside checkpoints of Megatron against each other.
+
+    Returns:
+        The first one's model, if its config can be read; and remarks on every checkpoint whose config cannot.
+
+    Raises:
+        CheckpointError: they are of different models, naming the settings.
+    """
+    found: list[tuple[Checkpoint, Description]] = []
+    remarks = []
+    for checkpoint in checkpoints:
+        try:
+            config = config_beside(checkpoint.source, checkpoint.path)
+        except CheckpointError:
+            remarks.append(
+                f"{checkpoint.path}: no model config beside it, so only names, shapes and types are compared"
+            )
+            continue
+        try:
+            found.append((checkpoint, from_config(config)))
+        except ValueError as reason:
+            remarks.append(f"{checkpoint.path}: only names, shapes and types are compared, not its config: {reason}")
+    for other, description in found[1:]:
+        differing = differences(description, found[0][1])
+        if differing:
+            raise CheckpointError(
+                f"{other.path} is of another model than {found[0][0].path}: their configs differ in "
+                + ", ".join(differing)
+            )
+    has_first = bool(found) and found[0][0] is checkpoints[0]
+    return found[0][1] if has_first else None, remarks

@@ -1,0 +1,262 @@
+"""Megatron's checkpoints (`torch_dist`, torch's distributed checkpoint format), read and written by one process.
+
+A checkpoint saved at any tensor, pipeline or expert parallel size is one set of whole tensors to whoever reads it.
+Written are parts, each as one rank of a parallel save would write it, so a checkpoint may be larger than memory and an
+interrupted one goes on. No process group and no Megatron are needed.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_ext.checkpoint.parameters import Piece
+from nemo_ext.checkpoint.storage import CheckpointError, Stored
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.checkpoint.metadata import Metadata
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""Megatron's name for weights without a training state."""
+METADATA = ".metadata"
+VERSION = 3.0
+"""Megatron's `checkpoint_version`: below 2 it would reorder queries, keys and values."""
+EXTRA_STATE = (
+    *("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj", "output_layer"),
+    *("pre_mlp_layernorm", "input_layernorm", "q_layernorm", "k_layernorm", "output_norm", "final_norm"),
+)
+"""Modules that ask for an `_extra_state` when they load: Megatron's linears and, with Transformer Engine, norms."""
+
+
+def checkpoint_folder(path: Path, iteration: int | None = None) -> Path:
+    """The folder with `.metadata` of a run directory, a checkpoints directory or one checkpoint.
+
+    Args:
+        path: any of the three.
+        iteration: which checkpoint; None for the newest.
+
+    Raises:
+        CheckpointError: there is none, with what was found.
+    """
+    if (path / METADATA).is_file():
+        return path
+    root = path / "checkpoints" if (path / "checkpoints" / TRACKER).is_file() else path
+    tracker = root / TRACKER
+    if iteration is None:
+        if not tracker.is_file():
+            raise CheckpointError(
+                f"{path}: neither a Hugging Face checkpoint (config.json) nor one of Megatron ({TRACKER} or {METADATA})"
+            )
+        word = tracker.read_text().strip()
+    else:
+        word = str(iteration)
+    folder = root / (RELEASE if word == RELEASE else f"iter_{int(word):07d}")
+    if not (folder / METADATA).is_file():
+        there = sorted(each.parent.name for each in root.glob(f"*/{METADATA}"))
+        raise CheckpointError(f"{folder}: no complete checkpoint; there are {', '.join(there) or 'none'}")
+    return folder
+
+
+class TorchDistReader:
+    """The model's tensors of one checkpoint.
+
+    Attributes:
+        path: the folder with `.metadata`.
+        tensors: key -> shape and type, of the model alone.
+        left_out: number of tensors that are not the model's (optimizer state).
+
+    Raises:
+        CheckpointError: unreadable metadata, or a file that is missing or cut short.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from torch.distributed.checkpoint import FileSystemReader
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        self.path = path
+        try:
+            self._metadata = FileSystemReader(path).read_metadata()
+        except (OSError, EOFError, pickle.UnpicklingError, AttributeError) as error:
+            raise CheckpointError(f"{path / METADATA}: cannot be read ({error}): the checkpoint is broken") from error
+        self._check_files()
+        self.tensors: dict[str, Stored] = {}
+        self.left_out = 0
+        for key, stored in self._metadata.state_dict_metadata.items():
+            if not isinstance(stored, TensorStorageMetadata):
+                continue
+            if key.startswith("optimizer."):
+                self.left_out += 1
+                continue
+            dtype = str(stored.properties.dtype).removeprefix("torch.")
+            self.tensors[key] = Stored(tuple(stored.size), dtype)
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def _check_files(self) -> None:
+        ends: dict[str, int] = {}
+        for info in self._metadata.storage_data.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        for name, end in ends.items():
+            file = self.path / name
+            if not file.is_file():
+                raise CheckpointError(f"{file}: missing, though {METADATA} names it")
+            if file.stat().st_size < end:
+                raise CheckpointError(f"{file}: cut short at {file.stat().st_size} of {end} bytes: copy it again")
+
+    def read(self, name: str) -> torch.Tensor:
+        """One whole tensor, put together from whatever shards it was saved in."""
+        import torch
+        from torch.distributed.checkpoint import load
+
+        if self._last is None or self._last[0] != name:
+            self._last = None  # frees the memory before more is asked for
+            stored = self.tensors[name]
+            wanted = {name: torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))}
+            load(wanted, storage_reader=self._storage_reader(), no_dist=True)
+            self._last = name, wanted[name]
+        return self._last[1]
+
+    def read_piece(self, piece: Piece) -> torch.Tensor:
+        """A part of a tensor; parts of one tensor in a row read it once."""
+        whole = self.read(piece.key)
+        if piece.shape == piece.whole:
+            return whole
+        return whole[tuple(slice(o, o + size) for o, size in zip(piece.offset, piece.shape, strict=True))]
+
+    def _storage_reader(self) -> Any:
+        from torch.distributed.checkpoint import FileSystemReader
+
+        known = self._metadata
+
+        class Reader(FileSystemReader):
+            def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+                return known  # reading it again for every tensor would take most of the time
+
+        return Reader(self.path)
+
+    def files(self) -> Sequence[Path]:
+        """The files that hold tensors, and the metadata that says where."""
+        names = {info.relative_path for info in self._metadata.storage_data.values()}
+        return [*(self.path / name for name in sorted(names)), self.path / METADATA]
+
+
+class TorchDistWriter:
+    """Writes a checkpoint in parts; each part is a file of its own.
+
+    Args:
+        folder: where to write; made if it is missing.
+        parts: for each part its pieces with their types.
+    """
+
+    def __init__(self, folder: Path, parts: Sequence[Sequence[tuple[Piece, str]]]) -> None:
+        from torch.distributed.checkpoint import FileSystemWriter
+        from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+        from torch.distributed.checkpoint.planner import SavePlan
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._writer = FileSystemWriter(folder, sync_files=False, overwrite=True)
+        self._writer.set_up_storage_writer(True)
+        plans = [SavePlan([_write_item(piece, dtype) for piece, dtype in part]) for part in parts]
+        keys = dict.fromkeys(piece.key for part in parts for piece, _ in part)
+        wholes = {piece.key: piece.whole for part in parts for piece, _ in part}
+        plans.append(SavePlan([_bytes_item(name) for name in _extra_states(keys, wholes)]))
+        plans, self._metadata = create_default_global_save_plan(plans)
+        self._plans = self._writer.prepare_global_plan(plans)
+
+    def write(self, part: int, pieces: Iterable[tuple[Piece, torch.Tensor]]) -> str:
+        """Write one part from its pieces, in order; returns what `finish` wants to know of it.
+
+        Raises:
+            OSError: the disk is full, for example.
+        """
+        iterator = iter(pieces)
+
+        def next_tensor() -> torch.Tensor:
+            tensor = next(iterator)[1].contiguous()
+            whole_storage = tensor.untyped_storage().nbytes() == tensor.nbytes
+            return tensor if whole_storage else tensor.clone()  # torch.save would write all of the storage
+
+        return self._write_plan(part, next_tensor)
+
+    def _write_plan(self, part: int, data: Callable[[], Any]) -> str:
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+        class Planner(DefaultSavePlanner):
+            def resolve_data(self, write_item: Any) -> Any:
+                return data()
+
+        results = self._writer.write_data(self._plans[part], Planner()).value()
+        return pickle.dumps(results).hex()
+
+    def finish(self, results: Sequence[str]) -> None:
+        """Write what makes the parts a checkpoint: metadata and Megatron's common state.
+
+        Args:
+            results: of `write`, for every part in order.
+        """
+        import torch
+
+        # Objects are stored as a list, like every shard that Megatron saves; None: nothing to restore.
+        common = self._write_plan(len(self._plans) - 1, lambda: _saved([None]))
+        made = [pickle.loads(bytes.fromhex(result)) for result in (*results, common)]
+        self._writer.finish(self._metadata, made)
+        torch.save({"checkpoint_version": VERSION, "iteration": 0}, self.folder / "common.pt")
+        (self.folder / "metadata.json").write_text(
+            json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
+        )
+
+
+def write_tracker(checkpoints: Path) -> None:
+    """Name the release checkpoint as the newest."""
+    (checkpoints / TRACKER).write_text(RELEASE)
+
+
+def _write_item(piece: Piece, dtype: str) -> Any:
+    import torch
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    offset, shape, whole = torch.Size(piece.offset), torch.Size(piece.shape), torch.Size(piece.whole)
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(offset, shape),
+        properties=TensorProperties(dtype=getattr(torch, dtype)),
+        size=whole,
+    )
+    return WriteItem(MetadataIndex(piece.key, offset), WriteItemType.SHARD, tensor_data=data)
+
+
+def _bytes_item(name: str) -> Any:
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+    return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
+
+
+def _extra_states(keys: Iterable[str], wholes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Names of the modules' extra states, as Megatron shards them: one a module, one an expert."""
+    names = ["output_layer._extra_state/shard_0_1"]  # also where the output layer is the embedding
+    for key in keys:
+        module, _, parameter = key.rpartition(".")
+        if key.endswith(".in_proj.weight.z"):
+            module = module.removesuffix(".weight")
+        elif parameter != "weight":
+            continue
+        if module.rpartition(".")[2] in EXTRA_STATE:
+            count = wholes[key][0] if ".experts.experts." in key else 1
+            names += [f"{module}._extra_state/shard_{number}_{count}" for number in range(count)]
+    return list(dict.fromkeys(names))
+
+
+def _saved(value: object) -> io.BytesIO:
+    import torch
+
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream

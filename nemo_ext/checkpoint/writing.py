@@ -1,0 +1,220 @@
+"""Making a checkpoint of either kind, tensor by tensor: parts, resume, checks, renaming."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nemo_ext.checkpoint.output import Output, check_room, only_writer, was_published
+from nemo_ext.checkpoint.parameters import Piece
+from nemo_ext.checkpoint.safetensors_files import SafetensorsReader, shard_name, write_index, write_shard
+from nemo_ext.checkpoint.storage import CheckpointError, check_finite, checksum, size_in_bytes, torch_dtype
+from nemo_ext.checkpoint.torch_dist import RELEASE, TorchDistReader, TorchDistWriter, write_tracker
+from nemo_ext.progress import notice, progress_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HUGGING_FACE, MEGATRON = "huggingface", "megatron"
+GIGABYTE = 1e9
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor, or a part of one, of the checkpoint that is made; Hugging Face's are always whole."""
+
+    piece: Piece
+    dtype: str
+
+    @property
+    def label(self) -> str:
+        """What it is called in messages and records."""
+        whole = self.piece.shape == self.piece.whole
+        return self.piece.key if whole else f"{self.piece.key}[{self.piece.offset[0]}]"
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return size_in_bytes(self.piece.shape, self.dtype)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tensors that are made together.
+
+    Attributes:
+        slots: what is made.
+        make: makes them, in that order, in shape; the type is cast afterwards.
+    """
+
+    slots: tuple[Slot, ...]
+    make: Callable[[], Sequence[Tensor]]
+
+    @property
+    def bytes(self) -> int:
+        """Size of all that is made."""
+        return sum(slot.bytes for slot in self.slots)
+
+
+def cut_into_parts(work: Sequence[Work], shard_gigabytes: float) -> list[list[Work]]:
+    """Work in its order, cut into parts of at most a shard; work that is larger has a part to itself.
+
+    Raises:
+        ValueError: a size that is not positive.
+    """
+    if not shard_gigabytes > 0:
+        raise ValueError(f"shard_gigabytes={shard_gigabytes}: expected a positive number")
+    parts: list[list[Work]] = [[]]
+    size = 0
+    for each in work:
+        if parts[-1] and size + each.bytes > shard_gigabytes * GIGABYTE:
+            parts.append([])
+            size = 0
+        parts[-1].append(each)
+        size += each.bytes
+    return parts
+
+
+def write_checkpoint(
+    to: Path,
+    to_format: str,
+    parts: Sequence[Sequence[Work]],
+    *,
+    identity: dict[str, Any],
+    finish: Callable[[Path], None],
+    finite: bool = True,
+    verify: bool = True,
+    progress: bool = True,
+) -> Path:
+    """Make a checkpoint folder; the same call after an interruption goes on where it was.
+
+    Args:
+        to: the folder, which has its name only when all is done.
+        to_format: `huggingface` (safetensors, index) or `megatron` (a checkpoints directory with a release).
+        parts: what is written, part by part: a part is a file, and about what is held in memory.
+        identity: everything that decides what the folder will hold, as JSON.
+        finish: adds the files that are not tensors to the folder.
+        finite: refuse NaN and infinity.
+        verify: read everything again at the end and compare checksums.
+        progress: show it, on stderr.
+
+    Raises:
+        CheckpointError: NaN or infinity, a full disk, a folder that holds something else, another process that is
+            writing it, or files that do not read back as they were written.
+    """
+    identity = {"to_format": to_format, "parts": [len(part) for part in parts], **identity}
+    if was_published(to, identity):
+        notice(f"{to}: already made")
+        return to
+    total = sum(work.bytes for part in parts for work in part)
+    with only_writer(to):
+        output = Output(to, identity)
+        check_room(to, sum(w.bytes for n, part in enumerate(parts) if n not in output.done for w in part))
+        target: _Target = (_SafetensorsTarget if to_format == HUGGING_FACE else _TorchDistTarget)(output.folder, parts)
+        with progress_of("writing", total, enabled=progress) as advance:
+            for number, part in enumerate(parts):
+                if number not in output.done:
+                    sums: dict[str, int] = {}
+                    result = target.write(number, _made(part, sums, finite=finite, advance=advance))
+                    output.finished(number, {"result": result, "checksums": sums})
+                else:
+                    advance(sum(work.bytes for work in part))
+        target.finish([output.done[number]["result"] for number in range(len(parts))])
+        finish(output.folder)
+        if verify:
+            with progress_of("verifying", total, enabled=progress) as advance:
+                _verify(target.reader(), parts, output, advance)
+        output.publish(identity)
+    return to
+
+
+def _made(
+    part: Sequence[Work], sums: dict[str, int], *, finite: bool, advance: Callable[[int], None]
+) -> Iterator[tuple[Piece, Tensor]]:
+    """The tensors of a part in order; notes their checksums."""
+    for work in part:
+        for slot, tensor in zip(work.slots, work.make(), strict=True):
+            tensor = tensor.to(torch_dtype(slot.dtype)).contiguous()
+            if finite:
+                check_finite(slot.label, tensor)
+            sums[slot.label] = checksum(tensor)
+            yield slot.piece, tensor
+            advance(slot.bytes)
+
+
+def _verify(
+    reader: SafetensorsReader | TorchDistReader,
+    parts: Sequence[Sequence[Work]],
+    output: Output,
+    advance: Callable[[int], None],
+) -> None:
+    """Read the folder as a stranger would and hold every tensor against what was meant to be written."""
+    for number, part in enumerate(parts):
+        sums = output.done[number]["checksums"]
+        for slot in (slot for work in part for slot in work.slots):
+            if checksum(reader.read_piece(slot.piece)) != sums[slot.label]:
+                raise CheckpointError(
+                    f"{slot.label}: the disk does not hold what was written: remove {output.folder} and repeat; if it "
+                    "happens again, suspect the disk"
+                )
+            advance(slot.bytes)
+
+
+class _Target(Protocol):
+    """A folder of one format while it is written."""
+
+    def write(self, number: int, tensors: Iterator[tuple[Piece, Tensor]]) -> Any:
+        """Write a part; returns what `finish` wants to know of it, as JSON."""
+        ...
+
+    def finish(self, results: Sequence[Any]) -> None:
+        """Write what makes the parts a checkpoint."""
+        ...
+
+    def reader(self) -> SafetensorsReader | TorchDistReader:
+        """The tensors as they are on the disk."""
+        ...
+
+
+class _SafetensorsTarget:
+    """Shards and their index."""
+
+    def __init__(self, folder: Path, parts: Sequence[Sequence[Work]]) -> None:
+        self.folder, self.parts = folder, parts
+
+    def write(self, number: int, tensors: Iterator[tuple[Piece, Tensor]]) -> None:
+        file = self.folder / shard_name(number, len(self.parts))
+        write_shard(file, {piece.key: tensor for piece, tensor in tensors})
+
+    def finish(self, results: Sequence[Any]) -> None:
+        count = len(self.parts)
+        if count > 1:
+            slots = [
+                (shard_name(n, count), s) for n, part in enumerate(self.parts) for work in part for s in work.slots
+            ]
+            files = {slot.piece.key: file for file, slot in slots}
+            write_index(self.folder, files, sum(slot.bytes for _, slot in slots))
+
+    def reader(self) -> SafetensorsReader:
+        return SafetensorsReader(self.folder)
+
+
+class _TorchDistTarget:
+    """A checkpoints directory of Megatron with one release."""
+
+    def __init__(self, folder: Path, parts: Sequence[Sequence[Work]]) -> None:
+        self.folder = folder
+        pieces = [[(slot.piece, slot.dtype) for work in part for slot in work.slots] for part in parts]
+        self.writer = TorchDistWriter(folder / RELEASE, pieces)
+
+    def write(self, number: int, tensors: Iterator[tuple[Piece, Tensor]]) -> str:
+        return self.writer.write(number, tensors)
+
+    def finish(self, results: Sequence[Any]) -> None:
+        self.writer.finish(results)
+        write_tracker(self.folder)
+
+    def reader(self) -> TorchDistReader:
+        return TorchDistReader(self.folder / RELEASE)
