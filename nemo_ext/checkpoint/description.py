@@ -327,6 +327,18 @@ def _router_flags(router: Router | None) -> dict[str, Any]:
     return flags
 
 
+def megatron_arguments(description: Description) -> dict[str, Any]:
+    """What Megatron's loader compares or needs of the arguments under which a checkpoint was saved."""
+    blocks = description.blocks
+    heads = next((block.get("heads") for block in blocks if block.kind == "*" and not block.is_linear), 1)
+    return {
+        "hybrid_layer_pattern": "".join(block.kind for block in blocks),
+        "num_layers": len(blocks),
+        "hidden_size": description.architecture.hidden_size,
+        "num_attention_heads": heads,
+    }
+
+
 # What a difference is called: the key of our config.
 _KEYS = {
     "vocab_size": "model.vocab_size (megatron.padded_vocab_size without it)",

@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import importlib.resources
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from nemo_ext.checkpoint.description import Description, differences, from_config, to_config
+from nemo_ext.checkpoint.beside import (
+    EXTRAS,
+    config_beside,
+    copy_extras,
+    extras_beside,
+    kept_keys,
+    read_json,
+    write_model_file,
+)
+from nemo_ext.checkpoint.description import Description, differences, from_config, megatron_arguments, to_config
 from nemo_ext.checkpoint.formats import Entry, Format, choose, read
 from nemo_ext.checkpoint.parameters import Piece
 from nemo_ext.checkpoint.safetensors_files import CONFIG, SafetensorsReader
@@ -29,11 +35,6 @@ from nemo_ext.progress import notice
 if TYPE_CHECKING:
     from torch import Tensor
 
-EXTRAS = "hf_files"
-"""Folder of a converted Megatron checkpoint with what else the Hugging Face folder held: tokenizer, template, ..."""
-EXTRA_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*")
-NOT_EXTRA = ("model.safetensors.index.json", "conversion.json", "pytorch_model.bin.index.json")
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 DEFAULT_SHARD = 5.0
 
 
@@ -111,23 +112,25 @@ def plan(source: Path, to: Path, settings: Settings, config: Mapping[str, Any] |
         source: a Hugging Face folder; or a run directory, checkpoints directory or checkpoint of Megatron.
         to: the folder to make.
         settings: see `Settings`.
-        config: the composed model config; None takes what lies beside the checkpoint.
+        config: sections `model` and `megatron`. With a `model.pattern` they are the whole model and are held against
+            the checkpoint; without one they change single keys of the config that lies with it; None changes nothing.
 
     Raises:
         ValueError: a checkpoint that is broken or does not fit the model config; a model that no format can express.
     """
-    wanted = None if config is None else from_config(config)
-    if (source / CONFIG).is_file() and not (source / "checkpoints").is_dir():
-        return _plan_from_hf(source, to, settings, wanted)
     if not source.exists():
         raise CheckpointError(f"from={source}: no such folder")
-    return _plan_from_megatron(source, to, settings, wanted)
+    if (source / CONFIG).is_file() and not (source / "checkpoints").is_dir():
+        return _plan_from_hf(source, to, settings, config)
+    return _plan_from_megatron(source, to, settings, config)
 
 
-def _plan_from_hf(source: Path, to: Path, settings: Settings, wanted: Description | None) -> Plan:
+def _plan_from_hf(source: Path, to: Path, settings: Settings, config: Mapping[str, Any] | None) -> Plan:
     reader = SafetensorsReader(source)
     found, description = read(read_json(source / CONFIG))
-    description = _agreed(description, wanted, settings)
+    wanted = _with_changes(to_config(description), config)
+    if wanted is not None:
+        description = _agreed(description, from_config(wanted), settings)
     entries = list(found.entries(description))
     check_tensors(reader, {n: s for e in entries for n, s in zip(e.names, e.shapes, strict=True)})
     if settings.to_format == HUGGING_FACE:
@@ -141,22 +144,42 @@ def _plan_from_hf(source: Path, to: Path, settings: Settings, wanted: Descriptio
         description=description,
         format=found,
         config={},
-        work=[_work(reader, entry, _pieces(entry), settings) for entry in entries],
+        work=[_work(reader, entry, entry.pieces, settings) for entry in entries],
         extras=settings.files_from or source,
         remarks=_padding(description),
     )
 
 
-def _plan_from_megatron(source: Path, to: Path, settings: Settings, wanted: Description | None) -> Plan:
+def _plan_from_megatron(source: Path, to: Path, settings: Settings, config: Mapping[str, Any] | None) -> Plan:
     folder = checkpoint_folder(source, settings.iteration)
     reader = TorchDistReader(folder)
     if settings.to_format == MEGATRON:
         raise ValueError("to_format=megatron: the checkpoint is Megatron's already")
-    if wanted is None:
-        wanted = from_config(config_beside(source, folder))
-    entries = list(choose(wanted, settings.architecture)[0].entries(wanted))
+    beside = config_beside(source, folder)
+    wanted = _with_changes(beside, config)
+    if beside is None and wanted is None:
+        raise CheckpointError(
+            f"{source}: no config.yaml and no model/*.yaml beside it: say which model it is, model=..."
+        )
+    description = from_config(beside or wanted or {})
+    if beside is not None and wanted is not None:
+        description = _agreed(description, from_config(wanted), settings)
+    entries = list(choose(description, settings.architecture)[0].entries(description))
     check_tensors(reader, {piece.key: piece.whole for entry in entries for piece in entry.pieces})
-    return _plan_to_hf(reader, entries, to, settings, wanted, settings.files_from or extras_beside(source, folder))
+    return _plan_to_hf(reader, entries, to, settings, description, settings.files_from or extras_beside(source, folder))
+
+
+def _with_changes(beside: Mapping[str, Any] | None, config: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The whole model that the user asked for, or the checkpoint's with single keys changed; None without changes."""
+    given = {name: dict((config or {}).get(name) or {}) for name in ("model", "megatron")}
+    given["model"] = {key: value for key, value in given["model"].items() if value is not None}
+    if given["model"].get("pattern"):
+        return given
+    if not any(given.values()):
+        return None
+    if beside is None:
+        raise CheckpointError("which model is it? model=... ; single keys can only change a config that lies beside")
+    return {name: {**beside[name], **given[name]} for name in given}
 
 
 def _plan_to_hf(
@@ -174,7 +197,7 @@ def _plan_to_hf(
     pairs = zip(entries, targets, strict=True)
     work = [_work(reader, entry, _named(target), settings, to=target) for entry, target in pairs]
     types = {slot.dtype for each, target in zip(work, targets, strict=True) if not target.fp32 for slot in each.slots}
-    config = {**_kept_keys(extras, found), **config, "dtype": max(types, key=lambda name: torch_dtype(name).itemsize)}
+    config = {**kept_keys(extras, found), **config, "dtype": max(types, key=lambda name: torch_dtype(name).itemsize)}
     config["torch_dtype"] = config["dtype"]  # the name before transformers 4.56
     left_out = reader.left_out if isinstance(reader, TorchDistReader) else 0
     remarks = [*found.remarks(description), *_padding(description)]
@@ -197,10 +220,8 @@ def _plan_to_hf(
     )
 
 
-def _agreed(checkpoint: Description, wanted: Description | None, settings: Settings) -> Description:
-    """The model config's description, with the checkpoint's layers; both must mean the same function."""
-    if wanted is None:
-        return checkpoint
+def _agreed(checkpoint: Description, wanted: Description, settings: Settings) -> Description:
+    """The description that the user asked for, with the checkpoint's layers; both must mean the same function."""
     found = differences(checkpoint, wanted)
     rope = [name for name in found if name == "rope.on_windowed" or name.startswith("rope.")]
     if settings.change_rope:
@@ -216,6 +237,8 @@ def _agreed(checkpoint: Description, wanted: Description | None, settings: Setti
         raise CheckpointError(
             f"the checkpoint is of another model than the model config:{lines}\nchoose model=...{hint}"
         )
+    if wanted.hf_layers is not None:
+        return wanted
     return replace(wanted, hf_layers=checkpoint.hf_layers, hf_layer_count=checkpoint.hf_layer_count)
 
 
@@ -224,50 +247,6 @@ def _padding(description: Description) -> list[str]:
     return (
         [f"{padding} rows of the vocabulary are padding: Megatron's alone, zero where they are made"] if padding else []
     )
-
-
-def config_beside(source: Path, folder: Path) -> Mapping[str, Any]:
-    """The model config that lies with a checkpoint: a run's config.yaml, or a converted checkpoint's model file."""
-    for place in (source, folder.parent, folder.parent.parent):
-        run = place / "config.yaml"
-        if run.is_file():
-            config: Mapping[str, Any] = yaml.safe_load(run.read_text())
-            return config
-        models = sorted((place / "model").glob("*.yaml")) if (place / "model").is_dir() else []
-        if len(models) == 1:
-            found: Mapping[str, Any] = yaml.safe_load(models[0].read_text())
-            return found
-    raise CheckpointError(f"{source}: no config.yaml and no model/*.yaml beside it: say which model it is, model=...")
-
-
-def extras_beside(source: Path, folder: Path) -> Path | None:
-    """Tokenizer and other files: of this checkpoint's conversion, or of the one that its run began from."""
-    for place in (source, folder.parent, folder.parent.parent):
-        if (place / EXTRAS).is_dir():
-            return place / EXTRAS
-        run = place / "config.yaml"
-        if run.is_file():
-            begun = (yaml.safe_load(run.read_text()).get("megatron") or {}).get("pretrained_checkpoint")
-            if begun and (Path(begun) / EXTRAS).is_dir():
-                return Path(begun) / EXTRAS
-    return None
-
-
-def _kept_keys(extras: Path | None, found: Format) -> dict[str, Any]:
-    """Keys of the original config.json that the model does not decide: all of the same class, token ids of another."""
-    none = dict.fromkeys(TOKEN_IDS)
-    if extras is None or not (extras / CONFIG).is_file():
-        return none
-    original = read_json(extras / CONFIG)
-    if original.get("architectures") != [found.architecture]:
-        return {key: original.get(key) for key in TOKEN_IDS}
-    decided = {"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "quantization_config"}
-    decided |= {"layers_block_type", "layer_types", "torch_dtype"}
-    return none | {key: value for key, value in original.items() if key not in decided}
-
-
-def _pieces(entry: Entry) -> tuple[Piece, ...]:
-    return entry.pieces
 
 
 def _named(entry: Entry) -> tuple[Piece, ...]:
@@ -307,7 +286,7 @@ def _work(
             tensors = source.rule.to_megatron(tensors, [piece.shape for piece in source.pieces])
         return tensors if to is None else to.rule.to_hf(tensors, to.shapes)
 
-    return Work(tuple(Slot(piece, dtype) for piece in made), make)
+    return Work(tuple(Slot(piece, dtype) for piece in made), make, tuple(Slot(piece, dtype).label for piece in given))
 
 
 def convert(plan: Plan, settings: Settings, *, progress: bool = True) -> Path:
@@ -330,6 +309,7 @@ def convert(plan: Plan, settings: Settings, *, progress: bool = True) -> Path:
         cut_into_parts(plan.work, settings.shard_gigabytes),
         identity=identity,
         finish=lambda folder: (_finish_hf if plan.to_format == HUGGING_FACE else _finish_megatron)(plan, folder),
+        arguments=megatron_arguments(plan.description),
         finite=settings.check_finite,
         verify=settings.verify,
         progress=progress,
@@ -356,33 +336,3 @@ def _finish_megatron(plan: Plan, folder: Path) -> None:
     if plan.extras is not None:
         (folder / EXTRAS).mkdir(exist_ok=True)
         copy_extras(plan.extras, folder / EXTRAS, code=True)
-
-
-def write_model_file(folder: Path, sections: Mapping[str, Any], comment: str) -> None:
-    """Write `model/NAME.yaml`: `nemo-ext train --config-dir FOLDER model=NAME` trains the model."""
-    (folder / "model").mkdir(exist_ok=True)
-    text = yaml.safe_dump(dict(sections), sort_keys=False, width=120)
-    (folder / "model" / f"{sections['model']['name']}.yaml").write_text(f"# @package _global_\n# {comment}\n{text}")
-
-
-def copy_extras(source: Path, folder: Path, *, code: bool) -> None:
-    """Copy what a Hugging Face folder holds besides weights; modelling files only with `code`."""
-    for pattern in EXTRA_FILES:
-        for file in sorted(source.glob(pattern)):
-            if file.name not in NOT_EXTRA and (code or file.suffix != ".py"):
-                shutil.copyfile(file, folder / file.name)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        CheckpointError: the file does not hold one.
-    """
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{file}: expected a JSON object")
-    return found

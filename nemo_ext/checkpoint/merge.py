@@ -74,7 +74,7 @@ class Settings:
                 raise ValueError(f"{name}={_shown(numbers)}: expected a list of finite numbers, such as [0.25,0.75]")
         if self.iterations is not None and not (_is_list(self.iterations) and all(map(_is_iteration, self.iterations))):
             raise ValueError(f"iterations={_shown(self.iterations)}: expected a list of whole numbers, or null in it")
-        if not _is_number(self.shard_gigabytes):
+        if not (_is_number(self.shard_gigabytes) and self.shard_gigabytes > 0):
             raise ValueError(f"shard_gigabytes={self.shard_gigabytes}: expected a positive number")
 
 

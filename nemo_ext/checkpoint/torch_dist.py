@@ -10,6 +10,8 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,7 +119,9 @@ class TorchDistReader:
             self._last = None  # frees the memory before more is asked for
             stored = self.tensors[name]
             wanted = {name: torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))}
-            load(wanted, storage_reader=self._storage_reader(), no_dist=True)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for
+                load(wanted, storage_reader=self._storage_reader(), no_dist=True)
             self._last = name, wanted[name]
         return self._last[1]
 
@@ -194,11 +198,13 @@ class TorchDistWriter:
         results = self._writer.write_data(self._plans[part], Planner()).value()
         return pickle.dumps(results).hex()
 
-    def finish(self, results: Sequence[str]) -> None:
+    def finish(self, results: Sequence[str], arguments: Mapping[str, Any]) -> None:
         """Write what makes the parts a checkpoint: metadata and Megatron's common state.
 
         Args:
             results: of `write`, for every part in order.
+            arguments: what Megatron's loader reads of the arguments of the run that saved a checkpoint. Without
+                `hybrid_layer_pattern` it takes the layers for those of a GPTModel, which are numbered otherwise.
         """
         import torch
 
@@ -206,7 +212,10 @@ class TorchDistWriter:
         common = self._write_plan(len(self._plans) - 1, lambda: _saved([None]))
         made = [pickle.loads(bytes.fromhex(result)) for result in (*results, common)]
         self._writer.finish(self._metadata, made)
-        torch.save({"checkpoint_version": VERSION, "iteration": 0}, self.folder / "common.pt")
+        arguments = {**arguments, "no_save_optim": True, "no_save_rng": True}
+        arguments |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+        common_state = {"args": Namespace(**arguments), "checkpoint_version": VERSION, "iteration": 0}
+        torch.save(common_state, self.folder / "common.pt")
         (self.folder / "metadata.json").write_text(
             json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -47,10 +47,12 @@ class Work:
     Attributes:
         slots: what is made.
         make: makes them, in that order, in shape; the type is cast afterwards.
+        sources: names of what they are made from, for people.
     """
 
     slots: tuple[Slot, ...]
     make: Callable[[], Sequence[Tensor]]
+    sources: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -84,6 +86,7 @@ def write_checkpoint(
     *,
     identity: dict[str, Any],
     finish: Callable[[Path], None],
+    arguments: Mapping[str, Any] | None = None,
     finite: bool = True,
     verify: bool = True,
     progress: bool = True,
@@ -96,6 +99,7 @@ def write_checkpoint(
         parts: what is written, part by part: a part is a file, and about what is held in memory.
         identity: everything that decides what the folder will hold, as JSON.
         finish: adds the files that are not tensors to the folder.
+        arguments: for Megatron, see `megatron_arguments`.
         finite: refuse NaN and infinity.
         verify: read everything again at the end and compare checksums.
         progress: show it, on stderr.
@@ -121,7 +125,7 @@ def write_checkpoint(
                     output.finished(number, {"result": result, "checksums": sums})
                 else:
                     advance(sum(work.bytes for work in part))
-        target.finish([output.done[number]["result"] for number in range(len(parts))])
+        target.finish([output.done[number]["result"] for number in range(len(parts))], arguments or {})
         finish(output.folder)
         if verify:
             with progress_of("verifying", total, enabled=progress) as advance:
@@ -169,7 +173,7 @@ class _Target(Protocol):
         """Write a part; returns what `finish` wants to know of it, as JSON."""
         ...
 
-    def finish(self, results: Sequence[Any]) -> None:
+    def finish(self, results: Sequence[Any], arguments: Mapping[str, Any]) -> None:
         """Write what makes the parts a checkpoint."""
         ...
 
@@ -188,7 +192,7 @@ class _SafetensorsTarget:
         file = self.folder / shard_name(number, len(self.parts))
         write_shard(file, {piece.key: tensor for piece, tensor in tensors})
 
-    def finish(self, results: Sequence[Any]) -> None:
+    def finish(self, results: Sequence[Any], arguments: Mapping[str, Any]) -> None:
         count = len(self.parts)
         if count > 1:
             slots = [
@@ -212,8 +216,8 @@ class _TorchDistTarget:
     def write(self, number: int, tensors: Iterator[tuple[Piece, Tensor]]) -> str:
         return self.writer.write(number, tensors)
 
-    def finish(self, results: Sequence[Any]) -> None:
-        self.writer.finish(results)
+    def finish(self, results: Sequence[Any], arguments: Mapping[str, Any]) -> None:
+        self.writer.finish(results, arguments)
         write_tracker(self.folder)
 
     def reader(self) -> TorchDistReader:

@@ -444,6 +444,15 @@ def test_generation_with_a_cache_is_generation_without(child: Any, cache: dict[s
     torch.testing.assert_close(torch.stack(cached.logits), torch.stack(plain.logits), atol=1e-4, rtol=0)
 
 
+def test_only_mamba_refuses_speculative_decoding() -> None:
+    arguments: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    for model in (decilm(CHILD), blocks(**CHILDREN["dense"])):
+        guessed = model.generate(tokens(1, 7), prompt_lookup_num_tokens=2, **arguments)
+        assert torch.equal(guessed, model.generate(tokens(1, 7), **arguments))
+    with pytest.raises(ValueError, match="stateful"):
+        blocks(**CHILDREN["hybrid"]).generate(tokens(1, 7), prompt_lookup_num_tokens=2, **arguments)
+
+
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("child", children())
 def test_left_padding_changes_nothing(child: Any, use_cache: bool) -> None:
@@ -497,6 +506,17 @@ def test_attention_implementation_set_later_reaches_every_layer(child: Any) -> N
     assert len(output.attentions) == 3
     assert all(weights is not None for weights in output.attentions)
     torch.testing.assert_close(output.logits, sdpa, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("child", children())
+def test_a_cache_is_continued_by_several_tokens(child: Any) -> None:
+    model = child()
+    with torch.no_grad():
+        start = model(tokens()[:, :5], use_cache=True)
+
+    rest = logits(model, tokens()[:, 5:], past_key_values=start.past_key_values)
+
+    torch.testing.assert_close(rest, logits(model)[:, 5:], atol=1e-5, rtol=0)
 
 
 def test_a_window_counts_the_token_itself() -> None:
@@ -567,6 +587,7 @@ def test_published_nulls_stay_null(tmp_path: Path) -> None:
     [
         ({"attention": attention(3), "ffn": ffn(ffn_mult=1.0)}, r"block_configs\[0\].attention.n_heads_in_group"),
         ({"attention": attention(None), "ffn": ffn(ffn_mult=1.0)}, r"block_configs\[0\].attention.n_heads_in_group"),
+        ({"attention": attention(2, window=0), "ffn": ffn(ffn_mult=1.0)}, r"\[0\].attention.window_length: expected"),
         ({"attention": attention(2) | {"num_sink_tokens": 4}, "ffn": ffn(ffn_mult=1.0)}, "num_sink_tokens: must be"),
         ({"attention": attention(2) | {"group": 4}, "ffn": ffn(ffn_mult=1.0)}, r"\[0\].attention.group: unknown key"),
         ({"attention": attention(2), "ffn": ffn()}, r"block_configs\[0\].ffn: expected either"),

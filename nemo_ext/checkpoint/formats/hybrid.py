@@ -101,6 +101,8 @@ def _write(description: Description) -> dict[str, Any]:
             "use_conv_bias": True,
             "mamba_proj_bias": False,
             "mamba_hidden_act": "silu",
+            # transformers 5 takes this as the least time step, which only the initial values are meant to have.
+            "time_step_min": 1e-30,
         }
     if description.router is not None:
         top_k, shared = common_value(blocks, "E", "topk"), common_value(blocks, "E", "shared")

@@ -61,8 +61,8 @@ class DeciLMConfig(LlamaConfig):
     def _layer(self, layer: dict[str, Any], path: str) -> Namespace:
         parts = Namespace()
         for name in ("attention", "ffn"):
-            if not isinstance(layer.get(name), dict):
-                raise ValueError(f"{path}.{name}: expected a mapping, got {layer.get(name)!r}")
+            if not isinstance(layer, dict) or not isinstance(layer.get(name), dict):
+                raise ValueError(f"{path}.{name}: expected a mapping, got {layer!r}")
             parts[name] = Namespace(layer[name])
             for key, value in layer[name].items():
                 if key not in (*_KEYS[name], *_MUST_BE_OFF[name]):
@@ -74,10 +74,15 @@ class DeciLMConfig(LlamaConfig):
             # vLLM takes the width from ffn_mult wherever that attribute is there at all.
             ffn.pop("ffn_mult", None)
         if computes(attention):
-            group = attention.get("n_heads_in_group")
-            if not group or self.num_attention_heads % group:
-                heads = self.num_attention_heads
+            heads, group, window = (
+                self.num_attention_heads,
+                attention.get("n_heads_in_group"),
+                attention.get("window_length"),
+            )
+            if not isinstance(group, int) or group < 1 or heads % group:
                 raise ValueError(f"{path}.attention.n_heads_in_group: expected a divisor of {heads}, got {group!r}")
+            if window is not None and (not isinstance(window, int) or window < 1):
+                raise ValueError(f"{path}.attention.window_length: expected a positive integer or null, got {window!r}")
         if computes(ffn) and (ffn.get("ffn_mult") is None) == (ffn.get("intermediate_size") is None):
             raise ValueError(f"{path}.ffn: expected either ffn_mult or intermediate_size, got {dict(ffn)}")
         return parts

@@ -116,7 +116,7 @@ class NemoExtBlocksConfig(PreTrainedConfig):
 
 
 def _check(block: dict[str, Any], path: str) -> None:
-    kind = block.get("kind")
+    kind = block.get("kind") if isinstance(block, dict) else None
     if kind not in KINDS:
         raise ValueError(f"{path}.kind: expected one of {', '.join(KINDS)}, got {kind!r}")
     linear = block.get("linear", False)

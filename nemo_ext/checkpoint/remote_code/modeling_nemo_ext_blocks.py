@@ -95,16 +95,12 @@ class Attention(LlamaAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Maps `[batch, seq, hidden]` to the same shape, and returns the attention weights if they were computed."""
         heads = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query, key, value = (
-            self.q_proj(hidden_states),
-            self.k_proj(hidden_states),
-            self.v_proj(hidden_states).view(heads),
-        )
+        query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         if self.config.qk_norm == "width":
             query, key = self.q_norm(query).view(heads), self.k_norm(key).view(heads)
         else:
             query, key = self.q_norm(query.view(heads)), self.k_norm(key.view(heads))
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.view(heads).transpose(1, 2)
         if self.rotary_emb is not None:
             query, key = apply_rotary_pos_emb(query, key, *self.rotary_emb(hidden_states, position_ids))
         if past_key_values is not None:
@@ -230,10 +226,10 @@ class NemoExtBlocksPreTrainedModel(LlamaPreTrainedModel):
     _keep_in_fp32_modules_strict: ClassVar = ["e_score_correction_bias"]
     _can_record_outputs: ClassVar = {"hidden_states": ResidualBlock, "attentions": Attention}
 
-    def __init__(self, config: NemoExtBlocksConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        # Speculative decoding would have to rewind Mamba's state.
-        self._is_stateful = "mamba" in config.kinds
+    @property
+    def _is_stateful(self) -> bool:
+        """Whether generate() refuses speculative decoding, which must rewind: with Mamba, as NemotronH does."""
+        return "mamba" in self.config.kinds
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:

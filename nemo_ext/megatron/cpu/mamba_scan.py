@@ -255,7 +255,7 @@ def ssd_chunk_scan(
             None if seq_idx is None else run_numbers(seq_idx),
             chunk_size,
         )
-    return (out, leaving_state(state)) if return_final_states else out
+    return (out, leaving_state(state).contiguous()) if return_final_states else out  # callers take views of it
 
 
 def _check_shapes(

@@ -165,6 +165,10 @@ def apply(without: Collection[str] = ()) -> list[str]:
     unknown = set(without) - {*names, *(target for patch in PATCHES for target in patch.targets)}
     if unknown:
         raise ValueError(f"no patch is named {sorted(unknown)}; the table has {names}")
+    # torch remembers its tensor factories at their first use under `with torch.device(...)`, and must see the original
+    # ones: otherwise "meta" no longer reaches `torch.tensor`, and transformers loads garbage into its buffers.
+    with torch.device("meta"):
+        torch.empty(0)
     chosen = [patch for patch in PATCHES if patch.name not in without and patch.applies()]
     for patch in chosen:
         for target in patch.targets:

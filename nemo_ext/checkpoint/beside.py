@@ -1,0 +1,94 @@
+"""What lies beside the weights of a checkpoint: the model's config, tokenizer, chat template, modelling files."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_ext.checkpoint.formats import Format
+from nemo_ext.checkpoint.safetensors_files import CONFIG
+from nemo_ext.checkpoint.storage import CheckpointError
+
+EXTRAS = "hf_files"
+"""Folder of a converted Megatron checkpoint with what else the Hugging Face folder held: tokenizer, template, ..."""
+EXTRA_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*")
+NOT_EXTRA = ("model.safetensors.index.json", "conversion.json", "pytorch_model.bin.index.json")
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def config_beside(source: Path, folder: Path) -> dict[str, Any] | None:
+    """The model config that lies with a checkpoint of Megatron: a run's config.yaml, or a converted one's model file.
+
+    Args:
+        source: what the user named.
+        folder: the checkpoint's own folder.
+    """
+    for place in (source, folder.parent, folder.parent.parent):
+        run = place / "config.yaml"
+        if run.is_file():
+            config: dict[str, Any] = yaml.safe_load(run.read_text())
+            return config
+        models = sorted((place / "model").glob("*.yaml")) if (place / "model").is_dir() else []
+        if len(models) == 1:
+            found: dict[str, Any] = yaml.safe_load(models[0].read_text())
+            return found
+    return None
+
+
+def write_model_file(folder: Path, sections: Mapping[str, Any], comment: str) -> None:
+    """Write `model/NAME.yaml`: `nemo-ext train --config-dir FOLDER model=NAME` trains the model."""
+    (folder / "model").mkdir(exist_ok=True)
+    text = yaml.safe_dump(dict(sections), sort_keys=False, width=120)
+    (folder / "model" / f"{sections['model']['name']}.yaml").write_text(f"# @package _global_\n# {comment}\n{text}")
+
+
+def extras_beside(source: Path, folder: Path) -> Path | None:
+    """Tokenizer and other files: of this checkpoint's conversion, or of the one that its run began from."""
+    for place in (source, folder.parent, folder.parent.parent):
+        if (place / EXTRAS).is_dir():
+            return place / EXTRAS
+        run = place / "config.yaml"
+        if run.is_file():
+            begun = (yaml.safe_load(run.read_text()).get("megatron") or {}).get("pretrained_checkpoint")
+            if begun and (Path(begun) / EXTRAS).is_dir():
+                return Path(begun) / EXTRAS
+    return None
+
+
+def copy_extras(source: Path, folder: Path, *, code: bool) -> None:
+    """Copy what a Hugging Face folder holds besides weights; modelling files only with `code`."""
+    for pattern in EXTRA_FILES:
+        for file in sorted(source.glob(pattern)):
+            if file.name not in NOT_EXTRA and (code or file.suffix != ".py"):
+                shutil.copyfile(file, folder / file.name)
+
+
+def kept_keys(extras: Path | None, found: Format) -> dict[str, Any]:
+    """Keys of the original config.json that the model does not decide: all of the same class, token ids of another."""
+    none = dict.fromkeys(TOKEN_IDS)
+    if extras is None or not (extras / CONFIG).is_file():
+        return none
+    original = read_json(extras / CONFIG)
+    if original.get("architectures") != [found.architecture]:
+        return {key: original.get(key) for key in TOKEN_IDS}
+    decided = {"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "quantization_config"}
+    decided |= {"layers_block_type", "layer_types", "torch_dtype"}
+    return none | {key: value for key, value in original.items() if key not in decided}
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        CheckpointError: the file does not hold one.
+    """
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file}: expected a JSON object")
+    return found

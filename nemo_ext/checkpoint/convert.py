@@ -1,0 +1,73 @@
+"""The convert job: a composed config's conversion, with a dry run that lists every tensor."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.checkpoint.hf import Plan, Settings, convert, plan
+from nemo_ext.checkpoint.writing import HUGGING_FACE, cut_into_parts
+from nemo_ext.progress import notice
+
+PLAIN_WIDTH = 200
+"""Columns of the listing where it does not go to a terminal."""
+
+
+def run(config: Mapping[str, Any]) -> None:
+    """Convert what the config says, or with `dry_run` only show it.
+
+    Raises:
+        ValueError: see `nemo_ext.checkpoint.hf`.
+    """
+    settings = Settings(
+        architecture=config["architecture"],
+        dtype=config["dtype"],
+        shard_gigabytes=float(config["shard_gigabytes"]),
+        files_from=None if config["files_from"] is None else Path(config["files_from"]),
+        change_rope=config["change_rope"],
+        check_finite=config["check_finite"],
+        verify=config["verify"],
+        iteration=config["iteration"],
+        to_format=config["to_format"],
+    )
+    made = plan(Path(config["from"]), Path(config["to"]), settings, config)
+    if config["dry_run"]:
+        _list(made)
+    notice(_summary(made, settings))
+    for remark in made.remarks:
+        notice(f"note: {remark}")
+    if config["dry_run"]:
+        return
+    convert(made, settings)
+    notice(f"done: {made.to}" + (f"\n{_next(made)}" if made.to_format != HUGGING_FACE else ""))
+
+
+def _summary(made: Plan, settings: Settings) -> str:
+    names = made.format.architecture
+    kinds = f"{names} -> Megatron" if made.to_format != HUGGING_FACE else f"-> {names}"
+    parts = len(cut_into_parts(made.work, settings.shard_gigabytes))
+    count = sum(len(work.slots) for work in made.work)
+    return f"{made.reader.path} {kinds}: {count} tensors, {made.bytes / 1e9:,.3f} GB in {parts} files to {made.to}"
+
+
+def _next(made: Plan) -> str:
+    (model,) = (file.stem for file in (made.to / "model").glob("*.yaml"))
+    return f"next: nemo-ext train --config-dir {made.to} model={model} megatron.pretrained_checkpoint={made.to} ..."
+
+
+def _list(made: Plan) -> None:
+    """Print every tensor: what it is made from, what it becomes, shape and type."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("from", "to", "shape", "type", box=None, pad_edge=False)
+    for row in _rows(made):
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False, markup=False).print(table)
+
+
+def _rows(made: Plan) -> Iterator[tuple[str, str, str, str]]:
+    for work in made.work:
+        for number, slot in enumerate(work.slots):
+            source = " + ".join(work.sources) if number == 0 else '"'
+            yield source, slot.label, "x".join(map(str, slot.piece.shape)), slot.dtype

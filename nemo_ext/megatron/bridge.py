@@ -1,0 +1,456 @@
+"""Our models in Megatron-Bridge: `AutoBridge` reads and writes them as the blocks that they are.
+
+Names come from the formats (`nemo_ext.checkpoint.formats`) and sizes from the description of a config.json, so nothing
+about a family is written down here. What is: how a key of Megatron's checkpoint is spelt in the live model
+(`parameter_names`), how tensor-parallel ranks share a parameter (`weights`), and which field of a provider a Megatron
+flag is (`provider_fields`). These need no Megatron-Bridge; the classes below them exist only where it can be imported.
+
+Interfaces: Megatron-Bridge 0.6.2, models/conversion/model_bridge.py, param_mapping.py and models/hybrid.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from megatron.core.activations import squared_relu
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from nemo_ext import Registration
+from nemo_ext.architecture.pattern import compile as compile_pattern
+from nemo_ext.architecture.pattern import parse
+from nemo_ext.checkpoint.description import Description, from_config, to_config
+from nemo_ext.checkpoint.formats import FORMATS, Entry, Format, named, read
+from nemo_ext.checkpoint.parameters import Piece
+from nemo_ext.checkpoint.rules import QKV, Vocabulary
+from nemo_ext.megatron.model import BlockModelConfig
+
+try:
+    import transformers
+    from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+    from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge, get_model_bridge
+    from megatron.bridge.models.conversion.param_mapping import (
+        ColumnParallelMapping,
+        FusedExpertMapping,
+        GatedMLPMapping,
+        MambaConv1dMapping,
+        MambaInProjMapping,
+        MegatronParamMapping,
+        QKVMapping,
+        ReplicatedMapping,
+        RowParallelMapping,
+    )
+    from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
+    from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
+except (ImportError, OSError, RuntimeError, AttributeError) as error:  # broken CUDA libraries raise all of these
+    MISSING: str | None = f"megatron-bridge cannot be imported here: {error}"
+else:
+    MISSING = None
+"""Why Megatron-Bridge cannot be used; None where it can."""
+
+SPELLINGS = (
+    # Transformer Engine fuses a norm into the linear after it, and checkpoints have its name for either back end.
+    (r"self_attention\.linear_qkv\.layer_norm_(\w+)$", (r"input_layernorm.\1", r"\g<0>")),
+    (r"mlp\.linear_fc1\.layer_norm_(\w+)$", (r"pre_mlp_layernorm.\1", r"\g<0>")),
+    (r"mixer\.in_proj\.layer_norm_(\w+)$", (r"norm.\1", r"\g<0>")),
+    # Mamba's tensors are saved in parts and live in one piece; the convolution's belong to the mixer itself.
+    (r"mixer\.in_proj\.weight\.\w+$", ("mixer.in_proj.weight",)),
+    (r"mixer\.conv1d\.(weight|bias)\.\w+$", (r"mixer.conv1d_\1",)),
+    # All experts of a block are saved as one tensor; they live one by one, or as numbered weights (grouped GEMM).
+    (
+        r"mlp\.experts\.experts\.(\w+)\.weight$",
+        (r"mlp.experts.local_experts.{expert}.\1.weight", r"mlp.experts.\1.weight{expert}"),
+    ),
+)
+"""Keys of Megatron's checkpoint that are spelt otherwise in the live model: first by the local back end."""
+
+KINDS = (
+    ("in_proj", r"mixer\.in_proj\.weight$"),
+    ("conv1d", r"mixer\.conv1d_(weight|bias)$"),
+    ("column", r"(linear_qkv|linear_fc1)\.(weight|bias)\d*$|mixer\.(A_log|D|dt_bias|norm\.weight)$"),
+    ("row", r"(linear_proj|linear_fc2|out_proj)\.(weight|bias)\d*$"),
+)
+"""How tensor-parallel ranks share a parameter, by its name; all others are whole on every rank."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of the live model and the Hugging Face tensors that hold the same numbers.
+
+    Attributes:
+        names: of the parameter, one for each back end that spells it differently; the first is the local back end's.
+        hf: Hugging Face names; of `qkv` q, k, v; of `gated` gate, up.
+        kind: `qkv`, `gated`, `vocabulary`, `experts` (one expert of a Hugging Face tensor that holds them all),
+            `replicated`, or one of `KINDS`.
+        rows: of `vocabulary`: rows of the Hugging Face tensor; the parameter may have more.
+    """
+
+    names: tuple[str, ...]
+    hf: tuple[str, ...]
+    kind: str
+    rows: int = 0
+
+
+def parameter_names(piece: Piece, expert: int = 0) -> tuple[str, ...]:
+    """What a piece of Megatron's checkpoint is called in the live model, by every back end; first by the local one.
+
+    Args:
+        piece: of the checkpoint.
+        expert: number of the expert, for a piece that holds several.
+    """
+    for key, names in SPELLINGS:
+        if re.search(key, piece.key):
+            return tuple(re.sub(key, name, piece.key).format(expert=expert) for name in names)
+    return (piece.key,)
+
+
+def weights(found: Format, description: Description) -> Iterator[Weight]:
+    """Every parameter and saved buffer of a model, once, in the order of the model.
+
+    Args:
+        found: the Hugging Face format.
+        description: the model.
+
+    Raises:
+        ValueError: for a block that the format cannot express.
+    """
+    for entry in found.entries(description):
+        piece = entry.pieces[0]
+        if ".experts.experts." not in piece.key:
+            names = parameter_names(piece)
+            rows = entry.shapes[0][0] if isinstance(entry.rule, Vocabulary) else 0
+            yield Weight(names, entry.names, _kind(entry, names[0]), rows)
+            continue
+        for expert in range(piece.offset[0], piece.offset[0] + piece.shape[0]):
+            names = parameter_names(piece, expert)
+            yield Weight(names, entry.names, "experts" if found.stacked_experts else _kind(entry, names[0]))
+
+
+def _kind(entry: Entry, name: str) -> str:
+    if isinstance(entry.rule, QKV):
+        return "qkv"
+    if isinstance(entry.rule, Vocabulary):
+        return "vocabulary"
+    if len(entry.names) == 2:
+        return "gated"
+    return next((kind for kind, names in KINDS if re.search(names, name)), "replicated")
+
+
+RENAMED = {
+    "norm_epsilon": "layernorm_epsilon",
+    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
+    "num_experts": "num_moe_experts",
+    "max_position_embeddings": "seq_length",
+    "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
+    "rotary_scaling_factor": "yarn_rotary_scaling_factor",
+    "mscale": "yarn_mscale",
+}
+NEGATED = {
+    "disable_bias_linear": "add_bias_linear",
+    "untie_embeddings_and_output_weights": "share_embeddings_and_output_weights",
+    "no_yarn_correction_range_round_to_int": "yarn_correction_range_round_to_int",
+}
+ELSEWHERE = {
+    "swiglu": "activation_func",
+    "squared_relu": "activation_func",
+    "group_query_attention": "num_query_groups",
+    "padded_vocab_size": "vocab_size",
+    "use_rope_scaling": "the layer spec",
+    "rope_scaling_factor": "the layer spec",
+}
+"""Flags that are not one field of a provider, and what they become."""
+
+
+def provider_fields(description: Description) -> dict[str, Any]:
+    """The fields of a Megatron-Bridge provider (TransformerConfig and HybridModelProvider) that a description sets.
+
+    The vocabulary is the one of the checkpoint, without padding: a user's `should_pad_vocab` decides about that.
+    """
+    flags = to_config(description)["megatron"]
+    fields: dict[str, Any] = {
+        "is_hybrid_model": True,
+        "hybrid_layer_pattern": compile_pattern(description.architecture.pattern).hybrid_layer_pattern,
+        "vocab_size": description.vocab_size,
+        "gated_linear_unit": description.architecture.gated,
+        "activation_func": {
+            "silu": torch.nn.functional.silu,
+            "relu2": squared_relu,
+            "gelu": torch.nn.functional.gelu,
+        }[description.activation],
+    }
+    for flag, value in flags.items():
+        if flag in NEGATED:
+            fields[NEGATED[flag]] = not value
+        elif flag not in ELSEWHERE:
+            fields[RENAMED.get(flag, flag)] = tuple(value) if isinstance(value, list) else value
+    if description.rope is not None and description.rope.scaling == "yarn":
+        # Megatron's fused RoPE drops YaRN's attention factor from packed sequences (rope_utils.py).
+        fields["apply_rope_fusion"] = False
+    return fields
+
+
+def stack_spec(config: Any) -> ModuleSpec:
+    """The layer spec of a provider with `sections`; a function with a name, which a saved config can hold."""
+    model, megatron = config.sections["model"], config.sections["megatron"]
+    return BlockModelConfig(
+        # Not the provider itself: HybridModelConfig would write the defaults of its own fields into it.
+        transformer=SimpleNamespace(window_size=config.window_size, window_attn_skip_freq=config.window_attn_skip_freq),
+        pattern=model["pattern"],
+        norm_affine=model.get("norm_affine", True),
+        norm_placement=model.get("norm_placement", "input"),
+        qk_norm_scope=model.get("qk_norm_scope", "head"),
+        yarn_on_windowed=model.get("yarn_on_windowed", True),
+        llama3_rope_factor=megatron["rope_scaling_factor"] if megatron.get("use_rope_scaling") else None,
+        position_embedding_type=config.position_embedding_type,
+        rotary_base=config.rotary_base,
+        rotary_percent=config.rotary_percent,
+        seq_len_interpolation_factor=config.seq_len_interpolation_factor,
+    ).stack_spec()
+
+
+def read_hf_config(config: Any) -> tuple[Format, Description]:
+    """The format and the model of a transformers config object.
+
+    Raises:
+        ValueError: an unknown architecture, or a setting that Megatron cannot express.
+    """
+    values: Mapping[str, Any] = config.to_dict()
+    return read({key: _plain(value) for key, value in values.items()})
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as dictionaries: published DeciLM configs keep `block_configs` as objects."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def register_bridges(replace: Collection[str]) -> Registration:
+    """Registers a bridge for every format; see `nemo_ext.register`.
+
+    Raises:
+        ImportError: Megatron-Bridge cannot be imported.
+        ValueError: `replace` names a class that has no format here.
+    """
+    for architecture in replace:
+        named(architecture)
+    if MISSING is not None:
+        raise ImportError(MISSING)
+    register_allowed_target_prefix("nemo_ext.")  # so that Megatron-Bridge restores our provider from its checkpoints
+    registered, skipped = [], {}
+    for architecture, found in FORMATS.items():
+        served = _served_by(architecture)
+        ours = served is not None and issubclass(served, BlocksBridge)
+        if served is not None and not ours and architecture not in replace:
+            skipped[architecture] = f"Megatron-Bridge has {served.__name__}; name it in `replace` to use ours"
+            continue
+        if not ours:
+            _register(found)
+        registered.append(architecture)
+    return Registration(tuple(registered), skipped)
+
+
+def _served_by(architecture: str) -> type | None:
+    """The bridge class that Megatron-Bridge has for a Hugging Face class."""
+    try:
+        return type(get_model_bridge(architecture))
+    except NotImplementedError:
+        return None
+
+
+def _register(found: Format) -> None:
+    """A second registration of one source silently takes the place of the first (decorators/dispatch.py).
+
+    A source is a class of transformers or a name, whichever the first registration used, and `AutoBridge` looks for
+    the class first: ours is registered under both.
+    """
+    made = type(f"{found.architecture.removesuffix('ForCausalLM')}BlocksBridge", (BlocksBridge,), {"FORMAT": found})
+    for source in (found.architecture, getattr(transformers, found.architecture, None)):
+        if source is not None:
+            MegatronModelBridge.register_bridge(
+                source=source, target=HybridModel, provider=BlocksProvider, model_type=found.model_type
+            )(made)
+
+
+if MISSING is None:
+
+    class VocabularyMapping(ColumnParallelMapping):
+        """Embedding and head: rows of padding are added where Megatron has more rows, and left out again.
+
+        Megatron-Bridge's own mapping pads under tensor parallelism alone and exports the padding.
+        """
+
+        def __init__(self, megatron_param: str, hf_param: str, rows: int) -> None:
+            super().__init__(megatron_param, hf_param)
+            self.rows = rows
+
+        def resolve(self, captures: tuple[str, ...]) -> "VocabularyMapping":
+            """A copy: the names have no wildcards."""
+            return VocabularyMapping(self.megatron_param, self.hf_param, self.rows)
+
+        def hf_to_megatron(self, hf_weights: torch.Tensor, megatron_module: Any) -> torch.Tensor:
+            """Rank's rows `[rows / tp, hidden]` of a table `[vocabulary, hidden]`."""
+            missing = megatron_module.weight.shape[0] * self.tp_size - hf_weights.shape[0]
+            if missing > 0:
+                hf_weights = torch.cat([hf_weights, hf_weights.new_zeros(missing, hf_weights.shape[1])])
+            return super().hf_to_megatron(hf_weights, megatron_module)
+
+        def megatron_to_hf(
+            self, megatron_weights: torch.Tensor | None, megatron_module: torch.nn.Module | None
+        ) -> dict[str, torch.Tensor]:
+            """The table `[vocabulary, hidden]` by its Hugging Face name."""
+            whole = super().megatron_to_hf(megatron_weights, megatron_module)
+            return {name: table[: self.rows] for name, table in whole.items()}
+
+    def mappings(weight: Weight) -> Iterator[MegatronParamMapping]:
+        """Megatron-Bridge's mapping of a weight, under each of its names."""
+        plain = {
+            "column": ColumnParallelMapping,
+            "row": RowParallelMapping,
+            "replicated": ReplicatedMapping,
+            "in_proj": MambaInProjMapping,
+            "conv1d": MambaConv1dMapping,
+            "experts": FusedExpertMapping,
+            "qkv": QKVMapping,
+            "gated": GatedMLPMapping,
+        }
+        for name in weight.names:
+            if weight.kind == "vocabulary":
+                yield VocabularyMapping(name, weight.hf[0], weight.rows)
+            else:
+                yield plain[weight.kind](name, *weight.hf)
+
+    @dataclass
+    class BlocksProvider(HybridModelProvider):
+        """Provides our block stack: a HybridModelProvider whose layer spec is built from `sections`.
+
+        Attributes:
+            sections: the model as the sections `model` and `megatron` of our config (`description.to_config`).
+            yarn_rotary_scaling_factor: YaRN's settings, which HybridModel reads from the config; the defaults are
+                without effect.
+        """
+
+        sections: dict[str, Any] = field(default_factory=dict)
+        hybrid_stack_spec: Any = stack_spec
+        yarn_rotary_scaling_factor: float = 1.0
+        yarn_original_max_position_embeddings: int = 4096
+        yarn_beta_fast: float = 32.0
+        yarn_beta_slow: float = 1.0
+        yarn_mscale: float = 1.0
+        yarn_mscale_all_dim: float = 0.0
+        yarn_correction_range_round_to_int: bool = True
+
+        def finalize(self) -> None:
+            """See HybridModelProvider.
+
+            Raises:
+                ValueError: for a setting of HybridModelProvider that this stack does not have.
+            """
+            if self.mamba_chunk_size != 128:
+                raise ValueError(f"mamba_chunk_size={self.mamba_chunk_size}: this layer spec has 128 only")
+            if parse(self.hybrid_layer_pattern or "").blocks == ():
+                raise ValueError("hybrid_layer_pattern is empty: take the provider from AutoBridge")
+            super().finalize()
+
+    class BlocksBridge(MegatronModelBridge):
+        """A bridge whose mapping is derived from one of our formats.
+
+        Attributes:
+            FORMAT: the Hugging Face format.
+        """
+
+        FORMAT: ClassVar[Format]
+        # AutoBridge.save_hf_pretrained copies these beside the weights.
+        ADDITIONAL_FILE_PATTERNS = ("configuration_*.py", "modeling_*.py")
+        _described: Description | None = None
+
+        @property
+        def description(self) -> Description:
+            """The model of the Hugging Face config that Megatron-Bridge gave this bridge.
+
+            Raises:
+                ValueError: there is none, or it is not a model of this format.
+            """
+            if self._described is not None:
+                return self._described
+            config = getattr(self, "hf_config", None)
+            if config is None:
+                raise ValueError("this bridge was given no Hugging Face config: get it from AutoBridge")
+            found, description = read_hf_config(config)
+            if found is not self.FORMAT:
+                raise ValueError(f"config.json is of {found.architecture}, this bridge of {self.FORMAT.architecture}")
+            return description
+
+        def provider_bridge(self, hf_pretrained: Any) -> BlocksProvider:
+            """The provider of a Hugging Face model.
+
+            Raises:
+                ValueError: a model that Megatron or Megatron-Bridge cannot express.
+            """
+            config = hf_pretrained.config
+            description = read_hf_config(config)[1]
+            experts = {b.size("experts") for b in description.blocks if b.kind == "E" and not b.is_linear}
+            if len(experts) > 1:
+                raise ValueError(
+                    f"MoE blocks with different numbers of experts ({', '.join(map(str, sorted(experts)))}): "
+                    "Megatron-Bridge counts with one number for all; nemo_ext.checkpoint converts such a model"
+                )
+            dtype = self.dtype_from_hf(config, default=torch.float32)
+            return BlocksProvider(
+                **provider_fields(description),
+                sections=to_config(description),
+                make_vocab_size_divisible_by=self.make_vocab_size_divisible_by(description.vocab_size),
+                params_dtype=dtype,
+                bf16=dtype == torch.bfloat16,
+                fp16=dtype == torch.float16,
+            )
+
+        @classmethod
+        def megatron_to_hf_config(cls, provider: Any) -> dict[str, Any]:
+            """config.json of a provider that came from one of these bridges.
+
+            Raises:
+                ValueError: the provider's model is none of this format (`CannotExpress`).
+            """
+            dtype = "bfloat16" if provider.bf16 else "float16" if provider.fp16 else "float32"
+            return cls.FORMAT.write(from_config(provider.sections)) | {"torch_dtype": dtype}
+
+        def mapping_registry(self) -> MegatronMappingRegistry:
+            """The mapping of every parameter of the model, by its full name."""
+            found = weights(self.FORMAT, self.description)
+            return MegatronMappingRegistry(*(mapping for weight in found for mapping in mappings(weight)))
+
+        def build_conversion_tasks(self, hf_pretrained: Any, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
+            """See MegatronModelBridge, which would go on without what is missing, with a warning.
+
+            Raises:
+                ValueError: the Hugging Face checkpoint lacks a tensor, or the model has a parameter with no mapping.
+            """
+            tasks = super().build_conversion_tasks(hf_pretrained, megatron_model, *args, **kwargs)
+            if None in tasks:
+                names = self._megatron_global_param_names_all_pp_ranks(megatron_model)
+                registry = self.mapping_registry()
+                unknown = [name for name in names if registry.megatron_to_hf_lookup(name) is None]
+                raise ValueError(
+                    f"the model has {len(unknown)} parameters that {self.FORMAT.architecture} has no tensor for, such "
+                    f"as {unknown[:1]}: undo what was changed in the provider"
+                )
+            source = getattr(getattr(hf_pretrained, "state", None), "source", None)
+            if source is not None:
+                there = set(source.get_all_keys())
+                missing = [name for each in weights(self.FORMAT, self.description) for name in each.hf]
+                missing = sorted(set(missing) - there)
+                if missing:
+                    raise ValueError(f"the checkpoint lacks {len(missing)} tensors, such as {missing[0]}")
+            return tasks
+
+        def stream_adapter_weights_megatron_to_hf(self, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
+            """See MegatronPeftBridge, which is given no Hugging Face config: the model's own provider describes it."""
+            chunk = megatron_model[0] if isinstance(megatron_model, list) else megatron_model
+            while hasattr(chunk, "module"):
+                chunk = chunk.module
+            self._described = from_config(chunk.config.sections)
+            return super().stream_adapter_weights_megatron_to_hf(megatron_model, *args, **kwargs)
