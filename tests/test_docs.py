@@ -1,5 +1,6 @@
 """What README and docs tell a reader to run does run."""
 
+import json
 import re
 import shlex
 import shutil
@@ -22,9 +23,13 @@ def blocks(language: str) -> list[tuple[str, str]]:
     ]
 
 
-def commands() -> list[str]:
-    """The `nemo-ext` lines of all shell blocks, comments removed."""
-    lines = [line for _, code in blocks("bash") for line in code.splitlines()]
+IN_ORDER = "checkpoints.md"
+"""The page whose commands go on from each other."""
+
+
+def commands(*, in_order: bool = False) -> list[str]:
+    """The `nemo-ext` lines of all shell blocks, comments removed; those of one page, or of all others."""
+    lines = [line for page, code in blocks("bash") for line in code.splitlines() if (page == IN_ORDER) == in_order]
     return [re.split(r"\s+# ", line)[0].strip() for line in lines if "nemo-ext " in line]
 
 
@@ -104,3 +109,30 @@ def test_a_python_that_is_too_old_is_told_in_one_line(tmp_path: Path) -> None:
     assert ended.returncode != 0
     assert ended.stderr.splitlines()[0].startswith("nemo_ext needs Python 3.12 or newer")
     assert "3.11.7" in ended.stderr.splitlines()[0]
+
+
+@pytest.mark.slow
+def test_the_checkpoint_page_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    from nemo_ext.checkpoint.description import from_config
+    from nemo_ext.checkpoint.formats import choose
+    from nemo_ext.config import compose
+
+    description = from_config(compose("describe", ["model=olmo3_tiny"]))
+    found, config = choose(description)
+    folder = tmp_path / "models" / "olmo3"
+    folder.mkdir(parents=True)
+    pairs = [pair for entry in found.entries(description) for pair in zip(entry.names, entry.shapes, strict=True)]
+    save_file({name: torch.randn(shape) * 0.05 for name, shape in pairs}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+
+    for line in commands(in_order=True):
+        run(line, tmp_path)
+
+    assert (tmp_path / "exports" / "olmo3" / "tokenizer.json").is_file()
+    assert (tmp_path / "exports" / "path" / "t0.5" / "model.safetensors").is_file()
+    scaling = json.loads((tmp_path / "models" / "olmo3-long" / "config.json").read_text())["rope_scaling"]
+    assert (scaling["rope_type"], scaling["factor"]) == ("yarn", 4.0)

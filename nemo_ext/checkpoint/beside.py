@@ -19,6 +19,11 @@ NOT_EXTRA = ("model.safetensors.index.json", "conversion.json", "pytorch_model.b
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
+def is_hugging_face(path: Path) -> bool:
+    """Whether a folder is a Hugging Face checkpoint; a run directory may hold a config.json of its own."""
+    return (path / CONFIG).is_file() and not (path / "checkpoints").is_dir()
+
+
 def config_beside(source: Path, folder: Path) -> dict[str, Any] | None:
     """The model config that lies with a checkpoint of Megatron: a run's config.yaml, or a converted one's model file.
 

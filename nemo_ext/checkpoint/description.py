@@ -327,14 +327,14 @@ def _router_flags(router: Router | None) -> dict[str, Any]:
     return flags
 
 
-def megatron_arguments(description: Description) -> dict[str, Any]:
+def megatron_arguments(architecture: Architecture) -> dict[str, Any]:
     """What Megatron's loader compares or needs of the arguments under which a checkpoint was saved."""
-    blocks = description.blocks
+    blocks = architecture.sizes
     heads = next((block.get("heads") for block in blocks if block.kind == "*" and not block.is_linear), 1)
     return {
         "hybrid_layer_pattern": "".join(block.kind for block in blocks),
         "num_layers": len(blocks),
-        "hidden_size": description.architecture.hidden_size,
+        "hidden_size": architecture.hidden_size,
         "num_attention_heads": heads,
     }
 

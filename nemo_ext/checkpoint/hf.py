@@ -19,6 +19,7 @@ from nemo_ext.checkpoint.beside import (
     config_beside,
     copy_extras,
     extras_beside,
+    is_hugging_face,
     kept_keys,
     read_json,
     write_model_file,
@@ -120,7 +121,7 @@ def plan(source: Path, to: Path, settings: Settings, config: Mapping[str, Any] |
     """
     if not source.exists():
         raise CheckpointError(f"from={source}: no such folder")
-    if (source / CONFIG).is_file() and not (source / "checkpoints").is_dir():
+    if is_hugging_face(source):
         return _plan_from_hf(source, to, settings, config)
     return _plan_from_megatron(source, to, settings, config)
 
@@ -309,7 +310,7 @@ def convert(plan: Plan, settings: Settings, *, progress: bool = True) -> Path:
         cut_into_parts(plan.work, settings.shard_gigabytes),
         identity=identity,
         finish=lambda folder: (_finish_hf if plan.to_format == HUGGING_FACE else _finish_megatron)(plan, folder),
-        arguments=megatron_arguments(plan.description),
+        arguments=megatron_arguments(plan.description.architecture),
         finite=settings.check_finite,
         verify=settings.verify,
         progress=progress,

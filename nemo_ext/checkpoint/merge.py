@@ -16,13 +16,15 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_ext.checkpoint.beside import EXTRAS, copy_extras, extras_beside, write_model_file
 from nemo_ext.checkpoint.description import to_config
-from nemo_ext.checkpoint.hf import DEFAULT_SHARD, EXTRAS, copy_extras, extras_beside, write_model_file
+from nemo_ext.checkpoint.hf import DEFAULT_SHARD
 from nemo_ext.checkpoint.output import check_room, unfinished
 from nemo_ext.checkpoint.parameters import Piece
 from nemo_ext.checkpoint.safetensors_files import SafetensorsReader
 from nemo_ext.checkpoint.same_model import (
     Checkpoint,
+    Model,
     check_same_hugging_face,
     check_same_megatron,
     open_checkpoints,
@@ -113,7 +115,8 @@ class Plan:
         checkpoints: what is averaged.
         targets: what is made: one checkpoint, or one for each point.
         settings: what the user chose.
-        finish: adds what is not tensors to a folder that goes by the name of a target.
+        finish: adds what is not tensors to the folder of a target while it is made.
+        arguments: for Megatron's loader, see `megatron_arguments`.
         remarks: what the user should know.
     """
 
@@ -121,6 +124,7 @@ class Plan:
     targets: Sequence[Target]
     settings: Settings
     finish: Callable[[Path, Target], None]
+    arguments: Mapping[str, Any]
     remarks: Sequence[str]
 
     @property
@@ -154,13 +158,19 @@ def plan(sources: Sequence[Path], to: Path, settings: Settings) -> Plan:
         raise ValueError(f"from={_shown(sources)}: give at least two checkpoints, 'from=[a,b]'")
     targets = _targets(len(sources), to, settings)
     checkpoints = open_checkpoints(sources, settings.iterations)
-    is_hf = isinstance(checkpoints[0].reader, SafetensorsReader)
-    finish, remarks = (_hugging_face if is_hf else _megatron)(checkpoints)
+    if isinstance(checkpoints[0].reader, SafetensorsReader):
+        finish, remarks = _hugging_face(checkpoints)
+        arguments: Mapping[str, Any] = {}
+    else:
+        model = check_same_megatron(checkpoints)
+        finish, remarks = _megatron(checkpoints, model)
+        arguments = model.arguments
     return Plan(
         checkpoints=checkpoints,
         targets=targets,
         settings=settings,
         finish=finish,
+        arguments=arguments,
         remarks=[*_odd(checkpoints, targets), *remarks],
     )
 
@@ -227,24 +237,17 @@ def _differ(one: Path, other: Path) -> bool:
     return one.is_file() and other.is_file() and not filecmp.cmp(one, other, shallow=False)
 
 
-def _megatron(checkpoints: Sequence[Checkpoint]) -> tuple[Finish, list[str]]:
-    """What goes beside the weights, and remarks.
-
-    Raises:
-        CheckpointError: the model configs beside the checkpoints are of different models.
-    """
-    first = checkpoints[0]
-    model, remarks = check_same_megatron(checkpoints)
-    if model is None:
-        remarks.append(f"no model file goes with it: {first.path} has no config that can be read")
+def _megatron(checkpoints: Sequence[Checkpoint], model: Model) -> tuple[Finish, list[str]]:
+    """What goes beside the weights, and remarks."""
+    first, remarks = checkpoints[0], list(model.remarks)
     extras = extras_beside(first.source, first.path)
     assert isinstance(first.reader, TorchDistReader)
     if first.reader.left_out:
         remarks.append(f"{first.reader.left_out} tensors of optimizer state stay behind: they are not averaged")
 
     def finish(folder: Path, target: Target) -> None:
-        if model is not None:
-            sections = to_config(model)
+        if model.description is not None:
+            sections = to_config(model.description)
             if sections["model"]["name"] == "model":
                 sections["model"]["name"] = target.to.name
             shares = (f"{w:g} {c.path}" for w, c in zip(target.weights, checkpoints, strict=True))
@@ -332,6 +335,7 @@ def _make(plan: Plan, target: Target, *, progress: bool) -> Path:
         cut_into_parts([_work(plan, target, name) for name in plan.tensors], plan.settings.shard_gigabytes),
         identity={"average_of": began_with, "weights": target.weights},
         finish=finish,
+        arguments=plan.arguments,
         finite=plan.settings.check_finite,
         verify=plan.settings.verify,
         progress=progress,
@@ -368,9 +372,9 @@ def run(config: Mapping[str, Any]) -> None:
     settings = Settings(**{key: config[key] for key in keys})
     planned = plan([Path(str(path)) for path in named if path], Path(str(config["to"])), settings)
     for remark in planned.remarks:
-        notice(remark)
+        notice(f"note: {remark}")
     if config["dry_run"]:
         print(table(planned))
         return
     for made in merge(planned):
-        notice(f"{made}: {len(planned.tensors)} tensors, {planned.bytes / 1e9:,.3f} GB")
+        notice(f"done: {made}: {len(planned.tensors)} tensors, {planned.bytes / 1e9:,.3f} GB")

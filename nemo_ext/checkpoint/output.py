@@ -12,7 +12,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from nemo_ext.checkpoint.storage import CheckpointError
+from nemo_ext.checkpoint.storage import CheckpointError, listed
 from nemo_ext.progress import notice
 
 RECORD = "conversion.json"
@@ -43,7 +43,8 @@ class Output:
         record = _read(self.folder / RECORD)
         if record is not None and record.get("plan") == self._plan:
             self.done = {int(part): value for part, value in record["done"].items()}
-            notice(f"{path}: going on after {len(self.done)} finished parts")
+            if self.done:
+                notice(f"{path}: going on after {len(self.done)} finished parts")
         elif any(file.name != LOCK for file in self.folder.iterdir()):
             notice(f"{path}: what an interrupted run left was made from something else: starting over")
             _empty(self.folder)
@@ -55,19 +56,30 @@ class Output:
         self._write_record()
 
     def _write_record(self) -> None:
-        temporary = self.folder / f".{RECORD}"
-        temporary.write_text(json.dumps({"plan": self._plan, "done": self.done}))
-        temporary.replace(self.folder / RECORD)
+        _replace(self.folder / RECORD, json.dumps({"plan": self._plan, "done": self.done}))
 
     def publish(self, record: dict[str, Any]) -> None:
         """Give the folder its name; `record` is what stays in it about how it was made."""
-        (self.folder / RECORD).write_text(json.dumps({"plan": self._plan, **record}, indent=1) + "\n")
-        for file in self.folder.rglob("*"):
-            if file.is_file():
-                with open(file, "rb") as opened:
-                    os.fsync(opened.fileno())
+        files = [file for file in self.folder.rglob("*") if file.is_file() and file.name not in (RECORD, LOCK)]
+        for file in files:
+            with open(file, "rb") as opened:
+                os.fsync(opened.fileno())
+        sizes = {str(file.relative_to(self.folder)): file.stat().st_size for file in files if _holds_tensors(file)}
         (self.folder / LOCK).unlink(missing_ok=True)
         os.replace(self.folder, self.path)
+        # Last: until then the record of the parts stands, with which an interrupted run goes on.
+        _replace(self.path / RECORD, json.dumps({"plan": self._plan, "files": sizes, **record}, indent=1) + "\n")
+
+
+def _holds_tensors(file: Path) -> bool:
+    return file.suffix in (".safetensors", ".distcp")
+
+
+def _replace(file: Path, text: str) -> None:
+    """Write a file that is there as a whole or not at all."""
+    temporary = file.with_name(f".{file.name}")
+    temporary.write_text(text)
+    temporary.replace(file)
 
 
 def unfinished(path: Path) -> Path:
@@ -93,19 +105,33 @@ def was_published(path: Path, plan: dict[str, Any]) -> bool:
     """Whether a folder holds the result of the plan.
 
     Raises:
-        CheckpointError: it holds something else.
+        CheckpointError: it holds something else, or no longer all of it.
     """
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return False
     record = _read(path / RECORD)
     if record is not None and record.get("plan") == plan_hash(plan):
+        sizes: dict[str, int] = record.get("files", {})
+        spoilt = [name for name, size in sizes.items() if not has_size(path / name, size)]
+        if spoilt:
+            raise CheckpointError(
+                f"to={path}: was made, but since then {listed(spoilt)} went missing or changed: remove the folder and "
+                "repeat"
+            )
         return True
     raise CheckpointError(f"to={path}: exists and holds something else: remove it or choose another name")
+
+
+def has_size(file: Path, size: int) -> bool:
+    """Whether a file is there in its full length."""
+    return file.is_file() and file.stat().st_size == size
 
 
 @contextlib.contextmanager
 def only_writer(path: Path) -> Iterator[None]:
     """Keep a second process from making the same folder, and turn a full disk into a message.
+
+    Where nothing was written, nothing is left behind.
 
     Raises:
         CheckpointError: another process is at it, or the folder cannot be written.
@@ -113,15 +139,24 @@ def only_writer(path: Path) -> Iterator[None]:
     try:
         unfinished(path).mkdir(parents=True, exist_ok=True)
         with FileLock(unfinished(path) / LOCK, timeout=0):
-            yield
+            try:
+                yield
+            finally:
+                _remove_if_empty(unfinished(path))
     except Timeout:
         raise CheckpointError(f"to={path}: another process is writing it: wait for it or choose another name") from None
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in str(error)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = (
-            "make room and run the same command again, which goes on where it was" if full else "mend it and repeat"
+            "make room and run the same command again, which goes on where it was" if full else "mend it and run the same command again"
         )
         raise CheckpointError(f"to={path}: {error}: {advice}") from error
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Remove a folder in which nothing has been written but what keeps order in it."""
+    if not any(file.is_file() and file.name not in (LOCK, RECORD) for file in folder.rglob("*")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_room(path: Path, needed: int) -> None:
@@ -141,7 +176,7 @@ def check_room(path: Path, needed: int) -> None:
 
 def _read(file: Path) -> dict[str, Any] | None:
     try:
-        record: dict[str, Any] = json.loads(file.read_text())
-    except (OSError, json.JSONDecodeError):
+        record = json.loads(file.read_text())
+    except (OSError, ValueError):
         return None
-    return record
+    return record if isinstance(record, dict) else None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,7 +67,8 @@ class SafetensorsReader:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (safe_open is not a mapping)
                     if name in self._file_of:
-                        raise CheckpointError(f"{file}: {name} is in {self._file_of[name].name} too")
+                        other = self._file_of[name].name
+                        raise CheckpointError(f"{file}: {name} is in {other} too: copy both and {INDEX} again")
                     part = opened.get_slice(name)
                     dtype = str(part.get_dtype())
                     self.tensors[name] = Stored(tuple(part.get_shape()), _TYPES.get(dtype, dtype))
@@ -104,10 +107,10 @@ def _read_index(path: Path) -> dict[str, str] | None:
     if not file.is_file():
         return None
     try:
-        index: dict[str, str] = json.loads(file.read_text())["weight_map"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        weight_map = json.loads(file.read_text())["weight_map"]
+        return {str(name): str(shard) for name, shard in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: not an index with a weight_map ({error}): copy it again") from error
-    return index
 
 
 def shard_name(number: int, count: int) -> str:
@@ -128,7 +131,10 @@ def write_shard(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     try:
         save_file(dict(tensors), temporary, metadata={"format": "pt"})
     except SafetensorError as error:
-        raise OSError(f"{file}: {error}") from error
+        number = re.search(r"os error (\d+)", str(error))  # it says a full disk, for example, in words alone
+        if number is None:
+            raise OSError(f"{file}: {error}") from error
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
     temporary.replace(file)
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.checkpoint.description import Description, differences, from_config
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.checkpoint.beside import config_beside, is_hugging_face, read_json
+from nemo_ext.checkpoint.description import Description, differences, from_config, megatron_arguments
 from nemo_ext.checkpoint.formats import read
-from nemo_ext.checkpoint.hf import config_beside, read_json
 from nemo_ext.checkpoint.safetensors_files import CONFIG, SafetensorsReader
 from nemo_ext.checkpoint.storage import WEIGHT_TYPES, CheckpointError, fingerprint, listed
 from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
@@ -53,7 +54,7 @@ def open_checkpoints(sources: Sequence[Path], iterations: Sequence[int | None] |
     for source in sources:
         if not source.is_dir():
             raise CheckpointError(f"from={source}: no such folder")
-    is_hf = [(source / CONFIG).is_file() and not (source / "checkpoints").is_dir() for source in sources]
+    is_hf = [is_hugging_face(source) for source in sources]
     if any(is_hf) and not all(is_hf):
         raise ValueError(
             f"from: {sources[is_hf.index(True)]} is Hugging Face's, {sources[is_hf.index(False)]} is not: bring them "
@@ -108,6 +109,21 @@ def _check_types(checkpoint: Checkpoint) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Model:
+    """What is known of the model whose checkpoints these are.
+
+    Attributes:
+        description: None for one that our checkpoint formats cannot describe.
+        arguments: for Megatron's loader, see `megatron_arguments`.
+        remarks: what the user should know.
+    """
+
+    description: Description | None
+    arguments: Mapping[str, Any]
+    remarks: Sequence[str]
+
+
 def check_same_hugging_face(first: Checkpoint, other: Checkpoint) -> None:
     """Hold two config.json's against each other: as models, or key by key where no format here reads them.
 
@@ -130,35 +146,36 @@ def _different_keys(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[
     return list(differences(theirs, ours))
 
 
-def check_same_megatron(checkpoints: Sequence[Checkpoint]) -> tuple[Description | None, list[str]]:
+def check_same_megatron(checkpoints: Sequence[Checkpoint]) -> Model:
     """Hold the model configs that lie beside checkpoints of Megatron against each other.
 
-    Returns:
-        The first one's model, if its config can be read; and remarks on every checkpoint whose config cannot.
-
     Raises:
-        CheckpointError: they are of different models, naming the settings.
+        CheckpointError: they are of different models, naming the settings; or there is no config that tells the blocks.
     """
-    found: list[tuple[Checkpoint, Description]] = []
+    configs = [(checkpoint, config_beside(checkpoint.source, checkpoint.path)) for checkpoint in checkpoints]
+    described: list[tuple[Path, Description]] = []
     remarks = []
-    for checkpoint in checkpoints:
+    for checkpoint, config in configs:
         try:
-            config = config_beside(checkpoint.source, checkpoint.path)
-        except CheckpointError:
-            remarks.append(
-                f"{checkpoint.path}: no model config beside it, so only names, shapes and types are compared"
-            )
-            continue
-        try:
-            found.append((checkpoint, from_config(config)))
+            if config is None:
+                raise ValueError("none lies beside it")
+            described.append((checkpoint.path, from_config(config)))
         except ValueError as reason:
             remarks.append(f"{checkpoint.path}: only names, shapes and types are compared, not its config: {reason}")
-    for other, description in found[1:]:
-        differing = differences(description, found[0][1])
+    for path, description in described[1:]:
+        differing = differences(description, described[0][1])
         if differing:
             raise CheckpointError(
-                f"{other.path} is of another model than {found[0][0].path}: their configs differ in "
-                + ", ".join(differing)
+                f"{path} is of another model than {described[0][0]}: their configs differ in " + ", ".join(differing)
             )
-    has_first = bool(found) and found[0][0] is checkpoints[0]
-    return found[0][1] if has_first else None, remarks
+    if described:
+        return Model(described[0][1], megatron_arguments(described[0][1].architecture), remarks)
+    config = next((config for _, config in configs if config is not None), None)
+    if config is None:
+        raise CheckpointError(
+            f"{checkpoints[0].path}: Megatron cannot load an average without knowing the kinds of its blocks, and no "
+            "config says them: put the run's config.yaml or the model's model/NAME.yaml beside the checkpoint"
+        )
+    remarks.append("no model file goes with it: name the model as the run did")
+    # Not `from_config`: our formats cannot describe this model, which Megatron can load all the same.
+    return Model(None, megatron_arguments(Architecture.from_config(config)), remarks)

@@ -83,7 +83,7 @@ def check_finite(name: str, tensor: torch.Tensor) -> None:
         count = int((~torch.isfinite(tensor)).sum())
         raise CheckpointError(
             f"{name}: {count} of {tensor.numel()} numbers are NaN or infinite: take an earlier checkpoint, or pass "
-            "check_finite=false to convert it as it is"
+            "check_finite=false to take it as it is"
         )
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,7 @@ from nemo_ext.checkpoint.storage import CheckpointError, Stored
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -29,6 +31,9 @@ RELEASE = "release"
 METADATA = ".metadata"
 VERSION = 3.0
 """Megatron's `checkpoint_version`: below 2 it would reorder queries, keys and values."""
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+"""Begins the keys of optimizer state; `chained_0.` with a distributed optimizer and expert parallelism
+(megatron/core/optimizer/optimizer.py, ChainedOptimizer.sharded_state_dict)."""
 EXTRA_STATE = (
     *("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj", "output_layer"),
     *("pre_mlp_layernorm", "input_layernorm", "q_layernorm", "k_layernorm", "output_norm", "final_norm"),
@@ -55,7 +60,11 @@ def checkpoint_folder(path: Path, iteration: int | None = None) -> Path:
             raise CheckpointError(
                 f"{path}: neither a Hugging Face checkpoint (config.json) nor one of Megatron ({TRACKER} or {METADATA})"
             )
-        word = tracker.read_text().strip()
+        word = tracker.read_text(errors="replace").strip()
+        if word != RELEASE and not word.isdecimal():
+            raise CheckpointError(
+                f"{tracker}: expected an iteration or {RELEASE}, not {word[:20]!r}: give iteration=..."
+            )
     else:
         word = str(iteration)
     folder = root / (RELEASE if word == RELEASE else f"iter_{int(word):07d}")
@@ -79,25 +88,41 @@ class TorchDistReader:
 
     def __init__(self, path: Path) -> None:
         from torch.distributed.checkpoint import FileSystemReader
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         self.path = path
-        try:
-            self._metadata = FileSystemReader(path).read_metadata()
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError) as error:
-            raise CheckpointError(f"{path / METADATA}: cannot be read ({error}): the checkpoint is broken") from error
-        self._check_files()
         self.tensors: dict[str, Stored] = {}
         self.left_out = 0
+        self._last: tuple[str, torch.Tensor] | None = None
+        try:
+            self._metadata = FileSystemReader(path).read_metadata()
+            self._check_files()
+            self._list_tensors()
+        except CheckpointError:
+            raise
+        except Exception as error:  # a broken pickle raises almost anything
+            raise CheckpointError(
+                f"{path / METADATA}: cannot be read ({type(error).__name__}: {error}): copy it again"
+            ) from error
+
+    def _list_tensors(self) -> None:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+        stored_shards = {(index.fqn, index.offset) for index in self._metadata.storage_data}
         for key, stored in self._metadata.state_dict_metadata.items():
             if not isinstance(stored, TensorStorageMetadata):
                 continue
-            if key.startswith("optimizer."):
+            if _OPTIMIZER.match(key):
                 self.left_out += 1
                 continue
+            shards = [MetadataIndex(key, chunk.offsets) for chunk in stored.chunks]
+            numbers = sum(prod(chunk.sizes) for chunk in stored.chunks)
+            if numbers != prod(stored.size) or any((each.fqn, each.offset) not in stored_shards for each in shards):
+                # Reading would give whatever was in memory for the part that is missing.
+                raise CheckpointError(
+                    f"{self.path / METADATA}: {key} is not there as a whole: copy the checkpoint again"
+                )
             dtype = str(stored.properties.dtype).removeprefix("torch.")
             self.tensors[key] = Stored(tuple(stored.size), dtype)
-        self._last: tuple[str, torch.Tensor] | None = None
 
     def _check_files(self) -> None:
         ends: dict[str, int] = {}
@@ -111,9 +136,13 @@ class TorchDistReader:
                 raise CheckpointError(f"{file}: cut short at {file.stat().st_size} of {end} bytes: copy it again")
 
     def read(self, name: str) -> torch.Tensor:
-        """One whole tensor, put together from whatever shards it was saved in."""
+        """One whole tensor, put together from whatever shards it was saved in.
+
+        Raises:
+            CheckpointError: a file does not hold what the metadata says.
+        """
         import torch
-        from torch.distributed.checkpoint import load
+        from torch.distributed.checkpoint import CheckpointException, load
 
         if self._last is None or self._last[0] != name:
             self._last = None  # frees the memory before more is asked for
@@ -121,9 +150,21 @@ class TorchDistReader:
             wanted = {name: torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))}
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for
-                load(wanted, storage_reader=self._storage_reader(), no_dist=True)
+                try:
+                    load(wanted, storage_reader=self._storage_reader(), no_dist=True)
+                except CheckpointException as error:  # no Exception, and not even Ctrl-C passes through it as such
+                    reason = error.failures[0][0]
+                    if not isinstance(reason, Exception):
+                        raise reason from None
+                    where = ", ".join(sorted(self._files_of(name)))
+                    raise CheckpointError(
+                        f"{self.path}: {name} cannot be read from {where} ({reason}): copy the checkpoint again"
+                    ) from error
             self._last = name, wanted[name]
         return self._last[1]
+
+    def _files_of(self, name: str) -> set[str]:
+        return {info.relative_path for index, info in self._metadata.storage_data.items() if index.fqn == name}
 
     def read_piece(self, piece: Piece) -> torch.Tensor:
         """A part of a tensor; parts of one tensor in a row read it once."""
@@ -164,7 +205,8 @@ class TorchDistWriter:
 
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self._writer = FileSystemWriter(folder, sync_files=False, overwrite=True)
+        # Without copying ahead: where there is a GPU, that would ask for the tensors in another order.
+        self._writer = FileSystemWriter(folder, sync_files=False, overwrite=True, per_thread_copy_ahead=0)
         self._writer.set_up_storage_writer(True)
         plans = [SavePlan([_write_item(piece, dtype) for piece, dtype in part]) for part in parts]
         keys = dict.fromkeys(piece.key for part in parts for piece, _ in part)
@@ -172,6 +214,10 @@ class TorchDistWriter:
         plans.append(SavePlan([_bytes_item(name) for name in _extra_states(keys, wholes)]))
         plans, self._metadata = create_default_global_save_plan(plans)
         self._plans = self._writer.prepare_global_plan(plans)
+
+    def file(self, part: int) -> Path:
+        """Where a part is written."""
+        return self.folder / f"__{part}_0.distcp"
 
     def write(self, part: int, pieces: Iterable[tuple[Piece, torch.Tensor]]) -> str:
         """Write one part from its pieces, in order; returns what `finish` wants to know of it.
@@ -181,21 +227,26 @@ class TorchDistWriter:
         """
         iterator = iter(pieces)
 
-        def next_tensor() -> torch.Tensor:
-            tensor = next(iterator)[1].contiguous()
+        def next_tensor(index: MetadataIndex) -> torch.Tensor:
+            piece, tensor = next(iterator)
+            assert (piece.key, piece.offset) == (index.fqn, index.offset), f"asked for {index}, got {piece}"
+            tensor = tensor.contiguous()
             whole_storage = tensor.untyped_storage().nbytes() == tensor.nbytes
             return tensor if whole_storage else tensor.clone()  # torch.save would write all of the storage
 
         return self._write_plan(part, next_tensor)
 
-    def _write_plan(self, part: int, data: Callable[[], Any]) -> str:
+    def _write_plan(self, part: int, data: Callable[[MetadataIndex], Any]) -> str:
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
         class Planner(DefaultSavePlanner):
             def resolve_data(self, write_item: Any) -> Any:
-                return data()
+                return data(write_item.index)
 
-        results = self._writer.write_data(self._plans[part], Planner()).value()
+        try:
+            results = self._writer.write_data(self._plans[part], Planner()).value()
+        except RuntimeError as error:
+            raise _reason(error) from error
         return pickle.dumps(results).hex()
 
     def finish(self, results: Sequence[str], arguments: Mapping[str, Any]) -> None:
@@ -206,16 +257,15 @@ class TorchDistWriter:
             arguments: what Megatron's loader reads of the arguments of the run that saved a checkpoint. Without
                 `hybrid_layer_pattern` it takes the layers for those of a GPTModel, which are numbered otherwise.
         """
-        import torch
 
         # Objects are stored as a list, like every shard that Megatron saves; None: nothing to restore.
-        common = self._write_plan(len(self._plans) - 1, lambda: _saved([None]))
+        common = self._write_plan(len(self._plans) - 1, lambda index: _saved([None]))
         made = [pickle.loads(bytes.fromhex(result)) for result in (*results, common)]
         self._writer.finish(self._metadata, made)
         arguments = {**arguments, "no_save_optim": True, "no_save_rng": True}
         arguments |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
         common_state = {"args": Namespace(**arguments), "checkpoint_version": VERSION, "iteration": 0}
-        torch.save(common_state, self.folder / "common.pt")
+        (self.folder / "common.pt").write_bytes(_saved(common_state).getvalue())
         (self.folder / "metadata.json").write_text(
             json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
         )
@@ -224,6 +274,16 @@ class TorchDistWriter:
 def write_tracker(checkpoints: Path) -> None:
     """Name the release checkpoint as the newest."""
     (checkpoints / TRACKER).write_text(RELEASE)
+
+
+def _reason(error: BaseException) -> BaseException:
+    """A full disk or Ctrl-C in the middle of `torch.save`, which closes its archive then and fails over that."""
+    earlier: BaseException | None = error
+    while earlier is not None:
+        if isinstance(earlier, OSError | KeyboardInterrupt):
+            return earlier
+        earlier = earlier.__context__
+    return error
 
 
 def _write_item(piece: Piece, dtype: str) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nemo_ext.checkpoint.output import Output, check_room, only_writer, was_published
+from nemo_ext.checkpoint.output import Output, check_room, has_size, only_writer, was_published
 from nemo_ext.checkpoint.parameters import Piece
 from nemo_ext.checkpoint.safetensors_files import SafetensorsReader, shard_name, write_index, write_shard
 from nemo_ext.checkpoint.storage import CheckpointError, check_finite, checksum, size_in_bytes, torch_dtype
@@ -109,22 +109,26 @@ def write_checkpoint(
             writing it, or files that do not read back as they were written.
     """
     identity = {"to_format": to_format, "parts": [len(part) for part in parts], **identity}
-    if was_published(to, identity):
-        notice(f"{to}: already made")
+    if _is_made(to, identity):
         return to
     total = sum(work.bytes for part in parts for work in part)
     with only_writer(to):
+        if _is_made(to, identity):  # by another process, between the question and the lock
+            return to
         output = Output(to, identity)
-        check_room(to, sum(w.bytes for n, part in enumerate(parts) if n not in output.done for w in part))
         target: _Target = (_SafetensorsTarget if to_format == HUGGING_FACE else _TorchDistTarget)(output.folder, parts)
+        # A finished part that was lost since, in a power failure for example, is made again.
+        output.done = {n: done for n, done in output.done.items() if has_size(target.file(n), done["size"])}
+        check_room(to, sum(w.bytes for n, part in enumerate(parts) if n not in output.done for w in part))
         with progress_of("writing", total, enabled=progress) as advance:
             for number, part in enumerate(parts):
-                if number not in output.done:
-                    sums: dict[str, int] = {}
-                    result = target.write(number, _made(part, sums, finite=finite, advance=advance))
-                    output.finished(number, {"result": result, "checksums": sums})
-                else:
+                if number in output.done:
                     advance(sum(work.bytes for work in part))
+                    continue
+                sums: dict[str, int] = {}
+                result = target.write(number, _made(part, sums, finite=finite, advance=advance))
+                size = target.file(number).stat().st_size
+                output.finished(number, {"result": result, "checksums": sums, "size": size})
         target.finish([output.done[number]["result"] for number in range(len(parts))], arguments or {})
         finish(output.folder)
         if verify:
@@ -134,18 +138,43 @@ def write_checkpoint(
     return to
 
 
+def _is_made(to: Path, identity: dict[str, Any]) -> bool:
+    if not was_published(to, identity):
+        return False
+    notice(f"{to}: already made")
+    return True
+
+
 def _made(
     part: Sequence[Work], sums: dict[str, int], *, finite: bool, advance: Callable[[int], None]
 ) -> Iterator[tuple[Piece, Tensor]]:
     """The tensors of a part in order; notes their checksums."""
     for work in part:
         for slot, tensor in zip(work.slots, work.make(), strict=True):
-            tensor = tensor.to(torch_dtype(slot.dtype)).contiguous()
             if finite:
-                check_finite(slot.label, tensor)
+                check_finite(" + ".join(work.sources) or slot.label, tensor)
+            tensor = _cast(slot, tensor, finite=finite).contiguous()
             sums[slot.label] = checksum(tensor)
             yield slot.piece, tensor
             advance(slot.bytes)
+
+
+def _cast(slot: Slot, tensor: Tensor, *, finite: bool) -> Tensor:
+    """The tensor in its type.
+
+    Raises:
+        CheckpointError: a number that was finite is too large for it.
+    """
+    dtype = torch_dtype(slot.dtype)
+    if tensor.dtype == dtype:
+        return tensor
+    cast = tensor.to(dtype)
+    if finite and not cast.abs().max().isfinite():
+        raise CheckpointError(
+            f"{slot.label}: has numbers up to {tensor.abs().max().item():.3g}, which {slot.dtype} cannot hold: choose "
+            "another dtype"
+        )
+    return cast
 
 
 def _verify(
@@ -169,6 +198,10 @@ def _verify(
 class _Target(Protocol):
     """A folder of one format while it is written."""
 
+    def file(self, number: int) -> Path:
+        """Where a part is written."""
+        ...
+
     def write(self, number: int, tensors: Iterator[tuple[Piece, Tensor]]) -> Any:
         """Write a part; returns what `finish` wants to know of it, as JSON."""
         ...
@@ -188,9 +221,11 @@ class _SafetensorsTarget:
     def __init__(self, folder: Path, parts: Sequence[Sequence[Work]]) -> None:
         self.folder, self.parts = folder, parts
 
+    def file(self, number: int) -> Path:
+        return self.folder / shard_name(number, len(self.parts))
+
     def write(self, number: int, tensors: Iterator[tuple[Piece, Tensor]]) -> None:
-        file = self.folder / shard_name(number, len(self.parts))
-        write_shard(file, {piece.key: tensor for piece, tensor in tensors})
+        write_shard(self.file(number), {piece.key: tensor for piece, tensor in tensors})
 
     def finish(self, results: Sequence[Any], arguments: Mapping[str, Any]) -> None:
         count = len(self.parts)
@@ -212,6 +247,9 @@ class _TorchDistTarget:
         self.folder = folder
         pieces = [[(slot.piece, slot.dtype) for work in part for slot in work.slots] for part in parts]
         self.writer = TorchDistWriter(folder / RELEASE, pieces)
+
+    def file(self, number: int) -> Path:
+        return self.writer.file(number)
 
     def write(self, number: int, tensors: Iterator[tuple[Piece, Tensor]]) -> str:
         return self.writer.write(number, tensors)

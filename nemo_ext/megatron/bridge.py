@@ -363,8 +363,6 @@ if MISSING is None:
         """
 
         FORMAT: ClassVar[Format]
-        # AutoBridge.save_hf_pretrained copies these beside the weights.
-        ADDITIONAL_FILE_PATTERNS = ("configuration_*.py", "modeling_*.py")
         _described: Description | None = None
 
         @property

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -105,6 +106,11 @@ def same_bits(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 
 def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def loader_arguments(checkpoint: Path) -> dict[str, Any]:
+    """What Megatron's loader is told of the run that saved a release."""
+    return vars(torch.load(checkpoint / "release" / "common.pt", weights_only=False)["args"])
 
 
 @pytest.fixture
@@ -363,7 +369,9 @@ def test_averaging_and_converting_commute(three: list[Path], tmp_path: Path) -> 
     (own,) = made(converted, tmp_path / "soup_megatron", weights=[0.5, 0.3, 0.2])
 
     assert (own / "latest_checkpointed_iteration.txt").read_text() == "release"
-    assert same_bits(weights_of(own), weights_of(megatron(tmp_path / "expected", soup)))
+    expected = megatron(tmp_path / "expected", soup)
+    assert same_bits(weights_of(own), weights_of(expected))
+    assert loader_arguments(own) == loader_arguments(expected)
     back = hf.convert(hf.plan(own, tmp_path / "back", hf.Settings()), hf.Settings(), progress=False)
     assert same_bits(weights_of(back), weights_of(soup))
     first = converted[0]
@@ -438,23 +446,41 @@ def test_runs_of_different_models_are_refused(three: list[Path], tmp_path: Path)
         plan([a, b], tmp_path / "soup", Settings())
 
 
-def test_checkpoints_of_megatron_without_a_config_are_averaged_and_told(three: list[Path], tmp_path: Path) -> None:
-    a, b = (megatron(tmp_path / f"{source.name}_megatron", source) for source in three[:2])
-    for file in (a / "model").iterdir():
-        file.unlink()
-    planned = plan([a, b], tmp_path / "soup", Settings())
+@pytest.mark.parametrize("number", [0, 1])
+def test_one_config_is_enough(number: int, three: list[Path], tmp_path: Path) -> None:
+    sources = [megatron(tmp_path / f"{source.name}_megatron", source) for source in three[:2]]
+    shutil.rmtree(sources[number] / "model")
+    planned = plan(sources, tmp_path / "soup", Settings())
 
     (soup,) = merge(planned, progress=False)
 
     assert planned.remarks == [
-        f"{a / 'release'}: no model config beside it, so only names, shapes and types are compared",
-        f"no model file goes with it: {a / 'release'} has no config that can be read",
+        f"{sources[number] / 'release'}: only names, shapes and types are compared, not its config: none lies beside it"
     ]
+    assert loader_arguments(soup)["hybrid_layer_pattern"] == "*-*-"
+    assert [file.stem for file in (soup / "model").iterdir()] == [sources[1 - number].name]
+
+
+def test_without_any_config_it_is_refused(three: list[Path], tmp_path: Path) -> None:
+    sources = [megatron(tmp_path / f"{source.name}_megatron", source) for source in three[:2]]
+    for source in sources:
+        shutil.rmtree(source / "model")
+
+    with pytest.raises(ValueError, match=r"a_megatron/release: .*put the run's config.yaml or the model's model/NAME"):
+        plan(sources, tmp_path / "soup", Settings())
+
+
+def test_models_that_no_format_describes_are_averaged_by_their_shapes(three: list[Path], tmp_path: Path) -> None:
+    run = run_directory(tmp_path / "run", *three[:2], attention_output_gate=True)
+    planned = plan([run, run], tmp_path / "soup", Settings(iterations=[10, 20]))
+
+    (soup,) = merge(planned, progress=False)
+
+    assert len(planned.remarks) == 3
+    assert "attention_output_gate" in planned.remarks[0]
+    assert planned.remarks[2] == "no model file goes with it: name the model as the run did"
+    assert loader_arguments(soup) == loader_arguments(megatron(tmp_path / "expected", three[0]))
     assert not (soup / "model").exists()
-    torch.testing.assert_close(
-        weights_of(soup)["output_layer.weight"],
-        (weights_of(a)["output_layer.weight"] + weights_of(b)["output_layer.weight"]) / 2,
-    )
 
 
 # What is refused before anything is opened
@@ -632,7 +658,7 @@ def test_the_job_averages_and_says_so(three: list[Path], tmp_path: Path) -> None
 
     assert (result.returncode, result.stdout) == (0, "")
     told = result.stderr.splitlines()
-    assert told[-2:] == ["line/t0: 21 tensors, 0.000 GB", "line/t0.5: 21 tensors, 0.000 GB"]
+    assert told[-2:] == ["done: line/t0: 21 tensors, 0.000 GB", "done: line/t0.5: 21 tensors, 0.000 GB"]
     assert same_bits(weights_of(tmp_path / "line" / "t0"), weights_of(three[0]))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from nemo_ext.architecture.block_configs import from_block_configs, to_block_configs
 from nemo_ext.architecture.blocks import Block
+from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.checkpoint.formats.dense import ATTENTION, LAYER, MLP, NORMS, OUTSIDE, biases, read_llama, rms_settings
 from nemo_ext.checkpoint.formats.format import Format, Keys, attention_with_mlp, common_facts, refuse
@@ -75,9 +76,10 @@ def _layers(description: Description) -> list[dict[str, dict[str, object]]]:
     for block, number in zip(blocks, numbers, strict=True):
         part = "attention" if block.kind == "*" else "ffn"
         (alone,) = to_block_configs(
-            description.architecture.with_pattern(str(block)).pattern,
+            Pattern((block,)),
             hidden_size=description.architecture.hidden_size,
             num_attention_heads=heads,
+            ffn_hidden_size=max((each.size("ffn") for each in blocks if "ffn" in dict(each.values)), default=None),
         )
         layers[number][part] = alone[part]
     return [

@@ -152,7 +152,10 @@ def _read(keys: Keys) -> Description:
 def _pattern(keys: Keys) -> Pattern:
     text = keys.get("hybrid_override_pattern")
     if text is not None:
-        return parse(str(text))
+        try:
+            return parse(str(text))
+        except ValueError as error:
+            raise ValueError(f"config.json: hybrid_override_pattern: {error}") from None
     types = keys.get("layers_block_type") or keys.get("layer_types")
     if not isinstance(types, list) or not set(types) <= set(_TYPES):
         raise ValueError(f"config.json: layers_block_type={types!r}: expected a list of {', '.join(_TYPES)}")

@@ -79,7 +79,8 @@ def _block(block: Block) -> dict[str, Any]:
 
 def _read(keys: Keys) -> Description:
     blocks = [_read_block(number, block) for number, block in enumerate(keys.get("blocks", []), start=1)]
-    normalization, zero_centred = NORM_TYPES[str(keys.get("norm_type", "rms_norm"))]
+    keys.only("norm_type", *NORM_TYPES)
+    normalization, zero_centred = NORM_TYPES[keys.get("norm_type", "rms_norm")]
     moe = any(block.kind == "E" and not block.is_linear for block in blocks)
     vocabulary = keys.integer("vocab_size")
     qk_norm = keys.get("qk_norm")

@@ -1,0 +1,236 @@
+"""config.json in both directions, the choice of a format, and a mapping that names every parameter exactly once."""
+
+import json
+from collections.abc import Callable
+from importlib.resources import files
+from math import prod
+from typing import Any
+
+import pytest
+
+from nemo_ext.architecture.block_configs import ffn_width
+from nemo_ext.checkpoint.description import differences, from_config, to_config
+from nemo_ext.checkpoint.formats import FORMATS, choose, named, read
+from nemo_ext.config import compose
+
+Sections = dict[str, dict[str, Any]]
+FAMILIES = [
+    *("NemotronForCausalLM", "NemotronHForCausalLM", "LlamaForCausalLM", "DeciLMForCausalLM", "OlmoForCausalLM"),
+    *("Olmo3ForCausalLM", "NemoExtBlocksForCausalLM", "NemoExtBlocksForCausalLM dense"),
+]
+MODELS = {
+    "domyn_small_10b": "NemotronForCausalLM",
+    "nemotron3_nano_30b": "NemotronHForCausalLM",
+    "llama_nemotron_nano_8b": "LlamaForCausalLM",
+    "llama_nemotron_super_49b": "DeciLMForCausalLM",
+    "llama_nemotron_ultra_253b": "DeciLMForCausalLM",
+    "olmo1_1b": "OlmoForCausalLM",
+    "olmo1_7b": "OlmoForCausalLM",
+    "olmo3_7b": "Olmo3ForCausalLM",
+    "olmo3_32b": "Olmo3ForCausalLM",
+}
+
+
+def through_json(config: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(config))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_descriptions_survive_config_json_and_our_config(
+    family: str, random_sections: Callable[[str, int], Sections]
+) -> None:
+    for seed in range(40):
+        description = from_config(random_sections(family, seed))
+        found, config = choose(description)
+        assert found.architecture == family.split()[0]
+        assert differences(read(through_json(config))[1], description) == {}
+        assert differences(from_config(to_config(description)), description) == {}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_is_mapped_exactly_once(family: str, random_sections: Callable[[str, int], Sections]) -> None:
+    for seed in range(20):
+        description = from_config(random_sections(family, seed))
+        entries = list(choose(description)[0].entries(description))
+        names = [name for entry in entries for name in entry.names]
+        pieces = [piece for entry in entries for piece in entry.pieces]
+        assert len(names) == len(set(names))
+        assert len({(piece.key, piece.offset) for piece in pieces}) == len(pieces)
+        covered: dict[str, int] = {}
+        for piece in pieces:
+            covered[piece.key] = covered.get(piece.key, 0) + prod(piece.shape)
+        assert covered == {piece.key: prod(piece.whole) for piece in pieces}
+        for entry in entries:
+            assert sum(map(prod, entry.shapes)) == sum(prod(piece.shape) for piece in entry.pieces)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_full_size_models_have_their_published_class_and_as_many_parameters(model: str) -> None:
+    from nemo_ext.architecture.cost import parameters
+
+    description = from_config(compose("describe", [f"model={model}"]))
+    found, config = choose(description)
+
+    assert found.architecture == MODELS[model]
+    assert differences(read(through_json(config))[1], description) == {}
+    count = sum(prod(shape) for entry in found.entries(description) for shape in entry.shapes)
+    biases = sum(prod(e.shapes[0]) for e in found.entries(description) if "e_score_correction_bias" in e.names[0])
+    assert count - biases == parameters(description.architecture).total  # the bias is a buffer, not a parameter
+
+
+@pytest.mark.parametrize(("model", "factor"), [("llama_nemotron_super_49b", 8.0), ("llama_nemotron_ultra_253b", 16.0)])
+def test_puzzle_models_are_read_from_their_published_config(model: str, factor: float) -> None:
+    facts = json.loads((files("hydra_conf") / "model" / "block_configs" / f"{model}.json").read_text())
+    config = facts | {"architectures": ["DeciLMForCausalLM"], "model_type": "nemotron-nas", "hidden_act": "silu"}
+
+    found, description = read(config)
+
+    assert differences(description, from_config(compose("describe", [f"model={model}"]))) == {}
+    assert description.rope is not None
+    assert description.rope.factor == factor
+    # Layers without any block keep their number, so that names go back to where they came from.
+    _, written = choose(description)
+    assert len(written["block_configs"]) == facts["num_hidden_layers"]
+    for ours, theirs in zip(written["block_configs"], facts["block_configs"], strict=True):
+        assert {key: value for key, value in ours["attention"].items() if value} == theirs["attention"]
+        widths = [
+            layer["ffn"].get("ffn_mult") and ffn_width(layer["ffn"]["ffn_mult"], facts["hidden_size"])
+            for layer in (ours, theirs)
+        ]
+        assert widths[0] == widths[1]
+    first, last = (list(found.entries(each)) for each in (description, read(through_json(written))[1]))
+    assert [entry.names for entry in first] == [entry.names for entry in last]
+
+
+def test_nemotron3_nano_is_read_from_its_published_config() -> None:
+    config = {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        **{"vocab_size": 131072, "hidden_size": 2688, "num_hidden_layers": 52, "tie_word_embeddings": False},
+        **{"num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "attention_bias": False},
+        **{"mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4},
+        **{"time_step_limit": [0.0, float("inf")], "time_step_min": 0.001, "use_conv_bias": True, "chunk_size": 128},
+        **{"n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "n_shared_experts": 1},
+        **{"moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
+        **{"n_group": 1, "topk_group": 1, "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5, "rope_theta": 10000},
+    }
+
+    _, description = read(config)
+
+    assert differences(description, from_config(compose("describe", ["model=nemotron3_nano_30b"]))) == {}
+
+
+def test_olmo3_is_read_from_older_and_newer_keys() -> None:
+    """transformers 4 wrote rope_theta and rope_scaling, transformers 5 rope_parameters for each kind of layer."""
+    sizes = {"vocab_size": 100278, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
+    common = {
+        "architectures": ["Olmo3ForCausalLM"],
+        **sizes,
+        **{"num_attention_heads": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-6, "sliding_window": 4096},
+        "tie_word_embeddings": False,
+    }
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "attention_factor": 1.2079441541679836,
+    }
+    older = common | {"rope_theta": 500000, "rope_scaling": {**yarn, "beta_fast": 32.0, "beta_slow": 1.0}}
+    newer = common | {
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            "full_attention": {**yarn, "rope_theta": 500000.0},
+        }
+    }
+    ours = from_config(compose("describe", ["recipe=olmo3/7b_long_context"]))
+
+    assert differences(read(older)[1], ours) == {}
+    assert differences(read(newer)[1], ours) == {}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        ("OlmoForCausalLM", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ("LlamaForCausalLM", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("LlamaForCausalLM", {"mlp_bias": True}, "attention_bias=False with mlp_bias=True"),
+        ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type='longrope'"),
+        ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 2.0}}, "low_freq_factor"),
+        ("LlamaForCausalLM", {"rope_theta": 10000.5}, "rope_theta=10000.5"),
+        ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "odd": 1}}, "odd"),
+        ("LlamaForCausalLM", {"vocab_size": "many"}, "vocab_size='many'"),
+        ("NemotronHForCausalLM", {"n_group": 2}, "n_group=2"),
+        ("NemotronHForCausalLM", {"norm_topk_prob": False}, "norm_topk_prob=False"),
+        ("NemotronHForCausalLM", {"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
+        ("NemotronHForCausalLM", {"hybrid_override_pattern": "MX"}, "X"),
+        ("DeciLMForCausalLM", {"num_hidden_layers": 3}, "num_hidden_layers"),
+        ("Olmo3ForCausalLM", {"layer_types": ["sliding"]}, "layer_types"),
+        ("NemoExtBlocksForCausalLM", {"norm_type": "batch_norm"}, "norm_type='batch_norm'"),
+        ("NemoExtBlocksForCausalLM", {"blocks": [{"kind": "rnn"}]}, "block 1: kind='rnn'"),
+    ],
+)
+def test_what_megatron_cannot_compute_is_refused_by_its_key(
+    architecture: str, changes: dict[str, Any], message: str, random_sections: Callable[[str, int], Sections]
+) -> None:
+    _, config = choose(from_config(random_sections(architecture, 3)))
+
+    with pytest.raises(ValueError, match=r"config\.json") as caught:
+        read(through_json(config) | changes)
+
+    assert message in str(caught.value)
+
+
+def test_an_unknown_class_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="did you mean LlamaForCausalLM"):
+        named("LLamaForCausalLM")
+    with pytest.raises(ValueError, match="quantised"):
+        read({"architectures": ["LlamaForCausalLM"], "quantization_config": {"bits": 4}})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["model=nemotron3_nano_tiny", "megatron.moe_router_score_function=softmax"], "router with softmax scores"),
+        (["model=nemotron3_nano_tiny", "megatron.moe_router_enable_expert_bias=false"], "expert bias"),
+        (["model=llama_nemotron_tiny", "megatron.add_qkv_bias=true"], "biases on q, k and v alone"),
+    ],
+)
+def test_a_model_that_no_format_can_express_is_told_why(overrides: list[str], reason: str) -> None:
+    with pytest.raises(ValueError, match="no Hugging Face format") as caught:
+        choose(from_config(compose("describe", overrides)))
+
+    assert reason in str(caught.value)
+    for architecture in FORMATS:
+        assert architecture in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("attention_output_gate", True), ("moe_latent_size", 64), ("rotary_interleaved", True)]
+)
+def test_flags_without_a_counterpart_are_refused(flag: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"megatron.{flag}"):
+        from_config(compose("describe", ["model=domyn_small_tiny", f"++megatron.{flag}={value}"]))
+
+
+def test_a_changed_block_is_named_in_the_difference() -> None:
+    ours = from_config(compose("describe", ["model=llama_nemotron_tiny"]))
+    other = from_config(compose("describe", ["model=llama_nemotron_tiny", "megatron.rotary_base=10000"]))
+    shorter = from_config(compose("describe", ["model=llama_nemotron_tiny", 'model.pattern="*-*-"']))
+
+    assert list(differences(other, ours)) == ["rope.base"]
+    assert "10000 in the checkpoint, 500000 in the model config" in differences(other, ours)["rope.base"]
+    assert "block 5: none in the checkpoint" in differences(shorter, ours)["pattern"]
+
+
+def test_remarks_say_what_vllm_does_not_know() -> None:
+    description = from_config(
+        compose("describe", ["model=llama_nemotron_tiny", 'model.pattern="-*{window=8}-{linear}"'])
+    )
+    found, _ = choose(description)
+
+    told = " ".join(found.remarks(description))
+
+    assert found.architecture == "DeciLMForCausalLM"
+    for word in ("linear-replaced", "window_length", "first layer"):
+        assert word in told
