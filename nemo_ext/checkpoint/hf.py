@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DEFAULT_SHARD = 5.0
+LONGEST = "max_position_embeddings"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,9 +198,11 @@ def _plan_to_hf(
         raise ValueError(f"{found.architecture} keeps experts in other pieces: convert to Megatron first, then to it")
     pairs = zip(entries, targets, strict=True)
     work = [_work(reader, entry, _named(target), settings, to=target) for entry, target in pairs]
-    types = {slot.dtype for each, target in zip(work, targets, strict=True) if not target.fp32 for slot in each.slots}
-    config = {**kept_keys(extras, found), **config, "dtype": max(types, key=lambda name: torch_dtype(name).itemsize)}
+    kept = kept_keys(extras, found)
+    config = {**kept, **config, "dtype": _main_type(work)}
     config["torch_dtype"] = config["dtype"]  # the name before transformers 4.56
+    # A run on shorter sequences than the model knows does not make it forget the longer ones.
+    config[LONGEST] = max(config[LONGEST], int(kept.get(LONGEST) or 0))
     left_out = reader.left_out if isinstance(reader, TorchDistReader) else 0
     remarks = [*found.remarks(description), *_padding(description)]
     if left_out:
@@ -221,10 +224,18 @@ def _plan_to_hf(
     )
 
 
+def _main_type(work: Sequence[Work]) -> str:
+    """The type of most bytes."""
+    bytes_of: dict[str, int] = {}
+    for slot in (slot for each in work for slot in each.slots):
+        bytes_of[slot.dtype] = bytes_of.get(slot.dtype, 0) + slot.bytes
+    return max(bytes_of, key=lambda dtype: bytes_of[dtype])
+
+
 def _agreed(checkpoint: Description, wanted: Description, settings: Settings) -> Description:
     """The description that the user asked for, with the checkpoint's layers; both must mean the same function."""
     found = differences(checkpoint, wanted)
-    rope = [name for name in found if name == "rope.on_windowed" or name.startswith("rope.")]
+    rope = [name for name in found if name.startswith("rope.")]
     if settings.change_rope:
         for name in rope:
             notice(f"RoPE changes: {found.pop(name)}")

@@ -148,7 +148,9 @@ def only_writer(path: Path) -> Iterator[None]:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = (
-            "make room and run the same command again, which goes on where it was" if full else "mend it and run the same command again"
+            "make room and run the same command again, which goes on where it was"
+            if full
+            else "mend it and run the same command again"
         )
         raise CheckpointError(f"to={path}: {error}: {advice}") from error
 

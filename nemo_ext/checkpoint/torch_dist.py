@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_ext.checkpoint.parameters import Piece
-from nemo_ext.checkpoint.storage import CheckpointError, Stored
+from nemo_ext.checkpoint.storage import CheckpointError, Stored, listed
 
 if TYPE_CHECKING:
     import torch
@@ -62,9 +62,7 @@ def checkpoint_folder(path: Path, iteration: int | None = None) -> Path:
             )
         word = tracker.read_text(errors="replace").strip()
         if word != RELEASE and not word.isdecimal():
-            raise CheckpointError(
-                f"{tracker}: expected an iteration or {RELEASE}, not {word[:20]!r}: give iteration=..."
-            )
+            raise CheckpointError(f"{tracker}: {word[:20]!r}: expected a number or {RELEASE}: give iteration=NUMBER")
     else:
         word = str(iteration)
     folder = root / (RELEASE if word == RELEASE else f"iter_{int(word):07d}")
@@ -101,11 +99,11 @@ class TorchDistReader:
             raise
         except Exception as error:  # a broken pickle raises almost anything
             raise CheckpointError(
-                f"{path / METADATA}: cannot be read ({type(error).__name__}: {error}): copy it again"
+                f"{path / METADATA}: cannot be read ({_first_words(error)}): copy it again"
             ) from error
 
     def _list_tensors(self) -> None:
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         stored_shards = {(index.fqn, index.offset) for index in self._metadata.storage_data}
         for key, stored in self._metadata.state_dict_metadata.items():
@@ -114,13 +112,10 @@ class TorchDistReader:
             if _OPTIMIZER.match(key):
                 self.left_out += 1
                 continue
-            shards = [MetadataIndex(key, chunk.offsets) for chunk in stored.chunks]
-            numbers = sum(prod(chunk.sizes) for chunk in stored.chunks)
-            if numbers != prod(stored.size) or any((each.fqn, each.offset) not in stored_shards for each in shards):
+            shards = {(key, chunk.offsets): prod(chunk.sizes) for chunk in stored.chunks}
+            if sum(shards.values()) != prod(stored.size) or not shards.keys() <= stored_shards:
                 # Reading would give whatever was in memory for the part that is missing.
-                raise CheckpointError(
-                    f"{self.path / METADATA}: {key} is not there as a whole: copy the checkpoint again"
-                )
+                raise CheckpointError(f"{self.path / METADATA}: {key} is not there as a whole: take another checkpoint")
             dtype = str(stored.properties.dtype).removeprefix("torch.")
             self.tensors[key] = Stored(tuple(stored.size), dtype)
 
@@ -156,9 +151,10 @@ class TorchDistReader:
                     reason = error.failures[0][0]
                     if not isinstance(reason, Exception):
                         raise reason from None
-                    where = ", ".join(sorted(self._files_of(name)))
+                    where = listed(sorted(self._files_of(name)))
                     raise CheckpointError(
-                        f"{self.path}: {name} cannot be read from {where} ({reason}): copy the checkpoint again"
+                        f"{self.path}: {name} cannot be read from {where} ({_first_words(reason)}): copy the checkpoint "
+                        "again"
                     ) from error
             self._last = name, wanted[name]
         return self._last[1]
@@ -274,6 +270,11 @@ class TorchDistWriter:
 def write_tracker(checkpoints: Path) -> None:
     """Name the release checkpoint as the newest."""
     (checkpoints / TRACKER).write_text(RELEASE)
+
+
+def _first_words(error: Exception) -> str:
+    """The kind of an error and the beginning of what it says; torch says pages."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
 
 
 def _reason(error: BaseException) -> BaseException:

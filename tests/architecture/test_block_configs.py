@@ -139,7 +139,6 @@ def test_reading_mistakes_are_named_by_path(layer: dict[str, Any], message: str)
     [
         ("*M", r"block 2 \(M\): block_configs knows attention \('\*'\) and MLP \('-'\) only, not Mamba-2"),
         ("*{heads=4,kv=2}", "cannot express a block's own 'heads'"),
-        ("-{ffn=1000}", "FFN width 1000 is not a multiple of 256"),
         ("-", "give ffn_hidden_size"),
         ("*{kv=3}", "3 KV heads do not divide the 8"),
     ],
@@ -147,3 +146,14 @@ def test_reading_mistakes_are_named_by_path(layer: dict[str, Any], message: str)
 def test_writing_refuses_what_the_format_cannot_say(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         to_block_configs(parse(text), hidden_size=512, num_attention_heads=8, num_query_groups=2)
+
+
+def test_a_width_that_no_multiplier_gives_is_written_as_it_is() -> None:
+    pattern = parse("-{ffn=1000}-{ffn=1024}")
+
+    written = to_block_configs(pattern, hidden_size=512, num_attention_heads=8)
+
+    assert written[0]["ffn"] == {"intermediate_size": 1000}
+    assert written[1]["ffn"] == {"ffn_mult": 3.0}
+    assert from_block_configs(small(*written)) == pattern
+    assert format(from_block_configs(small(*written), ffn_hidden_size=1000)) == "--{ffn=1024}"

@@ -42,7 +42,9 @@ def test_shards_are_read_as_one_checkpoint(sharded: Path) -> None:
     assert [file.name for file in reader.files()] == [shard_name(0, 2), shard_name(1, 2)]
 
 
-def test_the_index_is_written_as_hugging_face_writes_it(sharded: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_index_is_written_as_hugging_face_writes_it(
+    sharded: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     from huggingface_hub import save_torch_state_dict
 
     theirs = tmp_path_factory.mktemp("theirs")

@@ -68,6 +68,9 @@ def _layers(description: Description) -> list[dict[str, dict[str, object]]]:
     """`block_configs` with every key spelled out, as published, and layers without blocks where the model has them."""
     heads = next(block.size("heads") for block in description.blocks if block.kind == "*" and not block.is_linear)
     blocks = [_plain(block) for block in description.blocks]
+    widths = [block.size("ffn") for block in blocks if block.kind == "-" and not block.is_linear]
+    inherited = [default.get("ffn") for default in description.architecture.defaults if default.kind == "-"]
+    parent = next(iter(inherited), max(widths, default=None))
     numbers, count = description.hf_layers, description.hf_layer_count
     if numbers is None:
         numbers, count = tuple(attention_with_mlp(blocks)[0]), attention_with_mlp(blocks)[1]
@@ -79,7 +82,7 @@ def _layers(description: Description) -> list[dict[str, dict[str, object]]]:
             Pattern((block,)),
             hidden_size=description.architecture.hidden_size,
             num_attention_heads=heads,
-            ffn_hidden_size=max((each.size("ffn") for each in blocks if "ffn" in dict(each.values)), default=None),
+            ffn_hidden_size=parent,
         )
         layers[number][part] = alone[part]
     return [
