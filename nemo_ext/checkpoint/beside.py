@@ -34,13 +34,21 @@ def config_beside(source: Path, folder: Path) -> dict[str, Any] | None:
     for place in (source, folder.parent, folder.parent.parent):
         run = place / "config.yaml"
         if run.is_file():
-            config: dict[str, Any] = yaml.safe_load(run.read_text())
-            return config
+            return _read_yaml(run)
         models = sorted((place / "model").glob("*.yaml")) if (place / "model").is_dir() else []
         if len(models) == 1:
-            found: dict[str, Any] = yaml.safe_load(models[0].read_text())
-            return found
+            return _read_yaml(models[0])
     return None
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(file.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {str(error).partition(chr(10))[0]}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file}: expected a config with the sections model and megatron")
+    return found
 
 
 def write_model_file(folder: Path, sections: Mapping[str, Any], comment: str) -> None:
@@ -57,7 +65,7 @@ def extras_beside(source: Path, folder: Path) -> Path | None:
             return place / EXTRAS
         run = place / "config.yaml"
         if run.is_file():
-            begun = (yaml.safe_load(run.read_text()).get("megatron") or {}).get("pretrained_checkpoint")
+            begun = (_read_yaml(run).get("megatron") or {}).get("pretrained_checkpoint")
             if begun and (Path(begun) / EXTRAS).is_dir():
                 return Path(begun) / EXTRAS
     return None
@@ -65,10 +73,15 @@ def extras_beside(source: Path, folder: Path) -> Path | None:
 
 def copy_extras(source: Path, folder: Path, *, code: bool) -> None:
     """Copy what a Hugging Face folder holds besides weights; modelling files only with `code`."""
-    for pattern in EXTRA_FILES:
-        for file in sorted(source.glob(pattern)):
-            if file.name not in NOT_EXTRA and (code or file.suffix != ".py"):
-                shutil.copyfile(file, folder / file.name)
+    for file in extra_files(source):
+        if code or file.suffix != ".py":
+            shutil.copyfile(file, folder / file.name)
+
+
+def extra_files(source: Path) -> list[Path]:
+    """What a Hugging Face folder holds besides weights."""
+    found = [file for pattern in EXTRA_FILES for file in sorted(source.glob(pattern))]
+    return [file for file in found if file.name not in NOT_EXTRA]
 
 
 def kept_keys(extras: Path | None, found: Format) -> dict[str, Any]:
@@ -92,7 +105,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     try:
         found = json.loads(file.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{file}: expected a JSON object")

@@ -18,6 +18,7 @@ from nemo_ext.checkpoint.beside import (
     EXTRAS,
     config_beside,
     copy_extras,
+    extra_files,
     extras_beside,
     is_hugging_face,
     kept_keys,
@@ -28,7 +29,7 @@ from nemo_ext.checkpoint.description import Description, differences, from_confi
 from nemo_ext.checkpoint.formats import Entry, Format, choose, read
 from nemo_ext.checkpoint.parameters import Piece
 from nemo_ext.checkpoint.safetensors_files import CONFIG, SafetensorsReader
-from nemo_ext.checkpoint.storage import CheckpointError, check_tensors, fingerprint, torch_dtype
+from nemo_ext.checkpoint.storage import CheckpointError, check_tensors, files_identity, fingerprint, torch_dtype
 from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
 from nemo_ext.checkpoint.writing import HUGGING_FACE, MEGATRON, Slot, Work, cut_into_parts, write_checkpoint
 from nemo_ext.progress import notice
@@ -122,6 +123,8 @@ def plan(source: Path, to: Path, settings: Settings, config: Mapping[str, Any] |
     """
     if not source.exists():
         raise CheckpointError(f"from={source}: no such folder")
+    if to.resolve() == source.resolve():
+        raise CheckpointError(f"to={to}: is what is converted: choose another folder")
     if is_hugging_face(source):
         return _plan_from_hf(source, to, settings, config)
     return _plan_from_megatron(source, to, settings, config)
@@ -307,20 +310,28 @@ def convert(plan: Plan, settings: Settings, *, progress: bool = True) -> Path:
     Raises:
         CheckpointError: see `write_checkpoint`.
     """
+    began_with = fingerprint(plan.reader)
     identity = {
-        "from": fingerprint(plan.reader),
+        "from": began_with,
+        "beside": [] if plan.extras is None else files_identity(extra_files(plan.extras)),
         "architecture": plan.format.architecture,
         "config": dict(plan.config),
         "model": to_config(plan.description),
         "dtype": settings.dtype,
         "shard_gigabytes": settings.shard_gigabytes,
     }
+
+    def finish(folder: Path) -> None:
+        if fingerprint(plan.reader) != began_with:
+            raise CheckpointError(f"{plan.reader.path}: changed while it was read: repeat when it is complete")
+        (_finish_hf if plan.to_format == HUGGING_FACE else _finish_megatron)(plan, folder)
+
     return write_checkpoint(
         plan.to,
         plan.to_format,
         cut_into_parts(plan.work, settings.shard_gigabytes),
         identity=identity,
-        finish=lambda folder: (_finish_hf if plan.to_format == HUGGING_FACE else _finish_megatron)(plan, folder),
+        finish=finish,
         arguments=megatron_arguments(plan.description.architecture),
         finite=settings.check_finite,
         verify=settings.verify,

@@ -70,7 +70,7 @@ class Output:
         (self.folder / LOCK).unlink(missing_ok=True)
         os.replace(self.folder, self.path)
         # Last: until then the record of the parts stands, with which an interrupted run goes on.
-        _replace(self.path / RECORD, json.dumps({"plan": self._plan, "files": sizes, **record}, indent=1) + "\n")
+        _replace(self.path / RECORD, json.dumps({**record, "plan": self._plan, "sizes": sizes}, indent=1) + "\n")
 
 
 def _replace(file: Path, text: str) -> None:
@@ -116,7 +116,7 @@ def was_published(path: Path, plan: dict[str, Any]) -> bool:
         return False
     record = _read(path / RECORD)
     if record is not None and record.get("plan") == plan_hash(plan):
-        sizes: dict[str, int] = record.get("files", {})
+        sizes: dict[str, int] = record.get("sizes", {})
         spoilt = [name for name, size in sizes.items() if not has_size(path / name, size)]
         if spoilt:
             raise CheckpointError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -57,7 +57,12 @@ class Reader(Protocol):
 
 def fingerprint(reader: Reader) -> list[list[object]]:
     """Names, sizes and times of a checkpoint's files: another list, another checkpoint."""
-    stats = [(path.name, path.stat()) for path in sorted(reader.files())]
+    return files_identity(reader.files())
+
+
+def files_identity(files: Iterable[Path]) -> list[list[object]]:
+    """Names, sizes and times of files."""
+    stats = [(path.name, path.stat()) for path in sorted(files)]
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 

@@ -1,6 +1,7 @@
 """`nemo-ext convert` as a user meets it: what it makes, what it refuses and how, what travels along."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from launchers import convert as launcher
-from nemo_ext.checkpoint import hf
+from nemo_ext.checkpoint import hf, writing
 from nemo_ext.checkpoint.safetensors_files import INDEX, SafetensorsReader, shard_name, write_index, write_shard
 from nemo_ext.checkpoint.storage import CheckpointError
 from nemo_ext.checkpoint.torch_dist import METADATA, TorchDistReader
@@ -577,3 +578,19 @@ def test_another_tokenizer_is_not_called_already_made(source: Path, tmp_path: Pa
 
     with pytest.raises(CheckpointError, match="exists and holds something else"):
         converted(megatron, tmp_path / "export", files_from=other)
+
+
+def test_a_source_that_is_written_to_meanwhile_is_noticed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A download or a run that is still going on: the result would be of two checkpoints."""
+    write_shard_truly = writing.write_shard
+
+    def write_and_change(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        write_shard_truly(file, tensors)
+        os.utime(source / "model.safetensors", (0, 0))
+
+    monkeypatch.setattr(writing, "write_shard", write_and_change)
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        converted(source, tmp_path / "out", to_format="huggingface")
+    assert not (tmp_path / "out").exists()

@@ -32,7 +32,7 @@ ROOT = Path(nemo_ext.__file__).parents[1]
 BOTH = ("huggingface", "megatron")
 SHARD = 1.5e-6
 """shard_gigabytes that cuts the small model below into about a dozen parts."""
-LARGE_SHARD = 0.028
+LARGE_SHARD = 0.014
 
 
 def llama(folder: Path, *, hidden: int = 16, ffn: int = 24, layers: int = 3, vocabulary: int = 40) -> Path:
@@ -143,6 +143,8 @@ def test_an_interruption_anywhere_loses_no_finished_part(
         interrupted_at(plan, number, settings)
         assert not plan.to.exists()
         finished = {} if not unfinished(plan.to).exists() else _finished(unfinished(plan.to))
+        if finished:
+            (unfinished(plan.to) / ".tmpcr4dRH").write_text("what safetensors was writing when it was killed")
         capsys.readouterr()
         hf.convert(plan, settings, progress=False)
 
@@ -420,13 +422,13 @@ def test_who_comes_to_the_lock_late_finds_the_folder_made(
     assert not unfinished(made).exists()
 
 
-# Signals and memory, on a model of 300 MB
+# Signals and memory, on a model of 150 MB
 
 
 @pytest.fixture(scope="session")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     folder = tmp_path_factory.mktemp("large")
-    source = llama(folder / "source", hidden=512, ffn=1536, layers=46, vocabulary=4096)
+    source = llama(folder / "source", hidden=512, ffn=1536, layers=23, vocabulary=4096)
     yield {"megatron": source, "huggingface": converted(source, folder / "megatron", shard_gigabytes=1, verify=False)}
     shutil.rmtree(folder)
 
@@ -458,8 +460,8 @@ def test_a_process_that_is_stopped_goes_on_where_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     to = tmp_path / "out"
-    words = [f"from={large[to_format]}", f"to={to}", "shard_gigabytes=0.004"]
-    process = start(large[to_format], to, "shard_gigabytes=0.004")
+    words = [f"from={large[to_format]}", f"to={to}", "shard_gigabytes=0.002"]
+    process = start(large[to_format], to, "shard_gigabytes=0.002")
     wait_for_parts(to, 3)
     with pytest.raises(CheckpointError, match="another process is writing it"):
         run(compose("convert", words))
@@ -483,6 +485,7 @@ def test_a_process_that_is_stopped_goes_on_where_it_was(
     assert {name: written(to)[name] for name in finished} == finished
     (uninterrupted,) = (checkpoint for made_of, checkpoint in large.items() if made_of != to_format)
     assert_same_tensors(uninterrupted, to)
+    assert not list(to.glob(".*"))
     shutil.rmtree(tmp_path)
 
 
@@ -537,6 +540,6 @@ def test_memory_does_not_grow_with_the_model(large: dict[str, Path], small: dict
     to_megatron, to_hugging_face = json.loads(ended.stdout)
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) >= 10
     for grown in (to_megatron, to_hugging_face):
-        assert 0.5 * LARGE_SHARD * 1e9 < grown < 2 * LARGE_SHARD * 1e9
+        assert 0.25 * LARGE_SHARD * 1e9 < grown < 2 * LARGE_SHARD * 1e9
     print(f"grown by {to_megatron / 1e6:.0f} MB to Megatron, {to_hugging_face / 1e6:.0f} MB to Hugging Face")
     shutil.rmtree(tmp_path)

@@ -77,7 +77,7 @@ def test_a_file_that_is_cut_short_is_named(sharded: Path, kept: int) -> None:
 def test_a_header_that_is_no_header_is_named(sharded: Path, header: bytes) -> None:
     (sharded / shard_name(0, 2)).write_bytes(struct.pack("<Q", len(header)) + header)
 
-    with pytest.raises(CheckpointError, match="model-00001-of-00002.safetensors: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00002.safetensors: cannot be read"):
         SafetensorsReader(sharded)
 
 
