@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 __version__ = "0.1.0"
 
 REPLACED = ("DeciLMForCausalLM",)
-"""What `register` replaces although Megatron-Bridge has it: its own bridge loads linear-replaced blocks with random
-weights, because its mapping does not name them (megatron/bridge/models/llama_nemotron, 0.6.2)."""
+"""What `register` replaces although Megatron-Bridge has it: the mapping there names no linear-replaced blocks, so they
+would keep their random weights after a warning (megatron/bridge/models/llama_nemotron, 0.6.2)."""
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ class Output:
         record = _read(self.folder / RECORD)
         if record is not None and record.get("plan") == self._plan:
             self.done = {int(part): value for part, value in record["done"].items()}
+            _remove_temporary(self.folder)
             if self.done:
                 notice(f"{path}: going on after {len(self.done)} finished parts")
         elif any(file.name != LOCK for file in self.folder.iterdir()):
@@ -64,15 +65,12 @@ class Output:
         for file in files:
             with open(file, "rb") as opened:
                 os.fsync(opened.fileno())
-        sizes = {str(file.relative_to(self.folder)): file.stat().st_size for file in files if _holds_tensors(file)}
+        kept = [file for file in sorted(files) if file.suffix in (".safetensors", ".distcp")]
+        sizes = {str(file.relative_to(self.folder)): file.stat().st_size for file in kept}
         (self.folder / LOCK).unlink(missing_ok=True)
         os.replace(self.folder, self.path)
         # Last: until then the record of the parts stands, with which an interrupted run goes on.
         _replace(self.path / RECORD, json.dumps({"plan": self._plan, "files": sizes, **record}, indent=1) + "\n")
-
-
-def _holds_tensors(file: Path) -> bool:
-    return file.suffix in (".safetensors", ".distcp")
 
 
 def _replace(file: Path, text: str) -> None:
@@ -93,6 +91,13 @@ def _empty(folder: Path) -> None:
         if file.is_dir():
             shutil.rmtree(file)
         elif file.name != LOCK:
+            file.unlink()
+
+
+def _remove_temporary(folder: Path) -> None:
+    """Remove what a process that was killed was writing, under whatever name beginning with a dot."""
+    for file in folder.glob(".*"):
+        if file.name != LOCK:
             file.unlink()
 
 

@@ -153,8 +153,8 @@ class TorchDistReader:
                         raise reason from None
                     where = listed(sorted(self._files_of(name)))
                     raise CheckpointError(
-                        f"{self.path}: {name} cannot be read from {where} ({_first_words(reason)}): copy the checkpoint "
-                        "again"
+                        f"{self.path}: {name} cannot be read from {where} ({_first_words(reason)}): copy the "
+                        "checkpoint again"
                     ) from error
             self._last = name, wanted[name]
         return self._last[1]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import nemo_ext
 from nemo_ext.checkpoint.description import Description, from_config, to_config
@@ -405,12 +406,15 @@ def test_a_saved_provider_is_restored(
     from megatron.bridge import AutoBridge
     from megatron.bridge.training.utils.config_utils import _ConfigContainerBase
     from megatron.bridge.utils.instantiate_utils import instantiate
+    from megatron.bridge.utils.yaml_utils import safe_yaml_representers
 
     _, description = described("DeciLMForCausalLM")
     write_config(tmp_path, hf_config("DeciLMForCausalLM"))
     provider = AutoBridge.from_hf_pretrained(tmp_path, trust_remote_code=True).to_megatron_provider(load_weights=False)
 
-    restored = instantiate(json.loads(json.dumps(_ConfigContainerBase._convert_value_to_dict(provider), default=str)))
+    with safe_yaml_representers():
+        saved = yaml.safe_dump(_ConfigContainerBase._convert_value_to_dict(provider))
+    restored = instantiate(yaml.safe_load(saved))
 
     assert type(restored) is bridge.BlocksProvider
     assert restored.sections == to_config(description)

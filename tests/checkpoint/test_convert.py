@@ -1,0 +1,579 @@
+"""`nemo-ext convert` as a user meets it: what it makes, what it refuses and how, what travels along."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from launchers import convert as launcher
+from nemo_ext.checkpoint import hf
+from nemo_ext.checkpoint.safetensors_files import INDEX, SafetensorsReader, shard_name, write_index, write_shard
+from nemo_ext.checkpoint.storage import CheckpointError
+from nemo_ext.checkpoint.torch_dist import METADATA, TorchDistReader
+from nemo_ext.config import USER_ERROR
+
+Sections = dict[str, dict[str, Any]]
+Command = Callable[..., tuple[int, str]]
+UP = "model.layers.1.mlp.up_proj.weight"
+Q = "model.layers.0.self_attn.q_proj.weight"
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+    "pad_token_id": None,
+}
+LAYER = {
+    "self_attn.q_proj": (16, 16),
+    "self_attn.k_proj": (8, 16),
+    "self_attn.v_proj": (8, 16),
+    "self_attn.o_proj": (16, 16),
+    "mlp.gate_proj": (24, 16),
+    "mlp.up_proj": (24, 16),
+    "mlp.down_proj": (16, 24),
+    "input_layernorm": (16,),
+    "post_attention_layernorm": (16,),
+}
+SHAPES = {name: (40, 16) for name in TABLES} | {"model.norm.weight": (16,)}
+SHAPES |= {f"model.layers.{n}.{name}.weight": shape for n in range(2) for name, shape in LAYER.items()}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A small Llama with what lies beside the weights of a published one."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    random = torch.Generator().manual_seed(1)
+    rewrite(folder, {name: torch.randn(shape, generator=random) for name, shape in SHAPES.items()})
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
+    return folder
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    reader = SafetensorsReader(folder)
+    return {name: reader.read(name) for name in reader.tensors}
+
+
+def rewrite(folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def converted(source: Path, to: Path, config: Mapping[str, Any] | None = None, **chosen: Any) -> Path:
+    settings = hf.Settings(**chosen)
+    return hf.convert(hf.plan(source, to, settings, config), settings, progress=False)
+
+
+def assert_same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]) and tensor.dtype == second[name].dtype, name
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The command line in this process: its exit code and what it says."""
+
+    def call(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["nemo-ext convert", *words])
+        capsys.readouterr()
+        try:
+            launcher.main()
+        except SystemExit as end:
+            return int(end.code or 0), capsys.readouterr().err
+        return 0, capsys.readouterr().err
+
+    return call
+
+
+@pytest.fixture
+def refused(command: Command, tmp_path: Path) -> Callable[..., str]:
+    """The one line in which a conversion to `out` is refused; nothing is left behind by one."""
+
+    def call(source: Path, *words: str) -> str:
+        code, told = command(f"from={source}", f"to={tmp_path / 'out'}", *words)
+        assert code == USER_ERROR
+        (line,) = [line for line in told.splitlines() if line.startswith("error: ")]
+        assert "Traceback" not in told
+        assert not (tmp_path / "out").exists()
+        return line.removeprefix("error: ")
+
+    return call
+
+
+# What a user does
+
+
+def test_there_and_back(source: Path, tmp_path: Path, command: Command) -> None:
+    code, told = command(f"from={source}", f"to={tmp_path / 'mine'}")
+    assert (code, told.splitlines()) == (
+        0,
+        [
+            f"{source} LlamaForCausalLM -> Megatron: 15 tensors, 0.000 GB in 1 files to {tmp_path / 'mine'}",
+            f"done: {tmp_path / 'mine'}",
+            f"next: nemo-ext train --config-dir {tmp_path / 'mine'} model=mine "
+            f"megatron.pretrained_checkpoint={tmp_path / 'mine'} ...",
+        ],
+    )
+    code, told = command(f"from={tmp_path / 'mine'}", f"to={tmp_path / 'back'}")
+    assert (code, told.splitlines()[-1]) == (0, f"done: {tmp_path / 'back'}")
+
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() != b""
+    assert_same(weights_of(tmp_path / "back"), weights_of(source))
+    again = command(f"from={source}", f"to={tmp_path / 'mine'}")
+    assert again[0] == 0 and f"{tmp_path / 'mine'}: already made\n" in again[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "mine", "source"]
+
+
+def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, command: Command) -> None:
+    code, _ = command(f"from={source}", f"to={tmp_path / 'out'}", "dry_run=true")
+
+    assert code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_everything_beside_the_weights_travels_through_training(source: Path, tmp_path: Path) -> None:
+    """Hugging Face -> Megatron -> a run that began from it -> Hugging Face."""
+    start = converted(source, tmp_path / "start")
+    run = tmp_path / "run"
+    (sections,) = (yaml.safe_load(file.read_text()) for file in (start / "model").glob("*.yaml"))
+    sections["megatron"]["pretrained_checkpoint"] = str(start)
+    (run / "checkpoints").mkdir(parents=True)
+    (start / "release").rename(run / "checkpoints" / "iter_0000010")
+    (run / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("10")
+    (run / "config.yaml").write_text(yaml.safe_dump(sections))
+
+    export = converted(run, tmp_path / "export")
+
+    beside = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+    assert all((export / name).read_bytes() == (source / name).read_bytes() for name in beside)
+    assert {key: config_of(export)[key] for key in CONFIG} == CONFIG
+    assert_same(weights_of(export), weights_of(source))
+
+
+def test_files_from_another_folder_are_taken_instead(source: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer.json").write_text('{"version": "2.0"}')
+    (other / "model.safetensors").write_text("never copied")
+    (other / "config.json").write_text(json.dumps({"architectures": ["Other"], "bos_token_id": 7, "use_cache": False}))
+    start = converted(source, tmp_path / "start")
+
+    export = converted(start, tmp_path / "export", files_from=other)
+
+    assert (export / "tokenizer.json").read_text() == '{"version": "2.0"}'
+    assert not (export / "chat_template.jinja").exists()
+    config = config_of(export)
+    assert (config["bos_token_id"], config["eos_token_id"], config["use_cache"]) == (7, None, True)
+    assert_same(weights_of(export), weights_of(source))
+
+
+# Shards
+
+
+def test_shards_are_what_transformers_loads(
+    random_sections: Callable[[str, int], Sections], hf_folder: Callable[..., Any], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder, model = hf_folder(random_sections("LlamaForCausalLM", 1))
+    sharded = converted(folder, tmp_path / "sharded", to_format="huggingface", shard_gigabytes=2e-5)
+
+    index = json.loads((sharded / INDEX).read_text())
+    files = sorted(file.name for file in sharded.glob("*.safetensors"))
+    original = load_file(folder / "model.safetensors")
+    assert files == [shard_name(number, len(files)) for number in range(len(files))] and len(files) > 3
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in original.values())
+    assert index["weight_map"] == {name: file for file in files for name in load_file(sharded / file)}
+    loaded = AutoModelForCausalLM.from_pretrained(sharded, dtype=torch.float32)
+    assert_same(loaded.state_dict(), model.state_dict())
+
+    back = converted(sharded, tmp_path / "back", to_format="huggingface")
+    assert not (back / INDEX).exists()
+    assert_same(load_file(back / "model.safetensors"), original)
+
+
+def test_a_tensor_larger_than_a_shard_has_one_to_itself(source: Path, tmp_path: Path) -> None:
+    megatron = converted(source, tmp_path / "megatron", shard_gigabytes=1e-9)
+    back = converted(megatron, tmp_path / "back", shard_gigabytes=1e-9)
+
+    rows = len(TorchDistReader(megatron / "release").tensors)
+    assert len(list(back.glob("*.safetensors"))) == rows
+    assert len(list((megatron / "release").glob("*.distcp"))) == rows + 1  # and Megatron's extra states
+    assert_same(weights_of(back), weights_of(source))
+
+
+# Vocabulary and types
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_padding_of_the_vocabulary_is_megatrons_alone(source: Path, tmp_path: Path, tied: bool) -> None:
+    weights = weights_of(source)
+    if tied:
+        del weights["lm_head.weight"]
+        rewrite(source, weights)
+        (source / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": True}))
+    sections = hf.to_config(hf.plan(source, tmp_path / "x", hf.Settings()).description)
+    sections["model"]["vocab_size"] = 40
+    sections["megatron"]["padded_vocab_size"] = 64
+
+    megatron = converted(source, tmp_path / "megatron", sections)
+    reader = TorchDistReader(megatron / "release")
+    back = converted(megatron, tmp_path / "back")
+
+    tables = {"embedding.word_embeddings.weight": TABLES[0]} | ({} if tied else {"output_layer.weight": TABLES[1]})
+    assert ("output_layer.weight" in reader.tensors) != tied
+    for key, name in tables.items():
+        table = reader.read(key)
+        assert table.shape == (64, 16)
+        assert torch.equal(table[:40], weights[name]) and not table[40:].any()
+    assert (config_of(back)["vocab_size"], config_of(back)["tie_word_embeddings"]) == (40, tied)
+    assert_same(weights_of(back), weights)
+
+
+def test_trained_padding_is_cut_off(source: Path, tmp_path: Path) -> None:
+    """Megatron's optimizer may move the rows beyond the vocabulary; nobody ever reads them."""
+    weights = weights_of(source)
+    rewrite(source, weights | {name: torch.cat([weights[name], torch.ones(24, 16)]) for name in TABLES})
+    (source / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 64}))
+    megatron = converted(source, tmp_path / "megatron")
+    (model,) = (megatron / "model").glob("*.yaml")
+    sections = yaml.safe_load(model.read_text())
+    sections["model"]["vocab_size"] = 40
+    model.write_text(yaml.safe_dump(sections))
+
+    assert_same(weights_of(converted(megatron, tmp_path / "back")), weights)
+
+
+def test_bfloat16_leaves_what_must_stay_fp32(
+    random_sections: Callable[[str, int], Sections], hf_folder: Callable[..., Any], tmp_path: Path
+) -> None:
+    folder, _ = hf_folder(random_sections("NemotronHForCausalLM", 1))
+    original = load_file(folder / "model.safetensors")
+    kept = ("A_log", "D", "dt_bias", "e_score_correction_bias")
+
+    megatron = converted(folder, tmp_path / "megatron", dtype="bfloat16")
+    export = converted(megatron, tmp_path / "export")
+
+    made = weights_of(export)
+    stays = {name for name in made if name.rpartition(".")[2] in kept}
+    assert {name.rpartition(".")[2] for name in stays} == set(kept)
+    assert_same(made, {n: t if n in stays else t.to(torch.bfloat16) for n, t in original.items()})
+    assert config_of(export)["dtype"] == config_of(export)["torch_dtype"] == "bfloat16"
+    assert config_of(converted(megatron, tmp_path / "wide", dtype="float32"))["dtype"] == "float32"
+
+
+def test_a_number_that_a_type_cannot_hold_is_refused(source: Path, refused: Callable[..., str]) -> None:
+    weights = weights_of(source)
+    weights[UP][3, 4] = 70_000
+    rewrite(source, weights)
+
+    assert "up to 7e+04, which float16 cannot hold: choose another dtype" in refused(source, "dtype=float16")
+
+
+# RoPE
+
+
+def test_single_keys_change_config_json_alone(source: Path, tmp_path: Path, command: Command) -> None:
+    words = (f"from={source}", f"to={tmp_path / 'out'}", "to_format=huggingface", "megatron.rotary_base=500000")
+
+    code, told = command(*words)
+    assert code == USER_ERROR
+    assert "megatron.rotary_base: 10000 in the checkpoint, 500000 in the model config" in told
+    assert "change_rope=true accepts the RoPE settings of the model config" in told
+
+    code, told = command(*words, "change_rope=true")
+    assert (code, told.splitlines()[0].partition(": ")[0]) == (0, "RoPE changes")
+    before, after = config_of(source), config_of(tmp_path / "out")
+    assert after["rope_theta"] == 500000.0
+    assert {key for key in before if after[key] != before[key]} == {"rope_theta"}
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    assert_same(weights_of(tmp_path / "out"), weights_of(source))
+
+
+def test_a_model_config_that_disagrees_is_told_key_by_key(source: Path, tmp_path: Path) -> None:
+    sections = hf.to_config(hf.plan(source, tmp_path / "x", hf.Settings()).description)
+    sections["megatron"] |= {"rotary_base": 500000, "norm_epsilon": 1e-6, "ffn_hidden_size": 32}
+
+    for change_rope, rope in ((False, True), (True, False)):
+        with pytest.raises(CheckpointError, match="the checkpoint is of another model than the model config") as caught:
+            converted(source, tmp_path / "out", sections, change_rope=change_rope)
+        told = str(caught.value)
+        assert "\n  megatron.norm_epsilon: 1e-05 in the checkpoint, 1e-06 in the model config" in told
+        assert "\n  model.pattern and block sizes: block 2:" in told
+        assert ("\n  megatron.rotary_base: " in told) == ("change_rope=true" in told) == rope
+    assert not (tmp_path / "out").exists()
+
+    sections["megatron"] |= {"norm_epsilon": 1e-5, "ffn_hidden_size": 24}
+    megatron = converted(source, tmp_path / "out", sections, change_rope=True)
+    assert config_of(converted(megatron, tmp_path / "back"))["rope_theta"] == 500000.0
+
+
+def test_a_megatron_checkpoint_is_held_against_the_model_config_too(
+    source: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    megatron = converted(source, tmp_path / "megatron")
+
+    assert "the checkpoint is of another model" in refused(megatron, "megatron.norm_epsilon=1e-6")
+    assert "the checkpoint is of another model" in refused(
+        megatron, "megatron.norm_epsilon=1e-6", "change_rope=true"
+    )  # of RoPE alone
+
+
+# What is refused: Hugging Face
+
+
+def shorten(file: Path, kept: int) -> None:
+    file.write_bytes(file.read_bytes()[:kept])
+
+
+def shards(folder: Path) -> None:
+    weights = weights_of(folder)
+    (folder / "model.safetensors").unlink()
+    names = sorted(weights)
+    halves = names[: len(names) // 2], names[len(names) // 2 :]
+    for number, half in enumerate(halves):
+        write_shard(folder / shard_name(number, 2), {name: weights[name] for name in half})
+    write_index(folder, {name: shard_name(n, 2) for n, half in enumerate(halves) for name in half}, 0)
+
+
+def without_second_shard(folder: Path) -> None:
+    shards(folder)
+    (folder / shard_name(1, 2)).unlink()
+
+
+def without_index(folder: Path) -> None:
+    shards(folder)
+    (folder / INDEX).unlink()
+
+
+def with_wrong_index(folder: Path) -> None:
+    shards(folder)
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"][UP] = shard_name(0, 2)
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def with_a_tensor_twice(folder: Path) -> None:
+    shards(folder)
+    weights = load_file(folder / shard_name(0, 2))
+    write_shard(folder / shard_name(0, 2), weights | {UP: torch.zeros(24, 16)})
+
+
+def with_weights(**changed: torch.Tensor | None) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        weights = weights_of(folder) | {name.replace("__", "."): tensor for name, tensor in changed.items()}
+        rewrite(folder, {name: tensor for name, tensor in weights.items() if tensor is not None})
+
+    return change
+
+
+def with_config(text: bytes | None = None, **keys: Any) -> Callable[[Path], None]:
+    return lambda folder: (folder / "config.json").write_bytes(text or json.dumps(CONFIG | keys).encode()) and None
+
+
+UP_ = UP.replace(".", "__")
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "header cut": (lambda folder: shorten(folder / "model.safetensors", 100), "model.safetensors: cannot be read"),
+    "data cut": (lambda folder: shorten(folder / "model.safetensors", -1), "model.safetensors: cannot be read"),
+    "empty file": (lambda folder: shorten(folder / "model.safetensors", 0), "copy it again"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no *.safetensors"),
+    "missing shard": (without_second_shard, "names files that are missing: model-00002-of-00002.safetensors"),
+    "no index": (without_index, "download the index too"),
+    "wrong index": (with_wrong_index, f"disagree on {UP}: copy both again"),
+    "tensor twice": (with_a_tensor_twice, f"{UP} is in model-00001-of-00002.safetensors too"),
+    "int8": (with_weights(**{UP_: torch.ones(24, 16, dtype=torch.int8)}), f"{UP} is I8"),
+    "float8": (with_weights(**{UP_: torch.ones(24, 16).to(torch.float8_e4m3fn)}), f"{UP} is F8_E4M3"),
+    "extra tensor": (with_weights(surplus=torch.ones(2)), "1 tensors are not of this model: surplus"),
+    "missing tensor": (with_weights(**{UP_: None}), f"1 tensors are missing: {UP}"),
+    "wrong shape": (
+        with_weights(**{UP_: torch.ones(16, 24)}),
+        f"1 tensors are of another shape: {UP} is [16, 24], the model wants [24, 16]",
+    ),
+    "config cut": (with_config(b'{"architectures": ['), "config.json: cannot be read"),
+    "config a list": (with_config(b"[]"), "config.json: expected a JSON object"),
+    "config no text": (with_config(b"\xff\xfe\x00"), "config.json"),
+    "unknown class": (with_config(architectures=["LamaForCausalLM"]), "did you mean LlamaForCausalLM?"),
+    "no class": (with_config(architectures=None), "architectures=[]: expected one class name"),
+    "quantised": (with_config(quantization_config={"bits": 4}), "a quantised checkpoint; convert the one it was made"),
+    "no size": (with_config(hidden_size="16"), "hidden_size='16': expected a positive whole number"),
+    "unknown RoPE": (with_config(rope_scaling={"rope_type": "longrope"}), "rope_type='longrope' is not supported"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_hugging_face_checkpoint_is_refused_in_one_line(
+    what: str, source: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    damage, said = BROKEN[what]
+    damage(source)
+
+    assert said in refused(source)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_numbers_that_are_not_finite_are_refused_unless_asked_for(
+    number: float, source: Path, tmp_path: Path, refused: Callable[..., str], command: Command
+) -> None:
+    weights = weights_of(source)
+    weights[Q][3, 4] = number
+    rewrite(source, weights)
+    assert Q in refused(source)
+    assert "1 of 512 numbers are NaN or infinite" in refused(source)
+
+    assert command(f"from={source}", f"to={tmp_path / 'out'}", "check_finite=false")[0] == 0
+    said = "error: decoder.layers.0.self_attention.linear_qkv.weight: 1 of 256 numbers are NaN or infinite"
+    assert said in refused_from(tmp_path / "out", command)
+    back = weights_of(converted(tmp_path / "out", tmp_path / "back", check_finite=False))
+    assert torch.equal(back[Q].nan_to_num(nan=9.0), weights[Q].nan_to_num(nan=9.0))
+
+
+def refused_from(source: Path, command: Command) -> str:
+    code, told = command(f"from={source}", f"to={source}_back")
+    assert (code, Path(f"{source}_back").exists()) == (USER_ERROR, False)
+    return told
+
+
+# What is refused: Megatron, targets, settings
+
+
+def distcp(megatron: Path) -> Path:
+    return megatron / "release" / "__0_0.distcp"
+
+
+def without_config(megatron: Path) -> None:
+    for file in (megatron / "model").glob("*.yaml"):
+        file.unlink()
+
+
+BROKEN_MEGATRON: dict[str, tuple[Callable[[Path], None], str]] = {
+    "metadata cut": (lambda made: shorten(made / "release" / METADATA, 200), "release/.metadata: cannot be read"),
+    "metadata missing": (lambda made: (made / "release" / METADATA).unlink(), "no complete checkpoint; there are none"),
+    "file cut": (lambda made: shorten(distcp(made), -5), "release/__0_0.distcp: cut short at"),
+    "file missing": (lambda made: distcp(made).unlink(), "release/__0_0.distcp: missing"),
+    "no tracker": (
+        lambda made: (made / "latest_checkpointed_iteration.txt").unlink(),
+        "neither a Hugging Face checkpoint (config.json) nor one of Megatron",
+    ),
+    "broken config": (
+        lambda made: (made / "model" / "megatron.yaml").write_text("model: [") and None,
+        "model/megatron.yaml: cannot be read",
+    ),
+    "config a list": (
+        lambda made: (made / "model" / "megatron.yaml").write_text("- model") and None,
+        "model/megatron.yaml: expected",
+    ),
+    "no config": (without_config, "say which model it is, model=..."),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN_MEGATRON)
+def test_a_broken_megatron_checkpoint_is_refused_in_one_line(
+    what: str, source: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    megatron = converted(source, tmp_path / "megatron")
+    damage, said = BROKEN_MEGATRON[what]
+    damage(megatron)
+
+    assert said in refused(megatron)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron", "source"]
+
+
+def test_a_target_that_holds_something_else_is_left_alone(source: Path, tmp_path: Path, command: Command) -> None:
+    (tmp_path / "out").mkdir()
+    assert command(f"from={source}", f"to={tmp_path / 'out'}", "verify=false")[0] == 0  # an empty folder is none
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+
+    for name, words in (("other", ()), ("file", ()), ("out", ("dtype=bfloat16",))):
+        before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
+        code, told = command(f"from={source}", f"to={tmp_path / name}", *words)
+        assert (code, told.splitlines()[-1]) == (
+            USER_ERROR,
+            f"error: to={tmp_path / name}: exists and holds something else: remove it or choose another name",
+        )
+        assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")} == before
+
+
+def test_a_checkpoint_is_not_written_over_itself(source: Path, tmp_path: Path, command: Command) -> None:
+    before = {file: file.read_bytes() for file in source.rglob("*")}
+
+    for to in (source, source / ".." / "source"):
+        code, told = command(f"from={source}", f"to={to}", "to_format=huggingface", "dtype=bfloat16")
+        assert code == USER_ERROR
+        assert told.splitlines()[-1].startswith("error: to=")
+        assert "remove it" not in told  # it is the source
+    assert {file: file.read_bytes() for file in source.rglob("*")} == before
+
+
+def test_a_target_inside_the_source_changes_nothing_of_it(source: Path, tmp_path: Path) -> None:
+    before = {file: file.read_bytes() for file in source.iterdir()}
+
+    inside = converted(source, source / "megatron")
+    assert_same(weights_of(converted(inside, inside / "exports" / "hf")), weights_of(source))
+    assert {file: file.read_bytes() for file in source.iterdir() if file.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("dtype=float8",), "dtype=float8: expected one of bfloat16, float16, float32"),
+        (("shard_gigabytes=0",), "shard_gigabytes=0.0: expected a positive number"),
+        (("to_format=safetensors",), "to_format=safetensors: expected huggingface or megatron"),
+        (("files_from=nowhere",), "files_from=nowhere: no such folder"),
+        (("to_format=huggingface", "architecture=OlmoForCausalM"), "did you mean OlmoForCausalLM?"),
+        (("to_format=huggingface", "architecture=OlmoForCausalLM"), "no Hugging Face format can express this model"),
+        (("architecture=LlamaForCausalLM",), "is for writing Hugging Face checkpoints"),
+    ],
+)
+def test_wrong_settings_are_refused_in_one_line(
+    words: tuple[str, ...], said: str, source: Path, refused: Callable[..., str]
+) -> None:
+    assert said in refused(source, *words)
+
+
+def test_a_source_that_is_nowhere_is_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
+    assert refused(tmp_path / "nowhere") == f"from={tmp_path / 'nowhere'}: no such folder"
+    (tmp_path / "empty").mkdir()
+    assert "neither a Hugging Face checkpoint" in refused(tmp_path / "empty")
+
+
+def test_another_tokenizer_is_not_called_already_made(source: Path, tmp_path: Path) -> None:
+    """What lies beside the weights is part of what was asked for."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(CONFIG))
+    (other / "tokenizer.json").write_text('{"version": "2.0"}')
+    megatron = converted(source, tmp_path / "megatron")
+    converted(megatron, tmp_path / "export")
+
+    with pytest.raises(CheckpointError, match="exists and holds something else"):
+        converted(megatron, tmp_path / "export", files_from=other)
