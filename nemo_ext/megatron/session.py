@@ -52,7 +52,7 @@ def build_model(config: Mapping[str, Any]) -> tuple[torch.nn.Module, Any]:
     return BlockModelBuilder(made).build_model(ProcessGroupCollection.use_mpu_process_groups()), made
 
 
-def named_parts(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, tuple[slice, ...], Tensor]]:
+def named_parts(module: Any, prefix: str = "") -> Iterator[tuple[str, tuple[slice, ...], Tensor]]:
     """The parts of Megatron's checkpoint that a module holds: key, place in the whole tensor, and the memory itself.
 
     Writing into the memory changes the module. Parts of one key (experts, gate and up) come one after the other.
@@ -104,7 +104,7 @@ def take_tensors(module: torch.nn.Module, prefix: str = "") -> dict[str, Tensor]
     return whole
 
 
-def load_weights(model: torch.nn.Module, checkpoint: Path) -> None:
+def load_weights(model: Any, checkpoint: Path) -> None:
     """Loads the weights of a checkpoint, of any layout, with Megatron's own loader.
 
     Args:

@@ -70,7 +70,7 @@ class Parent:
 
     @contextmanager
     def recorded(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """While this is open, a forward pass adds every block's input and output, `[seq, batch, hidden]`, to the list."""
+        """While open, a forward pass adds every block's input and output `[seq, batch, hidden]` to the list."""
         record: list[tuple[Tensor, Tensor]] = []
 
         def note(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -90,9 +90,19 @@ class Parent:
 
     def logits_from(self, first: int, hidden: Tensor, replaced: Replaced | None = None) -> Tensor:
         """Logits `[batch, seq, vocabulary]` from the input of block `first`, `[seq, batch, hidden]`."""
-        tokens = torch.zeros(hidden.shape[1], hidden.shape[0], dtype=torch.long, device=hidden.device)
+        tokens = _tokens_like(hidden)
         with self._layers(first, replaced or {}):
             return self.model(tokens, _positions(tokens), None, decoder_input=hidden)
+
+    @contextmanager
+    def last_hidden(self) -> Iterator[list[Tensor]]:
+        """While open, a forward pass adds what the output layer sees, `[seq, batch, hidden]`, to the list."""
+        seen: list[Tensor] = []
+        hook = self.model.output_layer.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+        try:
+            yield seen
+        finally:
+            hook.remove()
 
     def block_output(self, number: int, hidden: Tensor, layer: torch.nn.Module | None) -> Tensor:
         """What a layer makes of the input of block `number`, `[seq, batch, hidden]`; no layer hands it on.
@@ -108,7 +118,7 @@ class Parent:
             captured: list[Tensor] = []
             hook = decoder.register_forward_hook(lambda module, args, output: captured.append(output))
             try:
-                tokens = torch.zeros(hidden.shape[1], hidden.shape[0], dtype=torch.long, device=hidden.device)
+                tokens = _tokens_like(hidden)
                 head, self.model.post_process = self.model.post_process, False
                 self.model(tokens, _positions(tokens), None, decoder_input=hidden)
             finally:
@@ -129,6 +139,11 @@ class Parent:
             yield
         finally:
             decoder.layers = whole
+
+
+def _tokens_like(hidden: Tensor) -> Tensor:
+    """Tokens that stand for `[seq, batch, hidden]` where the embedding is passed by."""
+    return torch.zeros(hidden.shape[1], hidden.shape[0], dtype=torch.long, device=hidden.device)
 
 
 def _positions(tokens: Tensor) -> Tensor:
