@@ -22,19 +22,11 @@ mamba_modules.install()
 @pytest.fixture(scope="session")
 def megatron() -> Iterator[None]:
     """Megatron on this machine with a process group of one rank."""
-    from nemo_ext.megatron.cpu import patches, runtime
+    from nemo_ext.megatron.cpu import patches
+    from nemo_ext.megatron.session import single_rank
 
-    runtime.enable()
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1)
-    yield
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
+    with single_rank():
+        yield
     patches.restore()
 
 
@@ -63,15 +55,9 @@ def build_sections(megatron: None) -> Callable[[Mapping[str, Any]], torch.nn.Mod
 
 def built(config: Mapping[str, Any]) -> torch.nn.Module:
     """The model of a config, on one rank."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
+    from nemo_ext.megatron.session import build_model
 
-    from nemo_ext.megatron.arguments import command_line, parse_arguments, pattern_with_cuts
-    from nemo_ext.megatron.model import BlockModelBuilder, model_config
-
-    arguments = parse_arguments(command_line(config), world_size=1)
-    made = model_config(config["model"], pattern_with_cuts(config), arguments)
-    made.finalize()
-    return BlockModelBuilder(made).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    return build_model(config)[0]
 
 
 SMALL = (

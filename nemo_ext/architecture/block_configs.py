@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fractions import Fraction
 
-from nemo_ext.architecture.blocks import Block
+from nemo_ext.architecture.blocks import BIAS, Block
 from nemo_ext.architecture.pattern import Pattern
 
 FFN_MULTIPLE = 256
@@ -193,6 +193,8 @@ def _attention_json(block: Block, where: str, *, heads: int, default: int | None
 def _ffn_json(block: Block, where: str, *, hidden_size: int, default: int | None) -> dict[str, object]:
     if block.is_linear:
         return {"replace_with_linear": True}
+    if block.get(BIAS):
+        raise ValueError(f"{where}: block_configs cannot express a block's own biases")
     width = block.get("ffn", default)
     if width is None:
         raise ValueError(f"{where}: give ffn_hidden_size, the width of blocks without an ffn value")

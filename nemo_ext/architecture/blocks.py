@@ -21,6 +21,8 @@ NAMES: dict[str, str] = {
 
 LINEAR = "linear"
 """The flag for a sub-layer replaced by norm + one hidden x hidden linear (Puzzle's linear-replaced block)."""
+BIAS = "bias"
+"""The flag for an MLP whose linears have biases in a model without: what folding a LayerNorm's bias into it leaves."""
 
 VALUES: dict[str, dict[str, str]] = {
     "*": {
@@ -30,7 +32,7 @@ VALUES: dict[str, dict[str, str]] = {
         "window": "window_size",
         LINEAR: LINEAR,
     },
-    "-": {"ffn": "ffn_hidden_size", LINEAR: LINEAR},
+    "-": {"ffn": "ffn_hidden_size", BIAS: "add_bias_linear", LINEAR: LINEAR},
     "M": {
         "heads": "mamba_num_heads",
         "head_dim": "mamba_head_dim",
@@ -51,7 +53,7 @@ VALUES: dict[str, dict[str, str]] = {
 }
 """Value names of each kind, in the order they are written, and the `TransformerConfig` field each sets."""
 
-FLAGS = frozenset({LINEAR})
+FLAGS = frozenset({LINEAR, BIAS})
 NONE_ALLOWED = frozenset({("*", "window"), ("E", "shared")})
 """Values that may be `none`, stored as 0: a window (full attention) and shared experts (there are none)."""
 

@@ -21,6 +21,7 @@ from nemo_ext.architecture.widths import (
     attention_widths,
     block_at,
     first_width,
+    has_bias,
     layers,
     mamba_widths,
     norm_parameters,
@@ -91,7 +92,7 @@ def block_parameters(architecture: Architecture, layer: int) -> Parameters:
     if block.kind == "*":
         return norm + _attention_parameters(architecture, block)
     if block.kind == "-":
-        return norm + _mlp_parameters(architecture, block.size("ffn"))
+        return norm + _mlp_parameters(architecture, block)
     if block.kind == "M":
         inner, channels, projected = mamba_widths(block)
         # A_log, D and dt_bias have one number a head; the gated norm always has weights.
@@ -112,8 +113,9 @@ def _attention_parameters(architecture: Architecture, block: Block) -> Parameter
     return counted
 
 
-def _mlp_parameters(architecture: Architecture, ffn: int) -> Parameters:
-    hidden, bias, first = architecture.hidden_size, int(architecture.bias), first_width(architecture, ffn)
+def _mlp_parameters(architecture: Architecture, block: Block) -> Parameters:
+    ffn = block.size("ffn")
+    hidden, bias, first = architecture.hidden_size, int(has_bias(architecture, block)), first_width(architecture, ffn)
     return Parameters(sharded=hidden * first + bias * first + ffn * hidden, replicated=bias * hidden)
 
 

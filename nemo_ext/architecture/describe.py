@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from nemo_ext.architecture import cost, pattern
-from nemo_ext.architecture.blocks import NAMES, VALUES, Block
+from nemo_ext.architecture.blocks import FLAGS, NAMES, VALUES, Block
 from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.widths import layers
@@ -213,7 +213,8 @@ def _sizes(block: Mapping[str, Any]) -> str:
     """A block's resolved sizes as text, without what is switched off."""
     if block["sizes"].get("linear"):
         return f"{block['name']} as a linear"
-    sizes = [f"{name} {block['sizes'][name]}" for name in VALUES[block["kind"]] if block["sizes"].get(name)]
+    given = [(name, block["sizes"].get(name)) for name in VALUES[block["kind"]]]
+    sizes = [name if name in FLAGS else f"{name} {value}" for name, value in given if value]
     return ", ".join([block["name"], *sizes])
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from nemo_ext.architecture import cost, pattern
-from nemo_ext.architecture.blocks import NAMES, VALUES, Block
+from nemo_ext.architecture.blocks import FLAGS, NAMES, VALUES, Block
 from nemo_ext.architecture.describe import flop, number
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pipeline import BlockCosts, even_cuts
@@ -117,7 +117,7 @@ def _tiles(architecture: Architecture, length: int) -> Iterator[_Tile]:
         block, sizes = architecture.pattern.blocks[layer - 1], architecture.sizes[layer - 1]
         flops = cost.block_forward_flops_per_token(architecture, layer, seq_length=length)
         params = cost.block_parameters(architecture, layer).total
-        words = [f"{name} {sizes.get(name)}" for name in VALUES[block.kind] if sizes.get(name)]
+        words = [_written(name, sizes.get(name)) for name in VALUES[block.kind] if sizes.get(name)]
         yield _Tile(
             width=flops,
             colour=COLOURS[block.kind],
@@ -144,7 +144,11 @@ def _note(block: Block) -> str:
     if block.is_linear:
         return "linear"
     own = dict(block.values)
-    return "\n".join(f"{name} {own[name] or 'none'}" for name in VALUES[block.kind] if name in own)
+    return "\n".join(_written(name, own[name]) for name in VALUES[block.kind] if name in own)
+
+
+def _written(name: str, value: object) -> str:
+    return name if name in FLAGS else f"{name} {value or 'none'}"
 
 
 def _rows(tiles: list[_Tile]) -> tuple[list[list[_Tile]], float]:

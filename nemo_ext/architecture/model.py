@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from nemo_ext.architecture.blocks import LINEAR, VALUES, Block
+from nemo_ext.architecture.blocks import FLAGS, VALUES, Block
 from nemo_ext.architecture.pattern import Pattern, parse
 
 CONV_KERNEL = 4
@@ -151,7 +151,7 @@ class Architecture:
         if block.kind == "*" and block.get("window") is None and self._skips_window(layer, values):
             values["window"] = 0
         for name, field in VALUES[block.kind].items():
-            if name not in values and name != LINEAR:
+            if name not in values and name not in FLAGS:
                 flag = _FLAG.get(field, field)
                 raise ValueError(f"megatron.{flag} is missing: {block.name} needs it, or {block.kind}{{{name}=...}}")
         resolved = Block(block.kind, tuple(values.items()))

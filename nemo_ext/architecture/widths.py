@@ -1,6 +1,6 @@
 """The widths inside a block that its parameters, FLOPs and activations are all made of."""
 
-from nemo_ext.architecture.blocks import LINEAR, VALUES, Block
+from nemo_ext.architecture.blocks import BIAS, LINEAR, VALUES, Block
 from nemo_ext.architecture.model import Architecture
 
 
@@ -48,3 +48,8 @@ def mamba_widths(block: Block) -> tuple[int, int, int]:
 def first_width(architecture: Architecture, ffn: int) -> int:
     """Output width of an MLP's first linear: gate and up together where there is a gate."""
     return 2 * ffn if architecture.gated else ffn
+
+
+def has_bias(architecture: Architecture, block: Block) -> bool:
+    """Whether the linears of an MLP block have biases."""
+    return architecture.bias or bool(block.get(BIAS))

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from math import log
 from typing import Any
 
-from nemo_ext.architecture.blocks import VALUES, Block
+from nemo_ext.architecture.blocks import FLAGS, VALUES, Block
 from nemo_ext.architecture.model import Architecture, Flags, section
 from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.architecture.pattern import format as format_pattern
@@ -262,7 +262,9 @@ def _compact(description: Description) -> tuple[Pattern, dict[str, Block]]:
             continue
         first = inherited.setdefault(block.kind, block)
         own = {name: block.get(name) for name in VALUES[block.kind] if block.get(name) != first.get(name)}
-        blocks.append(Block.of(block.kind, **{name: value or None for name, value in own.items()}))
+        sizes = {name: value or None for name, value in own.items() if name not in FLAGS}
+        flags = {name: True for name in FLAGS if block.get(name)}  # a flag is each block's own
+        blocks.append(Block.of(block.kind, **sizes, **flags))
     return Pattern(tuple(blocks)), inherited
 
 
@@ -271,7 +273,7 @@ def _sizes(inherited: Mapping[str, Block]) -> dict[str, Any]:
     for kind, block in inherited.items():
         for name, field in VALUES[kind].items():
             size = block.get(name)
-            if size:
+            if size and name not in FLAGS:
                 flags["num_experts" if field == "num_moe_experts" else field] = size
     if "num_query_groups" in flags:
         flags["group_query_attention"] = True

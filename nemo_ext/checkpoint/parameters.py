@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.model import CONV_KERNEL
-from nemo_ext.architecture.widths import attention_widths, first_width, mamba_widths
+from nemo_ext.architecture.widths import attention_widths, first_width, has_bias, mamba_widths
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.checkpoint.rules import QKV, Rows, Rule, Shape, Vocabulary
 
@@ -158,11 +158,12 @@ def _mlp(description: Description, number: int, block: Block, at: str) -> Iterat
     hidden, ffn = architecture.hidden_size, block.size("ffn")
     yield from _block_norm(description, number, f"{at}linear_fc1", f"{at}linear_fc2")
     names = ("gate", "up") if architecture.gated else ("up",)
-    for parameter, inner in (("weight", (hidden,)), ("bias", ())) if architecture.bias else (("weight", (hidden,)),):
+    bias = has_bias(architecture, block)
+    for parameter, inner in (("weight", (hidden,)), ("bias", ())) if bias else (("weight", (hidden,)),):
         pieces = (Piece.of(f"{at}linear_fc1.{parameter}", first_width(architecture, ffn), *inner),)
         yield Row(number, pieces, tuple((name, parameter) for name in names), ((ffn, *inner),) * len(names))
     yield _same(number, f"{at}linear_fc2.weight", ("down", "weight"), hidden, ffn)
-    if architecture.bias:
+    if bias:
         yield _same(number, f"{at}linear_fc2.bias", ("down", "bias"), hidden)
 
 

@@ -11,7 +11,7 @@ from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.checkpoint.formats.dense import ATTENTION, LAYER, MLP, NORMS, OUTSIDE, biases, read_llama, rms_settings
-from nemo_ext.checkpoint.formats.format import Format, Keys, attention_with_mlp, common_facts, refuse
+from nemo_ext.checkpoint.formats.format import Format, Keys, attention_with_mlp, common_facts, own_bias, refuse
 from nemo_ext.checkpoint.formats.rope import write_rope
 
 NO_OP: Mapping[str, Mapping[str, object]] = {"attention": {"no_op": True}, "ffn": {"no_op": True}}
@@ -34,6 +34,7 @@ def _write(description: Description) -> dict[str, Any]:
             "norms on outputs or on queries and keys",
         ),
         (architecture.qkv_bias and not architecture.bias, "biases on q, k and v alone"),
+        own_bias(blocks),
         (description.rope is None, "attention has no positions"),
         (description.rope is not None and description.rope.percent != 1.0, "partial rotary embedding"),
         (len(heads) != 1, "attention blocks with different heads, or none at all"),

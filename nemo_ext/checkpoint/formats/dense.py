@@ -14,6 +14,7 @@ from nemo_ext.checkpoint.formats.format import (
     attention_with_mlp,
     common_facts,
     common_value,
+    own_bias,
     refuse,
 )
 from nemo_ext.checkpoint.formats.rope import read_parameters, read_rope, rope_parameters, write_rope
@@ -41,6 +42,7 @@ def dense_facts(description: Description, model_type: str, architecture: str) ->
     refuse(
         (not pairs, "the blocks are not attention and MLP in turn"),
         (any(block.is_linear for block in blocks), "a block is replaced by a linear map"),
+        own_bias(blocks),
         (description.rope is None, "attention has no positions"),
         (description.architecture.qkv_bias and not description.architecture.bias, "biases on q, k and v alone"),
         (description.hf_layers is not None, "layers without blocks"),

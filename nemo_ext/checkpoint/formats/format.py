@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_ext.architecture.blocks import Block
+from nemo_ext.architecture.blocks import BIAS, Block
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.checkpoint.parameters import Piece, Role, rows
 from nemo_ext.checkpoint.rules import Rule, Shape
@@ -162,6 +162,11 @@ def refuse(*conditions: tuple[object, str]) -> None:
     for holds, reason in conditions:
         if holds:
             raise CannotExpress(reason)
+
+
+def own_bias(blocks: Sequence[Block]) -> tuple[bool, str]:
+    """A condition for `refuse`: MLP blocks with biases in a model without."""
+    return any(block.get(BIAS) for block in blocks), "an MLP block with biases of its own"
 
 
 def common_value(blocks: Sequence[Block], kind: str, name: str) -> int:

@@ -13,6 +13,7 @@ from nemo_ext.checkpoint.formats.format import (
     common_facts,
     common_value,
     one_layer_a_block,
+    own_bias,
     refuse,
 )
 
@@ -64,6 +65,7 @@ def _write(description: Description) -> dict[str, Any]:
         ),
         (architecture.tied_embeddings, "tied embeddings"),
         (architecture.bias or architecture.qkv_bias, "biases"),
+        own_bias(blocks),
         (kinds & {"-", "E"} and (description.activation == "silu" or architecture.gated), "a gated FFN"),
         ("*" in kinds and description.rope is not None, "positions in attention"),
         (any(block.kind == "*" and block.get("window") for block in blocks), "sliding windows"),

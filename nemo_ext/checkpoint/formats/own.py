@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from nemo_ext.architecture.blocks import Block
+from nemo_ext.architecture.blocks import BIAS, Block
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.checkpoint.description import Description, Rope, Router
@@ -74,7 +74,9 @@ def _write(description: Description) -> dict[str, Any]:
 def _block(block: Block) -> dict[str, Any]:
     if block.is_linear:
         return {"kind": KINDS[block.kind], "linear": True}
-    return {"kind": KINDS[block.kind], **{key: block.size(name) or None for key, name in SIZES[block.kind].items()}}
+    bias = {"bias": True} if block.get(BIAS) else {}
+    sizes = {key: block.size(name) or None for key, name in SIZES[block.kind].items()}
+    return {"kind": KINDS[block.kind], **sizes, **bias}
 
 
 def _read(keys: Keys) -> Description:
@@ -121,7 +123,8 @@ def _read_block(number: int, values: dict[str, Any]) -> Block:
         )
     if values.get("linear"):
         return Block.of(kind, linear=True)
-    return Block.of(kind, **{name: values.get(key) for key, name in SIZES[kind].items()})
+    flags = {BIAS: True} if values.get("bias") else {}
+    return Block.of(kind, **{name: values.get(key) for key, name in SIZES[kind].items()}, **flags)
 
 
 def _rope(keys: Keys) -> Rope | None:

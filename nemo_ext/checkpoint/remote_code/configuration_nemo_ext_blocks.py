@@ -119,12 +119,13 @@ def _check(block: dict[str, Any], path: str) -> None:
     kind = block.get("kind") if isinstance(block, dict) else None
     if kind not in KINDS:
         raise ValueError(f"{path}.kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+    for flag in ("linear", "bias"):
+        if not isinstance(block.get(flag, False), bool):
+            raise ValueError(f"{path}.{flag}: expected true or false, got {block[flag]!r}")
     linear = block.get("linear", False)
-    if not isinstance(linear, bool):
-        raise ValueError(f"{path}.linear: expected true or false, got {linear!r}")
     known = () if linear else KINDS[kind]
     for key in block:
-        if key not in ("kind", "linear", *known):
+        if key not in ("kind", "linear", *known, *(("bias",) if kind == "mlp" and not linear else ())):
             raise ValueError(f"{path}.{key}: a {'linear ' * linear}{kind} block has no such key")
     for key in known:
         value = block.get(key)

@@ -128,7 +128,8 @@ class NoSharedExperts(nn.Module):
 
 
 def build_mlp(config: NemoExtBlocksConfig, block: dict[str, Any]) -> nn.Module:
-    own = _copy(config, intermediate_size=block["intermediate_size"])
+    bias = config.mlp_bias or block.get("bias", False)
+    own = _copy(config, intermediate_size=block["intermediate_size"], mlp_bias=bias)
     return LlamaMLP(own) if config.gated_mlp else NemotronMLP(own)
 
 

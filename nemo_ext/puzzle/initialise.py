@@ -1,0 +1,213 @@
+"""A variant's first weights, taken from the parent's block.
+
+Tensors are named as in Megatron's checkpoint after `decoder.layers.N.`. What is kept of a block is chosen by an
+importance measured on calibration data (`Importance`); without one, by the norm of the weights that carry a channel,
+head or expert back to the residual stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nemo_ext.architecture.blocks import Block
+from nemo_ext.architecture.model import Architecture
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Tensors = Mapping[str, "Tensor"]
+
+
+@dataclass(frozen=True)
+class Importance:
+    """How much each part of a block does on calibration data; larger is more.
+
+    Attributes:
+        channels: of an MLP, `[ffn]`; of experts, `[experts, ffn]`.
+        experts: router mass of each expert, `[experts]`.
+        heads: of a Mamba-2 block, `[heads]`.
+    """
+
+    channels: Tensor | None = None
+    experts: Tensor | None = None
+    heads: Tensor | None = None
+
+
+def initial_weights(
+    parent: Block, variant: Block, tensors: Tensors, architecture: Architecture, importance: Importance | None = None
+) -> dict[str, Tensor]:
+    """The tensors of a variant.
+
+    Args:
+        parent: the parent's block with all values.
+        variant: what it becomes, of the same kind, with all values.
+        tensors: the parent block's tensors.
+        architecture: of the parent.
+        importance: measured; None for the norms of weights.
+
+    Raises:
+        ValueError: a variant that is not smaller than its parent, or of another kind.
+    """
+    if variant.kind != parent.kind or parent.is_linear:
+        raise ValueError(f"{variant} cannot be made from {parent}: a variant is of its parent's kind")
+    measured = importance or Importance()
+    if variant.is_linear:
+        return _linear(parent, tensors, architecture)
+    changed = {name for name, value in variant.values if value != parent.get(name)}
+    known = {"*": {"kv", "window"}, "-": {"ffn"}, "M": {"heads"}, "E": {"experts", "topk", "ffn"}}[parent.kind]
+    if changed - known:
+        raise ValueError(f"{variant} cannot be made from {parent}: {', '.join(sorted(changed - known))} must stay")
+    grown = [n for n in changed - {"window"} if variant.size(n) > parent.size(n)]
+    if grown:
+        raise ValueError(f"{variant} is larger than {parent} in {', '.join(grown)}")
+    made = dict(tensors)
+    if "kv" in changed:
+        made |= _fewer_kv_heads(parent, variant, tensors)
+    if parent.kind == "-" and "ffn" in changed:
+        made |= _narrower_mlp(variant.size("ffn"), tensors, architecture, measured.channels)
+    if "heads" in changed:
+        made |= _fewer_mamba_heads(parent, variant, tensors, measured.heads)
+    if parent.kind == "E":
+        made |= _smaller_moe(parent, variant, tensors, measured)
+    return made
+
+
+def _fewer_kv_heads(parent: Block, variant: Block, tensors: Tensors) -> dict[str, Tensor]:
+    """Neighbouring groups share the mean of their keys and of their values (GQA, arXiv:2305.13245)."""
+    import torch
+
+    heads, groups, head_dim = (parent.size(name) for name in ("heads", "kv", "head_dim"))
+    fewer = variant.size("kv")
+    if groups % fewer:
+        raise ValueError(f"{groups} KV heads cannot be pooled to {fewer}: expected a divisor")
+    each, merged = heads // groups, groups // fewer
+    made = {}
+    for name in ("weight", "bias"):
+        fused = tensors.get(f"self_attention.linear_qkv.{name}")
+        if fused is None:
+            continue
+        grouped = fused.reshape(groups, each + 2, head_dim, *fused.shape[1:])
+        queries = grouped[:, :each].reshape(fewer, merged * each, head_dim, *fused.shape[1:])
+        pooled = grouped[:, each:].reshape(fewer, merged, 2, head_dim, *fused.shape[1:]).mean(1)
+        made[f"self_attention.linear_qkv.{name}"] = torch.cat([queries, pooled], dim=1).reshape(-1, *fused.shape[1:])
+    # A QK norm over the full width holds one weight a key channel.
+    width = tensors.get("self_attention.k_layernorm.weight")
+    if width is not None and width.shape[0] == groups * head_dim:
+        made["self_attention.k_layernorm.weight"] = width.reshape(fewer, merged, head_dim).mean(1).reshape(-1)
+    return made
+
+
+def _narrower_mlp(
+    width: int, tensors: Tensors, architecture: Architecture, importance: Tensor | None
+) -> dict[str, Tensor]:
+    import torch
+
+    second = tensors["mlp.linear_fc2.weight"]
+    kept = _largest(second.float().norm(dim=0) if importance is None else importance, width)
+    made = {"mlp.linear_fc2.weight": second[:, kept]}
+    for name in ("weight", "bias"):
+        first = tensors.get(f"mlp.linear_fc1.{name}")
+        if first is not None:
+            halves = first.chunk(2 if architecture.gated else 1)
+            made[f"mlp.linear_fc1.{name}"] = torch.cat([half[kept] for half in halves])
+    return made
+
+
+def _fewer_mamba_heads(parent: Block, variant: Block, tensors: Tensors, importance: Tensor | None) -> dict[str, Tensor]:
+    """As many heads of every group, because a group's B and C serve equally many heads."""
+    import torch
+
+    heads, head_dim, groups = (parent.size(name) for name in ("heads", "head_dim", "groups"))
+    fewer = variant.size("heads")
+    if fewer % groups:
+        raise ValueError(f"{fewer} Mamba heads cannot share {groups} groups: expected a multiple")
+    out = tensors["mixer.out_proj.weight"]
+    by_head = out.float().reshape(out.shape[0], heads, head_dim).square().sum((0, 2))
+    ranked = (by_head if importance is None else importance).reshape(groups, -1)
+    kept = torch.cat([_largest(row, fewer // groups) + group * (heads // groups) for group, row in enumerate(ranked)])
+    channels = (kept[:, None] * head_dim + torch.arange(head_dim)).reshape(-1)
+    made = {f"mixer.{name}": tensors[f"mixer.{name}"][kept] for name in ("dt_bias", "A_log", "D", "in_proj.weight.dt")}
+    rows = ("in_proj.weight.z", "in_proj.weight.x", "conv1d.weight.x", "conv1d.bias.x", "norm.weight")
+    made |= {f"mixer.{name}": tensors[f"mixer.{name}"][channels] for name in rows}
+    return made | {"mixer.out_proj.weight": out[:, channels]}
+
+
+def _smaller_moe(parent: Block, variant: Block, tensors: Tensors, importance: Importance) -> dict[str, Tensor]:
+    import torch
+
+    first, second = (tensors[f"mlp.experts.experts.linear_fc{n}.weight"] for n in (1, 2))
+    made: dict[str, Tensor] = {}
+    channels = second.float().norm(dim=1) if importance.channels is None else importance.channels
+    if variant.size("experts") < parent.size("experts"):
+        mass = second.float().square().sum((1, 2)) if importance.experts is None else importance.experts
+        kept = _largest(mass, variant.size("experts"))
+        first, second, channels = first[kept], second[kept], channels[kept]
+        router = ("mlp.router.weight", "mlp.router.expert_bias", "mlp.router.bias")
+        made |= {name: tensors[name][kept] for name in router if name in tensors}
+    if variant.size("ffn") < parent.size("ffn"):
+        halves = first.shape[1] // second.shape[2]  # 2 for experts with a gate
+        width = variant.size("ffn")
+        narrow = [_largest(row, width) for row in channels]
+        cut = [torch.cat([h[k] for h in e.chunk(halves)]) for e, k in zip(first, narrow, strict=True)]
+        first = torch.stack(cut)
+        second = torch.stack([e[:, k] for e, k in zip(second, narrow, strict=True)])
+    return made | {
+        "mlp.experts.experts.linear_fc1.weight": first,
+        "mlp.experts.experts.linear_fc2.weight": second,
+    }
+
+
+def _linear(parent: Block, tensors: Tensors, architecture: Architecture) -> dict[str, Tensor]:
+    """One linear map after the block's norm, as if every token saw itself alone and nothing were gated.
+
+    Attention: output x value; an FFN: down x up; Mamba-2: out_proj x the rows of x (Puzzle, section 3). MoE: the shared
+    expert's product, or the mean of the experts'.
+    """
+    import torch
+
+    kind = parent.kind
+    if kind == "*":
+        at, module = "self_attention.linear_qkv.layer_norm_", "self_attention"
+        heads, groups, head_dim = (parent.size(name) for name in ("heads", "kv", "head_dim"))
+        fused = tensors["self_attention.linear_qkv.weight"]
+        value = fused.reshape(groups, heads // groups + 2, head_dim, -1)[:, -1]
+        value = value.repeat_interleave(heads // groups, dim=0).reshape(heads * head_dim, -1)
+        first, second, norm = value, tensors["self_attention.linear_proj.weight"], "input_layernorm."
+    elif kind == "M":
+        at, module, norm = "mixer.in_proj.layer_norm_", "mixer", "norm."
+        first, second = tensors["mixer.in_proj.weight.x"], tensors["mixer.out_proj.weight"]
+    elif kind == "-":
+        at, module, norm = "mlp.linear_fc1.layer_norm_", "mlp", "pre_mlp_layernorm."
+        first, second = (
+            tensors["mlp.linear_fc1.weight"].chunk(2 if architecture.gated else 1)[-1],
+            tensors["mlp.linear_fc2.weight"],
+        )
+    else:
+        at, module, norm = "pre_mlp_layernorm.", "mlp", "pre_mlp_layernorm."
+        shared = "mlp.shared_experts.linear_fc1.weight"
+        if shared in tensors:
+            first, second = tensors[shared], tensors["mlp.shared_experts.linear_fc2.weight"]
+        else:
+            first, second = (tensors[f"mlp.experts.experts.linear_fc{n}.weight"] for n in (1, 2))
+            product = torch.einsum("ehf,efd->hd", second.double(), first.double()) / first.shape[0]
+            return _norms(tensors, at, norm, architecture) | {f"{module}.weight": product.to(first.dtype)}
+    product = second.double() @ first.double()
+    return _norms(tensors, at, norm, architecture) | {f"{module}.weight": product.to(first.dtype)}
+
+
+def _norms(tensors: Tensors, at: str, norm: str, architecture: Architecture) -> dict[str, Tensor]:
+    """The block's norm under the name it has before a linear map; a neutral one where the parent's is on its output."""
+    import torch
+
+    if architecture.norm_affine and architecture.norm_placement == "output":
+        return {f"{norm}weight": torch.ones(architecture.hidden_size, dtype=next(iter(tensors.values())).dtype)}
+    return {norm + name.removeprefix(at): tensor for name, tensor in tensors.items() if name.startswith(at)}
+
+
+def _largest(importance: Tensor, count: int) -> Tensor:
+    """Indices of the largest values, in their order."""
+    import torch
+
+    return torch.sort(torch.topk(importance, count).indices).values

@@ -1,0 +1,150 @@
+"""A parent model opened up: every block's input, blocks with other weights or sizes, runs from a block on.
+
+Everything runs through Megatron's own layers and HybridModel's own forward pass; only the list of layers changes.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_ext.architecture.blocks import Block
+from nemo_ext.architecture.pattern import Pattern, parse
+from nemo_ext.architecture.pattern import format as format_pattern
+from nemo_ext.megatron.session import put_tensors, take_tensors
+
+Replaced = Mapping[int, torch.nn.Module | None]
+"""0-based number of a block -> the layer in its place, None to leave it out."""
+
+
+class Parent:
+    """A model on one rank, without pipeline stages.
+
+    Args:
+        model: Megatron's HybridModel.
+        model_config: the `BlockModelConfig` that it was built from.
+    """
+
+    def __init__(self, model: Any, model_config: Any) -> None:
+        self.model = model.eval()
+        self.model_config = model_config
+        self.layers: list[torch.nn.Module] = list(model.decoder.layers)
+
+    def tensors(self, number: int) -> dict[str, Tensor]:
+        """A block's weights, by their names in Megatron's checkpoint after `decoder.layers.N.`."""
+        prefix = f"decoder.layers.{number}."
+        return {name.removeprefix(prefix): t for name, t in take_tensors(self.layers[number], prefix).items()}
+
+    def layer(self, number: int, block: Block, tensors: Mapping[str, Tensor]) -> torch.nn.Module:
+        """Megatron's layer of a block that stands in the place of block `number`, with these weights.
+
+        Args:
+            number: 0-based; decides RoPE and everything else that goes by position.
+            block: with all of its values.
+            tensors: by their names after `decoder.layers.N.`.
+        """
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.transformer.spec_utils import build_module
+
+        blocks = list(parse(self.model_config.pattern).blocks)
+        blocks[number] = block
+        own = replace(self.model_config, pattern=format_pattern(Pattern(tuple(blocks))))
+        stack = build_module(
+            own.stack_spec(),
+            own.transformer,
+            layer_type_list=[block.kind],
+            pp_layer_offset=number,
+            post_layer_norm=False,
+            pre_process=True,
+            post_process=False,
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        )
+        (layer,) = stack.layers
+        prefix = f"decoder.layers.{number}."
+        put_tensors(layer, {prefix + name: tensor for name, tensor in tensors.items()}, prefix)
+        made: torch.nn.Module = layer.eval()
+        return made
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """While open, a forward pass adds every block's input and output `[seq, batch, hidden]` to the list."""
+        record: list[tuple[Tensor, Tensor]] = []
+
+        def note(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            record.append((kwargs["hidden_states"], output[0] if isinstance(output, tuple) else output))
+
+        hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in self.layers]
+        try:
+            yield record
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def logits(self, tokens: Tensor, replaced: Replaced | None = None) -> Tensor:
+        """Logits `[batch, seq, vocabulary]` of tokens `[batch, seq]`, with some blocks replaced."""
+        with self._layers(0, replaced or {}):
+            return self.model(tokens, _positions(tokens), None)
+
+    def logits_from(self, first: int, hidden: Tensor, replaced: Replaced | None = None) -> Tensor:
+        """Logits `[batch, seq, vocabulary]` from the input of block `first`, `[seq, batch, hidden]`."""
+        tokens = _tokens_like(hidden)
+        with self._layers(first, replaced or {}):
+            return self.model(tokens, _positions(tokens), None, decoder_input=hidden)
+
+    @contextmanager
+    def last_hidden(self) -> Iterator[list[Tensor]]:
+        """While open, a forward pass adds what the output layer sees, `[seq, batch, hidden]`, to the list."""
+        seen: list[Tensor] = []
+        hook = self.model.output_layer.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+        try:
+            yield seen
+        finally:
+            hook.remove()
+
+    def block_output(self, number: int, hidden: Tensor, layer: torch.nn.Module | None) -> Tensor:
+        """What a layer makes of the input of block `number`, `[seq, batch, hidden]`; no layer hands it on.
+
+        The stack's own call passes RoPE and masks, so a stack of one layer is run; its final norm is left out.
+        """
+        if layer is None:
+            return hidden
+        decoder = self.model.decoder
+        saved = decoder.post_layer_norm
+        with self._layers(number, {number: layer}, last=number):
+            decoder.post_layer_norm = False
+            captured: list[Tensor] = []
+            hook = decoder.register_forward_hook(lambda module, args, output: captured.append(output))
+            try:
+                tokens = _tokens_like(hidden)
+                head, self.model.post_process = self.model.post_process, False
+                self.model(tokens, _positions(tokens), None, decoder_input=hidden)
+            finally:
+                self.model.post_process = head
+                decoder.post_layer_norm = saved
+                hook.remove()
+        return captured[0]
+
+    @contextmanager
+    def _layers(self, first: int, replaced: Replaced, last: int | None = None) -> Iterator[None]:
+        """The decoder with blocks `first` to `last` alone, some of them replaced."""
+        end = len(self.layers) if last is None else last + 1
+        chosen = [replaced.get(n, self.layers[n]) for n in range(first, end)]
+        decoder = self.model.decoder
+        whole = decoder.layers
+        decoder.layers = torch.nn.ModuleList(layer for layer in chosen if layer is not None)
+        try:
+            yield
+        finally:
+            decoder.layers = whole
+
+
+def _tokens_like(hidden: Tensor) -> Tensor:
+    """Tokens that stand for `[seq, batch, hidden]` where the embedding is passed by."""
+    return torch.zeros(hidden.shape[1], hidden.shape[0], dtype=torch.long, device=hidden.device)
+
+
+def _positions(tokens: Tensor) -> Tensor:
+    return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)

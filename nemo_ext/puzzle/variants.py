@@ -1,0 +1,116 @@
+"""What each block of a parent may become (Puzzle, arXiv:2411.19146; Llama-Nemotron paper, section 2.1).
+
+A variant is a block of the notation, or nothing (a no-op). The variants of a block do not depend on its neighbours, so
+a library grows with the number of blocks, not with the combinations of attention and FFN.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nemo_ext.architecture.blocks import Block
+from nemo_ext.architecture.model import Architecture
+
+KEEP, NO_OP, LINEAR = "keep", "no_op", "linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What may be varied. Shares are of the parent's; a share that rounds to the parent's size is left out.
+
+    Attributes:
+        kv: shares of KV heads.
+        windows: sliding windows in tokens.
+        ffn: shares of FFN width (the paper's 87, 75, 50, 25, 10 %).
+        ffn_multiple: widths are rounded up to a multiple of it (256 in Puzzle: what tensor cores and FP8 like).
+        experts: shares of a MoE block's experts.
+        top_k: smaller numbers of experts a token.
+        expert_ffn: shares of an expert's width.
+        mamba_heads: shares of a Mamba-2 block's heads.
+        linear: whether a block may be one linear map.
+        no_op: whether a block may be left out.
+    """
+
+    kv: Sequence[float] = (0.5, 0.25, 0.125)
+    windows: Sequence[int] = ()
+    ffn: Sequence[float] = (0.87, 0.75, 0.5, 0.25, 0.1)
+    ffn_multiple: int = 256
+    experts: Sequence[float] = (0.75, 0.5, 0.25)
+    top_k: Sequence[int] = ()
+    expert_ffn: Sequence[float] = (0.75, 0.5)
+    mamba_heads: Sequence[float] = (0.75, 0.5, 0.25)
+    linear: bool = True
+    no_op: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("kv", "ffn", "experts", "expert_ffn", "mamba_heads"):
+            for share in getattr(self, name):
+                if not 0 < share < 1:
+                    raise ValueError(
+                        f"puzzle.{name}: {share} is not a share of the parent's: expected more than 0, less than 1"
+                    )
+        if self.ffn_multiple < 1:
+            raise ValueError(f"puzzle.ffn_multiple={self.ffn_multiple}: expected a positive number")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One thing that a block may become.
+
+    Attributes:
+        number: the block's 0-based number in the parent.
+        name: short and unique within the block, such as `keep`, `kv2`, `ffn512`, `linear`, `no_op`.
+        block: with all of its values; None for a no-op.
+    """
+
+    number: int
+    name: str
+    block: Block | None
+
+
+def variants(parent: Architecture, choices: Choices | None = None) -> list[list[Variant]]:
+    """The variants of every block of a parent, the parent's own first.
+
+    A block that is a linear map already may only be kept or left out.
+    """
+    chosen = choices or Choices()
+    return [_of_block(number, block, chosen) for number, block in enumerate(parent.sizes)]
+
+
+def _of_block(number: int, block: Block, choices: Choices) -> list[Variant]:
+    found = {KEEP: block}
+    if not block.is_linear:
+        found |= {
+            name: Block(block.kind, tuple({**dict(block.values), **values}.items()))
+            for name, values in _smaller(block, choices).items()
+        }
+    made = [Variant(number, name, each) for name, each in found.items()]
+    if choices.linear and not block.is_linear:
+        made.append(Variant(number, LINEAR, Block.of(block.kind, linear=True)))
+    if choices.no_op:
+        made.append(Variant(number, NO_OP, None))
+    return made
+
+
+def _smaller(block: Block, choices: Choices) -> dict[str, dict[str, int]]:
+    """Name -> the values that differ from the parent's."""
+    if block.kind == "*":
+        kv, window = block.size("kv"), block.size("window")
+        found = {f"kv{n}": {"kv": n} for n in _parts(kv, choices.kv) if kv % n == 0}
+        return found | {f"window{w}": {"window": w} for w in choices.windows if not window or w < window}
+    if block.kind == "-":
+        return {f"ffn{n}": {"ffn": n} for n in _parts(block.size("ffn"), choices.ffn, choices.ffn_multiple)}
+    if block.kind == "M":
+        heads, groups = block.size("heads"), block.size("groups")
+        return {f"heads{n}": {"heads": n} for n in _parts(heads, choices.mamba_heads, groups)}
+    if block.kind == "E":
+        experts, top_k, ffn = (block.size(name) for name in ("experts", "topk", "ffn"))
+        fewer = {f"experts{n}": {"experts": n} for n in _parts(experts, choices.experts) if n >= top_k}
+        sparser = {f"topk{n}": {"topk": n} for n in choices.top_k if n < top_k}
+        return fewer | sparser | {f"ffn{n}": {"ffn": n} for n in _parts(ffn, choices.expert_ffn, choices.ffn_multiple)}
+    return {}
+
+
+def _parts(size: int, shares: Sequence[float], multiple: int = 1) -> list[int]:
+    """Shares of a size, rounded up to a multiple, largest first, each once and smaller than the size."""
+    parts = {-(-round(size * share, 6) // multiple) * multiple for share in shares}
+    return sorted((int(part) for part in parts if 0 < part < size), reverse=True)
