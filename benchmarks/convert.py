@@ -1,9 +1,9 @@
 """Conversion beside a plain copy of the same safetensors bytes, in one run: GB/s, their ratio, and memory.
 
-    python benchmarks/convert.py [--gigabytes 2] [--shard 0.25] [--model domyn_small_10b] [--rounds 3] [--folder DIR]
+    python benchmarks/convert.py [--gigabytes 2] [--shard 0.25] [--model olmo1_1b] [--rounds 3] [--folder DIR]
 
-The checkpoint is a model's own blocks with fewer of them, bf16, random numbers. The copy loads each file with safetensors
-and saves it again. Every round does the copy and all conversions, one after the other; medians are reported.
+The checkpoint is a model with fewer of its blocks, bf16, random numbers. The copy loads each file with safetensors and
+saves it again. Every round does the copy and all conversions, one after the other; medians are reported.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--shard", type=float, default=0.25, help="GB of a file")
-    parser.add_argument("--model", default="domyn_small_10b")
+    parser.add_argument("--model", default="olmo1_1b")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=None, help="where to write (a temporary folder)")
     options = parser.parse_args()

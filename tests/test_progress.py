@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import nemo_ext
-from nemo_ext.data import progress
+from nemo_ext import progress
 from nemo_ext.progress import notice, progress_of
 
 

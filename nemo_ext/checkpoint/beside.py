@@ -1,6 +1,8 @@
 """What lies beside the weights of a checkpoint: the model's config, tokenizer, chat template, modelling files."""
 
+import importlib.resources
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,23 +53,43 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     return found
 
 
-def write_model_file(folder: Path, sections: Mapping[str, Any], comment: str) -> None:
-    """Write `model/NAME.yaml`: `nemo-ext train --config-dir FOLDER model=NAME` trains the model."""
+def write_model_file(folder: Path, sections: Mapping[str, Any], *, name: str, comment: str) -> None:
+    """Write `model/NAME.yaml`: `nemo-ext train --config-dir FOLDER model=NAME` trains the model.
+
+    Args:
+        folder: of the checkpoint.
+        sections: `model` and `megatron`.
+        name: of the checkpoint's folder in the end, from which the file's name is made.
+        comment: where the weights come from.
+    """
+    name = model_name(name)
+    named = {**sections, "model": {**sections["model"], "name": name}}
     (folder / "model").mkdir(exist_ok=True)
-    text = yaml.safe_dump(dict(sections), sort_keys=False, width=120)
-    (folder / "model" / f"{sections['model']['name']}.yaml").write_text(f"# @package _global_\n# {comment}\n{text}")
+    text = yaml.safe_dump(named, sort_keys=False, width=120)
+    (folder / "model" / f"{name}.yaml").write_text(f"# @package _global_\n# {comment}\n{text}")
+
+
+def model_name(name: str) -> str:
+    """A name that Hydra takes for a model file, and that no packaged model has: the packaged file would win."""
+    name = re.sub(r"[^A-Za-z0-9_-]", "_", name)
+    packaged = (importlib.resources.files("hydra_conf") / "model" / f"{name}.yaml").is_file()
+    a_word = name[0].isalpha() and name.lower() not in ("null", "true", "false", "inf", "nan")
+    return name if a_word and not packaged else f"{name}_checkpoint"
 
 
 def extras_beside(source: Path, folder: Path) -> Path | None:
-    """Tokenizer and other files: of this checkpoint's conversion, or of the one that its run began from."""
+    """Tokenizer and other files: of this checkpoint's conversion, or of the one that its run goes back to."""
     for place in (source, folder.parent, folder.parent.parent):
         if (place / EXTRAS).is_dir():
             return place / EXTRAS
         run = place / "config.yaml"
         if run.is_file():
             begun = (_read_yaml(run).get("megatron") or {}).get("pretrained_checkpoint")
-            if begun and (Path(begun) / EXTRAS).is_dir():
-                return Path(begun) / EXTRAS
+            # A relative path was meant from where the run was started, which is somewhere above its directory.
+            for base in (Path(), *run.absolute().parents) if begun else ():
+                earlier = base / str(begun)
+                if earlier.is_dir() and earlier.resolve() not in (source.resolve(), folder.parent.resolve()):
+                    return extras_beside(earlier, earlier / "of_the_newest")
     return None
 
 

@@ -5,7 +5,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.checkpoint.hf import Plan, Settings, convert, plan
+from hydra.core.hydra_config import HydraConfig
+
+from nemo_ext.checkpoint.hf import Plan, Settings, check_effect, convert, plan
+from nemo_ext.checkpoint.output import check_room, check_target, folder_to_make
 from nemo_ext.checkpoint.writing import HUGGING_FACE, cut_into_parts
 from nemo_ext.progress import notice
 
@@ -19,6 +22,7 @@ def run(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: see `nemo_ext.checkpoint.hf`.
     """
+    _check(config)
     settings = Settings(
         architecture=config["architecture"],
         dtype=config["dtype"],
@@ -30,9 +34,16 @@ def run(config: Mapping[str, Any]) -> None:
         iteration=config["iteration"],
         to_format=config["to_format"],
     )
-    made = plan(Path(config["from"]), Path(config["to"]), settings, config)
+    if config["model"]["pattern"] and HydraConfig.initialized():
+        # A whole model has keys that say nothing to a checkpoint; one that the user typed should.
+        typed = [word.lstrip("+").partition("=")[0] for word in HydraConfig.get().overrides.task]
+        keys = {name.removeprefix("megatron."): None for name in typed if name.startswith("megatron.")}
+        check_effect(config, "megatron", keys)
+    made = plan(Path(config["from"]), folder_to_make(Path(config["to"])), settings, config)
     if config["dry_run"]:
         _list(made)
+        check_target(made.to)
+        check_room(made.to, made.bytes)
     notice(_summary(made, settings))
     for remark in made.remarks:
         notice(f"note: {remark}")
@@ -40,6 +51,33 @@ def run(config: Mapping[str, Any]) -> None:
         return
     convert(made, settings)
     notice(f"done: {made.to}" + (f"\n{_next(made)}" if made.to_format != HUGGING_FACE else ""))
+
+
+KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "from": ((str,), "a folder"),
+    "to": ((str,), "a folder"),
+    "files_from": ((str, type(None)), "a folder"),
+    "architecture": ((str, type(None)), "a class name"),
+    "dtype": ((str, type(None)), "a type such as bfloat16"),
+    "to_format": ((str, type(None)), "huggingface or megatron"),
+    "shard_gigabytes": ((int, float), "a number"),
+    "iteration": ((int, type(None)), "a whole number"),
+    **dict.fromkeys(("change_rope", "check_finite", "verify", "dry_run"), ((bool,), "true or false")),
+}
+
+
+def _check(config: Mapping[str, Any]) -> None:
+    """Refuse a value of the wrong kind: `no` is a word to YAML 1.2, and a word is true to Python.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    for key, (kinds, what) in KINDS.items():
+        value = config[key]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds) or value == "":
+            raise ValueError(f"{key}={value}: expected {what}")
+    if config["shard_gigabytes"] <= 0:
+        raise ValueError(f"shard_gigabytes={config['shard_gigabytes']}: expected a positive number")
 
 
 def _summary(made: Plan, settings: Settings) -> str:

@@ -16,17 +16,11 @@ from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.architecture.pattern import format as format_pattern
 
 UNSUPPORTED = (
-    "apply_residual_connection_post_layernorm",
-    "attention_output_gate",
-    "moe_latent_size",
-    "moe_router_num_groups",
-    "moe_router_pre_softmax",
-    "moe_shared_expert_gate",
-    "mtp_num_layers",
-    "multi_latent_attention",
-    "openai_gelu",
-    "quick_geglu",
-    "rotary_interleaved",
+    *("activation_func_clamp_value", "apply_residual_connection_post_layernorm", "attention_output_gate"),
+    *("experimental_attention_variant", "glu_linear_offset", "moe_apply_probs_on_input", "moe_expert_capacity_factor"),
+    *("moe_latent_size", "moe_router_group_topk", "moe_router_num_groups", "moe_router_pre_softmax"),
+    *("moe_shared_expert_gate", "mtp_num_layers", "multi_latent_attention", "no_rope_freq", "openai_gelu"),
+    *("qk_l2_norm", "quick_geglu", "rotary_interleaved", "use_mup"),
 )
 """Megatron flags that change the function and that no format here can express."""
 
@@ -116,10 +110,8 @@ class Description:
             windows = [bool(block.get("window")) for block in self.blocks if block.kind == "*" and not block.is_linear]
             rope = Rope(base=self.rope.base, percent=self.rope.percent) if all(windows) else self.rope
             object.__setattr__(self, "rope", replace(rope, on_windowed=rope.scaling == "none" or not any(windows)))
-        if self.hf_layers is not None and len(self.hf_layers) != len(self.blocks):
-            raise ValueError(
-                f"model.hf_layers has {len(self.hf_layers)} numbers for {len(self.blocks)} blocks: give one a block"
-            )
+        if self.hf_layers is not None:
+            _check_layers(self.hf_layers, self.hf_layer_count, self.blocks)
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -130,6 +122,23 @@ class Description:
     def kinds(self) -> set[str]:
         """The kinds of blocks that are not replaced by a linear map."""
         return {block.kind for block in self.blocks if not block.is_linear}
+
+
+def _check_layers(layers: tuple[int, ...], count: int | None, blocks: tuple[Block, ...]) -> None:
+    """Refuse numbers that do not rise, or put two blocks into one layer that are not attention and its MLP."""
+    if len(layers) != len(blocks):
+        raise ValueError(f"model.hf_layers has {len(layers)} numbers for {len(blocks)} blocks: give one a block")
+    if count is None:
+        raise ValueError("model.hf_layers needs model.hf_layer_count, the number of layers")
+    before = (-1, "-")
+    for number, (layer, block) in enumerate(zip(layers, blocks, strict=True), start=1):
+        shares = layer == before[0] and (before[1], block.kind) == ("*", "-")
+        if not (before[0] < layer or shares) or layer >= count:
+            raise ValueError(
+                f"model.hf_layers: block {number} ({block}) cannot be in layer {layer} of {count}: numbers rise from "
+                "0, only attention and the MLP right after it share one; without hf_layers they are numbered anew"
+            )
+        before = (layer, block.kind)
 
 
 def from_config(config: Mapping[str, Any]) -> Description:
@@ -143,6 +152,10 @@ def from_config(config: Mapping[str, Any]) -> Description:
     for name in UNSUPPORTED:
         if flags.values.get(name):
             raise ValueError(f"megatron.{name}={flags.values[name]}: no Hugging Face format here can express it")
+    if flags.text("softmax_type", "vanilla") != "vanilla":
+        raise ValueError(
+            f"megatron.softmax_type={flags.values['softmax_type']}: no Hugging Face format here can express it"
+        )
     architecture = Architecture.from_config(config)
     if architecture.learned_positions:
         raise ValueError("megatron.position_embedding_type=learned_absolute: set it to rope, yarn or none")
@@ -241,8 +254,7 @@ def to_config(description: Description) -> dict[str, dict[str, Any]]:
         megatron["apply_layernorm_1p"] = True
     if architecture.qkv_bias:
         megatron["add_qkv_bias"] = True
-    if description.activation != "gelu":
-        megatron["swiglu" if description.activation == "silu" else "squared_relu"] = True
+    megatron |= _activation_flags(description)
     if description.hf_layers is not None:
         model["hf_layers"] = list(description.hf_layers)
         model["hf_layer_count"] = description.hf_layer_count
@@ -250,6 +262,15 @@ def to_config(description: Description) -> dict[str, dict[str, Any]]:
     if description.max_positions is not None:
         megatron["max_position_embeddings"] = description.max_positions
     return {"model": model, "megatron": megatron}
+
+
+def _activation_flags(description: Description) -> dict[str, Any]:
+    known = {("silu", True): {"swiglu": True}, ("relu2", False): {"squared_relu": True}, ("gelu", False): {}}
+    found = known.get((description.activation, description.architecture.gated))
+    if found is None:
+        gate = "with" if description.architecture.gated else "without"
+        raise ValueError(f"activation {description.activation!r} {gate} a gate: Megatron has no such FFN here")
+    return found
 
 
 def _compact(description: Description) -> tuple[Pattern, dict[str, Block]]:
@@ -304,6 +325,10 @@ def _rope_flags(rope: Rope | None, model: dict[str, Any]) -> dict[str, Any]:
         if not rope.truncate:
             flags["no_yarn_correction_range_round_to_int"] = True
         if abs(rope.attention_factor - yarn_concentration(rope.factor)) > 1e-9:
+            if rope.factor <= 1:
+                raise ValueError(
+                    f"YaRN with factor {rope.factor} and attention_factor {rope.attention_factor}: Megatron has 1"
+                )
             flags["mscale"] = (rope.attention_factor - 1.0) / (yarn_concentration(rope.factor) - 1.0)
         if not rope.on_windowed:
             model["yarn_on_windowed"] = False

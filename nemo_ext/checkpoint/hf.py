@@ -7,6 +7,7 @@ Both directions are exact: no number changes unless `dtype` asks for another typ
 
 from __future__ import annotations
 
+import difflib
 import importlib.resources
 import json
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SHARD = 5.0
 LONGEST = "max_position_embeddings"
+ROPE_KEYS = ("rotary_base", "rotary_percent", "rotary_scaling_factor", "rope_scaling_factor", "use_rope_scaling")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,13 +133,18 @@ def plan(source: Path, to: Path, settings: Settings, config: Mapping[str, Any] |
 
 
 def _plan_from_hf(source: Path, to: Path, settings: Settings, config: Mapping[str, Any] | None) -> Plan:
+    if settings.iteration is not None:
+        raise ValueError(
+            f"iteration={settings.iteration} is for a run of Megatron, {source} is Hugging Face's: leave it out"
+        )
     reader = SafetensorsReader(source)
     found, description = read(read_json(source / CONFIG))
     wanted = _with_changes(to_config(description), config)
     if wanted is not None:
         description = _agreed(description, from_config(wanted), settings)
     entries = list(found.entries(description))
-    check_tensors(reader, {n: s for e in entries for n, s in zip(e.names, e.shapes, strict=True)})
+    expected = {n: s for e in entries for n, s in zip(e.names, e.shapes, strict=True)}
+    check_tensors(reader, expected, ignored=_harmless(reader, description, found))
     if settings.to_format == HUGGING_FACE:
         return _plan_to_hf(reader, entries, to, settings, description, settings.files_from or source)
     if settings.architecture is not None:
@@ -157,6 +164,8 @@ def _plan_from_hf(source: Path, to: Path, settings: Settings, config: Mapping[st
 
 def _plan_from_megatron(source: Path, to: Path, settings: Settings, config: Mapping[str, Any] | None) -> Plan:
     folder = checkpoint_folder(source, settings.iteration)
+    if settings.iteration is not None and folder.name != f"iter_{settings.iteration:07d}":
+        raise ValueError(f"iteration={settings.iteration}: {source} is one checkpoint, not a run: leave it out")
     reader = TorchDistReader(folder)
     if settings.to_format == MEGATRON:
         raise ValueError("to_format=megatron: the checkpoint is Megatron's already")
@@ -174,6 +183,18 @@ def _plan_from_megatron(source: Path, to: Path, settings: Settings, config: Mapp
     return _plan_to_hf(reader, entries, to, settings, description, settings.files_from or extras_beside(source, folder))
 
 
+def _harmless(reader: SafetensorsReader, description: Description, found: Format) -> list[str]:
+    """Tensors that older checkpoints hold beside their weights: RoPE's frequencies, a tied output layer once more."""
+    names = [name for name in reader.tensors if name.endswith(".rotary_emb.inv_freq")]
+    head, table = (f"{found.outside[role]}.weight" for role in ("head", "embedding"))
+    if description.architecture.tied_embeddings and {head, table} <= reader.tensors.keys():
+        import torch
+
+        if torch.equal(reader.read(head), reader.read(table)):
+            names.append(head)
+    return names
+
+
 def _with_changes(beside: Mapping[str, Any] | None, config: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The whole model that the user asked for, or the checkpoint's with single keys changed; None without changes."""
     given = {name: dict((config or {}).get(name) or {}) for name in ("model", "megatron")}
@@ -184,7 +205,32 @@ def _with_changes(beside: Mapping[str, Any] | None, config: Mapping[str, Any] | 
         return None
     if beside is None:
         raise CheckpointError("which model is it? model=... ; single keys can only change a config that lies beside")
-    return {name: {**beside[name], **given[name]} for name in given}
+    changed = {name: {**beside[name], **given[name]} for name in given}
+    for name, keys in given.items():
+        check_effect(changed, name, keys)
+    return changed
+
+
+def check_effect(config: Mapping[str, Mapping[str, Any]], section: str, keys: Mapping[str, Any]) -> None:
+    """Refuse a key that says nothing about the model.
+
+    Raises:
+        ValueError: with the nearest key that does.
+    """
+    whole = from_config(config)
+    known = to_config(whole)[section]
+    for key in keys:
+        without = {**config, section: {name: value for name, value in config[section].items() if name != key}}
+        if key in known or key in ("name", "family", "backend"):
+            continue
+        try:
+            same = from_config(without) == whole
+        except ValueError:
+            continue
+        if same:
+            near = difflib.get_close_matches(key, {*known, *ROPE_KEYS}, n=1)
+            hint = f"; did you mean {section}.{near[0]}?" if near else ""
+            raise ValueError(f"{section}.{key}: says nothing about a checkpoint's model: leave it out{hint}")
 
 
 def _plan_to_hf(
@@ -206,8 +252,15 @@ def _plan_to_hf(
     config["torch_dtype"] = config["dtype"]  # the name before transformers 4.56
     # A run on shorter sequences than the model knows does not make it forget the longer ones.
     config[LONGEST] = max(config[LONGEST], int(kept.get(LONGEST) or 0))
+    scaled = _yarn_length(description)
+    config[LONGEST] = max(config[LONGEST], scaled)
     left_out = reader.left_out if isinstance(reader, TorchDistReader) else 0
     remarks = [*found.remarks(description), *_padding(description)]
+    if scaled and config[LONGEST] != scaled:
+        remarks.append(
+            f"transformers 4 takes YaRN's factor from {LONGEST}={config[LONGEST]}, where rope_scaling means {scaled}: "
+            "load it with transformers 5 or vLLM"
+        )
     if left_out:
         remarks.append(f"{left_out} tensors of optimizer state stay behind: Hugging Face has no place for them")
     if extras is None:
@@ -225,6 +278,12 @@ def _plan_to_hf(
         extras=extras,
         remarks=remarks,
     )
+
+
+def _yarn_length(description: Description) -> int:
+    """The longest sequence that YaRN's factor stands for, 0 without YaRN."""
+    rope = description.rope
+    return int(rope.factor * rope.original_positions) if rope is not None and rope.scaling == "yarn" else 0
 
 
 def _main_type(work: Sequence[Work]) -> str:
@@ -312,7 +371,7 @@ def convert(plan: Plan, settings: Settings, *, progress: bool = True) -> Path:
     """
     began_with = fingerprint(plan.reader)
     identity = {
-        "from": began_with,
+        "from": [str(plan.reader.path.resolve()), began_with],
         "beside": [] if plan.extras is None else files_identity(extra_files(plan.extras)),
         "architecture": plan.format.architecture,
         "config": dict(plan.config),
@@ -352,10 +411,8 @@ def _finish_hf(plan: Plan, folder: Path) -> None:
 
 def _finish_megatron(plan: Plan, folder: Path) -> None:
     """A model file for `--config-dir`, and what else the Hugging Face folder held."""
-    sections = to_config(plan.description)
-    if sections["model"]["name"] == "model":
-        sections["model"]["name"] = plan.to.name
-    write_model_file(folder, sections, f"Made from {plan.reader.path.name} ({plan.format.architecture}).")
+    comment = f"Made from {plan.reader.path.name} ({plan.format.architecture})."
+    write_model_file(folder, to_config(plan.description), name=plan.to.name, comment=comment)
     if plan.extras is not None:
         (folder / EXTRAS).mkdir(exist_ok=True)
         copy_extras(plan.extras, folder / EXTRAS, code=True)

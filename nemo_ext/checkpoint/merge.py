@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_ext.checkpoint.beside import EXTRAS, copy_extras, extras_beside, write_model_file
 from nemo_ext.checkpoint.description import to_config
 from nemo_ext.checkpoint.hf import DEFAULT_SHARD
-from nemo_ext.checkpoint.output import check_room, unfinished
+from nemo_ext.checkpoint.output import check_room, folder_to_make, unfinished
 from nemo_ext.checkpoint.parameters import Piece
 from nemo_ext.checkpoint.safetensors_files import SafetensorsReader
 from nemo_ext.checkpoint.same_model import (
@@ -248,10 +248,8 @@ def _megatron(checkpoints: Sequence[Checkpoint], model: Model) -> tuple[Finish, 
     def finish(folder: Path, target: Target) -> None:
         if model.description is not None:
             sections = to_config(model.description)
-            if sections["model"]["name"] == "model":
-                sections["model"]["name"] = target.to.name
             shares = (f"{w:g} {c.path}" for w, c in zip(target.weights, checkpoints, strict=True))
-            write_model_file(folder, sections, f"Made from {' + '.join(shares)}.")
+            write_model_file(folder, sections, name=target.to.name, comment=f"Made from {' + '.join(shares)}.")
         if extras is not None:
             (folder / EXTRAS).mkdir(exist_ok=True)
             copy_extras(extras, folder / EXTRAS, code=True)
@@ -370,7 +368,7 @@ def run(config: Mapping[str, Any]) -> None:
     named = config["from"] if _is_list(config["from"]) else [config["from"]]
     keys = ("weights", "points", "iterations", "shard_gigabytes", "check_finite", "verify")
     settings = Settings(**{key: config[key] for key in keys})
-    planned = plan([Path(str(path)) for path in named if path], Path(str(config["to"])), settings)
+    planned = plan([Path(str(path)) for path in named if path], folder_to_make(Path(str(config["to"]))), settings)
     for remark in planned.remarks:
         notice(f"note: {remark}")
     if config["dry_run"]:

@@ -166,6 +166,23 @@ def _remove_if_empty(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def folder_to_make(path: Path) -> Path:
+    """The folder that a path means: what a link points to, and "." by its name."""
+    return path.resolve() if path.is_symlink() or not path.name else path
+
+
+def check_target(path: Path) -> None:
+    """Refuse a folder that could not be given its name in the end.
+
+    Raises:
+        CheckpointError: saying why.
+    """
+    if os.path.ismount(path):
+        raise CheckpointError(
+            f"to={path}: a file system is mounted there, which no rename can replace: name a folder in it"
+        )
+
+
 def check_room(path: Path, needed: int) -> None:
     """Refuse to begin what the disk cannot hold.
 

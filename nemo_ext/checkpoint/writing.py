@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nemo_ext.checkpoint.output import Output, check_room, has_size, only_writer, was_published
+from nemo_ext.checkpoint.output import Output, check_room, check_target, has_size, only_writer, was_published
 from nemo_ext.checkpoint.parameters import Piece
 from nemo_ext.checkpoint.safetensors_files import SafetensorsReader, shard_name, write_index, write_shard
-from nemo_ext.checkpoint.storage import CheckpointError, check_finite, checksum, size_in_bytes, torch_dtype
+from nemo_ext.checkpoint.storage import CheckpointError, check_finite, checksum, listed, size_in_bytes, torch_dtype
 from nemo_ext.checkpoint.torch_dist import RELEASE, TorchDistReader, TorchDistWriter, write_tracker
 from nemo_ext.progress import notice, progress_of
 
@@ -68,6 +69,9 @@ def cut_into_parts(work: Sequence[Work], shard_gigabytes: float) -> list[list[Wo
     """
     if not shard_gigabytes > 0:
         raise ValueError(f"shard_gigabytes={shard_gigabytes}: expected a positive number")
+    labels = [slot.label for each in work for slot in each.slots]
+    twice = sorted({label for label, count in Counter(labels).items() if count > 1})
+    assert not twice, f"made twice: {listed(twice)}"
     parts: list[list[Work]] = [[]]
     size = 0
     for each in work:
@@ -108,6 +112,7 @@ def write_checkpoint(
         CheckpointError: NaN or infinity, a full disk, a folder that holds something else, another process that is
             writing it, or files that do not read back as they were written.
     """
+    check_target(to)
     identity = {"to_format": to_format, "parts": [len(part) for part in parts], **identity}
     if _is_made(to, identity):
         return to

@@ -191,7 +191,7 @@ def test_files_from_another_folder_are_taken_instead(source: Path, tmp_path: Pat
     assert (export / "tokenizer.json").read_text() == '{"version": "2.0"}'
     assert not (export / "chat_template.jinja").exists()
     config = config_of(export)
-    assert (config["bos_token_id"], config["eos_token_id"], config["use_cache"]) == (7, None, True)
+    assert (config["bos_token_id"], config["eos_token_id"], config.get("use_cache")) == (7, None, None)
     assert_same(weights_of(export), weights_of(source))
 
 
@@ -547,12 +547,21 @@ def test_a_target_inside_the_source_changes_nothing_of_it(source: Path, tmp_path
     ("words", "said"),
     [
         (("dtype=float8",), "dtype=float8: expected one of bfloat16, float16, float32"),
-        (("shard_gigabytes=0",), "shard_gigabytes=0.0: expected a positive number"),
+        (("shard_gigabytes=0",), "shard_gigabytes=0: expected a positive number"),
         (("to_format=safetensors",), "to_format=safetensors: expected huggingface or megatron"),
         (("files_from=nowhere",), "files_from=nowhere: no such folder"),
         (("to_format=huggingface", "architecture=OlmoForCausalM"), "did you mean OlmoForCausalLM?"),
         (("to_format=huggingface", "architecture=OlmoForCausalLM"), "no Hugging Face format can express this model"),
         (("architecture=LlamaForCausalLM",), "is for writing Hugging Face checkpoints"),
+        (("change_rope=no",), "change_rope=no: expected true or false"),
+        (("dry_run=maybe",), "dry_run=maybe: expected true or false"),
+        (("shard_gigabytes=null",), "shard_gigabytes=None: expected a number"),
+        (("shard_gigabytes=some",), "shard_gigabytes=some: expected a number"),
+        (("files_from=3",), "files_from=3: expected a folder"),
+        (("iteration=1.5",), "iteration=1.5: expected a whole number"),
+        (("iteration=7",), "iteration=7 is for a run of Megatron"),
+        (("megatron.rope_theta=1000000",), "megatron.rope_theta: says nothing about a checkpoint's model"),
+        (("megatron.rotary_bas=1000000",), "did you mean megatron.rotary_base?"),
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(
@@ -594,3 +603,67 @@ def test_a_source_that_is_written_to_meanwhile_is_noticed(
     with pytest.raises(CheckpointError, match="changed while it was read"):
         converted(source, tmp_path / "out", to_format="huggingface")
     assert not (tmp_path / "out").exists()
+
+
+# What older checkpoints and other places have
+
+
+def test_frequencies_and_a_second_copy_of_a_tied_table_are_no_weights(source: Path, tmp_path: Path) -> None:
+    weights = weights_of(source)
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.rand(4)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    (source / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": True}))
+    rewrite(source, weights)
+
+    back = weights_of(converted(converted(source, tmp_path / "megatron"), tmp_path / "back"))
+
+    assert weights.keys() - back.keys() == {"model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight"}
+    weights["lm_head.weight"][0] += 1
+    rewrite(source, weights)
+    with pytest.raises(CheckpointError, match=r"not of this model: lm_head\.weight"):
+        converted(source, tmp_path / "other")
+
+
+def test_a_link_is_followed(source: Path, tmp_path: Path, command: Command) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+
+    assert command(f"from={source}", f"to={tmp_path / 'link'}")[0] == 0
+
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "release" / ".metadata").is_file()
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), [("olmo3_tiny", "olmo3_tiny_checkpoint"), ("a,b(c)", "a_b_c_"), ("1e5", "1e5_checkpoint")]
+)
+def test_the_model_file_has_a_name_that_only_it_has(source: Path, tmp_path: Path, folder: str, name: str) -> None:
+    """Hydra takes a packaged file before one of --config-dir."""
+    made = converted(source, tmp_path / folder)
+    assert [file.stem for file in (made / "model").iterdir()] == [name]
+
+
+def test_a_yarn_export_is_as_long_as_its_factor_says(source: Path, tmp_path: Path) -> None:
+    yarn = {
+        "position_embedding_type": "yarn",
+        "rotary_scaling_factor": 4.0,
+        "yarn_original_max_position_embeddings": 64,
+    }
+    made = converted(source, tmp_path / "long", {"megatron": yarn}, change_rope=True, to_format="huggingface")
+    assert config_of(made)["max_position_embeddings"] == 256
+
+
+def test_the_tokenizer_comes_from_the_first_of_several_runs(source: Path, tmp_path: Path) -> None:
+    start = converted(source, tmp_path / "start")
+    model = yaml.safe_load(next((start / "model").glob("*.yaml")).read_text())
+    before = "start"
+    for name in ("first", "second"):
+        run = tmp_path / name
+        (run / "checkpoints").mkdir(parents=True)
+        (run / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("release")
+        (run / "checkpoints" / "release").symlink_to(start / "release")
+        begun = {"megatron": {**model["megatron"], "pretrained_checkpoint": before}}  # relative to where it was started
+        (run / "config.yaml").write_text(yaml.safe_dump({**model, **begun}))
+        before = f"{name}/checkpoints"
+
+    assert (converted(tmp_path / "second", tmp_path / "out") / "tokenizer.json").is_file()

@@ -1,7 +1,9 @@
 """config.json in both directions, the choice of a format, and a mapping that names every parameter exactly once."""
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.resources import files
 from math import prod
 from typing import Any
@@ -234,3 +236,88 @@ def test_remarks_say_what_vllm_does_not_know() -> None:
     assert found.architecture == "DeciLMForCausalLM"
     for word in ("linear-replaced", "window_length", "first layer"):
         assert word in told
+
+
+def with_gaps() -> Any:
+    """A Puzzle child as published ones are: a layer without any block."""
+    layers = [
+        {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 3.0}},
+        {"attention": {"no_op": True}, "ffn": {"no_op": True}},
+        {"attention": {"no_op": True}, "ffn": {"intermediate_size": 100}},
+    ]
+    return read(
+        {
+            **{"architectures": ["DeciLMForCausalLM"], "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 96},
+            **{"hidden_act": "silu", "rms_norm_eps": 1e-5, "block_configs": layers, "num_hidden_layers": 3},
+        }
+    )[1]
+
+
+def test_layer_numbers_are_for_the_format_that_has_them() -> None:
+    description = with_gaps()
+    assert description.hf_layers == (0, 0, 2)
+    for architecture in ("DeciLMForCausalLM", "NemoExtBlocksForCausalLM"):
+        found, config = choose(description, architecture)
+        names = [name for entry in found.entries(description) for name in entry.names]
+        assert len(names) == len(set(names))
+        again, same = read(through_json(config))
+        assert [name for entry in again.entries(same) for name in entry.names] == names
+
+
+@pytest.mark.parametrize(
+    ("layers", "count", "message"),
+    [
+        ((0, 0), 3, "2 numbers for 3 blocks"),
+        ((0, 0, 2), None, "hf_layer_count"),
+        ((0, 0, 3), 3, "cannot be in layer 3 of 3"),
+        ((0, 0, 0), 3, "block 3"),
+        ((2, 2, 1), 3, "block 3"),
+        ((-1, 0, 1), 3, "block 1"),
+    ],
+)
+def test_layer_numbers_that_no_child_has_are_refused(layers: tuple[int, ...], count: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(with_gaps(), hf_layers=layers, hf_layer_count=count)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),
+        ({"num_experts_per_tok": 1, "norm_topk_prob": None}, "norm_topk_prob=True"),
+    ],
+)
+def test_hybrid_settings_that_megatron_has_fixed_are_refused(changes: dict[str, Any], message: str) -> None:
+    _, config = choose(from_config(compose("describe", ["model=nemotron3_nano_tiny"])))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read(through_json(config) | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": [1]},
+        {"rope_scaling": {"rope_type": "yarn", "factor": "2"}},
+        {"rope_theta": "5e5"},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": True}},
+    ],
+)
+def test_rope_of_the_wrong_kind_is_told(changes: dict[str, Any], random_sections: Callable[..., Sections]) -> None:
+    _, config = choose(from_config(random_sections("LlamaForCausalLM", 3)))
+    with pytest.raises(ValueError, match=r"config\.json: .*rope|RoPE"):
+        read(through_json(config) | changes)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["use_mup", "activation_func_clamp_value", "glu_linear_offset", "no_rope_freq", "qk_l2_norm", "softmax_type"],
+)
+def test_settings_that_change_the_function_unseen_are_refused(flag: str) -> None:
+    with pytest.raises(ValueError, match=f"megatron.{flag}"):
+        from_config(compose("describe", ["model=llama_nemotron_tiny", f"++megatron.{flag}=1"]))
+
+
+def test_a_hybrid_without_attention_gets_the_class_that_can_run_it() -> None:
+    found, _ = choose(from_config(compose("describe", ["model=nemotron3_nano_tiny", 'model.pattern="MEM-"'])))
+    assert found.architecture == "NemoExtBlocksForCausalLM"

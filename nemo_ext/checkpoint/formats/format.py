@@ -73,7 +73,8 @@ class Format:
         Raises:
             ValueError: for a block that the mapping cannot express.
         """
-        numbers = description.hf_layers or self.layers(description.blocks)[0]
+        given = description.hf_layers if self.layers is attention_with_mlp else None
+        numbers = given or self.layers(description.blocks)[0]
         for row in rows(description, stacked_experts=self.stacked_experts):
             if row.block is None:
                 names = [self.outside[module] + f".{parameter}" for module, parameter in row.roles]
@@ -191,5 +192,4 @@ def common_facts(description: Description, model_type: str, architecture: str) -
         "max_position_embeddings": description.max_positions or 4096,
         "tie_word_embeddings": description.architecture.tied_embeddings,
         "attention_dropout": 0.0,
-        "use_cache": True,
     }

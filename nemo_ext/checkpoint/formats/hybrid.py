@@ -50,6 +50,19 @@ def router_is_sigmoid(description: Description) -> None:
         )
 
 
+def check_normalised(keys: Keys, top_k: set[int]) -> None:
+    """Megatron divides the weights of two chosen experts or more by their sum, and never that of one.
+
+    Raises:
+        ValueError: config.json says otherwise.
+    """
+    normalised = keys.flag("norm_topk_prob", True)
+    if any((k > 1) != normalised for k in top_k):
+        raise ValueError(
+            f"config.json: norm_topk_prob={normalised} with {sorted(top_k)} experts a token is not supported"
+        )
+
+
 def _write(description: Description) -> dict[str, Any]:
     architecture, blocks, kinds = description.architecture, description.blocks, description.kinds
     refuse(
@@ -69,6 +82,7 @@ def _write(description: Description) -> dict[str, Any]:
         (kinds & {"-", "E"} and (description.activation == "silu" or architecture.gated), "a gated FFN"),
         ("*" in kinds and description.rope is not None, "positions in attention"),
         (any(block.kind == "*" and block.get("window") for block in blocks), "sliding windows"),
+        ("*" not in kinds, "no attention block, without which transformers' class cannot run"),
         ("M" in kinds and description.norm_epsilon != GATED_NORM_EPSILON, "a norm epsilon other than Mamba's 1e-5"),
     )
     router_is_sigmoid(description)
@@ -108,9 +122,10 @@ def _write(description: Description) -> dict[str, Any]:
         }
     if description.router is not None:
         top_k, shared = common_value(blocks, "E", "topk"), common_value(blocks, "E", "shared")
-        refuse((not shared, "MoE blocks without a shared expert"))
+        experts = common_value(blocks, "E", "experts")
+        refuse((not shared, "MoE blocks without a shared expert"), (experts < 2, "MoE blocks with one expert"))
         facts |= {
-            "n_routed_experts": common_value(blocks, "E", "experts"),
+            "n_routed_experts": experts,
             "num_experts_per_tok": top_k,
             "moe_intermediate_size": common_value(blocks, "E", "ffn"),
             "n_shared_experts": 1,
@@ -130,7 +145,13 @@ def _read(keys: Keys) -> Description:
     keys.only("num_nextn_predict_layers", 0)
     for name in ("use_bias", "mlp_bias", "attention_bias", "mamba_proj_bias"):
         keys.only(name, False)
+    keys.only("mlp_hidden_act", "relu2", "gelu")
     kinds = {block.kind for block in pattern.blocks}
+    epsilon = keys.number("layer_norm_epsilon", 1e-5)
+    if "M" in kinds and epsilon != GATED_NORM_EPSILON:
+        raise ValueError(
+            f"config.json: layer_norm_epsilon={epsilon}: Megatron's Mamba-2 mixer knows {GATED_NORM_EPSILON} only"
+        )
     router = _router(keys) if "E" in kinds else None
     vocabulary = keys.integer("vocab_size", 131072)
     architecture = Architecture(
@@ -145,7 +166,7 @@ def _read(keys: Keys) -> Description:
         architecture=architecture,
         vocab_size=vocabulary,
         activation=str(keys.get("mlp_hidden_act", "relu2")),
-        norm_epsilon=keys.number("layer_norm_epsilon", 1e-5),
+        norm_epsilon=epsilon,
         router=router,
         max_positions=keys.values.get("max_position_embeddings"),
     )
@@ -205,7 +226,7 @@ def _sizes(keys: Keys, kinds: set[str]) -> tuple[Block, ...]:
 def _router(keys: Keys) -> Router:
     for name in ("n_group", "topk_group", "n_shared_experts"):
         keys.only(name, 1)
-    keys.only("norm_topk_prob", keys.integer("num_experts_per_tok", 2) > 1)
+    check_normalised(keys, {keys.integer("num_experts_per_tok", 2)})
     return Router(score="sigmoid", scaling=keys.number("routed_scaling_factor", 1.0), expert_bias=True)
 
 

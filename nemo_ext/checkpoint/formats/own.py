@@ -9,7 +9,7 @@ from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.checkpoint.description import Description, Rope, Router
 from nemo_ext.checkpoint.formats.dense import OUTSIDE, biases, read_biases
 from nemo_ext.checkpoint.formats.format import Format, Keys, common_facts, one_layer_a_block, refuse
-from nemo_ext.checkpoint.formats.hybrid import ATTENTION, MAMBA, MLP, MOE, router_is_sigmoid
+from nemo_ext.checkpoint.formats.hybrid import ATTENTION, MAMBA, MLP, MOE, check_normalised, router_is_sigmoid
 from nemo_ext.checkpoint.formats.rope import read_parameters, rope_parameters
 
 KINDS = {"*": "attention", "-": "mlp", "M": "mamba", "E": "moe"}
@@ -40,6 +40,7 @@ def _write(description: Description) -> dict[str, Any]:
     top_k = {block.size("topk") for block in description.blocks if block.kind == "E" and not block.is_linear}
     refuse(
         (norm not in names, "RMSNorm with zero-centred weights"),
+        (_other_head_norm(description), "QK norm over single heads other than RMSNorm with weights"),
         (architecture.qkv_bias and not architecture.bias, "biases on q, k and v alone"),
         (top_k and (architecture.gated or architecture.bias), "experts with gates or biases"),
         (1 in top_k and len(top_k) > 1, "MoE blocks of which some choose one expert and others more"),
@@ -71,6 +72,13 @@ def _write(description: Description) -> dict[str, Any]:
     )
 
 
+def _other_head_norm(description: Description) -> bool:
+    """Megatron norms single heads by the model's own norm, here it is always RMSNorm."""
+    own = description.architecture
+    plain = own.normalization == "RMSNorm" and own.norm_affine and not description.zero_centred_norm
+    return own.qk_layernorm and own.qk_norm_scope == "head" and not plain
+
+
 def _block(block: Block) -> dict[str, Any]:
     if block.is_linear:
         return {"kind": KINDS[block.kind], "linear": True}
@@ -85,6 +93,8 @@ def _read(keys: Keys) -> Description:
     normalization, zero_centred = NORM_TYPES[keys.get("norm_type", "rms_norm")]
     moe = any(block.kind == "E" and not block.is_linear for block in blocks)
     vocabulary = keys.integer("vocab_size")
+    keys.only("hidden_act", "silu", "relu2", "gelu")
+    check_normalised(keys, {block.size("topk") for block in blocks if block.kind == "E" and not block.is_linear})
     qk_norm = keys.get("qk_norm")
     architecture = Architecture(
         pattern=Pattern(tuple(blocks)),

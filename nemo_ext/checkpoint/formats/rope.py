@@ -59,7 +59,12 @@ def read_rope(keys: Keys, *, percent: float = 1.0, default_base: int = DEFAULT_B
     Raises:
         ValueError: for a scaling or constants that Megatron does not have.
     """
-    found = dict(keys.get("rope_parameters", {})) or dict(keys.get("rope_scaling", {}))
+    found: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        given = keys.get(name, {})
+        if not isinstance(given, Mapping):
+            raise ValueError(f"config.json: {name}={given!r}: expected a mapping")
+        found = dict(given) or found
     base = found.pop("rope_theta", keys.get("rope_theta", default_base))
     share = found.pop("partial_rotary_factor", keys.get("partial_rotary_factor", percent))
     return read_parameters({"rope_theta": base, "partial_rotary_factor": share, **found}, keys)
@@ -67,7 +72,11 @@ def read_rope(keys: Keys, *, percent: float = 1.0, default_base: int = DEFAULT_B
 
 def read_parameters(parameters: Mapping[str, Any], keys: Keys) -> Rope:
     """The rotary embedding of one `rope_parameters` mapping."""
-    values = dict(parameters)
+    values = {name: value for name, value in parameters.items() if value is not None}
+    words = {"rope_type", "type", "truncate"}
+    for name, value in values.items():
+        if name not in words and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"config.json: RoPE's {name}={value!r}: expected a number")
     base = values.pop("rope_theta", DEFAULT_BASE)
     if base != int(base):
         raise ValueError(f"config.json: rope_theta={base}: Megatron's rotary_base is a whole number")
@@ -98,8 +107,8 @@ def read_parameters(parameters: Mapping[str, Any], keys: Keys) -> Rope:
             original_positions=int(
                 values.pop("original_max_position_embeddings", keys.get("max_position_embeddings", 0))
             ),
-            beta_fast=float(values.pop("beta_fast", None) or 32.0),
-            beta_slow=float(values.pop("beta_slow", None) or 1.0),
+            beta_fast=float(values.pop("beta_fast", 32.0)),
+            beta_slow=float(values.pop("beta_slow", 1.0)),
             attention_factor=float(attention),
             truncate=bool(values.pop("truncate", True)),
         )

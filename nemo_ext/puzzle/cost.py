@@ -1,0 +1,133 @@
+"""What a variant costs, from its sizes alone: the resources that a search may limit. No torch.
+
+Latencies here are a roofline: the longer of the time to compute and the time to read. They order variants well and are
+absolute for no machine; measured ones take their place where there are any.
+"""
+
+from dataclasses import dataclass
+
+from nemo_ext.architecture import cost
+from nemo_ext.architecture.blocks import Block
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.pattern import Pattern
+from nemo_ext.architecture.precision import bytes_per_number
+
+RESOURCES = (
+    "parameters",
+    "active_parameters",
+    "weight_bytes",
+    "cache_bytes",
+    "memory_bytes",
+    "prefill_seconds",
+    "decode_seconds",
+    "attention_blocks",
+)
+"""What a search may limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """Under what a model is served.
+
+    Attributes:
+        batch: sequences at once.
+        prompt: tokens of a prompt.
+        context: tokens of a sequence when it is longest; caches are counted for them.
+        precision: of weights, `bf16` or `fp8`.
+        cache_precision: of the KV cache.
+        flops: FLOP/s that the device reaches in matrix products.
+        bandwidth: bytes/s that it reads from memory.
+    """
+
+    batch: int = 1
+    prompt: int = 2048
+    context: int = 4096
+    precision: str = "bf16"
+    cache_precision: str = "bf16"
+    flops: float = 989e12 * 0.5
+    bandwidth: float = 3.35e12 * 0.7
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "prompt", "context", "flops", "bandwidth"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"puzzle.serving.{name}={getattr(self, name)}: expected a positive number")
+        if self.context < self.prompt:
+            raise ValueError(f"puzzle.serving.context={self.context} is shorter than prompt={self.prompt}")
+
+
+def block_costs(parent: Architecture, block: Block | None, serving: Serving) -> dict[str, float]:
+    """All resources of one block of a model; a no-op costs nothing.
+
+    Args:
+        parent: the model, for everything that a block does not say itself.
+        block: with all of its values.
+        serving: see `Serving`.
+
+    Returns:
+        `RESOURCES` -> amount: numbers, bytes, seconds for the whole batch (prefill) or for a token of each of its
+        sequences at full context (decode).
+    """
+    if block is None:
+        return dict.fromkeys(RESOURCES, 0.0)
+    alone = parent.with_pattern(Pattern((block,)))
+    counted = cost.block_parameters(alone, 1)
+    each = bytes_per_number(serving.precision)
+    per_sequence = cost.kv_cache_bytes(alone, serving.context, precision=serving.cache_precision)
+    per_sequence += cost.state_bytes_per_sequence(alone)
+    cache = serving.batch * per_sequence
+    prompt_flops = (
+        serving.batch * serving.prompt * cost.block_forward_flops_per_token(alone, 1, seq_length=serving.prompt)
+    )
+    # A query at the end of the context sees all of it: twice the mean over the sequence.
+    token_flops = serving.batch * cost.block_forward_flops_per_token(alone, 1, seq_length=2 * serving.context)
+    prompt_read = each * read_parameters(alone, block, serving.batch * serving.prompt)
+    token_read = each * read_parameters(alone, block, serving.batch) + cache
+    weights = each * counted.total
+    return {
+        "parameters": counted.total,
+        "active_parameters": counted.active,
+        "weight_bytes": weights,
+        "cache_bytes": cache,
+        "memory_bytes": weights + cache,
+        "prefill_seconds": max(prompt_flops / serving.flops, prompt_read / serving.bandwidth),
+        "decode_seconds": max(token_flops / serving.flops, token_read / serving.bandwidth),
+        "attention_blocks": float(block.kind == "*" and not block.is_linear),
+    }
+
+
+def read_parameters(architecture: Architecture, block: Block, tokens: int) -> float:
+    """Parameters that a forward pass over `tokens` tokens reads: of a MoE block those of the chosen experts."""
+    counted = cost.block_parameters(architecture, 1)
+    if block.kind != "E" or block.is_linear:
+        return counted.total
+    return counted.dense + counted.expert * expected_experts(block, tokens) / block.size("experts")
+
+
+def expected_experts(block: Block, tokens: int) -> float:
+    """How many experts `tokens` tokens choose together, if every token chooses evenly and by itself.
+
+    E (1 - (1 - k / E)^tokens).
+    """
+    experts, chosen = block.size("experts"), block.size("topk")
+    return experts * (1.0 - (1.0 - chosen / experts) ** tokens)
+
+
+def outside_costs(parent: Architecture, serving: Serving) -> dict[str, float]:
+    """What stands outside the blocks: embedding, final norm and output layer."""
+    embedding, head = cost.embedding_parameters(parent), cost.head_parameters(parent)
+    each = bytes_per_number(serving.precision)
+    weights = each * (embedding.total + head.total)
+    head_flops = serving.batch * cost.head_forward_flops_per_token(parent)
+    table = each * parent.hidden_size * parent.vocab_size
+    # Only the last token of a prompt needs logits.
+    logits = max(head_flops / serving.flops, table / serving.bandwidth)
+    return {
+        "parameters": embedding.total + head.total,
+        "active_parameters": head.active + (parent.hidden_size * parent.vocab_size if parent.tied_embeddings else 0),
+        "weight_bytes": weights,
+        "cache_bytes": 0.0,
+        "memory_bytes": weights,
+        "prefill_seconds": logits,
+        "decode_seconds": logits,
+        "attention_blocks": 0.0,
+    }
