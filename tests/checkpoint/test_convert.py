@@ -1,6 +1,7 @@
 """`nemo-ext convert` as a user meets it: what it makes, what it refuses and how, what travels along."""
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -100,6 +101,9 @@ def assert_same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Te
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """The command line in this process: its exit code and what it says."""
+
+    # Hydra sets up logging anew, which closes absl's handler, and with it pytest's stderr, once Megatron is imported.
+    monkeypatch.setattr(logging, "shutdown", lambda *handlers: None)
 
     def call(*words: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["nemo-ext convert", *words])
