@@ -73,7 +73,7 @@ class Program:
         return ((totals <= self.upper + slack) & (totals >= self.lower - slack)).all(axis=-1)
 
     @cached_property
-    def range(self) -> float:
+    def spread(self) -> float:
         """Between the least and the largest total that the objective alone allows."""
         return float(sum(each.max() - each.min() for each in self.objective))
 
@@ -136,7 +136,7 @@ def minimise(program: Program, *, gap: float, time_limit: float) -> Answer:
         return answer
     choice = _settle_ties(program, answer.choice)
     total = math.fsum(float(each[index]) for each, index in zip(program.objective, choice, strict=True))
-    closed = total - answer.bound <= _ABSOLUTE_GAP / _OBJECTIVE_SIZE * program.range
+    closed = total - answer.bound <= _ABSOLUTE_GAP / _OBJECTIVE_SIZE * program.spread
     return Answer(choice, total if closed else answer.bound)
 
 

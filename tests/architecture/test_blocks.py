@@ -51,7 +51,7 @@ def test_linear_is_a_flag_and_stands_alone() -> None:
         (
             "-",
             {"fnn": 3},
-            "unknown value 'fnn' for '-' (MLP): expected one of ffn, linear; did you mean 'ffn'?",
+            "unknown value 'fnn' for '-' (MLP): expected one of ffn, bias, linear; did you mean 'ffn'?",
         ),
         ("*", {"num_query_groups": 4}, "did you mean 'kv'?"),
         ("G", {"heads": 4}, "a gated delta net block ('G') takes no values"),

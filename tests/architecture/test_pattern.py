@@ -135,7 +135,7 @@ def test_cuts_stand_before_blocks_and_stages_may_be_empty() -> None:
         (
             "(*-{fnn=3})x2",
             4,
-            "unknown value 'fnn' for '-' (MLP): expected one of ffn, linear; did you mean 'ffn'?",
+            "unknown value 'fnn' for '-' (MLP): expected one of ffn, bias, linear; did you mean 'ffn'?",
         ),
         ("E{top_k=2}", 2, "did you mean 'topk'?"),
         ("*{num_query_groups=2}", 2, "did you mean 'kv'?"),

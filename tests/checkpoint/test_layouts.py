@@ -30,7 +30,7 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        ("nemotron3_nano_tiny", "expert"),
+        pytest.param("nemotron3_nano_tiny", "expert", marks=pytest.mark.slow),
         pytest.param("nemotron3_nano_tiny", "tensor and sequence", marks=pytest.mark.slow),
         pytest.param("nemotron3_nano_tiny", "pipeline", marks=pytest.mark.slow),
         pytest.param("olmo3_tiny", "tensor and sequence", marks=pytest.mark.slow),

@@ -72,6 +72,7 @@ def test_two_ranks_learn_what_one_rank_learns(
     assert [line["grad_norm"] for line in together] == pytest.approx([line["grad_norm"] for line in alone], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "parameters"),
     [
@@ -112,6 +113,7 @@ def saved_weights(run_dir: Path, names: tuple[str, ...]) -> dict[str, torch.Tens
     return weights
 
 
+@pytest.mark.slow
 def test_virtual_pipeline_stages_learn_what_one_rank_learns(train_ranks: Train, tmp_path: Path) -> None:
     train_ranks(tmp_path / "start", "model.pattern=ME*EME-E", *START)
     start = ("train.tokens=2560", f"megatron.pretrained_checkpoint={tmp_path / 'start' / run_directory.CHECKPOINTS}")
