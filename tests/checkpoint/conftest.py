@@ -1,8 +1,10 @@
 """Random small models of every family, as config sections and as Hugging Face folders that transformers wrote."""
 
 import json
+import resource
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from importlib.resources import files
 from pathlib import Path
 from random import Random
@@ -251,3 +253,19 @@ def spread_out(name: str, tensor: torch.Tensor) -> None:
         tensor.add_(torch.randn_like(tensor) * 0.3)
     elif "in_proj" not in name:  # time steps far beyond any trained ones would cost transformers' scan its precision
         tensor.mul_(4.0)
+
+
+@pytest.fixture
+def small_files() -> Callable[[], AbstractContextManager[None]]:
+    """Inside it no file may grow beyond 4096 bytes, as if the disk were full; pytest's own log is written outside."""
+
+    @contextmanager
+    def limited() -> Iterator[None]:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limited

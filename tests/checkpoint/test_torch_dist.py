@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import pickle
-import resource
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -237,32 +236,22 @@ def test_ctrl_c_while_reading_stays_one(checkpoint: Path, monkeypatch: pytest.Mo
         reader.read("norm.weight")
 
 
-@pytest.fixture
-def small_files() -> Iterator[None]:
-    """No file may grow beyond 4096 bytes, as if the disk were full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_full_disk_is_said_to_be_one(tmp_path: Path, small_files: None) -> None:
+def test_a_full_disk_is_said_to_be_one(tmp_path: Path, small_files: Callable[..., Any]) -> None:
     """`torch.save` fails over its own archive then, which says nothing."""
     piece = Piece.of("a", 4096)
     writer = TorchDistWriter(tmp_path, [[(piece, "float32")]])
 
-    with pytest.raises(OSError, match="File too large") as caught:
+    with pytest.raises(OSError, match="File too large") as caught, small_files():
         writer.write(0, [(piece, torch.zeros(4096))])
     assert caught.value.errno == errno.EFBIG
 
 
-def test_a_full_disk_at_the_very_end_is_said_to_be_one(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_full_disk_at_the_very_end_is_said_to_be_one(tmp_path: Path, small_files: Callable[..., Any]) -> None:
     piece = Piece.of("a", 4)
     writer = TorchDistWriter(tmp_path, [[(piece, "float32")]])
     result = writer.write(0, [(piece, torch.zeros(4))])
-    request.getfixturevalue("small_files")
 
-    with pytest.raises(OSError, match="File too large"):
+    with pytest.raises(OSError, match="File too large"), small_files():
         writer.finish([result], {"long": "x" * 5000})
 
 
