@@ -79,10 +79,11 @@ class Program:
 
     @cached_property
     def sizes(self) -> Floats:
-        """What each row's tolerance is a share of: its bound; where that is 0, close to its largest entry."""
+        """What each row's tolerance is a share of: its bound, or its largest entry if the bound is far smaller."""
         entries = np.max([np.abs(row).max(axis=0) for row in self.rows], axis=0)
         bounds = [np.where(np.isfinite(bound), np.abs(bound), 0.0) for bound in (self.lower, self.upper)]
-        sizes = np.maximum(np.maximum(*bounds), 1e-6 * entries)
+        larger = np.maximum(*bounds)
+        sizes = np.where(larger > 1e-3 * entries, larger, entries)
         return np.where(sizes > 0, sizes, 1.0)
 
     def apart_from(self, choice: Sequence[int], distance: int) -> "Program":
@@ -175,9 +176,10 @@ class _Reduced:
         size = max(CORE, CORE_PER_GROUP * len(self.count))
         if len(everything) <= size:
             return self._answer(*self._solve(everything, gap=gap, deadline=deadline))
-        excess, relaxed = self._price()
-        if relaxed == np.inf:
-            return Answer(None, np.inf)
+        priced = self._price()
+        if priced is None:
+            return self._answer(*self._solve(everything, gap=gap, deadline=deadline))
+        excess, relaxed = priced
         order = np.argsort(excess, kind="stable")
         best, total, bound = None, np.inf, relaxed
         while True:
@@ -189,10 +191,14 @@ class _Reduced:
             proved = best is not None and (total <= left_out or total - bound <= gap * abs(total))
             if size >= len(order) or proved or time.monotonic() >= deadline:
                 return self._answer(best, bound)
-            size *= 4
+            # What is priced above a choice in hand cannot be part of a better one, so the next core is the last.
+            enough = np.searchsorted(excess[order], total - relaxed, side="right")
+            size = 4 * size if best is None else max(size + 1, int(enough))
 
-    def _price(self) -> tuple[Floats, float]:
-        """Each variable's price above the cheapest of its group, and the Lagrangian bound; inf if infeasible.
+    def _price(self) -> tuple[Floats, float] | None:
+        """Each variable's price above the cheapest of its group, and the Lagrangian bound.
+
+        None if there is no solution, or HiGHS cannot tell, as it says of some relaxations that fail by a hair.
 
         Any multipliers of the right sign give a true bound, so HiGHS's tolerances do not matter here.
         """
@@ -208,10 +214,8 @@ class _Reduced:
             bounds=(0, None),
             method="highs",
         )
-        if result.status == 2:
-            return np.zeros(0), np.inf
         if result.status != 0:
-            raise RuntimeError(f"HiGHS could not solve the linear relaxation: {result.message}")
+            return None
         multipliers = np.minimum(result.ineqlin.marginals, 0.0)
         prices = self.objective - rows @ multipliers
         cheapest = np.minimum.reduceat(prices, self.start[:-1])
@@ -251,7 +255,7 @@ class _Reduced:
         choice = [0] * self.blocks
         for number, (blocks, variants) in enumerate(zip(self.members, self.variants, strict=True)):
             spread = np.repeat(variants, counts[self.start[number] : self.start[number + 1]])
-            for block, variant in zip(blocks, np.sort(spread), strict=True):
+            for block, variant in zip(blocks, spread, strict=True):
                 choice[block] = int(variant)
         return Answer(tuple(choice), bound / self.scale)
 

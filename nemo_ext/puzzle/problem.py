@@ -15,7 +15,10 @@ from typing import Any
 from nemo_ext.run_directory import write_text
 
 TOLERANCE = 1e-9
-"""A limit counts as kept when the total passes it by no more than this share of it: sums of floats are not exact."""
+"""A limit counts as kept when the total passes it by no more than this share: sums of floats are not exact.
+
+It is a share of what the limit leaves for the blocks, or of the largest cost if that is over 1000 times as large.
+"""
 
 
 @dataclass(frozen=True)

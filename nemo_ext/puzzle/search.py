@@ -108,6 +108,7 @@ def solve(problem: Problem, gap: float = GAP, *, time_limit: float = TIME_LIMIT)
     Raises:
         Infeasible: No choice keeps the limits: says which conflict, and how far each would have to move.
         TimeoutError: No choice was found in time, nor that there is none.
+        RuntimeError: HiGHS gave up for numerical reasons.
         ValueError: `gap` or `time_limit` is out of range.
     """
     solution = find(problem, to_program(problem), gap=gap, time_limit=time_limit)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import OptimizeResult
 
 from nemo_ext.puzzle import integer_program
 from nemo_ext.puzzle.pool import distance, pool
@@ -283,6 +284,50 @@ def test_a_problem_of_the_size_of_ultra() -> None:
     assert solution.gap <= 1e-4
     assert all(solution.costs[name] <= limit.upper * (1 + 1e-9) for name, limit in problem.limits.items())
     assert (again.choice, again.score, again.bound) == (solution.choice, solution.score, solution.bound)
+
+
+@pytest.mark.parametrize("core", [150, 10_000])
+@pytest.mark.parametrize("gap", [0.3, 0.02])
+def test_a_loose_gap_gives_a_true_bound_and_nothing_that_one_block_could_better(
+    gap: float, core: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = ultra()
+    best = solve(problem)
+    monkeypatch.setattr(integer_program, "CORE", core)
+    monkeypatch.setattr(integer_program, "CORE_PER_GROUP", 0)
+
+    solution = solve(problem, gap)
+
+    assert solution.bound <= best.score <= solution.score * (1 + 1e-9)
+    assert solution.gap <= gap
+    program = to_program(problem)
+    for block, now in enumerate(solution.choice):
+        for index, candidate in enumerate(problem.blocks[block]):
+            if candidate.score < problem.blocks[block][now].score:
+                other = (*solution.choice[:block], index, *solution.choice[block + 1 :])
+                assert not program.keeps(program.totals(other))
+
+
+def test_a_small_core_is_enough_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    whole = integer_program._Reduced._solve
+
+    def spy(self: Any, kept: Any, **options: float) -> Any:
+        sizes.append(len(kept))
+        return whole(self, kept, **options)
+
+    monkeypatch.setattr(integer_program._Reduced, "_solve", spy)
+    solve(ultra())
+    # The second one is what the first one's choice does not rule out.
+    assert sizes[0] == 4 * 126
+    assert len(sizes) <= 2
+    assert sizes[-1] < 126 * 54 / 3
+
+
+def test_a_relaxation_that_highs_gives_up_on_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = solve(ultra())
+    monkeypatch.setattr(integer_program, "linprog", lambda *_, **__: OptimizeResult(status=4))
+    assert solve(ultra()).score == pytest.approx(expected.score, rel=1e-4)
 
 
 def test_a_conflict_in_a_problem_of_the_size_of_ultra() -> None:

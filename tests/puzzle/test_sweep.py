@@ -2,6 +2,7 @@
 
 import csv
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -61,16 +62,21 @@ def test_a_loose_gap_leaves_the_front_monotone_and_its_gaps_true() -> None:
             assert found.bound <= best.score + 1e-9 <= found.score + 2e-9
 
 
-def test_tighter_choices_replace_worse_ones() -> None:
+def test_a_tighter_limits_choice_replaces_a_worse_one(monkeypatch: pytest.MonkeyPatch) -> None:
     solution = solve(problem().with_limits({}))
-    worse, better = (
-        module.replace(solution, score=score, bound=bound, gap=0.0) for score, bound in ((1.02, 0.9), (1.0, 0.95))
-    )
-    first, second = module._monotone([Point(1.0, better), Point(2.0, worse)])
-    assert (first.solution, second.limit) == (better, 2.0)
+    found = {
+        70e9: replace(solution, score=1.02, bound=0.9, costs={"memory_bytes": 65e9}),
+        60e9: replace(solution, score=1.0, bound=0.95, costs={"memory_bytes": 55e9}),
+    }
+    monkeypatch.setattr(module, "find", lambda limited, *_, **__: found[limited.limits["memory_bytes"].upper])
+
+    first, second = sweep(problem(), "memory_bytes", values=list(found))
+
+    assert first.solution == found[60e9]
     assert second.solution is not None
     assert (second.solution.score, second.solution.bound) == (1.0, 0.9)
     assert second.solution.gap == pytest.approx(0.1)
+    assert second.solution.costs == {"memory_bytes": 55e9}
 
 
 def test_nothing_is_solved_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
