@@ -84,6 +84,7 @@ def test_the_same_command_again_has_nothing_to_do(uninterrupted: tuple[Path, str
     assert losses(run_dir) == before
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_made_longer(uninterrupted: tuple[Path, str], tmp_path: Path) -> None:
     shutil.copytree(uninterrupted[0], tmp_path / "run")
 
@@ -113,6 +114,7 @@ def test_another_model_is_not_trained_into_the_same_directory(uninterrupted: tup
     assert size_code == 2 and "other sizes" in size_err
 
 
+@pytest.mark.slow
 def test_killed_at_a_random_step_it_goes_on_exactly(uninterrupted: tuple[Path, str], tmp_path: Path) -> None:
     whole = losses(uninterrupted[0])
     seed = random.randrange(10_000)

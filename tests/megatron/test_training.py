@@ -129,6 +129,7 @@ def test_virtual_pipeline_stages_learn_what_one_rank_learns(train_ranks: Train, 
     assert first["step"] == 0 and 5 < first["val_loss"] < 7
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_rank_goes_on_under_tensor_parallelism(
     single: Path, train_ranks: Train, tmp_path: Path
 ) -> None:
