@@ -21,9 +21,7 @@ def main() -> None:
 
 
 def _words(word: str) -> list[str]:
-    """A word as Hydra wants it: a preset is a file of a group, and what sources there are is the user's choice."""
-    if word.startswith("preset="):
-        return [f"preference_data={word.removeprefix('preset=')}"]
+    """A word as Hydra wants it: what sources there are is the user's choice."""
     if word.startswith("sources="):
         return ["~sources", f"+{word}"]
     return [f"++{word}"] if word.startswith("sources.") else [word]

@@ -26,6 +26,9 @@ OPEN = (
 )
 """Sections beside `megatron` whose keys the user chooses."""
 
+PRESETS = ("preference_data", "sft_data")
+"""Jobs with presets: hydra_conf has a folder of their name."""
+
 
 def iterations(tokens: float | None, seq_length: int, global_batch_size: int) -> int | None:
     """Steps that come nearest to `tokens` tokens; at least one for a positive number, None for None."""
@@ -63,7 +66,7 @@ def compose(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """
     register_resolvers()
     with hydra.initialize_config_module("hydra_conf", version_base="1.3"):
-        return named_blends(plain(hydra.compose(config_name, overrides=hydra_words(overrides))))
+        return named_blends(plain(hydra.compose(config_name, overrides=hydra_words(overrides, config_name))))
 
 
 def named_blends(config: dict[str, Any]) -> dict[str, Any]:
@@ -98,8 +101,10 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in container.items()}
 
 
-def hydra_words(words: Sequence[str]) -> list[str]:
+def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
     """Command line words as Hydra's grammar wants them.
+
+    `preset=NAME` is the file NAME of the group that has the job's name, where it has one.
 
     `megatron.KEY=value` may add a key: Hydra knows only those that a file names, Megatron's parser knows them all.
     The sections of `OPEN` are open too. One given whole (`puzzle.search.shares={parameters: 0.6}`) replaces what the
@@ -114,6 +119,8 @@ def hydra_words(words: Sequence[str]) -> list[str]:
             spelled.append(f"++{word}")
         elif equals and name in OPEN:
             spelled += [f"~{name}", f"+{word}"]
+        elif name == "preset" and job in PRESETS:
+            spelled.append(f"{job}={value}")
         elif name == "model.pattern" and value[:1] not in ("'", '"'):
             spelled.append(f'{name}="{value}"')
         else:
@@ -168,7 +175,7 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
-    sys.argv = [sys.argv[0], *hydra_words(sys.argv[1:])]
+    sys.argv = [sys.argv[0], *hydra_words(sys.argv[1:], config_name)]
 
     composed = False
 

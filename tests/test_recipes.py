@@ -342,6 +342,20 @@ def test_every_segment_passes_megatrons_checks(recipe: str) -> None:
         assert accepted(segment).train_iters == segment["megatron"]["train_iters"]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "steps_", "warmup"),
+    [
+        ("nemotron3_nano/sft", 13_000, 800),  # paper, section 3.1.6
+        ("domyn_small/sft", 3311, 1000),  # section 4.1: 1.13 epochs of 12.29 B tokens at 4.19 M a step
+        ("domyn_small/annealing", 3000, 1000),
+    ],
+)
+def test_sft_takes_the_stated_steps(recipe: str, steps_: int, warmup: int) -> None:
+    megatron = steps(recipe)
+
+    assert (megatron["train_iters"], megatron["lr_warmup_iters"]) == (steps_, warmup)
+
+
 def test_domyn_arithmetic() -> None:
     run = steps("domyn_small/cpt")
 

@@ -29,8 +29,9 @@ def write_report(settings: SftSettings, table: "Table", chosen: "Chosen", packed
         "Modes": (table.modes, list(MODES)),
         "Languages": (table.languages, table.language_names),
     }
+    preset = f", preset {settings.preset}" if settings.preset else ""
     sections = [
-        f"# {settings.output.name}: SFT data\n\n{_contents(packed)}",
+        f"# {settings.output.name}: SFT data{preset}\n\n{_contents(packed)}",
         f"## Sources\n\n{_sources(settings, table, chosen)}",
         *(f"## {title}\n\n{_counts(table, rows, of, names)}" for title, (of, names) in groups.items()),
         f"## Left out\n\n{_left_out(settings, table, chosen)}",

@@ -18,7 +18,7 @@ from nemo_ext.data.sft.sources import ConversationSource, load_conversations
 from nemo_ext.data.tokenizers import named_tokenizer
 
 KEYS = (
-    *("output", "tokenizer", "template", "turns", "sources", "filters", "near_duplicates", "duplicate_ids"),
+    *("preset", "output", "tokenizer", "template", "turns", "sources", "filters", "near_duplicates", "duplicate_ids"),
     *("reasoning", "thinking_shares", "sampling", "packing", "validation_share", "seed", "workers"),
 )
 
@@ -43,6 +43,7 @@ class SftSettings:
     """The checked config.
 
     Attributes:
+        preset: name of the preset, for the report.
         output: folder.
         tokenizer: as everywhere, `{kind: ..., path: ...}`.
         template: name of a chat template, or a file or folder that has one.
@@ -60,6 +61,7 @@ class SftSettings:
         workers: processes; None for one a core.
     """
 
+    preset: str | None
     output: Path
     tokenizer: Mapping[str, Any]
     template: str
@@ -98,15 +100,22 @@ def read_settings(config: Mapping[str, Any]) -> SftSettings:
     if len(set(names)) < len(names):
         raise ValueError(f"sources: two are called {next(name for name in names if names.count(name) > 1)!r}")
     seed = checked_whole("seed", given["seed"])
+    tokenizer = given["tokenizer"]
+    if isinstance(tokenizer, str):
+        tokenizer = named_tokenizer(tokenizer)
+    filters = dict(given["filters"] or {})
+    if filters.get("length"):
+        filters["length"] = {"tokenizer": tokenizer, **filters["length"]}
     near = given["near_duplicates"]
     reasoning = given["reasoning"]
     return SftSettings(
+        preset=given["preset"],
         output=Path(given["output"]),
-        tokenizer=named_tokenizer(given["tokenizer"]) if isinstance(given["tokenizer"], str) else given["tokenizer"],
+        tokenizer=tokenizer,
         template=str(given["template"]),
         turns=given["turns"],
         sources=sources,
-        screen=load_filters(given["filters"] or {}),
+        screen=load_filters(filters),
         near_duplicates=None if near is None else checked(NearDuplicates, near, where="near_duplicates"),
         duplicate_ids=given["duplicate_ids"],
         reasoning=None if reasoning is None else ReasoningSettings.of({"seed": seed, **reasoning}),

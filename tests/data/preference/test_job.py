@@ -200,7 +200,7 @@ def test_safety_pairs_are_also_samples_of_a_reward_model(tmp_path: Path, jsonl_o
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_composes(preset: str) -> None:
     with pytest.raises(ValueError, match="not set: output, sources"):
-        compose("preference_data", [f"preference_data={preset}"])
+        compose("preference_data", [f"preset={preset}"])
     files = {
         "domyn": {
             "heuristic": ("strong", "weak"),
@@ -213,7 +213,7 @@ def test_every_preset_composes(preset: str) -> None:
         "nano_genrm": {"helpsteer3": ("path",), "arena": ("path",), "safety": ("path",)},
     }[preset]
     words = [f"sources.{source}.{key}=x.jsonl" for source, keys in files.items() for key in keys]
-    words += [f"preference_data={preset}", "output=o", "tokenizer={kind: byte}"]
+    words += [f"preset={preset}", "output=o", "tokenizer={kind: byte}"]
 
     given = settings(compose("preference_data", words))
 
