@@ -1,11 +1,11 @@
 """SFT data from a file of conversations to packs: ours beside Hugging Face datasets with TRL's packing, in one run.
 
-    python benchmarks/sft_data.py [--samples 1000000] [--capacity 32768] [--workers 2] [--peer-samples N] [--only NAME ...]
+    python benchmarks/sft_data.py [--samples 1000000] [--capacity 32768] [--workers 2] [--only NAME ...]
 
-The conversations are made of sentences of installed libraries' documentation, half of them with reasoning; the tokenizer is
-a BPE trained on the same. `filtered` is `nemo-ext sft_data` as it is by default, language filter added: structural,
-narrative, repetition and language filters, near duplicates left out. `ours` does what the peer does: chat template,
-tokens, mask of the assistant's tokens, packing. The peer loads the file with `datasets`, maps
+The conversations are made of sentences of installed libraries' documentation, half of them with reasoning; the
+tokenizer is a BPE trained on the same. `filtered` is `nemo-ext sft_data` as it is by default, language filter added:
+structural, narrative, repetition and language filters, near duplicates left out. `ours` does what the peer does: chat
+template, tokens, mask of the assistant's tokens, packing. The peer loads the file with `datasets`, maps
 `apply_chat_template(return_assistant_tokens_mask=True)` over it with as many processes, and packs with TRL's
 best-fit-decreasing. All begin with the same JSONL file and end with packs on disk.
 
@@ -82,10 +82,11 @@ def make_tokenizer(folder: Path) -> None:
 
 def ours(folder: Path, capacity: int, workers: int, *, filtered: bool) -> None:
     """`nemo-ext sft_data` in this process."""
+    conversations = folder / "conversations.jsonl"
     words = [
         *(f"output={folder / 'made'}", f"template={TEMPLATE}", f"workers={workers}", "validation_share=0"),
         f"tokenizer={{kind: huggingface, path: {folder / 'tokenizer'}, eod: '{SPECIAL[-1]}'}}",
-        f"sources=[{{name: chat, path: {folder / 'conversations.jsonl'}, language_key: language, thinking_key: thinking}}]",
+        f"sources=[{{name: chat, path: {conversations}, language_key: language, thinking_key: thinking}}]",
         *(f"packing={{capacity: {capacity}, longer: truncate}}", "reasoning={strip: 0.0, truncate: 0.0}"),
     ]
     if filtered:
@@ -214,12 +215,13 @@ def main() -> None:
                 shutil.rmtree(folder / made, ignore_errors=True)
     base = rows.get("ours", next(iter(rows.values())))["seconds"]
     print(
-        "| | seconds | of ours | processor s | tokens, M | fill | anonymous GB | resident GB |\n|---|---|---|---|---|---|---|---|"
+        "| | seconds | of ours | processor s | tokens, M | fill | anonymous GB | resident GB |\n"
+        "|---|---|---|---|---|---|---|---|"
     )
     for name, row in rows.items():
         print(
-            f"| {name} | {row['seconds']:.0f} | {row['seconds'] / base:.1f}x | {row['processor s']:.0f} | {row['tokens'] / 1e6:.0f} | "
-            f"{row['fill']:.2%} | {row['anonymous GB']:.2f} | {row['resident GB']:.2f} |"
+            f"| {name} | {row['seconds']:.0f} | {row['seconds'] / base:.1f}x | {row['processor s']:.0f} | "
+            f"{row['tokens'] / 1e6:.0f} | {row['fill']:.2%} | {row['anonymous GB']:.2f} | {row['resident GB']:.2f} |"
         )
 
 

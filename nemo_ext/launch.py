@@ -4,20 +4,18 @@ The parent process never trains. It writes the resolved config into the run dire
 `nemo_ext.megatron.rank`, watches metrics.jsonl, and turns Ctrl-C into a checkpoint.
 """
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
-from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -66,7 +64,7 @@ def train(config: dict[str, Any]) -> None:
             f"launcher.nodes={launcher['nodes']}: this command starts ranks on this machine only. For one machine add "
             "scale=laptop and a tiny model; on a cluster see docs/clusters.md"
         )
-    with only_run_in(run_dir):
+    with run_directory.only_run_in(run_dir):
         console.print("checking the configuration against the installed Megatron ...")
         runs = _fill_and_check(config)
         from nemo_ext.megatron.check import check_machine
@@ -115,21 +113,6 @@ def _target(megatron: Mapping[str, Any]) -> tuple[int, str]:
     if stop is not None and int(stop) < steps:
         return int(stop), f"megatron.exit_interval stops it there; to go on to {steps} set megatron.exit_interval=null"
     return steps, "more steps: train.tokens=..."
-
-
-@contextlib.contextmanager
-def only_run_in(run_dir: Path) -> Iterator[None]:
-    """Keeps a second run out of the directory while this one lives."""
-    lock = FileLock(run_dir / ".lock")
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise ValueError(f"{run_dir}: another run is using this directory; wait for it or choose run_dir=...") from None
-    except OSError as error:
-        raise ValueError(f"run_dir={run_dir}: {error.strerror}; choose a directory that can be written") from error
-    with lock:
-        yield
 
 
 def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) -> None:

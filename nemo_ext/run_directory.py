@@ -7,11 +7,13 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 
 CONFIG = "config.yaml"
 VERSIONS = "versions.json"
@@ -22,6 +24,29 @@ CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 
 PACKAGES = ("nemo_ext", "megatron-core", "torch", "transformer-engine", "mamba-ssm", "hydra-core", "numpy")
+
+
+@contextmanager
+def only_run_in(directory: Path, key: str = "run_dir") -> Iterator[None]:
+    """Makes the directory and keeps a second run out of it while this one lives.
+
+    Args:
+        directory: where a job writes.
+        key: by which the user chose it.
+
+    Raises:
+        ValueError: another run is in it, or it cannot be written.
+    """
+    lock = FileLock(directory / ".lock")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(f"{directory}: another run is using this directory; wait for it or choose {key}=...") from None
+    except OSError as error:
+        raise ValueError(f"{key}={directory}: {error.strerror}; choose a directory that can be written") from error
+    with lock:
+        yield
 
 
 def write_text(path: Path, text: str) -> None:

@@ -44,3 +44,20 @@ def test_versions_name_what_ran(tmp_path: Path) -> None:
     facts = json.loads((tmp_path / "versions.json").read_text())
     assert facts["packages"]["megatron-core"].startswith("0.")
     assert facts["command"] == ["nemo-ext train", "megatron.lr=1"]
+
+
+def test_a_second_run_is_kept_out_of_a_directory(tmp_path: Path) -> None:
+    first, second = (run_directory.only_run_in(tmp_path / "made", "output") for _ in range(2))
+
+    with first, pytest.raises(ValueError, match=r"choose output=\.\.\."), second:
+        pass
+
+    with run_directory.only_run_in(tmp_path / "made", "output"):
+        pass
+
+
+def test_a_directory_that_cannot_be_made_is_said_by_its_key(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(ValueError, match=r"^output=.*file: "), run_directory.only_run_in(tmp_path / "file", "output"):
+        pass

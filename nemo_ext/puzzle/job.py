@@ -25,7 +25,7 @@ from nemo_ext.puzzle.report import write_report
 from nemo_ext.puzzle.score_file import read_scores
 from nemo_ext.puzzle.settings import Settings, settings
 from nemo_ext.puzzle.workspace import STAGES, Workspace
-from nemo_ext.run_directory import last_checkpoint, write_config, write_versions
+from nemo_ext.run_directory import last_checkpoint, only_run_in, write_config, write_versions
 
 ON_RANKS = ("library", "distill", "score", "cost", "compare", "baselines", "realise", "fuse", "evaluate")
 
@@ -69,7 +69,7 @@ class Job:
 
     def run(self) -> None:
         """Carry out the stages."""
-        with launch.only_run_in(self.workspace.run_dir):
+        with only_run_in(self.workspace.run_dir):
             wanted = [stage for stage in STAGES if self._wants(stage)]
             for stage in STAGES:  # before anything is done: what stands there must fit
                 self.workspace.is_finished(stage)

@@ -32,7 +32,7 @@ from nemo_ext.data.curriculum.write import OFF, marker, write_ordered
 from nemo_ext.data.documents import ReadReport
 from nemo_ext.data.workers import usable_cores
 from nemo_ext.progress import notice
-from nemo_ext.run_directory import write_text
+from nemo_ext.run_directory import only_run_in, write_text
 
 MOST_LEVELS = 64
 
@@ -49,7 +49,11 @@ def run(config: Mapping[str, Any]) -> None:
         raise ValueError(f"output={given.output}: is a file; give a directory")
     if given.previous and Path(given.previous).expanduser().resolve() == output.resolve():
         raise ValueError(f"output={given.output}: is the previous curriculum's directory; give another")
-    output.mkdir(parents=True, exist_ok=True)
+    with only_run_in(output, "output"):
+        _run(given, output)
+
+
+def _run(given: Settings, output: Path) -> None:
     workers = given.workers or usable_cores()
     profile_path = Path(given.profile).expanduser() if given.profile else output / PROFILE
     if given.rollouts:

@@ -22,7 +22,7 @@ from nemo_ext.data.sft.templates import Template
 from nemo_ext.data.user_files import RecordSource
 from nemo_ext.data.workers import prepare_worker, usable_cores
 from nemo_ext.progress import notice, progress_of
-from nemo_ext.run_directory import REPORT, write_text
+from nemo_ext.run_directory import REPORT, only_run_in, write_text
 
 _WORK = ".work"
 
@@ -36,7 +36,11 @@ def run(config: Mapping[str, Any]) -> None:
     given = settings(config)
     output = output_directory(given.output)
     files = {source.name: readers(source, given.max_bad_share) for source in given.sources}
-    output.mkdir(parents=True, exist_ok=True)
+    with only_run_in(output, "output"):
+        _run(given, files, output)
+
+
+def _run(given: Settings, files: Mapping[str, Mapping[str, RecordSource]], output: Path) -> None:
     counts: dict[str, Counts] = {}
     parts: list[list[Path]] = []
     lines: list[list[Line]] = []

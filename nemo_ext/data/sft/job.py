@@ -38,11 +38,11 @@ from nemo_ext.data.sft.shards import (
 )
 from nemo_ext.data.workers import in_workers, usable_cores
 from nemo_ext.progress import notice, progress_of
-from nemo_ext.run_directory import write_text
+from nemo_ext.run_directory import only_run_in, write_text
 
 PART_RECORDS = 5000
 PART_BYTES = 32_000_000
-LATER = ("output", "sampling", "packing", "validation_share", "workers", "duplicate_ids")
+LATER = ("preset", "output", "sampling", "packing", "validation_share", "workers", "duplicate_ids")
 """Keys that change nothing in the shards."""
 
 
@@ -101,6 +101,11 @@ def run(config: Mapping[str, Any]) -> Path:
         RuntimeError: a worker died.
     """
     settings = read_settings(config)
+    with only_run_in(settings.output, "output"):
+        return _run(config, settings)
+
+
+def _run(config: Mapping[str, Any], settings: SftSettings) -> Path:
     text = config_text({**config, "output": str(settings.output)})
     encoder_of(text)  # a template or tokenizer that cannot be used is known before anything is read
     settings.screen.check()
@@ -248,6 +253,9 @@ def _summary(table: Table, dropped: Mapping[str, int]) -> str:
 
 
 def _pack(work: Work, table: Table, chosen: Chosen, settings: SftSettings) -> dict[str, PackedManifest]:
+    if not len(chosen.valid):
+        for old in settings.output.glob("valid.*"):
+            old.unlink()
     tokenizer = encoder_of(work.config).tokenizer
     files = [shard.file for shard in table.shards]
     return {

@@ -62,7 +62,7 @@ def test_rollouts_and_prompts_become_a_curriculum(problems: Path, capsys: pytest
     report = (made / "report.md").read_text()
     assert "| always solved |" in report and "| math |" in report
     assert f"{solved} always solved" in capsys.readouterr().out
-    assert sorted(path.name for path in made.iterdir()) == [
+    assert sorted(path.name for path in made.glob("[!.]*")) == [
         "curriculum.json", "curriculum.jsonl", "curriculum.npz", "plot.png", "profile.parquet", "report.md",
     ]  # fmt: skip
 
@@ -160,7 +160,7 @@ def test_a_profile_alone_and_from_it_a_curriculum(problems: Path) -> None:
     whole = curriculum(problems)
     made = curriculum(problems, f"profile={alone / 'profile.parquet'}", "rollouts=null", output="from_profile")
 
-    assert sorted(path.name for path in alone.iterdir()) == ["profile.parquet"]
+    assert sorted(path.name for path in alone.glob("[!.]*")) == ["profile.parquet"]
     assert ids_of(made) == ids_of(whole)
 
 

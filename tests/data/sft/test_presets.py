@@ -32,6 +32,7 @@ def test_a_presets_packs_are_as_long_as_its_recipes_sequences(preset: str) -> No
 
     assert (settings.preset, settings.template) == (preset, preset)
     assert settings.packing.capacity == recipe["megatron"]["seq_length"]
+    assert settings.packing.align % (2 * recipe["megatron"]["context_parallel_size"]) == 0
     assert recipe["data"]["packed"]["train"] == f"data/{FAMILIES[preset]}/train"
 
 
