@@ -1,7 +1,8 @@
 """Composing configs: Hydra, our resolvers, and the frame every job runs in. No torch.
 
 `nemo-ext JOB key=value` and `python launchers/JOB.py key=value` both end in `run_job`, so `--help`, `--cfg job` and
-`--config-dir` work the same everywhere, and a user's mistake is one line on stderr and exit code 2.
+`--config-dir` work the same everywhere, and a user's mistake is one line on stderr and exit code 2, a full disk or the
+like one line and exit code 1.
 """
 
 import difflib
@@ -18,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 PACKAGE = "pkg://hydra_conf"
+FAILED = 1
 USER_ERROR = 2
 INTERRUPTED = 130
 OPEN = (
@@ -26,7 +28,10 @@ OPEN = (
 )
 """Sections beside `megatron` whose keys the user chooses."""
 
-PRESETS = ("preference_data", "sft_data")
+FREE = ("megatron.", "filters.", "rl.", "trl.", "nemo_rl.set.", "tasks.", "environments.")
+"""Beginnings of keys that may be new: who reads them knows what there is."""
+
+PRESETS = ("preference_data", "rl", "sft_data")
 """Jobs with presets: hydra_conf has a folder of their name."""
 
 
@@ -104,23 +109,29 @@ def plain(config: DictConfig) -> dict[str, Any]:
 def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
     """Command line words as Hydra's grammar wants them.
 
-    `preset=NAME` is the file NAME of the group that has the job's name, where it has one.
+    `preset=NAME` is the file NAME of the group that has the job's name, where it has one; rl's `model` is its `policy`.
 
     `megatron.KEY=value` may add a key: Hydra knows only those that a file names, Megatron's parser knows them all.
     The sections of `OPEN` are open too. One given whole (`puzzle.search.shares={parameters: 0.6}`) replaces what the
-    recipe has there, where Hydra would merge the two.
+    recipe has there, where Hydra would merge the two; `filters` given whole leave those that they do not name.
     The value of `model.pattern` is quoted: our notation's braces and parentheses mean something else to Hydra.
     """
     spelled = []
     for word in words:
         name, equals, value = word.partition("=")
         section = name.rpartition(".")[0]
-        if equals and (section in OPEN or name.startswith("megatron.")):
+        if equals and (section in OPEN or name.startswith(FREE) or name == "filters"):
             spelled.append(f"++{word}")
         elif equals and name in OPEN:
             spelled += [f"~{name}", f"+{word}"]
         elif name == "preset" and job in PRESETS:
-            spelled.append(f"{job}={value}")
+            spelled += [f"{job}={value}", f"preset={value}"]
+        elif name == "model" and job == "rl":
+            # To Hydra `model` is the group of Megatron models.
+            spelled.append(f"policy={hydra_value(value)}")
+        elif name == "environments" and job == "rl" and equals:
+            # Those of the preset may want settings that nobody needs then.
+            spelled += [word, "~rl.environments"]
         elif name == "model.pattern" and value[:1] not in ("'", '"'):
             spelled.append(f'{name}="{value}"')
         else:
@@ -162,12 +173,13 @@ def check_recipe(words: Sequence[str]) -> None:
 def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumable: bool = False) -> None:
     """Composes `config_name` with the overrides in `sys.argv` and runs `job` on the result.
 
-    Ends the process with code 2 and one line on stderr where the user can mend it: a composition error or a ValueError.
+    Ends the process with one line on stderr instead of a traceback where the user can mend it: code 2 after a
+    composition error or a ValueError, 1 after an error of the system such as a full disk, 130 after Ctrl-C.
 
     Args:
         config_name: a primary config such as `convert`.
         job: gets the resolved config as plain containers.
-        resumable: the same command goes on where it was; Ctrl-C then ends with code 130 and a line that says so.
+        resumable: the same command goes on where it was, and the line after Ctrl-C says so.
     """
     register_resolvers()
     try:
@@ -187,13 +199,14 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(USER_ERROR)
-        except KeyboardInterrupt:
-            if not resumable:
-                raise
-            print("interrupted: the same command goes on", file=sys.stderr)
-            sys.exit(INTERRUPTED)
         except BrokenPipeError:
             _drop_output()
+        except OSError as error:
+            if error.errno is None:
+                raise
+            place = "" if error.filename is None else f": {error.filename}"
+            print(f"error: {os.strerror(error.errno)}{place}", file=sys.stderr)
+            sys.exit(FAILED)
 
     main = hydra.main(config_path=PACKAGE, config_name=config_name, version_base="1.3")(guarded)
     try:
@@ -201,6 +214,9 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
         sys.stdout.flush()
     except BrokenPipeError:
         _drop_output()
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on" if resumable else "interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
     except SystemExit as exit_:
         # Hydra reports a composition error itself, with exit code 1: to us that is a user's error like the others.
         if exit_.code == 1 and not composed:

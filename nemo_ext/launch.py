@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from nemo_ext import run_directory
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.config import INTERRUPTED
-from nemo_ext.data.phases import Plan, data_paths, plan_of, segments
+from nemo_ext.data.blend import other_order
+from nemo_ext.data.blend_plan import MAX_EPOCHS
+from nemo_ext.data.phases import data_paths, mixed_of, plan_of, resolved_path, segments, told_of_streams
 from nemo_ext.data.training import tokenize_streams, use_data
 from nemo_ext.megatron.rank import end_with_parent
 
@@ -39,13 +42,16 @@ def prepare(config: dict[str, Any]) -> Path:
         Path of the written config, for `python -m nemo_ext.megatron.rank PATH`; with phases that of the next segment.
 
     Raises:
-        ValueError: for anything that can be known to be wrong before a rank starts.
+        ValueError: for anything that can be known to be wrong before a rank starts, as a run of another model in the
+            run directory.
     """
     run_dir = Path(config["run_dir"])
     runs = _fill_and_check(config)
-    run_directory.write_versions(run_dir, sys.argv)
     done = run_directory.last_checkpoint(run_dir) or 0
-    return run_directory.write_config(run_dir, next((r for r in runs if _target(r["megatron"])[0] > done), runs[-1]))
+    run = next((r for r in runs if _target(r["megatron"])[0] > done), runs[-1])
+    _check_same_run(run, run_dir, Console(highlight=False, soft_wrap=True))
+    run_directory.write_versions(run_dir, sys.argv)
+    return run_directory.write_config(run_dir, run)
 
 
 def train(config: dict[str, Any]) -> None:
@@ -66,14 +72,20 @@ def train(config: dict[str, Any]) -> None:
         )
     with run_directory.only_run_in(run_dir):
         console.print("checking the configuration against the installed Megatron ...")
+        given = deepcopy(config)
         runs = _fill_and_check(config)
         from nemo_ext.megatron.check import check_machine
 
         check_machine(config)
         if (plan := plan_of(config)) is not None:
             console.print(plan.table())
-        for data in (config.get("data"), *(phase.data for phase in (plan.phases if plan else ()))):
-            tokenize_streams(data)
+        limit = (given.get("data") or {}).get("max_epochs") or MAX_EPOCHS
+        sections = (config.get("data"), *(phase.data for phase in (plan.phases if plan else ())))
+        if any([tokenize_streams(data) for data in sections]):
+            use_data(given)  # sizes are counted only now, and a resumed run shares by them
+            runs = segments(given, data_paths(given))
+        for line in told_of_streams(runs[0], max_epochs=limit):
+            console.print(line)
         for run in runs:
             target, why = _target(run["megatron"])
             done = run_directory.last_checkpoint(run_dir)
@@ -90,6 +102,10 @@ def train(config: dict[str, Any]) -> None:
             run_directory.write_config(run_dir, run)
             run_directory.write_versions(run_dir, sys.argv)
             _run_ranks(run_dir, int(launcher["nproc_per_node"]), target, console)
+            if (saved := run_directory.last_checkpoint(run_dir) or 0) < target:
+                # By a signal to a rank, or a limit on time; the next segment begins where this one was to end.
+                console.print(f"ended at step {saved} of {target} (see {run_directory.LOG}); the same command resumes")
+                break
         from nemo_ext.evaluation.report import write_report
 
         console.print(f"report: {write_report(run_dir)}")
@@ -135,29 +151,45 @@ def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) 
         raise ValueError(
             f"{run_dir} holds a run of a model of other sizes (see its {run_directory.CONFIG}): choose another run_dir"
         )
-    step, plans = run_directory.last_checkpoint(run_dir) or 0, [plan_of(each) for each in (before, config)]
-    if plans != [None, None]:
-        _check_same_past(plans, step, run_dir)
+    if before.get("phases") or config.get("phases"):
+        _check_same_past([before, config], run_directory.last_checkpoint(run_dir) or 0, run_dir)
         if (before.get("segment") or {}).get("phases") != (config.get("segment") or {}).get("phases"):
             return  # what a phase changes was shown
+    elif note := other_order(before, config):
+        console.print(note)
     old, new = before["megatron"], config["megatron"]
     changed = sorted(key for key in old | new if old.get(key) != new.get(key))
     for key in changed:
         console.print(f"changed since this run began: megatron.{key}: {old.get(key)} -> {new.get(key)}")
 
 
-def _check_same_past(plans: Sequence[Plan | None], step: int, run_dir: Path) -> None:
-    """Refuses other phases in the steps that are done: samples would come twice, or not at all."""
+def _check_same_past(configs: Sequence[Mapping[str, Any]], step: int, run_dir: Path) -> None:
+    """Refuses other phases, or other data, in the steps that are done: samples would come twice, or not at all."""
     pasts = []
-    for plan in plans:
+    for config in configs:
+        plan = plan_of(config)
         if plan is None:
-            raise ValueError(f"{run_dir} was begun {'with' if plans[0] else 'without'} phases: choose another run_dir")
+            begun = "with" if config is configs[1] else "without"
+            raise ValueError(f"{run_dir} was begun {begun} phases: choose another run_dir")
         done = [phase for phase in plan.phases if phase.first_step < step]
-        pasts.append([(p.seq_length, p.global_batch_size, min(p.last_step, step), p.data, p.lr) for p in done])
+        pasts.append(
+            [
+                {
+                    "steps": (p.seq_length, p.global_batch_size, min(p.last_step, step)),
+                    "lr": p.lr,
+                    "data": resolved_path(config, p),
+                    "mixed_lengths": mixed_of(config, p),
+                    "seed": config["megatron"].get("seed"),
+                }
+                for p in done
+            ]
+        )
     if pasts[0] != pasts[1]:
+        changed = sorted({key for old, new in zip(*pasts, strict=False) for key in old if old[key] != new[key]})
         raise ValueError(
-            f"{run_dir} is at step {step}, and its phases until there were others: only later ones may change; choose "
-            "another run_dir, or set them as they were"
+            f"{run_dir} is at step {step}, and its phases until there were others"
+            + (f" ({', '.join(changed)} differ)" if changed else "")
+            + ": only later ones may change; choose another run_dir, or set them as they were"
         )
 
 

@@ -1,5 +1,8 @@
 """Composition: resolvers, overrides, missing values."""
 
+import subprocess
+import sys
+
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import example, given
@@ -41,6 +44,53 @@ def test_limits_given_whole_replace_the_recipes() -> None:
 
 def test_quoted_patterns_stay_as_they_are() -> None:
     assert hydra_words(["model.pattern='M*'", "run_dir=x"]) == ["model.pattern='M*'", "run_dir=x"]
+
+
+@pytest.mark.parametrize(
+    ("job", "word", "found"),
+    [
+        ("sft_data", "filters.repetition.ngram=20", {"repetition": {"ngram": 20}}),
+        ("sft_data", "filters.narrative={files: n.txt}", {"narrative": {"files": "n.txt"}}),
+        ("sft_data", "filters.length.max_tokens=900", {"length": {"max_tokens": 900}}),
+        ("sft_data", "filters.language.by_source.news=[de]", {"language": {"by_source": {"news": ["de"]}}}),
+        ("sft_data", "filters.repetition=null", {"repetition": None}),
+        ("sft_data", "filters={repetition: {ngram: 20}}", {"repetition": {"ngram": 20}}),
+        ("sft_data", "filters.structurel={}", {"structurel": {}}),  # which the job refuses, with the nearest
+        ("preference_data", "filters.max_tokens=900", {"max_tokens": 900}),
+        ("curriculum", "filters.drop_from=0.5", {"drop_from": 0.5}),
+    ],
+)
+def test_filters_are_set_on_the_command_line(job: str, word: str, found: dict[str, object]) -> None:
+    before, after = (compose(job, ["output=o", *words])["filters"] for words in ((), (word,)))
+
+    assert after == before | found
+
+
+ENDS = """
+import sys
+from nemo_ext.config import run_job
+def job(config):
+    {body}
+sys.argv = ["x", "output=o"]
+run_job("curriculum", job, resumable={resumable})
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "resumable", "code", "line"),
+    [
+        ("raise OSError(28, 'no space', 'made/train.bin')", True, 1, "error: No space left on device: made/train.bin"),
+        ("raise OSError(27, 'no name')", False, 1, "error: File too large"),
+        ("raise KeyboardInterrupt", False, 130, "interrupted"),
+        ("raise KeyboardInterrupt", True, 130, "interrupted: the same command goes on"),
+    ],
+)
+def test_a_job_that_cannot_go_on_ends_with_one_line(body: str, resumable: bool, code: int, line: str) -> None:
+    program = ENDS.format(body=body, resumable=resumable)
+
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", f"{line}\n")
 
 
 @given(st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1))

@@ -156,7 +156,7 @@ def test_an_outdated_engine_is_not_usable(install: Install) -> None:
     trl = find("trl")
 
     assert trl.version == "0.1.0"
-    assert trl.missing == "trl>=0.21 (here: 0.1.0)"
+    assert trl.missing == "trl>=1.16 (here: 0.1.0)"
 
 
 def test_a_containers_prerelease_counts_as_the_release(install: Install) -> None:
@@ -189,7 +189,7 @@ def test_an_engine_that_fails_at_import_is_reported_with_its_reason(install: Ins
     assert not trl.usable
     assert said in trl.missing
     assert "\n" not in trl.missing
-    assert trl.command == 'pip install --force-reinstall --no-deps "trl>=0.21"'
+    assert trl.command == 'pip install --force-reinstall --no-deps "trl>=1.16"'
 
 
 def test_a_dependency_that_is_not_there_is_named(install: Install) -> None:
@@ -390,7 +390,7 @@ def test_a_pipe_gets_plain_text(install: Install) -> None:
     assert result.returncode == 0
     assert "\x1b" not in result.stdout
     assert [line.split()[0] for line in result.stdout.splitlines()[:3]] == ["hydra", "torch", "trl"]
-    assert '      pip install --force-reinstall --no-deps "trl>=0.21"' in result.stdout.splitlines()
+    assert '      pip install --force-reinstall --no-deps "trl>=1.16"' in result.stdout.splitlines()
 
 
 def test_a_terminal_gets_a_table(install: Install) -> None:

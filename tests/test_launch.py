@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from nemo_ext import run_directory
+from nemo_ext import launch, run_directory
+from nemo_ext.config import compose
 
 SMALL = (
     "data=mock",
@@ -223,6 +226,75 @@ def test_a_mistake_is_one_clear_error_before_anything_starts(
     assert message in err
     assert "Traceback" not in err
     assert not (tmp_path / "run" / run_directory.LOG).exists()
+
+
+def fake_ranks(monkeypatch: pytest.MonkeyPatch, *ends: int) -> list[dict[str, Any]]:
+    """Ranks that end at these steps, one after the other; the configs that they were given."""
+    given: list[dict[str, Any]] = []
+    steps = iter(ends)
+
+    def ranks(run_dir: Path, *others: object) -> None:
+        given.append(run_directory.read_config(run_dir / run_directory.CONFIG))
+        tracker = run_dir / run_directory.CHECKPOINTS / "latest_checkpointed_iteration.txt"
+        run_directory.write_text(tracker, str(next(steps)))
+
+    monkeypatch.setattr(launch, "_run_ranks", ranks)
+    monkeypatch.setattr("nemo_ext.evaluation.report.write_report", lambda run_dir: run_dir)
+    return given
+
+
+PHASES = ("phases.a={tokens: 7680}", "phases.b={tokens: 7680, megatron: {seq_length: 32, global_batch_size: 16}}")
+
+
+def test_a_segment_that_ends_early_is_not_followed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = fake_ranks(monkeypatch, 6, 15, 30)
+    words = [*SMALL, f"run_dir={tmp_path}", *(f"+{word}" for word in PHASES)]
+
+    launch.train(compose("train", words))
+
+    assert [each["segment"]["phases"] for each in given] == [["a"]]
+    assert "ended at step 6 of 15 (see train.log); the same command resumes" in capsys.readouterr().out
+    launch.train(compose("train", words))
+    assert [each["segment"]["phases"] for each in given] == [["a"], ["a"], ["b"]]
+    assert "ended at step" not in capsys.readouterr().out
+
+
+def test_the_blend_of_the_first_start_is_that_of_the_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, count in (("x", 4), ("y", 8)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{n} {"word " * 40}"}}\n' for n in range(count)))
+    sources = {name: {"kind": "jsonl", "path": str(tmp_path / f"{name}.jsonl")} for name in "xy"}
+    of = {name: {"source": source, "tokens": 1_000_000} for name, source in sources.items()}
+    data = {"directory": str(tmp_path / "data"), "tokenizer": {"kind": "byte"}, "workers": 1, "validation_share": 0.3}
+    data["blend"] = {"by": "temperature", "alpha": 1.0, "of": of}
+    given = fake_ranks(monkeypatch, 5, 10)
+
+    for _ in range(2):
+        config = compose("train", [*SMALL, f"run_dir={tmp_path / 'run'}"])
+        for name in ("mock_data", "tokenizer_type", "vocab_size"):
+            config["megatron"].pop(name)
+        launch.train({**config, "data": deepcopy(data)})
+        assert "data: read more than max_epochs=4 times" in capsys.readouterr().err
+
+    first, second = (each["megatron"]["train_data_path"] for each in given)
+    assert first == second and float(first[0]) < 0.5
+
+
+def test_a_cluster_run_is_checked_against_what_its_directory_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_ranks(monkeypatch, 5)
+    launch.train(compose("train", [*SMALL, f"run_dir={tmp_path}"]))
+    before = (tmp_path / run_directory.CONFIG).read_text()
+
+    with pytest.raises(ValueError, match="holds a run of a model of other sizes"):
+        launch.prepare(compose("train", [*SMALL, f"run_dir={tmp_path}", "megatron.hidden_size=96"]))
+
+    assert (tmp_path / run_directory.CONFIG).read_text() == before
+    launch.prepare(compose("train", [*SMALL, f"run_dir={tmp_path}"]))
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--cfg", "job"]])

@@ -1,7 +1,12 @@
 """Files that get their name when they are complete."""
 
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from nemo_ext.run_directory import only_run_in
 
 
 def unfinished(path: Path) -> Path:
@@ -15,3 +20,24 @@ def publish(complete: Path, path: Path) -> None:
     with open(complete, "rb") as file:
         os.fsync(file.fileno())
     os.replace(complete, path)
+
+
+@contextmanager
+def folder_for_one(prefix: Path, work: str) -> Iterator[Path]:
+    """A folder for files of a prefix that are not finished, which no other process has; it is removed at the end.
+
+    Args:
+        prefix: what the files begin with; what a killed process left of them is removed.
+        work: what is done with them, a part of the folder's name.
+
+    Raises:
+        ValueError: another process has it, or it cannot be written.
+    """
+    folder = prefix.with_name(f".{prefix.name}.{work}")
+    with only_run_in(folder, "prefix"):
+        for left in folder.glob(f"{prefix.name}*"):
+            left.unlink()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)

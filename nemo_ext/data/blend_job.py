@@ -10,6 +10,7 @@ from nemo_ext.data.blend import tokens_of_run
 from nemo_ext.data.blend_plan import BlendPlan, plan_blend
 from nemo_ext.data.blend_report import print_table, write_blend
 from nemo_ext.data.hierarchy import Leaf
+from nemo_ext.data.phases import wanted_tokens
 
 
 def audit(config: Mapping[str, Any]) -> None:
@@ -36,7 +37,11 @@ def audit(config: Mapping[str, Any]) -> None:
         _show(plan, console, title)
         if config["output"] is not None:
             folder = Path(str(config["output"])) / (name if len(plans) > 1 else "")
-            console.print(f"report: {write_blend(plan, folder, title=title)}", soft_wrap=True)
+            try:
+                report = write_blend(plan, folder, title=title)
+            except OSError as error:
+                raise ValueError(f"output={config['output']}: {error.strerror}: choose another directory") from error
+            console.print(f"report: {report}", soft_wrap=True)
     if often := _often_in_all([plan for _, plan in plans]):
         console.print(
             f"warning: read more than max_epochs in all phases together: {often}", style="red", soft_wrap=True
@@ -44,23 +49,24 @@ def audit(config: Mapping[str, Any]) -> None:
 
 
 def _blends(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], int | None]]:
-    """Name, section and tokens of each blend: of `data`, and of phases with data of their own."""
+    """Name, section and tokens of each blend: of `data`, and of phases with data of their own.
+
+    Where `tokens` is another length of the run, its phases have as much of it as of their own.
+    """
     tokens = config["tokens"]
-    if tokens is not None:
-        if isinstance(tokens, bool) or not isinstance(tokens, int | float):
-            raise ValueError(f"tokens={tokens}: give the number of tokens of the run, such as 25e12")
-        yield "", config["data"], round(tokens)
-        return
-    phases: Mapping[str, Any] = config.get("phases") or {}
-    shared = [name for name, phase in phases.items() if phase.get("data") is None]
+    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int | float)):
+        raise ValueError(f"tokens={tokens}: give the number of tokens of the run, such as 25e12")
+    phases = wanted_tokens(config)
+    shared = [name for name in phases if config["phases"][name].get("data") is None]
     if len(shared) == len(phases):
-        yield "", config["data"], tokens_of_run(config)
+        yield "", config["data"], tokens_of_run(config) if tokens is None else round(tokens)
         return
+    scale = 1.0 if tokens is None else tokens / sum(phases.values())
     if shared:
-        yield "+".join(shared), config["data"], tokens_of_run(config)
-    for name, phase in phases.items():
-        if phase.get("data") is not None:
-            yield name, phase["data"], round(float(phase["tokens"]))
+        yield "+".join(shared), config["data"], round(scale * sum(phases[name] for name in shared))
+    for name, own in phases.items():
+        if name not in shared:
+            yield name, config["phases"][name]["data"], round(scale * own)
 
 
 def _show(plan: BlendPlan, console: Console, title: str) -> None:

@@ -92,7 +92,7 @@ class BlendPlan:
         often = sorted(((epochs, name) for epochs, name in read if epochs > self.max_epochs), reverse=True)
         if not often:
             return None
-        told = _some([f"{name} {epochs:.3g} times" for epochs, name in often])
+        told = some_of([f"{name} {epochs:.3g} times" for epochs, name in often])
         return (
             f"read more than max_epochs={self.max_epochs:g} times: {told}; more text, smaller shares or cap_epochs help"
         )
@@ -107,9 +107,9 @@ class BlendPlan:
         assumed = [name for name, size in self.sizes.items() if size.known == "assumed"]
         unknown = [leaf.name for leaf in self.root.leaves() if leaf.name not in self.sizes]
         if assumed:
-            notes.append(f"sizes assumed, not counted: {_some(assumed)}")
+            notes.append(f"sizes assumed, not counted: {some_of(assumed)}")
         if unknown:
-            notes.append(f"sizes not known (no files, no `tokens`), so their epochs are not either: {_some(unknown)}")
+            notes.append(f"sizes not known (no files, no `tokens`), so their epochs are not either: {some_of(unknown)}")
         return notes
 
     def _describe(self, node: Node, depth: int, parts: list[Part]) -> None:
@@ -161,7 +161,7 @@ class BlendPlan:
         if not off:
             return []
         told = [f"{part.node.key} {float(part.node.amount or 0):g} -> {part.epochs:.3g}" for part in off]
-        return [f"{group.where}: epochs are relative, in this run {_some(told)}"]
+        return [f"{group.where}: epochs are relative, in this run {some_of(told)}"]
 
 
 def plan_blend(data: Mapping[str, Any], tokens: int | None = None, *, before_tokenising: bool = False) -> BlendPlan:
@@ -206,5 +206,6 @@ def _count(tokens: float | None) -> str:
     return "an unknown number" if tokens is None else f"{tokens:,.0f}"
 
 
-def _some(names: list[str], most: int = 8) -> str:
+def some_of(names: list[str], most: int = 8) -> str:
+    """The first names, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -72,7 +72,7 @@ def read_manifest(prefix: str | Path) -> Manifest:
     """Read the manifest `<prefix>.json` of a finished stream.
 
     Raises:
-        ValueError: There is none, or the file is not a manifest of this version.
+        ValueError: There is none, or the file is damaged or not a manifest of this version.
     """
     path = Path(f"{prefix}.json")
     values = _stored(path)
@@ -80,9 +80,12 @@ def read_manifest(prefix: str | Path) -> Manifest:
         raise ValueError(f"{path}: no such manifest: tokenise the stream first")
     if values.pop("format_version") != FORMAT_VERSION:
         raise ValueError(f"{path}: made by another version: tokenise the stream again")
-    values["splits"] = {split: SplitCounts(**counts) for split, counts in values["splits"].items()}
-    values["report"] = ReadReport(**values["report"])
-    return Manifest(prefix=str(prefix), **values)
+    try:
+        values["splits"] = {split: SplitCounts(**values["splits"][split]) for split in SPLITS}
+        values["report"] = ReadReport(**values["report"])
+        return Manifest(prefix=str(prefix), **values)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}): remove it and tokenise the stream again") from error
 
 
 def finished_manifest(prefix: Path, config_hash: str) -> Manifest | None:

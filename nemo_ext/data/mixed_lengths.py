@@ -14,10 +14,30 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from nemo_ext.data.settings import check_keys, checked_share
 
+Documents = tuple[float, float]
+"""Part of a stream's documents: from and to, as shares of its tokens in a shuffled order."""
+
+ALL: Documents = (0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How streams are read: two readings of the same documents at the same length have the same order.
+
+    Attributes:
+        length: of the sequences, in tokens.
+        documents: part of every stream that they come from.
+    """
+
+    length: int
+    documents: Documents = ALL
+
 
 @checked_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True))
 class MixedLengths:
     """`data.mixed_lengths` of a training config.
+
+    Long and short sequences come from different documents: short ones from `short_share` of every stream's tokens.
 
     Attributes:
         short: length of the short sequences; divides the row's length (`megatron.seq_length`).
@@ -73,6 +93,17 @@ class MixedLengths:
         """Which rows are short."""
         # By the decimal digits that were written: 0.1 is a tenth.
         return RowSchedule(share=Fraction(repr(self.short_share)), together=self.rows_together)
+
+
+def sequences_of(rows: int, seq_length: int, mixed: MixedLengths | None) -> dict[Reading, int]:
+    """What is read for so many rows of `seq_length` tokens: the long and then the short sequences of mixed lengths."""
+    if mixed is None:
+        return {Reading(seq_length): rows}
+    short, share = mixed.schedule.short_before(rows), mixed.short_share
+    return {
+        Reading(seq_length, (share, 1.0)): rows - short,
+        Reading(mixed.short, (0.0, share)): short * (seq_length // mixed.short),
+    }
 
 
 @dataclass(frozen=True)

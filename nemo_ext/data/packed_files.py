@@ -4,6 +4,8 @@
     PREFIX_loss.bin, PREFIX_loss.idx    uint8, 1 where a token is one to learn
     PREFIX.json                         the manifest: settings and counts; it comes last and marks the rest as whole
 
+Until then they are in a folder `.NAME.packing` beside them, which one process at a time writes in.
+
 What is packed comes in sample files (`nemo_ext.data.sample_files`). Packing reads the lengths of all samples and then
 their tokens in the order of the packs, a window of packs at a time: memory depends on the number of samples and hardly
 on their tokens.
@@ -24,7 +26,7 @@ import numpy.typing as npt
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from nemo_ext.data.atomic_files import publish, unfinished
+from nemo_ext.data.atomic_files import folder_for_one, publish
 from nemo_ext.data.indexed_dataset import ids_type, write_index
 from nemo_ext.data.packing import Fitted, Lengths, Longer, Packs, fit, pack
 from nemo_ext.data.sample_files import Mask, SampleFile
@@ -129,7 +131,8 @@ def write_packed(
         progress: shows progress on stderr.
 
     Raises:
-        ValueError: no samples are left, a sample is too long under `longer=error`, or a setting does not make sense.
+        ValueError: no samples are left, a sample is too long under `longer=error`, a setting does not make sense, or
+            another process is writing these packs. What was packed before is then still there.
     """
     wanted = _hash(files, settings, vocab_size, tokenizer_identity, rows)
     if Path(f"{prefix}.json").exists():
@@ -137,7 +140,6 @@ def write_packed(
         if found.config_hash == wanted and _whole(found):
             return found
         notice(f"{prefix}: made from other samples or settings: starting over")
-        Path(f"{prefix}.json").unlink()
     lengths = np.concatenate([file.lengths for file in files]) if files else np.empty(0, dtype=np.int64)
     if rows is not None:
         lengths = lengths[rows]
@@ -152,33 +154,40 @@ def write_packed(
     )
     if not len(packs):
         raise ValueError(f"{prefix}: no samples to pack: {len(lengths):,} were given, {fitted.dropped:,} too long")
-    prefix.parent.mkdir(parents=True, exist_ok=True)
     numbers = fitted.samples if rows is None else rows[fitted.samples]
-    trained, without_loss = _write_tokens(
-        prefix, files, replace(fitted, samples=numbers), packs, ids_type(vocab_size), progress=progress
-    )
-    manifest = PackedManifest(
-        prefix=str(prefix),
-        config_hash=wanted,
-        **dataclasses.asdict(settings),
-        vocab_size=vocab_size,
-        tokenizer_identity=tokenizer_identity,
-        packs=len(packs),
-        samples=len(packs.samples),
-        tokens=packs.tokens,
-        trained_tokens=trained,
-        without_loss=without_loss,
-        dropped=fitted.dropped,
-        truncated=fitted.truncated,
-        truncated_tokens=fitted.truncated_tokens,
-        most_samples=int(np.diff(packs.starts).max()),
-        fill=packs.fill,
-    )
-    path = Path(f"{prefix}.json")
-    values = {"kind": KIND, "format_version": FORMAT_VERSION} | dataclasses.asdict(manifest)
-    del values["prefix"]
-    unfinished(path).write_text(json.dumps(values, indent=2) + "\n")
-    publish(unfinished(path), path)
+    with folder_for_one(prefix, "packing") as folder:
+        trained, without_loss = _write_tokens(
+            folder / prefix.name,
+            files,
+            replace(fitted, samples=numbers),
+            packs,
+            ids_type(vocab_size),
+            progress=progress,
+        )
+        manifest = PackedManifest(
+            prefix=str(prefix),
+            config_hash=wanted,
+            **dataclasses.asdict(settings),
+            vocab_size=vocab_size,
+            tokenizer_identity=tokenizer_identity,
+            packs=len(packs),
+            samples=len(packs.samples),
+            tokens=packs.tokens,
+            trained_tokens=trained,
+            without_loss=without_loss,
+            dropped=fitted.dropped,
+            truncated=fitted.truncated,
+            truncated_tokens=fitted.truncated_tokens,
+            most_samples=int(np.diff(packs.starts).max()),
+            fill=packs.fill,
+        )
+        values = {"kind": KIND, "format_version": FORMAT_VERSION} | dataclasses.asdict(manifest)
+        del values["prefix"]
+        (folder / f"{prefix.name}.json").write_text(json.dumps(values, indent=2) + "\n")
+        # The old manifest must not describe the new files.
+        Path(f"{prefix}.json").unlink(missing_ok=True)
+        for ending in (".bin", ".idx", "_loss.bin", "_loss.idx", ".json"):
+            publish(folder / f"{prefix.name}{ending}", Path(f"{prefix}{ending}"))
     return manifest
 
 
@@ -199,9 +208,12 @@ def read_packed_manifest(prefix: str | Path) -> PackedManifest:
         raise ValueError(f"{prefix}.json: no such packs: pack samples first (docs/data/packing.md)")
     if values.pop("kind", None) != KIND:
         raise ValueError(f"{prefix}.json: not the manifest of packs: choose another prefix")
-    if values.pop("format_version") != FORMAT_VERSION:
+    if values.pop("format_version", None) != FORMAT_VERSION:
         raise ValueError(f"{prefix}.json: made by another version: pack the samples again")
-    return PackedManifest(prefix=str(prefix), **values)
+    try:
+        return PackedManifest(prefix=str(prefix), **values)
+    except TypeError as error:
+        raise ValueError(f"{prefix}.json is damaged ({error}): remove it and pack the samples again") from error
 
 
 def use_packed(config: dict[str, Any]) -> bool:
@@ -217,8 +229,8 @@ def use_packed(config: dict[str, Any]) -> bool:
         Whether the config has `data.packed`.
 
     Raises:
-        ValueError: packs that are not there or of another length than `megatron.seq_length`, another tokenizer, or an
-            argument that packs do not go with.
+        ValueError: packs that are not there, cut short or of another length than `megatron.seq_length`, another
+            tokenizer, or an argument that packs do not go with.
     """
     data, megatron = config.get("data") or {}, config["megatron"]
     given = data.get("packed")
@@ -230,15 +242,25 @@ def use_packed(config: dict[str, Any]) -> bool:
     for other in ("streams", "blend", "mixed_lengths"):
         if data.get(other):
             raise ValueError(f"data.packed and data.{other} are both set: remove one")
-    found = {split: read_packed_manifest(prefix) for split, prefix in given.items() if prefix is not None}
+    if given["train"] is None:
+        raise ValueError("data.packed.train=null: give the prefix of packs to train on")
+    for split, prefix in given.items():
+        if prefix is not None:
+            megatron.setdefault(f"{split}_data_path", [str(prefix)])
+    found = [
+        (f"megatron.{split}_data_path", read_packed_manifest(prefix))
+        for split in ("train", "valid")
+        for prefix in _prefixes(megatron.get(f"{split}_data_path"))
+    ]
     parts = 2 * int(megatron.get("context_parallel_size") or 1)
-    for split, manifest in found.items():
-        where = f"data.packed.{split}={manifest.prefix}"
+    for argument, manifest in found:
+        where = f"{argument}: {manifest.prefix}"
+        if not _whole(manifest):
+            raise ValueError(f"{where}: its .bin or .idx is missing or cut short: copy it or pack the samples again")
         if manifest.capacity != int(megatron["seq_length"]):
             raise ValueError(f"{where}: its packs are for megatron.seq_length={manifest.capacity}: set that")
         if parts > 2 and manifest.align % parts:
             raise ValueError(f"{where}: context_parallel_size={parts // 2} wants packs made with align={parts}")
-        megatron.setdefault(f"{split}_data_path", [manifest.prefix])
     if int(megatron.get("micro_batch_size") or 1) != 1:
         raise ValueError("data.packed: set megatron.micro_batch_size=1; longer packs are the same as several")
     if megatron.get("mtp_num_layers"):
@@ -248,18 +270,36 @@ def use_packed(config: dict[str, Any]) -> bool:
     # Packs differ in how many tokens they train: every token of a global batch counts the same.
     if megatron.setdefault("calculate_per_token_loss", True) is not True:
         raise ValueError("data.packed: megatron.calculate_per_token_loss must be true: packs train unlike many tokens")
-    if "valid" not in found:
+    if not megatron.get("valid_data_path"):
         megatron["eval_iters"] = 0
-    _use_tokenizer(config, found)
+    _use_tokenizer(config, [manifest for _, manifest in found])
     return True
 
 
-def _use_tokenizer(config: dict[str, Any], found: dict[str, PackedManifest]) -> None:
+def _prefixes(words: Sequence[object] | None) -> list[str]:
+    """The prefixes in Megatron's list: weight, prefix, weight, prefix, ..., or one prefix."""
+    given = [words] if isinstance(words, str) else [str(word) for word in words or ()]
+    return given if len(given) == 1 else given[1::2]
+
+
+def one_tokenizer(manifests: Sequence[PackedManifest]) -> None:
+    """Checks that packs that are trained on together are of one tokenizer.
+
+    Raises:
+        ValueError: they are of several.
+    """
+    known = {manifest.tokenizer_identity: manifest.prefix for manifest in manifests if manifest.tokenizer_identity}
+    if len(known) > 1:
+        raise ValueError(f"{' and '.join(known.values())} are packs of different tokenizers: a model has one")
+
+
+def _use_tokenizer(config: dict[str, Any], found: Sequence[PackedManifest]) -> None:
     data, megatron = config["data"], config["megatron"]
-    vocab_size = max(manifest.vocab_size for manifest in found.values())
+    one_tokenizer(found)
+    vocab_size = max(manifest.vocab_size for manifest in found)
     if data.get("tokenizer") is not None:
         tokenizer = load_tokenizer(data["tokenizer"])
-        for manifest in found.values():
+        for manifest in found:
             if manifest.tokenizer_identity not in ("", tokenizer.identity):
                 raise ValueError(f"{manifest.prefix}: packed with another tokenizer than data.tokenizer")
         if megatron.get("tokenizer_type") is None:
@@ -291,7 +331,7 @@ def _write_tokens(
     trained = without_loss = 0
     ends = np.cumsum(lengths)
     with contextlib.ExitStack() as stack:
-        streams = {name: stack.enter_context(open(unfinished(path), "wb")) for name, path in paths.items()}
+        streams = {name: stack.enter_context(open(path, "wb")) for name, path in paths.items()}
         advance = stack.enter_context(progress_of("packing", packs.tokens, enabled=progress, unit="tokens"))
         for first, last in _windows(ends):
             tokens, mask = _gather(files, samples[first:last], lengths[first:last], dtype)
@@ -303,10 +343,7 @@ def _write_tokens(
             mask.tofile(streams["_loss"])
             advance(len(tokens))
     for name, path in paths.items():
-        index = Path(f"{prefix}{name}.idx")
-        write_index(unfinished(index), lengths, outputs[name], documents=packs.starts)
-        publish(unfinished(path), path)
-        publish(unfinished(index), index)
+        write_index(path.with_suffix(".idx"), lengths, outputs[name], documents=packs.starts)
     return trained, without_loss
 
 

@@ -7,12 +7,16 @@ instead (`lr`). Consecutive phases with the same Megatron flags are one segment:
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from nemo_ext.data.settings import check_keys, nearest
+from nemo_ext.data.blend_plan import MAX_EPOCHS, some_of
+from nemo_ext.data.mixed_lengths import MixedLengths, Reading, sequences_of
+from nemo_ext.data.settings import check_keys, checked_whole, nearest
+from nemo_ext.data.sizes import indexed_tokens
 from nemo_ext.data.tokenizers import load_tokenizer
 from nemo_ext.data.training import use_data
 
@@ -20,6 +24,9 @@ STYLES = ("linear", "cosine", "minus_sqrt", "constant")
 
 SCHEDULE = ("lr_warmup_iters", "lr_decay_iters", "lr_wsd_decay_iters", "train_iters", "global_batch_size", "seq_length")
 """Flags that the learning rate follows from."""
+
+_DATA = ("train_data_path", "valid_data_path", "data_path", "data_args_path", "per_split_data_args_path")
+_WHOLE_RUN = ("seed", *_DATA, *(flag for flag in SCHEDULE if flag not in ("global_batch_size", "seq_length")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,12 +163,10 @@ def plan_of(config: Mapping[str, Any]) -> Plan | None:
     section: Mapping[str, Any] = config.get("phases") or {}
     if not section:
         return None
+    wanted = wanted_tokens(config)
     whole = (config.get("segment") or {}).get("whole") or {}
     total, megatron = float(config["train"]["tokens"]), {**config["megatron"], **whole}
-    for flag in ("rampup_batch_size", "train_samples", "exit_interval", "phase_transition_iterations"):
-        if megatron.get(flag) is not None:
-            raise ValueError(f"megatron.{flag} does not go with phases: set it to null")
-    wanted = {name: _tokens(name, given) for name, given in section.items()}
+    _check_flags("megatron", megatron)
     if not math.isclose(sum(wanted.values()), total, rel_tol=1e-6):
         each = ", ".join(f"{name} {tokens:g}" for name, tokens in wanted.items())
         raise ValueError(
@@ -173,7 +178,15 @@ def plan_of(config: Mapping[str, Any]) -> Plan | None:
     for name, given in section.items():
         until += wanted[name]
         own = {key: value for key, value in (given.get("megatron") or {}).items() if value != megatron.get(key)}
-        sizes = {key: int(own.get(key, megatron[key])) for key in ("seq_length", "global_batch_size")}
+        _check_flags(f"phases.{name}.megatron", own)
+        for flag in _WHOLE_RUN:
+            if flag in own:
+                instead = "give the phase `data`" if flag in _DATA else f"set megatron.{flag}"
+                raise ValueError(f"phases.{name}.megatron.{flag} is of the whole run: {instead} instead")
+        sizes = {
+            key: checked_whole(f"phases.{name}.megatron.{key}", own.get(key, megatron[key]), least=1)
+            for key in ("seq_length", "global_batch_size")
+        }
         tokens_per_step = sizes["seq_length"] * sizes["global_batch_size"]
         steps = round((until - token) / tokens_per_step)
         if steps < 1:
@@ -199,11 +212,37 @@ def plan_of(config: Mapping[str, Any]) -> Plan | None:
     return Plan(tuple(phases))
 
 
+def wanted_tokens(config: Mapping[str, Any]) -> dict[str, float]:
+    """Tokens of each phase of a config by its name, in order.
+
+    Raises:
+        ValueError: what is wrong about a phase, with its place.
+    """
+    section = config.get("phases") or {}
+    if not isinstance(section, Mapping):
+        raise ValueError(f"phases must be a mapping of phases by their names, not {section!r}")
+    return {str(name): _tokens(str(name), given) for name, given in section.items()}
+
+
+def _check_flags(where: str, flags: Mapping[str, Any]) -> None:
+    for flag in ("rampup_batch_size", "train_samples", "exit_interval", "phase_transition_iterations"):
+        if flags.get(flag) is not None:
+            raise ValueError(f"{where}.{flag} does not go with phases: set it to null")
+    if flags.get("weight_decay_incr_style") not in (None, "constant"):
+        raise ValueError(
+            f"{where}.weight_decay_incr_style={flags['weight_decay_incr_style']} does not go with phases, whose "
+            "segments would each begin it anew: set it to constant"
+        )
+
+
 def _tokens(name: str, given: Any) -> float:
     where = f"phases.{name}"
     if not isinstance(given, Mapping):
         raise ValueError(f"{where}={given!r}: give it tokens, and data, megatron or lr where they are its own")
     check_keys(given, ["tokens", "data", "megatron", "lr"], required=["tokens"], where=where)
+    for key in ("data", "megatron", "lr"):
+        if given.get(key) is not None and not isinstance(given[key], Mapping):
+            raise ValueError(f"{where}.{key}={given[key]!r}: give a mapping")
     tokens = given["tokens"]
     if isinstance(tokens, bool) or not isinstance(tokens, int | float) or not tokens > 0:
         raise ValueError(f"{where}.tokens={tokens!r}: give a number of tokens above zero")
@@ -218,6 +257,12 @@ def _piece(name: str, given: Mapping[str, Any] | None) -> Piece | None:
     style = given.get("style", "linear" if "end" in given else "constant")
     if style not in STYLES:
         raise ValueError(f"{where}.style={style!r}: {nearest(str(style), STYLES)}")
+    if style != "constant" and "end" not in given:
+        raise ValueError(f"{where}: style={style} goes to an end: give `end`, or style=constant")
+    for key in ("start", "end"):
+        value = given.get(key, 0.0)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{where}.{key}={value!r}: give a learning rate")
     piece = Piece(start=float(given["start"]), end=float(given.get("end", given["start"])), style=style)
     if not (math.isfinite(piece.start) and math.isfinite(piece.end) and min(piece.start, piece.end) >= 0):
         raise ValueError(f"{where}: start={piece.start}, end={piece.end}: give learning rates of zero or more")
@@ -269,7 +314,8 @@ def data_paths(config: Mapping[str, Any]) -> dict[str, list[str] | None]:
     """Each phase's blend as Megatron's argument, None for that of the whole run.
 
     Raises:
-        ValueError: as `nemo_ext.data.training.use_data`; a phase with another tokenizer than the run.
+        ValueError: as `nemo_ext.data.training.use_data`; a phase with another tokenizer than the run, or with packs
+            where the run's loss is not per token.
     """
     plan = plan_of(config)
     return {} if plan is None else {phase.name: _data_path(config, phase) for phase in plan.phases}
@@ -285,10 +331,128 @@ def _data_path(config: Mapping[str, Any], phase: Phase) -> list[str] | None:
         "data": phase.data,
         "megatron": {k: v for k, v in {**config["megatron"], **phase.megatron}.items() if k not in given},
     }
+    before = own["megatron"].get("calculate_per_token_loss")
     use_data(own, tokens=phase.steps * phase.tokens_per_step)
+    if own["megatron"].get("calculate_per_token_loss") != before:
+        raise ValueError(
+            f"phases.{phase.name}.data has packs, whose tokens count alike: set calculate_per_token_loss to true in "
+            f"phases.{phase.name}.megatron, or in megatron for the whole run"
+        )
     given_tokenizers = [section["tokenizer"] for section in (config["data"], phase.data) if section.get("tokenizer")]
     identities = {load_tokenizer(tokenizer).identity for tokenizer in given_tokenizers}
     if len(identities) > 1:
         raise ValueError(f"phases.{phase.name}.data has another tokenizer than data: a model has one")
     path: list[str] = own["megatron"]["train_data_path"]
     return path
+
+
+def shares_of(words: Sequence[object]) -> dict[str, float]:
+    """Shares of a blend by prefix; they sum to one.
+
+    Args:
+        words: Megatron's list: weight, prefix, weight, prefix, ..., or one prefix.
+
+    Raises:
+        ValueError: several prefixes without weights, whose shares Megatron takes from their sizes.
+    """
+    words = [words] if isinstance(words, str) else words
+    if len(words) == 1:
+        return {str(words[0]): 1.0}
+    shares: dict[str, float] = {}
+    try:
+        for weight, prefix in zip(words[::2], words[1::2], strict=True):
+            shares[str(prefix)] = shares.get(str(prefix), 0.0) + float(str(weight))
+    except ValueError:
+        raise ValueError(
+            f"train_data_path={list(words)}: a run with phases wants a weight before each prefix"
+        ) from None
+    return {prefix: share / sum(shares.values()) for prefix, share in shares.items()}
+
+
+Drawn = Mapping[Reading, Mapping[str, int]]
+"""Sequences that were read, by how they were read and by the prefix of their stream."""
+
+
+def drawn_before(
+    plan: Plan, shares: Mapping[str, Mapping[str, float]], mixed: Mapping[str, MixedLengths | None]
+) -> dict[str, Drawn]:
+    """What earlier phases have read of each stream, by the name of the phase.
+
+    Args:
+        plan: all phases.
+        shares: of the streams, by prefix, in each phase.
+        mixed: mixed lengths of each phase.
+    """
+    drawn: dict[Reading, dict[str, int]] = {}
+    before: dict[str, Drawn] = {}
+    for phase in plan.phases:
+        before[phase.name] = deepcopy(drawn)
+        for reading, count in sequences_of(phase.samples, phase.seq_length, mixed[phase.name]).items():
+            of = drawn.setdefault(reading, {})
+            for prefix, share in shares[phase.name].items():
+                of[prefix] = of.get(prefix, 0) + most_drawn(share, count)
+    return before
+
+
+def most_drawn(share: float, count: int) -> int:
+    """The most sequences of a stream among the first `count` of a blend, which is at most a few more than there are.
+
+    Megatron's blend takes the next sequence from the stream that lags most behind its share
+    (megatron/core/datasets/helpers.cpp, build_blending_indices): one that does not lag is never taken, so none gets
+    more than one ahead.
+    """
+    rounding = 1e-6
+    return 0 if count == 0 else math.floor(share * (count - 1) + rounding) + 1
+
+
+def resolved_path(config: Mapping[str, Any], phase: Phase) -> list[str] | None:
+    """The training data of a phase as Megatron's argument, from the config of a segment: its own or the run's."""
+    path: list[str] | None = config["segment"]["train_data_path"].get(phase.name) or config["megatron"].get(
+        "train_data_path"
+    )
+    return path
+
+
+def mixed_of(config: Mapping[str, Any], phase: Phase) -> Mapping[str, Any] | None:
+    """`mixed_lengths` of a phase's data: its own or the run's."""
+    data = config.get("data") if phase.data is None else phase.data
+    mixed: Mapping[str, Any] | None = (data or {}).get("mixed_lengths")
+    return mixed
+
+
+def told_of_streams(config: Mapping[str, Any], *, max_epochs: float = MAX_EPOCHS) -> list[str]:
+    """Lines on streams that several phases read: where later phases go on, and what all together read too often.
+
+    Args:
+        config: of a segment (see `segments`).
+        max_epochs: passes above which a stream is told of.
+    """
+    plan = plan_of(config)
+    if plan is None:
+        return []
+    paths = {phase.name: resolved_path(config, phase) for phase in plan.phases}
+    if not all(paths.values()):
+        return []  # synthetic data, or blends that only Megatron reads
+    shares = {name: shares_of(path or ()) for name, path in paths.items()}
+    given = {phase.name: mixed_of(config, phase) for phase in plan.phases}
+    mixed = {name: None if each is None else MixedLengths(**each) for name, each in given.items()}
+    lines = []
+    passes: dict[str, list[float]] = {}
+    for phase in plan.phases:
+        before = drawn_before(plan, shares, mixed)[phase.name]
+        on = [
+            f"{prefix} after {before[reading][prefix]:,} sequences of {reading.length:,}"
+            for reading in sequences_of(phase.samples, phase.seq_length, mixed[phase.name])
+            for prefix in shares[phase.name]
+            if before.get(reading, {}).get(prefix)
+        ]
+        if on:
+            lines.append(f"{phase.name} goes on in {some_of(on)}")
+        for prefix, share in shares[phase.name].items():
+            if (index := Path(f"{prefix}.idx")).is_file():
+                tokens = share * phase.steps * phase.tokens_per_step
+                passes.setdefault(prefix, []).append(tokens / indexed_tokens(index))
+    often = [f"{prefix} {sum(each):.3g} times" for prefix, each in passes.items() if sum(each) > max_epochs > max(each)]
+    if often:
+        lines.append(f"data: read more than max_epochs={max_epochs:g} times in all phases: {some_of(often)}")
+    return lines

@@ -47,27 +47,34 @@ def write_samples(base: Path, samples: Iterable[tuple[npt.ArrayLike, npt.ArrayLi
 
     Args:
         base: path without endings; its folder exists.
-        samples: ids and mask of each, equally long.
+        samples: ids and mask of each, equally long; a mask is 0 or 1.
         vocab_size: decides the integer type of ids.
 
     Raises:
-        ValueError: an empty sample, ids and mask of different length, or an id outside the vocabulary.
+        ValueError: an empty sample, ids and mask of different length, an id that is not an integer or outside the
+            vocabulary, or a mark that is neither 0 nor 1.
     """
     dtype = ids_type(vocab_size)
     lengths = list[int]()
     made = SampleFile(base=base, lengths=np.empty(0, dtype=np.int64))
     with open(unfinished(made.tokens), "wb") as tokens, open(unfinished(made.loss), "wb") as loss:
         for ids, mask in samples:
-            row, marks = np.asarray(ids), np.asarray(mask).astype(np.uint8)
+            row, marks = np.asarray(ids), np.asarray(mask)
             if not len(row) or row.shape != marks.shape or row.ndim != 1:
                 raise ValueError(
                     f"{base}: sample {len(lengths)} has {row.shape} ids and a mask {marks.shape}: both must be equally "
                     "long, one or more"
                 )
+            if row.dtype.kind not in "iu":
+                raise ValueError(f"{base}: sample {len(lengths)} has ids of type {row.dtype}: they must be integers")
+            if not ((marks == 0) | (marks == 1)).all():
+                raise ValueError(
+                    f"{base}: sample {len(lengths)} has a mask with other values than 0 and 1: mark what to learn"
+                )
             if row.min() < 0 or row.max() >= vocab_size:
                 raise ValueError(f"{base}: sample {len(lengths)} has ids outside 0 to {vocab_size - 1}")
             tokens.write(row.astype(dtype).tobytes())
-            loss.write(marks.tobytes())
+            loss.write(marks.astype(np.uint8).tobytes())
             lengths.append(len(row))
     publish(unfinished(made.tokens), made.tokens)
     publish(unfinished(made.loss), made.loss)

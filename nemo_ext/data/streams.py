@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_ext.data.blend import flattened, prefixes
+from nemo_ext.data.blend import flattened
 from nemo_ext.data.documents import Source
+from nemo_ext.data.hierarchy import read_tree
 from nemo_ext.data.settings import check_keys, checked_share, checked_whole
 from nemo_ext.data.sources import load_source
 from nemo_ext.data.tokenizers import Tokenizer, load_tokenizer, named_tokenizer
@@ -56,32 +57,22 @@ def read_blend(config: Mapping[str, object]) -> Blend:
     Raises:
         ValueError: Anything is wrong or missing.
     """
-    config = flattened(config)
+    flat = flattened(config)
     required = ("directory", "tokenizer", "streams")
-    check_keys(config, (*required, "validation_share", "seed", "workers"), required=required, where="data")
-    directory, tokenizer, streams = (config[key] for key in required)
-    if not isinstance(directory, str | Path) or not str(directory):
-        raise ValueError(f"data.directory must be a path, not {directory!r}")
+    known = (*required, "validation_share", "seed", "workers", "mixed_lengths")
+    check_keys(flat, known, required=required, where="data")
+    tokenizer, workers = flat["tokenizer"], flat.get("workers")
     if not isinstance(tokenizer, Mapping):
         raise ValueError(f"data.tokenizer must be a mapping such as {{kind: byte}}, not {tokenizer!r}")
-    if not isinstance(streams, Sequence) or isinstance(streams, str) or not streams:
-        raise ValueError(f"data.streams must be a list of at least one stream, not {streams!r}")
-    for number, stream in enumerate(streams, start=1):
-        _check_stream(stream, where=f"stream {number} of {len(streams)}")
-    paths = prefixes(config)
-    if len(paths) < len(streams) or len(set(paths.values())) < len(streams):
-        taken = [f"{stream['name']} -> {paths[stream['name']]}" for stream in streams]
-        raise ValueError(f"data.streams: give each its own name and prefix: {', '.join(taken)}")
-    workers = config.get("workers")
     return Blend(
         tokenizer=load_tokenizer(tokenizer),
-        validation_share=checked_share("validation_share", config.get("validation_share", 0.05), below_one=True),
-        seed=checked_whole("seed", config.get("seed", 1234)),
+        validation_share=checked_share("validation_share", flat.get("validation_share", 0.05), below_one=True),
+        seed=checked_whole("seed", flat.get("seed", 1234)),
         workers=None if workers is None else checked_whole("workers", workers, least=1),
         streams=[
-            _read_stream(stream["name"], paths[stream["name"]], stream["source"])
-            for stream in streams
-            if stream.get("source") is not None
+            _read_stream(leaf.name, leaf.prefix, leaf.source)
+            for leaf in read_tree(config).leaves()
+            if leaf.source is not None
         ],
     )
 
@@ -157,17 +148,6 @@ def _kind_of(paths: Sequence[str]) -> str:
     if len(kinds) > 1:
         raise ValueError(f"input has files of different kinds ({', '.join(sorted(kinds))}): use a command for each")
     return kinds.pop()
-
-
-def _check_stream(stream: object, *, where: str) -> None:
-    if not isinstance(stream, Mapping):
-        raise ValueError(f"{where}: must be a mapping with name, weight and source, not {stream!r}")
-    check_keys(stream, ("name", "weight", "source", "prefix"), required=("name", "weight"), where=where)
-    name, weight = stream["name"], stream["weight"]
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise ValueError(f"{where}: name must be letters, digits, '.', '_' and '-' (it names files), not {name!r}")
-    if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < float("inf"):
-        raise ValueError(f"stream {name!r}: weight must be above 0, not {weight!r}: or leave the stream out")
 
 
 def _read_stream(name: str, prefix: Path, config: object) -> Stream:

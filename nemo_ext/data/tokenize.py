@@ -5,8 +5,8 @@ in `<prefix>.shards/`; then the shards are written in order into `<prefix>_train
 depends on more than one document (duplicates, `max_bytes`, the split) is decided in that last pass, so the files
 are the same byte for byte whatever the number of workers and however often the work was interrupted.
 
-Each file gets its own name only when it is complete, the manifest `<prefix>.json` last of all. Two runs must
-not write the same prefix at the same time.
+Each file gets its own name only when it is complete, the manifest `<prefix>.json` last of all. A second run
+that would write the same prefix at the same time is refused.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from nemo_ext.data.atomic_files import folder_for_one
 from nemo_ext.data.documents import Source
 from nemo_ext.data.indexed_dataset import ids_type
 from nemo_ext.data.manifest import FORMAT_VERSION, Manifest, finished_manifest, write_manifest
@@ -50,9 +51,17 @@ def tokenize_blend(
     """
     try:
         blend = read_blend(config if workers is None else {**config, "workers": workers})
-        return [_tokenize(stream, blend, progress=progress) for stream in blend.streams]
-    except OSError as error:  # a full disk, missing permissions: the user can mend it, and a traceback would not help
-        raise ValueError(f"{error}: mend it and run the same command again, which goes on where it was") from error
+    except OSError as error:
+        raise ValueError(f"{error}: mend it and run the same command again") from error
+    made = []
+    for stream in blend.streams:
+        try:
+            made.append(_tokenize(stream, blend, progress=progress))
+        except OSError as error:  # a full disk, missing permissions: the user can mend it
+            raise ValueError(
+                f"{stream.prefix}: {error}: mend it and run the same command again, which goes on where it was"
+            ) from error
+    return made
 
 
 def tokenize_stream(
@@ -118,42 +127,43 @@ def _tokenize(stream: Stream, blend: Blend, *, documents_per_shard: int = _NO_LI
         notice(f"{stream.name}: already tokenised: {finished.contents()}")
         return finished
 
-    total = sum(path.stat().st_size for _, path in stream.inputs)
-    wanted = total if source.max_bytes is None else min(total, source.max_bytes)
-    shard_size = min(max(wanted // 64, 1 << 20), 1 << 28)
-    open_shards(directory, _hash([config_hash, documents_per_shard, shard_size]))
-    work = ShardWork(
-        source=json.dumps(source.describe()),
-        tokenizer=json.dumps(tokenizer.describe()),
-        tokenizer_identity=tokenizer.identity,
-        seed=blend.seed,
-        directory=directory,
-    )
-    shards = cut(source, max_documents=documents_per_shard, max_size=shard_size)
-    with progress_of(f"{stream.name}: reading", total, enabled=progress) as advance:
-        count = complete_shards(work, shards, source, workers=blend.workers or usable_cores(), advance=advance)
-    if source.fingerprint(source.inputs()) != fingerprint:
-        raise ValueError(f"{prefix}: input files changed while they were read: run again when they are complete")
-    selection = select(directory, count, source, blend.validation_share)
-    with progress_of(f"{stream.name}: writing", selection.size, enabled=progress) as advance:
-        splits = write_splits(prefix, directory, selection, tokenizer.vocab_size, advance=advance)
-    manifest = Manifest(
-        prefix=str(prefix),
-        config_hash=config_hash,
-        source=json.loads(work.source),
-        tokenizer=json.loads(work.tokenizer),
-        tokenizer_identity=tokenizer.identity,
-        vocab_size=tokenizer.vocab_size,
-        eod=tokenizer.eod,
-        dtype=ids_type(tokenizer.vocab_size).__name__,
-        validation_share=blend.validation_share,
-        seed=blend.seed,
-        splits=splits,
-        report=selection.report,
-        reached_max_bytes=selection.full,
-    )
-    write_manifest(manifest, directory)
-    shutil.rmtree(directory, ignore_errors=True)
+    with folder_for_one(prefix, "tokenising"):
+        total = sum(path.stat().st_size for _, path in stream.inputs)
+        wanted = total if source.max_bytes is None else min(total, source.max_bytes)
+        shard_size = min(max(wanted // 64, 1 << 20), 1 << 28)
+        open_shards(directory, _hash([config_hash, documents_per_shard, shard_size]))
+        work = ShardWork(
+            source=json.dumps(source.describe()),
+            tokenizer=json.dumps(tokenizer.describe()),
+            tokenizer_identity=tokenizer.identity,
+            seed=blend.seed,
+            directory=directory,
+        )
+        shards = cut(source, max_documents=documents_per_shard, max_size=shard_size)
+        with progress_of(f"{stream.name}: reading", total, enabled=progress) as advance:
+            count = complete_shards(work, shards, source, workers=blend.workers or usable_cores(), advance=advance)
+        if source.fingerprint(source.inputs()) != fingerprint:
+            raise ValueError(f"{prefix}: input files changed while they were read: run again when they are complete")
+        selection = select(directory, count, source, blend.validation_share)
+        with progress_of(f"{stream.name}: writing", selection.size, enabled=progress) as advance:
+            splits = write_splits(prefix, directory, selection, tokenizer.vocab_size, advance=advance)
+        manifest = Manifest(
+            prefix=str(prefix),
+            config_hash=config_hash,
+            source=json.loads(work.source),
+            tokenizer=json.loads(work.tokenizer),
+            tokenizer_identity=tokenizer.identity,
+            vocab_size=tokenizer.vocab_size,
+            eod=tokenizer.eod,
+            dtype=ids_type(tokenizer.vocab_size).__name__,
+            validation_share=blend.validation_share,
+            seed=blend.seed,
+            splits=splits,
+            report=selection.report,
+            reached_max_bytes=selection.full,
+        )
+        write_manifest(manifest, directory)
+        shutil.rmtree(directory, ignore_errors=True)
     notice(f"{stream.name}: {manifest.contents()}{manifest.left_out()}")
     return manifest
 

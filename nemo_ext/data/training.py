@@ -1,9 +1,11 @@
 """What the `data` of a training config means to Megatron: a blend or packs, and rows of mixed lengths."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from nemo_ext.data.blend import flattened, use_blend
+from nemo_ext.data.blend import use_blend
+from nemo_ext.data.hierarchy import read_tree
 from nemo_ext.data.mixed_lengths import MixedLengths
 from nemo_ext.data.packed_files import use_packed
 
@@ -23,9 +25,27 @@ def use_data(config: dict[str, Any], *, tokens: int | None = None) -> None:
         MixedLengths.from_config(config)
 
 
-def tokenize_streams(data: Mapping[str, Any] | None) -> None:
-    """Tokenises the streams of a `data` section that have a source and are not tokenised yet, with progress."""
-    if data is not None and any(stream.get("source") for stream in flattened(data).get("streams", ())):
-        from nemo_ext.data.tokenize import tokenize_blend
+def tokenize_streams(data: Mapping[str, Any] | None) -> bool:
+    """Tokenises the streams of a `data` section that have a source and are not tokenised yet, with progress.
 
-        tokenize_blend(data, workers=data.get("workers"), progress=True)
+    Returns:
+        Whether any were tokenised, so that their sizes are others than before.
+
+    Raises:
+        ValueError: as `tokenize_blend`; a stream has no documents for validation.
+    """
+    if data is None or (data.get("blend") is None and not data.get("streams")):
+        return False
+    manifests = [Path(f"{leaf.prefix}.json") for leaf in read_tree(data).leaves() if leaf.source is not None]
+    if not manifests:
+        return False
+    from nemo_ext.data.tokenize import tokenize_blend
+
+    before = [path.read_bytes() if path.is_file() else None for path in manifests]
+    for manifest in tokenize_blend(data, workers=data.get("workers"), progress=True):
+        if not manifest.splits["valid"].documents:
+            raise ValueError(
+                f"{manifest.prefix}: {manifest.contents()}: training measures each stream's validation loss: give the "
+                "stream more documents, or leave it out"
+            )
+    return before != [path.read_bytes() for path in manifests]

@@ -194,9 +194,12 @@ class ParquetSource(RecordSource):
         try:
             with pyarrow.parquet.ParquetFile(part.path) as file:
                 for batch in file.iter_batches(batch_size=1024, row_groups=[part.start], columns=columns):
-                    for row in batch.to_pylist():
+                    for row in _readable_rows(batch):
                         report.records += 1
-                        yield number, row
+                        if isinstance(row, UnicodeDecodeError):
+                            report.skip("malformed", f"{self.place(part, number)}: not UTF-8 ({row})")
+                        else:
+                            yield number, row
                         number += 1
         except (OSError, pyarrow.ArrowInvalid) as error:
             raise ValueError(f"{part.path}: cannot be read to its end ({error}): copy or make it again") from error
@@ -318,6 +321,16 @@ def _json_object(line: bytes) -> tuple[dict[str, Any] | None, str]:
     if not isinstance(record, dict):
         return None, f"not a JSON object but a {type(record).__name__}"
     return record, ""
+
+
+def _readable_rows(batch: Any) -> list[dict[str, Any] | UnicodeDecodeError]:
+    """The rows of a batch, the error in place of one with text that is not UTF-8."""
+    try:
+        return cast(list[dict[str, Any] | UnicodeDecodeError], batch.to_pylist())
+    except UnicodeDecodeError as error:
+        if len(batch) == 1:
+            return [error]
+        return [row for n in range(len(batch)) for row in _readable_rows(batch.slice(n, 1))]
 
 
 def _pyarrow() -> ModuleType:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from multiprocessing import connection, get_context, parent_process
 
@@ -101,7 +101,8 @@ def in_workers[Item, Result](
             if skip(item):
                 yield item, None
                 continue
-            running[pool.submit(do, item)] = item
+            with _without_ctrl_c():
+                running[pool.submit(do, item)] = item
             if len(running) >= 2 * workers:
                 yield from _collect(running)
         while running:
@@ -119,6 +120,16 @@ def in_workers[Item, Result](
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+@contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """Holds Ctrl-C back until the end: a process that is started meanwhile would die of it with a traceback."""
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
 def _collect[Item, Result](running: dict[Future[Result], Item]) -> Iterator[tuple[Item, Result]]:
     for future in wait(running, return_when=FIRST_COMPLETED).done:
         item = running.pop(future)
@@ -128,6 +139,7 @@ def _collect[Item, Result](running: dict[Future[Result], Item]) -> Iterator[tupl
 def prepare_worker() -> None:
     """Leave Ctrl-C to the parent, and end when the parent is killed: a pool's worker would wait for ever."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # no thread pool in each of many workers
     parent = parent_process()
     assert parent is not None

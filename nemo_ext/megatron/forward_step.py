@@ -1,21 +1,22 @@
 """What Megatron's trainer leaves to the caller: datasets, one forward pass, the loss."""
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args
 from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
-from nemo_ext.data.mixed_lengths import MixedLengths
+from nemo_ext.data.mixed_lengths import MixedLengths, Reading
 from nemo_ext.megatron.distillation import KL, Distillation
+from nemo_ext.megatron.epochs import MockEpochs, StreamConfig, StreamEpochs
 from nemo_ext.megatron.mixed_lengths import mixed_rows
 from nemo_ext.megatron.packed import PackedDataset, all_packed, on_this_cp_rank, take_packing
 
@@ -31,24 +32,41 @@ def datasets(samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any,
     return build_datasets(get_args(), samples)
 
 
-def build_datasets(arguments: argparse.Namespace, samples: list[int]) -> tuple[Any, Any, None]:
+def build_datasets(
+    arguments: argparse.Namespace,
+    samples: list[int],
+    *,
+    drawn: Mapping[Reading, Mapping[str, int]] | None = None,
+) -> tuple[Any, Any, None]:
     """As `datasets`, from the arguments given, without Megatron's trainer around it.
+
+    In a run with phases (`drawn`) and in one of mixed lengths every epoch of a stream has an order of its own
+    (`nemo_ext.megatron.epochs`).
 
     A blend of packs (`nemo_ext.data.packed_files`) is known by its manifests. Where the trainer has set
     `arguments.mixed_lengths` (`data.mixed_lengths` of the config), the sequences of the blend have two lengths.
+
+    Args:
+        arguments: Megatron's.
+        samples: of each split.
+        drawn: of a run with phases: sequences that were read before, by prefix.
     """
     given = getattr(arguments, "mixed_lengths", None)
     mixed = None if given is None else MixedLengths(**given)
     blend, blend_per_split = get_blend_and_blend_per_split(arguments)
     blends = [chosen for chosen in (blend, *(blend_per_split or ())) if chosen is not None]
     kind: type = MockGPTDataset if arguments.mock_data else GPTDataset
+    if drawn is not None or mixed is not None:
+        kind = MockEpochs if arguments.mock_data else StreamEpochs
     if all_packed([prefix for prefixes, _ in blends for prefix in prefixes]):
         kind = PackedDataset
 
-    def build(samples: Sequence[int], sequence_length: int, seed: int) -> Sequence[Any]:
-        config = GPTDatasetConfig(
-            random_seed=seed,
-            sequence_length=sequence_length,
+    def build(samples: Sequence[int], reading: Reading) -> Sequence[Any]:
+        config = StreamConfig(
+            random_seed=arguments.seed,
+            sequence_length=reading.length,
+            documents=reading.documents,
+            drawn=(drawn or {}).get(reading, {}),
             blend=blend,
             blend_per_split=blend_per_split,
             split=arguments.split,
@@ -66,11 +84,11 @@ def build_datasets(arguments: argparse.Namespace, samples: list[int]) -> tuple[A
         return BlendedMegatronDatasetBuilder(kind, list(samples), lambda: True, config).build()
 
     if mixed is None:
-        train, valid, _ = build(samples, arguments.seq_length, arguments.seed)
+        train, valid, _ = build(samples, Reading(arguments.seq_length))
         return train, valid, None
     if kind is PackedDataset:
         raise ValueError("data.mixed_lengths: the data are packs, whose sequences have their lengths already")
-    train, valid, _ = mixed_rows(mixed, samples, seq_length=arguments.seq_length, seed=arguments.seed, build=build)
+    train, valid, _ = mixed_rows(mixed, samples, seq_length=arguments.seq_length, build=build)
     return train, valid, None
 
 

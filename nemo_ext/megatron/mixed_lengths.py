@@ -8,7 +8,7 @@ from megatron.core.datasets.utils import Split
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from nemo_ext.data.mixed_lengths import MixedLengths, RowSchedule
+from nemo_ext.data.mixed_lengths import MixedLengths, Reading, RowSchedule, sequences_of
 from nemo_ext.megatron.packed import BOUNDS
 
 SEQUENCE = ("tokens", "labels", "loss_mask", "position_ids")
@@ -66,8 +66,7 @@ def mixed_rows(
     samples: Sequence[int],
     *,
     seq_length: int,
-    seed: int,
-    build: Callable[[Sequence[int], int, int], Sequence[Any]],
+    build: Callable[[Sequence[int], Reading], Sequence[Any]],
 ) -> list[MixedRows | None]:
     """Mixed rows of each split.
 
@@ -75,13 +74,11 @@ def mixed_rows(
         settings: the mix.
         samples: rows wanted of each split.
         seq_length: of a row.
-        seed: of the long sequences; the short ones have the next, so that both do not begin with the same documents.
-        build: (samples of each split, sequence length, seed) -> Megatron's datasets, None for a split without data.
+        build: (sequences of each split, how they are read) -> Megatron's datasets, None for a split without data.
     """
     schedule, per_row = settings.schedule, seq_length // settings.short
-    short_rows = [schedule.short_before(rows) for rows in samples]
-    long = build([rows - short for rows, short in zip(samples, short_rows, strict=True)], seq_length, seed)
-    short = build([rows * per_row for rows in short_rows], settings.short, seed + 1)
+    wanted = [sequences_of(rows, seq_length, settings) for rows in samples]
+    long, short = (build([split[reading] for split in wanted], reading) for reading in wanted[0])
     return [
         None if a is None or b is None else MixedRows(a, b, schedule=schedule, rows=rows, per_row=per_row)
         for a, b, rows in zip(long, short, samples, strict=True)

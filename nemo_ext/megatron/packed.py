@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from megatron.core import parallel_state
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
@@ -20,8 +19,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
-from nemo_ext.data.packed_files import is_packed, read_packed_manifest
+from nemo_ext.data.packed_files import is_packed, one_tokenizer, read_packed_manifest
 from nemo_ext.data.seeds import generator
+from nemo_ext.megatron.epochs import StreamConfig
 
 BOUNDS = "cu_seqlens"
 """In a batch: where its sequences begin, and the end of the last, `[1, sequences + 1]` int32."""
@@ -74,9 +74,10 @@ class PackedDataset(MegatronDataset):
         indices: npt.NDArray[np.int32],
         num_samples: int | None,
         index_split: Split,
-        config: GPTDatasetConfig,
+        config: StreamConfig,
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+        self.first = config.drawn.get(dataset_path or "", 0)
         if dataset.manifest.capacity != config.sequence_length:
             raise ValueError(
                 f"{dataset_path}: packs of {dataset.manifest.capacity} tokens, seq_length={config.sequence_length}: "
@@ -97,7 +98,7 @@ class PackedDataset(MegatronDataset):
         return len(low_level_dataset)
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> PackedSamples:
+    def build_low_level_dataset(dataset_path: str, config: StreamConfig) -> PackedSamples:
         """The files behind a prefix."""
         return PackedSamples(dataset_path)
 
@@ -105,7 +106,7 @@ class PackedDataset(MegatronDataset):
         return len(self.indices) if self.num_samples is None else max(self.num_samples, len(self.indices))
 
     def __getitem__(self, idx: int) -> dict[str, Tensor]:
-        epoch, position = divmod(int(idx), len(self.indices))
+        epoch, position = divmod(self.first + int(idx), len(self.indices))
         return packed_row(
             *self.dataset[int(self._order(epoch)[position])],
             seq_length=self.config.sequence_length,
@@ -159,13 +160,15 @@ def all_packed(prefixes: Sequence[str]) -> bool:
     """Whether a blend is one of packs.
 
     Raises:
-        ValueError: some of the prefixes are packs and others are not.
+        ValueError: some of the prefixes are packs and others are not, or they are of several tokenizers.
     """
     packed = [is_packed(prefix) for prefix in prefixes]
     if any(packed) and not all(packed):
         both = prefixes[packed.index(True)], prefixes[packed.index(False)]
         raise ValueError(f"{both[0]} holds packs and {both[1]} does not: they cannot be in one blend")
-    return all(packed) and bool(packed)
+    if any(packed):
+        one_tokenizer([read_packed_manifest(prefix) for prefix in prefixes])
+    return any(packed)
 
 
 def take_packing(batch: MutableMapping[str, Tensor]) -> PackedSeqParams | None:

@@ -1,5 +1,6 @@
 """Phases in Megatron's trainer: the data of each in its place, the learning rate by tokens (`nemo_ext.data.phases`)."""
 
+import argparse
 import bisect
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -9,9 +10,11 @@ from typing import Any
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training import get_args, training
+from megatron.training.utils import get_blend_and_blend_per_split
 from torch.utils.data import Dataset
 
-from nemo_ext.data.phases import Phase, Plan
+from nemo_ext.data.mixed_lengths import MixedLengths
+from nemo_ext.data.phases import Phase, Plan, drawn_before, shares_of
 from nemo_ext.megatron.forward_step import build_datasets
 
 
@@ -73,13 +76,11 @@ class Part:
 
     Attributes:
         phase: which.
-        dataset: holds them.
-        offset: how many of the dataset's samples earlier phases have used.
+        dataset: holds them, its first one first.
     """
 
     phase: Phase
     dataset: Dataset
-    offset: int
 
 
 class PhasedDataset(Dataset):
@@ -101,14 +102,14 @@ class PhasedDataset(Dataset):
         if not self._firsts[0] <= number < len(self):
             raise IndexError(f"sample {number} is not in this segment ({self._firsts[0]} to {len(self) - 1})")
         part = self.parts[bisect.bisect_right(self._firsts, number) - 1]
-        return part.dataset[part.offset + number - part.phase.first_sample]
+        return part.dataset[number - part.phase.first_sample]
 
 
 def phased_datasets(plan: Plan, segment: Mapping[str, Any], samples: list[int]) -> tuple[Any, Any, None]:
     """Train and validation datasets of one segment.
 
-    Phases with the same blend and the same length go on in it where the one before left off. Validation data are those
-    of the whole run, so that losses compare.
+    Every stream of a phase goes on after the sequences that earlier phases of the same length have drawn from it,
+    whatever their blends were. Validation data are those of the whole run, so that losses compare.
 
     Args:
         plan: all phases.
@@ -116,22 +117,41 @@ def phased_datasets(plan: Plan, segment: Mapping[str, Any], samples: list[int]) 
         samples: as Megatron wants them; those of validation count.
     """
     arguments = get_args()
-    used: dict[Any, int] = {}
-    offsets: dict[str, int] = {}
-    for phase in plan.phases:
-        key = (str(segment["train_data_path"].get(phase.name)), phase.seq_length)
-        offsets[phase.name] = used.get(key, 0)
-        used[key] = offsets[phase.name] + phase.samples
+    own = {phase.name: _arguments_of(phase, segment, arguments) for phase in plan.phases}
+    settings = {name: each.mixed_lengths for name, each in own.items()}
+    drawn = drawn_before(
+        plan,
+        {name: _shares(each) for name, each in own.items()},
+        {name: None if given is None else MixedLengths(**given) for name, given in settings.items()},
+    )
     parts = []
     for phase in plan.phases:
         if phase.name in segment["phases"]:
-            own, path = copy(arguments), segment["train_data_path"].get(phase.name)
-            own.train_data_path = path or arguments.train_data_path
-            if phase.data is not None:
-                own.mixed_lengths = phase.data.get("mixed_lengths")
-            total = used[(str(path), phase.seq_length)]
-            parts.append(Part(phase, build_datasets(own, [total, 0, 0])[0], offsets[phase.name]))
+            train, _, _ = build_datasets(own[phase.name], [phase.samples, 0, 0], drawn=drawn[phase.name])
+            parts.append(Part(phase, train))
     return PhasedDataset(parts), build_datasets(arguments, [0, samples[1], 0])[1], None
+
+
+def _arguments_of(phase: Phase, segment: Mapping[str, Any], arguments: argparse.Namespace) -> argparse.Namespace:
+    """Megatron's arguments with the phase's training data."""
+    own, path = copy(arguments), segment["train_data_path"].get(phase.name)
+    if path:
+        own.train_data_path, own.data_path, own.data_args_path, own.per_split_data_args_path = path, None, None, None
+    if phase.data is not None:
+        own.mixed_lengths = phase.data.get("mixed_lengths")
+    return own
+
+
+def _shares(arguments: argparse.Namespace) -> dict[str, float]:
+    """Shares of the training blend by prefix; synthetic data are one stream."""
+    blend, blend_per_split = get_blend_and_blend_per_split(arguments)
+    chosen = blend or (blend_per_split or [None])[0]
+    if chosen is None:
+        return {"": 1.0}
+    prefixes, weights = chosen
+    if weights is None:
+        return shares_of(prefixes)
+    return shares_of([word for pair in zip(weights, prefixes, strict=True) for word in pair])
 
 
 def check_consumed(plan: Plan, step: int) -> None:

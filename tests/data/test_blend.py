@@ -10,6 +10,10 @@ from nemo_ext.data.blend import flattened, tokens_of_run, use_blend
 from nemo_ext.data.blend_plan import plan_blend
 from nemo_ext.data.blend_report import write_blend
 from nemo_ext.data.indexed_dataset import write_index
+from nemo_ext.data.sources import load_source
+from nemo_ext.data.tokenize import tokenize_stream
+from nemo_ext.data.tokenizers import HuggingFaceTokenizer
+from nemo_ext.data.training import tokenize_streams
 
 Section = Callable[..., dict[str, Any]]
 
@@ -167,6 +171,42 @@ def test_training_needs_the_files_of_streams_without_source(section: Section) ->
 
     with pytest.raises(ValueError, match=r"data\.blend\.web\.of\.spa: web_spa: .*web_spa_train\.idx does not exist"):
         use_blend(run)
+
+
+def test_files_of_another_tokenizer_are_refused(tmp_path: Path, bpe_file: Path) -> None:
+    (tmp_path / "in.txt").write_text("text")
+    (tmp_path / "other.txt").write_text("more")
+    source = load_source({"kind": "text", "path": str(tmp_path / "*.txt")})
+    tokenize_stream(source, HuggingFaceTokenizer(bpe_file), tmp_path / "web", workers=1, progress=False)
+    data = {"directory": str(tmp_path), "streams": [{"name": "web", "weight": 1}]}
+
+    use_blend(config({**data, "tokenizer": {"kind": "huggingface", "path": str(bpe_file)}}, tokens=5))
+
+    with pytest.raises(ValueError, match=r"data\.streams\[0\]: web: .*web was tokenised with another tokenizer"):
+        use_blend(config({**data, "tokenizer": {"kind": "byte"}}, tokens=5))
+
+
+def test_training_needs_something_to_validate_on(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("one document")
+    source = {"kind": "text", "path": str(tmp_path / "in.txt")}
+    streams = [{"name": "web", "weight": 1, "source": source}]
+    data = {"directory": str(tmp_path), "tokenizer": {"kind": "byte"}, "workers": 1, "streams": streams}
+
+    with pytest.raises(ValueError, match=r"data\.validation_share=0: web would have nothing to validate on"):
+        use_blend(config({**data, "validation_share": 0}, tokens=5))
+    with pytest.raises(ValueError, match=r"web: 1 document, .*no validation files.* give the stream more documents"):
+        tokenize_streams(data)
+
+
+def test_tokenising_for_training_tells_whether_sizes_changed(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    streams = [{"name": "web", "weight": 1, "source": {"kind": "text", "path": str(tmp_path / "*.txt")}}]
+    data = {"directory": str(tmp_path), "tokenizer": {"kind": "byte"}, "workers": 1, "streams": streams}
+    data["mixed_lengths"] = {"short": 4, "short_share": 0.5}  # not tokenising's business
+
+    assert tokenize_streams(data) and not tokenize_streams(data)
+    assert not tokenize_streams({"packed": {"train": "x"}, "streams": None}) and not tokenize_streams(None)
 
 
 def test_damaged_files_that_are_made_anew_do_not_stop_training(section: Section, tmp_path: Path) -> None:

@@ -88,6 +88,11 @@ def test_phases_with_data_of_their_own_are_blends_of_their_own(tmp_path: Path) -
     assert (tmp_path / "out/first+second/blend.txt").read_text() == "1.0 d/a_train\n"
     assert (tmp_path / "out/third/blend.txt").read_text() == "0.5 d/a_train\n0.5 d/b_train\n"
 
+    longer = blend("--config-dir", ".", "recipe=mine", "tokens=600", cwd=tmp_path)
+
+    assert "Blend of mine, first+second (300 tokens)\n" in longer.stdout
+    assert "Blend of mine, third (300 tokens)\n" in longer.stdout
+
 
 def test_a_blend_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
@@ -117,6 +122,10 @@ def test_a_blend_on_the_command_line(tmp_path: Path) -> None:
             "data.blend.a: a would be read 16 times, more than data.refuse_epochs=9",
         ),
         (("recipe=domyn_small/cpd",), "did you mean domyn_small/cpt?"),
+        (
+            ("data.directory=d", "data.blend={a: {share: 1, tokens: 5}}", "output=/dev/null"),
+            "output=/dev/null: File exists: choose another directory",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(words: tuple[str, ...], message: str, tmp_path: Path) -> None:

@@ -85,3 +85,10 @@ def test_a_file_that_is_not_a_manifest_is_not_overwritten(tmp_path: Path, jsonl:
     assert (tmp_path / "code.json").read_bytes() == before
     with pytest.raises(ValueError, match="no such manifest: tokenise the stream first"):
         read_manifest(tmp_path / "nothing")
+
+
+def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
+    (tmp_path / "web.json").write_text(json.dumps({"format_version": 2, "config_hash": "x"}))
+
+    with pytest.raises(ValueError, match=r"web\.json is damaged .*: remove it and tokenise the stream again"):
+        read_manifest(tmp_path / "web")

@@ -235,8 +235,59 @@ def test_finished_packs_are_kept_until_something_changes(tmp_path: Path, capsys:
     assert "starting over" in capsys.readouterr().err
 
 
+def test_a_refused_call_leaves_the_packs_before_it(tmp_path: Path) -> None:
+    files = files_of(tmp_path, rows_of(50))
+    write_packed(tmp_path / "packs", files, PackingSettings(capacity=64), vocab_size=100, progress=False)
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("packs*")}
+
+    settings = PackingSettings(capacity=4, longer="error")
+    with pytest.raises(ValueError, match="longer=drop"):
+        write_packed(tmp_path / "packs", files, settings, vocab_size=100, progress=False)
+
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("packs*")} == before
+
+
+def test_what_a_killed_run_leaves_is_removed(tmp_path: Path) -> None:
+    files = files_of(tmp_path, rows_of(50))
+    killed = tmp_path / "out/.packs.packing"
+    killed.mkdir(parents=True)
+    for name in (".lock", "packs.bin", "packs_loss.bin"):
+        (killed / name).write_bytes(b"left")
+
+    write_packed(tmp_path / "out/packs", files, PackingSettings(capacity=64), vocab_size=100, progress=False)
+
+    names = ["packs.bin", "packs.idx", "packs.json", "packs_loss.bin", "packs_loss.idx"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+
+
+def test_two_runs_do_not_write_the_same_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = files_of(tmp_path, rows_of(50))
+    publish = packed_files.publish
+    told: list[str] = []
+
+    def second(seed: int) -> None:
+        settings = PackingSettings(capacity=64, seed=seed)
+        write_packed(tmp_path / "packs", files, settings, vocab_size=100, progress=False)
+
+    def meanwhile(complete: Path, path: Path) -> None:
+        monkeypatch.setattr(packed_files, "publish", publish)
+        with pytest.raises(ValueError, match="another run is using this directory") as error:
+            second(seed=2)
+        told.append(str(error.value))
+        publish(complete, path)
+
+    monkeypatch.setattr(packed_files, "publish", meanwhile)
+    second(seed=1)
+
+    assert told and read_packed_manifest(tmp_path / "packs").seed == 1
+
+
 def test_bad_samples_and_files_are_refused(tmp_path: Path) -> None:
     for rows, message in (
+        ([([1, 2], [0, 2])], "other values than 0 and 1"),
+        ([([1, 2], [0, -1])], "other values than 0 and 1"),
+        ([([1, 2], [0, 0.5])], "other values than 0 and 1"),
+        ([([1.9, 2.7], [0, 1])], "ids of type float64: they must be integers"),
         ([([1, 2], [1])], "equally long"),
         ([([], [])], "equally long"),
         ([([100], [1])], "ids outside 0 to 99"),
@@ -253,6 +304,9 @@ def test_bad_samples_and_files_are_refused(tmp_path: Path) -> None:
         write_packed(tmp_path / "none", [], PackingSettings(capacity=8), vocab_size=100, progress=False)
     with pytest.raises(ValueError, match="no such packs"):
         read_packed_manifest(tmp_path / "none")
+    (tmp_path / "cut.json").write_text(json.dumps({"kind": "packed sequences", "format_version": 1, "packs": 3}))
+    with pytest.raises(ValueError, match=r"cut\.json is damaged"):
+        read_packed_manifest(tmp_path / "cut")
     (tmp_path / "other.json").write_text(json.dumps({"kind": "else"}))
     with pytest.raises(ValueError, match="not the manifest of packs"):
         read_packed_manifest(tmp_path / "other")
@@ -298,3 +352,17 @@ def test_a_training_config_takes_packs(tmp_path: Path) -> None:
         use_packed(config_of(tmp_path, one, vald="x"))
     with pytest.raises(ValueError, match="no such packs"):
         use_packed(config_of(tmp_path, one, valid=str(tmp_path / "none")))
+    nothing = config_of(tmp_path, one)
+    nothing["data"] = {"packed": {"train": None, "valid": str(tmp_path / "packs")}}
+    with pytest.raises(ValueError, match=r"data\.packed\.train=null: give the prefix"):
+        use_packed(nothing)
+    for name, identity in (("one", "byte-257"), ("two", "other")):
+        files = files_of(tmp_path, rows_of(20))
+        settings = PackingSettings(capacity=64)
+        write_packed(tmp_path / name, files, settings, vocab_size=100, tokenizer_identity=identity, progress=False)
+    both = f"megatron.train_data_path=[3,{tmp_path / 'one'},1,{tmp_path / 'two'}]"
+    with pytest.raises(ValueError, match=r"one and .*two are packs of different tokenizers"):
+        use_packed(config_of(tmp_path, one, both))
+    (tmp_path / "packs.bin").write_bytes((tmp_path / "packs.bin").read_bytes()[:-2])
+    with pytest.raises(ValueError, match=r"packs: its \.bin or \.idx is missing or cut short"):
+        use_packed(config_of(tmp_path, one))

@@ -1,13 +1,18 @@
 """Where phases begin, what is counted when, and the configs of their segments."""
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.config import compose
-from nemo_ext.data.phases import Piece, plan_of, segments
+from nemo_ext.data.indexed_dataset import write_index
+from nemo_ext.data.packed_files import PackingSettings, write_packed
+from nemo_ext.data.phases import Piece, data_paths, most_drawn, plan_of, segments, told_of_streams
+from nemo_ext.data.sample_files import write_samples
 
 
 def config(phases: dict[str, Any], *, tokens: float, **megatron: Any) -> dict[str, Any]:
@@ -88,6 +93,17 @@ def test_a_piece_goes_from_its_start_to_its_end() -> None:
         ({"a": {"token": 51200}}, r"phases\.a: unknown key 'token': did you mean 'tokens'"),
         ({"a": {"tokens": 51200, "lr": {"start": 1, "style": "liner"}}}, r"phases\.a\.lr\.style='liner': did you mean"),
         ({"a": {"tokens": 51200, "lr": {"start": -1}}}, r"phases\.a\.lr: start=-1"),
+        ({"a": {"tokens": 51200, "lr": {"start": 1e-4, "style": "linear"}}}, r"phases\.a\.lr: .*give `end`"),
+        ({"a": {"tokens": 51200, "lr": {"start": "x"}}}, r"phases\.a\.lr\.start='x': give a learning rate"),
+        ({"a": {"tokens": 51200, "lr": 1e-5}}, r"phases\.a\.lr=1e-05: give a mapping"),
+        ({"a": {"tokens": 51200, "data": 5}}, r"phases\.a\.data=5: give a mapping"),
+        ({"a": {"tokens": 51200, "megatron": "x"}}, r"phases\.a\.megatron='x': give a mapping"),
+        ([{"tokens": 51200}], "phases must be a mapping"),
+        ({"a": {"tokens": 51200, "megatron": {"seq_length": 0}}}, r"phases\.a\.megatron\.seq_length must be a whole"),
+        (
+            {"a": {"tokens": 51200, "megatron": {"seq_length": None}}},
+            r"phases\.a\.megatron\.seq_length must be a whole",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(phases: dict[str, Any], message: str) -> None:
@@ -95,9 +111,62 @@ def test_what_does_not_fit_is_named(phases: dict[str, Any], message: str) -> Non
         plan_of(config(phases, tokens=51200))
 
 
-def test_flags_that_do_not_go_with_phases_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"megatron\.exit_interval does not go with phases"):
-        plan_of(config({"a": {"tokens": 51200}}, tokens=51200, exit_interval=5))
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("exit_interval", 5), ("rampup_batch_size", "4 4 100"), ("weight_decay_incr_style", "linear")],
+)
+def test_flags_that_do_not_go_with_phases_are_refused(flag: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^megatron\.{flag}.* does not go with phases"):
+        plan_of(config({"a": {"tokens": 51200}}, tokens=51200, **{flag: value}))
+    with pytest.raises(ValueError, match=rf"^phases\.a\.megatron\.{flag}.* does not go with phases"):
+        plan_of(config({"a": {"tokens": 51200, "megatron": {flag: value}}}, tokens=51200))
+
+
+@pytest.mark.parametrize(("flag", "instead"), [("train_data_path", "`data`"), ("seed", "megatron.seed")])
+def test_what_is_the_whole_runs_is_no_flag_of_a_phase(flag: str, instead: str) -> None:
+    with pytest.raises(ValueError, match=rf"phases\.a\.megatron\.{flag} is of the whole run: .*{instead}"):
+        plan_of(config({"a": {"tokens": 51200, "megatron": {flag: 7}}}, tokens=51200))
+
+
+@given(weights=st.lists(st.floats(0.001, 1), min_size=1, max_size=12), count=st.integers(0, 3000))
+def test_no_stream_gives_more_than_is_counted(weights: list[float], count: int) -> None:
+    helpers = pytest.importorskip("megatron.core.datasets.helpers_cpp")
+    shares = [weight / sum(weights) for weight in weights]
+    chosen, within = np.zeros(count, dtype=np.int16), np.zeros(count, dtype=np.int64)
+    helpers.build_blending_indices(chosen, within, shares, len(shares), count, False)
+
+    ahead = [most_drawn(share, count) for share in shares] - np.bincount(chosen, minlength=len(shares))
+
+    assert ahead.min() >= 0, "what was read would be read again"
+    assert ahead.max() <= 2
+
+
+def test_later_phases_are_told_to_go_on(tmp_path: Path) -> None:
+    for name in "ab":
+        write_index(tmp_path / f"{name}.idx", np.array([10_000]), np.uint16)
+        (tmp_path / f"{name}.bin").write_bytes(bytes(20_000))
+    half = ["0.5", str(tmp_path / "a"), "0.5", str(tmp_path / "b")]
+    phases = {"one": {"tokens": 25600}, "two": {"tokens": 25600, "data": {"directory": "d"}}}
+    first, *_ = segments(config(phases, tokens=51200, train_data_path=half), {"two": ["1", str(tmp_path / "b")]})
+
+    on, often = told_of_streams(first, max_epochs=3)
+
+    assert on == f"two goes on in {tmp_path / 'b'} after 200 sequences of 64"
+    assert often == f"data: read more than max_epochs=3 times in all phases: {tmp_path / 'b'} 3.84 times"
+
+
+def test_packs_in_a_phase_want_a_loss_by_token(tmp_path: Path) -> None:
+    file = write_samples(tmp_path / "samples", [(np.arange(20), np.ones(20))] * 9, vocab_size=257)
+    write_packed(tmp_path / "packs", [file], PackingSettings(capacity=64), vocab_size=257, progress=False)
+
+    def paths(**flags: Any) -> dict[str, list[str] | None]:
+        packs = {"tokens": 25600, "data": {"packed": {"train": str(tmp_path / "packs")}}, "megatron": flags}
+        made = config({"text": {"tokens": 25600}, "packs": packs}, tokens=51200, tokenizer_type="NullTokenizer")
+        return data_paths({**made, "data": {"directory": "d"}})
+
+    assert paths(calculate_per_token_loss=True) == {"text": None, "packs": [str(tmp_path / "packs")]}
+    with pytest.raises(ValueError, match=r"phases\.packs\.data has packs, .*set calculate_per_token_loss to true"):
+        paths()
 
 
 def test_a_blend_is_named() -> None:

@@ -1,3 +1,4 @@
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from omegaconf import OmegaConf
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers
 
+from nemo_ext.data import tokenize
 from nemo_ext.data.documents import Source
 from nemo_ext.data.manifest import Manifest
 from nemo_ext.data.sources import load_source
@@ -147,6 +149,39 @@ def test_what_the_system_refuses_is_a_users_error(tmp_path: Path, jsonl: Write) 
         tokenize_blend(
             {"directory": str(tmp_path / "data"), "tokenizer": {"kind": "byte"}, "streams": [stream]}, workers=1
         )
+
+
+def test_two_runs_do_not_write_the_same_stream(
+    tmp_path: Path, jsonl: Write, bpe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = jsonl(tmp_path / "in.jsonl", ["a", "b"])
+    select = tokenize.select
+
+    def meanwhile(*arguments: Any) -> Any:
+        monkeypatch.setattr(tokenize, "select", select)
+        with pytest.raises(ValueError, match="another run is using this directory"):
+            tokenize_stream(source, HuggingFaceTokenizer(bpe_file), tmp_path / "out", workers=1, progress=False)
+        return select(*arguments)
+
+    monkeypatch.setattr(tokenize, "select", meanwhile)
+    manifest = tokenize_stream(source, ByteTokenizer(), tmp_path / "out", workers=1, progress=False)
+
+    assert manifest.tokenizer_identity == "byte-257"
+    assert tokenize.select is select, "the second run was tried"
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_a_full_disk_is_told_with_the_stream(tmp_path: Path, jsonl: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    jsonl(tmp_path / "in.jsonl", ["a", "b"])
+    stream = {"name": "web", "weight": 1, "source": {"kind": "jsonl", "path": str(tmp_path / "in.jsonl")}}
+
+    def full(*arguments: Any, **others: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tokenize, "write_splits", full)
+    data = {"directory": str(tmp_path / "d"), "tokenizer": {"kind": "byte"}, "workers": 1, "streams": [stream]}
+    with pytest.raises(ValueError, match=r"/d/web: .*No space left on device: mend it"):
+        tokenize_blend(data, progress=False)
 
 
 def test_a_source_without_documents_is_an_error(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_a_blend_whose_group_file_speaks_of_megatron_composes(tmp_path: Path) ->
         (["input=a.jsonl", "output=x", "tokenizer=a.jsonl"], "error: tokenizer a.jsonl: not a tokenizer.json"),
         (["input=a.jsonl", "output=x", "validation_share=2"], "error: validation_share must be a share from 0"),
         (["input=a.jsonl", "output=x", "text_key=body"], "error: stream 'x': no line has a text: "),
-        (["input=a.jsonl", "output=a.jsonl/x"], "error: [Errno 20] Not a directory: 'a.jsonl/x.json'"),
+        (["input=a.jsonl", "output=a.jsonl/x"], "error: a.jsonl/x: [Errno 20] Not a directory: 'a.jsonl/x.json'"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path: Path, words: list[str], message: str) -> None:

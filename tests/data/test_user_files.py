@@ -189,6 +189,20 @@ def test_parquet_nulls_are_counted_and_dictionaries_are_text(tmp_path: Path, rea
     assert report.examples["malformed"] == [f"{path}: row 2: 'text' is null"]
 
 
+def test_parquet_text_that_is_not_utf8_is_counted_with_its_row(tmp_path: Path, read_all: Read) -> None:
+    path = tmp_path / "a.parquet"
+    texts = pa.array([b"one", b"t\xffwo", b"three"], pa.binary())
+    bad = pa.StringArray.from_buffers(3, texts.buffers()[1], texts.buffers()[2])  # unchecked
+    pq.write_table(pa.table({"text": bad}), path)
+    source = load_source({"kind": "parquet", "path": str(path), "max_bad_share": 0.5})
+
+    documents, report = read_all(source)
+
+    assert documents == [Document("a.parquet:1", "one"), Document("a.parquet:3", "three")]
+    assert report.records == 3 and report.skipped == {"malformed": 1}
+    assert report.examples["malformed"][0].startswith(f"{path}: row 2: not UTF-8")
+
+
 def test_a_wrong_parquet_column_or_file_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"texts": ["a"], "id": [1]}), tmp_path / "a.parquet")
     (tmp_path / "b.parquet").write_bytes(b"not parquet at all")

@@ -131,6 +131,25 @@ def test_an_error_in_a_worker_reaches_the_caller(tmp_path: Path) -> None:
         tokenize_stream(source, ByteTokenizer(), tmp_path / "out", workers=2, documents_per_shard=1)
 
 
+def test_ctrl_c_while_workers_start_reaches_none_of_them(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import os, signal\n"
+        "from nemo_ext.data.workers import in_workers\n"
+        "if __name__ == '__mp_main__':\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"  # a worker that has not come to prepare_worker yet
+        "if __name__ == '__main__':\n"
+        "    print(sorted(result for _, result in in_workers(abs, range(-3, 0), workers=2)))\n"
+        "    print(signal.pthread_sigmask(signal.SIG_BLOCK, ()))\n"
+    )
+
+    ended = subprocess.run(
+        [sys.executable, script], env=os.environ | {"PYTHONPATH": ROOT}, capture_output=True, text=True, timeout=60
+    )
+
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[1, 2, 3]\nset()\n", "")
+
+
 def test_a_main_script_that_workers_cannot_import_is_explained(tmp_path: Path, jsonl: Write) -> None:
     jsonl(tmp_path / "in.jsonl", ["a", "b"])
     script = f"""

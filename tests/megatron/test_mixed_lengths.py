@@ -113,10 +113,7 @@ def test_rows_are_the_sequences_of_megatrons_own_datasets(megatron: None, stream
     from nemo_ext.megatron.forward_step import build_datasets
 
     train, valid, _ = build_datasets(arguments_of(streams, {"short": 16, "short_share": 0.25}), [20, 4, 0])
-    long, _, _ = build_datasets(arguments_of(streams, None), [15, 4, 0])
-    other = arguments_of(streams, None, seq_length=16)
-    other.seed += 1
-    short, _, _ = build_datasets(other, [20, 4, 0])
+    long, short = train.long, train.short
 
     assert (len(train), len(valid)) == (20, 4)
     taken_long = taken_short = 0
@@ -138,6 +135,23 @@ def test_rows_are_the_sequences_of_megatrons_own_datasets(megatron: None, stream
     assert torch.equal(train[7]["tokens"], train[np.int64(7)]["tokens"])
     with pytest.raises(IndexError):
         train[20]
+
+
+def test_long_and_short_sequences_come_from_different_documents(megatron: None, tmp_path: Path) -> None:
+    from nemo_ext.megatron.forward_step import build_datasets
+
+    prefix = tmp_path / "all_different"
+    np.arange(64_000, dtype=np.int32).tofile(f"{prefix}.bin")
+    write_index(Path(f"{prefix}.idx"), np.full(640, 100), np.int32)
+    arguments = arguments_of([str(prefix), str(prefix)], {"short": 16, "short_share": 0.25})
+    arguments.train_data_path = arguments.valid_data_path = [str(prefix)]
+
+    train, _, _ = build_datasets(arguments, [990, 4, 0])
+
+    read = [token for row in range(990) for token in train[row]["tokens"].tolist()]
+    assert len(read) == 63_360 and len(set(read)) > 0.99 * len(read), "one pass reads everything about once"
+    again, _, _ = build_datasets(arguments, [2000, 4, 0])
+    assert all(torch.equal(train[row]["tokens"], again[row]["tokens"]) for row in (0, 3, 500, 989))
 
 
 def test_bounds_of_documents_are_where_documents_end(megatron: None, streams: list[str]) -> None:

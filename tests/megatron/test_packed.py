@@ -368,3 +368,33 @@ def test_every_layout_learns_the_same_from_packs(
     assert len(alone) == 5
     assert [line["loss"] for line in together] == pytest.approx([line["loss"] for line in alone], rel=1e-5)
     assert [line["grad_norm"] for line in together] == pytest.approx([line["grad_norm"] for line in alone], rel=1e-4)
+
+
+def test_packs_of_two_tokenizers_do_not_blend(megatron: None, tmp_path: Path) -> None:
+    from nemo_ext.megatron.packed import all_packed
+
+    file = write_samples(tmp_path / "samples", [(np.arange(30), np.ones(30))] * 9, vocab_size=257)
+    for name in ("byte-257", "other", ""):
+        settings = PackingSettings(capacity=64)
+        prefix = tmp_path / f"packs{name}"
+        write_packed(prefix, [file], settings, vocab_size=257, tokenizer_identity=name, progress=False)
+
+    assert all_packed([str(tmp_path / "packsbyte-257"), str(tmp_path / "packs")])  # of one it is not known
+    with pytest.raises(ValueError, match="packs of different tokenizers: a model has one"):
+        all_packed([str(tmp_path / "packsbyte-257"), str(tmp_path / "packsother")])
+
+
+def test_a_later_phase_goes_on_in_the_packs(megatron: None, tmp_path: Path) -> None:
+    from nemo_ext.data.mixed_lengths import Reading
+    from nemo_ext.megatron.arguments import command_line, parse_arguments
+    from nemo_ext.megatron.forward_step import build_datasets
+
+    for name in ("train", "valid"):
+        packs_at(tmp_path / name)
+    config = packed_config(tmp_path, "run_dir=unused", "megatron.micro_batch_size=1")
+    arguments = parse_arguments(command_line(config), world_size=1)
+
+    whole, _, _ = build_datasets(arguments, [20, 4, 0])
+    later, _, _ = build_datasets(arguments, [8, 4, 0], drawn={Reading(64): {str(tmp_path / "train"): 12}})
+
+    assert all(torch.equal(later[n]["tokens"], whole[12 + n]["tokens"]) for n in range(8))

@@ -9,11 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
 from nemo_ext import run_directory
+from nemo_ext.config import compose
+from nemo_ext.data.indexed_dataset import write_index
 from nemo_ext.data.phases import Plan, plan_of
 from nemo_ext.launch import _check_same_past
 
@@ -86,14 +89,11 @@ def test_every_sample_is_its_phases_own(megatron: None) -> None:
     from nemo_ext.megatron.phases import Part, PhasedDataset
 
     plan = planned({"a": {"tokens": 25600}, "b": {"tokens": 5120}, "c": {"tokens": 20480}})
-    names = {"a": 0, "b": 1000, "c": 0}  # c goes on in a's blend
-    parts = [
-        Part(phase, torch.arange(10**4) + names[phase.name], offset)  # type: ignore[arg-type]
-        for phase, offset in zip(plan.phases, (0, 0, 400), strict=True)
-    ]
+    names = {"a": 0, "b": 1000, "c": 2000}
+    parts = [Part(phase, torch.arange(10**4) + names[phase.name]) for phase in plan.phases]  # type: ignore[arg-type]
     samples = PhasedDataset(parts)
     assert len(samples) == 800
-    assert [int(samples[n]) for n in (0, 399, 400, 479, 480, 799)] == [0, 399, 1000, 1079, 400, 719]
+    assert [int(samples[n]) for n in (0, 399, 400, 479, 480, 799)] == [0, 399, 1000, 1079, 2000, 2319]
     later = PhasedDataset(parts[1:])
     assert int(later[400]) == 1000 and len(later) == 800
     with pytest.raises(IndexError, match=r"sample 399 is not in this segment \(400 to 799\)"):
@@ -101,15 +101,96 @@ def test_every_sample_is_its_phases_own(megatron: None) -> None:
 
 
 def test_only_later_phases_may_change_in_a_run_that_has_begun() -> None:
-    def plan(a: int, b: int, c: int) -> Plan:
-        return planned({"a": {"tokens": a}, "b": {"tokens": b}, "c": {"tokens": c}})
+    def run(a: int, b: int, c: int, *, own: str = "web", path_of_c: str = "late", **megatron: Any) -> dict[str, Any]:
+        phases = {"a": {"tokens": a}, "b": {"tokens": b}, "c": {"tokens": c, "data": {"directory": "d"}}}
+        return {
+            "train": {"tokens": 51200},
+            "phases": phases,
+            "megatron": {**FLAGS, "train_data_path": ["1", own], "seed": 1, **megatron},
+            "segment": {"train_data_path": {"a": None, "b": None, "c": ["1", path_of_c]}},
+        }
 
-    before = plan(20480, 20480, 10240)
-    _check_same_past([before, plan(20480, 25600, 5120)], 60, Path("run"))
-    with pytest.raises(ValueError, match="run is at step 60, and its phases until there were others"):
-        _check_same_past([before, plan(25600, 15360, 10240)], 60, Path("run"))
+    before = run(20480, 20480, 10240)
+    _check_same_past([before, run(20480, 25600, 5120)], 60, Path("run"))
+    _check_same_past([before, run(20480, 20480, 10240, path_of_c="other")], 60, Path("run"))
+    for other, differs in (
+        (run(25600, 15360, 10240), "steps"),
+        (run(20480, 20480, 10240, own="prose"), "data"),  # the run's own data, which no phase names
+        (run(20480, 20480, 10240, seed=2), "seed"),
+    ):
+        with pytest.raises(ValueError, match=rf"run is at step 60, and its phases until there .*\({differs} differ\)"):
+            _check_same_past([before, other], 60, Path("run"))
     with pytest.raises(ValueError, match="run was begun without phases"):
-        _check_same_past([None, before], 60, Path("run"))
+        _check_same_past([{**before, "phases": {}}, before], 60, Path("run"))
+    with pytest.raises(ValueError, match="run was begun with phases"):
+        _check_same_past([before, {**before, "phases": {}}], 60, Path("run"))
+
+
+@pytest.fixture(scope="module")
+def streams(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Two streams of 640 documents of 100 tokens, no token twice; blends of them by name."""
+    folder = tmp_path_factory.mktemp("streams")
+    for number, name in enumerate("ab"):
+        for split in ("train", "valid"):
+            (np.arange(64_000, dtype=np.int32) + 100_000 * number).tofile(folder / f"{name}_{split}.bin")
+            write_index(folder / f"{name}_{split}.idx", np.full(640, 100), np.int32)
+    a, b = (str(folder / f"{name}_train") for name in "ab")
+    return {"half": ["0.5", a, "0.5", b], "other": ["0.4", a, "0.6", b], "b": ["1", b]}
+
+
+def read_by_phases(
+    monkeypatch: pytest.MonkeyPatch,
+    blends: dict[str, list[str]],
+    phases: dict[str, Any],
+    data: dict[str, str] | None = None,
+) -> dict[str, list[int]]:
+    """The tokens that each phase reads, segment by segment; the run's own blend is `half`."""
+    import nemo_ext.megatron.phases as module
+    from nemo_ext.megatron.arguments import command_line, parse_arguments
+
+    config = compose("train", ["data=mock", "run_dir=unused", "megatron.seq_length=64"])
+    config["megatron"] |= {"global_batch_size": 8, "num_workers": 0, "mock_data": False, "micro_batch_size": 1}
+    config["megatron"] |= {"vocab_size": 300_000, "max_position_embeddings": 256, "train_data_path": blends["half"]}
+    config["train"]["tokens"], config["phases"] = sum(phase["tokens"] for phase in phases.values()), phases
+    paths = {name: blends[data[name]] if data and name in data else None for name in phases}
+    found: dict[str, list[int]] = {}
+    plan = plan_of(config)
+    assert plan is not None
+    for segment in plan.segments:
+        changed = {**config, "megatron": {**config["megatron"], **segment[0].megatron}}
+        arguments = parse_arguments(command_line(changed), world_size=1)
+        arguments.mixed_lengths = None
+        monkeypatch.setattr(module, "get_args", lambda arguments=arguments: arguments)
+        names = {"phases": [phase.name for phase in segment], "train_data_path": paths}
+        rows, _, _ = module.phased_datasets(plan, names, [0, 0, 0])
+        for phase in segment:
+            numbers = range(phase.first_sample, phase.first_sample + phase.samples)
+            found[phase.name] = [token for n in numbers for token in rows[n]["tokens"].tolist()]
+    return found
+
+
+def test_a_phase_reads_on_in_each_stream_whatever_its_blend(
+    megatron: None, monkeypatch: pytest.MonkeyPatch, streams: dict[str, list[str]]
+) -> None:
+    phases = {"one": {"tokens": 61440}, "two": {"tokens": 20480}, "three": {"tokens": 20480}}
+    found = read_by_phases(monkeypatch, streams, phases, {"two": "other", "three": "half"})
+    one, two, three = (set(found[name]) for name in phases)
+    assert [len(each) for each in (one, two, three)] == [61440, 20480, 20480]
+    assert not one & two and not (one | two) & three, "a token came twice before all were read"
+
+
+def test_changing_a_later_phase_leaves_what_earlier_ones_read(
+    megatron: None, monkeypatch: pytest.MonkeyPatch, streams: dict[str, list[str]]
+) -> None:
+    # 0.8 epochs, then to 1.6 and 2.4 in all: Megatron's own order would be another one each time.
+    shorter = read_by_phases(monkeypatch, streams, {"one": {"tokens": 102_400}, "two": {"tokens": 102_400}})
+    longer = read_by_phases(monkeypatch, streams, {"one": {"tokens": 102_400}, "two": {"tokens": 204_800}})
+    assert shorter["one"] == longer["one"] and shorter["two"] == longer["two"][:102_400]
+    # Each epoch reads everything once, but for the end that fills no sequence.
+    first = [token for token in shorter["one"] + shorter["two"] if token < 100_000][:63_900]
+    assert len(set(first)) > 63_800
+    at_another_length = {"one": {"tokens": 20_480}, "long": {"tokens": 20_480, "megatron": {"seq_length": 128}}}
+    assert len(read_by_phases(monkeypatch, streams, at_another_length)["long"]) == 20_480
 
 
 SMALL = (

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from nemo_ext.data.curriculum.layout import (
     REPORT,
     STATS,
     domain_files,
+    remove_order,
     save_order,
 )
 from nemo_ext.data.curriculum.plan import Candidates, Plan, make_plan
@@ -72,15 +73,19 @@ def _run(given: Settings, output: Path) -> None:
     if not given.prompts:
         return
     scratch = output / ".unpacked"
+    found = find_files(given.prompts, "prompts")
+    for path in found:
+        if scratch.resolve() in path.resolve().parents:
+            raise ValueError(f"prompts: {path} lies in {scratch}, which is removed: move it")
     try:
-        _make(given, output, profile, scratch, workers)
+        _make(given, output, profile, found, scratch, workers)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _make(given: Settings, output: Path, profile: Profile, scratch: Path, workers: int) -> None:
+def _make(given: Settings, output: Path, profile: Profile, found: Sequence[Path], scratch: Path, workers: int) -> None:
     scratch.mkdir(exist_ok=True)
-    files = unpacked(find_files(given.prompts, "prompts"), scratch)
+    files = unpacked(found, scratch)
     prompts = read_prompts(files, given.keys, max_bad_share=given.max_bad_share, workers=workers)
     _tell_malformed("prompts", prompts.report)
     used = _used(given)
@@ -95,13 +100,14 @@ def _make(given: Settings, output: Path, profile: Profile, scratch: Path, worker
         mean_first=given.mean_first,
         mean_last=given.mean_last,
         sigma=given.sigma,
-        levels=given.levels or min(MOST_LEVELS, int(profile.rollouts.max())),
+        levels=given.levels or profile.levels(MOST_LEVELS),
         seed=given.seed,
         exhausted=given.exhausted,
     )
     order = plan.order.ravel()
     rows, modes = selection.row[order], selection.mode[order]
     separate: dict[int, Path] = {}
+    remove_order(output)  # whatever comes of this run, an earlier one's domains no longer go with the curriculum
     if given.split_domains:
         separate = domain_files(output, prompts.domains, candidates.domain[plan.order])
     change = marker(given.thinking, given.keys.prompt) if given.thinking.off_share else None

@@ -55,6 +55,18 @@ def domain_files(output: Path, domains: Sequence[str], drawn: npt.NDArray[np.int
     return files
 
 
+def remove_order(output: Path) -> None:
+    """Remove the domains' files of an earlier curriculum, as far as their order names them."""
+    path = output / DOMAINS / ORDER
+    if not path.is_file():
+        return
+    with np.load(path) as stored:
+        names = stored["names"].tolist()
+    path.unlink()
+    for name in names:
+        (output / DOMAINS / f"{name}.jsonl").unlink(missing_ok=True)
+
+
 def save_order(output: Path, files: Mapping[int, Path], drawn: npt.NDArray[np.int16]) -> None:
     """Write beside the domains' files which of them each prompt of each step comes from."""
     number = np.full(max(files) + 1, -1, dtype=np.int16)

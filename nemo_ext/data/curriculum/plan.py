@@ -4,7 +4,8 @@ A pool holds the prompts of one domain and one level of pass rate that were not 
 the seed and their ids alone. A step takes from the front of each pool as many as the Gaussian asks for or there are,
 and what is then missing from the largest pools (Llama-Nemotron, section 5.1; Nemotron 3 Nano, section 3.2.2). A prompt
 whose text is in the step already stays at the front for the next one. So the state after a step is nothing but how
-often each prompt was used: a plan made from there with the same settings is the rest of the whole plan.
+often each prompt was used: a plan made from there with the same settings and the same shares of the domains (those of
+the prompts are others once some are used) is the rest of the whole plan.
 """
 
 from collections.abc import Iterator

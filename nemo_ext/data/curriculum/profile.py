@@ -45,7 +45,8 @@ class Profile:
 
     Attributes:
         key: of the prompt's id.
-        rollouts: how many there were.
+        rollouts: how many there were; 1 where that is not known.
+        counted: whether it is known.
         pass_rate: share of them that succeeded.
         mean_reward: NaN if it is not known.
         report: records read and left out.
@@ -56,9 +57,24 @@ class Profile:
     pass_rate: npt.NDArray[np.float64]
     mean_reward: npt.NDArray[np.float64]
     report: ReadReport
+    counted: bool = True
 
     def __len__(self) -> int:
         return len(self.key)
+
+    def levels(self, most: int) -> int:
+        """In how many equal parts of 0 to 1 pass rates are told apart: the most rollouts of a prompt, or `most`.
+
+        Where that is not known, the fewest of which all pass rates are multiples.
+        """
+        if self.counted:
+            return min(most, int(self.rollouts.max()))
+        rates = np.unique(self.pass_rate)
+        if len(rates) > most + 1:
+            return most
+        off = (np.abs(rates * number - np.rint(rates * number)).max() for number in range(1, most + 1))
+        # A hundredth of a part: rates are written with three digits or so.
+        return next((number for number, most_off in enumerate(off, start=1) if most_off < 0.01), most)
 
 
 def write_profile(
@@ -116,7 +132,7 @@ def write_profile(
 def read_profile(path: Path) -> Profile:
     """Read what `write_profile` wrote, or a Parquet or JSONL file of one's own with id, pass_rate, rollouts.
 
-    `rollouts` and `mean_reward` may be missing: 1 and unknown.
+    `rollouts` and `mean_reward` may be missing: they are then 1 and NaN.
 
     Raises:
         ValueError: no such file, columns or types; a pass rate out of 0 to 1; an id twice.
@@ -127,7 +143,7 @@ def read_profile(path: Path) -> Profile:
     if path.suffix == ".parquet":
         try:
             table = arrow.parquet.read_table(path)
-        except arrow.ArrowInvalid as error:
+        except (OSError, arrow.ArrowInvalid) as error:
             raise ValueError(f"{path}: not a readable Parquet file ({error}): make it again") from None
     else:
         table = _table_of_lines(path)
@@ -160,6 +176,7 @@ def read_profile(path: Path) -> Profile:
         pass_rate=rates[order],
         mean_reward=rewards[order],
         report=ReadReport(records=len(keys)),
+        counted="rollouts" in table.column_names,
     )
 
 

@@ -33,12 +33,13 @@ from nemo_ext.data.documents import ReadReport
 Keys = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
 NO_DOMAIN = "(none)"
+MOST_DOMAINS = 1 << 15
 DUPLICATE = "id seen before"
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """All prompts, one entry of every array each, in the order of the files; about 34 bytes a prompt.
+    """All prompts, one entry of every array each, in the order of the files; about 36 bytes a prompt.
 
     Attributes:
         files: plain JSONL.
@@ -53,7 +54,7 @@ class Prompts:
     """
 
     files: tuple[Path, ...]
-    file: npt.NDArray[np.int16]
+    file: npt.NDArray[np.int32]
     offset: Numbers
     length: npt.NDArray[np.int32]
     key: Keys
@@ -75,7 +76,7 @@ def read_prompts(files: Sequence[Path], keys: PromptKeys, *, max_bad_share: floa
     """Read plain JSONL files; of several records with one id the first stays.
 
     Raises:
-        ValueError: a file is damaged, there is no record, or too many are malformed.
+        ValueError: a file is damaged, there is no record, too many are malformed, or there are too many domains.
     """
     parts = parts_of(files)
     firsts = [0] * len(parts)
@@ -87,7 +88,7 @@ def read_prompts(files: Sequence[Path], keys: PromptKeys, *, max_bad_share: floa
     for first, piece in zip(firsts, read_parts(parts, read, workers=workers, label="prompts"), strict=True):
         offset, length, key, text, domain, own_names, own_report, line = piece
         report.add(own_report)
-        codes = np.array([names.setdefault(name, len(names)) for name in own_names], dtype=np.int16)
+        codes = np.array([_number(name, names, keys) for name in own_names], dtype=np.int16)
         if keys.id == LINE:
             identities = np.frombuffer(line, dtype=np.int64) + first
             key = b"".join(digest(str(number).encode()) for number in identities.tolist())
@@ -103,7 +104,7 @@ def read_prompts(files: Sequence[Path], keys: PromptKeys, *, max_bad_share: floa
         )
     check_share(report, "prompts", max_bad_share)
     number_of_file = np.repeat(
-        np.array([part.file for part in parts], dtype=np.int16), [len(piece[0]) for piece in pieces]
+        np.array([part.file for part in parts], dtype=np.int32), [len(piece[0]) for piece in pieces]
     )
     offsets, lengths, ids, texts, domains = (np.concatenate(column) for column in zip(*pieces, strict=True))
     # Domains are numbered by name, so that the order of the files does not matter.
@@ -148,7 +149,7 @@ def _read_part(
             except Malformed as problem:
                 note_malformed(report, part, offset, str(problem))
                 continue
-            code = names.setdefault(domain, len(names))
+            code = _number(domain, names, keys)
         offsets.append(offset)
         lengths.append(len(line.rstrip(b"\r\n")))
         domains.append(code)
@@ -183,6 +184,16 @@ def _domain(record: dict[str, object], steps: Sequence[str]) -> str:
     if isinstance(value, str) and value:
         return value
     raise Malformed(f"{'.'.join(steps)!r} is {value!r}, not the name of a domain")
+
+
+def _number(domain: str, names: dict[str, int], keys: PromptKeys) -> int:
+    """The domain's number, a new one if it has none."""
+    if domain not in names and len(names) == MOST_DOMAINS:
+        raise ValueError(
+            f"keys.domain={keys.domain}: more than {MOST_DOMAINS:,} domains, such as {next(iter(names))!r} and "
+            f"{domain!r}: name the key of a domain, or null to put all prompts into one"
+        )
+    return names.setdefault(domain, len(names))
 
 
 def _first_lines(parts: Sequence[Part]) -> list[int]:

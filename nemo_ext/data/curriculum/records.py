@@ -237,12 +237,15 @@ def _open(path: str) -> IO[bytes]:
 
 
 def _parquet_lines(part: Part) -> Iterator[tuple[int, bytes]]:
-    with _parquet(Path(part.path)) as file:
-        row = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
-        for batch in file.iter_batches(batch_size=1024, row_groups=[part.start]):
-            for record in batch.to_pylist():
-                yield row, orjson.dumps(record, default=str)
-                row += 1
+    try:
+        with _parquet(Path(part.path)) as file:
+            row = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
+            for batch in file.iter_batches(batch_size=1024, row_groups=[part.start]):
+                for record in batch.to_pylist():
+                    yield row, orjson.dumps(record, default=str)
+                    row += 1
+    except (OSError, _pyarrow().ArrowInvalid) as error:
+        raise ValueError(f"{part.path}: cannot be read to its end ({error}): copy or make it again") from error
 
 
 def _parquet(path: Path) -> Any:

@@ -101,8 +101,7 @@ class Settings:
         success: least reward of a success.
         mean_first, mean_last: mean of the Gaussian over pass rates in the first and last step.
         sigma: its standard deviation.
-        levels: how many equal parts the pass rates from 0 to 1 are rounded to; null for the rollouts of a prompt, at
-            most 64.
+        levels: how many equal parts the pass rates from 0 to 1 are rounded to; null: see `Profile.levels`, at most 64.
         domains: share of each domain in every batch; null for the shares of the prompts.
         exhausted: what happens when a domain has no prompt left.
         split_domains: also write a file for each domain, for NeMo-RL's `custom_dataloader`.

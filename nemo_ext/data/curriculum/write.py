@@ -1,7 +1,8 @@
 """The ordered JSONL: the records of the prompts, byte for byte, in the order of the plan.
 
 Records are gathered from the mapped files. Where these do not fit into memory, that would read the disk all over
-for every step; then they are first copied, front to back, into buckets of neighbouring steps that do fit.
+for every step; then they are first copied, front to back, into buckets of neighbouring steps that do fit. So are those
+of very many files, since a map keeps its file open.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from nemo_ext.data.curriculum.settings import Thinking
 from nemo_ext.progress import progress_of
 
 ROWS = 1 << 16
+MOST_OPEN = 128
 BUCKET_BYTES = 1 << 30
 AS_IT_IS, ON, OFF = 0, 1, 2
 
@@ -58,6 +60,7 @@ def write_ordered(
     if memory is None:
         memory = psutil.virtual_memory().available // 2
     size = sum(file.stat().st_size for file in prompts.files)
+    at_random = size <= memory and len(prompts.files) <= MOST_OPEN
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(open(unfinished(path), "wb", buffering=0))
         separate = {
@@ -65,7 +68,7 @@ def write_ordered(
             for domain, file in (domain_files or {}).items()
         }
         advance = stack.enter_context(progress_of("writing", len(rows), unit="prompts"))
-        gathered = _gathered(prompts, rows) if size <= memory else _through_buckets(prompts, rows, path, memory)
+        gathered = _gathered(prompts, rows) if at_random else _through_buckets(prompts, rows, path, memory)
         begin = 0
         for lines in gathered:
             end = begin + len(lines)
@@ -123,7 +126,7 @@ def _set_system(record: dict[str, Any], steps: Sequence[str], key: str, system: 
 def _gathered(prompts: Prompts, rows: Rows) -> Iterator[list[bytes]]:
     """The records, some tens of thousands at a time."""
     with contextlib.ExitStack() as stack:
-        maps = _maps(prompts, stack, mmap.MADV_RANDOM)
+        maps = _Maps(prompts.files, stack, mmap.MADV_RANDOM)
         for begin in range(0, len(rows), ROWS):
             yield _slices(prompts, rows[begin : begin + ROWS], maps)
 
@@ -140,7 +143,7 @@ def _through_buckets(prompts: Prompts, rows: Rows, path: Path, memory: int) -> I
     by_source = np.lexsort((prompts.offset[rows], prompts.file[rows]))
     places: list[list[Rows]] = [[] for _ in range(count)]
     with contextlib.ExitStack() as stack:
-        maps = _maps(prompts, stack, mmap.MADV_SEQUENTIAL)
+        maps = _Maps(prompts.files, stack, mmap.MADV_SEQUENTIAL)
         files = [stack.enter_context(open(folder / str(bucket), "wb")) for bucket in range(count)]
         for begin in range(0, len(rows), ROWS):
             at = by_source[begin : begin + ROWS]
@@ -165,21 +168,35 @@ def _through_buckets(prompts: Prompts, rows: Rows, path: Path, memory: int) -> I
     folder.rmdir()
 
 
-def _maps(prompts: Prompts, stack: contextlib.ExitStack, advice: int) -> list[mmap.mmap]:
-    maps = []
-    for path in prompts.files:
-        with open(path, "rb") as file:
-            mapped = stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        mapped.madvise(advice)
-        maps.append(mapped)
-    return maps
+class _Maps:
+    """The files mapped as they are asked for, the last `MOST_OPEN` of them."""
+
+    def __init__(self, files: Sequence[Path], stack: contextlib.ExitStack, advice: int) -> None:
+        self._files, self._advice = files, advice
+        self._open: dict[int, mmap.mmap] = {}  # in the order of their last use
+        stack.callback(self._close)
+
+    def __getitem__(self, number: int) -> mmap.mmap:
+        mapped = self._open.pop(number, None)
+        if mapped is None:
+            if len(self._open) >= MOST_OPEN:
+                self._open.pop(next(iter(self._open))).close()
+            with open(self._files[number], "rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            mapped.madvise(self._advice)
+        self._open[number] = mapped
+        return mapped
+
+    def _close(self) -> None:
+        for mapped in self._open.values():
+            mapped.close()
 
 
-def _slices(prompts: Prompts, rows: Rows, maps: Sequence[mmap.mmap]) -> list[bytes]:
+def _slices(prompts: Prompts, rows: Rows, maps: _Maps) -> list[bytes]:
     starts = prompts.offset[rows]
     ends = (starts + prompts.length[rows]).tolist()
-    if len(maps) == 1:
-        (only,) = maps
+    if len(prompts.files) == 1:
+        only = maps[0]
         lines = [only[start:end] for start, end in zip(starts.tolist(), ends, strict=True)]
     else:
         files = prompts.file[rows].tolist()

@@ -17,7 +17,7 @@ from nemo_ext.data.atomic_files import publish, unfinished
 from nemo_ext.data.documents import ReadReport
 from nemo_ext.data.preference.filters import Filters, Lengths, has_reasoning
 from nemo_ext.data.preference.genrm import GenrmSample, genrm_record, of_pair, swapped, to_genrm
-from nemo_ext.data.preference.group import Group, Pair, pair_digest, prompt_digest, trainer_messages
+from nemo_ext.data.preference.group import Group, Pair, pair_digest, prompt_digest, tools_digest, trainer_messages
 from nemo_ext.data.preference.hallucination import tool_hallucination
 from nemo_ext.data.preference.measure import Texts, lengths_of, texts_of
 from nemo_ext.data.preference.pairs import delta, judged, ready, safety
@@ -145,6 +145,8 @@ def _staged(work: Work, records: Path, counts: Counts) -> Iterator[tuple[dict[st
                 yield _line(pair, lengths, texts, source), _row(work, pair.id, pair_digest(pair), pair.group)
                 if labels := source.as_genrm:
                     made = of_pair(pair, chosen=labels.chosen, rejected=labels.rejected, ranking=labels.ranking)
+                    if not work.swap and digest(work.seed, "side", source.name, pair.id) & 1:
+                        made = swapped(made)
                     yield from _genrm_lines(work, made)
 
 
@@ -172,6 +174,8 @@ def _groups(same: list[Placed], source: SourceSettings, counts: Counts) -> Itera
             continue
         counts.groups.records += 1
         if (whole := merged(together, counts.groups, same[0].where)) is not None:
+            if len(variants) > 1 and whole.tools:  # pairs, draws and limits go by the id
+                whole = dataclasses.replace(whole, id=f"{whole.id}@{tools_digest(whole.tools)}")
             yield _labelled(whole, source)
     if len(variants) > 1 and lacking:
         counts.records.skip("answer without a prompt, where prompts with and without tools have its id", same[0].where)
@@ -211,7 +215,7 @@ def _pairs(group: Group, work: Work, counts: Counts) -> list[Pair]:
 
 
 def _measured(pair: Pair, work: Work, counts: Counts) -> tuple[Lengths | None, Texts | None]:
-    tokenizer, template = _loaded(work.tokenizer, work.template)
+    tokenizer, template = loaded(work.tokenizer, work.template)
     texts = None
     if template is not None:
         try:
@@ -287,7 +291,8 @@ def _row(work: Work, identifier: str, content: str, group: Group, *, genrm: bool
 
 
 @lru_cache(maxsize=1)
-def _loaded(tokenizer: str, template: str | None) -> tuple[Tokenizer | None, Template | None]:
+def loaded(tokenizer: str, template: str | None) -> tuple[Tokenizer | None, Template | None]:
+    """Those of a `Work`, once in a process."""
     config = json.loads(tokenizer)
     if config is not None and template is not None and config["kind"] == "huggingface":
         config = {"parse_special_tokens": True, **config}  # the template's markup is tokens

@@ -45,7 +45,7 @@ class Group:
     """The answers to one prompt, in the order of their keys.
 
     Attributes:
-        id: unique in its source, but for the same prompt with and without tools.
+        id: unique in its source; that of a prompt which comes with several sets of tools ends with theirs.
         prompt: the conversation up to the answer.
         tools: JSON schemas of the tools that the prompt declares.
         label: of the prompt: harmful or safe; "" if unknown.
@@ -107,6 +107,11 @@ def pair_digest(pair: Pair) -> str:
     """The same for pairs of the same two answers to the same prompt with the same tools (16 hex digits)."""
     parts = [message_records(part) for part in (pair.group.prompt, pair.chosen.messages, pair.rejected.messages)]
     return _digest(json.dumps([*parts, list(pair.group.tools)], sort_keys=True))
+
+
+def tools_digest(tools: Iterable[Mapping[str, Any]]) -> str:
+    """The same for the same tools (16 hex digits)."""
+    return _digest(json.dumps(list(tools), sort_keys=True))
 
 
 def _digest(text: str) -> str:

@@ -12,19 +12,22 @@ from typing import Any
 
 from nemo_ext import __version__
 from nemo_ext.data.documents import ReadReport
-from nemo_ext.data.preference.build import Counts, Work, build, read_counts
+from nemo_ext.data.preference.build import Counts, Work, build, loaded, read_counts
 from nemo_ext.data.preference.mix import Line, is_validation, mixed
 from nemo_ext.data.preference.report import PLOT, Written, markdown, plot
 from nemo_ext.data.preference.settings import Settings, SourceSettings, output_directory, settings
 from nemo_ext.data.preference.spread import readers, spread
 from nemo_ext.data.preference.write import SPLITS, read_lines, write_split
+from nemo_ext.data.sft.sources import outside
 from nemo_ext.data.sft.templates import Template
+from nemo_ext.data.tokenizers import load_tokenizer
 from nemo_ext.data.user_files import RecordSource
 from nemo_ext.data.workers import prepare_worker, usable_cores
 from nemo_ext.progress import notice, progress_of
 from nemo_ext.run_directory import REPORT, only_run_in, write_text
 
 _WORK = ".work"
+_BAD = ("malformed", "schema")
 
 
 def run(config: Mapping[str, Any]) -> None:
@@ -36,11 +39,15 @@ def run(config: Mapping[str, Any]) -> None:
     given = settings(config)
     output = output_directory(given.output)
     files = {source.name: readers(source, given.max_bad_share) for source in given.sources}
+    for readers_of in files.values():
+        for reader in readers_of.values():
+            outside(output / _WORK, [path for _, path in reader.inputs()])
     with only_run_in(output, "output"):
         _run(given, files, output)
 
 
 def _run(given: Settings, files: Mapping[str, Mapping[str, RecordSource]], output: Path) -> None:
+    loaded.cache_clear()  # an earlier run in this process may have had other files under the same names
     counts: dict[str, Counts] = {}
     parts: list[list[Path]] = []
     lines: list[list[Line]] = []
@@ -86,12 +93,30 @@ def _built(
         built.append((path, rows))
     if not counts.records.records:
         raise ValueError(f"sources.{source.name}: the files hold no records")
+    _check_bad_share(source, counts.records, given.max_bad_share)
     kept = sum(len(rows) for _, rows in built)
-    notice(f"{source.name}: {counts.records.records:,} records, {counts.groups.records:,} prompts, {kept:,} kept")
+    left_out = ", ".join(
+        one.summary(examples=0) for one in (counts.records, counts.groups, counts.pairs) if one.skipped
+    )
+    notice(
+        f"{source.name}: {counts.records.records:,} records, {counts.groups.records:,} prompts, {kept:,} kept; "
+        f"left out: {left_out or 'nothing'}"
+    )
     if not kept:
         left = "; ".join(one.summary(examples=1) for one in (counts.records, counts.groups, counts.pairs))
         notice(f"warning: {source.name} gives nothing: {left}")
     return built, counts
+
+
+def _check_bad_share(source: SourceSettings, report: ReadReport, most: float) -> None:
+    bad = [reason for reason in _BAD if reason in report.skipped]
+    count = sum(report.skipped[reason] for reason in bad)
+    if count > most * report.records:
+        places = [place for reason in bad for place in report.examples.get(reason, [])]
+        raise ValueError(
+            f"sources.{source.name}: {count:,} of {report.records:,} records do not fit, more than "
+            f"max_bad_share={most}: {'; '.join(places[:3])}. Mend the files, set the keys, or raise max_bad_share"
+        )
 
 
 def _spread(source: SourceSettings, files: Mapping[str, RecordSource], place: Path, report: ReadReport) -> list[Path]:
@@ -176,5 +201,7 @@ def _fingerprint(work: Work, files: Mapping[str, RecordSource]) -> str:
     inputs = {side: reader.fingerprint(reader.inputs()) for side, reader in files.items()}
     if work.template is not None:
         settled["template"] = Template.load(work.template).source
+    if (tokenizer := json.loads(work.tokenizer)) is not None:
+        settled["tokenizer"] = load_tokenizer(tokenizer).identity
     text = json.dumps([__version__, settled, inputs], sort_keys=True)
     return f"{work.source.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"

@@ -1,8 +1,9 @@
 """Bringing the records of one prompt together, from any number of files and in any order.
 
 Records are written to parts by a digest of their id (a Grace hash join), and each part is sorted by it when it is
-read. So no file is ever in memory whole, two files of any size are joined by id, answers to one prompt may lie
-anywhere, and what comes out does not depend on the order of files, records or parts.
+read; one that is too large is divided again before. So no file is ever in memory whole, two files of any size are
+joined by id, answers to one prompt may lie anywhere, and what comes out does not depend on the order of files, records
+or parts.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from nemo_ext.data.sft.sources import without_nulls
 from nemo_ext.data.user_files import JsonlSource, ParquetSource, RecordSource
 
 PART_BYTES = 64 << 20
-MOST_PARTS = 256
+MOST_PARTS = 128  # they are open at once
 _PACKED = 5  # how many times larger compressed files and Parquet are as JSON, about
 
 
@@ -95,10 +96,32 @@ def spread(
 
 def gathered(path: Path) -> Iterator[list[Placed]]:
     """The records of each id in a part, ids in the order of their digests and records of one in a fixed one."""
+    if path.stat().st_size > 2 * PART_BYTES and (pieces := _divided(path)):
+        for piece in pieces:
+            yield from gathered(piece)
+            piece.unlink()
+        return
     with open(path, encoding="ascii") as file:
         lines = sorted(file)
     for _, same in groupby(lines, key=lambda line: line.partition("\t")[0]):
         yield [Placed(*json.loads(line.partition("\t")[2])) for line in same]
+
+
+def _divided(path: Path) -> list[Path]:
+    """The part in smaller ones, which follow each other in the order of the digests; none if it is all one id."""
+    with open(path, encoding="ascii") as file:
+        keys = [int(line[:16], 16) for line in file]
+    low, high = min(keys), max(keys)
+    if low == high:
+        return []
+    count = min(MOST_PARTS, -(-path.stat().st_size // PART_BYTES))
+    pieces = [path.with_name(f"{path.name}.{number:04d}") for number in range(count)]
+    with ExitStack() as stack:
+        outputs = [stack.enter_context(open(piece, "w", encoding="ascii")) for piece in pieces]
+        with open(path, encoding="ascii") as file:
+            for key, line in zip(keys, file, strict=True):
+                outputs[(key - low) * count // (high - low + 1)].write(line)
+    return pieces
 
 
 def _records(

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
@@ -11,6 +10,8 @@ from nemo_ext.data.preference.formats import Columns, JsonObject, genrm_line, ne
 from nemo_ext.data.preference.mix import Line
 
 Parts = Sequence[Sequence[Path]]
+MOST_OPEN = 128
+"""Files that are open at once, whatever the number of parts: systems allow 256 or 1024."""
 SPLITS = ("train", "validation")
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], JsonObject]] = {
     "trl": trl_record,
@@ -44,12 +45,15 @@ def write_split(lines: Sequence[Line], parts: Parts, path: Path, kind: str, adva
 
 def read_lines(lines: Sequence[Line], parts: Parts) -> Iterator[dict[str, Any]]:
     """What was staged, line by line in the order given."""
-    opened: dict[tuple[int, int], IO[bytes]] = {}
-    with ExitStack() as stack:
+    opened: dict[tuple[int, int], IO[bytes]] = {}  # in the order of their last use
+    try:
         for line in lines:
             place = line.source, line.part
-            if place not in opened:
-                opened[place] = stack.enter_context(open(parts[line.source][line.part], "rb"))
-            file = opened[place]
+            if place not in opened and len(opened) >= MOST_OPEN:
+                opened.pop(next(iter(opened))).close()
+            opened[place] = file = opened.pop(place, None) or open(parts[line.source][line.part], "rb")  # noqa: SIM115
             file.seek(line.row.position)
             yield json.loads(file.readline())
+    finally:
+        for file in opened.values():
+            file.close()

@@ -6,8 +6,8 @@
 
 A record that does not fit is a `FormatError` that names the place in the record, such as `messages[3].role`. What a
 message holds beside these keys is ignored and counted. `<think>...</think>` at the start of an assistant's content
-becomes its reasoning, stripped of white space at both ends, unless the message has reasoning of its own; an empty
-pair of tags is an empty trace (""), which is not the same as none.
+becomes its reasoning, stripped of white space at both ends, unless the message has reasoning of its own. A trace of
+white space is none, as templates write `<think></think>` for the mode without reasoning.
 """
 
 import json
@@ -53,6 +53,10 @@ _THINKING_VALUES: dict[str, bool] = {
     for word, on in (("on", True), ("true", True), ("yes", True), ("off", False), ("false", False), ("no", False))
     for mode in (word, f"thinking {word}", f"detailed thinking {word}")
 }
+# Domyn's and Llama-Nemotron's, which stand in a system message on a line of their own.
+_MODE_LINE = re.compile(r"^[ \t]*((?:detailed )?thinking (?:on|off))[ \t]*(?:\n|\Z)", re.IGNORECASE | re.MULTILINE)
+EMPTY_TRACE = "empty traces taken for none"
+MODE_LINE = "mode lines taken out of system messages"
 
 
 class FormatError(ValueError):
@@ -86,12 +90,14 @@ def to_sample(
     language: str = "",
     thinking: bool | None = None,
     ignored: Counter[str] | None = None,
+    changed: Counter[str] | None = None,
 ) -> Sample:
     """A record as a sample.
 
     Args:
         format: `auto` looks at each record.
         ignored: counts the keys of messages that mean nothing here, such as `messages[].name`.
+        changed: counts what was read otherwise than it stands there: empty traces.
 
     Raises:
         FormatError: naming the place in the record, what it holds and what it may hold.
@@ -107,6 +113,11 @@ def to_sample(
         messages = [_openai_message(turn, f"{key}[{index}]", ignored) for index, turn in enumerate(turns)]
     else:
         messages = _sharegpt_messages(record, turns, ignored)
+    for index, message in enumerate(messages):
+        if message.reasoning is not None and not message.reasoning.strip():
+            messages[index] = replace(message, reasoning=None)
+            if changed is not None:
+                changed[EMPTY_TRACE] += 1
     for index, message in enumerate(messages[1:], start=1):
         if message.role == "system":
             raise FormatError(f"{key}[{index}]: a system message that is not the first")
@@ -158,6 +169,25 @@ def thinking_mode(value: object, where: str) -> bool | None:
     raise FormatError(f"{where}={value!r}: expected on, off, true or false")
 
 
+def without_mode_line(sample: Sample) -> Sample:
+    """The sample in the mode that a line of its system message says (`detailed thinking on`), without that line.
+
+    The template says the mode in its own way. A system message of nothing else goes.
+
+    Raises:
+        FormatError: two lines contradict each other, or the sample's mode.
+    """
+    first = sample.messages[0]
+    if first.role != "system" or not (lines := _MODE_LINE.findall(first.content)):
+        return sample
+    said = {_THINKING_VALUES[line.lower()] for line in lines} | ({sample.thinking} - {None})
+    if len(said) > 1:
+        raise FormatError(f"the system message says {lines[0]!r}, but it or the record says the other mode, too")
+    text = _MODE_LINE.sub("", first.content).strip("\n")
+    rest = (replace(first, content=text),) if text.strip() else ()
+    return replace(sample, messages=rest + sample.messages[1:], thinking=_THINKING_VALUES[lines[0].lower()])
+
+
 def _call_record(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
     return {"type": "function", "function": function} | ({} if call.id is None else {"id": call.id})
@@ -180,17 +210,21 @@ def _openai_message(turn: Any, where: str, ignored: Counter[str] | None) -> Mess
     calls = _calls(turn.get("tool_calls"), f"{where}.tool_calls")
     if legacy := turn.get("function_call"):
         calls += _calls([legacy], f"{where}.function_call")
-    given = {key: _text(turn[key], where, key) for key in _REASONING if turn.get(key) is not None}
+    traces = {key: _text(turn[key], where, key) for key in _REASONING if turn.get(key) is not None}
+    given = {key: trace for key, trace in traces.items() if trace.strip()}
     if len(set(given.values())) > 1:
         raise FormatError(f"{where}: {' and '.join(given)} differ: keep one")
     content = turn.get("content")
-    if content is None and ("content" in turn or calls or given):
+    if content is None and ("content" in turn or calls or traces):
         content = ""  # OpenAI writes null where there are only calls
     text = _text(content, where, "content")
     if given:
         return Message(role="assistant", content=text, reasoning=next(iter(given.values())), tool_calls=calls)
     answer, reasoning = _without_trace(text)
-    return Message(role="assistant", content=answer, reasoning=reasoning, tool_calls=calls)
+    empty = "" if traces else None
+    return Message(
+        role="assistant", content=answer, reasoning=empty if reasoning is None else reasoning, tool_calls=calls
+    )
 
 
 def _sharegpt_messages(record: Mapping[str, Any], turns: Sequence[Any], ignored: Counter[str] | None) -> list[Message]:

@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -36,10 +36,12 @@ class Encoded:
         ids: token ids [length], int32.
         mask: 1 where the token itself is trained on, as a target [length], uint8. A label is the next token, so
             the loss at position i counts where `mask[i + 1]` is 1.
+        thinking: the mode that the text is in, which may be another than its sample's where turns are split.
     """
 
     ids: npt.NDArray[np.int32]
     mask: npt.NDArray[np.uint8]
+    thinking: bool = False
 
 
 class ChatEncoder:
@@ -71,7 +73,8 @@ class ChatEncoder:
         Raises:
             ValueError: The template refuses the sample.
         """
-        return [self.tokens(text) for text in self.template.renderings(sample, turns=turns, control=self.control)]
+        texts = self.template.renderings(sample, turns=turns, control=self.control)
+        return [replace(self.tokens(text), thinking=text.thinking) for text in texts]
 
     def tokens(self, rendered: Rendered) -> Encoded:
         """Ids and mask of a text that was rendered with this encoder's `control`."""

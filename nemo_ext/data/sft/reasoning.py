@@ -215,16 +215,19 @@ class ModeShares:
 
     def observe(self, sample: Sample) -> None:
         """Take note of a sample that `Control` made, and that no filter dropped since."""
-        if self.target(sample.task) is not None:
-            kinds = self._digests.setdefault(sample.task, {"on": array("Q"), "fixed": array("Q"), "off": array("Q")})
-            kinds[_mode(sample)].append(_digest(self.seed, sample))
+        self.observe_digests(sample.task, mode_of(sample), [_digest(self.seed, sample)])
+
+    def observe_digests(self, task: str, mode: Mode, digests: Iterable[int]) -> None:
+        """Take note of samples of one task and mode by numbers drawn for them, by which `ModePlan.below` then goes."""
+        if self.target(task) is not None:
+            kinds = self._digests.setdefault(task, {"on": array("Q"), "fixed": array("Q"), "off": array("Q")})
+            kinds[mode].extend(digests)
 
     def add(self, other: "ModeShares") -> None:
         """Take note of what another worker observed."""
         for task, kinds in other._digests.items():
-            mine = self._digests.setdefault(task, {"on": array("Q"), "fixed": array("Q"), "off": array("Q")})
             for kind, digests in kinds.items():
-                mine[kind].extend(digests)
+                self.observe_digests(task, kind, digests)
 
     def target(self, task: str) -> float | None:
         """The share that a task is brought to; None for none."""
@@ -268,7 +271,7 @@ class ModePlan:
 
     def apply(self, sample: Sample) -> Sample | None:
         """The sample, or without its reasoning, or None where it is dropped."""
-        mode = _mode(sample)
+        mode = mode_of(sample)
         bound = self.below.get((sample.task, mode), 0)
         if not bound or _digest(self.seed, sample) >= bound:
             return sample
@@ -284,12 +287,16 @@ def mode_counts(samples: Iterable[Sample]) -> dict[str, tuple[int, int]]:
     counts: dict[str, tuple[int, int]] = {}
     for sample in samples:
         on, off = counts.get(sample.task, (0, 0))
-        counts[sample.task] = (on + 1, off) if sample.thinking else (on, off + 1)
+        counts[sample.task] = (on, off + 1) if mode_of(sample) == "off" else (on + 1, off)
     return counts
 
 
-def _mode(sample: Sample) -> Mode:
-    if not sample.thinking:
+def mode_of(sample: Sample) -> Mode:
+    """The sample's mode, or what its traces say where that was not decided; `fixed` is on and cannot be stripped."""
+    thinking = sample.thinking
+    if thinking is None:
+        thinking = any(message.reasoning is not None for message in sample.messages)
+    if not thinking:
         return "off"
     return "on" if can_strip(sample) else "fixed"
 

@@ -14,7 +14,7 @@ from nemo_ext.data.sft.shards import MODES
 from nemo_ext.run_directory import write_text
 
 if TYPE_CHECKING:
-    from nemo_ext.data.sft.job import Chosen, Table
+    from nemo_ext.data.sft.choice import Chosen, Table
 
 PLOT = "report.png"
 _SHOWN = 30
@@ -29,13 +29,15 @@ def write_report(settings: SftSettings, table: "Table", chosen: "Chosen", packed
         "Modes": (table.modes, list(MODES)),
         "Languages": (table.languages, table.language_names),
     }
+    shares = [f"## Shares of thinking\n\n{_shares(chosen)}"] if chosen.shares else []
     preset = f", preset {settings.preset}" if settings.preset else ""
     sections = [
         f"# {settings.output.name}: SFT data{preset}\n\n{_contents(packed)}",
         f"## Sources\n\n{_sources(settings, table, chosen)}",
         *(f"## {title}\n\n{_counts(table, rows, of, names)}" for title, (of, names) in groups.items()),
+        *shares,
         f"## Left out\n\n{_left_out(settings, table, chosen)}",
-        f"## Reasoning\n\n{_reasoning(table)}",
+        f"## Reasoning\n\n{_reasoning(table, chosen)}",
         f"## Lengths\n\n![lengths of samples, mixture of tasks]({PLOT})",
     ]
     _plot(table, chosen, settings, settings.output / PLOT)
@@ -110,7 +112,7 @@ def _left_out(settings: SftSettings, table: "Table", chosen: "Chosen") -> str:
             [reason, f"{count:,}", "; ".join(_cell(place) for place in examples.get(reason, [])[:3])]
             for reason, count in counts.most_common()
         ]
-        text = _markdown(["reason", "samples", "the first ones"], lines)
+        text = _markdown(["reason", "how many", "the first ones"], lines)
     if ignored:
         text += "\n\nKeys of messages that mean nothing here: " + ", ".join(
             f"{key} ({count:,})" for key, count in ignored.most_common()
@@ -118,9 +120,18 @@ def _left_out(settings: SftSettings, table: "Table", chosen: "Chosen") -> str:
     return text
 
 
-def _reasoning(table: "Table") -> str:
-    counts = Counter[str]()
+def _shares(chosen: "Chosen") -> str:
+    lines = [
+        [task or "not said", f"{target:.1%}", f"{on / (on + off):.1%}" if on + off else "", f"{on:,}", f"{off:,}"]
+        for task, (target, on, off) in chosen.shares.items()
+    ]
+    return _markdown(["task", "target", "reached", "samples on", "off"], lines)
+
+
+def _reasoning(table: "Table", chosen: "Chosen") -> str:
+    counts = Counter[str](chosen.changed)
     for shard in table.shards:
+        counts.update(shard.report["changed"])
         counts.update(shard.report["reasoning"]["counts"])
         for budget, count in shard.report["reasoning"]["truncated"].items():
             counts[f"traces cut to {int(budget):,} tokens"] += count
@@ -164,15 +175,13 @@ def _plot(table: "Table", chosen: "Chosen", settings: SftSettings, path: Path) -
     sizes = np.bincount(table.tasks[rows], weights=table.lengths[rows], minlength=len(table.task_names))
     order = np.argsort(sizes)[-12:]
     left = np.zeros(len(order))
-    for mode, (name, colour) in enumerate(zip(MODES, ("#9aa5b1", "#edae49", "#1f4e8c"), strict=True)):
+    for mode, (name, colour) in enumerate(zip(MODES, ("#edae49", "#1f4e8c"), strict=True)):
         of_mode = rows[table.modes[rows] == mode]
         if not len(of_mode):
             continue
         amount = np.bincount(table.tasks[of_mode], weights=table.lengths[of_mode], minlength=len(sizes))[order] / 1e6
-        label = "mode not said" if name == "unknown" else f"thinking {name}"
-        tasks.barh(
-            [table.task_names[number] or "not said" for number in order], amount, left=left, color=colour, label=label
-        )
+        names = [table.task_names[number] or "not said" for number in order]
+        tasks.barh(names, amount, left=left, color=colour, label=f"thinking {name}")
         left += amount
     tasks.set_xlabel("million tokens")
     tasks.set_title("Tasks", loc="left", fontsize=11)

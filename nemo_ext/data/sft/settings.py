@@ -13,13 +13,13 @@ from nemo_ext.data.settings import check_keys, checked_share, checked_whole
 from nemo_ext.data.sft.checked import checked
 from nemo_ext.data.sft.filters.near_duplicates import NearDuplicates
 from nemo_ext.data.sft.filters.screen import Screen, load_filters
-from nemo_ext.data.sft.reasoning import ReasoningSettings
+from nemo_ext.data.sft.reasoning import ModeShares, ReasoningSettings
 from nemo_ext.data.sft.sources import ConversationSource, load_conversations
 from nemo_ext.data.tokenizers import named_tokenizer
 
 KEYS = (
     *("preset", "output", "tokenizer", "template", "turns", "sources", "filters", "near_duplicates", "duplicate_ids"),
-    *("reasoning", "thinking_shares", "sampling", "packing", "validation_share", "seed", "workers"),
+    *("reasoning", "thinking_shares", "sampling", "packing", "validation_share", "max_bad_share", "seed", "workers"),
 )
 
 
@@ -57,6 +57,7 @@ class SftSettings:
         sampling: see `Sampling`.
         packing: see `PackingSettings`.
         validation_share: of samples, chosen by seed and id; they come once and are packed apart.
+        max_bad_share: of a source's records that may be no conversation (malformed or schema); more are an error.
         seed: of all decisions.
         workers: processes; None for one a core.
     """
@@ -75,6 +76,7 @@ class SftSettings:
     sampling: Sampling
     packing: PackingSettings
     validation_share: float
+    max_bad_share: float
     seed: int
     workers: PositiveInt | None
 
@@ -119,10 +121,11 @@ def read_settings(config: Mapping[str, Any]) -> SftSettings:
         near_duplicates=None if near is None else checked(NearDuplicates, near, where="near_duplicates"),
         duplicate_ids=given["duplicate_ids"],
         reasoning=None if reasoning is None else ReasoningSettings.of({"seed": seed, **reasoning}),
-        thinking_shares=given["thinking_shares"] or {},
+        thinking_shares=dict(ModeShares(given["thinking_shares"] or {}, seed=seed).targets),
         sampling=checked(Sampling, given["sampling"] or {}, where="sampling"),
         packing=checked(PackingSettings, {"seed": seed, **given["packing"]}, where="packing"),
         validation_share=checked_share("validation_share", given["validation_share"], below_one=True),
+        max_bad_share=checked_share("max_bad_share", given["max_bad_share"]),
         seed=seed,
         workers=None if given["workers"] is None else checked_whole("workers", given["workers"], least=1),
     )

@@ -21,8 +21,8 @@ from nemo_ext.data.sample_files import SampleFile, open_samples, write_samples
 from nemo_ext.data.seeds import digest
 from nemo_ext.data.sft.filters.base import Texts
 from nemo_ext.data.sft.filters.near_duplicates import Sketches
-from nemo_ext.data.sft.masks import ChatEncoder
-from nemo_ext.data.sft.reasoning import Control, ModePlan, ModeShares, ReasoningReport
+from nemo_ext.data.sft.masks import ChatEncoder, Encoded
+from nemo_ext.data.sft.reasoning import Control, ReasoningReport, mode_of, stripped
 from nemo_ext.data.sft.sample import Sample
 from nemo_ext.data.sft.settings import SftSettings, read_settings
 from nemo_ext.data.sft.sources import ConversationReport
@@ -30,7 +30,9 @@ from nemo_ext.data.sft.templates import Template
 from nemo_ext.data.tokenizers import load_tokenizer
 from nemo_ext.run_directory import write_text
 
-MODES = ("unknown", "off", "on")
+MODES = ("off", "on")
+KINDS = ("off", "fixed", "on", "stripped")
+"""`Mode` of the sample that a row is of; `stripped` rows are what one that is on becomes without its reasoning."""
 _SKETCHED_TOGETHER = 256
 
 
@@ -41,12 +43,10 @@ class Work:
     Attributes:
         config: of the job, as JSON: settings are read again in every process.
         folder: of the shards.
-        plan: brings tasks to their shares of thinking; None without such shares.
     """
 
     config: str
     folder: Path
-    plan: ModePlan | None = None
 
     @property
     def settings(self) -> SftSettings:
@@ -76,9 +76,11 @@ class Shard:
     Attributes:
         file: tokens and masks of the rows.
         ids: [samples] uint64, digests of source and id.
+        contents: [samples] uint64, digests of the messages.
         sketches: of the samples, None where near duplicates stay.
         samples: [rows] the sample that a row is of.
         modes: [rows] an index into `MODES`.
+        kinds: [rows] an index into `KINDS`.
         tasks: [rows] an index into `task_names`.
         languages: [rows] an index into `language_names`.
         trained: [rows] tokens that the loss is taken of.
@@ -87,9 +89,11 @@ class Shard:
 
     file: SampleFile
     ids: npt.NDArray[np.uint64]
+    contents: npt.NDArray[np.uint64]
     sketches: Sketches | None
     samples: npt.NDArray[np.int64]
     modes: npt.NDArray[np.int64]
+    kinds: npt.NDArray[np.int64]
     tasks: npt.NDArray[np.int64]
     languages: npt.NDArray[np.int64]
     trained: npt.NDArray[np.int64]
@@ -106,16 +110,6 @@ def encoder_of(config: str) -> ChatEncoder:
     """Template and tokenizer of a job."""
     settings = _settings(config)
     return ChatEncoder(Template.load(settings.template), load_tokenizer(settings.tokenizer))
-
-
-def observe(work: Work, piece: Piece) -> ModeShares:
-    """How many samples of a part think, by task: what `ModeShares.plan` is made of."""
-    settings = work.settings
-    shares = ModeShares(settings.thinking_shares, seed=settings.seed)
-    for _, made in _controlled(work, piece, ConversationReport(), ReasoningReport()):
-        for sample in made:
-            shares.observe(sample)
-    return shares
 
 
 def make_shard(work: Work, piece: Piece) -> int:
@@ -149,13 +143,14 @@ def _controlled(
     work: Work, piece: Piece, report: ConversationReport, reasoning: ReasoningReport
 ) -> Iterator[tuple[Texts, list[Sample]]]:
     """The samples of a part that no filter leaves out, each with what is made of it."""
-    settings = work.settings
+    settings, encoder = work.settings, encoder_of(work.config)
     control = None
     if settings.reasoning is not None:
-        control = Control(settings.reasoning, truncate=encoder_of(work.config).truncated)
+        control = Control(settings.reasoning, truncate=encoder.truncated)
         control.report = reasoning
     screened = ConversationReport()
-    for located in settings.sources[piece.source].read(piece.part, report):
+    mode_lines = not encoder.template.has_modes
+    for located in settings.sources[piece.source].read(piece.part, report, mode_lines=mode_lines):
         texts = settings.screen.kept(located, screened)
         if texts is not None:
             yield texts, [located.sample] if control is None else control.apply(located.sample)
@@ -172,10 +167,11 @@ class _Writer:
     report: ConversationReport = field(default_factory=ConversationReport)
     reasoning: ReasoningReport = field(default_factory=ReasoningReport)
     ids: list[int] = field(default_factory=list)
+    contents: list[int] = field(default_factory=list)
     waiting: list[Texts] = field(default_factory=list)
     sketches: list[Sketches] = field(default_factory=list)
     rows: dict[str, list[int]] = field(
-        default_factory=lambda: {name: [] for name in ("samples", "modes", "tasks", "languages", "trained")}
+        default_factory=lambda: {name: [] for name in ("samples", "modes", "kinds", "tasks", "languages", "trained")}
     )
     names: dict[str, dict[str, int]] = field(default_factory=lambda: {"tasks": {}, "languages": {}})
 
@@ -184,7 +180,7 @@ class _Writer:
         write_samples(base, self._texts(), vocab_size=encoder_of(self.work.config).tokenizer.vocab_size)
         self._sketch()
         arrays: dict[str, Any] = {name: np.array(values, dtype=np.int64) for name, values in self.rows.items()}
-        arrays["ids"] = np.array(self.ids, dtype=np.uint64)
+        arrays |= {name: np.array(getattr(self, name), dtype=np.uint64) for name in ("ids", "contents")}
         if self.work.settings.near_duplicates is not None:
             joined = Sketches.joined(self.sketches)
             arrays |= {"bands": joined.bands, "slots": joined.slots}
@@ -201,6 +197,7 @@ class _Writer:
                     "skipped": self.report.skipped,
                     "examples": self.report.examples,
                     "ignored": self.report.ignored,
+                    "changed": self.report.changed,
                     "reasoning": {"counts": self.reasoning.counts, "truncated": self.reasoning.truncated},
                     "task_names": list(self.names["tasks"]),
                     "language_names": list(self.names["languages"]),
@@ -209,39 +206,44 @@ class _Writer:
         )
 
     def _texts(self) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
-        settings, plan = self.work.settings, self.work.plan
-        encoder = encoder_of(self.work.config)
         for texts, made in _controlled(self.work, self.piece, self.report, self.reasoning):
             encoded = []
             for sample in made:
-                chosen = sample if plan is None else plan.apply(sample)
-                if chosen is None:
-                    self.report.skip("thinking share", sample.id)
-                    continue
                 try:
-                    encoded += [(chosen, text) for text in encoder.encode(chosen, turns=settings.turns)]
+                    encoded += self._encoded(sample)
                 except ValueError as error:
                     self.report.skip("template", str(error))
             if not encoded:
                 continue
             self._note(texts)
-            for sample, text in encoded:
-                self._note_row(sample, text.mask)
+            for sample, kind, text in encoded:
+                self._note_row(sample, kind, text)
                 yield text.ids, text.mask
-        if plan is not None:
-            self.reasoning.add(plan.report)
-            plan.report.counts.clear()
+
+    def _encoded(self, sample: Sample) -> list[tuple[Sample, str, Encoded]]:
+        """The texts of a sample, and where there are shares of thinking, also those that it may change to for them."""
+        settings, encoder = self.work.settings, encoder_of(self.work.config)
+        versions: dict[str, Sample] = {mode_of(sample): sample}
+        if settings.thinking_shares and "on" in versions:
+            versions["stripped"] = stripped(sample)
+        return [
+            (version, kind, text)
+            for kind, version in versions.items()
+            for text in encoder.encode(version, turns=settings.turns)
+        ]
 
     def _note(self, texts: Texts) -> None:
         sample = texts.sample
         self.ids.append(digest(0, sample.source, sample.id))
+        said = [(each.role, each.reasoning or "", each.content, repr(each.tool_calls)) for each in sample.messages]
+        self.contents.append(digest(0, *(text for each in said for text in each)))
         self.waiting.append(texts)
         if len(self.waiting) == _SKETCHED_TOGETHER:
             self._sketch()
 
-    def _note_row(self, sample: Sample, mask: npt.NDArray[np.uint8]) -> None:
-        mode = 0 if sample.thinking is None else 1 + sample.thinking
-        for name, value in (("samples", len(self.ids) - 1), ("modes", mode), ("trained", int(mask[1:].sum()))):
+    def _note_row(self, sample: Sample, kind: str, text: Encoded) -> None:
+        numbers = {"samples": len(self.ids) - 1, "modes": int(text.thinking), "kinds": KINDS.index(kind)}
+        for name, value in (numbers | {"trained": int(text.mask[1:].sum())}).items():
             self.rows[name].append(value)
         for name, word in (("tasks", sample.task), ("languages", sample.language)):
             self.rows[name].append(self.names[name].setdefault(word, len(self.names[name])))

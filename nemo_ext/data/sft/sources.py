@@ -4,8 +4,10 @@ A record that is no conversation costs only itself: it is counted with its place
 `schema` (`FormatError`). A file that cannot be read to its end is an error, for nobody can say what is missing.
 """
 
+import hashlib
+import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import field, replace
 from functools import cached_property
@@ -18,7 +20,15 @@ from pydantic.dataclasses import dataclass
 
 from nemo_ext.data.documents import Part, ReadReport
 from nemo_ext.data.sft.checked import checked
-from nemo_ext.data.sft.formats import Format, FormatError, checked_text, thinking_mode, to_sample
+from nemo_ext.data.sft.formats import (
+    MODE_LINE,
+    Format,
+    FormatError,
+    checked_text,
+    thinking_mode,
+    to_sample,
+    without_mode_line,
+)
 from nemo_ext.data.sft.sample import Sample
 from nemo_ext.data.user_files import JsonlSource, ParquetSource, RecordSource
 
@@ -37,14 +47,16 @@ class Located(NamedTuple):
 
 @plain_dataclass
 class ConversationReport(ReadReport):
-    """What a reader met; `ignored` counts keys of messages that mean nothing here."""
+    """What a reader met; `ignored` counts keys of messages that mean nothing here, `changed` what was put right."""
 
     ignored: Counter[str] = field(default_factory=Counter)
+    changed: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: ReadReport) -> None:
         super().add(other)
         if isinstance(other, ConversationReport):
             self.ignored.update(other.ignored)
+            self.changed.update(other.changed)
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -56,10 +68,11 @@ class ConversationSource:
         path: files and globs.
         kind: by the files' names if not given.
         format: of the records; `auto` looks at each.
-        id_key: where a record says its id; a record without one is called `file:line`.
+        id_key: where a record says its id; without one it is a digest of the record, wherever that stands.
         task_key: likewise, with `task` for records that do not say.
         language_key: likewise, with `language`.
-        thinking_key: likewise, with `thinking`: on, off, true, false, `detailed thinking on` ...
+        thinking_key: likewise, with `thinking`: on, off, true, false, `detailed thinking on` ... A line of the system
+            message that says a mode counts as well.
     """
 
     name: str
@@ -111,8 +124,12 @@ class ConversationSource:
                 yield Part(name=name, path=str(path), size=0, documents=0)
         yield from self.files.parts(max_documents=max_documents, max_size=max_size)
 
-    def read(self, part: Part, report: ConversationReport) -> Iterator[Located]:
+    def read(self, part: Part, report: ConversationReport, *, mode_lines: bool = False) -> Iterator[Located]:
         """The samples of one part in order; what is none is counted in `report`.
+
+        Args:
+            mode_lines: leave lines such as `detailed thinking on` in the system messages, for a template that says no
+                mode itself.
 
         Raises:
             ValueError: the file cannot be read to its end.
@@ -123,27 +140,35 @@ class ConversationSource:
         for number, record in self.files.records(part, report):
             where = self.files.place(part, number)
             try:
-                yield Located(self._sample(record, f"{part.name}:{number}", report.ignored), where)
+                sample = self._sample(record, report, mode_lines=mode_lines)
             except FormatError as error:
                 report.skip("schema", f"{where}: {error}")
+                continue
+            yield Located(sample, where)
 
-    def _sample(self, record: Mapping[str, Any], place: str, ignored: Counter[str]) -> Sample:
+    def _sample(self, record: Mapping[str, Any], report: ConversationReport, *, mode_lines: bool) -> Sample:
         if self.files.kind == "parquet":
             record = without_nulls(record)
         identifier = value_at(record, self.id_key)
         if isinstance(identifier, int) and not isinstance(identifier, bool):
             identifier = str(identifier)
         thinking = thinking_mode(value_at(record, self.thinking_key), self.thinking_key)
-        return to_sample(
+        sample = to_sample(
             record,
-            id=_label(identifier, self.id_key) or place,
+            id=_label(identifier, self.id_key) or _digest(record),
             format=self.format,
             source=self.name,
             task=_label(value_at(record, self.task_key), self.task_key) or self.task,
             language=_label(value_at(record, self.language_key), self.language_key).lower() or self.language,
-            thinking=self.thinking if thinking is None else thinking,
-            ignored=ignored,
+            thinking=thinking,
+            ignored=report.ignored,
+            changed=report.changed,
         )
+        plain = without_mode_line(sample)
+        if plain is not sample:
+            report.changed[MODE_LINE] += not mode_lines
+            sample = replace(sample, thinking=plain.thinking) if mode_lines else plain
+        return sample if sample.thinking is not None else replace(sample, thinking=self.thinking)
 
 
 def load_conversations(config: Mapping[str, Any]) -> ConversationSource:
@@ -172,6 +197,22 @@ def value_at(record: Mapping[str, Any], key: str) -> Any:
     for step in key.split("."):
         value = value.get(step) if isinstance(value, Mapping) else None
     return value
+
+
+def outside(folder: Path, inputs: Iterable[Path]) -> None:
+    """Raises ValueError for an input inside a folder that a job makes and removes itself."""
+    for path in inputs:
+        if folder.resolve() in path.resolve().parents:
+            raise ValueError(f"{path} lies in {folder}, which is emptied: move it, or choose another output")
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    """An id by content: no other records and no order of files change it."""
+    try:
+        text = json.dumps(record, sort_keys=True, default=str)
+    except RecursionError as error:
+        raise FormatError(str(error)) from None
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _label(value: Any, key: str) -> str:

@@ -42,11 +42,13 @@ class Rendered:
         text: all of it.
         trained: where it is what the model writes, as (start, end) in characters, in order.
         quoted: where data spell a control token that must stay ordinary text.
+        thinking: the mode that it is in.
     """
 
     text: str
     trained: tuple[Span, ...]
     quoted: tuple[Span, ...] = ()
+    thinking: bool = False
 
     @property
     def segments(self) -> list[tuple[str, bool]]:
@@ -179,7 +181,7 @@ class Template:
             )
         except (jinja2.TemplateError, TypeError, AttributeError, KeyError, IndexError) as error:
             raise ValueError(f"sample {sample.id}: chat template {self.name}: {error}") from error
-        return _read(text)
+        return replace(_read(text), thinking=mode)
 
     def renderings(
         self,
@@ -239,6 +241,13 @@ class Template:
             f"sample {sample.id}: chat template {self.name} begins message {place} otherwise than its prompt ends: "
             "mark what is generated in it, with {% generation %} and {% endgeneration %}"
         )
+
+    @cached_property
+    def has_modes(self) -> bool:
+        """Whether a prompt in the mode with reasoning differs from one without."""
+        asked = Sample(id="has_modes", messages=(Message(role="user", content="a"),))
+        on, off = (self.render(asked, thinking=mode, add_generation_prompt=True).text for mode in (True, False))
+        return on != off
 
     @cached_property
     def drops_reasoning(self) -> bool:

@@ -1,5 +1,6 @@
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections import Counter
@@ -13,6 +14,7 @@ import pytest
 import nemo_ext
 from nemo_ext.config import compose
 from nemo_ext.data.curriculum.job import run
+from nemo_ext.data.curriculum.layout import read_order
 
 ROOT = Path(nemo_ext.__file__).parents[1]
 Write = Callable[[Path, Any], Path]
@@ -153,6 +155,48 @@ def test_system_messages_and_marks_that_are_there(problems: Path, jsonl_of: Writ
         assert len(record["prompt"]) == 2
 
 
+def test_a_profile_without_rollouts_has_a_level_for_each_pass_rate(problems: Path, jsonl_of: Write) -> None:
+    rates = rates_of(problems)
+    own = jsonl_of(problems / "own.jsonl", [{"id": one, "pass_rate": rate} for one, rate in rates.items()])
+
+    whole = curriculum(problems)
+    made = curriculum(problems, f"profile={own}", "rollouts=null", output="from_rates")
+
+    assert ids_of(made) == ids_of(whole)
+
+
+def test_domains_of_an_earlier_curriculum_are_removed(problems: Path) -> None:
+    made = curriculum(problems, "split_domains=true")
+    (made / "domains" / "mine.txt").write_text("mine")
+    assert (made / "domains" / "math.jsonl").exists() and read_order(made)
+
+    curriculum(problems, "seed=2")
+
+    assert [path.name for path in (made / "domains").iterdir()] == ["mine.txt"]
+    with pytest.raises(ValueError, match="make the curriculum with split_domains=true"):
+        read_order(made)
+
+
+def test_an_empty_file_among_others_changes_nothing(problems: Path) -> None:
+    whole = curriculum(problems)
+    (problems / "empty.jsonl").touch()
+
+    made = curriculum(problems, f"prompts=[{problems / 'empty.jsonl'}, {problems / 'prompts.jsonl'}]", output="more")
+
+    assert ids_of(made) == ids_of(whole)
+
+
+def test_inputs_in_the_folder_that_is_removed_are_refused(problems: Path) -> None:
+    inside = problems / "made" / ".unpacked" / "prompts.jsonl"
+    inside.parent.mkdir(parents=True)
+    (problems / "prompts.jsonl").rename(inside)
+
+    with pytest.raises(ValueError, match=r"prompts\.jsonl lies in .*\.unpacked, which is removed"):
+        curriculum(problems, f"prompts={inside}")
+
+    assert inside.exists()
+
+
 def test_a_profile_alone_and_from_it_a_curriculum(problems: Path) -> None:
     alone = problems / "alone"
     run(compose("curriculum", [f"rollouts={problems / 'rollouts.jsonl'}", f"output={alone}"]))
@@ -199,10 +243,10 @@ def test_the_command_imports_no_torch(problems: Path) -> None:
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
 
-    def command(*words: str) -> subprocess.CompletedProcess[str]:
+    def command(*words: str, file_size: int = resource.RLIM_INFINITY) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-c", program, *words], cwd=problems, env=environment, capture_output=True, text=True,
-            timeout=120, check=False,
+            timeout=120, check=False, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (file_size,) * 2),
         )  # fmt: skip
 
     helped = command("--help")
@@ -212,5 +256,8 @@ def test_the_command_imports_no_torch(problems: Path) -> None:
     assert helped.returncode == 0 and "exhausted" in helped.stdout
     assert made.returncode == 0, made.stderr
     assert ids_of(problems / "made")
+    full = command("prompts=prompts.jsonl", "rollouts=rollouts.jsonl", "output=full", "batch=10", file_size=2000)
+    assert (full.returncode, full.stderr.splitlines()[-1]) == (1, "error: File too large"), full.stderr
+    assert "Traceback" not in full.stderr
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr == "error: not set: rollouts (files of rollouts) or profile (pass rates made before)\n"

@@ -124,6 +124,32 @@ def test_damaged_and_empty_files_are_refused(tmp_path: Path) -> None:
         write_profile([empty], tmp_path / "p.parquet", keys=RolloutKeys())
 
 
+def test_a_damaged_page_of_parquet_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "r.parquet"
+    rows = [{"id": f"{n:x}" * 20, "reward": n % 2} for n in range(5000)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, compression="zstd", use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    data[100:400] = bytes(300)
+    path.write_bytes(data)
+
+    with pytest.raises(ValueError, match=r"r\.parquet: cannot be read to its end"):
+        write_profile([path], tmp_path / "p.parquet", keys=RolloutKeys())
+
+
+@pytest.mark.parametrize(
+    ("rates", "levels"),
+    [([0, 0.125, 0.5, 1], 8), ([0.25, 0.75], 4), ([0.333, 2 / 3, 1], 3), ([n / 99 for n in range(99)], 64), ([0.5], 2)],
+)
+def test_levels_of_pass_rates_whose_rollouts_are_not_known(
+    tmp_path: Path, jsonl_of: Write, rates: list[float], levels: int
+) -> None:
+    rows = [{"id": n, "pass_rate": rate} for n, rate in enumerate(rates)]
+
+    assert read_profile(jsonl_of(tmp_path / "profile.jsonl", rows)).levels(64) == levels
+    counted = [row | {"rollouts": 5} for row in rows]
+    assert read_profile(jsonl_of(tmp_path / "profile.jsonl", counted)).levels(64) == 5
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_ext.data.curriculum import prompts as prompts_module
 from nemo_ext.data.curriculum import records
 from nemo_ext.data.curriculum.prompts import Prompts, key_of, left_out, read_prompts
 from nemo_ext.data.curriculum.records import lines_of, parts_of
@@ -85,4 +86,18 @@ def test_bad_and_repeated_records_are_counted(tmp_path: Path) -> None:
         f"{path}:{n}" for n in (2, 4, 5)
     ]
     with pytest.raises(ValueError, match="3 of 5 records are malformed"):
+        read_prompts([path], PromptKeys())
+
+
+def test_a_key_that_is_no_domain_is_refused(tmp_path: Path, jsonl_of: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = jsonl_of(tmp_path / "a.jsonl", [{"id": n, "prompt": "p", "domain": f"d{n}"} for n in range(9)])
+    monkeypatch.setattr(prompts_module, "MOST_DOMAINS", 9)
+    assert len(read_prompts([path], PromptKeys()).domains) == 9
+
+    monkeypatch.setattr(prompts_module, "MOST_DOMAINS", 8)
+
+    with pytest.raises(ValueError, match=r"keys\.domain=domain: more than 8 domains, such as 'd0' and 'd8'"):
+        read_prompts([path], PromptKeys())
+    monkeypatch.setattr(records, "PART_BYTES", 100)
+    with pytest.raises(ValueError, match="more than 8 domains"):
         read_prompts([path], PromptKeys())

@@ -1,5 +1,6 @@
 import gzip
 import json
+import mmap
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,28 @@ def test_records_that_do_not_fit_into_memory_come_out_the_same(
     assert [json.loads(line)["id"] for line in written] == rows.tolist()
     assert (tmp_path / "buckets.jsonl").read_bytes() == (tmp_path / "mapped.jsonl").read_bytes()
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")], "nothing is left behind"
+
+
+def test_very_many_files_and_empty_ones_are_written_as_few(
+    prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [line for file in prompts.files for line in file.read_bytes().splitlines(keepends=True)]
+    files = [tmp_path / f"{number:02}.jsonl" for number in range(21)]
+    for number, file in enumerate(files):
+        file.write_bytes(b"".join(records[number * 50 : number * 50 + 50]))  # the last is empty
+    monkeypatch.setattr(write, "MOST_OPEN", 4)
+    monkeypatch.setattr(write, "ROWS", 128)
+    opened: list[int] = []
+    mapped = mmap.mmap
+    monkeypatch.setattr(write.mmap, "mmap", lambda *args, **more: opened.append(args[0]) or mapped(*args, **more))
+    many, rows = read_prompts(files, PromptKeys()), np.random.default_rng(0).integers(0, 1000, 3000)
+
+    write_ordered(many, rows, tmp_path / "many")
+
+    assert len(opened) == 20, "each file once, from front to back"
+    assert [json.loads(line)["id"] for line in (tmp_path / "many").read_text().splitlines()] == rows.tolist()
+    write_ordered(read_prompts([files[20], files[0]], PromptKeys()), np.arange(50), tmp_path / "empty")
+    assert (tmp_path / "empty").read_bytes() == files[0].read_bytes()
 
 
 def test_a_file_for_each_domain(prompts: Prompts, tmp_path: Path) -> None:

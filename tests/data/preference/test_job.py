@@ -12,7 +12,7 @@ import pytest
 
 import nemo_ext
 from nemo_ext.config import compose
-from nemo_ext.data.preference import build, job
+from nemo_ext.data.preference import build, job, spread
 from nemo_ext.data.preference.settings import settings
 
 ROOT = Path(nemo_ext.__file__).parents[1]
@@ -116,6 +116,22 @@ def test_the_order_and_number_of_files_do_not_matter(data: Path, jsonl_of: Write
             assert first == second
 
 
+def test_a_tokenizer_changed_in_place_counts_anew(data: Path, bpe_file: Path, monkeypatch: Any) -> None:
+    (data / "tokenizer.json").write_text(bpe_file.read_text())
+    given = config(data, tokenizer={"kind": "huggingface", "path": str(data / "tokenizer.json")})
+    given["sources"].pop("tools")
+    monkeypatch.setattr(job.shutil, "rmtree", lambda *_, **__: None)
+    job.run(given)
+    before = (data / "out/report.md").read_text()
+
+    described = json.loads(bpe_file.read_text())
+    described["model"]["merges"] = []
+    (data / "tokenizer.json").write_text(json.dumps(described))
+    job.run(given)
+
+    assert (data / "out/report.md").read_text() != before
+
+
 def test_an_interrupted_run_goes_on(data: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("nemo_ext.data.preference.spread.PART_BYTES", 2000)
     job.run(config(data, output=str(data / "whole")))
@@ -153,6 +169,83 @@ def test_limits_keep_a_part_and_count_the_rest(data: Path, lines_of: Lines) -> N
     assert len(pairs) == 30
     assert left["qwen"]["pairs"]["beyond the source's limit"] == 49
     assert sum(one["pairs"]["beyond the limit of all"] for one in left.values()) == 10 + 104 - 30
+
+
+def test_tools_make_a_prompt_another_for_the_limit(tmp_path: Path, jsonl_of: Write, lines_of: Lines) -> None:
+    tool = {"type": "function", "function": {"name": "python", "parameters": {}}}
+    generations = [{"text": "4", "model": "big"}, {"text": "5", "model": "small"}]
+    records = [{"id": n, "prompt": f"Solve {n}", "generations": generations} for n in range(20)]
+    path = jsonl_of(tmp_path / "a.jsonl", records + [record | {"tools": [tool]} for record in records])
+    source = {"kind": "delta", "path": str(path), "strong_models": "big", "weak_models": "small", "limit": 10}
+
+    job.run({"output": str(tmp_path / "out"), "sources": {"a": source}, "workers": 1})
+
+    pairs = lines_of(tmp_path / "out/trl_train.jsonl")
+    assert len(pairs) == len({pair["id"] for pair in pairs}) == 10
+
+
+def test_an_answer_without_a_prompt_goes_to_none_of_several(tmp_path: Path, jsonl_of: Write, lines_of: Lines) -> None:
+    tool = {"type": "function", "function": {"name": "python", "parameters": {}}}
+    big = {"id": 1, "prompt": "Solve", "response": "4", "model": "big"}
+    small = {"id": 1, "response": "5", "model": "small"}
+    path = jsonl_of(
+        tmp_path / "a.jsonl", [big, big | {"tools": [tool]}, small, *({**big, "id": 2}, {**small, "id": 2})]
+    )
+    source = {"kind": "delta", "path": str(path), "strong_models": "big", "weak_models": "small"}
+
+    job.run({"output": str(tmp_path / "out"), "sources": {"a": source}, "workers": 1})
+
+    assert [pair["id"] for pair in lines_of(tmp_path / "out/trl_train.jsonl")] == ["2/delta"]
+    left = json.loads((tmp_path / "out/report.json").read_text())["left_out"]["a"]
+    assert left["records"] == {"answer without a prompt, where prompts with and without tools have its id": 1}
+    assert left["groups"] == {"no weak answer": 2}
+
+
+def test_parts_that_are_too_large_are_divided_and_few_files_are_open(data: Path, monkeypatch: Any) -> None:
+    job.run(config(data))
+    monkeypatch.setattr("nemo_ext.data.preference.spread.PART_BYTES", 400)
+    monkeypatch.setattr("nemo_ext.data.preference.spread.MOST_PARTS", 4)
+    monkeypatch.setattr("nemo_ext.data.preference.write.MOST_OPEN", 2)
+    divided: list[Path] = []
+    divide = spread._divided
+    monkeypatch.setattr(spread, "_divided", lambda path: divided.append(path) or divide(path))
+    job.run(config(data, output=str(data / "small")))
+
+    assert any(path.name.count(".") == 1 for path in divided), "some parts were divided twice"
+    for name in ("trl_train.jsonl", "nemo_rl_train.jsonl"):
+        assert (data / "small" / name).read_bytes() == (data / "out" / name).read_bytes()
+
+
+def test_files_of_an_earlier_run_go_and_inputs_stay(data: Path) -> None:
+    job.run(config(data, validation_share=0.5))
+    assert (data / "out/trl_validation.jsonl").exists()
+    job.run(config(data, validation_share=0.0))
+    assert not (data / "out/trl_validation.jsonl").exists()
+
+    (data / "out/.work").mkdir()
+    (data / "strong.jsonl").rename(data / "out/.work/strong.jsonl")
+    inside = config(data)
+    inside["sources"]["qwen"]["strong"] = str(data / "out/.work/strong.jsonl")
+    with pytest.raises(ValueError, match=r"strong\.jsonl lies in .*\.work, which is emptied"):
+        job.run(inside)
+    assert (data / "out/.work/strong.jsonl").exists()
+
+
+def test_records_that_do_not_fit_are_said_and_many_are_an_error(
+    tmp_path: Path, jsonl_of: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"prompt": f"q{n}", "chosen": "a", "rejected": "b"} for n in range(100)]
+    records += [{"prompt": f"q{n}", "chosen": "a"} for n in range(100, 102)]
+    given = {"output": str(tmp_path / "out"), "workers": 1}
+    given["sources"] = {"a": {"kind": "pairs", "path": str(jsonl_of(tmp_path / "a.jsonl", records))}}
+
+    with pytest.raises(
+        ValueError, match=r"sources\.a: 2 of 102 records do not fit, more than max_bad_share=0\.01: .*rej"
+    ):
+        job.run(given)
+    job.run(given | {"max_bad_share": 0.1})
+
+    assert "102 records, 100 prompts, 100 kept; left out: 2 schema" in capsys.readouterr().err
 
 
 def test_bad_records_are_counted_with_their_place(data: Path) -> None:
@@ -195,6 +288,15 @@ def test_safety_pairs_are_also_samples_of_a_reward_model(tmp_path: Path, jsonl_o
     samples = lines_of(tmp_path / "out/genrm_train.jsonl")
     assert sorted((sample["score_1"], sample["ranking"]) for sample in samples) == [(1, 5)] * 10 + [(5, 2)] * 10
     assert len(lines_of(tmp_path / "out/trl_train.jsonl")) == 10
+
+    job.run({"output": str(tmp_path / "once"), "sources": {"safety": source}, "workers": 1, "swap": False})
+
+    samples = lines_of(tmp_path / "once/genrm_train.jsonl")
+    assert len(samples) == 10
+    assert {(sample["score_1"], sample["ranking"], sample["swapped"]) for sample in samples} == {
+        (1, 5, True),
+        (5, 2, False),
+    }, "the better answer is not always the first"
 
 
 @pytest.mark.parametrize("preset", PRESETS)

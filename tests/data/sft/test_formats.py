@@ -109,7 +109,8 @@ def test_nemo_s_chat_format_and_what_tells_the_formats_apart() -> None:
     ("content", "reasoning", "answer"),
     [
         ("<think>\nSo.\n</think>\n\nYes", "So.", "Yes"),
-        (" <think></think>Yes", "", "Yes"),
+        (" <think></think>Yes", None, "Yes"),
+        ("<think>\n\n</think>\n\nYes", None, "Yes"),
         ("Yes", None, "Yes"),
         ("no</think>Yes", None, "no</think>Yes"),
         ("Well <think>So.</think>", None, "Well <think>So.</think>"),
@@ -168,6 +169,23 @@ def test_records_that_are_no_conversation() -> None:
         to_sample({"messages": [{"role": "user", "content": "q"}]}, id="1", format="sharegpt")
 
 
+def test_empty_traces_are_none_and_counted() -> None:
+    changed: Counter[str] = Counter()
+    turns: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "a", "reasoning_content": ""},
+        {"role": "assistant", "content": "<think>\n</think>a"},
+        {"role": "assistant", "content": "<think>real</think>a", "reasoning_content": " "},
+        {"role": "assistant", "content": "a", "reasoning": "real", "thinking": ""},
+        {"role": "assistant", "content": "a"},
+    ]
+
+    found = messages({"messages": turns}, changed=changed)
+
+    assert [message.reasoning for message in found] == [None, None, "real", "real", None]
+    assert {message.content for message in found} == {"a"}
+    assert changed == {"empty traces taken for none": 2}
+
+
 def test_keys_that_mean_nothing_are_counted() -> None:
     ignored: Counter[str] = Counter()
     to_sample({"messages": [{"role": "user", "content": "q", "name": "Ann", "score": None}]}, id="1", ignored=ignored)
@@ -207,7 +225,7 @@ TURNS = st.one_of(
         Message,
         role=st.just("assistant"),
         content=TEXT | st.just("<think>quoted</think> text") | TEXT.map(lambda text: "a <think> " + text),
-        reasoning=st.none() | TEXT,
+        reasoning=st.none() | TEXT.filter(str.strip),
         tool_calls=st.lists(CALLS, max_size=2).map(tuple),
     ).filter(lambda message: message.reasoning is not None or not message.content.lstrip().startswith("<think>")),
 )

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -14,7 +15,10 @@ import pytest
 
 from nemo_ext.config import compose
 from nemo_ext.data.packed_files import read_packed_manifest
+from nemo_ext.data.sft import report
 from nemo_ext.data.sft.job import run
+from nemo_ext.data.sft.templates import FOLDER
+from nemo_ext.run_directory import only_run_in
 
 WORDS = ("the", "a", "model", "block", "layer", "learns", "token", "answer", "data", "train", "step", "loss", "rate")
 
@@ -50,7 +54,8 @@ def prepared(tmp_path: Path) -> Callable[..., dict[str, Any]]:
             {"name": name, "path": str(tmp_path / file)} for name, file in (("a", "a.jsonl"), ("b", "b.jsonl.gz"))
         ]
         given = {"output": str(tmp_path / "out"), "template": "domyn", "sources": sources, "workers": 1}
-        return {**config, **given, "packing": {"capacity": 2048}, "validation_share": 0.1, **changes}
+        given |= {"packing": {"capacity": 2048}, "validation_share": 0.1, "max_bad_share": 0.05}
+        return {**config, **given, **changes}
 
     return make
 
@@ -77,9 +82,9 @@ def left_out(report: Path) -> dict[str, int]:
 
 
 def test_every_sample_is_trained_on_or_counted(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    report = run(prepared())
+    made = run(prepared())
 
-    counted = left_out(report)
+    counted = left_out(made)
     assert counted == {
         "malformed": 1,
         "schema": 1,
@@ -93,7 +98,8 @@ def test_every_sample_is_trained_on_or_counted(prepared: Callable[..., dict[str,
         trained = text[text.index("[") : text.index("]")]
         assert "answer" in trained and "question" not in trained
     assert 1 <= texts(tmp_path / "out" / "valid").total() <= 20
-    written = report.read_text()
+    written = made.read_text()
+    assert "| a | 65 |" in written and "| b | 20 |" in written
     assert "a.jsonl:61" in written and "did you mean 'user'" in written
     assert (tmp_path / "out" / "report.png").stat().st_size > 10_000
     assert "samples stripped" in written
@@ -103,7 +109,7 @@ def test_again_nothing_is_done_and_other_packing_takes_the_same_shards(
     prepared: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     run(prepared())
-    packs, shard = tmp_path / "out" / "train.bin", tmp_path / "out" / "shards" / "000000.tokens"
+    packs, shard = tmp_path / "out" / "train.bin", tmp_path / "out" / ".work" / "000000.tokens"
     before = packs.stat().st_mtime_ns, shard.stat().st_mtime_ns
     run(prepared())
     assert (packs.stat().st_mtime_ns, shard.stat().st_mtime_ns) == before
@@ -111,6 +117,90 @@ def test_again_nothing_is_done_and_other_packing_takes_the_same_shards(
     assert shard.stat().st_mtime_ns == before[1] and read_packed_manifest(packs.with_suffix("")).capacity == 4096
     run(prepared(turns="whole"))
     assert shard.stat().st_mtime_ns != before[1]
+
+
+def same_as_anew(config: dict[str, Any], folder: Path) -> bool:
+    """Whether a run into `out`, where there are shards of an earlier one, makes what one into an empty folder does."""
+    run(config)
+    run({**config, "output": str(folder / "anew")})
+    made = [(folder / name / "train.bin").read_bytes() for name in ("out", "anew")]
+    shutil.rmtree(folder / "anew")
+    return made[0] == made[1]
+
+
+def test_whatever_decides_shards_makes_them_anew(
+    prepared: Callable[..., dict[str, Any]], tmp_path: Path, tokenizer_of: Callable[[str], Any], monkeypatch: Any
+) -> None:
+    template, listed, tests = tmp_path / "my.jinja", tmp_path / "list.txt", tmp_path / "test.txt"
+    tokenizer, shard = tmp_path / "tokenizer.json", tmp_path / "out" / ".work" / "000000.tokens"
+    shutil.copy(FOLDER / "domyn.jinja", template)
+    shutil.copy(tokenizer_of("byte_level").path, tokenizer)
+    listed.write_text("our values")
+    tests.write_text("a sentence that is in none of the data at all, so that nothing goes")
+    filters = {"narrative": {"files": str(listed), "patterns": []}, "repetition": None}
+    filters["decontamination"] = {"test_sets": [{"name": "t", "path": str(tests)}], "ngram": 5}
+    monkeypatch.setattr(report, "_plot", lambda *_: None)
+    config = prepared(template=str(template), tokenizer=str(tokenizer), filters=filters, reasoning=None)
+    config |= {"sources": config["sources"][:1], "near_duplicates": None}
+    run(config)
+
+    def edit(path: Path, before: str, after: str) -> None:
+        text = path.read_text()
+        assert before in text
+        path.write_text(text.replace(before, after))
+
+    changes: list[Callable[[], object]] = [
+        lambda: edit(template, "thinking off", "reasoning off"),
+        lambda: edit(listed, "our values", "answer 7"),
+        lambda: tests.write_text(record(5)["messages"][0]["content"]),
+        lambda: shutil.copy(tokenizer_of("split").path, tokenizer),
+        lambda: edit(tmp_path / "a.jsonl", "question 8:", "quastion 8:"),  # no byte longer
+        lambda: monkeypatch.setattr("nemo_ext.data.sft.job.__version__", "later"),
+    ]
+    for change in changes:
+        before = shard.stat().st_mtime_ns
+        change()
+        assert same_as_anew(config, tmp_path)
+        assert shard.stat().st_mtime_ns != before
+        before = shard.stat().st_mtime_ns
+        run(config)
+        assert shard.stat().st_mtime_ns == before
+
+
+def test_nothing_that_is_not_the_job_s_is_removed(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    mine = tmp_path / "out" / ".work" / "notes.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(ValueError, match=r"\.work: holds what this job did not make: move it"):
+        run(prepared())
+    assert mine.read_text() == "mine"
+
+    mine.unlink()
+    (tmp_path / "out" / "valid.jsonl").write_text("mine")
+    (tmp_path / "out" / "valid.json").write_text("{}")
+    run(prepared(validation_share=0.0))
+    shutil.copy(tmp_path / "b.jsonl.gz", mine.parent / "b.jsonl.gz")
+    inside = {"name": "b", "path": str(mine.parent / "b.jsonl.gz")}
+    with pytest.raises(ValueError, match=r"b\.jsonl\.gz lies in .*\.work, which is emptied"):
+        run(prepared(sources=[inside]))
+    assert (mine.parent / "b.jsonl.gz").exists()
+    assert (tmp_path / "out" / "valid.jsonl").exists() and (tmp_path / "out" / "valid.json").exists()
+
+
+def test_validation_packs_of_an_earlier_run_are_removed(
+    prepared: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    run(prepared())
+    assert len(list((tmp_path / "out").glob("valid*"))) == 5
+
+    run(prepared(validation_share=0.0))
+
+    assert not list((tmp_path / "out").glob("valid*"))
+
+
+def test_a_second_job_is_kept_out(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    with only_run_in(tmp_path / "out", "output"), pytest.raises(ValueError, match="another run is using this"):
+        run(prepared())
 
 
 def test_an_interrupted_run_ends_the_same(
@@ -154,12 +244,13 @@ def test_two_workers_make_what_one_makes(prepared: Callable[..., dict[str, Any]]
 
 def test_shares_of_thinking_and_a_budget(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     config = prepared(thinking_shares={"chat": 0.25}, reasoning={"strip": 0.0, "truncate": 0.0}, validation_share=0.0)
-    report = run(config).read_text()
+    written = run(config).read_text()
     modes = {
-        row.split("|")[1].strip(): row.split("|")[2].strip() for row in report.splitlines() if row.startswith("| o")
+        row.split("|")[1].strip(): row.split("|")[2].strip() for row in written.splitlines() if row.startswith("| o")
     }
-    # A quarter of the 62 conversations of this task, and none of the other's; two of them were then left out.
-    assert 14 <= int(modes["on"]) <= 16 and int(modes["on"]) + int(modes["off"]) == 80
+    # A quarter of the 60 conversations of this task that are left, and none of the other's.
+    assert modes == {"on": "15", "off": "65"}
+    assert "| chat | 25.0% | 25.0% | 15 | 45 |" in written and "| chat: stripped for its share | 45 |" in written
 
     once = read_packed_manifest(tmp_path / "out" / "train")
     run({**config, "sampling": {"tokens": 3 * once.tokens, "alpha": 0.0, "max_epochs": 8}})
@@ -200,7 +291,12 @@ def test_a_corrupt_file_is_refused(prepared: Callable[..., dict[str, Any]], tmp_
 def test_the_command_says_what_it_made(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     prepared()
     command = [sys.executable, "-m", "nemo_ext.cli", "sft_data", f"output={tmp_path / 'out'}", "template=domyn"]
-    command += [f"sources=[{{name: a, path: {tmp_path / 'a.jsonl'}}}]", "packing.capacity=2048", "workers=1"]
+    command += [
+        f"sources=[{{name: a, path: {tmp_path / 'a.jsonl'}}}]",
+        "packing.capacity=2048",
+        "workers=1",
+        "max_bad_share=0.05",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "train: " in done.stderr and "report: " in done.stderr

@@ -206,6 +206,19 @@ def test_a_task_is_brought_to_its_share_at_the_least_cost(on: int, fixed: int, o
         assert abs(thinking / share - (thinking + without)) <= 0.5 if share else True
 
 
+def test_a_mode_that_was_not_decided_is_that_of_the_traces() -> None:
+    shares = ModeShares({"*": 0.5}, seed=0)
+    samples = [chat(f"on{n}") for n in range(6)] + [chat(f"off{n}", trace=None) for n in range(2)]
+    for sample in samples:
+        assert sample.thinking is None
+        shares.observe(sample)
+
+    plan = shares.plan()
+
+    assert plan.unreachable == []
+    assert mode_counts(plan.apply(sample) or sample for sample in samples) == {"math": (4, 4)}
+
+
 def test_tasks_without_a_target_take_the_stars() -> None:
     shares = ModeShares({"math": 1.0, "*": 0.0}, seed=0)
     samples, _ = controlled([chat("a"), chat("b", task="chat")], NOTHING)

@@ -41,6 +41,7 @@ def test_metadata_come_from_keys_paths_and_the_source_s_own(tmp_path: Path) -> N
             chat("2", uid="", meta=None),
         ],
     )
+    by_content = "4fd347fe1c7dc43b"
     config = {"name": "mine", "path": str(path), "id_key": "uid", "task": "chat", "language": "en", "thinking": True}
     source = load_conversations(
         config | {"task_key": "meta.task", "language_key": "meta.language", "thinking_key": "reasoning"}
@@ -50,7 +51,7 @@ def test_metadata_come_from_keys_paths_and_the_source_s_own(tmp_path: Path) -> N
 
     assert [(item.sample.id, item.sample.task, item.sample.language, item.sample.thinking) for item in found] == [
         ("7", "math", "it", False),
-        ("a.jsonl:2", "chat", "en", True),
+        (by_content, "chat", "en", True),
     ]
     assert [item.where for item in found] == [f"{path}:1", f"{path}:2"]
     assert {item.sample.source for item in found} == {"mine"}
@@ -76,7 +77,8 @@ def test_bad_records_cost_only_themselves_and_are_counted_with_their_place(tmp_p
     source.check()
     found, report = read(source)
 
-    assert [item.sample.id for item in found] == [*(f"a.jsonl:{line}" for line in (1, 10, 11, 12)), "c.jsonl:1"]
+    assert [Path(item.where).name for item in found] == [*(f"a.jsonl:{n}" for n in (1, 10, 11, 12)), "c.jsonl:1"]
+    assert len({item.sample.id for item in found}) == 2, "the same record has the same id"
     assert report.records == 12
     assert report.skipped == {"malformed": 3, "schema": 4, "empty file": 1}
     assert report.examples["empty file"] == [str(tmp_path / "b.jsonl")]
@@ -149,6 +151,51 @@ def test_a_source_that_cannot_be_used_is_refused_before_the_work(tmp_path: Path)
         check(path="x", format="opnai")
 
 
+def test_records_without_an_id_have_one_that_no_other_data_change(tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    write(tmp_path / "a.jsonl", [chat("1"), chat("2")])
+    alone, _ = read(load_conversations({"name": "s", "path": str(tmp_path / "a.jsonl")}))
+    pq.write_table(pa.Table.from_pylist([chat("1"), chat("2")]), tmp_path / "b.parquet")
+    columns, _ = read(load_conversations({"name": "s", "path": str(tmp_path / "b.parquet")}))
+    write(tmp_path / "a.jsonl", [chat("0"), chat("2"), chat("1")])
+    write(tmp_path / "more" / "b.jsonl", [chat("3")])
+
+    among, _ = read(load_conversations({"name": "s", "path": str(tmp_path / "**/*.jsonl")}))
+
+    ids = {item.sample.messages[0].content: item.sample.id for item in among}
+    assert [item.sample.id for item in alone] == [ids["1"], ids["2"]] == [item.sample.id for item in columns]
+    assert len(set(ids.values())) == 4
+
+
+def test_a_mode_line_of_a_system_message_is_the_sample_s_mode(tmp_path: Path) -> None:
+    def asked(system: str, **more: object) -> dict[str, object]:
+        turns = [("system", system), ("user", "q"), ("assistant", "a")]
+        return {"messages": [{"role": role, "content": text} for role, text in turns], **more}
+
+    records = [
+        asked("detailed thinking on"),
+        asked("Thinking off\n\nBe brief."),
+        asked("Be brief.\ndetailed thinking on\nBe kind."),
+        asked("I was thinking on it."),
+        asked("detailed thinking off", thinking="off"),
+        asked("detailed thinking off", thinking=True),
+        asked("thinking on\nthinking off"),
+    ]
+    source = load_conversations({"name": "s", "path": str(write(tmp_path / "a.jsonl", records))})
+
+    found, report = read(source)
+    kept = [item.sample for part in source.parts(max_documents=9, max_size=9999)
+            for item in source.read(part, ConversationReport(), mode_lines=True)]  # fmt: skip
+
+    texts = ["q", "Be brief.", "Be brief.\nBe kind.", "I was thinking on it.", "q"]
+    assert [item.sample.messages[0].content for item in found] == texts
+    assert [item.sample.thinking for item in found] == [True, False, True, None, False]
+    assert report.changed == {"mode lines taken out of system messages": 4}
+    assert report.skipped == {"schema": 2} and "says the other mode" in report.examples["schema"][0]
+    assert [sample.messages[0].content for sample in kept] == [r["messages"][0]["content"] for r in records[:5]]  # type: ignore[index]
+    assert [sample.thinking for sample in kept] == [True, False, True, None, False]
+
+
 @settings(max_examples=40)
 @given(
     rows=st.lists(st.sampled_from(["good", "bad", "blank", "broken"]), max_size=15),
@@ -167,6 +214,7 @@ def test_samples_and_counts_do_not_depend_on_where_files_are_cut(
 
     assert whole == cut
     found, report = cut
-    assert [item.sample.id for item in found] == [f"a.jsonl:{n}" for n, row in enumerate(rows, 1) if row == "good"]
+    good = [f"{path}:{n}" for n, row in enumerate(rows, 1) if row == "good"]
+    assert [item.where for item in found] == good
     assert report.skipped.get("schema", 0) == rows.count("bad")
     assert report.skipped.get("malformed", 0) == rows.count("broken")

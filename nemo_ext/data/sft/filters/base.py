@@ -1,7 +1,9 @@
 """What every filter is."""
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from pydantic import ConfigDict
@@ -26,11 +28,12 @@ class Drop(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One text of a conversation: a message's content, or its reasoning."""
+    """One text of a conversation: a message's content, its reasoning, or a call as name and JSON."""
 
     role: str
     text: str
     is_reasoning: bool = False
+    is_call: bool = False
 
 
 class Texts:
@@ -41,13 +44,16 @@ class Texts:
 
     @cached_property
     def spoken(self) -> list[Text]:
-        """What user and assistant say and think, in order, without empty texts."""
+        """What user and assistant say, think and call, and what tools answer, in order, without empty texts."""
         spoken = []
         for message in self.sample.messages:
             if message.reasoning:
                 spoken.append(Text(message.role, message.reasoning, is_reasoning=True))
-            if message.content and message.role in ("user", "assistant"):
+            if message.content and message.role != "system":
                 spoken.append(Text(message.role, message.content))
+            for call in message.tool_calls:
+                arguments = json.dumps(call.arguments, ensure_ascii=False)
+                spoken.append(Text(message.role, f"{call.name} {arguments}", is_call=True))
         return spoken
 
     @cached_property
@@ -57,8 +63,13 @@ class Texts:
 
     @cached_property
     def said(self) -> list[int]:
-        """Which of `spoken` are the assistant's."""
-        return [index for index, text in enumerate(self.spoken) if text.role == "assistant"]
+        """Which of `spoken` are the assistant's, without its calls."""
+        return [index for index, text in enumerate(self.spoken) if text.role == "assistant" and not text.is_call]
+
+    @cached_property
+    def calls(self) -> list[int]:
+        """Which of `spoken` are calls."""
+        return [index for index, text in enumerate(self.spoken) if text.is_call]
 
 
 class Filter:
@@ -67,11 +78,15 @@ class Filter:
     name: ClassVar[str]
 
     def check(self) -> None:
-        """Find out before the work whether the settings can be used.
+        """Find out before the work whether the settings can be used; files are read anew.
 
         Raises:
             ValueError: naming the setting and what is wrong with it.
         """
+
+    def reads(self) -> list[Path]:
+        """Files that it judges by: with other content of these it judges otherwise."""
+        return []
 
     def drop(self, texts: Texts) -> Drop | None:
         """Why the sample is left out; None keeps it."""

@@ -46,7 +46,7 @@ class TestSet:
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class Decontamination(Filter):
-    """Overlap of user's and assistant's texts with test sets.
+    """Overlap of user's and assistant's texts, calls included, with test sets.
 
     Attributes:
         test_sets: what must not be in the data.
@@ -68,7 +68,11 @@ class Decontamination(Filter):
             raise ValueError(f"min_words={self.min_words} is more than ngram={self.ngram}")
 
     def check(self) -> None:
+        _index.cache_clear()
         _index(self)
+
+    def reads(self) -> list[Path]:
+        return [path for test_set in self.test_sets for _, path in JsonlSource(path=test_set.path).inputs()]
 
     @property
     def items(self) -> "Index":
@@ -115,7 +119,7 @@ class Index:
                 return self.items[item]
         if len(self.short) and (item := self._short_item(texts)) is not None:
             return self.items[item]
-        grams, _ = texts.words.ngrams(self.length)
+        grams, _ = texts.words.ngrams(self.length, texts=_judged(texts))
         if not len(self.grams) or not (there := _contains(self.grams, grams)).any():
             return None
         found = np.unique(grams[there])
@@ -132,7 +136,7 @@ class Index:
 
     def _short_item(self, texts: Texts) -> int | None:
         words = texts.words
-        first, places = words.ngrams(self.min_words)
+        first, places = words.ngrams(self.min_words, texts=_judged(texts))
         for number in np.flatnonzero(_contains(self.beginnings, first)).tolist():
             beginning, place = first[number], int(places[number])
             end = next(end for end in words.starts if end > place)  # of the text
@@ -144,6 +148,10 @@ class Index:
                 if len(part) == self.lengths[entry] and (item := self._whole(part)) is not None:
                     return item
         return None
+
+
+def _judged(texts: Texts) -> list[int]:
+    return [index for index, text in enumerate(texts.spoken) if text.role in ("user", "assistant")]
 
 
 def _contains(known: Hashes, wanted: Hashes) -> npt.NDArray[np.bool_]:

@@ -63,7 +63,7 @@ Codes = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isi
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class Language(Filter):
-    """Language of user, assistant and traces.
+    """Language of user, assistant and traces; calls and what tools answer may be in any.
 
     Attributes:
         languages: ISO 639-1 codes that any sample may be in; empty: any.
@@ -103,6 +103,8 @@ class Language(Filter):
         if not allowed:
             return None
         for text in texts.spoken:
+            if text.is_call or text.role == "tool":
+                continue
             found = self._found(text.text, allowed)
             if found is not None:
                 return Drop(f"language-{_part(text)}", f"{found}, not {'/'.join(sorted(allowed))}: {text.text[:60]!r}")

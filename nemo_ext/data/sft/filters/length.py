@@ -5,6 +5,7 @@ Domyn-Small, SFT: "length filtering capped at 32,600 tokens to leave headroom fo
 
 import json
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import NonNegativeInt, PositiveInt
@@ -12,7 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from nemo_ext.data.sft.filters.base import SETTINGS, Drop, Filter, Texts
 from nemo_ext.data.sft.sample import Sample
-from nemo_ext.data.tokenizers import Tokenizer, load_tokenizer
+from nemo_ext.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
@@ -37,8 +38,13 @@ class Length(Filter):
             raise ValueError("max_tokens needs tokenizer, for example {kind: huggingface, path: /models/mine}")
 
     def check(self) -> None:
+        _tokenizer.cache_clear()
         if self.tokenizer is not None:
             _tokenizer(json.dumps(self.tokenizer))
+
+    def reads(self) -> list[Path]:
+        tokenizer = None if self.tokenizer is None else _tokenizer(json.dumps(self.tokenizer))
+        return [tokenizer.path] if isinstance(tokenizer, HuggingFaceTokenizer) else []
 
     def drop(self, texts: Texts) -> Drop | None:
         sample = texts.sample

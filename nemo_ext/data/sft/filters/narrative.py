@@ -29,7 +29,7 @@ Words = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isi
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class Narrative(Filter):
-    """Patterns in what the assistant says and thinks.
+    """Patterns in what the assistant says, thinks and calls.
 
     Attributes:
         patterns: regular expressions, without regard to case; no references to groups.
@@ -43,7 +43,11 @@ class Narrative(Filter):
     files: Words = ()
 
     def check(self) -> None:
+        _compiled.cache_clear()
         _compiled(self.patterns, self.keywords, self.files)
+
+    def reads(self) -> list[Path]:
+        return [Path(name).expanduser() for name in self.files]
 
     def drop(self, texts: Texts) -> Drop | None:
         lists = _compiled(self.patterns, self.keywords, self.files)

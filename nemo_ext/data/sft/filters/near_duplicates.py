@@ -1,8 +1,10 @@
 """Samples that are nearly one another: MinHash sketches made by workers, and one pass that decides.
 
-A sketch is made of the sample's word n-grams by rensa's R-MinHash. Its slots are joined to bands: two samples with an
-equal band are compared by the low byte of every slot (Li and König, b-Bit Minwise Hashing, 2010). 1 M sketches of 128
-slots take 212 MB. Sketches of different versions of the library cannot be compared.
+A sketch is made of the sample's word n-grams by rensa's R-MinHash: of all that is said, thought, called and answered by
+tools. System messages must be equal, not similar: one that a whole source shares would make all of it alike. A sketch's
+slots are joined to bands: two samples with an equal band are compared by the low byte of every slot (Li and König,
+b-Bit Minwise Hashing, 2010). 1 M sketches of 128 slots take 212 MB. Sketches of different versions of the library
+cannot be compared.
 """
 
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ import rensa
 from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from nemo_ext.data.seeds import digest
 from nemo_ext.data.sft.filters.base import SETTINGS, Texts
 from nemo_ext.data.sft.filters.words import ngram_hashes
 
@@ -50,7 +53,8 @@ class NearDuplicates:
         ngram: words; a shorter text counts as one n-gram.
         slots: of the MinHash; the estimate's error is about sqrt(threshold * (1 - threshold) / slots).
         rows: slots a band. Fewer find more of what is just above the threshold, and compare more.
-        prompts: compare what the user says alone, so that other answers to the same prompt are duplicates too.
+        prompts: compare what the user says alone (after equal system messages), so that other answers to the same
+            prompt are duplicates too.
         seed: of the hash functions.
     """
 
@@ -94,7 +98,11 @@ class NearDuplicates:
         chosen = [index for index, text in enumerate(texts.spoken) if text.role == "user" or not self.prompts]
         short = [words for index in chosen if 0 < len(words := texts.words.of(index)) < self.ngram]
         grams, _ = texts.words.ngrams(self.ngram, texts=chosen)
-        return np.concatenate([grams, *(ngram_hashes(words, len(words)) for words in short)])
+        whole = np.concatenate([grams, *(ngram_hashes(words, len(words)) for words in short)])
+        first = texts.sample.messages[0] if texts.sample.messages else None
+        if first is None or first.role != "system":
+            return whole
+        return whole ^ np.uint64(digest(0, first.content))
 
     def duplicate_of(self, sketches: Sketches, *, order: Samples | None = None) -> Samples:
         """[samples] the kept sample that each is a near duplicate of, or -1.
@@ -135,11 +143,11 @@ class NearDuplicates:
         return found
 
 
-def first_of_each(ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-    """[samples] whether a sample's id (a 64-bit digest of source and id) is the first of its kind."""
-    first = np.zeros(len(ids), dtype=bool)
-    first[np.unique(ids, return_index=True)[1]] = True
-    return first
+def first_of_each(ids: npt.NDArray[np.uint64]) -> Samples:
+    """[samples] the first sample with the id of each (a 64-bit digest of source and id), often the sample itself."""
+    _, first, number = np.unique(ids, return_index=True, return_inverse=True)
+    found: Samples = first[number]
+    return found
 
 
 def _groups(bands: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:

@@ -23,11 +23,13 @@ Times = Annotated[int, Field(ge=2)]
 class Repetition(Filter):
     """Repetition in what the assistant says and thinks; n-grams do not overlap themselves. All numbers are (choice).
 
+    A call is judged alone: calls of one tool begin alike.
+
     Attributes:
         ngram: words of an n-gram.
         window: words in which `window_times` is counted.
         window_times: so many of the same n-gram within a window are too many; None does not look.
-        trajectory_times: likewise in all of the assistant's texts together.
+        trajectory_times: likewise in all of the assistant's texts together, or in one call.
         characters: so many bytes of a pattern of at most 8 bytes in a row are too many; None does not look.
     """
 
@@ -43,18 +45,19 @@ class Repetition(Filter):
             raise ValueError(f"window={self.window} words cannot hold {self.window_times} n-grams of {self.ngram}")
 
     def drop(self, texts: Texts) -> Drop | None:
-        said = texts.said
         if self.characters is not None:
-            for index in said:
+            for index in texts.said + texts.calls:
                 if (length := longest_run(texts.spoken[index].text, self.characters)) >= self.characters:
                     return Drop("repeated-characters", f"{length} bytes")
         rules = [("repeated-in-window", self.window_times, self.window), ("repeated", self.trajectory_times, None)]
-        grams, places = texts.words.ngrams(self.ngram, texts=said)
-        for reason, times, window in rules:
-            if times and (place := repeated(grams, places, length=self.ngram, times=times, window=window)) is not None:
-                words = [word for text in texts.spoken for word in words_of(text.text)]
-                within = f" within {window} words" if window else ""
-                return Drop(reason, f"{' '.join(words[place : place + self.ngram])!r} {times} times{within}")
+        for judged in (texts.said, *([call] for call in texts.calls)):
+            grams, places = texts.words.ngrams(self.ngram, texts=judged)
+            for reason, times, window in rules:
+                place = repeated(grams, places, length=self.ngram, times=times, window=window) if times else None
+                if times and place is not None:
+                    words = [word for text in texts.spoken for word in words_of(text.text)]
+                    within = f" within {window} words" if window else ""
+                    return Drop(reason, f"{' '.join(words[place : place + self.ngram])!r} {times} times{within}")
         return None
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from nemo_ext.data.documents import ReadReport
@@ -30,6 +31,10 @@ class Screen:
         """Raises ValueError if a filter cannot be used: a missing file, an unknown language."""
         for judge in self.filters:
             judge.check()
+
+    def reads(self) -> list[Path]:
+        """Files that the filters judge by."""
+        return [path for judge in self.filters for path in judge.reads()]
 
     def kept(self, located: Located, report: ReadReport) -> Texts | None:
         """The sample with its words if no filter drops it, else None and the first reason is counted in `report`."""

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from nemo_ext.data.sft.filters.base import Texts
 from nemo_ext.data.sft.filters.near_duplicates import NearDuplicates, Sketches, first_of_each
+from nemo_ext.data.sft.sample import Message, Sample, ToolCall
 
 Make = Callable[..., Texts]
 Prose = Callable[..., str]
@@ -106,7 +107,37 @@ def test_very_many_of_the_same_are_compared_with_the_first_only() -> None:
 def test_first_ids(ids: list[int]) -> None:
     first = first_of_each(np.array(ids, dtype=np.uint64)).tolist()
 
-    assert first == [number not in ids[:place] for place, number in enumerate(ids)]
+    assert first == [ids.index(number) for number in ids]
+
+
+def agent(number: int, *, system: str, query: str, answer: str = "done", words: int = 40) -> Texts:
+    """A question that all ask, a call, what the tool says, and an answer that all give."""
+    call = ToolCall(name="sql", arguments={"query": query})
+    shared = " ".join(f"shared{place}" for place in range(words))
+    messages = [Message(role="system", content=system)] if system else []
+    messages += [Message(role="user", content=f"please answer {shared}"), Message(role="assistant", tool_calls=(call,))]
+    messages += [Message(role="tool", content=answer), Message(role="assistant", content="Here it is.")]
+    return Texts(Sample(id=str(number), messages=tuple(messages)))
+
+
+def test_calls_answers_of_tools_and_system_messages_tell_samples_apart(prose: Prose) -> None:
+    rule, calls = NearDuplicates(), [prose(30, seed) for seed in range(20)]
+    same = [agent(n, system="Be brief.", query=calls[0]) for n in range(2)]
+    by_call = [agent(n, system="Be brief.", query=calls[n]) for n in range(20)]
+    by_answer = [agent(n, system="Be brief.", query="select 1", answer=calls[n]) for n in range(20)]
+    by_system = [agent(n, system=f"You are agent {n}.", query=calls[0]) for n in range(20)]
+
+    assert rule.duplicate_of(rule.sketch(same)).tolist() == [-1, 0]
+    for samples in (by_call, by_answer, by_system):
+        assert rule.duplicate_of(rule.sketch(samples)).tolist() == [-1] * 20
+
+
+def test_a_long_system_message_that_all_share_makes_nothing_alike(prose: Prose) -> None:
+    rule, system = NearDuplicates(), prose(3000, 99)
+
+    samples = [agent(n, system=system, query=prose(30, n), words=5) for n in range(20)]
+
+    assert rule.duplicate_of(rule.sketch(samples)).tolist() == [-1] * 20
 
 
 def test_more_rows_than_slots_are_refused() -> None:

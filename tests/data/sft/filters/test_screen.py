@@ -1,11 +1,12 @@
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from nemo_ext.data.documents import ReadReport
 from nemo_ext.data.sft.filters.screen import load_filters
-from nemo_ext.data.sft.sample import Sample
+from nemo_ext.data.sft.sample import Message, Sample, ToolCall
 from nemo_ext.data.sft.sources import Located
 
 
@@ -36,3 +37,35 @@ def test_a_typo_names_the_nearest() -> None:
         load_filters({"repetition": {"window_times": 1}})
     with pytest.raises(ValueError, match=r"filters\.length: max_tokens needs tokenizer"):
         load_filters({"length": {"max_tokens": 9}})
+
+
+def called(*arguments: str) -> Sample:
+    """A call for each, with an answer of the tool."""
+    messages = [Message(role="user", content="please do so")]
+    for text in arguments:
+        call = ToolCall(name="write", arguments={"text": text})
+        messages += [Message(role="assistant", tool_calls=(call,)), Message(role="tool", content="it is our nation")]
+    return Sample(id="1", messages=(*messages, Message(role="assistant", content="Done.")))
+
+
+def test_calls_are_judged_and_what_tools_answer_is_not(tmp_path: Path, prose: Callable[[int, int], str]) -> None:
+    (tmp_path / "test.txt").write_text(prose(20, 1) + "\n" + prose(7, 2))
+    rules = {"narrative": {}, "repetition": {}, "language": {"languages": "en"}}
+    screen = load_filters(
+        rules | {"decontamination": {"test_sets": [{"name": "t", "path": str(tmp_path / "test.txt")}]}}
+    )
+    phrase = prose(12, 3)
+
+    def reasons(*arguments: str) -> dict[str, int]:
+        report = ReadReport()
+        screen.kept(Located(called(*arguments), "a:1"), report)
+        return report.skipped
+
+    assert reasons("It is said.") == {}
+    assert reasons("as our nation says") == {"narrative/narrative-answer": 1}
+    assert reasons(f"so {prose(20, 1)}") == {"decontamination/benchmark": 1}
+    assert reasons(f"so {prose(7, 2)} then") == {"decontamination/benchmark": 1}
+    assert reasons(" ".join([phrase] * 7)) == {"repetition/repeated-in-window": 1}
+    assert reasons("=" * 500) == {"repetition/repeated-characters": 1}
+    assert reasons(*[f"{phrase} {number}" for number in range(25)]) == {}, "calls of one tool begin alike"
+    assert reasons("Das ist ein ganz gewöhnlicher Satz in deutscher Sprache, und er ist lang genug dafür.") == {}

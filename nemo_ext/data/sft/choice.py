@@ -1,0 +1,274 @@
+"""What of all shards is trained on: one copy of each sample, what fits, each task's share of thinking, the budget."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nemo_ext.data.packed_files import PackingSettings
+from nemo_ext.data.seeds import digest
+from nemo_ext.data.settings import nearest
+from nemo_ext.data.sft.filters.near_duplicates import Sketches, first_of_each
+from nemo_ext.data.sft.reasoning import ANY_TASK, Mode, ModeShares
+from nemo_ext.data.sft.sampling import copies, epochs
+from nemo_ext.data.sft.settings import SftSettings
+from nemo_ext.data.sft.shards import KINDS, Shard
+from nemo_ext.progress import notice
+
+_UNITS: tuple[Mode, ...] = ("off", "fixed", "on")
+_BAD = ("malformed", "schema")
+
+Flags = npt.NDArray[np.bool_]
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Table:
+    """All shards together. A row is a text, a sample the conversation that it is of.
+
+    Attributes:
+        shards: in order.
+        sources: [samples] number of the source.
+        ids: [samples] digests of source and id.
+        contents: [samples] digests of the messages.
+        samples: [rows] sample of a row.
+        lengths: [rows] tokens.
+        trained: [rows] tokens that the loss is taken of.
+        modes: [rows] index into `shards.MODES`.
+        kinds: [rows] index into `shards.KINDS`.
+        tasks: [rows] index into `task_names`, `languages` likewise.
+        task_names: of all shards.
+        language_names: likewise.
+    """
+
+    shards: Sequence[Shard]
+    sources: Numbers
+    ids: npt.NDArray[np.uint64]
+    contents: npt.NDArray[np.uint64]
+    samples: Numbers
+    lengths: Numbers
+    trained: Numbers
+    modes: Numbers
+    kinds: Numbers
+    tasks: Numbers
+    languages: Numbers
+    task_names: list[str]
+    language_names: list[str]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What is trained on.
+
+    Attributes:
+        train: numbers of rows, those of later passes again.
+        valid: numbers of rows.
+        passes: over each source.
+        dropped: reason -> samples left out in this pass over all of them; texts that are longer than a pack.
+        changed: what -> samples brought to another mode.
+        shares: task -> the share of its samples to be on, and how many are on and off now, of training and validation.
+    """
+
+    train: Numbers
+    valid: Numbers
+    passes: list[float]
+    dropped: dict[str, int] = field(default_factory=dict)
+    changed: Counter[str] = field(default_factory=Counter)
+    shares: dict[str, tuple[float, int, int]] = field(default_factory=dict)
+
+
+def table_of(shards: Sequence[Shard], packing: PackingSettings) -> Table:
+    """The shards as one table; texts that packing cuts have the lengths that they are cut to."""
+    before = np.cumsum([0, *(len(shard.ids) for shard in shards)])
+    tasks = sorted({name for shard in shards for name in shard.report["task_names"]})
+    languages = sorted({name for shard in shards for name in shard.report["language_names"]})
+
+    def joined(parts: Sequence[npt.NDArray[Any]], kind: type = np.int64) -> npt.NDArray[Any]:
+        return np.concatenate([np.empty(0, dtype=kind), *parts]).astype(kind)
+
+    def numbered(kind: str, names: list[str]) -> Numbers:
+        places = {name: number for number, name in enumerate(names)}
+        own = [np.array([places[name] for name in shard.report[f"{kind}_names"]], dtype=np.int64) for shard in shards]
+        rows = {"task": [s.tasks for s in shards], "language": [s.languages for s in shards]}[kind]
+        return joined([of[row] for of, row in zip(own, rows, strict=True)])
+
+    table = Table(
+        shards=shards,
+        sources=joined([np.full(len(shard.ids), shard.report["source"]) for shard in shards]),
+        ids=joined([shard.ids for shard in shards], np.uint64),
+        contents=joined([shard.contents for shard in shards], np.uint64),
+        samples=joined([shard.samples + first for shard, first in zip(shards, before[:-1], strict=True)]),
+        lengths=joined([shard.file.lengths for shard in shards]),
+        trained=joined([shard.trained for shard in shards]),
+        modes=joined([shard.modes for shard in shards]),
+        kinds=joined([shard.kinds for shard in shards]),
+        tasks=numbered("task", tasks),
+        languages=numbered("language", languages),
+        task_names=tasks,
+        language_names=languages,
+    )
+    if packing.longer != "truncate":
+        return table
+    trained = [_trained_within(shard, packing.capacity) for shard in shards]
+    return replace(table, lengths=np.minimum(table.lengths, packing.capacity), trained=joined(trained))
+
+
+def check_bad_share(table: Table, settings: SftSettings) -> None:
+    """Raises ValueError where more of a source's records than `max_bad_share` are no conversation."""
+    for number, source in enumerate(settings.sources):
+        reports = [shard.report for shard in table.shards if shard.report["source"] == number]
+        records = sum(report["records"] for report in reports)
+        bad = sum(report["skipped"].get(reason, 0) for report in reports for reason in _BAD)
+        if bad > settings.max_bad_share * records:
+            places = [place for report in reports for reason in _BAD for place in report["examples"].get(reason, [])]
+            raise ValueError(
+                f"source {source.name}: {bad:,} of {records:,} records are no conversations, more than "
+                f"max_bad_share={settings.max_bad_share}: {'; '.join(places[:3])}. Mend the files, or raise "
+                "max_bad_share"
+            )
+
+
+def choose(table: Table, settings: SftSettings) -> Chosen:
+    """Which rows are trained on: without duplicates, in the shares of thinking, split, and sampled to the budget.
+
+    Raises:
+        ValueError: an id twice under `duplicate_ids=error`, a task of `thinking_shares` that is not there, nothing
+            left, or a budget that cannot be reached.
+    """
+    dropped: dict[str, int] = {}
+    changed = Counter[str]()
+    keep = _distinct(table, settings, dropped)
+    packing = settings.packing
+    fits = (table.lengths <= packing.capacity) | (packing.longer != "drop")
+    rows, shares = _balanced(table, settings, keep[table.samples], fits, dropped, changed)
+    if too_long := int((rows & ~fits).sum()):
+        dropped["text longer than a pack"] = too_long
+    rows &= fits
+    # Both by the sample's own id: more data or another order move nobody to the other side.
+    keys = np.array([digest(settings.seed, "split", int(each)) for each in table.ids], dtype=np.uint64)
+    held_out = keys < np.uint64(int(settings.validation_share * 2**64))
+    valid, train = np.flatnonzero(rows & held_out[table.samples]), np.flatnonzero(rows & ~held_out[table.samples])
+    tokens = np.bincount(table.samples[train], weights=table.lengths[train], minlength=len(table.ids)).astype(np.int64)
+    of_source = [(tokens > 0) & (table.sources == number) for number in range(len(settings.sources))]
+    passes = epochs([int(tokens[mine].sum()) for mine in of_source], settings.sampling)
+    times = np.zeros(len(table.ids), dtype=np.int64)
+    for mine, over in zip(of_source, passes, strict=True):
+        members = np.flatnonzero(mine)
+        again = np.array([digest(settings.seed, "again", int(each)) for each in table.ids[members]], dtype=np.uint64)
+        times[members] = copies(over, again, tokens[members])
+    train = np.repeat(train, times[table.samples[train]])
+    if not len(train):
+        raise ValueError("no sample is left to train on; the counts of what was left out: " + summary(table, dropped))
+    return Chosen(train, valid, passes, dropped, changed, shares)
+
+
+def summary(table: Table, dropped: Mapping[str, int]) -> str:
+    """One line of what was left out, here and in the shards."""
+    counts = Counter[str](dropped)
+    for shard in table.shards:
+        counts.update(shard.report["skipped"])
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items())) or "none"
+
+
+def _distinct(table: Table, settings: SftSettings, dropped: dict[str, int]) -> Flags:
+    """[samples] whether it is the first of its id and near no other before it."""
+    first = first_of_each(table.ids)
+    again = first != np.arange(len(first))
+    other = again & (table.contents != table.contents[first])
+    if again.any() and settings.duplicate_ids == "error":
+        raise ValueError(
+            f"{int(again.sum()):,} samples have the id of an earlier one of their source: give each its own "
+            "(id_key), or set duplicate_ids=drop"
+        )
+    for reason, found in (("duplicate id", again & ~other), ("duplicate id of another sample", other)):
+        if count := int(found.sum()):
+            dropped[reason] = count
+    if other.any():
+        notice(
+            f"warning: {int(other.sum()):,} samples have the id of an earlier one of their source but say something "
+            "else, and are left out: give each its own (id_key)"
+        )
+    keep = ~again
+    if settings.near_duplicates is not None:
+        order = np.flatnonzero(keep)
+        sketches = Sketches.joined([shard.sketches for shard in table.shards if shard.sketches is not None])
+        found = settings.near_duplicates.duplicate_of(Sketches(sketches.bands[order], sketches.slots[order]))
+        if count := int((found >= 0).sum()):
+            dropped["near duplicate"] = count
+        keep[order[found >= 0]] = False
+    return keep
+
+
+def _balanced(
+    table: Table, settings: SftSettings, keep: Flags, fits: Flags, dropped: dict[str, int], changed: Counter[str]
+) -> tuple[Flags, dict[str, tuple[float, int, int]]]:
+    """[rows] that are kept so that tasks have their shares of thinking, and what the shares are then."""
+    rows = keep & (table.kinds != KINDS.index("stripped"))
+    targets = ModeShares(settings.thinking_shares, seed=settings.seed)
+    if not targets.targets:
+        return rows, {}
+    _check_tasks(table, settings)
+    drawn: dict[Mode, tuple[Numbers, npt.NDArray[np.uint64]]] = {}
+    task_of = np.zeros(len(table.ids), dtype=np.int64)
+    task_of[table.samples] = table.tasks
+    for kind in _UNITS:
+        members = _samples_with(table, rows & fits, kind)
+        # A pair's two samples have one id and are drawn apart.
+        draws = [digest(settings.seed, "thinking share", int(each), kind) for each in table.ids[members]]
+        drawn[kind] = members, np.array(draws, dtype=np.uint64)
+        for task in np.unique(task_of[members]).tolist():
+            targets.observe_digests(table.task_names[task], kind, drawn[kind][1][task_of[members] == task].tolist())
+    plan = targets.plan()
+    for task_name in plan.unreachable:
+        notice(f"thinking_shares.{task_name}: no sample of this task has reasoning, so it is left as it is")
+    for kind, (members, digests) in drawn.items():
+        moves = np.zeros(len(members), dtype=bool)
+        for task, name in enumerate(table.task_names):
+            moves |= (task_of[members] == task) & (digests < plan.below.get((name, kind), 0))
+        found = members[moves]
+        moved = np.isin(table.samples, found)
+        rows &= ~(moved & (table.kinds == KINDS.index(kind)))
+        if kind == "on":
+            rows |= keep & moved & (table.kinds == KINDS.index("stripped"))
+            for task in np.unique(task_of[found]).tolist():
+                name = f"{table.task_names[task] or 'no task'}: stripped for its share"
+                changed[name] += int((task_of[found] == task).sum())
+        elif len(found):
+            dropped["thinking share"] = dropped.get("thinking share", 0) + len(found)
+    shares = {}
+    for task, name in enumerate(table.task_names):
+        if (target := targets.target(name)) is not None:
+            left = rows & fits & (table.tasks == task)
+            on, fixed, off, stripped = (
+                len(_samples_with(table, left, kind)) for kind in ("on", "fixed", "off", "stripped")
+            )
+            shares[name] = target, on + fixed, off + stripped
+    return rows, shares
+
+
+def _check_tasks(table: Table, settings: SftSettings) -> None:
+    for name in settings.thinking_shares:
+        if name != ANY_TASK and name not in table.task_names:
+            said = f"thinking_shares.{name}: no sample is of this task: {nearest(name, filter(None, table.task_names))}"
+            if settings.preset is None:
+                raise ValueError(said)
+            notice(said)  # a paper's tasks need not be in one's data
+
+
+def _samples_with(table: Table, rows: Flags, kind: str) -> Numbers:
+    """Samples that have such a row of that kind, ascending."""
+    found: Numbers = np.unique(table.samples[rows & (table.kinds == KINDS.index(kind))])
+    return found
+
+
+def _trained_within(shard: Shard, capacity: int) -> Numbers:
+    """[rows] tokens that the loss is taken of in the first `capacity` of each text."""
+    trained, lengths = shard.trained.copy(), shard.file.lengths
+    starts = np.cumsum(lengths) - lengths
+    for row in np.flatnonzero(lengths > capacity).tolist():
+        mask = np.fromfile(shard.file.loss, dtype=np.uint8, count=capacity, offset=int(starts[row]))
+        trained[row] = int(mask[1:].sum())
+    return trained

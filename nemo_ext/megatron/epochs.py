@@ -1,0 +1,125 @@
+"""A stream's sequences epoch by epoch, in an order that does not depend on how many of them a run reads.
+
+Megatron's GPTDataset shuffles all epochs of a run together, so a run that reads another number of them has another
+order. Here every epoch has an order of its own; the first one's is Megatron's for a run of one epoch. So a phase can
+begin with any sequence of a stream, and later phases may change without changing what earlier ones have read.
+"""
+
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.utils import Split
+from torch import Tensor
+
+from nemo_ext.data.mixed_lengths import ALL, Documents
+from nemo_ext.data.seeds import digest, generator
+
+ROUND = 100
+"""Sequences at least in an order; what is lost is its end that fills no sequence, less than a hundredth."""
+
+
+@dataclass
+class StreamConfig(GPTDatasetConfig):
+    """Megatron's, and what is read of each stream.
+
+    Attributes:
+        drawn: sequences that were read before, by prefix; "" is that of synthetic data.
+        documents: part of every stream's documents to read.
+    """
+
+    drawn: Mapping[str, int] = field(default_factory=dict)
+    documents: Documents = ALL
+
+
+class StreamEpochs(MegatronDataset):
+    """The sequences of one stream from `config.drawn` of it on, in place of Megatron's GPTDataset.
+
+    An order goes over one epoch, or as many as have `ROUND` sequences.
+
+    Args:
+        dataset, dataset_path, indices, num_samples, index_split: as upstream; without `num_samples` one order.
+        config: with `drawn` and `documents`.
+    """
+
+    kind: type[GPTDataset] = GPTDataset
+
+    def __init__(
+        self,
+        dataset: Any,
+        dataset_path: str | None,
+        indices: npt.NDArray[np.int32],
+        num_samples: int | None,
+        index_split: Split,
+        config: StreamConfig,
+    ) -> None:
+        lengths = np.asarray(dataset.sequence_lengths)
+        indices = part_of(indices, lengths, config.documents, seed=config.random_seed)
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+        self.per_round = sequences_in_a_round(int(lengths[indices].sum(dtype=np.int64)), config.sequence_length)
+        self.first = config.drawn.get(dataset_path or "", 0)
+        self.count = self.per_round if num_samples is None else num_samples
+        rounds = range(self.first // self.per_round, -(-(self.first + self.count) // self.per_round))
+        self.rounds = {number: self._round(number) for number in (rounds if self.count else ())}
+
+    def _round(self, number: int) -> GPTDataset:
+        config = copy(self.config)
+        if number or self.config.documents != ALL:
+            # Also the name of Megatron's index files, which does not say which documents they are of.
+            documents = repr(self.config.documents)
+            config.random_seed = digest(config.random_seed, "order of a stream", number, documents) % 2**32
+        return self.kind(self.dataset, self.dataset_path, self.indices, self.per_round, self.index_split, config)
+
+    @classmethod
+    def numel_low_level_dataset(cls, low_level_dataset: Any) -> int:
+        """As upstream."""
+        return cls.kind.numel_low_level_dataset(low_level_dataset)
+
+    @classmethod
+    def build_low_level_dataset(cls, dataset_path: str, config: GPTDatasetConfig) -> Any:
+        """As upstream."""
+        return cls.kind.build_low_level_dataset(dataset_path, config)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, idx: int) -> dict[str, Tensor]:
+        number, place = divmod(self.first + int(idx), self.per_round)
+        return self.rounds[number][place]
+
+
+class MockEpochs(StreamEpochs):
+    """The same of Megatron's synthetic data."""
+
+    kind = MockGPTDataset
+
+
+def sequences_in_a_round(tokens: int, length: int) -> int:
+    """Sequences of the fewest epochs that have `ROUND` of them; the label of the last token is one more token."""
+    epochs = -(-(ROUND * length + 1) // tokens)
+    return (epochs * tokens - 1) // length
+
+
+def part_of(
+    documents: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32], part: Documents, *, seed: int
+) -> npt.NDArray[np.int32]:
+    """Those documents that are in a part of a shuffled order, by tokens; all of them where none is, as of one document.
+
+    Args:
+        documents: numbers.
+        lengths: of all documents, in tokens.
+        part: from and to, as shares of the tokens.
+        seed: of the order.
+    """
+    if part == ALL:
+        return documents
+    order = generator(seed, "parts of the documents").permutation(len(documents))
+    sizes = lengths[documents[order]].astype(np.int64)
+    middles = (np.cumsum(sizes) - sizes / 2) / max(1, int(sizes.sum()))
+    chosen = order[(middles >= part[0]) & (middles < part[1])]
+    return documents[np.sort(chosen)] if lengths[documents[chosen]].any() else documents

@@ -1,0 +1,510 @@
+"""Algorithms in one vocabulary for all engines: presets of the papers' numbers, checked, which renderers translate.
+
+A preset is a file of `hydra_conf/rl`. Whether an engine can do what a preset says is the renderer's to tell
+(`nemo_ext.rl.nemo_rl.render`, `nemo_ext.rl.trl.render`, `nemo_ext.rl.rendering`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import field
+from importlib.resources import files
+from math import ceil
+from typing import Annotated, Any, Literal
+
+from omegaconf import OmegaConf
+from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from nemo_ext.data.settings import nearest
+from nemo_ext.data.sft.checked import checked
+from nemo_ext.rl.environments import ENVIRONMENTS
+
+STRICT = ConfigDict(extra="forbid")
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[FiniteFloat, Field(gt=0)]
+NonNegative = Annotated[FiniteFloat, Field(ge=0)]
+
+GENRM = "genrm"
+"""Tasks of a generative reward model in training (`nemo_ext.rl.rewards.genrm`): two responses with their scores."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Advantage:
+    """How a reward is compared with its group's, as `nemo_ext.rl.rewards.advantages.group_advantages` computes it.
+
+    Attributes:
+        baseline: the mean of the group, or for each response that of the others.
+        normalise: by the standard deviation that divides by the number of responses (`std`), by that of one less
+            (`unbiased_std`), or not.
+    """
+
+    baseline: Literal["mean", "leave_one_out"]
+    normalise: Literal["std", "unbiased_std", "none"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Kl:
+    """A penalty in the loss for leaving the reference policy.
+
+    Attributes:
+        coefficient: 0 for none.
+        estimator: Schulman's (http://joschu.net/blog/kl-approx.html).
+    """
+
+    coefficient: NonNegative = 0.0
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ImportanceCorrection:
+    """For what the generation engine sampled with other probabilities than the trainer computes.
+
+    Attributes:
+        kind: the ratio of probabilities multiplies the loss as it is (`untruncated`), within its bounds (`truncated`),
+            or only where it is within them, else the loss is 0 (`masked`).
+        level: a ratio for every token, or one for a response, the product of them.
+        cap: the greatest ratio.
+        floor: the least.
+    """
+
+    kind: Literal["none", "untruncated", "truncated", "masked"] = "none"
+    level: Literal["token", "sequence"] = "token"
+    cap: Positive | None = None
+    floor: NonNegative | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind in ("none", "untruncated") and (self.cap is not None or self.floor is not None):
+            raise ValueError(f"importance_correction: kind={self.kind} has no cap and no floor")
+        if self.kind in ("truncated", "masked") and self.cap is None:
+            raise ValueError(f"importance_correction: kind={self.kind} needs a cap")
+        if self.kind == "masked" and self.floor is None:
+            raise ValueError("importance_correction: kind=masked needs a floor; 0 masks large ratios only")
+        if self.cap is not None and self.floor is not None and self.floor >= self.cap:
+            raise ValueError(f"importance_correction: floor={self.floor} must be below cap={self.cap}")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PolicyLoss:
+    """The surrogate loss.
+
+    Attributes:
+        level: what a batch's loss is the mean of: all tokens (`token`); responses, each the mean of its tokens
+            (`sequence`) or their sum (`sequence_sum`, RLOO's response as one action).
+        ratio: of probabilities, for each token (PPO) or for a response, the geometric mean of its tokens (GSPO).
+        clip_low: the ratio is clipped to 1 - clip_low ...
+        clip_high: ... to 1 + clip_high; both null leave the ratio out (REINFORCE).
+        dual_clip: bound on the ratio where the advantage is negative; null for none.
+        kl: see `Kl`.
+        importance_correction: see `ImportanceCorrection`.
+    """
+
+    level: Literal["token", "sequence", "sequence_sum"]
+    ratio: Literal["token", "sequence"] = "token"
+    clip_low: Share | None
+    clip_high: Positive | None
+    dual_clip: Annotated[FiniteFloat, Field(gt=1)] | None = None
+    kl: Kl = field(default_factory=Kl)
+    importance_correction: ImportanceCorrection = field(default_factory=ImportanceCorrection)
+
+    def __post_init__(self) -> None:
+        if (self.clip_low is None) != (self.clip_high is None):
+            raise ValueError("loss: give clip_low and clip_high, or null for both")
+        if self.clip_high is None and self.dual_clip is not None:
+            raise ValueError("loss: dual_clip bounds a ratio, which clip_low=null and clip_high=null leave out")
+        if self.ratio == "sequence" and self.level == "token":
+            raise ValueError("loss: ratio=sequence needs level=sequence, as in GSPO")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Sampling:
+    """How responses are drawn.
+
+    Attributes:
+        temperature: of the softmax.
+        top_p: share of the probability that is drawn from.
+        drop_zero_variance: leave out groups whose rewards are all the same, and generate for more prompts instead.
+        max_batches: generated for one step at most.
+    """
+
+    temperature: Positive = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    drop_zero_variance: bool = False
+    max_batches: PositiveInt | None = None
+
+    def __post_init__(self) -> None:
+        if self.drop_zero_variance != (self.max_batches is not None):
+            raise ValueError("sampling: drop_zero_variance and max_batches come together")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Lengths:
+    """In tokens.
+
+    Attributes:
+        prompt: longer ones are not trained on.
+        response: that may be generated.
+        total: both together.
+    """
+
+    prompt: PositiveInt | None = None
+    response: PositiveInt | None = None
+    total: PositiveInt | None = None
+
+    @property
+    def context(self) -> int | None:
+        """What prompt and response need."""
+        if self.total is not None:
+            return self.total
+        return None if self.response is None or self.prompt is None else self.prompt + self.response
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Optimizer:
+    """AdamW."""
+
+    learning_rate: Positive
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.01
+    clip_gradient: Positive = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Schedule:
+    """Of the learning rate, and how long training is.
+
+    Attributes:
+        kind: after the warm-up.
+        warmup_steps: the rate grows linearly.
+        warmup_share: of all steps, instead.
+        final_share: of the learning rate that is left at the end.
+        steps: of the optimiser's batches of prompts or pairs; a step of `prompts_per_step` prompts counts as one.
+        epochs: instead, over `examples`.
+        examples: prompts or pairs of the paper's data, to count steps with.
+    """
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    warmup_share: Share | None = None
+    final_share: Share = 0.0
+    steps: PositiveInt | None = None
+    epochs: PositiveInt | None = None
+    examples: PositiveInt | None = None
+
+    def __post_init__(self) -> None:
+        if self.warmup_share is not None and self.warmup_steps:
+            raise ValueError("schedule: give warmup_steps or warmup_share")
+        if self.kind == "constant" and self.final_share:
+            raise ValueError("schedule: kind=constant has no final_share")
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("schedule: give steps or epochs")
+
+    def total(self, examples_per_step: int) -> int | None:
+        """Steps in all; None if neither they nor the data are known."""
+        if self.steps is not None:
+            return self.steps
+        return self.epochs * (self.examples // examples_per_step) if self.epochs and self.examples else None
+
+    def warmup(self, total: int | None) -> int:
+        """Steps of the warm-up, of so many.
+
+        Raises:
+            ValueError: it is a share of a number of steps that is not known.
+        """
+        if self.warmup_share is None:
+            return self.warmup_steps
+        if total is None:
+            raise ValueError("schedule.warmup_share: of how many steps? give schedule.steps, or epochs and examples")
+        return ceil(self.warmup_share * total)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Asynchronous:
+    """Generation and training at the same time.
+
+    Attributes:
+        max_age: steps of the optimiser since the weights that a response was generated with.
+        in_flight: new weights are taken over while responses are generated, and what is cached of these is computed
+            anew; else generation ends first.
+    """
+
+    max_age: PositiveInt = 1
+    in_flight: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Router:
+    """Of a mixture of experts.
+
+    Attributes:
+        frozen: its weights are not trained.
+        bias_update_rate: of the experts' bias that balances their load; 0 leaves it as it is.
+    """
+
+    frozen: bool = False
+    bias_update_rate: NonNegative = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Validation:
+    """While training.
+
+    Attributes:
+        every: steps; null for never.
+        at_start: before the first.
+        keep_best: checkpoints, by the validation's accuracy; null keeps all.
+    """
+
+    every: PositiveInt | None = None
+    at_start: bool = False
+    keep_best: PositiveInt | None = None
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class EnvironmentUse:
+    """Tasks of one environment.
+
+    Attributes:
+        weight: share of the prompts, over the sum of all weights.
+        reward: of a response, by name, or a mapping with `name` and what it takes (`nemo_ext.rl.rewards`).
+        settings: what the environment takes.
+    """
+
+    weight: Positive = 1.0
+    reward: str | Mapping[str, Any] = "outcome"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GroupReward:
+    """Rewards that depend on all responses to a prompt (`nemo_ext.rl.rewards.comparison`).
+
+    Attributes:
+        judge: settings of the generative reward model (`nemo_ext.rl.judge.JudgeSettings`) that compares the responses
+            in a circle; null leaves the environments' rewards as base.
+        length_control: coefficients of `nemo_ext.rl.rewards.comparison.LengthControl`.
+    """
+
+    judge: Mapping[str, Any] | None = None
+    length_control: Mapping[str, FiniteFloat] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Curriculum:
+    """What `nemo-ext curriculum` is told when it makes the order of prompts.
+
+    Attributes:
+        drop_from: pass rate from which on prompts are left out.
+        easy_to_hard: the target pass rate falls over training; else at random.
+    """
+
+    drop_from: Share | None = None
+    easy_to_hard: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PolicyGradient:
+    """GRPO and its relatives: rewards of responses that the policy generates.
+
+    Attributes:
+        algorithm: `rloo` or `grpo`: which of an engine's trainers, where it has several.
+        source: paper and section.
+        prompts_per_step: prompts that responses are generated to at once.
+        generations_per_prompt: responses to each.
+        batch: responses in one update; all of a step's for one update a step, on-policy.
+        passes: over a step's responses.
+        turns: responses in a conversation with tools at most.
+        overlong_filtering: no loss on responses that the limit cut off.
+        thinking_share: of the prompts that ask for thinking; null where the model has no modes.
+        environments: by name, what tasks are of; empty for those of the task files.
+    """
+
+    algorithm: Literal["grpo", "rloo"]
+    source: str
+    prompts_per_step: PositiveInt
+    generations_per_prompt: Annotated[int, Field(ge=2)]
+    batch: PositiveInt
+    passes: PositiveInt = 1
+    advantage: Advantage
+    loss: PolicyLoss
+    sampling: Sampling = field(default_factory=Sampling)
+    overlong_filtering: bool = False
+    lengths: Lengths = field(default_factory=Lengths)
+    turns: PositiveInt = 1
+    optimizer: Optimizer
+    schedule: Schedule = field(default_factory=Schedule)
+    asynchronous: Asynchronous | None = None
+    router: Router = field(default_factory=Router)
+    validation: Validation = field(default_factory=Validation)
+    thinking_share: Share | None = None
+    environments: Mapping[str, EnvironmentUse] = field(default_factory=dict)
+    group: GroupReward | None = None
+    curriculum: Curriculum = field(default_factory=Curriculum)
+
+    def __post_init__(self) -> None:
+        if self.responses_per_step % self.batch:
+            raise ValueError(
+                f"batch={self.batch} must divide prompts_per_step x generations_per_prompt = {self.responses_per_step}"
+            )
+        if self.lengths.response is None or self.lengths.context is None:
+            raise ValueError("lengths: give response, and prompt or total")
+        for name in self.environments:
+            if name not in (*ENVIRONMENTS, GENRM):
+                raise ValueError(f"environments: unknown name {name!r}: {nearest(name, (*ENVIRONMENTS, GENRM))}")
+        if self.schedule.warmup_share is not None or self.schedule.kind != "constant":
+            _need_steps(self.steps)
+
+    @property
+    def responses_per_step(self) -> int:
+        """That are generated at once."""
+        return self.prompts_per_step * self.generations_per_prompt
+
+    @property
+    def updates_per_step(self) -> int:
+        """Of the optimiser, on the same generated responses."""
+        return self.passes * self.responses_per_step // self.batch
+
+    @property
+    def steps(self) -> int | None:
+        """Of generation, in all; None if neither the schedule nor the data says."""
+        return self.schedule.total(self.prompts_per_step)
+
+    @property
+    def warmup(self) -> int:
+        """Steps of the warm-up."""
+        return self.schedule.warmup(self.steps)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PreferenceLoss:
+    """Of pairs.
+
+    Attributes:
+        beta: of the policy's implicit rewards; the papers' KL penalty or coefficient.
+        length_normalised: these are means over tokens, not sums.
+        weight: of this part.
+        sft_weight: of the chosen response's negative log-likelihood.
+        sft_length_normalised: the mean over its tokens, not their sum.
+        eta: scale of the true rewards, for rpo alone.
+        distance: between the margins, for rpo alone (`nemo_ext.rl.nemo_rl.rpo`).
+    """
+
+    beta: Positive
+    length_normalised: bool = False
+    weight: NonNegative = 1.0
+    sft_weight: NonNegative = 0.0
+    sft_length_normalised: bool = True
+    eta: Positive | None = None
+    distance: Literal["backward_kl", "forward_kl", "squared"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Online:
+    """Pairs are made of the policy's own responses while it trains.
+
+    Attributes:
+        generations_per_prompt: of which the best and the worst by the reward model are a pair.
+        rounds: the whole is done so often, each from the last one's weights.
+    """
+
+    generations_per_prompt: Annotated[int, Field(ge=2)]
+    rounds: PositiveInt = 1
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Preference:
+    """DPO and its relatives: pairs of responses.
+
+    Attributes:
+        algorithm: `rpo` fits the margin to true rewards.
+        source: paper and section.
+        batch: pairs in one update.
+        rounds: offline training on pairs of the policy's own, each round from the last one's weights.
+    """
+
+    algorithm: Literal["dpo", "rpo"]
+    source: str
+    batch: PositiveInt
+    loss: PreferenceLoss
+    lengths: Lengths = field(default_factory=Lengths)
+    optimizer: Optimizer
+    schedule: Schedule = field(default_factory=Schedule)
+    router: Router = field(default_factory=Router)
+    validation: Validation = field(default_factory=Validation)
+    rounds: PositiveInt = 1
+    online: Online | None = None
+
+    def __post_init__(self) -> None:
+        if self.lengths.total is None:
+            raise ValueError("lengths: give total, of prompt and one response")
+        given = [name for name in ("eta", "distance") if getattr(self.loss, name) is not None]
+        if self.algorithm == "rpo" and len(given) < 2:
+            raise ValueError("loss: rpo needs eta and distance")
+        if self.algorithm == "dpo" and given:
+            raise ValueError(f"loss: {given[0]} is rpo's; algorithm=dpo has none")
+        if self.schedule.warmup_share is not None or self.schedule.kind != "constant":
+            _need_steps(self.steps)
+
+    @property
+    def steps(self) -> int | None:
+        """In all; None if neither the schedule nor the data says."""
+        return self.schedule.total(self.batch)
+
+    @property
+    def warmup(self) -> int:
+        """Steps of the warm-up."""
+        return self.schedule.warmup(self.steps)
+
+
+Algorithm = PolicyGradient | Preference
+
+_KINDS: Mapping[str, type[PolicyGradient] | type[Preference]] = {
+    "grpo": PolicyGradient,
+    "rloo": PolicyGradient,
+    "dpo": Preference,
+    "rpo": Preference,
+}
+
+
+def algorithm_of(config: Mapping[str, Any], *, where: str = "algorithm") -> Algorithm:
+    """An algorithm from a config in the vocabulary of this module.
+
+    Raises:
+        ValueError: naming the key, what it holds and what it may hold.
+    """
+    kind = str(config.get("algorithm"))
+    if kind not in _KINDS:
+        raise ValueError(f"{where}: algorithm={kind!r}: {nearest(kind, _KINDS)}")
+    made: Algorithm = checked(_KINDS[kind], config, where=where)
+    return made
+
+
+def presets() -> tuple[str, ...]:
+    """Their names, sorted."""
+    return tuple(sorted(file.name.removesuffix(".yaml") for file in _folder().iterdir() if file.name.endswith(".yaml")))
+
+
+def load(preset: str, changes: Mapping[str, Any] | None = None) -> Algorithm:
+    """The algorithm of a preset.
+
+    Args:
+        preset: a name, see `presets`.
+        changes: merged into the preset: `{"loss": {"kl": {"coefficient": 0.01}}}`; null removes.
+
+    Raises:
+        ValueError: there is none of that name, or as `algorithm_of`.
+    """
+    if preset not in presets():
+        raise ValueError(f"rl preset: unknown name {preset!r}: {nearest(preset, presets())}")
+    config = OmegaConf.create((_folder() / f"{preset}.yaml").read_text(encoding="utf-8"))
+    made = OmegaConf.to_container(OmegaConf.merge(config, dict(changes or {})), resolve=True)
+    assert isinstance(made, dict)
+    return algorithm_of({str(key): value for key, value in made.items()}, where=f"rl preset {preset}")
+
+
+def _folder() -> Any:
+    return files("hydra_conf") / "rl"
+
+
+def _need_steps(steps: int | None) -> None:
+    if not steps:
+        raise ValueError("schedule: this kind, or warmup_share, needs steps, or epochs and examples (one step's)")

@@ -1,0 +1,242 @@
+"""Responses verified and rewarded, and conversations carried on, whatever engine generated them.
+
+A reward here depends on one response and its task. Verifiers run in threads, or as coroutines where they are, many at
+once; a conversation's state travels in what is known of the episode, so nothing is kept between turns.
+"""
+
+import asyncio
+import functools
+import inspect
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from nemo_ext.data.settings import check_keys, checked_whole, nearest
+from nemo_ext.data.sft.sample import Message
+from nemo_ext.rl.environments import Conversation, make
+from nemo_ext.rl.nemo_rl.prompts import Prompts
+from nemo_ext.rl.nemo_rl.rewards import Facts, reward_of
+from nemo_ext.rl.response import Response, parse_response
+from nemo_ext.rl.rewards.components import Reward
+from nemo_ext.rl.task import Task
+from nemo_ext.rl.tools import STYLES, Style, parse_tool_calls
+from nemo_ext.rl.verifiers.verdict import Verdict
+
+KEYS = ("name", "settings", "reward", "tool_style", "concurrency")
+CONCURRENCY = 64
+"""Verifications at once; those that wait for something else cost no more than a thread."""
+REFERENCES = 4096
+"""Parsed references that are kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """What is known of a task while responses to it are generated. Pickles.
+
+    Attributes:
+        task: what is asked.
+        thinking_opened: the prompt ends inside a trace.
+        turn: responses before this one.
+        conversation: the state of a tool environment; None before the first response.
+    """
+
+    task: Task
+    thinking_opened: bool
+    turn: int = 0
+    conversation: Conversation | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What came of a response.
+
+    Attributes:
+        response: taken apart.
+        verdict: None where the conversation goes on.
+        reward: None likewise.
+        observation: what the model reads before its next response; "" where there is none.
+        following: of the next response; None where there is none.
+    """
+
+    response: Response
+    verdict: Verdict | None = None
+    reward: Reward | None = None
+    observation: str = ""
+    following: Episode | None = None
+
+
+@dataclass
+class Tally:
+    """What one environment saw since it was last asked."""
+
+    responses: int = 0
+    episodes: int = 0
+    correct: int = 0
+    error: int = 0
+    score: float = 0.0
+    reward: float = 0.0
+    seconds: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the episodes that ended; nothing if none did."""
+        if not self.episodes:
+            return {}
+        shares = {name: getattr(self, name) / self.episodes for name in ("correct", "error", "score", "reward")}
+        shares |= {f"reward/{name}": total / self.episodes for name, total in sorted(self.parts.items())}
+        return {
+            "episodes": float(self.episodes),
+            **shares,
+            "turns": self.responses / self.episodes,
+            "seconds_per_response": self.seconds / self.responses,
+        }
+
+
+class Episodes:
+    """Verifies responses to the tasks of one environment.
+
+    Args:
+        config: `name` of the environment and its `settings`; `reward`, see `nemo_ext.rl.rewards.named.reward_of`;
+            `tool_style`, what calls are written in; `concurrency`, verifications at once.
+        prompts: the model's chat template; an environment with several turns needs it.
+
+    Raises:
+        ValueError: a key is not known or holds what it may not.
+    """
+
+    def __init__(self, config: Mapping[str, Any], prompts: Prompts | None = None) -> None:
+        check_keys(config, KEYS, required=("name",), where="environment")
+        self.environment = make(config["name"], config.get("settings"))
+        self.reward = reward_of(config.get("reward"), where=f"environments.{config['name']}.reward")
+        style = config.get("tool_style") or "any"
+        if style not in STYLES:
+            raise ValueError(f"tool_style: unknown {style!r}: {nearest(str(style), STYLES)}")
+        self._tool_style = cast(Style, style)
+        self._prompts = prompts
+        if self.environment.begin is not None and prompts is None:
+            raise ValueError(f"environment {config['name']!r} has several turns: give the chat template of the model")
+        count = config.get("concurrency")
+        self._slots = CONCURRENCY if count is None else checked_whole("concurrency", count, least=1)
+        self._threads = ThreadPoolExecutor(self._slots, thread_name_prefix=config["name"])
+        self._references: OrderedDict[str, Any] = OrderedDict()
+        self._tally = Tally()
+
+    async def turns(
+        self,
+        episodes: Sequence[Episode],
+        texts: Sequence[str],
+        *,
+        tokens: Sequence[int | None] | None = None,
+        finished: Sequence[bool] | None = None,
+    ) -> list[Turn]:
+        """What comes of the responses, in order.
+
+        Args:
+            episodes: of each response.
+            texts: as generated, without the token that ends them.
+            tokens: generated; what rewards of lengths need.
+            finished: False where the limit cut a response off.
+        """
+        at_once = asyncio.Semaphore(self._slots)
+        counts = tokens or [None] * len(texts)
+        ends = finished or [True] * len(texts)
+
+        async def one(episode: Episode, text: str, count: int | None, end: bool) -> Turn:
+            async with at_once:
+                return await self._turn(episode, self._response(episode, text, count, end))
+
+        return list(await asyncio.gather(*map(one, episodes, texts, counts, ends)))
+
+    async def close(self, turn: Turn) -> Turn:
+        """The same turn as a conversation's last: it is judged by the state it is in."""
+        assert turn.following is not None and turn.following.conversation is not None
+        verdict = await asyncio.get_running_loop().run_in_executor(self._threads, turn.following.conversation.verdict)
+        return self._rewarded(turn.following, replace(turn, verdict=verdict, observation="", following=None))
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics since this was last called."""
+        tally, self._tally = self._tally, Tally()
+        return tally.metrics()
+
+    def shutdown(self) -> None:
+        """Stop the threads; verifications under way end by their own limits."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def check(self, task: Task) -> None:
+        """Raises ValueError for a task whose reference the environment cannot verify against."""
+        self.environment.check(task.reference)
+
+    async def _turn(self, episode: Episode, response: Response) -> Turn:
+        began = time.monotonic()
+        try:
+            if self.environment.begin is None:
+                turn = Turn(response=response, verdict=await self._verified(episode, response))
+            else:
+                turn = await self._conversed(episode, response)
+        except Exception as error:  # a verifier's own failure must not end a run of many days
+            turn = Turn(response=response, verdict=Verdict.error(f"{type(error).__name__}: {error}"))
+        self._tally.responses += 1
+        self._tally.seconds += time.monotonic() - began
+        return turn if turn.verdict is None else self._rewarded(episode, turn)
+
+    def _rewarded(self, episode: Episode, turn: Turn) -> Turn:
+        assert turn.verdict is not None
+        facts = Facts.of({"thinking": episode.task.thinking, "thinking_opened": episode.thinking_opened})
+        reward = self.reward.score(turn.verdict, turn.response, facts)
+        self._count(turn.verdict, reward)
+        return replace(turn, reward=reward)
+
+    async def _verified(self, episode: Episode, response: Response) -> Verdict:
+        verify = self.environment.verify
+        assert verify is not None
+        reference = self._reference(episode.task)
+        made = await asyncio.get_running_loop().run_in_executor(self._threads, verify, response, reference)
+        return await made if inspect.isawaitable(made) else made
+
+    async def _conversed(self, episode: Episode, response: Response) -> Turn:
+        begin, prompts = self.environment.begin, self._prompts
+        assert begin is not None and prompts is not None
+        turn = episode.turn + 1
+        conversation = episode.conversation or begin(self._reference(episode.task))
+        run = functools.partial(asyncio.get_running_loop().run_in_executor, self._threads)
+        answers: Sequence[Message] = await run(conversation.step, response)
+        if not answers or turn >= self.environment.max_turns:
+            return Turn(response=response, verdict=await run(conversation.verdict))
+        task = episode.task
+        observation, opened = prompts.continuation(answers, tools=task.tools, thinking=task.thinking)
+        following = replace(episode, conversation=conversation, turn=turn, thinking_opened=opened)
+        return Turn(response=response, observation=observation, following=following)
+
+    def _response(self, episode: Episode, text: str, tokens: int | None, finished: bool) -> Response:
+        response = parse_response(text, thinking_opened=episode.thinking_opened, tokens=tokens, finished=finished)
+        if not episode.task.tools:
+            return response
+        parsed = parse_tool_calls(response.answer, self._tool_style, episode.task.tools)
+        # Where some of it cannot be read, the verifier must see that.
+        if parsed.problems or not parsed.calls:
+            return response
+        return replace(response, answer=parsed.answer, tool_calls=parsed.calls)
+
+    def _reference(self, task: Task) -> Any:
+        """The reference, parsed; those seen last are kept, since a group's responses share one."""
+        kept = self._references
+        if task.id in kept:
+            kept.move_to_end(task.id)
+        else:
+            kept[task.id] = self.environment.check(task.reference)
+            if len(kept) > REFERENCES:
+                kept.popitem(last=False)
+        return kept[task.id]
+
+    def _count(self, verdict: Verdict, reward: Reward) -> None:
+        tally = self._tally
+        tally.episodes += 1
+        tally.correct += verdict.outcome == "correct"
+        tally.error += verdict.outcome == "error"
+        tally.score += verdict.score
+        tally.reward += reward.total
+        for name, value in reward.parts.items():
+            tally.parts[name] = tally.parts.get(name, 0.0) + value

@@ -1,0 +1,66 @@
+"""Requests that are answered together: when a group is complete, or when its first one has waited long enough."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class _Cohort[M, R]:
+    members: dict[Hashable, M] = field(default_factory=dict)
+    results: "asyncio.Future[dict[Hashable, R]]" = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    timer: asyncio.TimerHandle | None = None
+
+
+class Cohorts[M, R]:
+    """Groups by key.
+
+    Args:
+        size: members of a complete group.
+        wait_seconds: from a group's first member on; who comes later is in another group.
+        answer: the results of a group's members, in their order.
+    """
+
+    def __init__(self, size: int, wait_seconds: float, answer: Callable[[Sequence[M]], Awaitable[Sequence[R]]]) -> None:
+        self._size = size
+        self._wait = wait_seconds
+        self._answer = answer
+        self._open: dict[Hashable, _Cohort[M, R]] = {}
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def join(self, key: Hashable, place: Hashable, member: M) -> R:
+        """The member's result.
+
+        Args:
+            key: of the group.
+            place: in it; whoever comes again with the same one, after a lost connection, counts once.
+            member: what is answered.
+        """
+        cohort = self._open.get(key)
+        if cohort is None:
+            cohort = self._open[key] = _Cohort()
+            cohort.timer = asyncio.get_running_loop().call_later(self._wait, self._close, key, cohort)
+        cohort.members[place] = member
+        if len(cohort.members) >= self._size:
+            self._close(key, cohort)
+        # A request that is cancelled must not take the others' results with it.
+        return (await asyncio.shield(cohort.results))[place]
+
+    def _close(self, key: Hashable, cohort: _Cohort[M, R]) -> None:
+        if self._open.get(key) is not cohort:
+            return
+        del self._open[key]
+        assert cohort.timer is not None
+        cohort.timer.cancel()
+        task = asyncio.get_running_loop().create_task(self._run(cohort))
+        self._running.add(task)  # the loop itself holds no task
+        task.add_done_callback(self._running.discard)
+
+    async def _run(self, cohort: _Cohort[M, R]) -> None:
+        try:
+            results = await self._answer(tuple(cohort.members.values()))
+            cohort.results.set_result(dict(zip(cohort.members, results, strict=True)))
+        except Exception as error:  # so that whoever waits hears of it
+            cohort.results.set_exception(error)

@@ -1,0 +1,126 @@
+"""Groups compared by a generative reward model, with time limits: NeMo Gym's genrm_compare waits without end.
+
+All responses to one prompt are judged together, `nemo_ext.rl.rewards.rlhf`, when the last of them has come or the first
+has waited long enough. A judge that does not answer is left out, and said to be.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from fastapi import HTTPException
+from nemo_gym.base_resources_server import SimpleResourcesServer
+from nemo_gym.global_config import ROLLOUT_INDEX_KEY_NAME, TASK_INDEX_KEY_NAME
+from pydantic import Field, PrivateAttr
+
+from nemo_ext.data.settings import checked_whole, nearest
+from nemo_ext.data.sft.checked import checked
+from nemo_ext.data.sft.sample import Message
+from nemo_ext.rl.gym.cohorts import Cohorts
+from nemo_ext.rl.gym.responses import last_turn, read_answer
+from nemo_ext.rl.gym.rows import PARAMETERS, messages
+from nemo_ext.rl.gym.server import OwnConfig, VerifyRequest, VerifyResponse, failure
+from nemo_ext.rl.judge import Judge, JudgeSettings
+from nemo_ext.rl.response import Response
+from nemo_ext.rl.rewards.comparison import LengthControl
+from nemo_ext.rl.rewards.genrm import genrm_messages, instructed_messages
+from nemo_ext.rl.rewards.rlhf import Show, rlhf_rewards
+
+_SHOWN: dict[str, Show] = {"genrm": genrm_messages, "instructed": instructed_messages}
+
+
+class ComparisonConfig(OwnConfig):
+    """What the server takes.
+
+    Attributes:
+        judge: as `nemo_ext.rl.judge.JudgeSettings` has it: base_url, model, and its time limits.
+        group_size: responses to one prompt: Gym's num_repeats, NeMo-RL's num_generations_per_prompt.
+        wait_seconds: from a group's first response on, for the others.
+        show: genrm for a judge whose chat template has the roles response_1 and response_2, instructed for any other.
+        both_orders: each pair twice, in both orders.
+        length_control: as `nemo_ext.rl.rewards.comparison.LengthControl` has it.
+        thinking_opened: the model's prompts end inside a trace and the model server parses no reasoning.
+    """
+
+    judge: dict[str, Any]
+    group_size: int
+    wait_seconds: float = 3600.0
+    show: str = "genrm"
+    both_orders: bool = True
+    length_control: dict[str, Any] = Field(default_factory=dict)
+    thinking_opened: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Member:
+    prompt: tuple[Message, ...]
+    response: Response
+
+
+class ComparisonServer(SimpleResourcesServer):
+    """Compares the responses to each prompt."""
+
+    config: ComparisonConfig
+    _cohorts: Cohorts[_Member, dict[str, Any]] = PrivateAttr()
+    _judge: Judge = PrivateAttr()
+    _control: LengthControl = PrivateAttr()
+    _places: "count[int]" = PrivateAttr(default_factory=count)
+
+    def model_post_init(self, context: Any) -> None:
+        """Check the settings."""
+        super().model_post_init(context)
+        config = self.config
+        if (config.num_workers or 1) > 1:
+            raise ValueError("num_workers must be 1: a group's responses meet in one process")
+        if config.show not in _SHOWN:
+            raise ValueError(f"show: unknown {config.show!r}: {nearest(config.show, _SHOWN)}")
+        if not 0 < config.wait_seconds < float("inf"):
+            raise ValueError(f"wait_seconds must be a number of seconds above 0, not {config.wait_seconds!r}")
+        self._judge = Judge(JudgeSettings.of(config.judge))
+        self._control = checked(LengthControl, config.length_control, where="length_control")
+        size = checked_whole("group_size", config.group_size, least=2)
+        self._cohorts = Cohorts(size, config.wait_seconds, self._compared)
+
+    async def verify(self, body: VerifyRequest) -> VerifyResponse:
+        """The reward of a response within its group, when the group is there."""
+        given = body.model_dump()
+        asked = given[PARAMETERS]["input"]
+        try:
+            prompt = messages(asked)
+        except ValueError as error:
+            raise HTTPException(422, f"{self.config.name}: {error}") from None
+        answer = last_turn(given["response"])
+        response = read_answer(answer, thinking_opened=self.config.thinking_opened).response
+        place = given.get(ROLLOUT_INDEX_KEY_NAME)
+        outcome = await self._cohorts.join(
+            # Two tasks may have the same prompt.
+            (given.get(TASK_INDEX_KEY_NAME), repr(asked)),
+            f"unnumbered {next(self._places)}" if place is None else place,
+            _Member(prompt=prompt, response=response),
+        )
+        return VerifyResponse(**{**given, **outcome})
+
+    async def _compared(self, members: Sequence[_Member]) -> list[dict[str, Any]]:
+        config = self.config
+        group = await rlhf_rewards(
+            self._judge,
+            members[0].prompt,
+            [member.response for member in members],
+            show=_SHOWN[config.show],
+            both_orders=config.both_orders,
+            control=self._control,
+        )
+        rows = zip(group.rewards, group.base, group.length, group.bonus, group.judged, strict=True)
+        return [
+            {
+                "reward": reward,
+                "reward/judge": base,
+                "reward/length": length,
+                "reward/bonus": bonus,
+                "group_size": len(members),
+                "missing_comparisons": group.missing,
+                **failure(not judged),
+            }
+            for reward, base, length, bonus, judged in rows
+        ]

@@ -1,0 +1,248 @@
+"""A folder in which NeMo Gym finds the servers: DIR/resources_servers/nemo_ext with configs and example data.
+
+Gym looks for a server under the directory that it is started in before it looks among its own, so that nothing is
+written into its tree. Each config holds a server and the agent that asks it; the model server is Gym's own.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_ext import __version__
+from nemo_ext.data.settings import check_keys, checked_whole, nearest
+from nemo_ext.progress import notice
+from nemo_ext.rl.environments import make
+from nemo_ext.rl.gym.rows import to_gym
+from nemo_ext.rl.task import Task
+from nemo_ext.rl.tasks import generate
+from nemo_ext.run_directory import write_text
+
+SERVER = "nemo_ext"
+EXAMPLES = 5
+"""Rows of example.jsonl: what `gym env test` asks for."""
+_KEYS = ("output", "servers", "tasks", "seed")
+_JUDGE = {
+    "base_url": "${nemo_ext_judge_base_url}",
+    "model": "${nemo_ext_judge_model}",
+    "attempt_seconds": 120,
+    "total_seconds": 600,
+}
+_APP = """\
+from nemo_gym.server_utils import is_nemo_gym_fastapi_entrypoint
+
+from nemo_ext.rl.gym.{module} import {server}
+
+if __name__ == "__main__":
+    {server}.run_webserver()
+elif is_nemo_gym_fastapi_entrypoint(__file__):
+    app = {server}.run_webserver()
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """One server and its agent.
+
+    Attributes:
+        domain: one of Gym's.
+        description: for Gym's lists.
+        generator: of the example data.
+        config: the server's own keys.
+        agent: gymnasium_agent where a user speaks between the model's turns.
+        max_steps: of the agent; None as it has it.
+        entrypoint: in the server's folder.
+    """
+
+    domain: str
+    description: str
+    generator: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    agent: str = "simple_agent"
+    max_steps: int | None = None
+    entrypoint: str = "app.py"
+
+
+SERVERS: Mapping[str, Served] = {
+    "math": Served(
+        domain="math",
+        description="Mathematics by math-verify, with a time limit",
+        generator="arithmetic",
+        config={"environment": "math"},
+    ),
+    "domyn_math": Served(
+        domain="math",
+        description="Mathematics with Domyn-Small's reward: correctness, format and length",
+        generator="arithmetic",
+        config={"environment": "math", "reward": {"name": "domyn_math", "max_tokens": 8192}},
+    ),
+    "multiple_choice": Served(
+        domain="knowledge",
+        description="Multiple choice",
+        generator="tables",
+        config={"environment": "multiple_choice"},
+    ),
+    "instructions": Served(
+        domain="instruction_following",
+        description="Instructions that a program can check, without downloads",
+        generator="instructions",
+        config={"environment": "instructions"},
+    ),
+    "structured_output": Served(
+        domain="instruction_following",
+        description="JSON by a schema",
+        generator="schemas",
+        config={"environment": "structured_output"},
+    ),
+    "code": Served(
+        domain="coding",
+        description="Python and C++ programs, each test in a sandbox",
+        generator="programs",
+        config={"environment": "code"},
+    ),
+    "workplace": Served(
+        domain="agent",
+        description="A workplace of five databases with tools",
+        generator="workplace",
+        config={"environment": "workplace"},
+        max_steps=6,
+    ),
+    "bank": Served(
+        domain="agent",
+        description="A bank's service desk: tools, and a customer to ask, in five turns",
+        generator="bank",
+        config={"environment": "bank", "settings": {"max_turns": 5}},
+        agent="gymnasium_agent",
+        max_steps=5,
+    ),
+    "judge": Served(
+        domain="knowledge",
+        description="Equivalence to a reference answer, by a judge with time limits",
+        generator="arithmetic",
+        config={"environment": "judge", "settings": {"judge": _JUDGE}},
+    ),
+    "genrm": Served(
+        domain="rlhf",
+        description="Groups compared by a generative reward model with time limits",
+        generator="instructions",
+        config={"judge": _JUDGE, "group_size": 16, "wait_seconds": 3600, "show": "genrm"},
+        entrypoint="comparison.py",
+    ),
+}
+
+
+def run(config: Mapping[str, Any]) -> None:
+    """Write the folder; the same command again writes the same.
+
+    Raises:
+        ValueError: naming the key, what it holds and what it may hold; a task that no server verifies.
+    """
+    check_keys(config, _KEYS, required=_KEYS, where="gym")
+    if not config["output"]:
+        raise ValueError("output=null: say in which folder NeMo Gym will be started")
+    names = config["servers"] or list(SERVERS)
+    for name in names:
+        if name not in SERVERS:
+            raise ValueError(f"servers: unknown name {name!r}: {nearest(str(name), SERVERS)}")
+    seed = checked_whole("seed", config["seed"])
+    files = _files(names, seed, [Path(path).expanduser() for path in config["tasks"] or ()])
+    folder = Path(config["output"]).expanduser() / "resources_servers" / SERVER
+    for path, text in files.items():
+        write_text(folder / path, text)
+    notice(f"{len(names)} servers: {folder}")
+
+
+def server_config(name: str) -> dict[str, Any]:
+    """Gym's config of a server and its agent: nemo_ext_NAME and nemo_ext_NAME_agent."""
+    served, instance = SERVERS[name], f"{SERVER}_{name}"
+    agent: dict[str, Any] = {
+        "entrypoint": "app.py",
+        "resources_server": {"type": "resources_servers", "name": instance},
+        "model_server": {"type": "responses_api_models", "name": "policy_model"},
+        **({} if served.max_steps is None else {"max_steps": served.max_steps}),
+        "datasets": [
+            {"name": "example", "type": "example", "jsonl_fpath": f"resources_servers/{SERVER}/{_example(name)}"}
+        ],
+    }
+    server = {
+        "entrypoint": served.entrypoint,
+        "domain": served.domain,
+        "verified": False,
+        "description": served.description,
+        **served.config,
+    }
+    return {
+        instance: {"resources_servers": {SERVER: server}},
+        f"{instance}_agent": {"responses_api_agents": {served.agent: agent}},
+    }
+
+
+def examples(name: str, seed: int) -> list[dict[str, Any]]:
+    """Rows to try a server with."""
+    return [to_gym(_asked(name, task)) for task in generate(SERVERS[name].generator, EXAMPLES, seed=seed)]
+
+
+def _example(name: str) -> str:
+    return f"data/{name}/example.jsonl"
+
+
+def _asked(name: str, task: Task) -> Task:
+    """A generator's task as the server takes it."""
+    if name == "judge":
+        reference = {"question": task.prompt[-1].content, "answer": str(task.reference["answer"])}
+        return replace(task, environment="judge", domain="judge", reference=reference)
+    if name == "genrm":  # which compares, whatever the reference
+        return replace(task, environment="genrm", domain="genrm", reference={})
+    return task
+
+
+def _files(names: list[str], seed: int, tasks: list[Path]) -> dict[str, str]:
+    """What to write, by path in the server's folder."""
+    files = {
+        "app.py": _APP.format(module="server", server="VerifierServer"),
+        "comparison.py": _APP.format(module="comparison", server="ComparisonServer"),
+        "requirements.txt": _requirement() + "\n",
+    }
+    for name in names:
+        files[f"configs/{name}.yaml"] = yaml.safe_dump(server_config(name), sort_keys=False)
+        files[_example(name)] = _lines(examples(name, seed))
+    by_environment: dict[str, list[dict[str, Any]]] = {}
+    for path in tasks:
+        for task in _tasks(path):
+            by_environment.setdefault(task.environment, []).append(to_gym(task))
+    for environment, rows in by_environment.items():
+        files[f"data/{environment}/tasks.jsonl"] = _lines(rows)
+    return files
+
+
+def _tasks(path: Path) -> Iterator[Task]:
+    checks: dict[str, Any] = {}
+    with path.open() as file:
+        for number, line in enumerate(file, start=1):
+            where = f"{path}:{number}"
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{where}: not JSON: {error}") from None
+            task = Task.of(record, where)
+            if task.environment not in checks:
+                checks[task.environment] = None if task.environment == "judge" else make(task.environment).check
+            try:
+                if check := checks[task.environment]:
+                    check(task.reference)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
+            yield task
+
+
+def _lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def _requirement() -> str:
+    """This very package, which Gym installs into the server's own environment."""
+    root = Path(__file__).parents[3]
+    return f"{SERVER}[gym] @ {root.as_uri()}" if (root / "pyproject.toml").exists() else f"{SERVER}[gym]=={__version__}"

@@ -1,0 +1,88 @@
+"""What a model server of NeMo Gym answered, as verifiers take it.
+
+Where the model server has parsed reasoning and calls, what it says holds; else they are read in the text.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nemo_ext.data.sft.sample import ToolCall
+from nemo_ext.rl.response import CLOSE, OPEN, Response, parse_response
+from nemo_ext.rl.tools import MAX_CALLS, read_openai_calls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """An OpenAI response read.
+
+    Attributes:
+        response: as verifiers take it.
+        unreadable: by the id of a call that cannot be read: why.
+    """
+
+    response: Response
+    unreadable: Mapping[str, str]
+
+
+def read_answer(answered: Mapping[str, Any], *, thinking_opened: bool = False) -> Answered:
+    """A response of one turn, or all turns of an agent taken together.
+
+    Args:
+        answered: OpenAI's `response`: output items, `usage`, `incomplete_details`.
+        thinking_opened: the prompt ends inside a trace and the model server parses no reasoning.
+    """
+    output = [item for item in answered.get("output") or () if isinstance(item, Mapping)]
+    finished = not answered.get("incomplete_details")
+    calls, unreadable = _calls(output)
+    trace = "\n".join(text for item in output if item.get("type") == "reasoning" for text in _texts(item, "summary"))
+    said = "".join(text for item in output if _is_said(item) for text in _texts(item, "content"))
+    if trace.strip():
+        ends = f"\n{CLOSE}\n" if said.strip() or calls or finished else ""
+        # Not `parse_response`: a tag that the trace quotes must not make an answer of the rest of it.
+        response = Response(text=f"{OPEN}\n{trace}{ends}{said}", thinking=trace.strip(), answer=said.strip())
+    else:
+        response = parse_response(said, thinking_opened=thinking_opened)
+    usage = answered.get("usage")
+    tokens = usage.get("output_tokens") if isinstance(usage, Mapping) else None
+    response = replace(response, tool_calls=calls, tokens=tokens, finished=finished)
+    return Answered(response=response, unreadable=unreadable)
+
+
+def last_turn(answered: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with the output behind the last tool's answer alone."""
+    output = list(answered.get("output") or ())
+    outputs = [
+        place
+        for place, item in enumerate(output)
+        if isinstance(item, Mapping) and item.get("type") == "function_call_output"
+    ]
+    return {**answered, "output": output[outputs[-1] + 1 :] if outputs else output}
+
+
+def _is_said(item: Mapping[str, Any]) -> bool:
+    return item.get("type") == "message" and item.get("role", "assistant") == "assistant"
+
+
+def _texts(item: Mapping[str, Any], key: str) -> list[str]:
+    parts = item.get(key)
+    if isinstance(parts, str):
+        return [parts]
+    texts = [part.get("text") for part in (parts if isinstance(parts, list) else ()) if isinstance(part, Mapping)]
+    return [text for text in texts if isinstance(text, str)]
+
+
+def _calls(output: Sequence[Mapping[str, Any]]) -> tuple[tuple[ToolCall, ...], dict[str, str]]:
+    calls: list[ToolCall] = []
+    unreadable: dict[str, str] = {}
+    for item in output:
+        if item.get("type") != "function_call":
+            continue
+        if len(calls) + len(unreadable) == MAX_CALLS:
+            unreadable[str(item.get("call_id"))] = f"more than {MAX_CALLS} calls: the rest is not read"
+            break
+        read = read_openai_calls([item])
+        calls += read.calls
+        if read.problems:
+            unreadable[str(item.get("call_id"))] = read.problems[0].partition(": ")[2]
+    return tuple(calls), unreadable

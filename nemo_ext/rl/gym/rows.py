@@ -1,0 +1,231 @@
+"""Tasks as rows of NeMo Gym's data, and what Gym's own rows say in our environments' words.
+
+A row is {responses_create_params: {input, tools, ...}, verifier_metadata: {id, environment, domain, reference,
+thinking}}; the prompt is OpenAI's Responses input. Rows of Gym's own servers are read where an environment here does
+the same: math_with_judge, mcqa, instruction_following, structured_outputs, code_gen, xlam_fc and
+single_step_tool_use_with_argument_comparison.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from string import ascii_uppercase
+from typing import Any
+
+from nemo_ext.data.settings import check_keys, nearest
+from nemo_ext.data.sft.sample import Message, Role, ToolCall
+from nemo_ext.rl.task import Task
+from nemo_ext.rl.tools import check_tools, read_openai_calls
+
+PARAMETERS, METADATA = "responses_create_params", "verifier_metadata"
+_KEYS = ("id", "environment", "domain", "reference", "thinking")
+_ROLES: Mapping[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+def to_gym(task: Task, *, thinking_key: str = "enable_thinking") -> dict[str, Any]:
+    """A task's row.
+
+    Args:
+        thinking_key: the variable of the model's chat template that turns reasoning on and off, which Gym's vllm_model
+            passes on for tasks that ask for a mode.
+    """
+    parameters: dict[str, Any] = {"input": [item for message in task.prompt for item in _items(message)]}
+    if task.tools:
+        parameters["tools"] = [{"type": "function", "strict": False, **tool["function"]} for tool in task.tools]
+    if task.thinking is not None:
+        parameters["metadata"] = {"chat_template_kwargs": json.dumps({thinking_key: task.thinking})}
+    metadata: dict[str, Any] = {"id": task.id, "environment": task.environment, "domain": task.domain}
+    metadata["reference"] = dict(task.reference)
+    if task.thinking is not None:
+        metadata["thinking"] = task.thinking
+    return {PARAMETERS: parameters, METADATA: metadata}
+
+
+def of_gym(row: Mapping[str, Any], environment: str) -> Task:
+    """The task of a row, ours or Gym's own.
+
+    Args:
+        environment: of the server that the row is sent to.
+
+    Raises:
+        ValueError: naming the key; a row of another environment.
+    """
+    metadata, parameters = row.get(METADATA), row.get(PARAMETERS)
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"{PARAMETERS} must be a mapping, not {parameters!r}")
+    tools = tuple(
+        {"type": "function", "function": {key: tool[key] for key in tool if key not in ("type", "strict")}}
+        for tool in check_listed(parameters.get("tools") or (), f"{PARAMETERS}.tools")
+    )
+    prompt = messages(parameters.get("input") or ())
+    if isinstance(metadata, Mapping) and "environment" in metadata:
+        check_keys(metadata, _KEYS, required=("environment",), where=METADATA)
+        if metadata["environment"] != environment:
+            raise ValueError(f"{METADATA}.environment: this server is for {environment!r}, not {metadata!r:.200}")
+        reference = metadata.get("reference") or {}
+        if not isinstance(reference, Mapping):
+            raise ValueError(f"{METADATA}.reference must be a mapping, not {reference!r:.200}")
+    else:
+        metadata, reference = {}, _gym_reference(row, environment, tools)
+    return Task(
+        id=str(metadata.get("id", "")),
+        environment=environment,
+        prompt=prompt,
+        reference=reference,
+        tools=check_tools(tools, f"{PARAMETERS}.tools"),
+        domain=metadata.get("domain") or environment,
+        thinking=metadata.get("thinking"),
+    )
+
+
+def messages(given: Any) -> tuple[Message, ...]:
+    """The messages of OpenAI's Responses input.
+
+    Raises:
+        ValueError: naming the item that is none, or holds something else than text.
+    """
+    if isinstance(given, str):
+        return (Message(role="user", content=given),)
+    made: list[Message] = []
+    for index, item in enumerate(check_listed(given, f"{PARAMETERS}.input")):
+        where = f"{PARAMETERS}.input[{index}]"
+        kind = item.get("type") or "message"
+        if kind == "function_call":
+            read = read_openai_calls([item])
+            if read.problems:
+                raise ValueError(f"{where}: {read.problems[0]}")
+            # Calls that follow one another are one message's.
+            if made and made[-1].tool_calls:
+                last = made.pop()
+                made.append(Message(role="assistant", content=last.content, tool_calls=last.tool_calls + read.calls))
+            elif made and made[-1].role == "assistant":
+                made.append(Message(role="assistant", content=made.pop().content, tool_calls=read.calls))
+            else:
+                made.append(Message(role="assistant", tool_calls=read.calls))
+        elif kind == "function_call_output":
+            text = _text(item.get("output"), where)
+            made.append(Message(role="tool", content=text, tool_call_id=item.get("call_id")))
+        elif kind == "message":
+            role = str(item.get("role"))
+            if role not in _ROLES:
+                raise ValueError(f"{where}.role must be {', '.join(_ROLES)}, not {role!r}")
+            made.append(Message(role=_ROLES[role], content=_text(item.get("content"), where)))
+        elif kind != "reasoning":
+            raise ValueError(f"{where}.type must be message, function_call or function_call_output, not {kind!r}")
+    return tuple(made)
+
+
+def check_listed(given: Any, where: str) -> list[Mapping[str, Any]]:
+    """The items, if they are mappings in a list.
+
+    Raises:
+        ValueError: naming `where`.
+    """
+    if not isinstance(given, list | tuple) or not all(isinstance(item, Mapping) for item in given):
+        raise ValueError(f"{where} must be a list of mappings, not {given!r:.200}")
+    return list(given)
+
+
+def _items(message: Message) -> list[dict[str, Any]]:
+    if message.role == "tool":
+        return [{"type": "function_call_output", "call_id": message.tool_call_id or "", "output": message.content}]
+    items: list[dict[str, Any]] = []
+    if message.content or not message.tool_calls:
+        items.append({"role": message.role, "content": message.content})
+    return items + [_call_item(call) for call in message.tool_calls]
+
+
+def _call_item(call: ToolCall) -> dict[str, Any]:
+    arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
+    return {"type": "function_call", "call_id": call.id or "", "name": call.name, "arguments": arguments}
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = [part.get("text") for part in check_listed(content, f"{where}.content")]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{where}.content must be text, not {content!r:.200}")
+    return "".join(texts)  # type: ignore[arg-type]
+
+
+def _gym_reference(row: Mapping[str, Any], environment: str, tools: Any) -> Mapping[str, Any]:
+    """What a row of one of Gym's own servers says, in our words."""
+    for keys, made in _GYM.get(environment, ()):
+        if all(row.get(key) is not None for key in keys):
+            return made(row)
+    wanted = " or ".join(", ".join(keys) for keys, _ in _GYM.get(environment, ()))
+    known = f", nor {wanted} as Gym's own rows have it" if wanted else ""
+    raise ValueError(f"the row has no {METADATA} with an environment{known}; it has {', '.join(map(str, row))}")
+
+
+def _math(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"answer": row["expected_answer"]}
+
+
+# How mcqa's grading_mode looks for the answer, and our format that looks there.
+_MCQA = {
+    "strict_single_letter_boxed": "letter",
+    "lenient_boxed": "boxed",
+    "lenient_answer_colon": "text",
+    "lenient_answer_colon_md": "text",
+}
+
+
+def _multiple_choice(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    options = {key: text for option in check_listed(row["options"], "options") for key, text in option.items()}
+    letters, mode = "".join(options), row.get("grading_mode", "strict_single_letter_boxed")
+    if not ascii_uppercase.startswith(letters):
+        raise ValueError(f"options must be A, B, C and so on in order, not {letters!r:.200}")
+    if mode not in _MCQA:
+        raise ValueError(f"grading_mode: unknown {mode!r}: {nearest(str(mode), _MCQA)}")
+    if row.get("template_metadata"):
+        raise ValueError("template_metadata: only Gym's mcqa reads regular expressions of a row's own")
+    return {"answer": row["expected_answer"], "choices": list(options.values()), "format": _MCQA[mode]}
+
+
+def _instructions(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    ids, kwargs = row["instruction_id_list"], row.get("kwargs") or [{}] * len(row["instruction_id_list"])
+    if len(ids) != len(kwargs):
+        raise ValueError(f"instruction_id_list has {len(ids)} items, kwargs {len(kwargs)}")
+    given = [{"id": name, "kwargs": one or {}} for name, one in zip(ids, kwargs, strict=True)]
+    return {"instructions": given, "mode": {"fraction": "share"}.get(row.get("grading_mode", ""), "all")}
+
+
+def _structured(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    for key, wanted in (("schema_type", "json"), ("response_mode", "text")):
+        if row.get(key, wanted) not in (wanted, None):
+            raise ValueError(f"{key} must be {wanted}, not {row[key]!r}: only Gym's structured_outputs reads that")
+    return {"schema": row["schema_str"], "strict": True}
+
+
+def _code(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    tests = row[METADATA].get("unit_tests") if isinstance(row[METADATA], Mapping) else None
+    if not isinstance(tests, Mapping) or tests.get("fn_name"):
+        raise ValueError(f"{METADATA}.unit_tests must be {{inputs, outputs}} of programs that read standard input")
+    pairs = zip(tests["inputs"], tests["outputs"], strict=True)
+    return {
+        "language": "python",
+        "style": "stdin",
+        "tests": [{"input": given, "output": expected} for given, expected in pairs],
+    }
+
+
+def _calls(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"expected": row["expected_answers"], "tools": row[PARAMETERS].get("tools")}
+
+
+def _action(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    action = row["expected_action"]
+    called = action["type"] == "function_call"
+    return {"expected": [{"name": action["name"], "arguments": action["arguments"]}] if called else []}
+
+
+Reading = tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Mapping[str, Any]]]
+_GYM: Mapping[str, tuple[Reading, ...]] = {
+    "math": ((("expected_answer",), _math),),
+    "multiple_choice": ((("options", "expected_answer"), _multiple_choice),),
+    "instructions": ((("instruction_id_list",), _instructions),),
+    "structured_output": ((("schema_str",), _structured),),
+    "code": (((METADATA,), _code),),
+    "tool_calls": ((("expected_answers",), _calls), (("expected_action",), _action)),
+}

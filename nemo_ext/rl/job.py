@@ -1,0 +1,68 @@
+"""The job `nemo-ext rl`: a preset, a model, tasks or pairs, and an engine."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.data.settings import check_keys, nearest
+from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, algorithm_of, presets
+from nemo_ext.run_directory import only_run_in
+
+KEYS = (
+    *("preset", "run_dir", "engine", "policy", "template", "tasks", "pairs", "environments", "trl", "nemo_rl"),
+    *("on_inexpressible", "micro_batch", "save_every", "seed"),
+)
+ENGINES = {"trl": "nemo_ext.rl.trl.run", "nemo_rl": "nemo_ext.rl.nemo_rl.job"}
+
+
+def run(config: Mapping[str, Any]) -> None:
+    """Train as the composed config says, or go on with it.
+
+    Raises:
+        ValueError: naming the key, what it holds and what it may hold; an engine that is not there or cannot do it.
+    """
+    algorithm = checked_algorithm(config)
+    with only_run_in(Path(config["run_dir"])):
+        import_module(ENGINES[config["engine"]]).run({**config, "tasks": with_weights(config, algorithm)}, algorithm)
+
+
+def with_weights(config: Mapping[str, Any], algorithm: Algorithm) -> dict[str, Any]:
+    """The `tasks`; a directory without a blend has the algorithm's environments in their weights, a file for each."""
+    tasks = dict(config["tasks"])
+    train = tasks.get("train") or {}
+    blended = train.get("blend") or train.get("streams")
+    if isinstance(algorithm, PolicyGradient) and train.get("directory") and not blended:
+        streams = [{"name": name, "weight": use.weight} for name, use in algorithm.environments.items()]
+        tasks["train"] = {**train, "streams": streams}
+    return tasks
+
+
+def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:
+    """The algorithm, after the keys around it were checked.
+
+    Raises:
+        ValueError: as `run`.
+    """
+    check_keys(config, (*KEYS, "rl"), required=KEYS, where="rl")
+    if config["engine"] not in ENGINES:
+        raise ValueError(f"engine={config['engine']!r}: {nearest(str(config['engine']), ENGINES)}")
+    if not config.get("rl"):
+        raise ValueError(f"preset=null: say which algorithm; there are {', '.join(presets())}")
+    if not config["policy"]:
+        raise ValueError("model=null: say which Hugging Face folder to train")
+    given = dict(config["rl"])
+    if config["environments"] is not None:
+        given["environments"] = config["environments"]
+    if (given.get("schedule") or {}).get("steps") is not None:
+        # The user's, who need not know that the preset counts epochs.
+        given["schedule"] = {**given["schedule"], "epochs": None, "examples": None}
+    algorithm = algorithm_of(given, where="rl")
+    section, other = ("tasks", "pairs") if isinstance(algorithm, PolicyGradient) else ("pairs", "tasks")
+    for name in (section, other):
+        check_keys(config[name], ("train", "validation"), required=(), where=name)
+    if not config[section].get("train"):
+        raise ValueError(f"{section}.train=null: {algorithm.algorithm} trains on {section}; say where they are")
+    if config[other].get("train"):
+        raise ValueError(f"{other}.train: {algorithm.algorithm} trains on {section}, not on {other}: leave it out")
+    return algorithm

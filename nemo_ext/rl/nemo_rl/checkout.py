@@ -1,0 +1,227 @@
+"""What the installed NeMo-RL knows: the keys of its configs and what its asynchronous loop does, read from its sources.
+
+Nothing of it is imported, which would take ray, torch and half a minute. NeMo-RL does not refuse a key that it does
+not know: its TypedDicts check nothing and its pydantic models allow extras. Keys are those of the types that a master
+config is annotated with, and of the example config, which has some that no type has.
+"""
+
+import ast
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from omegaconf import OmegaConf
+
+from nemo_ext.data.settings import nearest
+
+Section = Literal["grpo", "dpo"]
+_EXAMPLES: Mapping[Section, str] = {"grpo": "grpo_math_1B.yaml", "dpo": "dpo.yaml"}
+
+
+@dataclass
+class Keys:
+    """The keys of one mapping of a config.
+
+    Attributes:
+        children: by key; a value that is no mapping has none.
+        open: any key may be there.
+    """
+
+    children: dict[str, "Keys"] = field(default_factory=dict)
+    open: bool = False
+
+    def merge(self, other: "Keys") -> None:
+        """Add those of another mapping."""
+        self.open |= other.open
+        for key, keys in other.children.items():
+            self.children.setdefault(key, Keys()).merge(keys)
+
+    def missing(self, path: str) -> str | None:
+        """Why there is no such key, with the nearest one; None if there is. `path`: `loss_fn.ratio_clip_min`."""
+        here = self
+        words = path.split(".")
+        for place, word in enumerate(words):
+            if here.open and word not in here.children:
+                return None
+            if word not in here.children:
+                above = ".".join(words[:place])
+                elsewhere = [found for found in self._paths() if found.rpartition(".")[2] == word]
+                hint = f"there is {elsewhere[0]}" if elsewhere else nearest(word, here.children)
+                return f"no key {word!r}{f' in {above}' if above else ''}: {hint}"
+            here = here.children[word]
+        return None
+
+    def _paths(self, above: str = "") -> Iterator[str]:
+        for key, keys in self.children.items():
+            yield above + key
+            yield from keys._paths(f"{above}{key}.")
+
+
+class Checkout:
+    """A source checkout of NeMo-RL.
+
+    Args:
+        root: the folder that has `nemo_rl` and `examples`; None for that of the `nemo_rl` that Python finds.
+
+    Raises:
+        ValueError: there is none.
+    """
+
+    def __init__(self, root: str | Path | None = None) -> None:
+        if root is None:
+            spec = importlib.util.find_spec("nemo_rl")
+            places = list(spec.submodule_search_locations or ()) if spec else []
+            if not places:
+                raise ValueError("NeMo-RL is not installed: put its checkout on PYTHONPATH (docs/rl/nemo_rl.md)")
+            root = Path(places[0]).parent
+        self.root = Path(root)
+        if not (self.root / "nemo_rl" / "algorithms" / "grpo.py").is_file() or not self._example("grpo").is_file():
+            raise ValueError(
+                f"{self.root} is no checkout of NeMo-RL: no nemo_rl/algorithms/grpo.py with examples/configs"
+            )
+
+    def _example(self, section: Section) -> Path:
+        return self.root / "examples" / "configs" / _EXAMPLES[section]
+
+    def keys(self, section: Section) -> Keys:
+        """Of the master config of GRPO or DPO."""
+        return self._keys[section]
+
+    @cached_property
+    def _keys(self) -> dict[Section, Keys]:
+        sources = _Sources(self.root)
+        made: dict[Section, Keys] = {}
+        for section in _EXAMPLES:
+            keys = sources.keys_of("MasterConfig", f"nemo_rl.algorithms.{section}")
+            keys.merge(_keys_in(yaml.safe_load(self._example(section).read_text(encoding="utf-8"))))
+            made[section] = keys
+        return made
+
+    def config(self, section: Section, *changes: Mapping[str, Any]) -> dict[str, Any]:
+        """The example config with changes, whole and resolved, as `nemo_ext.rl.nemo_rl.run.run` takes it.
+
+        Args:
+            changes: nested, the later ones win; interpolations are resolved after them.
+
+        Raises:
+            ValueError: a change has a key that this version lacks, with the nearest.
+        """
+        for change in changes:
+            for path in leaves(change):
+                if missing := self.keys(section).missing(path):
+                    raise ValueError(f"nemo_rl.{path}: this version has {missing}")
+        merged = OmegaConf.merge(OmegaConf.load(self._example(section)), *(dict(change) for change in changes))
+        # NeMo-RL registers its own resolvers when it is imported, and fails if there is one of the same name.
+        ours = not OmegaConf.has_resolver("mul")
+        if ours:
+            OmegaConf.register_new_resolver("mul", lambda a, b: a * b)
+        try:
+            made = OmegaConf.to_container(merged, resolve=True)
+        finally:
+            if ours:
+                OmegaConf.clear_resolver("mul")
+        assert isinstance(made, dict)
+        return {str(key): value for key, value in made.items()}
+
+    @cached_property
+    def asynchronous(self) -> frozenset[str]:
+        """Names that `async_grpo_train` uses: it leaves out parts of what `grpo_train` does."""
+        module = ast.parse((self.root / "nemo_rl/algorithms/grpo.py").read_text(encoding="utf-8"))
+        loops = [one for one in module.body if isinstance(one, ast.FunctionDef) and one.name == "async_grpo_train"]
+        return frozenset(name for loop in loops for node in ast.walk(loop) for name in _names(node))
+
+
+def leaves(config: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """Paths of all values of a nested config."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}"
+
+
+_Parsed = tuple[dict[str, ast.ClassDef | ast.expr], dict[str, tuple[str, str]]]
+
+
+class _Sources:
+    """Type annotations of classes, by name and module."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._parsed: dict[str, _Parsed] = {}
+
+    def keys_of(self, name: str, module: str, above: tuple[str, ...] = ()) -> Keys:
+        """The keys of a TypedDict or pydantic model."""
+        keys = Keys()
+        found = self._find(name, module)
+        if found is None or name in above:
+            return Keys(open=True)
+        node, module = found
+        if isinstance(node, ast.expr):
+            return self._annotated(node, module, above)
+        for base in node.bases:
+            for one in _names(base):
+                if self._find(one, module) is not None:
+                    keys.merge(self.keys_of(one, module, (*above, name)))
+        for line in node.body:
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                keys.children[line.target.id] = self._annotated(line.annotation, module, (*above, name))
+        return keys
+
+    def _annotated(self, annotation: ast.expr, module: str, above: tuple[str, ...]) -> Keys:
+        keys = Keys()
+        names = [name for node in ast.walk(annotation) for name in _names(node)]
+        if "list" in names:  # what is in a list has no path
+            return keys
+        for name in names:
+            if name in ("dict", "Dict", "Mapping", "Any"):
+                keys.open = True
+            elif self._find(name, module) is not None:
+                keys.merge(self.keys_of(name, module, above))
+        return keys
+
+    def _find(self, name: str, module: str, depth: int = 0) -> tuple[ast.ClassDef | ast.expr, str] | None:
+        """Where a class or alias of this name is defined, through the imports of modules."""
+        defined, imported = self._parse(module)
+        if name in defined:
+            return defined[name], module
+        if name not in imported or depth > 5:
+            return None
+        return self._find(imported[name][0], imported[name][1], depth + 1)
+
+    def _parse(self, module: str) -> _Parsed:
+        """What a module defines and what it imports from NeMo-RL, as (name there, module)."""
+        if module in self._parsed:
+            return self._parsed[module]
+        path = self._root.joinpath(*module.split("."))
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        defined: dict[str, ast.ClassDef | ast.expr] = {}
+        imported: dict[str, tuple[str, str]] = {}
+        for node in ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else ():
+            if isinstance(node, ast.ClassDef):
+                defined[node.name] = node
+            elif isinstance(node, ast.Assign):
+                defined |= {to.id: node.value for to in node.targets if isinstance(to, ast.Name)}
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nemo_rl"):
+                imported |= {alias.asname or alias.name: (alias.name, str(node.module)) for alias in node.names}
+        self._parsed[module] = defined, imported
+        return defined, imported
+
+
+def _names(node: ast.AST) -> list[str]:
+    """The identifier or text that a node is."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, ast.Attribute):
+        return [node.attr]
+    return [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+
+
+def _keys_in(config: Any) -> Keys:
+    if not isinstance(config, Mapping):
+        return Keys()
+    return Keys({str(key): _keys_in(value) for key, value in config.items()}, open=not config)

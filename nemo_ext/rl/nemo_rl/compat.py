@@ -1,0 +1,191 @@
+"""What differs between the versions of NeMo-RL, 0.5, 0.7 and later; nothing else here asks which one it is.
+
+A version is told by what it has: the main branch calls itself 0.6.0 and has more than 0.7.0.
+"""
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+# What grpo.setup returns, in order. 0.5 and 0.6:
+_TEN = "policy policy_generation cluster dataloader val_dataloader loss_fn logger checkpointer grpo_save_state config"
+# 0.7 and later:
+_THIRTEEN = (
+    "policy policy_generation nemo_gym cluster dataloader val_dataloader loss_fn logger checkpointer grpo_save_state "
+    "config teacher_worker_groups alias_to_group_alias"
+)
+_NINE = "policy cluster dataloader val_dataloader loss_fn logger checkpointer save_state config"
+
+
+@dataclass(kw_only=True)
+class Ready:
+    """What `grpo.setup` or `dpo.setup` made, by name; attributes that a version or algorithm lacks are None.
+
+    Attributes:
+        config: the master config, a dict in 0.5 and pydantic's model later.
+        rest: what only some versions return and hand to the training loop.
+    """
+
+    policy: Any
+    dataloader: Any
+    val_dataloader: Any
+    loss_fn: Any
+    logger: Any
+    checkpointer: Any
+    save_state: Any
+    config: Any
+    policy_generation: Any = None
+    rest: dict[str, Any] = field(default_factory=dict)
+
+
+def grpo() -> ModuleType:
+    """NeMo-RL's module of GRPO.
+
+    Raises:
+        ValueError: NeMo-RL cannot be imported, with the reason and what to do.
+    """
+    return _module("nemo_rl.algorithms.grpo")
+
+
+def dpo() -> ModuleType:
+    """NeMo-RL's module of DPO; raises as `grpo`."""
+    return _module("nemo_rl.algorithms.dpo")
+
+
+def dpo_loss() -> Any:
+    """The class of NeMo-RL's DPO loss."""
+    return dpo().DPOLossFn
+
+
+def master_config(module: ModuleType, config: Mapping[str, Any]) -> Any:
+    """The config in the type that a module's `setup` takes."""
+    kind = module.MasterConfig
+    return kind(**config) if hasattr(kind, "model_fields") else dict(config)
+
+
+def setting(config: Any, *path: str) -> Any:
+    """A value of a master config, `setting(config, "grpo", "num_prompts_per_step")`; None where there is none."""
+    for key in path:
+        config = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
+        if config is None:
+            return None
+    return config
+
+
+def tokenizer_of(config: Mapping[str, Any]) -> Any:
+    """The tokenizer that a master config (a plain mapping) names."""
+    return _module("nemo_rl.algorithms.utils").get_tokenizer(config["policy"]["tokenizer"])
+
+
+def with_generation(config: dict[str, Any], tokenizer: Any) -> None:
+    """Complete `policy.generation` from the tokenizer, in place, as NeMo-RL's own scripts do before `setup`."""
+    configure = _module("nemo_rl.models.generation").configure_generation_config
+    policy = config["policy"]
+    more = {
+        "has_refit_draft_weights": bool((policy.get("draft") or {}).get("enabled")),
+        "trains_mtp": bool((policy.get("megatron_cfg") or {}).get("mtp_num_layers")),
+    }
+    policy["generation"] = configure(policy["generation"], tokenizer, **_known(configure, more))
+
+
+def set_up_grpo(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> Ready:
+    """Call `grpo.setup`.
+
+    Raises:
+        ValueError: it returns another number of items than the versions known here.
+    """
+    items = grpo().setup(config, tokenizer, dataset, val_dataset)
+    names = {10: _TEN, 13: _THIRTEEN}.get(len(items))
+    if names is None:
+        raise ValueError(
+            f"NeMo-RL's grpo.setup returns {len(items)} items, 10 (0.5, 0.6) and 13 (0.7 and later) are known: "
+            "nemo_ext/rl/nemo_rl/compat.py must learn this version"
+        )
+    made = dict(zip(names.split(), items, strict=True))
+    rest: dict[str, Any] = {key: made[key] for key in made if key in ("teacher_worker_groups", "alias_to_group_alias")}
+    return _ready(made | {"save_state": made["grpo_save_state"]}, rest)
+
+
+def set_up_dpo(config: Any, tokenizer: Any, dataset: Any, val_datasets: Mapping[str, Any]) -> Ready:
+    """Call `dpo.setup`; its nine items are the same in all versions."""
+    items = dpo().setup(config, tokenizer, dataset, dict(val_datasets))
+    return _ready(dict(zip(_NINE.split(), items, strict=True)), {})
+
+
+def train_grpo(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], val_environments: Any) -> None:
+    """Run GRPO to its end: `async_grpo_train` where `grpo.async_grpo.enabled` asks for it, else `grpo_train`."""
+    module = grpo()
+    first = (ready.policy, ready.policy_generation, ready.dataloader, ready.val_dataloader, tokenizer, ready.loss_fn)
+    then = (dict(environments), val_environments, ready.logger, ready.checkpointer, ready.save_state, ready.config)
+    if is_async(ready.config):
+        age = setting(ready.config, "grpo", "async_grpo", "max_trajectory_age_steps")
+        train = module.async_grpo_train
+        train(*first, *then, max_trajectory_age_steps=age, **_known(train, ready.rest))
+    else:
+        module.grpo_train(*first, *then)
+
+
+def train_dpo(ready: Ready, tokenizer: Any) -> None:
+    """Run DPO, or what its loss was replaced by, to its end."""
+    dpo().dpo_train(
+        ready.policy,
+        ready.dataloader,
+        ready.val_dataloader,
+        tokenizer,
+        ready.loss_fn,
+        ready.config,
+        ready.logger,
+        ready.checkpointer,
+        ready.save_state,
+    )
+
+
+def is_async(config: Any) -> bool:
+    """Whether a master config asks for asynchronous GRPO."""
+    return bool(setting(config, "grpo", "async_grpo", "enabled"))
+
+
+def create_environment(name: str, config: Mapping[str, Any]) -> Any:
+    """Start the actor of a registered environment; 0.5 wants the settings of all environments, by name."""
+    create = _module("nemo_rl.environments.utils").create_env
+    all_of_them = "env_configs" in inspect.signature(create).parameters
+    return create(name, {name: dict(config)} if all_of_them else dict(config))
+
+
+def baseline_modules() -> list[ModuleType]:
+    """The modules that call `calculate_baseline_and_std_per_prompt` by a name of their own."""
+    modules = [grpo()]
+    # 0.6 and later compute advantages in a module of their own.
+    if importlib.util.find_spec("nemo_rl.algorithms.advantage_estimator") is not None:
+        modules.append(_module("nemo_rl.algorithms.advantage_estimator"))
+    return modules
+
+
+def has_estimator() -> bool:
+    """Whether advantages come from an estimator that is handed the batch (0.6 and later)."""
+    return hasattr(grpo(), "_create_advantage_estimator")
+
+
+def _ready(made: Mapping[str, Any], rest: dict[str, Any]) -> Ready:
+    known = [name for name in Ready.__dataclass_fields__ if name in made]
+    return Ready(**{name: made[name] for name in known}, rest=rest)
+
+
+def _known(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the keywords that the function takes."""
+    taken = inspect.signature(function).parameters
+    return {key: value for key, value in keywords.items() if key in taken}
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, AssertionError) as error:
+        raise ValueError(
+            f"NeMo-RL cannot be imported ({error}): put its checkout on PYTHONPATH, with its packages installed "
+            "(docs/rl/nemo_rl.md)"
+        ) from error

@@ -1,0 +1,285 @@
+"""What depends on a group, all responses to one prompt: baselines, standard deviations and rewards over groups.
+
+NeMo-RL has no hook for any of it, so names in its modules are replaced while a run lasts:
+
+what                  where                                            versions
+baseline and std      grpo.calculate_baseline_and_std_per_prompt,      all, sync and async
+                      advantage_estimator.(the same)
+rewards, sync         grpo.scale_rewards                               all
+rewards, async        the estimator of grpo._create_advantage_estimator  0.6 and later
+rewards, async        grpo.BatchedDataDict.from_batches                0.5
+
+NeMo-RL's own baseline differs in three ways (0.5 to 0.7 and main). With leave-one-out it takes the standard deviation
+of the other responses, too: in a group with one success that response's is 0, so it is not normalised, and dynamic
+sampling drops it, the only one with a signal. It computes the variance as a difference of squares in float32, so groups
+of equal rewards such as 0.1 may get a deviation above 0. And it takes identical prompts of one step for one group.
+"""
+
+import contextlib
+import importlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+
+from nemo_ext.data.sft.sample import Message
+from nemo_ext.rl.nemo_rl import compat
+from nemo_ext.rl.response import CLOSE, Response, parse_response
+
+Baseline = Literal["mean", "leave_one_out"]
+Normalise = Literal["std", "unbiased_std", "none"]
+GroupReward = Callable[[Sequence[Sequence["Member"]]], Sequence[Sequence[float]]]
+"""The rewards of the members of all groups of a step, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One response of a group.
+
+    Attributes:
+        reward: what the environment gave.
+        thinking_tokens: of the reasoning, with the tag that ends it; 0 without one.
+        answer_tokens: all others that were generated.
+        prompt: messages before the response.
+        response: the last one.
+    """
+
+    reward: float
+    thinking_tokens: int
+    answer_tokens: int
+    prompt: tuple[Message, ...]
+    response: Response
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """How groups are scored.
+
+    Attributes:
+        generations: responses to a prompt.
+        leave_one_out: each response's baseline is the mean of the others, not of all.
+        biased: the standard deviation divides by the number of responses, not by one less.
+        reward: rewrites the rewards of a group; None leaves them.
+        tasks: whose rewards are rewritten, by name in NeMo-RL; None for all.
+    """
+
+    generations: int
+    leave_one_out: bool
+    biased: bool = False
+    reward: GroupReward | None = None
+    tasks: frozenset[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.generations < 2:
+            raise ValueError(f"a group must have at least 2 generations, not {self.generations}")
+
+    def baseline_and_std(
+        self,
+        prompts: torch.Tensor,
+        rewards: torch.Tensor,
+        valid_mask: torch.Tensor,
+        leave_one_out_baseline: bool = True,
+        std_rewards: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """In place of NeMo-RL's `calculate_baseline_and_std_per_prompt`, with its arguments.
+
+        Args:
+            prompts: [batch, tokens].
+            rewards: [batch].
+            valid_mask: [batch], 0 leaves a response out of its group's statistics.
+            leave_one_out_baseline: not used, the settings here decide.
+            std_rewards: [batch], whose deviation is wanted; `rewards` if None.
+
+        Returns:
+            Baselines and deviations, [batch] each. The deviation is that of the whole group, exactly 0 if its rewards
+            are equal; a group with one valid response or none has its rewards for baselines.
+        """
+        del leave_one_out_baseline
+        baseline, std = rewards.clone(), torch.zeros_like(rewards)
+        spread = rewards if std_rewards is None else std_rewards
+        for group in _groups(prompts, self.generations):
+            valid = valid_mask[group] > 0
+            count = int(valid.sum())
+            if count < 2:
+                continue
+            # In float64, since a group's mean is subtracted from rewards that may be nearly it.
+            own = rewards[group].double()
+            total = own[valid].sum()
+            others = (total - own * valid) / (count - valid.double()) if self.leave_one_out else total / count
+            baseline[group] = others.to(rewards.dtype).expand(len(group))
+            seen = spread[group].double()[valid]
+            if seen.min() < seen.max():
+                std[group] = seen.std(correction=0 if self.biased else 1).to(rewards.dtype)
+        return baseline, std
+
+    def rewritten(self, batch: Mapping[str, Any], marker: Sequence[int]) -> torch.Tensor:
+        """The rewards of a batch after `reward`, [batch].
+
+        Args:
+            batch: NeMo-RL's, with `message_log`, `total_reward`, `task_name` and `extra_env_info`.
+            marker: token ids of `</think>`.
+
+        Raises:
+            ValueError: the batch is not whole groups, or `reward` gives another number of rewards, or no numbers.
+        """
+        rewards = batch["total_reward"].clone()
+        if self.reward is None:
+            return rewards
+        logs, tasks, infos = batch["message_log"], batch["task_name"], batch["extra_env_info"]
+        size = self.generations
+        if len(logs) % size:
+            raise ValueError(f"a batch of {len(logs)} responses is not whole groups of {size}")
+        begins = [at for at in range(0, len(logs), size) if self.tasks is None or tasks[at] in self.tasks]
+        for begin in begins:
+            if len({logs[row][0]["content"] for row in range(begin, begin + size)}) > 1:
+                raise ValueError(f"responses {begin} to {begin + size - 1} answer different prompts")
+        groups = [
+            [_member(logs[row], float(rewards[row]), infos[row], marker) for row in range(begin, begin + size)]
+            for begin in begins
+        ]
+        for begin, given in zip(begins, self.reward(groups), strict=True):
+            if len(given) != size or not all(map(math.isfinite, given)):
+                raise ValueError(f"a group's reward must give {size} numbers, not {given}")
+            rewards[begin : begin + size] = torch.tensor(list(given), dtype=rewards.dtype)
+        return rewards
+
+
+class _Estimator:
+    """NeMo-RL's estimator of advantages, which sees rewritten rewards."""
+
+    def __init__(self, inner: Any, rewrite: Callable[[Any], torch.Tensor]) -> None:
+        self._inner = inner
+        self._rewrite = rewrite
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def compute_advantage(self, *, rewards: torch.Tensor, repeated_batch: Any, **others: Any) -> torch.Tensor:
+        rewards = self._rewrite(repeated_batch).to(rewards)
+        repeated_batch["total_reward"] = rewards
+        advantages: torch.Tensor = self._inner.compute_advantage(
+            rewards=rewards, repeated_batch=repeated_batch, **others
+        )
+        return advantages
+
+
+@contextlib.contextmanager
+def scored(groups: Groups, tokenizer: Any, *, asynchronous: bool) -> Iterator[None]:
+    """NeMo-RL scores groups so while this lasts, in this process.
+
+    Args:
+        groups: how.
+        tokenizer: the policy's.
+        asynchronous: for `async_grpo_train`, which scales no rewards.
+    """
+    module = compat.grpo()
+    marker = tokenizer(CLOSE, add_special_tokens=False).input_ids
+    with contextlib.ExitStack() as stack:
+        for place in compat.baseline_modules():
+            name = "calculate_baseline_and_std_per_prompt"
+            stack.enter_context(patch.object(place, name, groups.baseline_and_std))
+        if groups.reward is not None:
+
+            def rewrite(batch: Any) -> torch.Tensor:
+                return groups.rewritten(batch, marker)
+
+            if not asynchronous:
+                stack.enter_context(patch.object(module, "scale_rewards", _rewriting(module.scale_rewards, rewrite)))
+            elif compat.has_estimator():
+                create = module._create_advantage_estimator
+                stack.enter_context(
+                    patch.object(
+                        module, "_create_advantage_estimator", lambda config: _Estimator(create(config), rewrite)
+                    )
+                )
+            else:
+                stack.enter_context(patch.object(module, "BatchedDataDict", _rewriting_batches(rewrite)))
+        yield
+
+
+def lengths(log: Sequence[Mapping[str, Any]], marker: Sequence[int], *, opened: bool = False) -> tuple[int, int]:
+    """Generated tokens of a conversation: those of reasoning, and the others.
+
+    Where `</think>` is not there as tokens of its own, because the tokenizer joined a character to it, a response's
+    tokens are divided as its characters are.
+
+    Args:
+        log: messages with `role`, `content` and `token_ids`, the prompt as one message of the user.
+        marker: token ids of `</think>`.
+        opened: the prompt ends inside a trace.
+    """
+    thinking = answer = 0
+    for message in log:
+        if message["role"] != "assistant":
+            continue
+        ids, text = message["token_ids"].tolist(), message["content"]
+        at = _find(ids, marker)
+        if at is None and CLOSE in text:
+            at = round((text.index(CLOSE) + len(CLOSE)) / len(text) * len(ids))
+        elif at is None:
+            # A trace that never ends is all reasoning.
+            at = len(ids) if parse_response(text, thinking_opened=opened).thinking is not None else 0
+        thinking += at
+        answer += len(ids) - at
+    return thinking, answer
+
+
+def _member(log: Sequence[Mapping[str, Any]], reward: float, info: Mapping[str, Any], marker: Sequence[int]) -> Member:
+    opened = bool(info.get("thinking_opened"))
+    thinking, answer = lengths(log, marker, opened=opened)
+    said = [message["content"] for message in log if message["role"] == "assistant"]
+    return Member(
+        reward=reward,
+        thinking_tokens=thinking,
+        answer_tokens=answer,
+        prompt=tuple(info.get("prompt", ())),
+        response=parse_response(said[-1] if said else "", thinking_opened=opened),
+    )
+
+
+def _groups(prompts: torch.Tensor, generations: int) -> Iterator[torch.Tensor]:
+    """Rows of each group: neighbours, as NeMo-RL repeats prompts; where rows were left out, those of equal prompts."""
+    rows = torch.arange(len(prompts), device=prompts.device)
+    if len(prompts) % generations == 0:
+        blocks = prompts.view(-1, generations, *prompts.shape[1:])
+        if bool((blocks == blocks[:, :1]).all()):
+            yield from rows.view(-1, generations)
+            return
+    _, which = torch.unique(prompts, dim=0, return_inverse=True)
+    for number in which.unique():
+        yield rows[which == number]
+
+
+def _find(ids: Sequence[int], marker: Sequence[int]) -> int | None:
+    """The number of tokens up to the end of the first marker."""
+    if not marker:
+        return None
+    for begin in range(len(ids) - len(marker) + 1):
+        if ids[begin] == marker[0] and ids[begin : begin + len(marker)] == list(marker):
+            return begin + len(marker)
+    return None
+
+
+def _rewriting(scale: Callable[..., Any], rewrite: Callable[[Any], torch.Tensor]) -> Callable[..., Any]:
+    def scale_rewards(repeated_batch: Any, *arguments: Any) -> Any:
+        repeated_batch["total_reward"] = rewrite(repeated_batch)
+        return scale(repeated_batch, *arguments)
+
+    return scale_rewards
+
+
+def _rewriting_batches(rewrite: Callable[[Any], torch.Tensor]) -> type:
+    """The class of batches whose groups are joined with their rewards rewritten; only async_grpo_train joins them."""
+    kind: Any = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
+
+    class RewritingBatches(kind):
+        @classmethod
+        def from_batches(cls, *arguments: Any, **keywords: Any) -> Any:
+            batch = kind.from_batches(*arguments, **keywords)
+            batch["total_reward"] = rewrite(batch)
+            return batch
+
+    return RewritingBatches

@@ -1,0 +1,80 @@
+"""`nemo-ext rl engine=nemo_rl`: the composed config as NeMo-RL's master config and what our adapter is told."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.data.settings import check_keys
+from nemo_ext.progress import notice
+from nemo_ext.rl.algorithms import Algorithm, PolicyGradient
+from nemo_ext.rl.nemo_rl.checkout import Checkout
+from nemo_ext.rl.nemo_rl.render import render, section_of
+from nemo_ext.run_directory import CHECKPOINTS, write_config, write_versions
+
+_KEYS = ("backend", "set")
+
+
+def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
+    """Train with the NeMo-RL that NEMO_RL_ROOT or PYTHONPATH names; a run directory with a checkpoint goes on from it.
+
+    Raises:
+        ValueError: NeMo-RL is not there, lacks a key or cannot do what the algorithm says, or the tasks or pairs are
+            at fault.
+    """
+    given, master = settings_of(config, algorithm, Checkout(os.environ.get("NEMO_RL_ROOT")))
+    write_config(Path(config["run_dir"]), config)
+    write_versions(Path(config["run_dir"]), [])
+    try:
+        from nemo_ext.rl.nemo_rl.run import run as train
+    except ImportError as error:
+        raise ValueError(f"engine=nemo_rl: {error}: docs/rl/nemo_rl.md says what it needs") from None
+    notice(f"NeMo-RL: {algorithm.algorithm}, {config['run_dir']}")
+    train({**given, "nemo_rl": master})
+
+
+def settings_of(
+    config: Mapping[str, Any], algorithm: Algorithm, checkout: Checkout
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `nemo_ext.rl.nemo_rl.run.run` is told beside the master config, and the master config.
+
+    Raises:
+        ValueError: as `run`.
+    """
+    check_keys(config["nemo_rl"], _KEYS, required=_KEYS, where="nemo_rl")
+    if isinstance(algorithm, PolicyGradient) and algorithm.steps is None:
+        raise ValueError("rl.schedule.steps=null: say how many steps to train")
+    rendered = render(algorithm, checkout, backend=config["nemo_rl"]["backend"]).settled(config["on_inexpressible"])
+    section, run_dir = section_of(algorithm), Path(config["run_dir"])
+    own = {
+        section: {"seed": config["seed"]},
+        "policy": {"model_name": config["policy"], "tokenizer": {"name": config["policy"]}},
+        "checkpointing": {"enabled": True, "checkpoint_dir": str(run_dir / CHECKPOINTS)},
+        "logger": {"log_dir": str(run_dir / "logs")},
+    }
+    changes: dict[str, Any] = {}
+    for path, value in _flat(config["nemo_rl"]["set"] or {}):
+        _put(changes, path, value)
+    master = checkout.config(section, rendered.settings, own, changes)
+    given = {key: value for key, value in rendered.adapter.items() if key not in ("data", "validation")}
+    given["template"] = config["template"]
+    if isinstance(algorithm, PolicyGradient):
+        given["tasks"] = {key: value for key, value in config["tasks"].items() if value}
+    else:
+        given["pairs"] = {key: value for key, value in config["pairs"].items() if value}
+    return given, master
+
+
+def _flat(section: Mapping[str, Any], above: str = "") -> list[tuple[str, Any]]:
+    """Dotted paths of all values, whether they were written nested or dotted."""
+    found: list[tuple[str, Any]] = []
+    for key, value in section.items():
+        found += _flat(value, f"{above}{key}.") if isinstance(value, Mapping) and value else [(f"{above}{key}", value)]
+    return found
+
+
+def _put(config: dict[str, Any], path: str, value: Any) -> None:
+    *above, last = path.split(".")
+    for word in above:
+        config = config.setdefault(word, {})
+    config[last] = value

@@ -1,0 +1,83 @@
+"""Prompts as a model reads them, and what it reads between its turns, by its chat template.
+
+NeMo-RL tokenises observations as they are, without a chat template: an environment with tools must write the frame of
+its messages itself, the end of the response before them included.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_ext.data.sft.sample import Message, Sample
+from nemo_ext.data.sft.templates import Template
+from nemo_ext.rl.response import OPEN
+from nemo_ext.rl.task import Task
+
+_ANSWER = "\ue000"  # of the private use area, so no template writes it
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A chat template as the adapter uses it.
+
+    Attributes:
+        template: of the model.
+        eos: the token that ends a response, which NeMo-RL has already when the next turn begins.
+    """
+
+    template: Template
+    eos: str | None = None
+
+    @classmethod
+    def load(cls, template: str, *, eos: str | None = None) -> "Prompts":
+        """By a template's name, its file, or the folder of a tokenizer.
+
+        Raises:
+            ValueError: there is none.
+        """
+        return cls(Template.load(template), eos)
+
+    @classmethod
+    def of_tokenizer(cls, tokenizer: Any) -> "Prompts":
+        """The template that a Hugging Face tokenizer brings.
+
+        Raises:
+            ValueError: it brings none.
+        """
+        source = getattr(tokenizer, "chat_template", None)
+        if not isinstance(source, str):
+            raise ValueError("the tokenizer has no chat template: name one in template=")
+        special = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+        return cls(Template("of the tokenizer", source, special), tokenizer.eos_token)
+
+    def prompt(self, task: Task) -> tuple[str, bool]:
+        """The text before the first response, and whether it ends inside a trace.
+
+        Raises:
+            ValueError: the template refuses the task.
+        """
+        sample = Sample(id=task.id, messages=task.prompt, tools=task.tools)
+        return self._ending(sample, task.thinking)
+
+    def continuation(
+        self, answers: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], thinking: bool | None
+    ) -> tuple[str, bool]:
+        """What stands between a response and the next one, and whether it ends inside a trace.
+
+        Args:
+            answers: the tools' messages.
+            tools: that are declared.
+            thinking: the mode asked for.
+        """
+        before = (Message(role="user", content="-"), Message(role="assistant", content=_ANSWER))
+        sample = Sample(id="continuation", messages=(*before, *answers), tools=tuple(tools))
+        text, opened = self._ending(sample, thinking)
+        # The last one, should a template repeat messages.
+        following = text.rpartition(_ANSWER)[2]
+        return following.removeprefix(self.eos) if self.eos else following, opened
+
+    def _ending(self, sample: Sample, thinking: bool | None) -> tuple[str, bool]:
+        # A task without a mode is of a model without modes, or leaves it to the template.
+        mode = True if thinking is None else thinking
+        text = self.template.render(sample, thinking=mode, add_generation_prompt=True).text
+        return text, text.rstrip().endswith(OPEN)

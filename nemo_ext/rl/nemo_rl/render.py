@@ -1,0 +1,279 @@
+"""An algorithm for NeMo-RL: changes to the example config of the installed version, and what our adapter adds to it.
+
+`Checkout.config` makes the whole master config of them, and `nemo_ext.rl.nemo_rl.run` trains with it and the adapter's.
+Which version does what is asked of its sources (`nemo_ext.rl.nemo_rl.checkout`), never of a number.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, Preference
+from nemo_ext.rl.nemo_rl.checkout import Checkout, Section
+from nemo_ext.rl.rendering import Rendered, around
+
+Backend = Literal["megatron", "dtensor"]
+# A schedule that never ends: torch's ConstantLR counts.
+_FOREVER = 10_000_000_000
+_ALL = 1_000_000
+
+
+def section_of(algorithm: Algorithm) -> Section:
+    """Which of NeMo-RL's master configs an algorithm is for."""
+    return "grpo" if isinstance(algorithm, PolicyGradient) else "dpo"
+
+
+def render(algorithm: Algorithm, checkout: Checkout, *, backend: Backend = "megatron") -> Rendered:
+    """The algorithm as changes to `checkout.config(section_of(algorithm))`.
+
+    Args:
+        algorithm: see `nemo_ext.rl.algorithms`.
+        checkout: the version that it is for.
+        backend: that trains; both sections of optimisers are in NeMo-RL's configs, one is read.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    if backend not in ("megatron", "dtensor"):
+        raise ValueError(f"backend must be megatron or dtensor, not {backend!r}")
+    draft = _Draft(checkout, algorithm)
+    draft.put("backend", "policy.megatron_cfg.enabled", backend == "megatron")
+    draft.put("backend", "policy.dtensor_cfg.enabled", backend == "dtensor")
+    if isinstance(algorithm, PolicyGradient):
+        _policy_gradient(draft, algorithm)
+    else:
+        _preference(draft, algorithm)
+    _optimizer(draft, algorithm, backend)
+    _router(draft, algorithm, backend)
+    return Rendered(settings=draft.settings, adapter=draft.adapter, inexpressible=draft.inexpressible)
+
+
+class _Draft:
+    """Settings in the making; a key that the version lacks is noted, with the nearest."""
+
+    def __init__(self, checkout: Checkout, algorithm: Algorithm) -> None:
+        self.keys = checkout.keys(section_of(algorithm))
+        self.asynchronous = checkout.asynchronous
+        self.settings: dict[str, Any] = {}
+        self.adapter, self.inexpressible = around(algorithm)
+
+    def has(self, path: str) -> bool:
+        return self.keys.missing(path) is None
+
+    def put(self, ours: str, path: str, value: Any) -> None:
+        if missing := self.keys.missing(path):
+            self.inexpressible[ours] = f"this version of NeMo-RL has {missing}"
+            return
+        *above, last = path.split(".")
+        here = self.settings
+        for word in above:
+            here = here.setdefault(word, {})
+        here[last] = value
+
+    def cannot(self, ours: str, reason: str) -> None:
+        self.inexpressible[ours] = reason
+
+
+def _policy_gradient(draft: _Draft, algorithm: PolicyGradient) -> None:
+    draft.put("prompts_per_step", "grpo.num_prompts_per_step", algorithm.prompts_per_step)
+    draft.put("generations_per_prompt", "grpo.num_generations_per_prompt", algorithm.generations_per_prompt)
+    draft.put("batch", "policy.train_global_batch_size", algorithm.batch)
+    if algorithm.passes > 1:
+        draft.cannot("passes", "a step's responses are trained on once; passes=1 is done instead")
+    draft.put("turns", "grpo.max_rollout_turns", algorithm.turns)
+    draft.put("overlong_filtering", "grpo.overlong_filtering", algorithm.overlong_filtering)
+    if algorithm.overlong_filtering and algorithm.asynchronous and "overlong_filtering" not in draft.asynchronous:
+        draft.cannot(
+            "overlong_filtering", "this version's asynchronous loop does not filter; overlong responses count instead"
+        )
+    _advantage(draft, algorithm)
+    _policy_loss(draft, algorithm)
+    _sampling(draft, algorithm)
+    lengths = algorithm.lengths
+    if lengths.prompt is not None:
+        draft.put("lengths.prompt", "data.max_input_seq_length", lengths.prompt)
+    draft.put("lengths.response", "policy.generation.max_new_tokens", lengths.response)
+    draft.put("lengths.total", "policy.max_total_sequence_length", lengths.context)
+    if algorithm.asynchronous is not None:
+        draft.put("asynchronous", "grpo.async_grpo.enabled", True)
+        age = algorithm.asynchronous.max_age
+        draft.put("asynchronous.max_age", "grpo.async_grpo.max_trajectory_age_steps", age)
+        for key in ("in_flight_weight_updates", "recompute_kv_cache_after_weight_updates"):
+            draft.put("asynchronous.in_flight", f"grpo.async_grpo.{key}", algorithm.asynchronous.in_flight)
+        # What async_grpo_train insists on.
+        draft.put("asynchronous", "policy.generation.colocated.enabled", False)
+        draft.put("asynchronous", "policy.generation.vllm_cfg.async_engine", True)
+    else:
+        draft.put("asynchronous", "grpo.async_grpo.enabled", False)
+    _duration(draft, algorithm, "grpo")
+
+
+def _advantage(draft: _Draft, algorithm: PolicyGradient) -> None:
+    # The adapter replaces NeMo-RL's baseline and deviation, which for leave-one-out is that of the others.
+    advantage = algorithm.advantage
+    draft.adapter["advantage"] = {"baseline": advantage.baseline, "normalise": advantage.normalise}
+    for key, value in (
+        ("normalize_rewards", advantage.normalise != "none"),
+        ("use_leave_one_out_baseline", advantage.baseline == "leave_one_out"),
+    ):
+        draft.put("advantage", f"grpo.{key}", value)
+        if draft.has(f"grpo.adv_estimator.{key}"):
+            draft.put("advantage", f"grpo.adv_estimator.{key}", value)
+    if draft.has("grpo.adv_estimator.name"):
+        draft.put("advantage", "grpo.adv_estimator.name", "grpo")
+
+
+def _policy_loss(draft: _Draft, algorithm: PolicyGradient) -> None:
+    loss = algorithm.loss
+    draft.put("loss.level", "loss_fn.token_level_loss", loss.level != "sequence")
+    if loss.level == "sequence_sum":
+        draft.cannot("loss.level", "responses' tokens are averaged, not summed; level=token is done instead")
+    draft.put("loss.ratio", "loss_fn.sequence_level_importance_ratios", loss.ratio == "sequence")
+    draft.put("loss.clip_low", "loss_fn.disable_ppo_ratio", loss.clip_low is None)
+    if loss.clip_low is not None:
+        draft.put("loss.clip_low", "loss_fn.ratio_clip_min", loss.clip_low)
+        draft.put("loss.clip_high", "loss_fn.ratio_clip_max", loss.clip_high)
+    draft.put("loss.dual_clip", "loss_fn.ratio_clip_c", loss.dual_clip)
+    draft.put("loss.kl.coefficient", "loss_fn.reference_policy_kl_penalty", loss.kl.coefficient)
+    draft.put("loss.kl.estimator", "loss_fn.reference_policy_kl_type", loss.kl.estimator)
+    _importance_correction(draft, algorithm)
+
+
+def _importance_correction(draft: _Draft, algorithm: PolicyGradient) -> None:
+    correction, ours = algorithm.loss.importance_correction, "loss.importance_correction"
+    use = correction.kind != "none"
+    if not use and algorithm.asynchronous is not None:
+        draft.cannot(f"{ours}.kind", "asynchronous training insists on a correction; kind=untruncated is done instead")
+        use = True
+    draft.put(ours, "loss_fn.use_importance_sampling_correction", use)
+    draft.put(f"{ours}.cap", "loss_fn.truncated_importance_sampling_ratio", correction.cap)
+    kind = {"truncated": "tis", "masked": "icepop"}.get(correction.kind)
+    prefix = "loss_fn.truncated_importance_sampling"
+    if draft.has(f"{prefix}_type"):
+        draft.put(f"{ours}.kind", f"{prefix}_type", kind)
+        draft.put(f"{ours}.floor", f"{prefix}_ratio_min", correction.floor)
+    elif correction.kind == "masked":
+        draft.cannot(f"{ours}.kind", "this version truncates ratios and cannot mask; kind=truncated is done instead")
+        draft.cannot(f"{ours}.floor", "this version has no lower bound; floor=0 is done instead")
+    elif correction.floor:
+        draft.cannot(f"{ours}.floor", "this version has no lower bound; floor=0 is done instead")
+    # NeMo-RL takes the level of the policy's ratio for this one, too.
+    if use and correction.level != algorithm.loss.ratio:
+        draft.cannot(f"{ours}.level", f"it is that of loss.ratio; level={algorithm.loss.ratio} is done instead")
+
+
+def _sampling(draft: _Draft, algorithm: PolicyGradient) -> None:
+    sampling = algorithm.sampling
+    draft.put("sampling.temperature", "policy.generation.temperature", sampling.temperature)
+    draft.put("sampling.top_p", "policy.generation.top_p", sampling.top_p)
+    # Both loops name the switch in their logs; only a loop that calls the function drops groups.
+    drops = algorithm.asynchronous is None or "dynamic_sampling" in draft.asynchronous
+    if sampling.drop_zero_variance and not drops:
+        draft.cannot(
+            "sampling.drop_zero_variance",
+            "the asynchronous loop never drops groups; they stay in the batch with an advantage of 0 instead",
+        )
+    draft.put("sampling.drop_zero_variance", "grpo.use_dynamic_sampling", sampling.drop_zero_variance and drops)
+    if sampling.max_batches is not None and drops:
+        draft.put("sampling.max_batches", "grpo.dynamic_sampling_max_gen_batches", sampling.max_batches)
+
+
+def _preference(draft: _Draft, algorithm: Preference) -> None:
+    loss = algorithm.loss
+    draft.put("batch", "policy.train_global_batch_size", algorithm.batch)
+    draft.put("loss.beta", "dpo.reference_policy_kl_penalty", loss.beta)
+    draft.put("loss.length_normalised", "dpo.preference_average_log_probs", loss.length_normalised)
+    draft.put("loss.sft_length_normalised", "dpo.sft_average_log_probs", loss.sft_length_normalised)
+    draft.put("loss.weight", "dpo.preference_loss_weight", loss.weight)
+    draft.put("loss.sft_weight", "dpo.sft_loss_weight", loss.sft_weight)
+    if algorithm.algorithm == "rpo":
+        draft.adapter["rpo"] = {"eta": loss.eta, "distance": loss.distance}
+    draft.put("lengths.total", "policy.max_total_sequence_length", algorithm.lengths.context)
+    draft.put("lengths.total", "data.max_input_seq_length", algorithm.lengths.context)
+    _duration(draft, algorithm, "dpo")
+
+
+def _duration(draft: _Draft, algorithm: Algorithm, section: Section) -> None:
+    if algorithm.steps is not None:
+        draft.put("schedule.steps", f"{section}.max_num_steps", algorithm.steps)
+    # The steps end a run; epochs would end it before if the user's data are fewer than the paper's.
+    epochs = algorithm.schedule.epochs
+    draft.put("schedule.epochs", f"{section}.max_num_epochs", _FOREVER if epochs is None else epochs)
+    validation = algorithm.validation
+    draft.put("validation.every", f"{section}.val_period", validation.every or 0)
+    draft.put("validation.at_start", f"{section}.val_at_start", validation.at_start)
+    if validation.every is not None:
+        draft.put("validation.every", "checkpointing.save_period", validation.every)
+    # 0.7 insists on a number.
+    draft.put("validation.keep_best", "checkpointing.keep_top_k", validation.keep_best or _ALL)
+    if validation.every is None:
+        # NeMo-RL's default metric is of a validation that does not take place.
+        draft.put("validation", "checkpointing.metric_name", None)
+
+
+def _optimizer(draft: _Draft, algorithm: Algorithm, backend: Backend) -> None:
+    optimizer, warmup, total = algorithm.optimizer, algorithm.warmup, algorithm.steps
+    schedule, last = algorithm.schedule, algorithm.optimizer.learning_rate * algorithm.schedule.final_share
+    draft.put("optimizer.clip_gradient", "policy.max_grad_norm", optimizer.clip_gradient)
+    if backend == "megatron":
+        above = "policy.megatron_cfg.optimizer"
+        for ours, key, value in (
+            ("learning_rate", "lr", optimizer.learning_rate),
+            ("learning_rate", "min_lr", optimizer.learning_rate if schedule.kind == "constant" else last),
+            ("betas", "adam_beta1", optimizer.betas[0]),
+            ("betas", "adam_beta2", optimizer.betas[1]),
+            ("eps", "adam_eps", optimizer.eps),
+            ("weight_decay", "weight_decay", optimizer.weight_decay),
+            ("clip_gradient", "clip_grad", optimizer.clip_gradient),
+        ):
+            draft.put(f"optimizer.{ours}", f"{above}.{key}", value)
+        above = "policy.megatron_cfg.scheduler"
+        for key, number in (
+            ("start_weight_decay", optimizer.weight_decay),
+            ("end_weight_decay", optimizer.weight_decay),
+            ("lr_warmup_iters", warmup),
+            ("lr_warmup_init", 0.0),
+        ):
+            draft.put("schedule", f"{above}.{key}", number)
+        draft.put("schedule.kind", f"{above}.lr_decay_style", schedule.kind)
+        # Megatron needs a number of steps above those of the warm-up even where nothing decays.
+        draft.put("schedule", f"{above}.lr_decay_iters", max(total or 0, warmup + 1))
+        return
+    kwargs = {"lr": optimizer.learning_rate, "betas": list(optimizer.betas), "eps": optimizer.eps}
+    draft.put("optimizer", "policy.optimizer.name", "torch.optim.AdamW")
+    for key, held in (kwargs | {"weight_decay": optimizer.weight_decay}).items():
+        draft.put("optimizer", f"policy.optimizer.kwargs.{key}", held)
+    draft.put("schedule", "policy.scheduler", _torch_schedule(algorithm, last))
+
+
+def _torch_schedule(algorithm: Algorithm, last: float) -> list[dict[str, Any]]:
+    """NeMo-RL's list for torch's SequentialLR."""
+    schedule, warmup = algorithm.schedule, algorithm.warmup
+    if schedule.kind == "constant":
+        after = ("ConstantLR", {"factor": 1.0, "total_iters": _FOREVER})
+    else:
+        steps = max((algorithm.steps or 0) - warmup, 1)
+        after = {
+            "linear": ("LinearLR", {"start_factor": 1.0, "end_factor": schedule.final_share, "total_iters": steps}),
+            "cosine": ("CosineAnnealingLR", {"T_max": steps, "eta_min": last}),
+        }[schedule.kind]
+    parts = [after]
+    if warmup:
+        # LinearLR begins above 0: the first step has a share of 1 / warmup, the last one of the warm-up all.
+        growth: Mapping[str, Any] = {"start_factor": 1 / warmup, "end_factor": 1.0, "total_iters": max(warmup - 1, 1)}
+        parts.insert(0, ("LinearLR", dict(growth)))
+    listed: list[dict[str, Any]] = [
+        {"name": f"torch.optim.lr_scheduler.{name}", "kwargs": kwargs} for name, kwargs in parts
+    ]
+    return [*listed, {"milestones": [warmup] if warmup else []}]
+
+
+def _router(draft: _Draft, algorithm: Algorithm, backend: Backend) -> None:
+    router = algorithm.router
+    if backend == "megatron":
+        draft.put("router.frozen", "policy.megatron_cfg.freeze_moe_router", router.frozen)
+        draft.put("router.bias_update_rate", "policy.megatron_cfg.moe_router_bias_update_rate", router.bias_update_rate)
+        return
+    if router.frozen:
+        draft.cannot("router.frozen", "only the megatron backend freezes routers; they are trained instead")
+    if router.bias_update_rate:
+        draft.cannot("router.bias_update_rate", "only the megatron backend updates the bias; it stays instead")

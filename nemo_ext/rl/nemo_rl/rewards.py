@@ -1,0 +1,103 @@
+"""One response's reward, named in the settings of its environment, from its verdict and what is known of its task.
+
+reward: outcome                                   1 for a correct response, else 0 (the default)
+reward: {name: score}                             the verdict's score, where parts of a task count
+reward: {name: domyn_math, max_tokens: 8192}      `nemo_ext.rl.rewards.verifiable`, as the next
+reward: {name: accuracy_format, format_weight: 1}
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_ext.data.settings import check_keys, nearest
+from nemo_ext.rl.response import Response
+from nemo_ext.rl.rewards.components import Reward
+from nemo_ext.rl.rewards.verifiable import accuracy_format_reward, domyn_math_reward, outcome_reward
+from nemo_ext.rl.verifiers.format import domyn_format, think_tags
+from nemo_ext.rl.verifiers.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a reward may know of a task beside the verdict.
+
+    Attributes:
+        thinking: whether reasoning is asked for; where the model has no modes, whether the prompt begins it.
+        thinking_opened: the prompt ends inside a trace.
+    """
+
+    thinking: bool = False
+    thinking_opened: bool = False
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any]) -> "Facts":
+        """From a sample's metadata."""
+        opened = bool(info.get("thinking_opened"))
+        thinking = info.get("thinking")
+        return cls(opened if thinking is None else bool(thinking), opened)
+
+
+Scoring = Callable[[Verdict, Response, Facts], Reward]
+
+
+@dataclass(frozen=True)
+class NamedReward:
+    """A reward by its name.
+
+    Attributes:
+        score: the reward of one response.
+        counts_tokens: whether it asks for `Response.tokens`.
+    """
+
+    score: Scoring
+    counts_tokens: bool = False
+
+
+def reward_of(given: Any, *, where: str = "reward") -> NamedReward:
+    """The reward that a setting names: a name, or a mapping of `name` and what the reward takes.
+
+    Raises:
+        ValueError: there is none of this name, or it takes no such setting.
+    """
+    settings = {"name": given} if isinstance(given, str) else dict(given or {"name": "outcome"})
+    name = settings.pop("name", None)
+    if name not in _REWARDS:
+        raise ValueError(f"{where}: unknown name {name!r}: {nearest(str(name), _REWARDS)}")
+    made, known, counts_tokens = _REWARDS[name]
+    check_keys(settings, known, required=(), where=f"{where} ({name})")
+    for key, value in settings.items():
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ValueError(f"{where}.{key} must be a number, not {value!r}")
+
+    def score(verdict: Verdict, response: Response, facts: Facts) -> Reward:
+        return made(verdict, response, facts, **settings)
+
+    return NamedReward(score, counts_tokens)
+
+
+def _outcome(verdict: Verdict, response: Response, facts: Facts) -> Reward:
+    return Reward(total=outcome_reward(verdict), parts={})
+
+
+def _score(verdict: Verdict, response: Response, facts: Facts) -> Reward:
+    return Reward(total=verdict.score, parts={})
+
+
+def _domyn_math(verdict: Verdict, response: Response, facts: Facts, **settings: Any) -> Reward:
+    assert response.tokens is not None
+    format_score = domyn_format(response, thinking=facts.thinking)
+    return domyn_math_reward(verdict, format_score=format_score, tokens=response.tokens, **settings)
+
+
+def _accuracy_format(verdict: Verdict, response: Response, facts: Facts, **settings: Any) -> Reward:
+    format_score = think_tags(response, thinking=facts.thinking, opened=facts.thinking_opened)
+    return accuracy_format_reward(verdict, format_score=format_score, **settings)
+
+
+_REWARDS: Mapping[str, tuple[Callable[..., Reward], tuple[str, ...], bool]] = {
+    "outcome": (_outcome, (), False),
+    "score": (_score, (), False),
+    "domyn_math": (_domyn_math, ("max_tokens",), True),
+    "accuracy_format": (_accuracy_format, ("accuracy_weight", "format_weight"), False),
+}

@@ -1,0 +1,114 @@
+"""Reward-aware preference optimisation (RPO), as a loss for NeMo-RL's `dpo_train`.
+
+DPO asks that the chosen response beat the rejected one, however little it is better. RPO fits the margin of the
+policy's implicit rewards to that of true ones, r* (Sun et al. 2025, arXiv 2502.00203; Llama-Nemotron, section 6.2 and
+appendix). With d = beta (sum log pi/pi_ref of the chosen - of the rejected), g = eta (r*(chosen) - r*(rejected)),
+p = sigmoid(g) and q = sigmoid(d), in NeMo-Aligner's names (megatron_gpt_dpo_model.py):
+
+backward_kl (rpo_bwd_kl)   p log p/q + (1 - p) log (1 - p)/(1 - q)
+forward_kl  (rpo_fwd_kl)   q log q/p + (1 - q) log (1 - q)/(1 - p)
+squared     (rpo_sq)       (d - g)^2
+
+As eta grows with a positive margin, backward_kl becomes DPO. The class is pickled by reference: workers import it.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
+from unittest.mock import patch
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from nemo_ext.data.settings import nearest
+from nemo_ext.rl.nemo_rl import compat
+
+Distance = Literal["backward_kl", "forward_kl", "squared"]
+REWARDS = "preference_rewards"
+"""The key of the true rewards in a batch, [2 x pairs]: chosen, rejected, chosen, ..."""
+
+
+def rpo_loss(margin: torch.Tensor, true_margin: torch.Tensor, distance: Distance) -> torch.Tensor:
+    """The distance of each pair's margins, [pairs]; both with their scale, d and g of the module's text."""
+    if distance == "squared":
+        return (margin - true_margin) ** 2
+    fitted, wanted = (margin, true_margin) if distance == "backward_kl" else (true_margin, margin)
+    # KL(wanted || fitted) of two Bernoullis by their logits: exact where a sigmoid rounds to 0 or 1.
+    won = wanted.sigmoid() * (logsigmoid(wanted) - logsigmoid(fitted))
+    lost = (-wanted).sigmoid() * (logsigmoid(-wanted) - logsigmoid(-fitted))
+    return won + lost
+
+
+_DPOLoss: Any = compat.dpo_loss()
+
+
+class RPOLoss(_DPOLoss):
+    """NeMo-RL's DPO loss with RPO's distance for the preference part; its SFT part, weights and metrics stay.
+
+    Args:
+        loss: NeMo-RL's, as its `dpo.setup` made it; its `reference_policy_kl_penalty` is beta.
+        eta: scale of the true rewards (Llama-Nemotron: 3.0 for Super).
+        distance: between the two margins.
+
+    Raises:
+        ValueError: eta is not positive, or there is no such distance.
+    """
+
+    def __init__(self, loss: Any, *, eta: float, distance: Distance = "backward_kl") -> None:
+        if not isinstance(eta, int | float) or isinstance(eta, bool) or not eta > 0:
+            raise ValueError(f"rpo.eta must be a number above 0, not {eta!r}")
+        if distance not in get_args(Distance):
+            raise ValueError(f"rpo.distance: unknown {distance!r}: {nearest(str(distance), get_args(Distance))}")
+        # What its constructor takes differs between versions.
+        self.__dict__.update(vars(loss))
+        self.eta = float(eta)
+        self.distance: Distance = distance
+        self._true_rewards: torch.Tensor | None = None
+
+    def _dpo_loss(self, inputs: torch.Tensor, data: Mapping[str, Any], *arguments: Any, **keywords: Any) -> Any:
+        # A copy carries the rewards, since only the rewards' owner knows which microbatch is under way.
+        loss = copy.copy(self)
+        loss._true_rewards = data[REWARDS]
+        return super(RPOLoss, loss)._dpo_loss(inputs, data, *arguments, **keywords)
+
+    def _preference_loss(
+        self, rewards: torch.Tensor, sample_mask: torch.Tensor, global_valid_seqs: torch.Tensor, beta: float = 1.0
+    ) -> Any:
+        assert self._true_rewards is not None
+        _, *metrics = super()._preference_loss(rewards, sample_mask, global_valid_seqs, beta)
+        chosen, rejected = self.split_output_tensor(rewards)
+        true_chosen, true_rejected = self.split_output_tensor(self._true_rewards.to(rewards))
+        losses = rpo_loss(beta * (chosen - rejected), self.eta * (true_chosen - true_rejected), self.distance)
+        mask = sample_mask[::2]
+        # As NeMo-RL's masked_mean: a batch without a valid pair gives 0, not NaN.
+        return (losses * mask).sum() / (global_valid_seqs / 2 + 1e-8), *metrics
+
+
+class WithRewards:
+    """A collate function that adds the pairs' true rewards to the batch."""
+
+    def __init__(self, collate: Any) -> None:
+        self._collate = collate
+
+    def __call__(self, pairs: Sequence[Mapping[str, Any]]) -> Any:
+        batch = self._collate(pairs)
+        rewards = [value for pair in pairs for value in pair["rewards"]]
+        batch[REWARDS] = torch.tensor(rewards, dtype=torch.float32)
+        return batch
+
+
+@contextlib.contextmanager
+def padded_rewards() -> Iterator[None]:
+    """NeMo-RL pads the last batch of validation, whose keys it knows; while this lasts, the true rewards as well."""
+    module = compat.dpo()
+    pad = module.maybe_pad_last_batch
+
+    def padded(batch: Any, *arguments: Any, **keywords: Any) -> Any:
+        batch = pad(batch, *arguments, **keywords)
+        rewards = batch[REWARDS]
+        batch[REWARDS] = torch.cat([rewards, rewards.new_zeros(len(batch["sample_mask"]) - len(rewards))])
+        return batch
+
+    with patch.object(module, "maybe_pad_last_batch", padded):
+        yield

@@ -1,0 +1,268 @@
+"""Train with NeMo-RL: our environments and data, its algorithms, policies and training loops.
+
+`run` does what NeMo-RL's `examples/run_grpo.py` and `run_dpo.py` do, with datasets and environments of its own: in 0.6
+and 0.7 NeMo-RL's `setup_response_data` fails on a list in `data.train`, so several environments need it in any case.
+"""
+
+import contextlib
+import copy
+import importlib
+from collections.abc import Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.data.settings import check_keys, nearest
+from nemo_ext.progress import notice
+from nemo_ext.rl.environments import ENVIRONMENTS, make
+from nemo_ext.rl.nemo_rl import compat
+from nemo_ext.rl.nemo_rl.data import PlannedTasks, Records, TaskFile, TaskProcessor, check_references, plan_tasks
+from nemo_ext.rl.nemo_rl.group_rewards import scored
+from nemo_ext.rl.nemo_rl.group_settings import groups_of
+from nemo_ext.rl.nemo_rl.pairs import PairDataset, read_pairs
+from nemo_ext.rl.nemo_rl.prompts import Prompts
+from nemo_ext.rl.nemo_rl.register import PREFIX, register
+from nemo_ext.rl.task import Task
+
+ALGORITHMS = ("grpo", "rloo", "dpo", "rpo")
+_COMMON = ("algorithm", "nemo_rl", "template")
+_GROUP = ("tasks", "environments", "tool_style", "advantage", "group")
+_PAIRS = ("pairs", "rpo")
+
+
+def run(config: Mapping[str, Any]) -> None:
+    """Train to the end of the run, or go on with it where its checkpoint directory has one.
+
+    Args:
+        config: `algorithm`, one of ALGORITHMS; `nemo_rl`, a master config of the installed NeMo-RL (for GRPO or DPO,
+            whole, as plain mappings); `template`, a chat template (see `Template.load`; the tokenizer's own if None).
+
+            GRPO and RLOO: `tasks` with `train` (see `data.plan_tasks`) and `validation` (`path`); `environments`, for
+            each name what `environment.TaskEnvironment` takes; `tool_style`; `advantage` and `group`, see
+            `group_settings.groups_of`.
+
+            DPO and RPO: `pairs` with `train` and, if wanted, `validation` (paths) and `rendered` (they hold text);
+            for RPO `rpo` with `eta` and `distance`.
+
+    Raises:
+        ValueError: a key is unknown or does not fit, a file is wrong, or NeMo-RL cannot be imported.
+    """
+    algorithm = config.get("algorithm")
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm: unknown {algorithm!r}: {nearest(str(algorithm), ALGORITHMS)}")
+    groups = algorithm in ("grpo", "rloo")
+    needed = "tasks" if groups else "pairs"
+    check_keys(config, _COMMON + (_GROUP if groups else _PAIRS), required=("nemo_rl", needed), where="rl")
+    master = copy.deepcopy(dict(config["nemo_rl"]))
+    _start_ray(master)
+    tokenizer = compat.tokenizer_of(master)
+    if groups:
+        _grpo(config, master, tokenizer)
+    else:
+        _dpo(config, master, tokenizer, with_rewards=algorithm == "rpo")
+
+
+def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> None:
+    grpo = master["grpo"]
+    if (master.get("data_plane") or {}).get("enabled"):
+        raise ValueError("data_plane.enabled: rewards over groups need grpo_train without it: set it to false")
+    register()
+    check_keys(config["tasks"], ("train", "validation"), required=("train",), where="tasks")
+    groups = groups_of(
+        generations=grpo["num_generations_per_prompt"], advantage=config.get("advantage"), group=config.get("group")
+    )
+    dynamic = bool(grpo.get("use_dynamic_sampling"))
+    if dynamic and groups.reward is not None:
+        raise ValueError(
+            "grpo.use_dynamic_sampling with group.length_control or group.judge: lengths differ in every group, so "
+            "none would be dropped: choose one"
+        )
+    steps, spare = grpo["max_num_steps"], 0
+    if dynamic:
+        spare = steps * grpo["dynamic_sampling_max_gen_batches"]
+    elif compat.is_async(master):
+        # Its collector loses what is under way when the data end, and the training waits for it without end.
+        spare = grpo["async_grpo"]["max_trajectory_age_steps"] + 2
+    prompts = int(grpo["num_prompts_per_step"] * (grpo.get("batch_multiplier") or 1))
+    train = plan_tasks(config["tasks"]["train"], steps=steps, prompts=prompts, spare=spare)
+    validation = _validation(config["tasks"].get("validation"))
+    # The order is the dataset's; shuffling again would break quotas and curricula.
+    master["data"]["shuffle"] = False
+    if validation is None and (grpo["val_period"] > 0 or grpo["val_at_start"]):
+        raise ValueError("grpo.val_period, grpo.val_at_start: give tasks.validation, or set them to 0 and false")
+
+    settings = _environment_settings(config, master, tokenizer, [train, *([] if validation is None else [validation])])
+    for tasks in (train, validation):
+        if tasks is not None:
+            check_references(tasks, _checks(settings))
+    template = config.get("template")
+    reads = Prompts.of_tokenizer(tokenizer) if template is None else Prompts.load(template, eos=tokenizer.eos_token)
+    with_prompt = (config.get("group") or {}).get("judge") is not None
+    processor = TaskProcessor(reads, with_prompt)
+    max_length = master["data"].get("max_input_seq_length")
+    datasets = [
+        None if tasks is None else _processed(tasks, settings, tokenizer, processor, max_length)
+        for tasks in (train, validation)
+    ]
+    compat.with_generation(master, tokenizer)
+    environments = {PREFIX + name: compat.create_environment(PREFIX + name, given) for name, given in settings.items()}
+    # Actors of their own, so that the metrics of training and validation stay apart.
+    of_validation = [] if validation is None else validation.environments()
+    judges = {PREFIX + name: compat.create_environment(PREFIX + name, settings[name]) for name in of_validation}
+    try:
+        module = compat.grpo()
+        ready = compat.set_up_grpo(compat.master_config(module, master), tokenizer, *datasets)
+        watched = WithEnvironments(ready.logger.log_metrics, environments, judges)
+        ready.logger.log_metrics = watched
+        with scored(groups, tokenizer, asynchronous=compat.is_async(ready.config)):
+            compat.train_grpo(ready, tokenizer, environments, judges or None)
+        _check_end(ready, watched.last_step)
+    finally:
+        _shut_down([*environments.values(), *judges.values()])
+
+
+def _dpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, *, with_rewards: bool) -> None:
+    given = config["pairs"]
+    check_keys(given, ("train", "validation", "rendered"), required=("train",), where="pairs")
+    if with_rewards != (config.get("rpo") is not None):
+        raise ValueError("rpo: {eta, distance} belongs to algorithm=rpo, which needs it")
+    template = config.get("template")
+    reads = None
+    if not given.get("rendered"):
+        reads = Prompts.of_tokenizer(tokenizer) if template is None else Prompts.load(template)
+    max_length = master["data"].get("max_input_seq_length")
+    train, *validation = (
+        PairDataset(read_pairs(given[key], reads, with_rewards=with_rewards), tokenizer, max_length)
+        for key in ("train", "validation")
+        if given.get(key) is not None
+    )
+    named = {"default": validation[0]} if validation else {}
+    ready = compat.set_up_dpo(compat.master_config(compat.dpo(), master), tokenizer, train, named)
+    if not with_rewards:
+        compat.train_dpo(ready, tokenizer)
+        return
+    # Imported late: its class is NeMo-RL's.
+    rpo = importlib.import_module("nemo_ext.rl.nemo_rl.rpo")
+    check_keys(config["rpo"], ("eta", "distance"), required=("eta",), where="rpo")
+    ready.loss_fn = rpo.RPOLoss(ready.loss_fn, **config["rpo"])
+    for loader in (ready.dataloader, *ready.val_dataloader.values()):
+        loader.collate_fn = rpo.WithRewards(loader.collate_fn)
+    with rpo.padded_rewards():
+        compat.train_dpo(ready, tokenizer)
+
+
+class WithEnvironments:
+    """A logger's `log_metrics` that logs what environments saw, once a step, under `train/` and `validation/`.
+
+    NeMo-RL never asks an environment for metrics.
+    """
+
+    def __init__(self, log: Any, environments: Mapping[str, Any], judges: Mapping[str, Any]) -> None:
+        self._log = log
+        self._actors = {"train": environments, "validation": judges}
+        self._logged: dict[str, int] = {}
+        self.last_step = 0
+
+    def __call__(self, metrics: Mapping[str, Any], step: int, prefix: str | None = "", **others: Any) -> None:
+        self._log(metrics, step, prefix=prefix, **others)
+        if prefix == "train":
+            self.last_step = step
+        actors = self._actors.get(prefix or "")
+        if not actors or self._logged.get(prefix or "") == step:
+            return
+        self._logged[prefix or ""] = step
+        ray = importlib.import_module("ray")
+        taken = ray.get([actor.take_metrics.remote() for actor in actors.values()])
+        named = {
+            f"{name.removeprefix(PREFIX)}/{key}": value
+            for name, found in zip(actors, taken, strict=True)
+            for key, value in found.items()
+        }
+        if named:
+            self._log(named, step, prefix=f"{prefix}/environments")
+
+
+def _validation(given: Mapping[str, Any] | None) -> PlannedTasks | None:
+    if given is None:
+        return None
+    check_keys(given, ("path",), required=("path",), where="tasks.validation")
+    file = TaskFile(given["path"])
+    return PlannedTasks(
+        {"validation": file}, {"validation": Fraction(1)}, steps=len(file), prompts=1, seed=0, shuffle=False
+    )
+
+
+def _environment_settings(
+    config: Mapping[str, Any], master: Mapping[str, Any], tokenizer: Any, planned: list[PlannedTasks]
+) -> dict[str, dict[str, Any]]:
+    """What the actor of each environment that the tasks are of is told, by name."""
+    given = config.get("environments") or {}
+    used = sorted({name for tasks in planned for name in tasks.environments()})
+    for name in given:
+        if name not in ENVIRONMENTS:
+            raise ValueError(f"environments: unknown name {name!r}: {nearest(name, ENVIRONMENTS)}")
+    if idle := [name for name in given if name not in used]:
+        notice(f"environments that no task is of: {', '.join(idle)}")
+    common = {
+        "template": config.get("template") or _folder(tokenizer),
+        "eos": tokenizer.eos_token,
+        "tool_style": config.get("tool_style"),
+        "tokenizer": tokenizer.name_or_path,
+        "max_tokens": (master["policy"]["generation"] or {}).get("max_new_tokens"),
+    }
+    return {name: {"name": name, **common, **(given.get(name) or {})} for name in used}
+
+
+def _folder(tokenizer: Any) -> str | None:
+    """Where a tokenizer's chat template is, if it is a folder."""
+    name = str(tokenizer.name_or_path)
+    return name if Path(name).is_dir() else None
+
+
+def _checks(settings: Mapping[str, Mapping[str, Any]]) -> Any:
+    made = {name: make(name, given.get("settings")) for name, given in settings.items()}
+
+    def check(task: Task) -> None:
+        made[task.environment].check(task.reference)
+
+    return check
+
+
+def _processed(tasks: PlannedTasks, names: Mapping[str, Any], tokenizer: Any, processor: Any, length: Any) -> Any:
+    datasets = importlib.import_module("nemo_rl.data.datasets")
+    spec = importlib.import_module("nemo_rl.data.interfaces").TaskDataSpec
+    processors = {PREFIX + name: (spec(task_name=PREFIX + name), processor) for name in names}
+    # 0.5 copies a default's settings to all, later versions want none.
+    default = spec(task_name="nemo_ext")
+    return datasets.AllTaskProcessedDataset(
+        Records(tasks, PREFIX), tokenizer, default, processors, max_seq_length=length
+    )
+
+
+def _start_ray(master: Mapping[str, Any]) -> None:
+    if not importlib.import_module("ray").is_initialized():
+        importlib.import_module("nemo_rl.distributed.virtual_cluster").init_ray()
+
+
+def _check_end(ready: compat.Ready, last_step: int) -> None:
+    """Raises RuntimeError if an asynchronous run ended early: NeMo-RL prints the error and returns as if all were well.
+
+    It also ends early where it was told to, before a time or at a validation's threshold.
+    """
+    config = ready.config
+    steps = compat.setting(config, "grpo", "max_num_steps")
+    told = (
+        compat.setting(config, "checkpointing", "checkpoint_must_save_by"),
+        compat.setting(config, "grpo", "stop_at_validation_threshold"),
+    )
+    if compat.is_async(config) and last_step < steps and told == (None, None):
+        raise RuntimeError(f"NeMo-RL's asynchronous training ended after step {last_step} of {steps}: see its output")
+
+
+def _shut_down(actors: list[Any]) -> None:
+    ray = importlib.import_module("ray")
+    for actor in actors:
+        # Later versions have shut it down themselves.
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(actor.shutdown.remote(), timeout=10)
+        ray.kill(actor)

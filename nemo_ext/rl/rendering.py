@@ -1,0 +1,77 @@
+"""What a renderer made of an algorithm for one engine, and what it could not."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from nemo_ext.progress import notice
+from nemo_ext.rl.algorithms import Algorithm, PolicyGradient
+from nemo_ext.rl.environments import ENVIRONMENTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """An algorithm for one engine. Every setting of the algorithm is in one of the three.
+
+    Attributes:
+        settings: the engine's own, under its names.
+        adapter: what nemo_ext does around the engine, in the algorithm's names: rewards, shares of environments, the
+            order of prompts, and what the adapter adds to the engine.
+        inexpressible: our key -> why neither can do it, and what is done instead (`settings` has that).
+    """
+
+    settings: Mapping[str, Any]
+    adapter: Mapping[str, Any] = field(default_factory=dict)
+    inexpressible: Mapping[str, str] = field(default_factory=dict)
+
+    def settled(self, on_inexpressible: Literal["error", "warn"] = "error") -> "Rendered":
+        """This, if all is expressed or `warn` accepts what is done instead.
+
+        Raises:
+            ValueError: not all is expressed, with what and why.
+        """
+        if on_inexpressible not in ("error", "warn"):
+            raise ValueError(f"on_inexpressible must be error or warn, not {on_inexpressible!r}")
+        lines = [f"{key}: {reason}" for key, reason in self.inexpressible.items()]
+        if lines and on_inexpressible == "error":
+            told = "".join(f"\n  {line}" for line in lines)
+            raise ValueError(
+                f"the engine cannot do all that the algorithm says:{told}\n"
+                "change these settings, or accept what is done instead with on_inexpressible=warn"
+            )
+        for line in lines:
+            notice(f"not as the algorithm says: {line}")
+        return self
+
+
+def around(algorithm: Algorithm) -> tuple[dict[str, Any], dict[str, str]]:
+    """What nemo_ext does around every engine, and what it cannot: `adapter` and `inexpressible` to begin with.
+
+    `environments` and `group` are in the words of `nemo_ext.rl.nemo_rl.run.run`; `data` is for whoever makes the files:
+    `shares` of environments, `thinking_share`, `drop_from` and `easy_to_hard` of `nemo-ext curriculum`,
+    `max_prompt_tokens` of `nemo-ext preference_data`, `rounds` to train, each on new pairs.
+    """
+    adapter: dict[str, Any] = {"algorithm": algorithm.algorithm}
+    if not isinstance(algorithm, PolicyGradient):
+        adapter["data"] = {"max_prompt_tokens": algorithm.lengths.prompt, "rounds": algorithm.rounds}
+        if algorithm.online is None:
+            return adapter, {}
+        adapter["data"] |= {"rounds": algorithm.online.rounds}
+        reason = "pairs are read, not generated while training; generate, judge and train on the pairs in turn instead"
+        return adapter, {"online": reason}
+    known = {name: use for name, use in algorithm.environments.items() if name in ENVIRONMENTS}
+    adapter["environments"] = {
+        name: {"reward": use.reward, **({"settings": dict(use.settings)} if use.settings else {})}
+        for name, use in known.items()
+    }
+    adapter["data"] = {
+        "shares": {name: use.weight for name, use in known.items()},
+        "thinking_share": algorithm.thinking_share,
+        "drop_from": algorithm.curriculum.drop_from,
+        "easy_to_hard": algorithm.curriculum.easy_to_hard,
+    }
+    if algorithm.group is not None:
+        group = {"length_control": dict(algorithm.group.length_control), "judge": algorithm.group.judge}
+        adapter["group"] = {key: value for key, value in group.items() if value}
+    reason = "no environment of this name runs here; it is left out instead"
+    return adapter, {f"environments.{name}": reason for name in algorithm.environments if name not in known}

@@ -1,0 +1,233 @@
+"""Rewards of a group of responses by comparing each with the next, and by their lengths within the group.
+
+Nemotron 3 Nano, section 3.3.2. NeMo Gym's server genrm_compare does the same; where the two differ, the paper holds.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nemo_ext.data.preference.genrm import FIRST_SUPERIOR, LEAST_HELPFUL, MOST_HELPFUL, SECOND_SUPERIOR
+
+NEUTRAL = (LEAST_HELPFUL + MOST_HELPFUL) / 2
+_NO_PREFERENCE = (FIRST_SUPERIOR + SECOND_SUPERIOR) / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What a judge says of two responses.
+
+    Attributes:
+        helpfulness: of the first and the second as shown, 1 to 5.
+        ranking: 1, the first is far superior, to 6, the second is.
+
+    Raises:
+        ValueError: out of range, or NaN.
+    """
+
+    helpfulness: tuple[float, float]
+    ranking: float
+
+    def __post_init__(self) -> None:
+        for score in self.helpfulness:
+            if not LEAST_HELPFUL <= score <= MOST_HELPFUL:
+                raise ValueError(f"helpfulness={score}: expected {LEAST_HELPFUL} to {MOST_HELPFUL}")
+        if not FIRST_SUPERIOR <= self.ranking <= SECOND_SUPERIOR:
+            raise ValueError(f"ranking={self.ranking}: expected {FIRST_SUPERIOR} to {SECOND_SUPERIOR}")
+
+    @property
+    def scores(self) -> tuple[float, float]:
+        """Helpfulness; if it is the same, with the ranking as tie-breaker, equations 2 and 3: from -1.5 to 7.5."""
+        first, second = self.helpfulness
+        if first != second:
+            return first, second
+        return first + (_NO_PREFERENCE - self.ranking), second + (self.ranking - _NO_PREFERENCE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthControl:
+    """How lengths count within a group; the defaults are the paper's.
+
+    Attributes:
+        thinking: lambda of the traces' lengths, equation 6.
+        answer: of the answers'.
+        thinking_bonus: beta for the shortest trace, if its base reward is above the percentile.
+        answer_bonus: for the shortest answer.
+        percentile: of the base rewards, 0 to 100.
+
+    Raises:
+        ValueError: a coefficient is negative or not finite, or the percentile out of range.
+    """
+
+    thinking: float = 0.5
+    answer: float = 0.5
+    thinking_bonus: float = 0.5
+    answer_bonus: float = 0.5
+    percentile: float = 80.0
+
+    def __post_init__(self) -> None:
+        for name in ("thinking", "answer", "thinking_bonus", "answer_bonus"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"length control: {name} must be a number of at least 0, not {value!r}")
+        if not 0 <= self.percentile <= 100:
+            raise ValueError(f"length control: percentile must be from 0 to 100, not {self.percentile!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRewards:
+    """What the responses of a group earn.
+
+    Attributes:
+        rewards: one for each response.
+        base: the part that comes from the judge.
+        length: the zero-sum part that comes from lengths.
+        bonus: for the shortest of the good ones.
+        judged: whether any match of the response was judged; where not, its base is the mean of those that were.
+        missing: comparisons that were asked for and not answered.
+    """
+
+    rewards: tuple[float, ...]
+    base: tuple[float, ...]
+    length: tuple[float, ...]
+    bonus: tuple[float, ...]
+    judged: tuple[bool, ...]
+    missing: int = 0
+
+
+def circular_comparisons(size: int, *, both_orders: bool = True) -> list[tuple[int, int]]:
+    """Which responses to compare, as (shown first, shown second): each with the next, the last with the first.
+
+    "Each response is also judged twice in different positions": each pair is shown in both orders, 2N comparisons.
+    With `both_orders=False` there are N, as in NeMo Gym, in which each response is once first and once second, but
+    against different others. A pair comes up once in each order at most: two responses make one pair, one makes none.
+
+    Raises:
+        ValueError: `size` is negative.
+    """
+    if size < 0:
+        raise ValueError(f"a group cannot have {size} responses")
+    circle = [(one, (one + 1) % size) for one in range(size)] if size > 1 else []
+    if both_orders:
+        circle = [pair for one, other in circle for pair in ((one, other), (other, one))]
+    return list(dict.fromkeys(circle))
+
+
+def base_rewards(
+    size: int, judgements: Mapping[tuple[int, int], Judgement | None]
+) -> tuple[tuple[float, ...], tuple[bool, ...]]:
+    """Each response's mean over its matches, a match's score being the mean over the orders that were judged.
+
+    A comparison without an answer is left out. A response with none left gets the mean of the others, so that with the
+    group's mean as baseline nothing is learnt from it; if the whole group has none, each gets the neutral 3.
+
+    Args:
+        judgements: by (shown first, shown second); None where the judge did not answer.
+
+    Returns:
+        The rewards, and whether each is from a judgement.
+
+    Raises:
+        ValueError: a comparison names a response that is not in the group, or one with itself.
+    """
+    matches: list[dict[int, list[float]]] = [{} for _ in range(size)]
+    for (first, second), judgement in judgements.items():
+        if first == second or not (0 <= first < size and 0 <= second < size):
+            raise ValueError(f"comparison {(first, second)}: expected two different responses of 0 to {size - 1}")
+        if judgement is not None:
+            one, other = judgement.scores
+            matches[first].setdefault(second, []).append(one)
+            matches[second].setdefault(first, []).append(other)
+    judged = tuple(map(bool, matches))
+    known = [_mean([_mean(scores) for scores in match.values()]) for match in matches if match]
+    rest = _mean(known) if known else NEUTRAL
+    remaining = iter(known)
+    return tuple(next(remaining) if there else rest for there in judged), judged
+
+
+def length_weights(lengths: Sequence[int]) -> tuple[float, ...]:
+    """1 for the shortest to 0 for the longest, less the group's mean, equations 4 and 5; all 0 if all are the same.
+
+    Raises:
+        ValueError: a length is negative.
+    """
+    if not lengths:
+        return ()
+    least, most = min(lengths), max(lengths)
+    if least < 0:
+        raise ValueError(f"lengths must not be negative, not {least}")
+    if least == most:
+        return (0.0,) * len(lengths)
+    weights = [1 - (length - least) / (most - least) for length in lengths]
+    mean = _mean(weights)
+    return tuple(weight - mean for weight in weights)
+
+
+def group_rewards(
+    judgements: Mapping[tuple[int, int], Judgement | None],
+    *,
+    thinking_lengths: Sequence[int],
+    answer_lengths: Sequence[int],
+    control: LengthControl | None = None,
+) -> GroupRewards:
+    """Base rewards with the length of thinking and answers controlled within the group, and the bonuses.
+
+    Where the paper leaves a case open:
+    - An empty answer is no short one: it counts as long as the longest, and neither it nor an empty trace can have a
+      bonus (as in NeMo Gym).
+    - Responses that are equally short all have the bonus, if they are good enough: a group has no order.
+    - The percentile is that of the judged responses, with linear interpolation; others cannot have a bonus.
+    - Without any judgement lengths do not count either, and all rewards are the same: a judge that is down would
+      otherwise teach brevity alone.
+
+    Args:
+        judgements: of `circular_comparisons`.
+        thinking_lengths: of each response's trace, in tokens or characters; 0 without one.
+        answer_lengths: of what follows it.
+        control: the paper's coefficients if None.
+
+    Raises:
+        ValueError: the lengths are not as many, a length is negative, or a comparison is of no response.
+    """
+    control = control or LengthControl()
+    size = len(thinking_lengths)
+    if len(answer_lengths) != size:
+        raise ValueError(f"{size} lengths of thinking, but {len(answer_lengths)} of answers")
+    base, judged = base_rewards(size, judgements)
+    thinking = length_weights(thinking_lengths)
+    longest = max(answer_lengths, default=0)
+    answer = length_weights([length or longest for length in answer_lengths])
+    length = bonus = (0.0,) * size
+    if any(judged):
+        length = tuple(
+            control.thinking * one + control.answer * other for one, other in zip(thinking, answer, strict=True)
+        )
+        known = [reward for reward, there in zip(base, judged, strict=True) if there]
+        threshold = float(np.percentile(known, control.percentile))
+        good = [there and reward > threshold for reward, there in zip(base, judged, strict=True)]
+        bonus = tuple(
+            sum(pair)
+            for pair in zip(
+                _bonus(thinking_lengths, good, control.thinking_bonus),
+                _bonus(answer_lengths, good, control.answer_bonus),
+                strict=True,
+            )
+        )
+    return GroupRewards(
+        rewards=tuple(map(sum, zip(base, length, bonus, strict=True))),
+        base=base,
+        length=length,
+        bonus=bonus,
+        judged=judged,
+        missing=sum(judgement is None for judgement in judgements.values()),
+    )
+
+
+def _bonus(lengths: Sequence[int], good: Sequence[bool], bonus: float) -> list[float]:
+    shortest = min((length for length in lengths if length), default=None)
+    return [bonus if length == shortest and is_good else 0.0 for length, is_good in zip(lengths, good, strict=True)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,77 @@
+"""A reward as a weighted sum of named parts, each within its declared range."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nemo_ext.data.settings import nearest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """One part.
+
+    Attributes:
+        name: in values and metrics.
+        weight: the clipped value is multiplied by it; it may be negative.
+        low: the least value, before the weight.
+        high: the greatest.
+
+    Raises:
+        ValueError: the range is empty, or the weight or the range is not finite.
+    """
+
+    name: str
+    weight: float = 1.0
+    low: float = 0.0
+    high: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not all(map(math.isfinite, (self.weight, self.low, self.high))) or self.low > self.high:
+            raise ValueError(
+                f"reward component {self.name!r}: weight and range must be finite, the range from low to high, "
+                f"not weight={self.weight}, low={self.low}, high={self.high}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """What one response earns.
+
+    Attributes:
+        total: the sum of `parts`.
+        parts: by component, clipped and weighted, for metrics.
+    """
+
+    total: float
+    parts: Mapping[str, float]
+
+
+def combine(components: Sequence[Component], values: Mapping[str, float]) -> Reward:
+    """The weighted sum of values, each clipped to its component's range.
+
+    Raises:
+        ValueError: two components have one name, a value is missing or NaN, or is of no component.
+    """
+    names = [component.name for component in components]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"reward components: {', '.join(sorted(twice))} is there more than once")
+    for name in values:
+        if name not in names:
+            raise ValueError(f"reward components: unknown name {name!r}: {nearest(name, names)}")
+    parts = {}
+    for component in components:
+        if component.name not in values:
+            raise ValueError(f"reward component {component.name!r}: no value; there are {sorted(values)}")
+        value = values[component.name]
+        # NaN passes through min and max, and one of them makes a whole group's advantages NaN.
+        if math.isnan(value):
+            raise ValueError(f"reward component {component.name!r}: the value is NaN")
+        parts[component.name] = component.weight * min(max(float(value), component.low), component.high)
+    return Reward(total=sum(parts.values()), parts=parts)
+
+
+def reward_range(components: Sequence[Component]) -> tuple[float, float]:
+    """The least and the greatest total."""
+    ends = [sorted((component.weight * component.low, component.weight * component.high)) for component in components]
+    return sum(low for low, _ in ends), sum(high for _, high in ends)

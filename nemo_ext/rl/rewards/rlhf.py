@@ -1,0 +1,53 @@
+"""A group's rewards by a generative reward model: asks the judge, then `nemo_ext.rl.rewards.comparison`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nemo_ext.data.sft.sample import Message
+from nemo_ext.rl.judge import Judge
+from nemo_ext.rl.response import Response
+from nemo_ext.rl.rewards.comparison import GroupRewards, LengthControl, circular_comparisons, group_rewards
+from nemo_ext.rl.rewards.genrm import genrm_messages, parse_judgement
+
+Show = Callable[[Sequence[Message], str, str], list[dict[str, Any]]]
+
+
+async def rlhf_rewards(
+    judge: Judge,
+    prompt: Sequence[Message],
+    responses: Sequence[Response],
+    *,
+    show: Show = genrm_messages,
+    both_orders: bool = True,
+    control: LengthControl | None = None,
+    max_answer_characters: int = 40_000,
+) -> GroupRewards:
+    """What responses to one prompt earn: 2N comparisons at once, or N with `both_orders=False`.
+
+    Lengths are those of the texts in characters, as NeMo Gym's genrm_compare has them: engines seldom count the tokens
+    of a trace, and only their proportions within the group matter.
+
+    Args:
+        judge: never raises and never hangs; comparisons that it does not answer are left out and counted.
+        prompt: the conversation up to the responses.
+        responses: the group.
+        show: `genrm_messages`, or `instructed_messages` for a judge whose chat template has no roles for responses.
+        both_orders: as `circular_comparisons` has it.
+        control: as `group_rewards` has it.
+        max_answer_characters: the judge sees as much of an answer (choice): one that is more than it can read would
+            not be judged, and earn what the others do.
+    """
+    answers = [_cut(response.answer, max_answer_characters) for response in responses]
+    pairs = circular_comparisons(len(responses), both_orders=both_orders)
+    questions = [show(prompt, answers[first], answers[second]) for first, second in pairs]
+    judged = await judge.ask_all(questions, parse_judgement)
+    return group_rewards(
+        {pair: answer.value for pair, answer in zip(pairs, judged, strict=True)},
+        thinking_lengths=[len((response.thinking or "").strip()) for response in responses],
+        answer_lengths=[len(response.answer.strip()) for response in responses],
+        control=control,
+    )
+
+
+def _cut(answer: str, characters: int) -> str:
+    return answer if len(answer) <= characters else answer[:characters] + "\n[...]"

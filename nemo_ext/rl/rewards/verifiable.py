@@ -1,0 +1,64 @@
+"""Rewards of single responses from a verifier's verdict and the format, as the papers put them together.
+
+Format scores are those of `nemo_ext.rl.verifiers.format`; the caller knows the mode that the prompt asks for.
+"""
+
+from collections.abc import Mapping
+
+from nemo_ext.rl.rewards.components import Component, Reward, combine
+from nemo_ext.rl.rewards.length import linear_length_penalty
+from nemo_ext.rl.verifiers.verdict import Outcome, Verdict
+
+DOMYN_CORRECTNESS: Mapping[Outcome, float] = {"correct": 1.0, "wrong": 0.0, "error": -0.8}
+DOMYN_MATH = (
+    Component(name="correctness", weight=3.0, low=-0.8, high=1.0),
+    Component(name="format"),
+    Component(name="length", low=-0.25, high=0.0),
+)
+
+
+def outcome_reward(verdict: Verdict) -> float:
+    """1 for a correct response, else 0: Domyn-Small's multi-environment stage, section 4.4, and Nemotron 3 Nano's RLVR.
+
+    An error is 0 as well; whoever would rather take no loss on it looks at `verdict.outcome`.
+    """
+    return float(verdict.outcome == "correct")
+
+
+def domyn_math_reward(verdict: Verdict, *, format_score: float, tokens: int, max_tokens: int = 8192) -> Reward:
+    """Domyn-Small's math reward, section 4.2: correctness, format and length, from -2.65 to 4.
+
+    The paper gives the range as "approximately [-3, +4]"; its three components add up to [-2.65, 4].
+
+    Args:
+        verdict: 3 x {correct 1, wrong 0, verifier error -0.8}.
+        format_score: the mean of two checks, 0, 0.5 or 1.
+        tokens: that were generated.
+        max_tokens: where the length penalty is -0.25.
+
+    Raises:
+        ValueError: the format score is NaN, or `tokens` is negative.
+    """
+    values = {
+        "correctness": DOMYN_CORRECTNESS[verdict.outcome],
+        "format": format_score,
+        "length": linear_length_penalty(tokens, max_tokens=max_tokens, at_max=DOMYN_MATH[2].low),
+    }
+    return combine(DOMYN_MATH, values)
+
+
+def accuracy_format_reward(
+    verdict: Verdict, *, format_score: float, accuracy_weight: float = 1.0, format_weight: float = 1.0
+) -> Reward:
+    """Llama-Nemotron's reward, section 5.1: accuracy by a judge, and the tags that the mode asks for.
+
+    The paper gives no weights; that both are 1 is a choice.
+
+    Raises:
+        ValueError: a value or a weight is not finite.
+    """
+    components = (
+        Component(name="accuracy", weight=accuracy_weight),
+        Component(name="format", weight=format_weight),
+    )
+    return combine(components, {"accuracy": outcome_reward(verdict), "format": format_score})

@@ -1,0 +1,375 @@
+"""One supervised place for the programs of one answer."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from nemo_ext.rl.sandbox.inside import wire
+from nemo_ext.rl.sandbox.isolation import Isolation, SandboxError
+from nemo_ext.rl.sandbox.limits import COMPILATION, Limits
+from nemo_ext.rl.sandbox.prelude import preloaded, prelude, reusable
+
+_PACKAGE = str(Path(__file__).parent)
+_STARTING_SECONDS = 60.0
+_GRACE_SECONDS = 60.0
+"""What a supervisor may take beyond a program's own limits, on a machine that is very busy."""
+
+_SENT_AHEAD = 32 << 10
+
+SYSTEM = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/libx32",
+    "/etc/alternatives",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/nix/store",
+)
+"""What programs may read beside the interpreter; what a machine lacks of it is left out."""
+
+CPP_OPTIONS = ("-O2", "-std=gnu++20", "-pipe")
+
+Ending = Literal["exit", "signal", "time", "cpu", "memory", "output", "processes", "disk"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """How a program ended.
+
+    Attributes:
+        ended: exit or signal, or the limit that ended it: time (wall clock), cpu, memory, output, processes, disk.
+        status: the exit status, or the signal's number.
+        stdout: at most the limit.
+        stderr: its beginning, for messages.
+        value: a function's result as JSON, as the program wrote it: not to be trusted more than stdout.
+        seconds: wall clock, and of processors.
+    """
+
+    ended: Ending
+    status: int
+    stdout: bytes
+    stderr: bytes
+    value: bytes
+    seconds: float
+    cpu_seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """It ended by itself, with status 0."""
+        return self.ended == "exit" and self.status == 0
+
+    def __str__(self) -> str:
+        match self.ended:
+            case "exit":
+                return f"exit status {self.status}"
+            case "signal":
+                return f"ended by signal {self.status}"
+            case "time" | "cpu":
+                return "over its time limit"
+            case _:
+                return f"over its {self.ended} limit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What boxes of one sandbox share.
+
+    Attributes:
+        python: an interpreter, 3.10 or later.
+        packages: folders that Python programs import from besides the standard library.
+        readable: more files and folders that programs may read.
+        compiler: of C++.
+    """
+
+    python: str
+    packages: Sequence[str]
+    readable: Sequence[str]
+    compiler: str | None
+
+    @classmethod
+    def found(
+        cls, *, python: str | None = None, packages: Sequence[str] | None = None, readable: Sequence[str] = ()
+    ) -> "Settings":
+        """This interpreter and its site-packages, and g++ where it is installed."""
+        if packages is None:
+            packages = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")] if python is None else []
+        prefix = sys.base_prefix if python is None else str(Path(python).resolve().parents[1])
+        compiler = shutil.which("g++")
+        return cls(
+            python=python or str(getattr(sys, "_base_executable", sys.executable)),
+            packages=list(dict.fromkeys(packages)),
+            readable=[*SYSTEM, prefix, *packages, *readable],
+            compiler=compiler and os.path.realpath(compiler),
+        )
+
+
+class Nursery:
+    """An interpreter that has started and makes supervisors; thread-safe. It ends with this process at the latest."""
+
+    def __init__(self, python: str) -> None:
+        self._python = python
+        self._lock = threading.Lock()
+        self._host: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+
+    def connect(self) -> socket.socket:
+        """A connection to a new supervisor.
+
+        Raises:
+            SandboxError: the interpreter does not start.
+        """
+        ours, inside = socket.socketpair()
+        with inside:
+            try:
+                with self._lock:
+                    try:
+                        socket.send_fds(self._started(), [b"+"], [inside.fileno()])
+                    except ConnectionError:
+                        # Somebody has ended it; a second one may live.
+                        self._stop()
+                        socket.send_fds(self._started(), [b"+"], [inside.fileno()])
+            except OSError as error:
+                ours.close()
+                raise SandboxError(f"sandbox: {self._python}: {error}") from error
+        return ours
+
+    def close(self) -> None:
+        """End it; supervisors that it has made go on."""
+        with self._lock:
+            self._stop()
+
+    def _started(self) -> socket.socket:
+        if self._host is not None and self._owner != os.getpid():
+            # This process is a fork of the one whose it is.
+            self._host.close()
+            self._host = self._process = None
+        if self._host is None:
+            self._host, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._owner = os.getpid()
+            with inside:
+                self._process = subprocess.Popen(
+                    [self._python, "-s", "-S", "-X", "utf8", "-c", _START, _PACKAGE],
+                    stdin=inside.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    cwd="/",
+                    env=_environment(),
+                    start_new_session=True,
+                )
+        return self._host
+
+    def _stop(self) -> None:
+        if self._host is not None:
+            self._host.close()
+        if self._process is not None and self._owner == os.getpid():
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+            self._process.kill()
+            self._process.wait()
+        self._host = self._process = None
+
+
+class Box:
+    """A supervisor's host side. Used by one thread; `kill` may be called by any.
+
+    Raises:
+        SandboxError: its supervisor does not start, or not in the confinement that is asked for.
+    """
+
+    def __init__(
+        self,
+        nursery: Nursery,
+        settings: Settings,
+        *,
+        namespaces: bool,
+        why_not: str = "",
+        disk_megabytes: int = Limits().disk_megabytes,
+    ) -> None:
+        self._settings = settings
+        self._supervisor: int | None = None
+        self._outer = "" if namespaces else tempfile.mkdtemp(prefix="nemo_ext_sandbox_")
+        self._host = nursery.connect()
+        try:
+            directory = os.path.join(self._outer, "tmp") if self._outer else ""
+            if directory:
+                os.mkdir(directory, 0o700)
+                # The directory's own name is out of a program's reach; it may pass, not read.
+                os.chmod(self._outer, 0o711)
+            header = {
+                "directory": directory,
+                "disk_megabytes": disk_megabytes,
+                "namespaces": namespaces,
+                "packages": list(settings.packages),
+                "readable": list(settings.readable),
+                "why_not": why_not,
+            }
+            self._send(header, [], _STARTING_SECONDS)
+            answer, _ = self._receive()
+            if "failure" in answer:
+                raise SandboxError(answer["failure"])
+            self.isolation = Isolation(**answer["isolation"])
+            with suppress(OSError):
+                self._supervisor = os.pidfd_open(answer["process"])
+        except BaseException:
+            self.close()
+            raise
+
+    def compile_python(self, source: str, limits: Limits, *, function: str | None = None) -> Run:
+        """Make a Python program the one that runs; the compiler's words are in `stderr`.
+
+        Args:
+            function: runs are calls of that function, or of that method of the class Solution, and what is given to
+                them are its arguments as JSON, {"args": [...], "kwargs": {...}}.
+        """
+        names = prelude(source)
+        header = {
+            "operation": "compile_python",
+            "function": function,
+            "prelude": names,
+            "preload": preloaded(f"{source}\n{names}"),
+            "reusable": reusable(source),
+            "limits": limits.record(),
+        }
+        return self._run(header, _encoded(source), limits)
+
+    def compile_cpp(self, source: str, *, options: Sequence[str] = CPP_OPTIONS, limits: Limits = COMPILATION) -> Run:
+        """Make a C++ program the one that `run` runs; the compiler's words are in `stderr`.
+
+        Raises:
+            SandboxError: there is no compiler.
+        """
+        if self._settings.compiler is None:
+            raise SandboxError("C++: there is no g++ on PATH; install it (`apt-get install g++`)")
+        header = {"operation": "compile_cpp", "compiler": [self._settings.compiler, *options]}
+        return self._run({**header, "limits": limits.record()}, _encoded(source), limits)
+
+    def run(self, stdin: bytes, limits: Limits) -> Run:
+        """Run the compiled program, or call its function."""
+        return next(self.runs([stdin], [limits]))
+
+    def runs(self, given: Sequence[bytes], limits: Sequence[Limits]) -> Generator[Run]:
+        """`run` for each input in turn; the next one begins while the caller looks at the last.
+
+        A box ends with an iterator that is left before its end, since a program may be running then.
+        """
+        sent = taken = 0
+        seconds = max(limit.wall_seconds for limit in limits) + _GRACE_SECONDS
+        try:
+            while taken < len(given):
+                # One ahead, if it fits into the socket's buffer: neither side may wait in the middle of sending.
+                while sent <= taken or (sent == taken + 1 < len(given) and len(given[sent]) < _SENT_AHEAD):
+                    header = {"operation": "run", "limits": limits[sent].record()}
+                    self._send(header, [given[sent]], seconds)
+                    sent += 1
+                taken += 1
+                yield self._ended()
+        finally:
+            if taken < sent:
+                self.kill()
+
+    def kill(self) -> None:
+        """End it at once, with what runs in it; whoever waits for it gets a SandboxError."""
+        with suppress(OSError):
+            self._host.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """End the supervisor, wait until it has, and remove what is left."""
+        self.kill()
+        self._host.settimeout(_GRACE_SECONDS)
+        try:
+            # It sees the connection's end, ends the program, cleans up, and lets go of its own end.
+            while self._host.recv(1 << 16):
+                pass
+        except ConnectionError:
+            pass
+        except TimeoutError:
+            if self._supervisor is not None:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._supervisor, signal.SIGKILL)
+        self._host.close()
+        if self._supervisor is not None:
+            os.close(self._supervisor)
+            self._supervisor = None
+        if self._outer:
+            shutil.rmtree(self._outer, ignore_errors=True)
+
+    def __enter__(self) -> "Box":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _run(self, header: Mapping[str, Any], blob: bytes, limits: Limits) -> Run:
+        self._send(header, [blob], limits.wall_seconds + _GRACE_SECONDS)
+        return self._ended()
+
+    def _ended(self) -> Run:
+        answer, (stdout, stderr, value) = self._receive()
+        return Run(**answer, stdout=stdout, stderr=stderr, value=value)
+
+    def _send(self, header: Mapping[str, Any], blobs: Sequence[bytes], seconds: float) -> None:
+        """`seconds` hold for this, and for each wait for an answer after it."""
+        self._host.settimeout(seconds)
+        with _failures_told():
+            wire.send(self._host, header, blobs)
+
+    def _receive(self) -> wire.Message:
+        with _failures_told():
+            answer = wire.receive(self._host)
+        if answer is None:
+            raise SandboxError("sandbox: the supervisor has ended")
+        return answer
+
+
+# The packages above it are not imported on that side: they are the host's.
+_START = """
+import sys, types
+package = sys.argv[1]
+sys.path.insert(0, package)
+for name in ("nemo_ext", "nemo_ext.rl", "nemo_ext.rl.sandbox"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = []
+sys.modules["nemo_ext.rl.sandbox"].__path__ = [package]
+from nemo_ext.rl.sandbox.inside.nursery import main
+main()
+"""
+
+
+def _environment() -> dict[str, str]:
+    """For the interpreter's start; nothing of this process's but where libraries are."""
+    # Python's sets of texts have the same order in every run.
+    environment = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    if "LD_LIBRARY_PATH" in os.environ:
+        environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
+    return environment
+
+
+def _encoded(source: str) -> bytes:
+    return re.sub("[\ud800-\udfff]", "\ufffd", source).encode()
+
+
+@contextmanager
+def _failures_told() -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError:
+        raise SandboxError("sandbox: the supervisor does not answer") from None
+    except OSError as error:
+        raise SandboxError(f"sandbox: the supervisor has ended: {error}") from None

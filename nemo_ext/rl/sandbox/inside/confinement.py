@@ -1,0 +1,341 @@
+"""What keeps programs in: namespaces with a root of their own, or what is to be had without them.
+
+`enter` moves the supervisor; `Confinement.hold` is for the program's own process, between fork and the program.
+"""
+
+import contextlib
+import itertools
+import os
+import resource
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_ext.rl.sandbox.inside import kernel, syscalls
+
+_NAMESPACES = kernel.NEW_MOUNTS | kernel.NEW_PROCESSES | kernel.NEW_NETWORK | kernel.NEW_IPC | kernel.NEW_NAMES
+_MOST_RUNS = 1000
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_FLAGS = {os.ST_NOSUID: kernel.NO_SETUID, os.ST_NODEV: kernel.NO_DEVICES, os.ST_NOEXEC: 8, os.ST_NOATIME: 1024}
+_FLAGS |= {os.ST_NODIRATIME: 2048, os.ST_RELATIME: 1 << 21}
+# Numbers that a user of this machine hardly has; any number may be taken on, with or without an account.
+_FIRST_USER, _USERS = 1_200_000_000, 1_000_000
+
+
+@dataclass(kw_only=True)
+class Confinement:
+    """How programs are kept in.
+
+    Attributes:
+        namespaces: of processes, mounts, network, IPC and host name, with a root that has only what is named.
+        directory: the programs' private directory.
+        user: a user and group number that the programs alone have; None if they run as the host's user.
+        why_no_namespaces: the system's message, where there are none.
+        filter: the system call filter, for programs; empty if the machine's calls are not known here.
+        filter_installed: the supervisor has it on already, so that programs inherit it, which is cheaper.
+        landlock: without namespaces: what may be read and written.
+        counts_processes: the kernel holds a program to its number of processes.
+        counted_besides: other processes of the programs' user that the kernel counts with them.
+        has_proc: /proc shows the programs' processes.
+        signals_filtered: nothing but the filter keeps signals from the user's other processes.
+    """
+
+    namespaces: bool
+    directory: str
+    user: int | None = None
+    why_no_namespaces: str = ""
+    filter: bytes = b""
+    filter_installed: bool = False
+    landlock: kernel.Landlock | None = None
+    counts_processes: bool = True
+    counted_besides: int = 0
+    has_proc: bool = True
+    signals_filtered: bool = False
+
+    def described(self) -> dict[str, Any]:
+        """For the host's `Isolation`."""
+        return {
+            "namespaces": self.namespaces,
+            "own_user": self.user is not None,
+            "system_call_filter": bool(self.filter),
+            "landlock": self.landlock is not None,
+            "why_no_namespaces": self.why_no_namespaces,
+            "network": "namespace" if self.namespaces else "filter" if self.filter else "open",
+            "counts_processes": self.counts_processes,
+        }
+
+    def empty_directory(self) -> None:
+        """Remove what a program left, and undo what it did to its directory's permissions."""
+        os.chmod(self.directory, 0o1777 if self.namespaces else 0o700)
+        empty(self.directory)
+
+    def hold(self, limits: Mapping[str, Any], *, compiler: bool, reusable: bool) -> None:
+        """Hold this process and all that it starts to the limits, for good.
+
+        Args:
+            compiler: it is our own compiler, which starts processes.
+            reusable: it runs many times; the supervisor looks at each run's processor time.
+        """
+        os.setsid()
+        megabyte = 1 << 20
+        seconds = max(1, -(-int(limits["cpu_seconds"] * 1000) // 1000)) * (_MOST_RUNS if reusable else 1)
+        bounds = {
+            resource.RLIMIT_CPU: (seconds, seconds + 1),
+            resource.RLIMIT_AS: 2 * limits["memory_megabytes"] * megabyte,
+            resource.RLIMIT_FSIZE: limits["disk_megabytes"] * megabyte,
+            resource.RLIMIT_STACK: min(256, limits["memory_megabytes"]) * megabyte,
+            resource.RLIMIT_NOFILE: 64,
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_MEMLOCK: 0,
+            resource.RLIMIT_MSGQUEUE: 0,
+            resource.RLIMIT_RTPRIO: 0,
+            resource.RLIMIT_NICE: 0,
+        }
+        if self.counts_processes:
+            bounds[resource.RLIMIT_NPROC] = limits["processes"] + (0 if self.user else self.counted_besides)
+        for which, bound in bounds.items():
+            soft, hard = bound if isinstance(bound, tuple) else (bound, bound)
+            most = resource.getrlimit(which)[1]
+            if most != resource.RLIM_INFINITY:
+                soft, hard = min(soft, most), min(hard, most)
+            resource.setrlimit(which, (soft, hard))
+        if self.user is not None:
+            os.setgroups([])
+            os.setresgid(self.user, self.user, self.user)
+            os.setresuid(self.user, self.user, self.user)
+        kernel.drop_capabilities()
+        kernel.no_new_privileges()
+        # The supervisor's memory is closed to its user; the program's own is not, or it could not open /dev/stdin.
+        kernel.readable_by_its_user(True)
+        if self.landlock is not None:
+            self.landlock.enter()
+        if self.filter and not self.filter_installed:
+            only = os.getpid() if self.signals_filtered else None
+            processes = compiler or self.counts_processes
+            kernel.refuse_calls(syscalls.refusals(os.uname().machine, signals_only_to=only, processes=processes))
+
+
+def enter(
+    directory: str, *, namespaces: bool, readable: Sequence[str], disk_megabytes: int, why_not: str = ""
+) -> Confinement:
+    """Move this process, which has one thread, into namespaces, or prepare what is to be had without them.
+
+    In namespaces it returns in a child that is process 1 of its namespace; the parent waits for it and ends.
+
+    Args:
+        directory: a private directory, for what runs without namespaces.
+        readable: files and folders that programs may read.
+        disk_megabytes: the size of the private directory, where that is a file system of its own.
+        why_not: for `Confinement.why_no_namespaces`.
+
+    Raises:
+        OSError: namespaces are wanted and not to be had.
+    """
+    user = _own_user()
+    if namespaces:
+        in_user_namespace = _leave_namespaces()
+        _become_first_process()
+        has_proc = _new_root(readable, disk_megabytes)
+        confinement = Confinement(
+            namespaces=True,
+            directory="/tmp",
+            user=None if in_user_namespace else user,
+            has_proc=has_proc,
+            # The kernel does not count the real root's processes.
+            counts_processes=_real_user() != 0 or not in_user_namespace,
+            # The supervisor and its parent; before 5.14 all of the user's processes counted, in any namespace.
+            counted_besides=2 if _kernel() >= (5, 14) else _users_threads() + 64,
+        )
+    else:
+        confinement = _without_namespaces(directory, user, readable, why_not)
+    kernel.readable_by_its_user(False)
+    machine = os.uname().machine
+    if machine in syscalls.MACHINES:
+        confinement.filter = syscalls.refusals(machine)
+        limited = confinement.landlock is not None and confinement.landlock.signals
+        confinement.signals_filtered = not (confinement.namespaces or confinement.user or limited)
+        if confinement.counts_processes and not confinement.signals_filtered:
+            kernel.no_new_privileges()
+            kernel.refuse_calls(confinement.filter)
+            confinement.filter_installed = True
+    return confinement
+
+
+def _own_user() -> int | None:
+    """A number for this process's programs: the process's own number makes it no other's on this machine."""
+    if os.geteuid() != 0:
+        return None
+    with open("/proc/self/uid_map") as map:
+        inside, _, count = (int(word) for word in map.readline().split())
+    first, many = (_FIRST_USER, _USERS) if inside + count > _FIRST_USER + _USERS else (inside + 10_000, count - 20_000)
+    if many < 10_000:
+        return None
+    # Containers may share users while each counts its processes from 1.
+    return first + (os.getpid() + 7919 * os.stat("/proc/self/ns/pid").st_ino) % many
+
+
+def _real_user() -> int:
+    """The user outside of a user namespace that this process made."""
+    with open("/proc/self/uid_map") as map:
+        _, outside, count = (int(word) for word in map.readline().split())
+    return outside if count == 1 else os.geteuid()
+
+
+def _kernel() -> tuple[int, int]:
+    major, minor = os.uname().release.split(".")[:2]
+    return int(major), int("".join(filter(str.isdigit, minor[:3])) or 0)
+
+
+def _users_threads() -> int:
+    """Threads of all processes of this user, which RLIMIT_NPROC counts."""
+    count = 0
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if name.isdigit() and os.stat(f"/proc/{name}").st_uid == os.geteuid():
+                count += len(os.listdir(f"/proc/{name}/task"))
+    return count
+
+
+def _leave_namespaces() -> bool:
+    """Whether it took a user namespace, which those who are not root need."""
+    if os.geteuid() == 0:
+        try:
+            kernel.unshare(_NAMESPACES)
+            return False
+        except OSError:
+            pass
+    user, group = os.geteuid(), os.getegid()
+    kernel.unshare(_NAMESPACES | kernel.NEW_USERS)
+    for file, text in (("setgroups", "deny"), ("uid_map", f"1000 {user} 1"), ("gid_map", f"1000 {group} 1")):
+        with open(f"/proc/self/{file}", "w") as opened:
+            opened.write(text)
+    return True
+
+
+def _become_first_process() -> None:
+    child = os.fork()
+    if child:
+        # Only the child is in the new namespace; this one must let go of the host's connection.
+        os.closerange(0, 256)
+        _, status = os.waitpid(child, 0)
+        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+    kernel.die_with_parent()
+
+
+def _new_root(readable: Sequence[str], disk_megabytes: int) -> bool:
+    """A root of its own: what may be read, a few devices, /proc and an empty /tmp. Returns whether /proc could be."""
+    kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
+    kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, "size=1m,mode=755")
+    os.mkdir("/tmp/.old")
+    kernel.pivot_root("/tmp", "/tmp/.old")
+    os.chdir("/")
+    for path in sorted(set(readable)):
+        _show(path)
+    for folder in ("/dev", "/tmp", "/proc"):
+        os.makedirs(folder, exist_ok=True)
+    for device in _DEVICES:
+        os.close(os.open(f"/dev/{device}", os.O_CREAT | os.O_WRONLY))
+        kernel.mount(f"/.old/dev/{device}", f"/dev/{device}", flags=kernel.BIND)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        os.symlink(f"/proc/self/fd/{number}", f"/dev/{name}")
+    os.symlink("/proc/self/fd", "/dev/fd")
+    has_proc = True
+    try:
+        kernel.mount("proc", "/proc", "proc", kernel.NO_SETUID | kernel.NO_DEVICES | 8)
+    except OSError:
+        # In containers that hide parts of /proc the kernel gives no whole one.
+        has_proc = False
+    options = f"size={disk_megabytes}m,nr_inodes=4096,mode=1777"
+    kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, options)
+    kernel.unmount("/.old")
+    os.rmdir("/.old")
+    kernel.mount("none", "/", flags=kernel.REMOUNT | kernel.READ_ONLY | kernel.NO_SETUID | kernel.NO_DEVICES)
+    os.chdir("/tmp")
+    return has_proc
+
+
+def _show(path: str) -> None:
+    old = f"/.old{path}"
+    if not os.path.lexists(old) or os.path.lexists(path):
+        # Not on this machine, or in a folder that is shown already.
+        return
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    if os.path.islink(old):
+        os.symlink(os.readlink(old), path)
+        return
+    if os.path.isdir(old):
+        os.mkdir(path)
+    else:
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
+    kernel.mount(old, path, flags=kernel.BIND | kernel.RECURSIVE)
+    # A user namespace may not take away what the mount had before.
+    had = os.statvfs(path).f_flag
+    kept = sum(flag for bit, flag in _FLAGS.items() if had & bit)
+    flags = kernel.REMOUNT | kernel.BIND | kernel.READ_ONLY | kernel.NO_SETUID | kernel.NO_DEVICES
+    kernel.mount("none", path, flags=flags | kept)
+
+
+def _without_namespaces(directory: str, user: int | None, readable: Sequence[str], why: str) -> Confinement:
+    kernel.adopt_orphans()
+    if user is not None and not _may_use(user, readable):
+        user = None
+    if user is not None:
+        os.chown(directory, user, user)
+    try:
+        landlock = kernel.Landlock([*readable, "/dev/zero", "/dev/urandom", "/dev/random"], [directory, "/dev/null"])
+    except OSError:
+        landlock = None
+    os.chdir(directory)
+    return Confinement(
+        namespaces=False,
+        directory=directory,
+        user=user,
+        why_no_namespaces=why,
+        landlock=landlock,
+        counts_processes=os.geteuid() != 0 or user is not None,
+        counted_besides=0 if user else _users_threads() + 64,
+    )
+
+
+def _may_use(user: int, readable: Sequence[str]) -> bool:
+    """Whether that user may be taken on, and can then read what programs need."""
+    child = os.fork()
+    if not child:
+        try:
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+            for path in readable:
+                with contextlib.suppress(FileNotFoundError):
+                    os.stat(path)
+            os._exit(0)
+        except OSError:
+            os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def empty(directory: str) -> None:
+    """Remove all that is in a directory, however deep and whatever its permissions; links are not followed."""
+    if not os.listdir(directory):
+        return
+    # Names that nothing in it has.
+    fresh, secret = itertools.count(), os.urandom(8).hex()
+    while True:
+        folders = []
+        for entry in os.scandir(directory):
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.path)
+            else:
+                os.unlink(entry.path)
+        if not folders:
+            return
+        for folder in folders:
+            os.chmod(folder, 0o700)
+            # Folders in it move up, so that no path grows long.
+            for entry in list(os.scandir(folder)):
+                if entry.is_dir(follow_symlinks=False):
+                    os.chmod(entry.path, 0o700)
+                    os.rename(entry.path, f"{directory}/{secret}.{next(fresh)}")
+                else:
+                    os.unlink(entry.path)
+            os.rmdir(folder)

@@ -1,0 +1,116 @@
+"""Which processes are a program's, what they use together, and their end."""
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+from nemo_ext.rl.sandbox.inside.confinement import Confinement
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass
+class Usage:
+    """What a program's processes use together: their number, and resident memory in bytes."""
+
+    processes: int = 0
+    memory: int = 0
+
+
+def usage(confinement: Confinement) -> Usage:
+    """Of all processes that a program has started and that are still there."""
+    found = Usage()
+    if not confinement.has_proc:
+        return found
+    for process in _members(confinement):
+        with contextlib.suppress(OSError), open(f"/proc/{process}/statm") as opened:
+            found.memory += int(opened.read().split()[1]) * _PAGE
+            found.processes += 1
+    return found
+
+
+def end(confinement: Confinement) -> None:
+    """Kill all that a program has started, and wait for it: nothing of it is left, zombies neither."""
+    if confinement.namespaces:
+        # Process 1 of a namespace reaches all others of it in one call, and nobody else.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        _reap(seconds=None)
+        return
+    if confinement.user is not None:
+        _end_all_of(confinement.user)
+    deadline = time.monotonic() + 10
+    while members := _members(confinement):
+        # Stopped first, so that none starts another meanwhile.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process in members:
+                with contextlib.suppress(OSError):
+                    os.kill(process, number)
+        _reap(seconds=0.05)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes {members} do not end")
+    _reap(seconds=0.05)
+
+
+def _end_all_of(user: int) -> None:
+    """As that user: the kernel signals all of its processes in one call, and no others."""
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(OSError):
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+            os.kill(-1, signal.SIGKILL)
+        os._exit(0)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(child, 0)
+
+
+def _reap(seconds: float | None) -> None:
+    """Wait for children that have ended; None waits until there is none at all."""
+    deadline = None if seconds is None else time.monotonic() + seconds
+    while True:
+        try:
+            process, _ = os.waitpid(-1, 0 if deadline is None else os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not process:
+            if deadline is not None and time.monotonic() > deadline:
+                return
+            time.sleep(0.001)
+
+
+def _members(confinement: Confinement) -> list[int]:
+    """Processes of the namespace, or all descendants; zombies are left out."""
+    here = os.getpid()
+    numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    if confinement.namespaces:
+        return [number for number in numbers if number != here]
+    children: dict[int, list[int]] = {}
+    for number in numbers:
+        with contextlib.suppress(OSError), open(f"/proc/{number}/stat", "rb") as opened:
+            # The name may hold anything, parentheses and blanks too.
+            state, parent = opened.read().rpartition(b")")[2].split()[:2]
+            if state not in (b"Z", b"X"):
+                children.setdefault(int(parent), []).append(number)
+    found, open_ends = [], [here]
+    while open_ends:
+        below = children.get(open_ends.pop(), [])
+        found += below
+        open_ends += below
+    return found
+
+
+def bytes_on_disk(directory: str, most: int) -> int:
+    """What is written below a directory, counted until it is more than `most`; every file and folder is a page more."""
+    total, open_ends = 0, [directory]
+    while open_ends and total <= most:
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(open_ends.pop()):
+                with contextlib.suppress(OSError):
+                    total += entry.stat(follow_symlinks=False).st_blocks * 512 + _PAGE
+                    if entry.is_dir(follow_symlinks=False):
+                        open_ends.append(entry.path)
+    return total

@@ -1,0 +1,171 @@
+"""What the program's own process does before and after it is the program.
+
+Python programs do not start an interpreter: they run in a fork of one that is there. What comes back from them is bytes
+that are compared, or read as JSON, by the host.
+"""
+
+import builtins
+import json
+import os
+import signal
+import sys
+import traceback
+import types
+from typing import Any, NoReturn
+
+TURN_BYTES = 8
+VALUE, TALK = 3, 4
+"""The descriptor that a function's result is written to, and the one that turns are taken over.
+
+What a program writes to them itself counts as its result, and its turn as over: it gains nothing that printing or
+returning would not give it."""
+
+
+def run_python(source: bytes, prelude: str, function: str | None, *, only_compile: bool = False) -> NoReturn:
+    """Be the program, once: standard streams are descriptors 0 to 2; with `function`, 0 has a call, `VALUE` its result.
+
+    A program that does not compile ends with status 1, as one that raises does.
+    """
+    codes = _compiled(source, prelude)
+    if codes is None or only_compile:
+        _leave(int(codes is None))
+    _leave(_run(codes, function))
+
+
+def serve_python(source: bytes, prelude: str, function: str | None, stdin: int) -> NoReturn:
+    """Be the program each time that a mark comes over `TALK`, in names of its own; the mark goes back with the status.
+
+    The first turn compiles.
+
+    Args:
+        stdin: descriptor 0 of each turn; the supervisor fills it anew.
+    """
+    taken, leave, saved = os.read, os._exit, [(os.dup(number), number) for number in (1, 2, VALUE, TALK)]
+    talk = saved[-1][0]
+    mark = taken(talk, TURN_BYTES)
+    codes = _compiled(source, prelude)
+    status = int(codes is None)
+    while mark and _flushed():
+        _write(talk, mark + bytes([status]))
+        mark = taken(talk, TURN_BYTES)
+        if codes is None or not mark:
+            break
+        for kept, number in ((stdin, 0), *saved):
+            os.dup2(kept, number)
+        status = _run(codes, function)
+    # As the interpreter does if its output is gone.
+    leave(status or 120)
+
+
+def _compiled(source: bytes, prelude: str) -> list[types.CodeType] | None:
+    """The prelude and the program; None, and the error on stderr, if it does not compile."""
+    sys.set_int_max_str_digits(50_000)
+    sys.argv = ["main.py"]
+    # The module `site` defines these elsewhere; it is left out here.
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
+    _standard_streams()
+    try:
+        # The prelude is code of its own, so that the program's line numbers and __future__ imports stand.
+        return [compile(text, "main.py", "exec", dont_inherit=True) for text in (prelude, source)]
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return None
+
+
+def _run(codes: list[types.CodeType], function: str | None) -> int:
+    """Run once; the exit status."""
+    _standard_streams()
+    sys.setrecursionlimit(50_000)
+    # A script's last lines, `if __name__ == "__main__"`, are not what is asked for where a function is.
+    main = types.ModuleType("__main__" if function is None else "solution")
+    main.__dict__["__builtins__"] = builtins
+    sys.modules[main.__name__] = main
+    encode, write = json.dumps, _write
+    status = 0
+    try:
+        call = json.loads(sys.stdin.read()) if function is not None else None
+        for code in codes:
+            exec(code, main.__dict__)
+        if function is not None and call is not None:
+            value = _named(main, function)(*call["args"], **call["kwargs"])
+            write(VALUE, encode(value, default=_plain).encode())
+    except SystemExit as left:
+        status = _status(left)
+    except BaseException:
+        traceback.print_exc(limit=-5)
+        status = 1
+    for name, last in (("threading", "_shutdown"), ("atexit", "_run_exitfuncs")):
+        if name in sys.modules:
+            getattr(sys.modules[name], last)()
+    return status
+
+
+def run_file(executable: int, arguments: list[str], environment: dict[str, str]) -> NoReturn:
+    """Be the program of an open file."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.execve(executable, arguments, environment)
+
+
+def run_path(arguments: list[str], environment: dict[str, str]) -> NoReturn:
+    """Be the program of a path."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.execve(arguments[0], arguments, environment)
+
+
+def _named(main: types.ModuleType, function: str) -> Any:
+    """A function of the module, or a method of its class Solution."""
+    if hasattr(main, function):
+        return getattr(main, function)
+    solution = getattr(main, "Solution", None)
+    if solution is not None and hasattr(solution, function):
+        return getattr(solution(), function)
+    raise NameError(f"there is no function {function!r}")
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and arrays of libraries, and sequences that JSON does not know."""
+    for name in ("tolist", "item"):
+        if hasattr(value, name):
+            return getattr(value, name)()
+    if type(value).__name__ in ("deque", "range", "array"):
+        return list(value)
+    raise TypeError(f"a result of type {type(value).__name__} cannot be written as JSON")
+
+
+def _standard_streams() -> None:
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        mode = "r" if number == 0 else "w"
+        errors = "surrogateescape" if number < 2 else "backslashreplace"
+        stream = os.fdopen(number, mode, encoding="utf-8", errors=errors, closefd=False)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _status(left: SystemExit) -> int:
+    if left.code is None or isinstance(left.code, int):
+        return (left.code or 0) & 0xFF
+    print(left.code, file=sys.stderr)
+    return 1
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _flushed() -> bool:
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+        return True
+    except BaseException:
+        return False
+
+
+def _leave(status: int) -> NoReturn:
+    try:
+        # As the interpreter does if its output is gone.
+        status = status if _flushed() else status or 120
+    finally:
+        os._exit(status)

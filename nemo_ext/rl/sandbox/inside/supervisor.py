@@ -1,0 +1,180 @@
+"""The supervisor: takes one answer's programs from the host, runs one at a time, says how each ended.
+
+The host sends a message, this answers with one; when the host's end of the connection closes, all ends here too.
+Expected outputs are never sent here, so a program finds none, wherever it looks.
+"""
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import os
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from nemo_ext.rl.sandbox.inside import confinement as confined
+from nemo_ext.rl.sandbox.inside import kernel, processes, program, wire
+from nemo_ext.rl.sandbox.inside.process import Ended, HostGoneError, Place, Process
+
+_SOURCE, _BINARY = "main.cpp", "main.out"
+
+
+class Supervisor:
+    """One confinement and one prepared program at a time."""
+
+    def __init__(
+        self,
+        host: socket.socket,
+        confinement: confined.Confinement,
+        *,
+        stdin: int,
+        disk_megabytes: int,
+    ) -> None:
+        self._host = host
+        self._environment = {
+            "HOME": confinement.directory,
+            "LANG": "C.UTF-8",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "PATH": "/usr/local/bin:/usr/bin:/bin",
+            "TMPDIR": confinement.directory,
+        }
+        self._place = Place(host, confinement, stdin, disk_megabytes << 20)
+        self._source, self._prelude, self._reusable = b"", "", False
+        self._function: str | None = None
+        self._executable: int | None = None
+        self._process: Process | None = None
+
+    def serve(self) -> None:
+        """Answer messages until the host is gone."""
+        operations = {"compile_python": self._compile_python, "compile_cpp": self._compile_cpp, "run": self._run}
+        while (message := wire.receive(self._host)) is not None:
+            header, blobs = message
+            ended = operations[header["operation"]](header, blobs[0])
+            outputs = [ended.outputs.get(number, b"") for number in (1, 2, program.VALUE)]
+            facts = {"ended": ended.ended, "status": ended.status}
+            times = {"seconds": ended.seconds, "cpu_seconds": ended.cpu_seconds}
+            wire.send(self._host, {**facts, **times}, outputs)
+
+    def _compile_python(self, header: dict[str, Any], source: bytes) -> Ended:
+        self._end()
+        for name in set(header["preload"]) - sys.modules.keys():
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+            gc.freeze()
+        self._executable, self._reusable = None, header["reusable"]
+        self._source, self._prelude, self._function = source, header["prelude"], header["function"]
+        if self._reusable:
+            return self._begin(header["limits"])
+        return self._once(lambda: self._python(only_compile=True), header["limits"])
+
+    def _compile_cpp(self, header: dict[str, Any], source: bytes) -> Ended:
+        self._end()
+        folder = self._place.confinement.directory
+        self._place.confinement.empty_directory()
+        with open(os.path.join(folder, _SOURCE), "wb") as opened:
+            opened.write(source)
+            os.fchmod(opened.fileno(), 0o644)
+        command = [*header["compiler"], "-o", _BINARY, _SOURCE]
+        path = f"{os.path.dirname(command[0])}:{self._environment['PATH']}"
+        ended = self._once(
+            lambda: program.run_path(command, {**self._environment, "PATH": path}), header["limits"], compiler=True
+        )
+        if ended.ended == "exit" and ended.status == 0:
+            # Programs do not find it: it is open here, and its name goes with all else in the directory.
+            self._executable = _above(os.open(os.path.join(folder, _BINARY), os.O_RDONLY | os.O_NOFOLLOW))
+        return ended
+
+    def _run(self, header: dict[str, Any], given: bytes) -> Ended:
+        limits, executable = header["limits"], self._executable
+        # Nothing of one run is left for the next, in memory and processes unless it is known to do no harm.
+        self._place.confinement.empty_directory()
+        self._place.prepare(given)
+        if executable is not None:
+            return self._once(
+                lambda: program.run_file(executable, ["main"], self._environment), limits, keep=executable
+            )
+        value_bytes = limits["output_bytes"]
+        if not self._reusable:
+            return self._once(self._python, limits, value_bytes=value_bytes)
+        if self._process is None or not self._process.alive:
+            ended = self._begin(limits)
+            if ended.ended != "exit" or ended.status:
+                return ended
+        assert self._process is not None
+        self._process.again()
+        return self._process.until_ended(limits, value_bytes)
+
+    def _begin(self, limits: dict[str, Any]) -> Ended:
+        """Start the process that runs all tests, and wait until it has compiled the program."""
+        stdin = self._place.stdin
+        self._process = Process(
+            self._place,
+            lambda: self._python(
+                lambda source, prelude, function: program.serve_python(source, prelude, function, stdin)
+            ),
+            limits,
+            reusable=True,
+        )
+        self._process.again()
+        return self._process.until_ended(limits)
+
+    def _python(self, run: Callable[..., NoReturn] = program.run_python, **how: Any) -> NoReturn:
+        os.environ.clear()
+        os.environ.update(self._environment)
+        run(self._source, self._prelude, self._function, **how)
+
+    def _once(self, job: Callable[[], NoReturn], limits: dict[str, Any], *, value_bytes: int = 0, **how: Any) -> Ended:
+        return Process(self._place, job, limits, **how).until_ended(limits, value_bytes)
+
+    def _end(self) -> None:
+        if self._process is not None and self._process.alive:
+            self._process.end()
+        self._process = None
+
+
+def _above(descriptor: int) -> int:
+    """The same file under a number that programs are not given."""
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, kernel.OWN_DESCRIPTORS)
+    os.close(descriptor)
+    return moved
+
+
+def serve(host: socket.socket) -> None:
+    """Supervise one answer's programs, until the host is gone."""
+    message = wire.receive(host)
+    if message is None:
+        return
+    header, _ = message
+    here = os.getpid()
+    # The filter refuses this, to programs and from then on to this process too.
+    stdin = _above(os.memfd_create("stdin", os.MFD_CLOEXEC))
+    try:
+        confinement = confined.enter(
+            header["directory"],
+            namespaces=header["namespaces"],
+            readable=header["readable"],
+            disk_megabytes=header["disk_megabytes"],
+            why_not=header["why_not"],
+        )
+    except OSError as error:
+        wire.send(host, {"failure": str(error)})
+        return
+    # From here on programs' imports look nowhere but in the standard library and in what the host names.
+    sys.path += header["packages"]
+    wire.send(host, {"process": here, "isolation": confinement.described()})
+    try:
+        Supervisor(host, confinement, stdin=stdin, disk_megabytes=header["disk_megabytes"]).serve()
+    except (HostGoneError, OSError):
+        pass
+    finally:
+        processes.end(confinement)
+        if not confinement.namespaces:
+            os.chdir("/")
+            confinement.empty_directory()
+            # The folder around it too: a host that has gone removes nothing.
+            with contextlib.suppress(OSError):
+                os.rmdir(header["directory"])
+                os.rmdir(os.path.dirname(header["directory"]))

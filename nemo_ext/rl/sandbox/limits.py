@@ -1,0 +1,58 @@
+"""What a program may use."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from nemo_ext.data.settings import check_keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of one run; a test is one run.
+
+    Attributes:
+        cpu_seconds: of one process; the kernel counts whole ones, upwards. 10 as in Domyn's code environment.
+        wall_seconds: of all of it; more than `cpu_seconds`, since a busy machine is not the program's fault.
+        memory_megabytes: resident memory of all its processes together, looked at every 20 ms and more seldom where
+            many processes run; each one's address space is held to twice that by the kernel.
+        processes: processes and threads together.
+        output_bytes: of stdout, and of a function's result. Of stderr 16 kB are kept.
+        disk_megabytes: its private directory.
+    """
+
+    cpu_seconds: float = 10.0
+    wall_seconds: float = 20.0
+    memory_megabytes: int = 1024
+    processes: int = 32
+    output_bytes: int = 4 << 20
+    disk_megabytes: int = 64
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            whole = field.type in (int, "int")
+            number = isinstance(value, int) or (isinstance(value, float) and not whole)
+            if not number or isinstance(value, bool) or not 0 < value < 1 << 40:
+                kind = "a whole number" if whole else "a number"
+                raise ValueError(f"limits.{field.name} must be {kind} above 0, not {value!r}")
+
+    def changed(self, changes: Mapping[str, Any], where: str = "limits") -> "Limits":
+        """Others, with the changes that a config or a task names.
+
+        Raises:
+            ValueError: naming the key, what it holds and what it may hold.
+        """
+        check_keys(changes, [field.name for field in fields(self)], required=[], where=where)
+        try:
+            return replace(self, **changes)
+        except ValueError as error:
+            raise ValueError(f"{where.removesuffix('limits')}{error}") from None
+
+    def record(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return asdict(self)
+
+
+COMPILATION = Limits(cpu_seconds=30, wall_seconds=60, memory_megabytes=2048, disk_megabytes=64)
+"""g++ -O2 takes a second or two for a contest's program; templates can keep it busy for ever."""

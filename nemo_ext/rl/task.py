@@ -1,0 +1,77 @@
+"""A prompt to train on by reinforcement, with what its verifier needs to know."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_ext.data.settings import check_keys
+from nemo_ext.data.sft.formats import to_record, to_sample
+from nemo_ext.data.sft.sample import Message, Sample
+
+_KEYS = ("id", "environment", "prompt", "reference", "tools", "domain", "thinking")
+_REQUIRED = ("id", "environment", "prompt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One task; a line of a task file is its record.
+
+    Attributes:
+        id: unique in its file.
+        environment: name of the verifier or of the tool environment, a key of `nemo_ext.rl.environments.ENVIRONMENTS`.
+        prompt: messages before the response.
+        reference: what the environment checks the response against; its keys are the environment's own.
+        tools: JSON schemas of the tools that are declared, as OpenAI's `tools`.
+        domain: for shares, curricula and metrics; the environment's name if a record has none.
+        thinking: the mode that is asked for; None where the model has no modes.
+    """
+
+    id: str
+    environment: str
+    prompt: tuple[Message, ...]
+    reference: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Mapping[str, Any], ...] = ()
+    domain: str = ""
+    thinking: bool | None = None
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any], where: str = "task") -> "Task":
+        """From a task file's record; a prompt that is a text is one user message.
+
+        Raises:
+            ValueError: naming `where`, the key, what it holds and what it may hold.
+        """
+        check_keys(record, _KEYS, required=_REQUIRED, where=where)
+        prompt, reference = record["prompt"], record.get("reference") or {}
+        if not isinstance(reference, Mapping):
+            raise ValueError(f"{where}: reference must be a mapping, not {reference!r}")
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        try:
+            sample = to_sample({"messages": messages, "tools": record.get("tools")}, id=record["id"], format="openai")
+        except ValueError as error:
+            raise ValueError(f"{where}: prompt: {error}") from None
+        return cls(
+            id=str(record["id"]),
+            environment=record["environment"],
+            prompt=sample.messages,
+            reference=reference,
+            tools=sample.tools,
+            domain=record.get("domain") or record["environment"],
+            thinking=record.get("thinking"),
+        )
+
+    def record(self) -> dict[str, Any]:
+        """The line of a task file; `of` gives the task back."""
+        sample = to_record(Sample(id=self.id, messages=self.prompt, tools=self.tools))
+        record: dict[str, Any] = {
+            "id": self.id,
+            "environment": self.environment,
+            "domain": self.domain,
+            "prompt": sample["messages"],
+            "reference": dict(self.reference),
+        }
+        if self.tools:
+            record["tools"] = sample["tools"]
+        if self.thinking is not None:
+            record["thinking"] = self.thinking
+        return record

@@ -1,0 +1,49 @@
+"""Tasks that the package makes itself, so that every environment can be tried without data from elsewhere.
+
+Each module has `tasks(count, *, seed, level=None) -> Iterator[Task]`, `solution(task)`, a right answer, and `LEVELS`,
+the number of levels of difficulty: 1 is the easiest; without a level they take turns. A task depends on the seed, the
+level and its number alone: more tasks begin with the same ones.
+"""
+
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nemo_ext.data.settings import checked_whole, nearest
+from nemo_ext.rl.task import Task
+
+GENERATORS: Mapping[str, str] = {
+    "arithmetic": "nemo_ext.rl.tasks.arithmetic",
+    "tables": "nemo_ext.rl.tasks.tables",
+    "schemas": "nemo_ext.rl.tasks.schemas",
+    "programs": "nemo_ext.rl.tasks.programs",
+    "instructions": "nemo_ext.rl.tasks.instructions",
+    "workplace": "nemo_ext.rl.tasks.workplace",
+    "bank": "nemo_ext.rl.tasks.bank",
+}
+
+
+def generate(name: str, count: int, *, seed: int, level: int | None = None, **settings: Any) -> Iterator[Task]:
+    """Tasks of a generator's name.
+
+    Raises:
+        ValueError: there is none of that name, or a number is out of range.
+    """
+    if name not in GENERATORS:
+        raise ValueError(f"tasks: unknown name {name!r}: {nearest(name, GENERATORS)}")
+    checked_whole("count", count, least=0)
+    made: Iterator[Task] = importlib.import_module(GENERATORS[name]).tasks(count, seed=seed, level=level, **settings)
+    return made
+
+
+def level_of(index: int, level: int | None, levels: int) -> int:
+    """The level of a generator's task: the one that is asked for, or all in turn.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    if level is None:
+        return index % levels + 1
+    if checked_whole("level", level, least=1) > levels:
+        raise ValueError(f"level={level}: expected 1 to {levels}")
+    return level

@@ -1,0 +1,139 @@
+r"""Arithmetic and algebra with one right answer, in eight levels, for the environment `math`."""
+
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Literal
+
+import numpy as np
+
+from nemo_ext.data.seeds import generator
+from nemo_ext.data.sft.sample import Message
+from nemo_ext.rl.task import Task
+from nemo_ext.rl.tasks import level_of
+
+Format = Literal["boxed", "text", "bare"]
+_ASKED = {
+    "boxed": r"Put the answer in \boxed{}.",
+    "text": 'End with "The answer is" and the answer.',
+    "bare": "Write the answer alone.",
+}
+
+
+def tasks(count: int, *, seed: int, level: int | None = None, format: Format = "boxed") -> Iterator[Task]:
+    """Problems of the levels 1 (sums of digits) to 8 (quadratic equations).
+
+    Args:
+        level: of all; None for all levels in turn.
+        format: how the answer is asked for, as `nemo_ext.rl.verifiers.math.Reference` has it.
+    """
+    for index in range(count):
+        of = level_of(index, level, LEVELS)
+        question, _, answer = _problem(seed, of, index)
+        yield Task(
+            id=f"arithmetic/{seed}/{of}/{index}",
+            environment="math",
+            prompt=(Message(role="user", content=f"{question} {_ASKED[format]}"),),
+            reference={"answer": answer, "format": format},
+            domain="arithmetic",
+        )
+
+
+def solution(task: Task) -> str:
+    """A right answer, worked out: to train on and to test with."""
+    _, seed, level, index = task.id.split("/")
+    _, work, answer = _problem(int(seed), int(level), int(index))
+    return {"boxed": f"{work}\n\n\\boxed{{{answer}}}", "text": f"{work}\n\nThe answer is {answer}", "bare": answer}[
+        task.reference["format"]
+    ]
+
+
+def _problem(seed: int, level: int, index: int) -> tuple[str, str, str]:
+    return _LEVELS[level - 1](generator(seed, "arithmetic", level, index))
+
+
+def _digits(random: np.random.Generator) -> tuple[str, str, str]:
+    return _calculated(f"{_whole(random, 0, 9)} + {_whole(random, 0, 9)}")
+
+
+def _sums(random: np.random.Generator) -> tuple[str, str, str]:
+    sign = "+-"[_whole(random, 0, 1)]
+    return _calculated(f"{_whole(random, 10, 99)} {sign} {_whole(random, 10, 99)}")
+
+
+def _products(random: np.random.Generator) -> tuple[str, str, str]:
+    first, second = _whole(random, 2, 99), _whole(random, 2, 12)
+    if _whole(random, 0, 1):
+        return f"What is {first * second} / {second}?", f"{first} * {second} = {first * second}", str(first)
+    return _calculated(f"{first} * {second}")
+
+
+def _brackets(random: np.random.Generator) -> tuple[str, str, str]:
+    inner = f"{_whole(random, 2, 20)} {'+-'[_whole(random, 0, 1)]} {_whole(random, 2, 20)}"
+    return _calculated(f"{_whole(random, 2, 12)} * ({inner}) - {_whole(random, 2, 50)}")
+
+
+def _linear(random: np.random.Generator) -> tuple[str, str, str]:
+    factor, x, offset = _whole(random, 2, 12), _whole(random, -12, 12), _whole(random, 1, 30)
+    right = factor * x + offset
+    work = f"{factor}x = {right} - {offset} = {right - offset}, so x = {x}."
+    return f"Solve {factor}x + {offset} = {right} for x.", work, str(x)
+
+
+def _fractions(random: np.random.Generator) -> tuple[str, str, str]:
+    left, right = _whole(random, 2, 12), _whole(random, 2, 12)
+    right += left == right
+    first, second = _whole(random, 1, 20), _whole(random, 1, 20)
+    x = Fraction(second - first, left - right)
+    work = f"({left} - {right})x = {second} - {first}, so x = {second - first} / {left - right} = {x}."
+    return f"Solve {left}x + {first} = {right}x + {second} for x.", work, _latex(x)
+
+
+def _system(random: np.random.Generator) -> tuple[str, str, str]:
+    x, y, factor = _whole(random, -9, 9), _whole(random, -9, 9), _whole(random, 2, 6)
+    total, other = x + y, factor * x - y
+    question = f"Solve x + y = {total} and {factor}x - y = {other}. Give (x, y)."
+    work = f"The sum of both is {factor + 1}x = {total + other}, so x = {x} and y = {total} - ({x}) = {y}."
+    return question, work, f"({x}, {y})"
+
+
+def _quadratic(random: np.random.Generator) -> tuple[str, str, str]:
+    first = _whole(random, -9, 8)
+    second = _whole(random, first + 1, 9)
+    linear, constant = -(first + second), first * second
+    question = f"Find all solutions of x^2 {_signed(linear)}x {_signed(constant)} = 0. Give them as a set {{a, b}}."
+    work = f"The left side is (x {_signed(-first)})(x {_signed(-second)})."
+    return question, work, rf"\{{{first}, {second}\}}"
+
+
+_LEVELS: tuple[Callable[[np.random.Generator], tuple[str, str, str]], ...] = (
+    _digits,
+    _sums,
+    _products,
+    _brackets,
+    _linear,
+    _fractions,
+    _system,
+    _quadratic,
+)
+LEVELS = len(_LEVELS)
+
+
+def _calculated(expression: str) -> tuple[str, str, str]:
+    # The expression is our own: digits, signs and brackets.
+    value = eval(expression, {"__builtins__": {}})
+    return f"What is {expression}?", f"{expression} = {value}", str(value)
+
+
+def _whole(random: np.random.Generator, least: int, most: int) -> int:
+    return int(random.integers(least, most, endpoint=True))
+
+
+def _latex(number: Fraction) -> str:
+    if number.denominator == 1:
+        return str(number.numerator)
+    sign = "-" if number < 0 else ""
+    return rf"{sign}\frac{{{abs(number.numerator)}}}{{{number.denominator}}}"
+
+
+def _signed(number: int) -> str:
+    return f"{'-' if number < 0 else '+'} {abs(number)}"

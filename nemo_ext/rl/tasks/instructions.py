@@ -1,0 +1,196 @@
+"""Prompts with one to ten instructions that a program can check (as many as in Llama-Nemotron, section 6.1).
+
+The level is their number. Instructions are drawn so that one answer can keep them all, and `solution` writes one.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from nemo_ext.data.seeds import generator
+from nemo_ext.data.sft.sample import Message
+from nemo_ext.rl.response import parse_response
+from nemo_ext.rl.task import Task
+from nemo_ext.rl.tasks import level_of
+from nemo_ext.rl.verifiers.instruction_rules import sentences
+from nemo_ext.rl.verifiers.instructions import check, verify
+
+LEVELS = 10
+
+_TOPICS = ("a garden", "a railway station", "a school", "a kitchen", "a mountain village", "a library", "a harbour")
+_SUBJECTS = ("The morning", "Every visitor", "The old clock", "A small bird", "The street", "Our neighbour", "The wind")
+_VERBS = ("brings", "remembers", "carries", "shows", "finds", "changes", "greets")
+_OBJECTS = ("a new story", "the quiet light", "some fresh bread", "the people here", "a good reason", "the long day")
+_KEYWORDS = ("lantern", "bridge", "copper", "meadow", "pocket", "ribbon", "summer", "thunder", "velvet", "window")
+_FORBIDDEN = ("never", "very", "beautiful", "problem", "suddenly", "amazing", "however", "maybe")
+_ENDINGS = ("That is all for today.", "Thank you for reading.", "Let me know what you think.")
+_CAPITALS = ("NORTH", "SOUTH", "EAST", "WEST")
+
+# Of each set one at most.
+_ALTERNATIVES: tuple[tuple[str, ...], ...] = (
+    ("keywords:existence",),
+    ("keywords:frequency",),
+    ("keywords:forbidden_words",),
+    ("keywords:letter_frequency",),
+    ("length_constraints:number_sentences",),
+    ("length_constraints:number_words",),
+    ("length_constraints:number_paragraphs", "paragraphs:paragraphs2"),
+    ("detectable_content:number_placeholders",),
+    ("detectable_content:postscript",),
+    ("detectable_format:number_bullet_lists",),
+    ("detectable_format:number_highlighted_sections",),
+    ("detectable_format:title",),
+    ("startend:end_checker", "startend:quotation"),
+    ("change_case:capital_word_frequency", "change_case:english_lowercase", "change_case:english_capital"),
+    ("punctuation:no_comma",),
+    ("punctuation:punctuation_exclamation",),
+)
+
+
+def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
+    """Prompts with as many instructions as the level says, or with one to ten in turn."""
+    for index in range(count):
+        of = level_of(index, level, LEVELS)
+        random = generator(seed, "instructions", of, index)
+        topic = _one(random, _TOPICS)
+        while True:  # not all draws can be kept at once
+            chosen = [_drawn(random, _one(random, _ALTERNATIVES[place])) for place in _places(random, of)]
+            reference: dict[str, Any] = {"instructions": chosen, "mode": "all"}
+            parsed = check(reference)
+            if verify(parse_response(_written(reference)), parsed).outcome == "correct":
+                break
+        asked = "\n".join(f"{number}. {each.says()}" for number, each in enumerate(parsed.instructions, start=1))
+        yield Task(
+            id=f"instructions/{seed}/{of}/{index}",
+            environment="instructions",
+            prompt=(Message(role="user", content=f"Write a short text about {topic}.\n{asked}"),),
+            reference=reference,
+            domain="instructions",
+        )
+
+
+def solution(task: Task) -> str:
+    """A text that keeps all of a task's instructions."""
+    return _written(task.reference)
+
+
+def _places(random: np.random.Generator, number: int) -> list[int]:
+    return sorted(int(place) for place in random.permutation(len(_ALTERNATIVES))[:number])
+
+
+def _drawn(random: np.random.Generator, name: str) -> dict[str, Any]:
+    def number(low: int, high: int) -> int:
+        return int(random.integers(low, high + 1))
+
+    def several(choices: tuple[str, ...], most: int) -> list[str]:
+        return [choices[int(place)] for place in random.permutation(len(choices))[: number(1, most)]]
+
+    relation = "at least" if random.random() < 0.6 else "less than"
+    kwargs: dict[str, dict[str, Any]] = {
+        "keywords:existence": {"keywords": several(_KEYWORDS, 3)},
+        "keywords:frequency": {
+            "keyword": _one(random, _KEYWORDS),
+            "frequency": number(2, 4),
+            "relation": "at least",
+        },
+        "keywords:forbidden_words": {"forbidden_words": several(_FORBIDDEN, 3)},
+        "keywords:letter_frequency": {
+            "letter": _one(random, ("a", "e", "r", "s", "t")),
+            "let_frequency": number(5, 20),
+            "let_relation": "at least",
+        },
+        "length_constraints:number_sentences": {
+            "num_sentences": number(3, 8) if relation == "at least" else number(12, 30),
+            "relation": relation,
+        },
+        "length_constraints:number_words": {
+            "num_words": number(20, 80) if relation == "at least" else number(120, 200),
+            "relation": relation,
+        },
+        "length_constraints:number_paragraphs": {"num_paragraphs": number(2, 4)},
+        "detectable_content:number_placeholders": {"num_placeholders": number(1, 4)},
+        "detectable_content:postscript": {"postscript_marker": _one(random, ("P.S.", "P.P.S"))},
+        "detectable_format:number_bullet_lists": {"num_bullets": number(2, 5)},
+        "detectable_format:number_highlighted_sections": {"num_highlights": number(1, 3)},
+        "startend:end_checker": {"end_phrase": _one(random, _ENDINGS)},
+        "change_case:capital_word_frequency": {"capital_frequency": number(1, 4), "capital_relation": "at least"},
+    }
+    return {"id": name, "kwargs": kwargs.get(name, {})}
+
+
+def _written(reference: Mapping[str, Any]) -> str:
+    """A text that is made of what each instruction asks for, and as long as they need."""
+    asked = {each["id"]: each["kwargs"] for each in reference["instructions"]}
+    parts = _parts(asked)
+    for length in range(40):
+        text = _assembled(asked, parts, length)
+        if _is_long_enough(asked, text):
+            return text
+    return text
+
+
+def _parts(asked: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Sentences that hold what is asked for."""
+    parts = [f"Here the word {word} belongs." for word in asked.get("keywords:existence", {}).get("keywords", ())]
+    if frequency := asked.get("keywords:frequency"):
+        parts.append("We wrote " + " and ".join([frequency["keyword"]] * frequency["frequency"]) + ".")
+    if placeholders := asked.get("detectable_content:number_placeholders"):
+        listed = " and ".join(f"[name {number}]" for number in range(1, placeholders["num_placeholders"] + 1))
+        parts.append(f"It was written by {listed}.")
+    if highlights := asked.get("detectable_format:number_highlighted_sections"):
+        listed = " and ".join(["*this part*"] * highlights["num_highlights"])
+        parts.append(f"Please look at {listed}.")
+    if capitals := asked.get("change_case:capital_word_frequency"):
+        parts.append("We went " + " and ".join(_CAPITALS[: capitals["capital_frequency"]]) + ".")
+    return parts
+
+
+def _assembled(asked: Mapping[str, Mapping[str, Any]], parts: list[str], length: int) -> str:
+    body = [*parts, *(_filler(number) for number in range(length))] or [_filler(0)]
+    if several := asked.get("length_constraints:number_paragraphs"):
+        text = _divided(body, several["num_paragraphs"], "\n***\n")
+    elif "paragraphs:paragraphs2" in asked:
+        text = _divided(body, 2, "\n\n")
+    else:
+        text = " ".join(body)
+    if "detectable_format:title" in asked:
+        text = f"<<A Short Text>>\n{text}"
+    if bullets := asked.get("detectable_format:number_bullet_lists"):
+        text += "".join(f"\n* Point {number} of the list." for number in range(1, bullets["num_bullets"] + 1))
+    if postscript := asked.get("detectable_content:postscript"):
+        text += f"\n{postscript['postscript_marker']} We will write again soon."
+    if ending := asked.get("startend:end_checker"):
+        text += f" {ending['end_phrase']}"
+    if "change_case:english_lowercase" in asked:
+        text = text.lower()
+    if "change_case:english_capital" in asked:
+        text = text.upper()
+    return f'"{text}"' if "startend:quotation" in asked else text
+
+
+def _divided(body: list[str], number: int, divider: str) -> str:
+    body = [*body, *(_filler(place + 50) for place in range(number - len(body)))]
+    return divider.join([*body[: number - 1], " ".join(body[number - 1 :])])
+
+
+def _is_long_enough(asked: Mapping[str, Mapping[str, Any]], text: str) -> bool:
+    letters = asked.get("keywords:letter_frequency")
+    if letters and text.lower().count(letters["letter"]) < letters["let_frequency"]:
+        return False
+    words = asked.get("length_constraints:number_words")
+    if words and words["relation"] == "at least" and len(text.split()) < words["num_words"]:
+        return False
+    few = asked.get("length_constraints:number_sentences")
+    return not (few and few["relation"] == "at least" and len(sentences(text)) < few["num_sentences"])
+
+
+def _filler(number: int) -> str:
+    """A sentence of its own for each number up to some hundreds."""
+    subject = _SUBJECTS[number % len(_SUBJECTS)]
+    verb = _VERBS[(number // 2) % len(_VERBS)]
+    return f"{subject} {verb} {_OBJECTS[(number // 3) % len(_OBJECTS)]}."
+
+
+def _one(random: np.random.Generator, choices: tuple[Any, ...]) -> Any:
+    return choices[int(random.integers(len(choices)))]

@@ -1,0 +1,85 @@
+"""Files of generated tasks, and of conversations that solve them."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.data.seeds import uniform
+from nemo_ext.data.settings import check_keys, checked_share, checked_whole
+from nemo_ext.data.sft.formats import to_record
+from nemo_ext.data.sft.sample import Message, Sample, ToolCall
+from nemo_ext.progress import notice
+from nemo_ext.rl.environments import make
+from nemo_ext.rl.response import Response
+from nemo_ext.rl.task import Task
+from nemo_ext.rl.tasks import GENERATORS, generate
+from nemo_ext.run_directory import write_text
+
+_KEYS = ("generator", "count", "level", "seed", "settings", "thinking", "output", "solutions")
+
+
+def run(config: Mapping[str, Any]) -> None:
+    """Write `count` tasks to `output`, and conversations with right answers to `solutions` if it is given.
+
+    Raises:
+        ValueError: naming the key, what it holds and what it may hold.
+    """
+    check_keys(config, _KEYS, required=_KEYS, where="rl_tasks")
+    for key, what in (("generator", "which tasks"), ("output", "the file to write")):
+        if not config[key]:
+            raise ValueError(f"{key}=null: say {what}")
+    level = None if config["level"] is None else checked_whole("level", config["level"], least=1)
+    seed, count = checked_whole("seed", config["seed"]), checked_whole("count", config["count"], least=1)
+    settings = config["settings"] or {}
+    try:
+        made = list(generate(config["generator"], count, seed=seed, level=level, **settings))
+    except TypeError as error:
+        raise ValueError(f"settings={settings}: {error}") from None
+    tasks = [_in_mode(task, config["thinking"], seed) for task in made]
+    _write(config["output"], (task.record() for task in tasks))
+    if config["solutions"]:
+        _write(config["solutions"], (to_record(solved(task, config["generator"])) for task in tasks))
+
+
+def solved(task: Task, generator: str) -> Sample:
+    """The task with a right answer, as a conversation to train on."""
+    answer = import_module(GENERATORS[generator]).solution(task)
+    messages = list(
+        _calling(task, answer) if isinstance(answer, tuple) else [Message(role="assistant", content=answer)]
+    )
+    return Sample(
+        id=task.id, messages=(*task.prompt, *messages), tools=task.tools, task=task.domain, thinking=task.thinking
+    )
+
+
+def _calling(task: Task, calls: tuple[ToolCall, ...]) -> Iterator[Message]:
+    """Questions while the user has more to say, all calls with what the world answers, and a last word."""
+    environment = make(task.environment)
+    assert environment.begin is not None
+    conversation = environment.begin(environment.check(task.reference))
+    questions = [Message(role="assistant", content="Could you tell me more?") for _ in task.reference.get("user", ())]
+    numbered = tuple(replace(call, id=call.id or f"call_{number}") for number, call in enumerate(calls))
+    last = Message(role="assistant", content=str(task.reference.get("answer") or "Done."))
+    for message in (*questions, Message(role="assistant", tool_calls=numbered), last):
+        yield message
+        yield from conversation.step(
+            Response(text=message.content, answer=message.content, tool_calls=message.tool_calls)
+        )
+    verdict = conversation.verdict()
+    assert verdict.outcome == "correct", f"{task.id}: {verdict.reason}"
+
+
+def _in_mode(task: Task, thinking: object, seed: int) -> Task:
+    if thinking is None:
+        return task
+    share = float(thinking) if isinstance(thinking, bool) else checked_share("thinking", thinking)
+    return replace(task, thinking=uniform(seed, "thinking", task.id) < share)
+
+
+def _write(path: str, records: Iterator[Mapping[str, Any]]) -> None:
+    lines = [json.dumps(record, ensure_ascii=False) for record in records]
+    write_text(Path(path).expanduser(), "\n".join(lines) + "\n")
+    notice(f"{len(lines):,} records: {path}")

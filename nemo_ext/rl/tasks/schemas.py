@@ -1,0 +1,124 @@
+"""Objects described in words and the JSON schemas they belong to, in four levels, for `structured_output`."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from nemo_ext.data.seeds import generator
+from nemo_ext.data.sft.sample import Message
+from nemo_ext.rl.task import Task
+from nemo_ext.rl.tasks import level_of
+
+LEVELS = 4
+_KINDS: Mapping[str, tuple[str, ...]] = {
+    "book": ("title", "author", "pages", "genre", "in_print"),
+    "recipe": ("title", "cook", "minutes", "course", "vegetarian"),
+    "flight": ("number", "pilot", "seats", "cabin", "delayed"),
+    "film": ("title", "director", "minutes", "genre", "in_colour"),
+}
+_WORDS = ("amber", "birch", "cobalt", "delta", "ember", "fjord", "granite", "harbour", "indigo", "juniper")
+_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "genre": ("drama", "history", "comedy"),
+    "course": ("starter", "main", "dessert"),
+    "cabin": ("economy", "business", "first"),
+}
+
+
+def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
+    """Descriptions of the levels 1 (two texts) to 4 (lists of objects).
+
+    Args:
+        level: of all; None for all levels in turn.
+    """
+    for index in range(count):
+        of = level_of(index, level, LEVELS)
+        kind, schema, made = _described(seed, of, index)
+        content = (
+            f"{_words(kind, made)}\n\nWrite this as JSON that the schema below allows. Answer with the JSON alone.\n\n"
+            f"{json.dumps(schema)}"
+        )
+        yield Task(
+            id=f"schemas/{seed}/{of}/{index}",
+            environment="structured_output",
+            prompt=(Message(role="user", content=content),),
+            reference={"schema": schema},
+            domain="schemas",
+        )
+
+
+def solution(task: Task) -> str:
+    """A right answer, the object that the prompt describes: to train on and to test with."""
+    _, seed, level, index = task.id.split("/")
+    return json.dumps(_described(int(seed), int(level), int(index))[2])
+
+
+def _described(seed: int, level: int, index: int) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """The kind of an object, its schema and the object."""
+    random = generator(seed, "schemas", level, index)
+    kind = str(random.choice(list(_KINDS)))
+    schema, made = _flat(random, kind, properties=2 if level == 1 else 5)
+    if level >= 3:
+        inner, owner = _flat(random, kind, properties=2)
+        inner["properties"] = {f"previous_{name}": part for name, part in inner["properties"].items()}
+        inner["required"] = list(inner["properties"])
+        schema["properties"]["previous"] = inner
+        made["previous"] = {f"previous_{name}": value for name, value in owner.items()}
+        schema["required"].append("previous")
+    if level >= 4:
+        schema["$defs"] = {"review": _flat(random, kind, properties=0)[0]}
+        schema["$defs"]["review"] |= {
+            "properties": {"reader": {"type": "string", "minLength": 1}, "stars": _whole_schema(1, 5)},
+            "required": ["reader", "stars"],
+        }
+        schema["properties"]["reviews"] = {"type": "array", "items": {"$ref": "#/$defs/review"}, "minItems": 1}
+        schema["required"].append("reviews")
+        made["reviews"] = [
+            {"reader": _word(random), "stars": int(random.integers(1, 6))} for _ in range(int(random.integers(1, 4)))
+        ]
+    return kind, schema, made
+
+
+def _flat(random: np.random.Generator, kind: str, *, properties: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    schemas: dict[str, Any] = {}
+    made: dict[str, Any] = {}
+    for place, name in enumerate(_KINDS[kind][:properties]):
+        if name in _OPTIONS:
+            schemas[name], made[name] = {"enum": list(_OPTIONS[name])}, str(random.choice(_OPTIONS[name]))
+        elif place == 2:
+            schemas[name], made[name] = _whole_schema(1, 999), int(random.integers(1, 1000))
+        elif place == 4:
+            schemas[name], made[name] = {"type": "boolean"}, bool(random.integers(2))
+        else:
+            schemas[name], made[name] = {"type": "string", "minLength": 1}, f"{_word(random)} {_word(random)}"
+    schema = {"type": "object", "properties": schemas, "required": list(schemas), "additionalProperties": False}
+    return schema, made
+
+
+def _words(kind: str, made: Mapping[str, Any]) -> str:
+    """The object as sentences."""
+    sentences = [f"There is a {kind}."]
+    for name, value in made.items():
+        shown = name.replace("_", " ")
+        if isinstance(value, Mapping):
+            inner = ", ".join(f"{key.replace('_', ' ')} {_shown(part)}" for key, part in value.items())
+            sentences.append(f"Its {shown} one: {inner}.")
+        elif isinstance(value, list):
+            listed = "; ".join(", ".join(f"{key} {_shown(part)}" for key, part in item.items()) for item in value)
+            sentences.append(f"Its {shown}: {listed}.")
+        else:
+            sentences.append(f"Its {shown} is {_shown(value)}.")
+    return " ".join(sentences)
+
+
+def _shown(value: Any) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def _whole_schema(least: int, most: int) -> dict[str, Any]:
+    return {"type": "integer", "minimum": least, "maximum": most}
+
+
+def _word(random: np.random.Generator) -> str:
+    return str(random.choice(_WORDS))

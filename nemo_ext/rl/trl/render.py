@@ -1,0 +1,253 @@
+"""An algorithm for TRL: the arguments of its GRPOConfig, RLOOConfig or DPOConfig.
+
+Rewards, shares of environments and the order of prompts are the adapter's. Imports TRL only where a config is made.
+"""
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+from nemo_ext.data.settings import nearest
+from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, Preference
+from nemo_ext.rl.rendering import Rendered, around
+
+
+def render(
+    algorithm: Algorithm,
+    *,
+    micro_batch: int = 1,
+    processes: int = 1,
+    vllm: bool = False,
+    by_adapter: Collection[str] = (),
+) -> Rendered:
+    """The algorithm as arguments of the config that `config_class` names.
+
+    Args:
+        algorithm: see `nemo_ext.rl.algorithms`.
+        micro_batch: responses or pairs on a device at once.
+        processes: devices that train.
+        vllm: generate with it; else with transformers.
+        by_adapter: our keys that TRL cannot do and the caller does, `advantage.baseline` for example.
+
+    Raises:
+        ValueError: the batch is not whole micro-batches on all devices.
+    """
+    share = micro_batch * processes
+    if algorithm.batch % share:
+        raise ValueError(f"batch={algorithm.batch} must be a multiple of micro_batch x processes = {share}")
+    draft = _Draft(algorithm, by_adapter)
+    draft.settings |= {
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": algorithm.batch // share,
+    }
+    if isinstance(algorithm, PolicyGradient):
+        _generation(draft, algorithm, vllm=vllm)
+        if algorithm.algorithm == "rloo":
+            _rloo(draft, algorithm)
+        else:
+            _grpo(draft, algorithm)
+    else:
+        _preference(draft, algorithm, micro_batch=micro_batch)
+    _optimizer(draft, algorithm)
+    if algorithm.router.frozen:
+        draft.cannot("router.frozen", "TRL trains all weights; the adapter must freeze the router in the model instead")
+    if algorithm.router.bias_update_rate:
+        draft.cannot("router.bias_update_rate", "transformers does not update experts' bias; it stays instead")
+    return Rendered(settings=draft.settings, adapter=draft.adapter, inexpressible=draft.inexpressible)
+
+
+def config_class(algorithm: Algorithm) -> type[Any]:
+    """TRL's class for the algorithm."""
+    import trl
+
+    names = {"grpo": "GRPOConfig", "rloo": "RLOOConfig", "dpo": "DPOConfig", "rpo": "DPOConfig"}
+    made: type[Any] = getattr(trl, names[algorithm.algorithm])
+    return made
+
+
+def make_config(algorithm: Algorithm, rendered: Rendered, **others: Any) -> Any:
+    """TRL's config, of what was rendered and other arguments, which win.
+
+    Args:
+        others: `output_dir`, `use_cpu`, `bf16`, `report_to` ...
+
+    Raises:
+        ValueError: the installed TRL has no such argument, with the nearest, or refuses a value.
+    """
+    kind = config_class(algorithm)
+    known = [field.name for field in dataclasses.fields(kind) if field.init]
+    arguments: dict[str, Any] = dict(rendered.settings) | others
+    for name in arguments:
+        if name not in known:
+            raise ValueError(f"trl: {kind.__name__} has no argument {name!r}: {nearest(name, known)}")
+    return kind(**arguments)
+
+
+class _Draft:
+    """Settings in the making; what the caller's adapter does is not inexpressible."""
+
+    def __init__(self, algorithm: Algorithm, by_adapter: Collection[str]) -> None:
+        self.settings: dict[str, Any] = {}
+        self.adapter, self.inexpressible = around(algorithm)
+        self._by_adapter = by_adapter
+        for key in self.inexpressible.keys() & set(by_adapter):
+            del self.inexpressible[key]
+
+    def cannot(self, ours: str, reason: str) -> None:
+        if ours not in self._by_adapter:
+            self.inexpressible[ours] = reason
+
+
+def _generation(draft: _Draft, algorithm: PolicyGradient, *, vllm: bool) -> None:
+    draft.settings |= {
+        "num_generations": algorithm.generations_per_prompt,
+        "generation_batch_size": algorithm.responses_per_step,
+        "num_iterations": algorithm.passes,
+        "temperature": algorithm.sampling.temperature,
+        "top_p": algorithm.sampling.top_p,
+        "max_completion_length": algorithm.lengths.response,
+        "mask_truncated_completions": algorithm.overlong_filtering,
+        "beta": algorithm.loss.kl.coefficient,
+        "use_vllm": vllm,
+        # The adapter's order of prompts: curricula, shares of environments.
+        "shuffle_dataset": False,
+    }
+    lengths = algorithm.lengths
+    if vllm:
+        draft.settings["vllm_max_model_length"] = lengths.context
+    if lengths.prompt is not None:
+        draft.cannot("lengths.prompt", "longer prompts are trained on as well; leave them out of the tasks instead")
+    elif lengths.total is not None and not vllm:
+        draft.cannot("lengths.total", "only vLLM bounds both together; lengths.response alone is bounded instead")
+    if algorithm.turns > 1:
+        if algorithm.algorithm == "grpo":
+            # Each call's answer leads to one more response.
+            draft.settings["max_tool_calling_iterations"] = algorithm.turns - 1
+        else:
+            draft.cannot("turns", "RLOOTrainer has no tools; turns=1 is done instead")
+    if algorithm.asynchronous is not None:
+        draft.cannot("asynchronous", "TRL generates and trains in turn; responses are of age 0 instead")
+    if algorithm.sampling.drop_zero_variance:
+        reason = "groups stay with an advantage of 0 instead, no others are generated"
+        draft.cannot("sampling.drop_zero_variance", reason)
+
+
+def _grpo(draft: _Draft, algorithm: PolicyGradient) -> None:
+    advantage, loss = algorithm.advantage, algorithm.loss
+    if advantage.baseline == "leave_one_out":
+        reason = "only rloo leaves one out; mean instead, advantages are 1 / group smaller"
+        draft.cannot("advantage.baseline", reason)
+    if advantage.normalise == "std":
+        draft.cannot("advantage.normalise", "unbiased_std instead, the only one")
+    draft.settings |= {
+        "scale_rewards": "none" if advantage.normalise == "none" else "group",
+        "loss_type": {"token": "dapo", "sequence": "grpo", "sequence_sum": "luspo"}[loss.level],
+        "importance_sampling_level": loss.ratio,
+        "delta": loss.dual_clip,
+        # The gradient of the estimator alone, as in the papers and in NeMo-RL 0.5.
+        "use_bias_correction_kl": False,
+    }
+    if loss.clip_low is not None:
+        draft.settings |= {"epsilon": loss.clip_low, "epsilon_high": loss.clip_high}
+    else:
+        _unclipped(draft, algorithm)
+    if loss.kl.coefficient and loss.kl.estimator != "k3":
+        draft.cannot("loss.kl.estimator", "k3 instead, the only one")
+    correction = loss.importance_correction
+    draft.settings["vllm_importance_sampling_correction"] = correction.kind != "none"
+    if correction.kind != "none":
+        how = "mask" if correction.kind == "masked" else "truncate"
+        draft.settings |= {
+            "vllm_importance_sampling_mode": f"{correction.level}_{how}",
+            "vllm_importance_sampling_clip_max": correction.cap,
+            # TRL wants a bound; ratios are never below 0.
+            "vllm_importance_sampling_clip_min": correction.floor or (0.0 if correction.cap is None else None),
+        }
+
+
+def _rloo(draft: _Draft, algorithm: PolicyGradient) -> None:
+    advantage, loss = algorithm.advantage, algorithm.loss
+    if advantage.baseline != "leave_one_out":
+        draft.cannot("advantage.baseline", "leave_one_out instead, the only one of RLOOTrainer")
+    if advantage.normalise != "none":
+        draft.cannot("advantage.normalise", "RLOOTrainer knows the whole batch's deviation or none; none instead")
+    draft.settings["normalize_advantages"] = False
+    if loss.level != "sequence_sum":
+        draft.cannot("loss.level", "sequence_sum instead, the only one of RLOOTrainer")
+    if loss.clip_low is None:
+        _unclipped(draft, algorithm)
+    else:
+        draft.settings |= {"epsilon": loss.clip_low, "epsilon_high": loss.clip_high}
+        draft.cannot("loss.ratio", "the ratio of whole responses is clipped instead, the product of their tokens'")
+    if loss.dual_clip is not None:
+        draft.cannot("loss.dual_clip", "RLOOTrainer has none; nothing instead")
+    if loss.kl.coefficient:
+        draft.cannot("loss.kl.estimator", "RLOOTrainer takes k1 off the reward instead")
+    if loss.importance_correction.kind != "none":
+        draft.cannot("loss.importance_correction", "RLOOTrainer has none; nothing instead")
+
+
+def _unclipped(draft: _Draft, algorithm: PolicyGradient) -> None:
+    # In one update a step the ratio is 1: it is never clipped, and its gradient is REINFORCE's.
+    if algorithm.updates_per_step > 1:
+        draft.cannot("loss.clip_low", "ratios are always there; epsilon=0.2, TRL's default, instead")
+
+
+def _preference(draft: _Draft, algorithm: Preference, *, micro_batch: int) -> None:
+    loss = algorithm.loss
+    kinds: dict[str, float] = {"sigmoid_norm" if loss.length_normalised else "sigmoid": loss.weight}
+    if loss.sft_weight:
+        kinds["sft"] = loss.sft_weight
+        if not loss.sft_length_normalised:
+            draft.cannot("loss.sft_length_normalised", "the mean over tokens instead")
+        elif micro_batch > 1:
+            draft.cannot(
+                "loss.sft_length_normalised", "the mean over a micro-batch's tokens instead; micro_batch=1 is exact"
+            )
+    draft.settings |= {
+        "beta": loss.beta,
+        "loss_type": list(kinds),
+        "loss_weights": list(kinds.values()),
+        "max_length": algorithm.lengths.total,
+    }
+    if algorithm.algorithm == "rpo":
+        draft.cannot("algorithm", "TRL has no rpo; dpo instead, without eta and distance of the true rewards")
+
+
+def _optimizer(draft: _Draft, algorithm: Algorithm) -> None:
+    optimizer, schedule, validation = algorithm.optimizer, algorithm.schedule, algorithm.validation
+    # TRL counts updates, the algorithm steps of generation.
+    updates = algorithm.updates_per_step if isinstance(algorithm, PolicyGradient) else 1
+    draft.settings |= {
+        "learning_rate": optimizer.learning_rate,
+        "adam_beta1": optimizer.betas[0],
+        "adam_beta2": optimizer.betas[1],
+        "adam_epsilon": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "max_grad_norm": optimizer.clip_gradient,
+        "lr_scheduler_type": _schedule(algorithm),
+        "warmup_steps": algorithm.warmup * updates,
+    }
+    if schedule.kind == "cosine" and schedule.final_share:
+        draft.settings["lr_scheduler_kwargs"] = {"min_lr_rate": schedule.final_share}
+    if schedule.kind == "linear" and schedule.final_share:
+        draft.cannot("schedule.final_share", "linear falls to 0 instead")
+    if algorithm.steps is not None:
+        draft.settings["max_steps"] = algorithm.steps * updates
+    elif schedule.epochs is not None:
+        draft.settings["num_train_epochs"] = float(schedule.epochs)
+    if validation.every is not None:
+        # Whether there is something to validate on only the adapter knows: it sets eval_strategy.
+        draft.settings |= {"eval_steps": validation.every * updates, "save_steps": validation.every * updates}
+    draft.settings["eval_on_start"] = False
+    draft.adapter["validation"] = {"every": validation.every, "at_start": validation.at_start}
+    if validation.keep_best is not None:
+        draft.settings["save_total_limit"] = validation.keep_best
+        draft.cannot("validation.keep_best", "as many of the latest are kept instead")
+
+
+def _schedule(algorithm: Algorithm) -> str:
+    schedule = algorithm.schedule
+    if schedule.kind == "constant":
+        return "constant_with_warmup" if algorithm.warmup else "constant"
+    return "cosine_with_min_lr" if schedule.kind == "cosine" and schedule.final_share else schedule.kind

@@ -1,0 +1,64 @@
+"""A run's report: rewards, lengths and outcomes over the steps."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.rl.algorithms import Algorithm
+from nemo_ext.run_directory import METRICS, REPORT, write_text
+
+PLOT = "reward.png"
+_PANELS = {
+    "reward": ("reward", "eval_reward", "rewards/margins", "eval_rewards/margins"),
+    "tokens of a response": ("completions/mean_length", "eval_completions/mean_length"),
+    "loss": ("loss", "eval_loss"),
+}
+
+
+def write_report(run_dir: Path, algorithm: Algorithm) -> Path:
+    """Write report.md and its plot; returns the report's path."""
+    logs = [json.loads(line) for line in (run_dir / METRICS).read_text().splitlines()]
+    _plot(run_dir / PLOT, logs)
+    names = sorted({name for log in logs for name in log} - {"step"})
+    shown = [name for name in names if not name.startswith(("profiling/", "frac_", "clip_ratio/"))]
+    rows = "\n".join(_row(name, logs) for name in shown)
+    text = (
+        f"# {run_dir.name}: {algorithm.algorithm}\n\n{algorithm.source}. {logs[-1]['step']} steps.\n\n"
+        f"![rewards]({PLOT})\n\n| | first | last | mean of the last tenth |\n|:--|--:|--:|--:|\n{rows}\n"
+    )
+    write_text(run_dir / REPORT, text)
+    return run_dir / REPORT
+
+
+def _row(name: str, logs: Sequence[Mapping[str, Any]]) -> str:
+    values = [log[name] for log in logs if name in log]
+    last = values[-max(1, len(values) // 10) :]
+    return f"| {name} | {values[0]:.4g} | {values[-1]:.4g} | {sum(last) / len(last):.4g} |"
+
+
+def _plot(path: Path, logs: Sequence[Mapping[str, Any]]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    domains = sorted({name for log in logs for name in log if name.endswith("/correct")})
+    panels = {**_PANELS, "solved, by environment": tuple(domains)}
+    panels = {title: names for title, names in panels.items() if any(name in log for log in logs for name in names)}
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 3.6), squeeze=False, layout="constrained")
+    for axis, (title, names) in zip(axes[0], panels.items(), strict=True):
+        for name in names:
+            points = [(log["step"], log[name]) for log in logs if name in log]
+            if points:
+                axis.plot(
+                    *zip(*points, strict=True),
+                    label=name.removesuffix("/correct"),
+                    marker="." if len(points) < 20 else "",
+                )
+        axis.set_title(title, loc="left", fontsize=11)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)

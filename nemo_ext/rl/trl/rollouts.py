@@ -1,0 +1,246 @@
+"""What TRL generates: prompts from tasks, responses to rewards, conversations, and a record of them all.
+
+TRL hands texts to reward functions from which special tokens are gone, `<think>` among them in some tokenizers; here
+responses are decoded from their tokens.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from nemo_ext.rl.episodes import Episode, Episodes, Turn
+from nemo_ext.rl.groups import GroupReward, Member
+from nemo_ext.rl.nemo_rl.prompts import Prompts
+from nemo_ext.rl.task import Task
+
+Generate = Callable[[list[list[int]], int], list[list[int]]]
+"""Responses to prompts as token ids, of at most so many tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """A response, or a conversation's responses with what was read between them.
+
+    Attributes:
+        episode: as it began.
+        prompt: token ids.
+        tokens: ids after the prompt.
+        own: 1 where the model wrote the token, 0 where it read it.
+        turn: what came of the last response.
+    """
+
+    episode: Episode
+    prompt: list[int]
+    tokens: list[int]
+    own: list[int]
+    turn: Turn
+
+
+@dataclass
+class Rollouts:
+    """Prompts, verification and records of a run.
+
+    Attributes:
+        tokenizer: Hugging Face's.
+        prompts: the model's chat template.
+        environments: by name.
+        generations: responses to a prompt, one after the other in a batch.
+        group: rewrites the rewards of groups; None leaves them.
+        record: JSONL to append to.
+        tokens: that a response may have; of a conversation, all its responses and what is read between them.
+    """
+
+    tokenizer: Any
+    prompts: Prompts
+    environments: Mapping[str, Episodes]
+    generations: int
+    record: Path
+    tokens: int
+    group: GroupReward | None = None
+    _begun: dict[str, Episode] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        Thread(target=self._loop.run_forever, name="rollouts", daemon=True).start()
+        self._ends = {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id}
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether an environment has several turns."""
+        return any(episodes.environment.begin is not None for episodes in self.environments.values())
+
+    def prompt(self, task: Task) -> str:
+        """The text that asks for a response.
+
+        Raises:
+            ValueError: another task that is verified otherwise has the same text, by which tasks are found.
+        """
+        text, opened = self.prompts.prompt(task)
+        known = self._begun.setdefault(text, Episode(task=task, thinking_opened=opened))
+        if (known.task.environment, known.task.reference) != (task.environment, task.reference):
+            raise ValueError(
+                f"the tasks {known.task.id} and {task.id} have the same prompt and other references: leave one out"
+            )
+        return text
+
+    def encoded(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of prompts: what the template wrote and nothing beside it."""
+        return list(self.tokenizer(list(texts), add_special_tokens=False)["input_ids"])
+
+    def verified(self, texts: Sequence[str], responses: Sequence[Sequence[int]]) -> list[Rollout]:
+        """Single responses, verified.
+
+        Args:
+            texts: prompts.
+            responses: token ids, with the one that ends them unless the limit did.
+
+        Raises:
+            ValueError: an environment has several turns.
+        """
+        episodes = [self._begun[text] for text in texts]
+        for episode in episodes:
+            if self.environments[episode.task.environment].environment.begin is not None:
+                raise ValueError(f"environment {episode.task.environment!r} has several turns, the trainer has one")
+        turns = self._turns(episodes, responses, [self._finished(ids) for ids in responses])
+        return [
+            Rollout(episode=episode, prompt=[], tokens=list(ids), own=[1] * len(ids), turn=turn)
+            for episode, ids, turn in zip(episodes, responses, turns, strict=True)
+        ]
+
+    def conversations(self, texts: Sequence[str], generate: Generate) -> list[Rollout]:
+        """Responses, and further ones where an environment answers, until all conversations are over."""
+        begun = [self._begun[text] for text in texts]
+        now = list(begun)
+        prompts = self.encoded(texts)
+        tokens: list[list[int]] = [[] for _ in texts]
+        own: list[list[int]] = [[] for _ in texts]
+        ended: dict[int, Turn] = {}
+        while len(ended) < len(texts):
+            going = [index for index in range(len(texts)) if index not in ended]
+            room = self.tokens - max(len(tokens[index]) for index in going)
+            made = generate([prompts[index] + tokens[index] for index in going], room)
+            for index, ids in zip(going, made, strict=True):
+                tokens[index] += ids
+                own[index] += [1] * len(ids)
+            finished = [self._finished(ids) for ids in made]
+            for index, turn, end in zip(
+                going, self._turns([now[i] for i in going], made, finished), finished, strict=True
+            ):
+                if turn.following is None:
+                    ended[index] = turn
+                    continue
+                read = self.encoded([turn.observation])[0]
+                if not end or len(tokens[index]) + len(read) >= self.tokens:
+                    # Neither a response that was cut off nor a full context has a next turn; the state is what it is.
+                    ended[index] = self._closed(turn)
+                    continue
+                tokens[index] += read
+                own[index] += [0] * len(read)
+                now[index] = turn.following
+        rows = zip(begun, prompts, tokens, own, strict=True)
+        return [
+            Rollout(episode=episode, prompt=prompt, tokens=ids, own=mask, turn=ended[index])
+            for index, (episode, prompt, ids, mask) in enumerate(rows)
+        ]
+
+    def rewards(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """The rewards of a batch: responses to one prompt follow one another."""
+        given = [rollout.turn.reward.total if rollout.turn.reward else 0.0 for rollout in rollouts]
+        if self.group is None:
+            return given
+        members = [self._member(rollout, reward) for rollout, reward in zip(rollouts, given, strict=True)]
+        groups = [members[at : at + self.generations] for at in range(0, len(members), self.generations)]
+        return [reward for rewards in self.group(groups) for reward in rewards]
+
+    def note(self, rollouts: Sequence[Rollout], rewards: Sequence[float], *, step: int) -> None:
+        """Append them to the record."""
+        with self.record.open("a") as file:
+            for rollout, reward in zip(rollouts, rewards, strict=True):
+                task, verdict = rollout.episode.task, rollout.turn.verdict
+                line = {
+                    "step": step,
+                    "id": task.id,
+                    "domain": task.domain,
+                    "reward": reward,
+                    "outcome": verdict.outcome if verdict else "error",
+                    "score": verdict.score if verdict else 0.0,
+                    "tokens": sum(rollout.own),
+                    "finished": rollout.turn.response.finished,
+                    "response": self.tokenizer.decode(rollout.tokens),
+                }
+                if verdict and verdict.reason:
+                    line["reason"] = verdict.reason
+                file.write(json.dumps(line) + "\n")
+
+    def metrics(self) -> dict[str, float]:
+        """Of every environment since this was last called, as `environment/metric`."""
+        return {
+            f"{name}/{metric}": value
+            for name, episodes in self.environments.items()
+            for metric, value in episodes.take_metrics().items()
+        }
+
+    def shutdown(self) -> None:
+        """Stop the threads."""
+        for episodes in self.environments.values():
+            episodes.shutdown()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _turns(
+        self, episodes: Sequence[Episode], responses: Sequence[Sequence[int]], finished: Sequence[bool]
+    ) -> list[Turn]:
+        places: dict[str, list[int]] = {}
+        for index, episode in enumerate(episodes):
+            places.setdefault(episode.task.environment, []).append(index)
+
+        async def of(name: str, indexes: list[int]) -> list[Turn]:
+            return await self.environments[name].turns(
+                [episodes[index] for index in indexes],
+                [self._text(responses[index]) for index in indexes],
+                tokens=[len(responses[index]) for index in indexes],
+                finished=[finished[index] for index in indexes],
+            )
+
+        async def everything() -> list[list[Turn]]:
+            return list(await asyncio.gather(*(of(name, indexes) for name, indexes in places.items())))
+
+        made: dict[int, Turn] = {}
+        for indexes, turns in zip(places.values(), self._run(everything()), strict=True):
+            made.update(zip(indexes, turns, strict=True))
+        return [made[index] for index in range(len(episodes))]
+
+    def _closed(self, turn: Turn) -> Turn:
+        """The last turn of a conversation that cannot go on."""
+        assert turn.following is not None
+        episodes = self.environments[turn.following.task.environment]
+        return self._run(episodes.close(turn))
+
+    def _run[Result](self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _text(self, ids: Sequence[int]) -> str:
+        while ids and ids[-1] in self._ends:
+            ids = ids[:-1]
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+
+    def _finished(self, ids: Sequence[int]) -> bool:
+        return bool(ids) and ids[-1] in self._ends
+
+    def _member(self, rollout: Rollout, reward: float) -> Member:
+        response = rollout.turn.response
+        thinking = 0
+        if response.thinking is not None:
+            thinking = min(
+                len(self.encoded([response.text.partition("</think>")[0] + "</think>"])[0]), sum(rollout.own)
+            )
+        return Member(
+            reward=reward,
+            thinking_tokens=thinking,
+            answer_tokens=sum(rollout.own) - thinking,
+            prompt=rollout.episode.task.prompt,
+            response=response,
+        )

@@ -1,0 +1,155 @@
+"""Train with TRL: our tasks, verifiers and rewards, its GRPO, RLOO and DPO trainers."""
+
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from importlib import import_module
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.data.settings import nearest
+from nemo_ext.progress import notice
+from nemo_ext.rl.algorithms import Algorithm, EnvironmentUse, PolicyGradient
+from nemo_ext.rl.episodes import Episodes
+from nemo_ext.rl.groups import group_reward
+from nemo_ext.rl.nemo_rl.data import PlannedTasks, TaskFile, check_references, plan_tasks
+from nemo_ext.rl.nemo_rl.prompts import Prompts
+from nemo_ext.rl.trl.render import render
+from nemo_ext.rl.trl.report import write_report
+from nemo_ext.rl.trl.rollouts import Rollouts
+from nemo_ext.run_directory import CHECKPOINTS, METRICS, write_config, write_versions
+
+MODEL, ROLLOUTS = "model", "rollouts.jsonl"
+
+
+def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
+    """Train to the end of the schedule; a run directory with a checkpoint goes on from it.
+
+    Raises:
+        ValueError: TRL is not there, or a setting, the model, the tasks or the pairs are at fault.
+    """
+    # Threads that spin while they wait take the verifiers' cores; read when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        transformers, trainers = import_module("transformers"), import_module("nemo_ext.rl.trl.trainers")
+    except ImportError as error:
+        raise ValueError(f"engine=trl: {error}: pip install 'nemo_ext[trl]'") from None
+    # What TRL and transformers say to each other of names that change is not the user's to mend.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers|trl")
+    transformers.utils.logging.disable_progress_bar()
+    run_dir = Path(config["run_dir"])
+    if (run_dir / MODEL / "config.json").is_file():
+        notice(f"{run_dir / MODEL}: this run is finished; another run_dir=... begins anew")
+        return
+    folder = Path(config["policy"]).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model={folder}: no config.json there; `nemo-ext convert to_format=huggingface` writes one")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"model={folder}: its tokenizer has no eos_token, so no response would end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    micro_batch = gcd(algorithm.batch, config["micro_batch"])
+    rendered = render(algorithm, micro_batch=micro_batch).settled(config["on_inexpressible"])
+    settings = {**rendered.settings, **_own_settings(config, algorithm), **(config["trl"] or {})}
+    write_config(run_dir, config)
+    write_versions(run_dir, [])
+    if isinstance(algorithm, PolicyGradient):
+        rollouts, train, validation = _tasks(config, algorithm, settings, tokenizer)
+        trainer = trainers.policy_gradient(algorithm, str(folder), settings, tokenizer, rollouts, train, validation)
+    else:
+        trainer = trainers.preference(algorithm, str(folder), settings, tokenizer, config["pairs"], config["template"])
+    checkpoint = _last_checkpoint(run_dir / CHECKPOINTS)
+    if checkpoint is not None:
+        notice(f"going on from step {_step_of(checkpoint)}")
+    _forget_after(run_dir, _step_of(checkpoint) if checkpoint else 0)
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.add_callback(trainers.Log(run_dir / METRICS, rollouts if isinstance(algorithm, PolicyGradient) else None))
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    trainer.save_model(str(run_dir / MODEL))
+    tokenizer.save_pretrained(run_dir / MODEL)
+    if isinstance(algorithm, PolicyGradient):
+        rollouts.shutdown()
+    notice(f"report: {write_report(run_dir, algorithm)}")
+
+
+def _own_settings(config: Mapping[str, Any], algorithm: Algorithm) -> dict[str, Any]:
+    """What a run of ours has beside its algorithm."""
+    on_gpu = import_module("torch").cuda.is_available()
+    settings = {
+        "output_dir": str(Path(config["run_dir"]) / CHECKPOINTS),
+        "save_strategy": "steps",
+        "save_steps": config["save_every"],
+        "logging_steps": 1,
+        "report_to": "none",
+        "seed": config["seed"],
+        "disable_tqdm": True,
+        "bf16": on_gpu,
+        "gradient_checkpointing": on_gpu,
+        "dataloader_pin_memory": on_gpu,
+    }
+    section = "tasks" if isinstance(algorithm, PolicyGradient) else "pairs"
+    if not config[section].get("validation"):
+        return settings
+    every = algorithm.validation.every or config["save_every"]
+    return {**settings, "eval_strategy": "steps", "eval_steps": every, "eval_on_start": algorithm.validation.at_start}
+
+
+def _tasks(
+    config: Mapping[str, Any], algorithm: PolicyGradient, settings: Mapping[str, Any], tokenizer: Any
+) -> tuple[Rollouts, PlannedTasks, TaskFile | None]:
+    """Prompts and verification, the tasks of every step, and those to validate on."""
+    prompts = Prompts.of_tokenizer(tokenizer) if config["template"] is None else Prompts.load(config["template"])
+    if not algorithm.steps:
+        raise ValueError("rl.schedule.steps=null: say how many steps to train")
+    train = plan_tasks(config["tasks"]["train"], steps=algorithm.steps, prompts=algorithm.prompts_per_step)
+    validation = None
+    if config["tasks"].get("validation"):
+        validation = TaskFile(config["tasks"]["validation"]["path"])
+    found = {*train.environments(), *(validation.environments if validation else ())}
+    uses = algorithm.environments or {name: EnvironmentUse() for name in found}
+    for name in sorted(found):
+        if name not in uses:
+            raise ValueError(f"tasks: environment {name!r} is none of the algorithm's: {nearest(name, uses)}")
+    environments = {
+        name: Episodes({"name": name, "settings": dict(uses[name].settings), "reward": uses[name].reward}, prompts)
+        for name in sorted(found)
+    }
+    check_references(train, lambda task: environments[task.environment].check(task))
+    if validation is not None:
+        for row in range(len(validation)):
+            environments[validation[row].environment].check(validation[row])
+    over_groups = None
+    if (group := algorithm.group) is not None:
+        over_groups = group_reward({"judge": group.judge, "length_control": group.length_control or None})
+    rollouts = Rollouts(
+        tokenizer=tokenizer,
+        prompts=prompts,
+        environments=environments,
+        generations=algorithm.generations_per_prompt,
+        record=Path(config["run_dir"]) / ROLLOUTS,
+        tokens=int(settings["max_completion_length"]),
+        group=over_groups,
+    )
+    return rollouts, train, validation
+
+
+def _last_checkpoint(folder: Path) -> Path | None:
+    found = [path for path in folder.glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
+    return max(found, key=_step_of, default=None)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def _forget_after(run_dir: Path, step: int) -> None:
+    """Leaves out of the records what a run that was stopped had done after its last checkpoint."""
+    for name in (METRICS, ROLLOUTS):
+        path = run_dir / name
+        if path.is_file():
+            lines = path.read_text().splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+            path.write_text("".join(kept))

@@ -1,0 +1,191 @@
+"""TRL's trainers with our prompts, rewards and records."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from nemo_ext.data.settings import check_keys
+from nemo_ext.progress import notice
+from nemo_ext.rl.algorithms import PolicyGradient, Preference
+from nemo_ext.rl.nemo_rl.data import PlannedTasks, TaskFile
+from nemo_ext.rl.trl.rollouts import Rollout, Rollouts
+
+
+class _OurPrompts:
+    """Of a trainer: prompts are texts that the chat template has made already, special tokens and all."""
+
+    rollouts: Rollouts
+
+    def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
+        return self.rollouts.encoded(prompts), None, {}
+
+
+class _Grpo(_OurPrompts, GRPOTrainer):
+    pass
+
+
+class _Rloo(_OurPrompts, RLOOTrainer):
+    pass
+
+
+def policy_gradient(
+    algorithm: PolicyGradient,
+    model: str,
+    settings: Mapping[str, Any],
+    tokenizer: Any,
+    rollouts: Rollouts,
+    train: PlannedTasks,
+    validation: TaskFile | None,
+) -> GRPOTrainer | RLOOTrainer:
+    """A GRPO or RLOO trainer on tasks.
+
+    Raises:
+        ValueError: a setting that TRL does not know, or RLOO with an environment of several turns.
+    """
+    configs, trainers = {"grpo": GRPOConfig, "rloo": RLOOConfig}, {"grpo": _Grpo, "rloo": _Rloo}
+    arguments: dict[str, Any] = {}
+    if rollouts.has_conversations:
+        if algorithm.algorithm == "rloo":
+            raise ValueError("algorithm=rloo: TRL's trainer has no conversations with tools; algorithm=grpo has")
+        arguments["rollout_func"] = _conversations
+    own = {"remove_unused_columns": False, "shuffle_dataset": False, "ddp_find_unused_parameters": False}
+    reward = _Reward(rollouts)
+    trainer = trainers[algorithm.algorithm](
+        model=model,
+        args=_config(configs[algorithm.algorithm], {**own, **settings}),
+        train_dataset=_dataset(rollouts, train),
+        eval_dataset=None if validation is None else _dataset(rollouts, validation),
+        reward_funcs=[reward],
+        processing_class=tokenizer,
+        **arguments,
+    )
+    trainer.rollouts, reward.trainer = rollouts, trainer
+    return trainer
+
+
+def preference(
+    algorithm: Preference,
+    model: str,
+    settings: Mapping[str, Any],
+    tokenizer: Any,
+    pairs: Mapping[str, Any],
+    template: str | None,
+) -> DPOTrainer:
+    """A DPO trainer on pairs as `nemo-ext preference_data` writes them for TRL.
+
+    Raises:
+        ValueError: a file that is not there, or a setting that TRL does not know.
+    """
+    if template is not None:
+        from nemo_ext.data.sft.templates import Template
+
+        tokenizer.chat_template = Template.load(template).source
+    files = {split: Path(path) for split, path in pairs.items() if path}
+    for split, path in files.items():
+        if not path.is_file():
+            raise ValueError(f"pairs.{split}={path}: no such file; `nemo-ext preference_data` writes it")
+    loaded = {
+        split: (Dataset.from_parquet if path.suffix == ".parquet" else Dataset.from_json)(str(path))
+        for split, path in files.items()
+    }
+    return DPOTrainer(
+        model=model,
+        args=_config(DPOConfig, settings),
+        train_dataset=loaded["train"],
+        eval_dataset=loaded.get("validation"),
+        processing_class=tokenizer,
+    )
+
+
+class Log(TrainerCallback):
+    """Writes every log of the trainer as a line, with the environments' metrics, and shows one line a step."""
+
+    def __init__(self, path: Path, rollouts: Rollouts | None) -> None:
+        self._path, self._rollouts = path, rollouts
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **rest: Any) -> None:
+        """Called by the trainer."""
+        values = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}
+        if self._rollouts is not None:
+            evaluating = any(name.startswith("eval_") for name in values)
+            values |= {
+                ("eval_" if evaluating else "") + name: value for name, value in self._rollouts.metrics().items()
+            }
+        with self._path.open("a") as file:
+            file.write(json.dumps({"step": state.global_step, **values}) + "\n")
+        shown = [f"{name} {values[key]:.3f}" for key, name in _SHOWN.items() if values.get(key) is not None]
+        if shown:
+            notice(f"step {state.global_step}/{state.max_steps}: {', '.join(shown)}")
+
+
+_SHOWN = {
+    "reward": "reward",
+    "eval_reward": "validation reward",
+    "loss": "loss",
+    "completions/mean_length": "tokens",
+    "rewards/accuracies": "accuracy",
+    "eval_rewards/accuracies": "validation accuracy",
+}
+
+
+def _config(kind: type, settings: Mapping[str, Any]) -> Any:
+    check_keys(settings, sorted(kind.__dataclass_fields__), required=(), where="trl")  # type: ignore[attr-defined]
+    return kind(**settings)
+
+
+def _dataset(rollouts: Rollouts, tasks: PlannedTasks | TaskFile) -> Dataset:
+    return Dataset.from_dict({"prompt": [rollouts.prompt(tasks[number]) for number in range(len(tasks))]})
+
+
+class _Reward:
+    """The verifiers' rewards, changed over groups where the algorithm says so, as TRL's reward function."""
+
+    __name__ = "verified"
+
+    def __init__(self, rollouts: Rollouts) -> None:
+        self.rollouts = rollouts
+        self.trainer: Any = None
+
+    def __call__(
+        self,
+        prompts: list[str],
+        completions: list[str],
+        completion_ids: list[list[int]],
+        rollout: list[Rollout] | None = None,
+        **rest: Any,
+    ) -> list[float]:
+        made = rollout or self.rollouts.verified(prompts, completion_ids)
+        if not self.trainer.model.training:
+            return [one.turn.reward.total if one.turn.reward else 0.0 for one in made]
+        given = self.rollouts.rewards(made)
+        self.rollouts.note(made, given, step=self.trainer.state.global_step + 1)
+        return given
+
+
+def _conversations(prompts: list[str], trainer: Any) -> dict[str, list[Any] | None]:
+    """TRL's `rollout_func`: all turns of all conversations of a batch."""
+
+    def generate(ids: list[list[int]], room: int) -> list[list[int]]:
+        limit = trainer.generation_config.max_new_tokens
+        trainer.generation_config.max_new_tokens = min(limit, room)
+        try:
+            made, _ = trainer._generate_single_turn(ids, None, {}, trainer.num_generations)
+        finally:
+            trainer.generation_config.max_new_tokens = limit
+        return list(made)
+
+    with torch.no_grad():
+        made = trainer.rollouts.conversations(prompts, generate)
+    return {
+        "prompt_ids": [one.prompt for one in made],
+        "completion_ids": [one.tokens for one in made],
+        "env_mask": [one.own for one in made],
+        "logprobs": None,
+        "rollout": made,
+    }

@@ -1,0 +1,374 @@
+"""Programs, by running them on tests: each answer in a sandbox of its own, each test in a process of its own.
+
+    {language: python | cpp, style: stdin, tests: [{input: "1 2\\n", output: "3\\n", tolerance?: 1e-6}], limits?: {...}}
+    {language: python, style: function, function: name, tests: [{args: [...], kwargs?: {...}, expected: ...}]}
+
+An answer's program is its last fenced block of the language, or its last one that names none. All tests must pass.
+Expected outputs stay in this process: a program is given inputs, and what it wrote is compared here, so nothing that
+it does to its own interpreter, or learns from its memory, passes for an output. A function's result comes as JSON.
+"""
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from decimal import Decimal, InvalidOperation
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from nemo_ext.data.settings import check_keys, checked_whole, nearest
+from nemo_ext.rl.response import Response
+from nemo_ext.rl.sandbox.box import Box, Run
+from nemo_ext.rl.sandbox.isolation import SandboxError
+from nemo_ext.rl.sandbox.limits import Limits
+from nemo_ext.rl.verifiers.verdict import Verdict
+
+if TYPE_CHECKING:
+    from nemo_ext.rl.environments import Environment
+    from nemo_ext.rl.sandbox.sandbox import Sandbox
+
+LANGUAGES, STYLES = ("python", "cpp"), ("stdin", "function")
+MAX_TESTS = 50
+"""As Nemotron 3 Nano has them (section 3.2, competition code)."""
+
+_TAGS = {"python": {"python", "py", "python3"}, "cpp": {"cpp", "c++", "cc", "cxx"}}
+_MOST_CODE = 1 << 18
+_NUMBER = re.compile(rb"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,6})?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Test:
+    """One test.
+
+    Attributes:
+        given: standard input, or the call's arguments as JSON.
+        expected: standard output, or the result, as JSON holds it.
+        tolerance: how far numbers may be off, absolutely or relatively; None compares exactly.
+    """
+
+    __test__ = False
+
+    given: bytes
+    expected: Any
+    tolerance: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What a program must do.
+
+    Attributes:
+        language: python or cpp.
+        function: None for programs that read standard input.
+        tests: at least one.
+        limits: of one test; None for the sandbox's.
+    """
+
+    language: Literal["python", "cpp"]
+    function: str | None
+    tests: tuple[Test, ...]
+    limits: Mapping[str, Any] = field(default_factory=dict)
+
+
+def check(reference: Mapping[str, Any], *, max_tests: int = MAX_TESTS) -> Reference:
+    """A task's reference.
+
+    Raises:
+        ValueError: naming `reference.KEY`, what it holds and what it may hold.
+    """
+    keys = ("language", "style", "function", "tests", "limits")
+    check_keys(reference, keys, required=["language", "style", "tests"], where="reference")
+    language, style = reference["language"], reference["style"]
+    for key, value, known in (("language", language, LANGUAGES), ("style", style, STYLES)):
+        if value not in known:
+            raise ValueError(f"reference.{key}: unknown {value!r}: {nearest(str(value), known)}")
+    function = reference.get("function")
+    if style == "function":
+        if language != "python":
+            raise ValueError(f"reference.language must be python for style function, not {language!r}")
+        if not isinstance(function, str) or not function.isidentifier():
+            raise ValueError(f"reference.function must be the function's name, not {function!r}")
+    elif function is not None:
+        raise ValueError(f"reference.function is for style function, not for style stdin; it is {function!r}")
+    tests = reference["tests"]
+    if not isinstance(tests, Sequence) or isinstance(tests, str | bytes) or not tests:
+        raise ValueError(f"reference.tests must be a list of at least one test, not {tests!r}")
+    if len(tests) > max_tests:
+        raise ValueError(
+            f"reference.tests has {len(tests)} tests, more than max_tests ({max_tests}): leave some out of the "
+            "task, or raise the environment's max_tests"
+        )
+    limits = reference.get("limits") or {}
+    if not isinstance(limits, Mapping):
+        raise ValueError(f"reference.limits must be a mapping, not {limits!r}")
+    Limits().changed(limits, "reference.limits")
+    one = _call if style == "function" else _lines
+    return Reference(
+        language=language,
+        function=function,
+        tests=tuple(one(test, f"reference.tests[{index}]") for index, test in enumerate(tests)),
+        limits=dict(limits),
+    )
+
+
+def verify(response: Response, reference: Reference, *, sandbox: "Sandbox", partial: bool = False) -> Verdict:
+    """Run the answer's program on the tests, in this thread.
+
+    Args:
+        partial: a wrong verdict's score is the share of tests that pass. All of them are run then; otherwise none
+            after the first that fails.
+    """
+    source = program(response.answer, reference.language)
+    if source is None:
+        return _no_program(response.answer, reference.language)
+    try:
+        return sandbox.session(lambda box: judged(box, source, reference, limits=sandbox.limits, partial=partial))
+    except SandboxError as error:
+        return Verdict.error(str(error), source)
+
+
+async def verify_async(
+    response: Response, reference: Reference, *, sandbox: "Sandbox", partial: bool = False
+) -> Verdict:
+    """`verify`, for asyncio: as many at once as the sandbox runs, others wait."""
+    source = program(response.answer, reference.language)
+    if source is None:
+        return _no_program(response.answer, reference.language)
+    try:
+        return await sandbox.session_async(
+            lambda box: judged(box, source, reference, limits=sandbox.limits, partial=partial)
+        )
+    except SandboxError as error:
+        return Verdict.error(str(error), source)
+
+
+def environment(
+    *,
+    max_tests: int = MAX_TESTS,
+    partial: bool = False,
+    limits: Mapping[str, Any] | None = None,
+    concurrency: int | None = None,
+    queue_seconds: float | None = None,
+    isolation: str = "auto",
+    strict: bool = False,
+) -> "Environment":
+    """The environment `code`, with a sandbox of its own.
+
+    Args:
+        max_tests: a reference with more is refused.
+        limits: changes to `nemo_ext.rl.sandbox.limits.Limits`; a reference's own limits go before them.
+        concurrency: as `nemo_ext.rl.sandbox.sandbox.Sandbox` has it; as are the others.
+
+    Raises:
+        ValueError: a setting is none of those.
+        SandboxError: `strict`, and there are no namespaces.
+    """
+    from nemo_ext.rl.environments import Environment
+    from nemo_ext.rl.sandbox.sandbox import Sandbox
+
+    checked_whole("max_tests", max_tests, least=1)
+    sandbox = Sandbox(
+        limits=Limits().changed(limits or {}),
+        concurrency=concurrency,
+        queue_seconds=queue_seconds,
+        isolation=cast(Any, isolation),
+        strict=strict,
+    )
+
+    async def verified(response: Response, reference: Reference) -> Verdict:
+        return await verify_async(response, reference, sandbox=sandbox, partial=partial)
+
+    return Environment(
+        name="code", check=lambda reference: check(reference, max_tests=max_tests), verify=verified, waits=True
+    )
+
+
+def program(answer: str, language: str) -> str | None:
+    """The last closed fence that names the language; if none does, the last that names none; None without either.
+
+    Models show inputs and outputs in fences too, so the very last fence need not be the program.
+    """
+    named = unnamed = None
+    opened: tuple[str, list[str]] | None = None
+    for line in answer.split("\n"):
+        stripped = line.strip()
+        if opened is None:
+            if stripped.startswith("```") and "`" not in stripped[3:]:
+                opened = stripped[3:].strip().lower(), []
+        elif stripped == "```":
+            tag, lines = opened
+            word = tag.split()[0] if tag else ""
+            if word in _TAGS[language]:
+                named = "\n".join(lines)
+            elif not word:
+                unnamed = "\n".join(lines)
+            opened = None
+        else:
+            opened[1].append(line)
+    return named if named is not None else unnamed
+
+
+def judged(box: Box, source: str, reference: Reference, *, limits: Limits, partial: bool = False) -> Verdict:
+    """The verdict on a program, run in a box.
+
+    Raises:
+        SandboxError: the sandbox failed.
+    """
+    if len(source) > _MOST_CODE:
+        return Verdict.wrong(f"the program has {len(source)} characters, more than {_MOST_CODE}")
+    held = limits.changed(reference.limits)
+    compiled = (
+        box.compile_cpp(source)
+        if reference.language == "cpp"
+        else box.compile_python(source, held, function=reference.function)
+    )
+    if not compiled.ok:
+        return Verdict.wrong(f"it does not compile: {_words(compiled)}", source)
+    tests, passed, reason = reference.tests, 0, ""
+    ends = [_limits(test, held) for test in tests]
+    runs = box.runs([test.given for test in tests], ends)
+    with contextlib.closing(runs):
+        for index, (test, run) in enumerate(zip(tests, runs, strict=True)):
+            missed = _missed(run, test, reference.function)
+            passed += not missed
+            if missed:
+                reason = reason or f"test {index}: {missed}"
+                if not partial:
+                    break
+    if passed == len(tests):
+        return Verdict.correct(source)
+    return Verdict.wrong(reason, source, score=passed / len(tests) if partial else 0.0)
+
+
+def _limits(test: Test, limits: Limits) -> Limits:
+    """An output much longer than the right one is wrong before it ends."""
+    expected = test.expected if isinstance(test.expected, bytes) else json.dumps(test.expected)
+    return replace(limits, output_bytes=min(limits.output_bytes, 4 * len(expected) + (1 << 16)))
+
+
+def _missed(run: Run, test: Test, function: str | None) -> str:
+    """Why the program does not pass the test; "" if it does."""
+    if not run.ok:
+        return _words(run)
+    if function is None:
+        return "" if same_output(run.stdout, test.expected, test.tolerance) else "the output is not the expected one"
+    try:
+        same = same_value(json.loads(run.value), test.expected, test.tolerance)
+    except (ValueError, RecursionError):
+        return "there is no result"
+    return "" if same else "the result is not the expected one"
+
+
+def same_output(output: bytes, expected: bytes, tolerance: float | None = None) -> bool:
+    """Whether two outputs have the same lines of the same words, white space around lines and at both ends aside.
+
+    Words that are numbers on a line of numbers compare by value, 1.50 with 1.5, as in NeMo Gym's verifier.
+    """
+    mine, wanted = output.strip().split(b"\n"), expected.strip().split(b"\n")
+    return len(mine) == len(wanted) and all(
+        _same_line(one, other, tolerance) for one, other in zip(mine, wanted, strict=True)
+    )
+
+
+def _same_line(line: bytes, expected: bytes, tolerance: float | None) -> bool:
+    mine, wanted = line.split(), expected.split()
+    if mine == wanted:
+        return True
+    if len(mine) != len(wanted):
+        return False
+    if tolerance is not None:
+        return all(one == other or _near(one, other, tolerance) for one, other in zip(mine, wanted, strict=True))
+    if not all(_NUMBER.fullmatch(word) for word in (*mine, *wanted)):
+        return False
+    try:
+        return [Decimal(word.decode()) for word in mine] == [Decimal(word.decode()) for word in wanted]
+    except InvalidOperation:
+        return False
+
+
+def _near(word: bytes, expected: bytes, tolerance: float) -> bool:
+    if not (_NUMBER.fullmatch(word) and _NUMBER.fullmatch(expected)):
+        return False
+    return math.isclose(float(word), float(expected), rel_tol=tolerance, abs_tol=tolerance)
+
+
+def same_value(value: Any, expected: Any, tolerance: float | None = None) -> bool:
+    """Whether two values of JSON are the same: 1, 1.0 and true are, as in Python, and NaN is nothing's equal.
+
+    Raises:
+        RecursionError: they are nested too deep.
+    """
+    if isinstance(expected, list):
+        return (
+            isinstance(value, list)
+            and len(value) == len(expected)
+            and all(same_value(one, other, tolerance) for one, other in zip(value, expected, strict=True))
+        )
+    if isinstance(expected, dict):
+        return (
+            isinstance(value, dict)
+            and value.keys() == expected.keys()
+            and all(same_value(value[key], expected[key], tolerance) for key in expected)
+        )
+    if tolerance is not None and isinstance(expected, int | float) and isinstance(value, int | float):
+        try:
+            return value == expected or math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance)
+        except OverflowError:
+            return False
+    return bool(value == expected)
+
+
+def _lines(test: Any, where: str) -> Test:
+    _mapping(test, where)
+    check_keys(test, ("input", "output", "tolerance"), required=["input", "output"], where=where)
+    for key in ("input", "output"):
+        if not isinstance(test[key], str):
+            raise ValueError(f"{where}.{key} must be a text, not {test[key]!r}")
+    try:
+        given, expected = test["input"].encode(), test["output"].encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: {error}") from None
+    return Test(given=given, expected=expected, tolerance=_tolerance(test, where))
+
+
+def _call(test: Any, where: str) -> Test:
+    _mapping(test, where)
+    check_keys(test, ("args", "kwargs", "expected", "tolerance"), required=["expected"], where=where)
+    args, kwargs = test.get("args", []), test.get("kwargs", {})
+    if not isinstance(args, list | tuple):
+        raise ValueError(f"{where}.args must be a list, not {args!r}")
+    if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
+        raise ValueError(f"{where}.kwargs must be a mapping of names, not {kwargs!r}")
+    try:
+        given = json.dumps({"args": list(args), "kwargs": dict(kwargs)}, allow_nan=False)
+        # What JSON makes of it, tuples as lists for example: that is what a result is compared with.
+        expected = json.loads(json.dumps(test["expected"], allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: args, kwargs and expected must be values of JSON: {error}") from None
+    return Test(given=given.encode(), expected=expected, tolerance=_tolerance(test, where))
+
+
+def _mapping(test: Any, where: str) -> None:
+    if not isinstance(test, Mapping):
+        raise ValueError(f"{where} must be a mapping, not {test!r}")
+
+
+def _tolerance(test: Mapping[str, Any], where: str) -> float | None:
+    value = test.get("tolerance")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ValueError(f"{where}.tolerance must be a number from 0 to below 1, not {value!r}")
+    return float(value)
+
+
+def _no_program(answer: str, language: str) -> Verdict:
+    reason = f"there is no fenced block of {language} in the answer" if answer else "the answer is empty"
+    return Verdict.wrong(reason)
+
+
+def _words(run: Run) -> str:
+    """How it ended, and the last line that it wrote about it."""
+    lines = run.stderr.decode(errors="replace").strip().splitlines()
+    return f"{run}: {lines[-1][:200]}" if lines else str(run)

@@ -1,0 +1,506 @@
+"""The rules that `instructions` checks, by their published ids: IFEval's 25 and the 29 more of NeMo Gym's server.
+
+IFEval: Zhou et al. 2023, arXiv:2311.07911. The others: the training constraints of Pyatkin et al. 2025 (IFBench), as
+the library of Gym's instruction_following server has them. Written here, because what there is needs a download of
+NLTK data at run time (lm-eval, Gym's library, which is on no package index either), raises on some answers, and takes
+quadratic time on others.
+
+Where these rules are stricter than the published checks, it is where doing nothing would be rewarded;
+`docs/rl/tools.md` lists the differences. All take time linear in the answer. Keywords are text, never patterns.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+RELATIONS = ("less than", "at least")
+OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+# Those of IFEval's data, and others that py3langid tells apart.
+LANGUAGES = (
+    *("ar", "bg", "bn", "cs", "da", "de", "el", "en", "es", "et", "fa", "fi", "fr", "gu", "he", "hi", "hr", "hu", "id"),
+    *("it", "ja", "kn", "ko", "lt", "lv", "mk", "ml", "mr", "ne", "nl", "no", "pa", "pl", "pt", "ro", "ru", "sk", "sl"),
+    *("sq", "sv", "sw", "ta", "te", "th", "tl", "tr", "uk", "ur", "vi", "zh"),
+)
+_LANGUAGE_CHARACTERS = 5000
+
+_WORD = re.compile(r"\w+(?:[-'’]\w+)*")
+# Each run is looked at once, from its start and without going back.
+_SENTENCE_END = re.compile(r"(?<![.!?。！？])([.!?。！？]++)[\"'”’)\]*]*+(?=\s|$)")
+_ABBREVIATIONS = frozenset(
+    [
+        *("mr", "mrs", "ms", "dr", "st", "prof", "capt", "lt", "jr", "sr", "inc", "ltd", "co", "vs", "e.g", "i.e"),
+        *("fig", "no", "al", "approx", "dept", "est", "p.s", "p.p.s"),
+    ]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One rule.
+
+    Attributes:
+        follows: whether an answer keeps it, given its parameters by name.
+        parameters: kind of each, a key of `KINDS`; all are required.
+        says: how a prompt asks for it, to be formatted with the parameters.
+        ignored: parameters that data have and the rule does not need.
+    """
+
+    follows: Callable[..., bool]
+    says: str
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+
+
+def words(text: str) -> list[str]:
+    """Words; hyphens and apostrophes join."""
+    return _WORD.findall(text)
+
+
+def sentences(text: str) -> list[str]:
+    """Sentences, by what ends them; a line break after a blank line ends one too."""
+    found = []
+    for block in re.split(r"\n[^\S\n]*\n", text):
+        start = 0
+        for end in _SENTENCE_END.finditer(block):
+            last = block[max(start, end.start() - 20) : end.start()].split()[-1:] or [""]
+            if end[1] == "." and last[0].lstrip("(\"'*").casefold() in _ABBREVIATIONS:
+                continue
+            found.append(block[start : end.end()].strip())
+            start = end.end()
+        found.append(block[start:].strip())
+    return [sentence for sentence in found if re.search(r"\w", sentence)]
+
+
+def language_of(text: str) -> str:
+    """The ISO 639-1 code of a text's language, by py3langid; "" where it has no letters."""
+    plain = text[:_LANGUAGE_CHARACTERS].lower()
+    if not any(map(str.isalpha, plain)):
+        return ""
+    return str(_identifier().classify(plain)[0])
+
+
+@lru_cache(maxsize=1)
+def _identifier() -> Any:
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+    identifier = LanguageIdentifier.from_model_file(MODEL_FILE)
+    identifier.set_languages(list(LANGUAGES))
+    return identifier
+
+
+def _compare(number: int, relation: str, limit: int) -> bool:
+    return number < limit if relation == "less than" else number >= limit
+
+
+def _count(text: str, keyword: str) -> int:
+    return text.casefold().count(keyword.casefold())
+
+
+def _whole_word(keyword: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<!\w){re.escape(keyword)}(?!\w)", re.IGNORECASE)
+
+
+def _same(one: str, other: str) -> bool:
+    return one.strip().casefold() == other.strip().casefold()
+
+
+def _parts(text: str, divider: str) -> list[str] | None:
+    """Parts between dividers; None if one in the middle is empty."""
+    parts = [part.strip() for part in text.split(divider)]
+    if not all(parts[1:-1]):
+        return None
+    return [part for part in parts if part]
+
+
+def _has_parts(text: str, divider: str, number: int) -> bool:
+    parts = _parts(text, divider)
+    return parts is not None and len(parts) == number
+
+
+def _paragraph_first_word(answer: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    parts = [part for part in answer.split("\n\n") if part.strip()]
+    if len(parts) != num_paragraphs or nth_paragraph > len(parts):
+        return False
+    found = words(parts[nth_paragraph - 1])
+    return bool(found) and _same(found[0], first_word)
+
+
+def _postscript(answer: str, postscript_marker: str) -> bool:
+    known = {"p.s.": r"p\.\s?s\.", "p.p.s": r"p\.\s?p\.\s?s", "p.p.s.": r"p\.\s?p\.\s?s\."}
+    pattern = known.get(postscript_marker.casefold(), re.escape(postscript_marker))
+    marker = re.search(rf"(?<![\w.]){pattern}", answer, re.IGNORECASE)
+    return marker is not None and re.search(r"\w", answer[marker.end() :]) is not None
+
+
+def _highlights(answer: str, num_highlights: int) -> bool:
+    found = re.findall(r"\*\*([^\n*]+)\*\*|\*([^\n*]+)\*", answer)
+    return sum(bool(one.strip() or two.strip()) for one, two in found) >= num_highlights
+
+
+def _sections(answer: str, section_spliter: str, num_sections: int) -> bool:
+    return len(re.findall(rf"{re.escape(section_spliter)}\s?[0-9]+", answer)) >= num_sections
+
+
+def _json(answer: str) -> bool:
+    text = answer.strip()
+    if text.startswith("```"):
+        text = re.sub(r"\A```(?:json)?", "", text, flags=re.IGNORECASE).removesuffix("```")
+
+    def refuse(word: str) -> None:
+        raise ValueError(word)
+
+    try:
+        return isinstance(json.loads(text, parse_constant=refuse), dict | list)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _title(answer: str) -> bool:
+    return any(re.search(r"\w", title) for title in re.findall(r"<<([^\n<>]+)>>", answer))
+
+
+def _two_responses(answer: str) -> bool:
+    parts = _parts(answer, "******")
+    return parts is not None and len(parts) == 2 and parts[0] != parts[1]
+
+
+def _repeat_prompt(answer: str, prompt_to_repeat: str) -> bool:
+    said, asked = answer.strip().casefold(), prompt_to_repeat.strip().casefold()
+    return said.startswith(asked) and bool(said[len(asked) :].strip())
+
+
+def _capital_words(answer: str, capital_frequency: int, capital_relation: str) -> bool:
+    return _compare(sum(word.isupper() for word in words(answer)), capital_relation, capital_frequency)
+
+
+def _letter_frequency(answer: str, letter: str, let_frequency: int, let_relation: str) -> bool:
+    return _compare(answer.lower().count(letter.lower()), let_relation, let_frequency)
+
+
+def _repeat_phrase(answer: str, phrase: str, small_n: int) -> bool:
+    asked, said = words(phrase.casefold()), words(answer.casefold())
+    found = 0
+    for start in range(len(said) - len(asked) + 1):
+        if said[start] == asked[0] and said[start + len(asked) - 1] == asked[-1]:
+            differing = sum(one != two for one, two in zip(said[start : start + len(asked)], asked, strict=True))
+            if differing == 0:
+                return False
+            found += differing == 1
+    return found == small_n
+
+
+def _copy_span(answer: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
+    # The prompt includes the last character, the published check does not.
+    return any(_same(answer, prompt_to_repeat[n_start:end]) for end in (n_end, n_end + 1))
+
+
+def _hyphens(answer: str) -> bool:
+    text = answer.strip()
+    ends = [end for end in re.finditer(r"[.!?]+", text) if end.end() < len(text)]
+    joined = [end for end in ends if re.match(r"-\w", text[end.end() : end.end() + 2])]
+    loose = [end for end in ends if text[end.end()].isspace()]
+    return bool(joined) and not loose and re.search(r"[.!?]-\s|\s-|-\s", text) is None
+
+
+def _no_adjacent(answer: str) -> bool:
+    first = [word[0].casefold() for word in words(answer)]
+    return all(not (len(one) == len(two) == 1 and ord(two) - ord(one) == 1) for one, two in pairwise(first))
+
+
+def _brackets(answer: str) -> bool:
+    return all(len(word) > 2 and word[0] == "[" and word[-1] == "]" for word in answer.split())
+
+
+def _bigrams(answer: str) -> bool:
+    found = answer.split()
+    pairs = list(zip(found[::2], found[1::2], strict=False))
+    return bool(pairs) and all(one.startswith("<<") and two.endswith(">>") for one, two in pairs)
+
+
+def _each_sentence(answer: str, place: int, word: str) -> bool:
+    found = [words(sentence) for sentence in sentences(answer)]
+    return bool(found) and all(each and _same(each[place], word) for each in found)
+
+
+def _at(answer: str, place: int, word: str) -> bool:
+    found = words(answer)
+    return bool(found) and _same(found[place], word)
+
+
+def _composition(answer: str, n_sent: int, n_words: int) -> bool:
+    parts = _parts(re.sub(r"\* \* \*", "***", answer), "***")
+    return (
+        parts is not None
+        and len(parts) == 3
+        and all(
+            len(found := sentences(part)) == n_sent and all(len(words(each)) == n_words for each in found)
+            for part in parts
+        )
+    )
+
+
+def _unique(answer: str) -> bool:
+    return max(Counter(words(answer.casefold())).values(), default=0) == 1
+
+
+def _palindrome(answer: str) -> bool:
+    return any(len(word) > 2 and word.isalpha() and word == word[::-1] for word in words(answer.casefold()))
+
+
+def _position(answer: str, keyword: str, n: int, m: int) -> bool:
+    found = sentences(answer)
+    at = words(found[n - 1]) if len(found) >= n else []
+    return len(at) >= m and _same(at[m - 1], keyword)
+
+
+def _start_end(answer: str) -> bool:
+    found = words(answer)
+    return len(found) > 1 and _same(found[0], found[-1]) and answer.strip().endswith(found[-1])
+
+
+def _copies(answer: str, prompt_to_repeat: str, N: int) -> bool:
+    copies = answer.split("******")
+    return len(copies) == N and all(_same(copy, prompt_to_repeat) for copy in copies)
+
+
+_FREQUENCY = {"keyword": "text", "frequency": "whole", "relation": "relation"}
+_LETTERS = {"letter": "letter", "let_frequency": "whole", "let_relation": "relation"}
+_PROMPT = {"prompt_to_repeat": "text"}
+
+RULES: Mapping[str, Rule] = {
+    # IFEval
+    "keywords:existence": Rule(
+        follows=lambda answer, keywords: all(_count(answer, keyword) for keyword in keywords),
+        parameters={"keywords": "texts"},
+        says="Use these words: {keywords}.",
+    ),
+    "keywords:frequency": Rule(
+        follows=lambda answer, keyword, frequency, relation: _compare(_count(answer, keyword), relation, frequency),
+        parameters=_FREQUENCY,
+        says='The word "{keyword}" must appear {relation} {frequency} times.',
+    ),
+    "keywords:forbidden_words": Rule(
+        follows=lambda answer, forbidden_words: not any(_whole_word(word).search(answer) for word in forbidden_words),
+        parameters={"forbidden_words": "texts"},
+        says="Do not use these words: {forbidden_words}.",
+    ),
+    "keywords:letter_frequency": Rule(
+        follows=_letter_frequency,
+        parameters=_LETTERS,
+        says='The letter "{letter}" must appear {let_relation} {let_frequency} times.',
+    ),
+    "language:response_language": Rule(
+        follows=lambda answer, language: language_of(answer) == language,
+        parameters={"language": "language"},
+        says="Answer in the language with the code {language} alone.",
+    ),
+    "length_constraints:number_sentences": Rule(
+        follows=lambda answer, num_sentences, relation: _compare(len(sentences(answer)), relation, num_sentences),
+        parameters={"num_sentences": "whole", "relation": "relation"},
+        says="Write {relation} {num_sentences} sentences.",
+    ),
+    "length_constraints:number_paragraphs": Rule(
+        follows=lambda answer, num_paragraphs: _has_parts(answer, "***", num_paragraphs),
+        parameters={"num_paragraphs": "count"},
+        says="Write {num_paragraphs} paragraphs, with a line *** between them.",
+    ),
+    "length_constraints:number_words": Rule(
+        follows=lambda answer, num_words, relation: _compare(len(re.findall(r"\w+", answer)), relation, num_words),
+        parameters={"num_words": "whole", "relation": "relation"},
+        says="Write {relation} {num_words} words.",
+    ),
+    "length_constraints:nth_paragraph_first_word": Rule(
+        follows=_paragraph_first_word,
+        parameters={"num_paragraphs": "count", "nth_paragraph": "count", "first_word": "text"},
+        says="Write {num_paragraphs} paragraphs, with an empty line between them, of which number {nth_paragraph} "
+        'begins with the word "{first_word}".',
+    ),
+    "detectable_content:number_placeholders": Rule(
+        follows=lambda answer, num_placeholders: len(re.findall(r"\[[^\[\]\n]*\]", answer)) >= num_placeholders,
+        parameters={"num_placeholders": "whole"},
+        says="Use at least {num_placeholders} placeholders in square brackets, such as [name].",
+    ),
+    "detectable_content:postscript": Rule(
+        follows=_postscript,
+        parameters={"postscript_marker": "text"},
+        says="Add a postscript that begins with {postscript_marker}",
+    ),
+    "detectable_format:number_bullet_lists": Rule(
+        follows=lambda answer, num_bullets: (
+            len(re.findall(r"^[^\S\n]*(?:\*[^*\n]|-)", answer, re.MULTILINE)) == num_bullets
+        ),
+        parameters={"num_bullets": "whole"},
+        says="Make exactly {num_bullets} bullet points, each a line that begins with * and a space.",
+    ),
+    "detectable_format:constrained_response": Rule(
+        follows=lambda answer: sum(option in answer for option in OPTIONS) == 1,
+        says="Answer with one of these: " + ", ".join(f'"{option}"' for option in OPTIONS),
+    ),
+    "detectable_format:number_highlighted_sections": Rule(
+        follows=_highlights,
+        parameters={"num_highlights": "whole"},
+        says="Highlight at least {num_highlights} parts in markdown, *like this*.",
+    ),
+    "detectable_format:multiple_sections": Rule(
+        follows=_sections,
+        parameters={"section_spliter": "text", "num_sections": "count"},
+        says="Write {num_sections} sections that begin with {section_spliter} 1, {section_spliter} 2 and so on.",
+    ),
+    "detectable_format:json_format": Rule(follows=_json, says="The whole answer must be a JSON object."),
+    "detectable_format:title": Rule(
+        follows=_title, says="Give it a title in double angular brackets, such as <<title>>."
+    ),
+    "combination:two_responses": Rule(
+        follows=_two_responses, says="Give two different answers, with ****** between them and nowhere else."
+    ),
+    "combination:repeat_prompt": Rule(
+        follows=_repeat_prompt,
+        parameters=_PROMPT,
+        says="First repeat the request word for word, without this sentence, then answer it.",
+    ),
+    "startend:end_checker": Rule(
+        follows=lambda answer, end_phrase: answer.strip().strip('"').casefold().endswith(end_phrase.strip().casefold()),
+        parameters={"end_phrase": "text"},
+        says="End with exactly these words: {end_phrase}",
+    ),
+    "startend:quotation": Rule(
+        follows=lambda answer: len(text := answer.strip()) > 2 and text[0] == text[-1] == '"',
+        says="Put double quotation marks around the whole answer.",
+    ),
+    "change_case:capital_word_frequency": Rule(
+        follows=_capital_words,
+        parameters={"capital_frequency": "whole", "capital_relation": "relation"},
+        says="Words in capital letters alone must appear {capital_relation} {capital_frequency} times.",
+    ),
+    "change_case:english_capital": Rule(
+        follows=lambda answer: answer.isupper() and language_of(answer) == "en",
+        says="Write in English and in capital letters alone.",
+    ),
+    "change_case:english_lowercase": Rule(
+        follows=lambda answer: answer.islower() and language_of(answer) == "en",
+        says="Write in English and in lowercase letters alone.",
+    ),
+    "punctuation:no_comma": Rule(follows=lambda answer: "," not in answer, says="Use no commas."),
+    # IFBench's training constraints
+    "copy:repeat_phrase": Rule(
+        follows=_repeat_phrase,
+        parameters={"phrase": "phrase", "small_n": "count"},
+        says='Repeat "{phrase}" exactly {small_n} times, each time with another single word replaced in its middle.',
+    ),
+    "copy:copy": Rule(
+        follows=lambda answer, prompt_to_repeat: _same(answer, prompt_to_repeat),
+        parameters=_PROMPT,
+        says="Do not answer: copy the request, without this sentence.",
+    ),
+    "new:copy_span_idx": Rule(
+        follows=_copy_span,
+        parameters=_PROMPT | {"n_start": "whole", "n_end": "count"},
+        says="Do not answer: copy the request's characters from {n_start} to {n_end}.",
+    ),
+    "detectable_format:sentence_hyphens": Rule(
+        follows=_hyphens, says="Join all sentences by hyphens, with no spaces between them."
+    ),
+    "keywords:no_adjacent_consecutive": Rule(
+        follows=_no_adjacent,
+        says="No word may begin with the letter of the alphabet after the one before it begins with.",
+    ),
+    "detectable_format:square_brackets": Rule(follows=_brackets, says="Put every word in square brackets."),
+    "keywords:word_once": Rule(
+        follows=lambda answer, keyword: _count(answer, keyword) == 1,
+        parameters={"keyword": "text"},
+        says='Use the word "{keyword}" once.',
+    ),
+    "keywords:word_count_different_numbers": Rule(
+        follows=lambda answer, keyword, frequency, relation: _compare(_count(answer, keyword), relation, frequency),
+        parameters=_FREQUENCY,
+        says='The word "{keyword}" must appear {relation} {frequency} times.',
+    ),
+    "keywords:exclude_word_harder": Rule(
+        follows=lambda answer, keyword: _whole_word(keyword).search(answer) is None,
+        parameters={"keyword": "text"},
+        says='Do not use the word "{keyword}".',
+        ignored=("instruction",),
+    ),
+    "paragraphs:paragraphs": Rule(
+        follows=lambda answer: _has_parts(answer, "***", 2), says="Write two paragraphs, with a line *** between them."
+    ),
+    "paragraphs:paragraphs2": Rule(
+        follows=lambda answer: len([part for part in answer.split("\n\n") if part.strip()]) == 2,
+        says="Write two paragraphs, with an empty line between them.",
+    ),
+    "first_word:first_word_sent": Rule(
+        follows=lambda answer, first_word: _each_sentence(answer, 0, first_word),
+        parameters={"first_word": "text"},
+        says='Begin every sentence with the word "{first_word}".',
+    ),
+    "first_word:first_word_answer": Rule(
+        follows=lambda answer, first_word: _at(answer, 0, first_word),
+        parameters={"first_word": "text"},
+        says='Begin with the word "{first_word}".',
+    ),
+    "last_word:last_word_sent": Rule(
+        follows=lambda answer, last_word: _each_sentence(answer, -1, last_word),
+        parameters={"last_word": "text"},
+        says='End every sentence with the word "{last_word}".',
+    ),
+    "last_word:last_word_answer": Rule(
+        follows=lambda answer, last_word: _at(answer, -1, last_word),
+        parameters={"last_word": "text"},
+        says='End with the word "{last_word}".',
+    ),
+    "detectable_format:bigram_wrapping": Rule(
+        follows=_bigrams, says="Put every two words in double angular brackets, <<like this>> <<and this>>."
+    ),
+    "copy:copying_simple": Rule(
+        follows=lambda answer, prompt_to_repeat: _same(answer, prompt_to_repeat),
+        parameters=_PROMPT,
+        says="Do not answer: repeat the request, without this sentence.",
+    ),
+    "copy:copying_multiple": Rule(
+        follows=_copies,
+        parameters=_PROMPT | {"N": "count"},
+        says="Do not answer: repeat the request {N} times, without this sentence, with ****** between.",
+    ),
+    "punctuation:punctuation_dot": Rule(follows=lambda answer: "." not in answer, says="Use no dots."),
+    "punctuation:punctuation_exclamation": Rule(
+        follows=lambda answer: "!" not in answer, says="Use no exclamation marks."
+    ),
+    "count:lowercase_counting": Rule(
+        follows=lambda answer, N: len(re.findall(r"\b[a-z]+\b", answer)) <= N,
+        parameters={"N": "whole"},
+        says="Use at most {N} words in lowercase letters.",
+    ),
+    "letters:letter_counting": Rule(
+        follows=lambda answer, N, relation: _compare(len(re.findall(r"[a-zA-Z]", answer)), relation, N),
+        parameters={"N": "whole", "relation": "relation"},
+        says="Write {relation} {N} letters.",
+    ),
+    "letters:letter_counting2": Rule(
+        follows=_letter_frequency,
+        parameters=_LETTERS,
+        says='The letter "{letter}" must appear {let_relation} {let_frequency} times.',
+    ),
+    "count:counting_composition": Rule(
+        follows=_composition,
+        parameters={"n_sent": "count", "n_words": "count"},
+        says="Write 3 paragraphs, with * * * between them, of {n_sent} sentences each, each of {n_words} words.",
+    ),
+    "count:count_unique": Rule(follows=_unique, says="Use no word twice."),
+    "count:count_increment_word": Rule(
+        follows=lambda answer, keyword1, keyword2: _count(answer, keyword1) == 1 and _count(answer, keyword2) == 2,
+        parameters={"keyword1": "text", "keyword2": "text"},
+        says='Use the word "{keyword1}" once and the word "{keyword2}" twice.',
+    ),
+    "keywords:palindrome": Rule(follows=_palindrome, says="Use a palindrome."),
+    "keywords:keyword_specific_position": Rule(
+        follows=_position,
+        parameters={"keyword": "text", "n": "count", "m": "count"},
+        says='Word {m} of sentence {n} must be "{keyword}".',
+    ),
+    "keywords:start_end": Rule(follows=_start_end, says="Begin and end with the same word, with nothing after it."),
+}

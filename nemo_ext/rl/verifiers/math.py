@@ -1,0 +1,227 @@
+r"""Mathematics: the answer's last \boxed{} against a reference, by math-verify (sympy behind it).
+
+math-verify compares; what it compares is prepared here, since it reads too much into some texts: "4 2" as a sum, the
+words in \text{} as a unit, numbers nearer to each other than 1e-15 as equal, however small they are.
+"""
+
+import functools
+import importlib.util
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from nemo_ext.data.settings import checked_whole, nearest
+from nemo_ext.data.sft.checked import checked
+from nemo_ext.rl.environments import Environment
+from nemo_ext.rl.response import Response
+from nemo_ext.rl.verifiers.answers import bare, final_answer, last_boxed, unreadable
+from nemo_ext.rl.verifiers.verdict import Verdict
+from nemo_ext.rl.verifiers.workers import WorkerError, WorkerPool
+
+Format = Literal["boxed", "text", "bare"]
+MAX_LENGTH = 500
+"""Characters of an answer that sympy may see."""
+MAX_DEPTH = 40
+"""Brackets in brackets: the parser's time grows by a power of them."""
+CLOSE_ENOUGH = 1e-4
+"""Numbers that differ by a larger part of the reference are not equal, whatever math-verify's rounding says."""
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
+_THOUSANDS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:(?:\{,\}|\\[,! ]|,|~| )[0-9]{3})+(?![0-9])")
+_SPACED = re.compile(r"[0-9](?:\s|\\[,;:! ]|~)+[0-9]")
+_SCIENTIFIC = re.compile(r"(?<![A-Za-z0-9.\\])([0-9]{1,40}(?:\.[0-9]{1,40})?)[eE]([+-]?[0-9]{1,6})(?![A-Za-z0-9.])")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mbox|mathrm|operatorname)\s*\{([^{}]*)\}")
+_BRACKETS = re.compile(r"\\.|[()\[\]{}]", re.DOTALL)
+_TAKES_DIGITS = re.compile(r"\\[dtc]?frac\s|\\[dt]?binom\s|\\begin")
+_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    r"""What to compare with.
+
+    Attributes:
+        answer: LaTeX, or a number, expression, equation, set, interval, percentage or word as one writes it.
+        format: where the response's answer is looked for: `boxed`, its last \boxed{}; `text`, what follows its last
+            "answer is" or "Answer:" (or GSM8K's "####"); `bare`, the whole of it, one line.
+    """
+
+    answer: str
+    format: Format = "boxed"
+
+
+def check(reference: Mapping[str, Any], *, max_length: int = MAX_LENGTH) -> Reference:
+    """A task's reference, parsed; a number stands for itself.
+
+    Raises:
+        ValueError: naming the key, what it holds and what it may hold.
+    """
+    answer = reference.get("answer")
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        reference = {**reference, "answer": repr(answer)}
+    if "format" in reference and reference["format"] not in get_args(Format):
+        raise ValueError(
+            f"reference.format={reference['format']!r}: {nearest(str(reference['format']), get_args(Format))}"
+        )
+    made = checked(Reference, reference, where="reference")
+    boxed = last_boxed(made.answer)
+    text = made.answer.strip() if boxed is None else boxed
+    _, refused = prepared(text, max_length=max_length)
+    if refused:
+        raise ValueError(f"reference.answer={made.answer[:80]!r}: expected an expression: {refused}")
+    return Reference(answer=text, format=made.format)
+
+
+def prepared(answer: str, *, max_length: int = MAX_LENGTH) -> tuple[str, str]:
+    """An answer as math-verify shall see it, or why it shall not: (answer, "") or ("", reason)."""
+    if len(answer) > max_length:
+        return "", f"longer than {max_length} characters"
+    for begin, end in _DELIMITERS:
+        if len(answer) > len(begin) + len(end) and answer.startswith(begin) and answer.endswith(end):
+            answer = answer[len(begin) : -len(end)]
+            break
+    answer = answer.strip()
+    if not answer:
+        return "", "empty"
+    if reason := unreadable(answer):
+        return "", reason
+    if r"\boxed" in answer:
+        return "", "a box in a box"
+    deepest, balanced = _nesting(answer)
+    if deepest > MAX_DEPTH:
+        return "", f"brackets nested deeper than {MAX_DEPTH}"
+    if not balanced:
+        return "", "braces that do not balance"
+    if answer.endswith(".") and not answer.endswith(".."):
+        answer = answer[:-1].rstrip()
+    # A comma alone is left to math-verify: 1,234 may be a number and a list of two.
+    answer = _THOUSANDS.sub(lambda found: found[0] if "," in _plain(found[0]) else _joined(found[0]), answer)
+    if _SPACED.search(answer) and not _TAKES_DIGITS.search(answer):
+        return "", "numbers side by side"
+    around = _TEXT.sub("", answer).strip()
+    if around and any(any(map(str.isdigit, found[1])) for found in _TEXT.finditer(answer)):
+        return "", "numbers in words beside others"  # "5 \text{ or 6}"
+    return _SCIENTIFIC.sub(r"\1\\times 10^{\2}", answer), ""
+
+
+def verify(response: Response, reference: Reference, *, pool: WorkerPool, max_length: int = MAX_LENGTH) -> Verdict:
+    """Whether the response's answer equals the reference's; `error` if that cannot be told within the time limit."""
+    if not response.answer:
+        return Verdict.wrong("no answer")
+    found = _FIND[reference.format](response.answer)
+    if found is None:
+        return Verdict.wrong(f"no answer in the format {reference.format}")
+    answer, refused = prepared(found, max_length=max_length)
+    shown = found[:max_length]
+    if refused:
+        return Verdict.wrong(refused, shown)
+    expected, _ = prepared(reference.answer, max_length=max(max_length, len(reference.answer)))
+    if answer == expected:
+        return Verdict.correct(shown)
+    if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(expected):
+        return Verdict.correct(shown) if int(answer) == int(expected) else Verdict.wrong("another answer", shown)
+    try:
+        equal = pool.call(expected, answer)
+    except WorkerError as error:
+        return Verdict.error(str(error), shown)
+    return Verdict.correct(shown) if equal else Verdict.wrong("another answer", shown)
+
+
+def environment(
+    *, time_limit: float = 10.0, workers: int | None = None, max_length: int = MAX_LENGTH, memory: int = 4096
+) -> Environment:
+    """The environment `math`.
+
+    Args:
+        time_limit: seconds for one comparison (NeMo Gym's math_with_judge: 10).
+        workers: processes that compare at most; None for one per core, eight at most.
+        max_length: characters of an answer; longer ones are wrong without being read.
+        memory: address space of a worker, in MiB.
+
+    Raises:
+        ValueError: a setting out of range, or math-verify is not installed.
+    """
+    if importlib.util.find_spec("math_verify") is None:
+        raise ValueError("the environment math needs math-verify: pip install math-verify")
+    checked_whole("max_length", max_length, least=1)
+    pool = WorkerPool(f"{__name__}:equal", time_limit=time_limit, workers=workers, memory=memory)
+    return Environment(
+        name="math",
+        check=functools.partial(check, max_length=max_length),
+        verify=functools.partial(verify, pool=pool, max_length=max_length),
+        waits=True,
+    )
+
+
+def prepare() -> None:
+    """In a worker: import math-verify, and have it say nothing of what it cannot parse."""
+    import logging
+
+    logging.disable(logging.CRITICAL)
+    equal("1", "\\frac{1}{2}")
+
+
+def equal(expected: str, answer: str) -> bool:
+    """In a worker: whether math-verify takes two prepared answers for the same; may take any time and memory."""
+    from math_verify import LatexExtractionConfig, parse
+    from math_verify import verify as same
+
+    def read(text: str) -> list[Any]:
+        # math-verify knows a percentage by the sign behind the formula.
+        percent = re.fullmatch(r"(.*?)\s*\\?%", text, re.DOTALL)
+        formula = rf"$\boxed{{{text}}}$" if percent is None else f"${percent[1]}$%"
+        return parse(formula, [LatexExtractionConfig()], parsing_timeout=None)
+
+    gold, found = read(expected), read(answer)
+    if not same(gold, found, timeout_seconds=None):
+        return False
+    one_percent = expected.endswith("%") != answer.endswith("%")
+    return one_percent or not (gold and found and _apart(gold[0], found[0]))
+
+
+def _apart(gold: Any, found: Any) -> bool:
+    """Whether two parsed answers that math-verify takes for equal are not.
+
+    It rounds differences of numbers absolutely (1e-20 and 1e-30 are equal to it), simplifies products with infinity,
+    and finds two equations equal that have no real solutions, in whatever unknowns.
+    """
+    from sympy import Expr, nan, oo, zoo
+    from sympy.core.relational import Relational
+
+    if isinstance(gold, Relational) and isinstance(found, Relational):
+        return bool(gold.free_symbols != found.free_symbols)
+    if not isinstance(gold, Expr) or not isinstance(found, Expr) or gold.free_symbols or found.free_symbols:
+        return False
+    if gold.has(oo, -oo, zoo, nan) or found.has(oo, -oo, zoo, nan):
+        return bool(gold.doit() != found.doit())
+    difference, size = abs((gold - found).evalf(30)), abs(gold.evalf(30))
+    # What is left of an exact 0 is some 1e-100.
+    return bool(difference.is_finite and size.is_finite and difference > CLOSE_ENOUGH * size + 1e-90)
+
+
+def _nesting(text: str) -> tuple[int, bool]:
+    """How deep brackets of all kinds are nested, and whether each brace has a partner, escaped ones aside."""
+    deepest = depth = braces = 0
+    balanced = True
+    for found in _BRACKETS.finditer(text):
+        mark = found[0]
+        if mark in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif mark in ")]}":
+            depth -= 1
+        braces += (mark == "{") - (mark == "}")
+        balanced = balanced and braces >= 0
+    return deepest, balanced and braces == 0
+
+
+def _plain(number: str) -> str:
+    return number.replace("{,}", " ").replace("\\,", " ")
+
+
+def _joined(number: str) -> str:
+    return "".join(filter(str.isdigit, number))
+
+
+_FIND: Mapping[str, Callable[[str], str | None]] = {"boxed": last_boxed, "text": final_answer, "bare": bare}

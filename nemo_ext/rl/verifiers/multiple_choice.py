@@ -1,0 +1,104 @@
+r"""Multiple choice: one choice named, by its letter or its text, in \boxed{}, after "Answer:" or alone."""
+
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from nemo_ext.data.settings import check_keys, nearest
+from nemo_ext.rl.environments import Environment
+from nemo_ext.rl.response import Response
+from nemo_ext.rl.verifiers.answers import MAX_CHOICE, bare, boxes, final_answer, named_choices, normal
+from nemo_ext.rl.verifiers.verdict import Verdict
+
+Format = Literal["any", "boxed", "text", "letter"]
+MAX_CHOICES = len(string.ascii_uppercase)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    r"""What to compare with.
+
+    Attributes:
+        answer: the right choice's letter.
+        choices: the text of each letter; None where only their number is known.
+        format: where the choice is looked for: `boxed`, in \boxed{}; `text`, after the last "Answer:" or "answer is";
+            `letter`, in \boxed{} and by letter alone, NeMo Gym's strict_single_letter_boxed; `any`, in \boxed{} if
+            there is one, else after "Answer:", else the whole answer.
+    """
+
+    answer: str
+    choices: Mapping[str, str | None]
+    format: Format = "any"
+
+
+def check(reference: Mapping[str, Any]) -> Reference:
+    """A task's reference, parsed: {answer: "B", choices: [texts] or how many}.
+
+    Raises:
+        ValueError: naming the key, what it holds and what it may hold.
+    """
+    check_keys(reference, ("answer", "choices", "format"), required=("answer", "choices"), where="reference")
+    choices, form = reference["choices"], reference.get("format", "any")
+    number = choices if isinstance(choices, int) and not isinstance(choices, bool) else None
+    if number is None and isinstance(choices, list | tuple) and all(isinstance(text, str) for text in choices):
+        number = len(choices)
+    if number is None or not 2 <= number <= MAX_CHOICES:
+        shown = repr(choices)[:200]
+        raise ValueError(f"reference.choices={shown}: expected 2 to {MAX_CHOICES} texts, or how many there are")
+    letters = string.ascii_uppercase[:number]
+    texts: list[str | None] = [None] * number if isinstance(choices, int) else list(choices)
+    if empty := [letter for letter, text in zip(letters, texts, strict=True) if text is not None and not text.strip()]:
+        raise ValueError(f"reference.choices: the text of {empty[0]} is empty")
+    if any(text is not None and len(text) > MAX_CHOICE for text in texts):
+        raise ValueError(f"reference.choices: expected texts of at most {MAX_CHOICE} characters")
+    normals = [normal(text) for text in texts if text is not None]
+    if len(set(normals)) < len(normals):
+        raise ValueError(f"reference.choices={repr(choices)[:200]}: two of them are the same")
+    answer = reference["answer"]
+    if not isinstance(answer, str) or len(answer) != 1 or answer not in letters:
+        raise ValueError(f"reference.answer={answer!r}: expected a letter, {letters[0]} to {letters[-1]}")
+    if form not in get_args(Format):
+        raise ValueError(f"reference.format={form!r}: {nearest(str(form), get_args(Format))}")
+    return Reference(answer=answer, choices=dict(zip(letters, texts, strict=True)), format=form)
+
+
+def verify(response: Response, reference: Reference) -> Verdict:
+    """Whether the response names the right choice and no other. Boxes must all name the same one."""
+    text, form = response.answer, reference.format
+    if not text:
+        return Verdict.wrong("no answer")
+    choices = dict.fromkeys(reference.choices) if form == "letter" else reference.choices
+    found = [] if form == "text" else _boxed(text)
+    if not found and form in ("any", "text"):
+        phrase = final_answer(text)
+        if phrase is None and form == "any":
+            phrase = bare(text)
+        found = [phrase] if phrase else []
+    if not found:
+        return Verdict.wrong(f"no answer in the format {form}")
+    named: set[str] = set()
+    for content in dict.fromkeys(map(str.strip, found)):
+        one = named_choices(content, choices)
+        if not one:
+            return Verdict.wrong("no choice is named", content[:200])
+        named |= one
+        if len(named) > 1:
+            return Verdict.wrong("more than one choice is named", ", ".join(sorted(named)))
+    (letter,) = named
+    return Verdict.correct(letter) if letter == reference.answer else Verdict.wrong("another choice", letter)
+
+
+def environment() -> Environment:
+    """The environment `multiple_choice`."""
+    return Environment(name="multiple_choice", check=check, verify=verify)
+
+
+def _boxed(text: str) -> list[str]:
+    """What the boxes hold, without repeating one in another: of nested boxes the outermost, which names no choice."""
+    outer: list[tuple[int, int]] = []
+    for begin, end in boxes(text):
+        while outer and outer[-1][0] > begin:
+            outer.pop()
+        outer.append((begin, end))
+    return [text[begin : min(end, begin + MAX_CHOICE + 1)] for begin, end in outer]

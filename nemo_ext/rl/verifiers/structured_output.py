@@ -1,0 +1,301 @@
+"""Structured output: JSON that a schema allows. Nemotron 3 Nano rewards validity alone, not what the object says.
+
+Everything that takes long for some schemas and answers (regular expressions, unique items, schemas that refer to
+themselves) runs in a worker with a time limit. Nothing is ever fetched: a schema may refer to parts of itself only.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_ext.data.settings import check_keys, checked_whole
+from nemo_ext.rl.environments import Environment
+from nemo_ext.rl.response import Response
+from nemo_ext.rl.verifiers.verdict import Verdict
+from nemo_ext.rl.verifiers.workers import WorkerError, WorkerPool
+
+MAX_LENGTH = 200_000
+"""Characters of an answer."""
+MAX_DEPTH = 64
+"""Objects and arrays in one another."""
+_FENCE = re.compile(r"```(?:json|JSON)?[ \t]*\n")
+_BRACKETS = re.compile(r'"|[\[{]|[\]}]')
+_STRING_END = re.compile(r'\\.|"', re.DOTALL)
+_REFERS = ("$ref", "$dynamicRef", "$recursiveRef")
+# What these hold is data or names, not schemas.
+_DATA = ("const", "enum", "default", "examples")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+
+
+class NotJsonError(ValueError):
+    """A text that is not the JSON that is asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What to check against.
+
+    Attributes:
+        schema: a JSON schema, of the draft that its `$schema` names, 2020-12 if it names none.
+        strict: all properties are required and no others are allowed, at all levels, whatever the schema says (what
+            NeMo Gym's structured_outputs makes of every schema).
+        text: the schema that counts, as JSON; made by `check`.
+    """
+
+    schema: Mapping[str, Any]
+    strict: bool = False
+    text: str = ""
+
+
+def check(reference: Mapping[str, Any]) -> Reference:
+    """A task's reference, parsed: {schema: {...} or its JSON, strict: false}.
+
+    Raises:
+        ValueError: naming the key and what is wrong with it: no schema, or one that refers to another document.
+    """
+    from jsonschema.exceptions import SchemaError
+    from jsonschema.validators import validator_for
+
+    check_keys(reference, ("schema", "strict"), required=("schema",), where="reference")
+    schema, strict = reference["schema"], reference.get("strict", False)
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise ValueError(f"reference.schema={schema[:80]!r}: not JSON: {error}") from None
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"reference.schema={repr(schema)[:80]}: expected a JSON schema as a mapping")
+    if not isinstance(strict, bool):
+        raise ValueError(f"reference.strict={strict!r}: expected true or false")
+    try:
+        text = json.dumps(strictly(schema) if strict else schema, allow_nan=False)
+        kind = validator_for(json.loads(text), default=_default())
+        if "$schema" in schema and validator_for(schema, default=None) is None:
+            raise ValueError(f"reference.schema: unknown $schema {schema['$schema']!r}")
+        kind.check_schema(json.loads(text))
+    except SchemaError as error:
+        path = "".join(f".{part}" for part in error.absolute_path)
+        raise ValueError(f"reference.schema{path}: {error.message[:200]}") from None
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"reference.schema: not JSON: {error}") from None
+    for path, part in _parts(schema, "reference.schema"):
+        _check_part(schema, part, path)
+    return Reference(schema=schema, strict=strict, text=text)
+
+
+def verify(
+    response: Response,
+    reference: Reference,
+    *,
+    pool: WorkerPool,
+    max_length: int = MAX_LENGTH,
+    max_depth: int = MAX_DEPTH,
+) -> Verdict:
+    """Whether the answer is JSON, alone or in one ```json fence, that the schema allows."""
+    if not response.answer:
+        return Verdict.wrong("no answer")
+    if len(response.answer) > max_length:
+        return Verdict.wrong(f"longer than {max_length} characters")
+    try:
+        text = unfenced(response.answer)
+        parse(text, max_depth=max_depth)
+    except NotJsonError as error:
+        return Verdict.wrong(str(error), response.answer[:200])
+    try:
+        problem = pool.call(reference.text, text)
+    except WorkerError as error:
+        return Verdict.error(str(error), text[:200])
+    return Verdict.wrong(problem, text[:200]) if problem else Verdict.correct(text[:200])
+
+
+def environment(
+    *,
+    time_limit: float = 10.0,
+    workers: int | None = None,
+    max_length: int = MAX_LENGTH,
+    max_depth: int = MAX_DEPTH,
+    memory: int = 4096,
+) -> Environment:
+    """The environment `structured_output`.
+
+    Args:
+        time_limit: seconds for one answer.
+        workers: processes that validate at most; None for one per core, eight at most.
+        max_length: characters of an answer; longer ones are wrong.
+        max_depth: objects and arrays in one another; deeper answers are wrong.
+        memory: address space of a worker, in MiB.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+    checked_whole("max_length", max_length, least=1)
+    checked_whole("max_depth", max_depth, least=1)
+    pool = WorkerPool(f"{__name__}:problem", time_limit=time_limit, workers=workers, memory=memory)
+    return Environment(
+        name="structured_output",
+        check=check,
+        verify=functools.partial(verify, pool=pool, max_length=max_length, max_depth=max_depth),
+        waits=True,
+    )
+
+
+def unfenced(text: str) -> str:
+    """The answer's JSON: all of it, or what its one fence holds if there is nothing else.
+
+    Raises:
+        NotJsonError: there is something beside the fence.
+    """
+    text = text.strip()
+    begin = _FENCE.match(text)
+    if begin is None:
+        return text
+    end = text.find("\n```", begin.end() - 1)
+    if end < 0 or text[end + 4 :].strip():
+        raise NotJsonError("not one fence alone")
+    return text[begin.end() : end]
+
+
+def parse(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
+    """JSON as RFC 8259 has it, without NaN and infinities, numbers too large for them, or a key twice in an object.
+
+    Raises:
+        NotJsonError: it is none, or nested deeper than `max_depth`.
+    """
+    if depth(text) > max_depth:
+        raise NotJsonError(f"nested deeper than {max_depth}")
+    try:
+        return json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_once)
+    except NotJsonError:
+        raise
+    except (ValueError, RecursionError) as error:  # a whole number of more than 4300 digits, too
+        raise NotJsonError(f"not JSON: {str(error)[:100]}") from None
+
+
+def depth(text: str) -> int:
+    """How deep objects and arrays are nested, by the brackets outside of strings. Linear in any text."""
+    deepest = level = position = 0
+    while found := _BRACKETS.search(text, position):
+        position = found.end()
+        if found[0] == '"':
+            for inner in _STRING_END.finditer(text, position):
+                position = inner.end()
+                if inner[0] == '"':
+                    break
+            else:
+                break
+        elif found[0] in "[{":
+            level += 1
+            deepest = max(deepest, level)
+        else:
+            level -= 1
+    return deepest
+
+
+def strictly(schema: Any) -> Any:
+    """A copy in which every object's properties are all required, and no others are allowed."""
+    if isinstance(schema, list | tuple):
+        return [strictly(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    made = {key: value if key in _DATA else _strict_value(key, value) for key, value in schema.items()}
+    if isinstance(made.get("properties"), Mapping):
+        made |= {"required": list(made["properties"]), "additionalProperties": False}
+    return made
+
+
+def prepare() -> None:
+    """In a worker: import jsonschema."""
+    problem("{}", "1")
+
+
+def problem(schema: str, text: str) -> str:
+    """In a worker: what the schema has against a JSON text; "" if it allows it. May take any time."""
+    import sys
+
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+
+    # Schemas that refer to themselves descend as deep as the answer, in several calls each.
+    sys.setrecursionlimit(20_000)
+    loaded = json.loads(schema)
+    # A registry of its own: jsonschema's default fetches what it does not know.
+    validator = validator_for(loaded, default=_default())(loaded, registry=Registry())
+    error = next(validator.iter_errors(json.loads(text)), None)
+    if error is None:
+        return ""
+    return f"{error.json_path[:100]}: {error.message[:200]}"
+
+
+def _default() -> Any:
+    from jsonschema import Draft202012Validator
+
+    return Draft202012Validator
+
+
+def _strict_value(key: str, value: Any) -> Any:
+    if key in _NAMED and isinstance(value, Mapping):
+        return {name: strictly(part) for name, part in value.items()}
+    return strictly(value)
+
+
+def _parts(schema: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """A schema and all schemas in it, with where they stand."""
+    if isinstance(schema, list | tuple):
+        for index, part in enumerate(schema):
+            yield from _parts(part, f"{path}[{index}]")
+    elif isinstance(schema, Mapping):
+        yield path, schema
+        for key, value in schema.items():
+            if key in _NAMED and isinstance(value, Mapping):
+                for name, part in value.items():
+                    yield from _parts(part, f"{path}.{key}.{name}")
+            elif key not in _DATA:
+                yield from _parts(value, f"{path}.{key}")
+
+
+def _check_part(root: Mapping[str, Any], part: Mapping[str, Any], path: str) -> None:
+    if "$id" in part and part is not root:
+        raise ValueError(f"{path}.$id={part['$id']!r}: a part of a schema may not be a document of its own")
+    for key in _REFERS:
+        target = part.get(key)
+        if target is None:
+            continue
+        if not isinstance(target, str) or not target.startswith("#"):
+            raise ValueError(f"{path}.{key}={target!r}: a schema may refer to itself only: '#/$defs/...'")
+        if key == "$ref" and not _resolves(root, target):
+            raise ValueError(f"{path}.{key}={target!r}: there is no such part of the schema")
+
+
+def _resolves(root: Mapping[str, Any], target: str) -> bool:
+    from referencing import Registry, Resource
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import DRAFT202012
+
+    resource = Resource.from_contents(root, default_specification=DRAFT202012)
+    name = str(root.get("$id", ""))
+    try:
+        Registry().with_resource(name, resource).resolver(name).lookup(target)
+    except (Unresolvable, ValueError, KeyError, TypeError):
+        return False
+    return True
+
+
+def _no_constant(name: str) -> Any:
+    raise NotJsonError(f"not JSON: {name}")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if value in (float("inf"), float("-inf")):
+        raise NotJsonError(f"a number beyond all others: {number[:40]}")
+    return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise NotJsonError("a key twice in one object")
+    return made

@@ -1,0 +1,151 @@
+"""Tool calls of a single turn: the expected ones, all of them and no other.
+
+A reference is {expected: [{name, arguments}], order: any | as_given, tools}. Arguments are equal as JSON is: 1 and 1.0
+are one number, true is none, and one that is left out is at its schema's default. NeMo Gym's xlam_fc asks for the same
+number of calls too, but lets a call have arguments that were not expected.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nemo_ext.data.settings import check_keys
+from nemo_ext.data.sft.sample import ToolCall
+from nemo_ext.rl.environments import Environment
+from nemo_ext.rl.response import Response
+from nemo_ext.rl.tools import STYLES, Style, call_problem, calls_of, check_tools, read_openai_calls
+from nemo_ext.rl.verifiers.verdict import Verdict
+
+Order = Literal["any", "as_given"]
+_DEPTH = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What is expected.
+
+    Attributes:
+        expected: calls; none where the right thing is to answer without.
+        order: whether they must come in this order.
+        tools: declared ones, as the task's; every call must fit one. None: calls are compared alone.
+    """
+
+    expected: tuple[ToolCall, ...]
+    order: Order = "any"
+    tools: tuple[Mapping[str, Any], ...] | None = None
+
+
+def check(reference: Mapping[str, Any]) -> Reference:
+    """A reference parsed.
+
+    Raises:
+        ValueError: naming the key, what it holds and what it may hold; an expected call that fits no declared tool.
+    """
+    check_keys(reference, ("expected", "order", "tools"), required=("expected",), where="reference")
+    given, order = reference["expected"], reference.get("order", "any")
+    expected = expected_calls(given, "reference.expected")
+    if order not in ("any", "as_given"):
+        raise ValueError(f"reference.order must be any or as_given, not {order!r}")
+    tools = reference.get("tools")
+    if tools is not None:
+        tools = check_tools(tools, "reference.tools")
+        for index, call in enumerate(expected):
+            if problem := call_problem(call, tools):
+                raise ValueError(f"reference.expected[{index}]: {problem}")
+    return Reference(expected=expected, order=order, tools=tools)
+
+
+def expected_calls(given: Any, where: str) -> tuple[ToolCall, ...]:
+    """A reference's list of {name, arguments}.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"{where} must be a list of {{name, arguments}}, not {given!r}")
+    read = read_openai_calls(given)
+    if read.problems:
+        raise ValueError(f"{where}: {read.problems[0].replace('tool_calls', '')}")
+    return read.calls
+
+
+def verify(response: Response, reference: Reference, *, style: Style = "any") -> Verdict:
+    """Whether the response makes the expected calls and no other."""
+    tools = reference.tools
+    parsed = calls_of(response, tools or (), style)
+    said = ", ".join(call.name for call in parsed.calls)[:200] or None
+    if parsed.problems:
+        return Verdict.wrong(f"a call cannot be read: {parsed.problems[0]}"[:300], said)
+    if not response.answer and not parsed.calls:
+        return Verdict.wrong("no answer")
+    if tools is not None:
+        for call in parsed.calls:
+            if problem := call_problem(call, tools):
+                return Verdict.wrong(problem, said)
+    if len(parsed.calls) != len(reference.expected):
+        return Verdict.wrong(f"{len(parsed.calls)} calls instead of {len(reference.expected)}", said)
+    defaults = _defaults(tools or ())
+    left = list(parsed.calls)
+    for expected in reference.expected:
+        candidates = left[:1] if reference.order == "as_given" else left
+        fitting = [place for place, call in enumerate(candidates) if _same_call(call, expected, defaults)]
+        if not fitting:
+            return Verdict.wrong(f"no call {expected.name} as expected", said)
+        del left[fitting[0]]
+    return Verdict.correct(said)
+
+
+def environment(*, style: Style = "any") -> Environment:
+    """The environment `tool_calls`.
+
+    Args:
+        style: of calls in raw text; see `nemo_ext.rl.tools`.
+
+    Raises:
+        ValueError: there is no such style.
+    """
+    check_style(style)
+    return Environment(
+        name="tool_calls",
+        check=check,
+        verify=lambda response, reference: verify(response, reference, style=style),
+    )
+
+
+def check_style(style: Any) -> None:
+    """Raises ValueError if a setting names no style."""
+    if style not in STYLES:
+        raise ValueError(f"style must be one of {', '.join(STYLES)}, not {style!r}")
+
+
+def _defaults(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of each tool, the values that its arguments have where they are left out."""
+    made = {}
+    for tool in tools:
+        properties = (tool["function"].get("parameters") or {}).get("properties") or {}
+        made[tool["function"]["name"]] = {
+            key: schema["default"]
+            for key, schema in properties.items()
+            if isinstance(schema, Mapping) and "default" in schema
+        }
+    return made
+
+
+def _same_call(one: ToolCall, other: ToolCall, defaults: Mapping[str, Mapping[str, Any]]) -> bool:
+    if one.name != other.name:
+        return False
+    left_out = defaults.get(one.name, {})
+    return same_json({**left_out, **one.arguments}, {**left_out, **other.arguments})
+
+
+def same_json(one: Any, other: Any, depth: int = 0) -> bool:
+    """Whether two values are the same in JSON."""
+    if depth > _DEPTH:
+        return False
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same_json(value, other[key], depth + 1) for key, value in one.items())
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(same_json(*pair, depth + 1) for pair in zip(one, other, strict=True))
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    return bool(one == other)

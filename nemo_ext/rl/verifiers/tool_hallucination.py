@@ -1,0 +1,132 @@
+"""Tool hallucination: a call where no tool is declared is wrong, whatever the answer is.
+
+Nemotron 3 Nano, appendix C: where no tools are given, the model must "rely entirely on internal reasoning; therefore,
+any output containing a tool call" is a hallucination, in whatever format. What counts as one in text is as in the
+preference data (`nemo_ext.data.preference.hallucination`).
+
+A reference is {tools, answer}: `tools` are the declared ones, none by default; `answer` is what the answer itself is
+checked against, {environment: math, reference: {answer: "4"}}; without it any answer is right that calls nothing else.
+"""
+
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_ext.data.preference.group import Generation
+from nemo_ext.data.preference.hallucination import HallucinationRules
+from nemo_ext.data.settings import check_keys
+from nemo_ext.data.sft.sample import Message
+from nemo_ext.rl.environments import Environment, make
+from nemo_ext.rl.response import Response
+from nemo_ext.rl.tools import Style, call_problem, calls_of, check_tools
+from nemo_ext.rl.verifiers.tool_calls import check_style
+from nemo_ext.rl.verifiers.verdict import Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What a response is checked against.
+
+    Attributes:
+        tools: declared ones.
+        answer: the environment that checks the answer, with its parsed reference; None if nothing does.
+    """
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    answer: tuple[Environment, Any] | None = None
+
+
+class Verifier:
+    """The checks with their settings.
+
+    Args:
+        environments: settings of the environments that check answers, by name.
+        search_reasoning: whether a call that is only written in the reasoning counts.
+        style: of calls in raw text.
+    """
+
+    def __init__(
+        self, *, environments: Mapping[str, Mapping[str, Any]] | None, search_reasoning: bool, style: Style
+    ) -> None:
+        check_style(style)
+        if not isinstance(search_reasoning, bool):
+            raise ValueError(f"search_reasoning must be true or false, not {search_reasoning!r}")
+        self._style = style
+        self._rules = HallucinationRules(search_reasoning=search_reasoning)
+        self._settings = dict(environments or {})
+        self._made = {name: self._single_turn(name, "environments") for name in self._settings}
+
+    def check(self, reference: Mapping[str, Any]) -> Reference:
+        """A reference parsed.
+
+        Raises:
+            ValueError: naming the key, what it holds and what it may hold.
+        """
+        check_keys(reference, ("tools", "answer"), required=(), where="reference")
+        tools = check_tools(reference.get("tools") or (), "reference.tools")
+        given = reference.get("answer")
+        if given is None:
+            return Reference(tools=tools)
+        if not isinstance(given, Mapping):
+            raise ValueError(f"reference.answer must be {{environment, reference}}, not {given!r}")
+        check_keys(given, ("environment", "reference"), required=("environment", "reference"), where="reference.answer")
+        name = given["environment"]
+        if name not in self._made:
+            self._made[name] = self._single_turn(name, "reference.answer.environment")
+        try:
+            return Reference(tools=tools, answer=(self._made[name], self._made[name].check(given["reference"])))
+        except ValueError as error:
+            raise ValueError(f"reference.answer: {error}") from None
+
+    def verify(self, response: Response, reference: Reference) -> Verdict | Awaitable[Verdict]:
+        """Wrong for a call to what is not declared; else what the answer's own check says."""
+        message = Message(
+            role="assistant",
+            content=response.answer,
+            reasoning=response.thinking,
+            tool_calls=response.tool_calls,
+        )
+        if not reference.tools and self._rules.calls(Generation(messages=(message,))):
+            return Verdict.wrong("calls a tool where none is declared")
+        if reference.tools:
+            parsed = calls_of(response, reference.tools, self._style)
+            problems = [*parsed.problems, *(call_problem(call, reference.tools) for call in parsed.calls)]
+            if problem := next(filter(None, problems), ""):
+                return Verdict.wrong(problem[:300])
+        if reference.answer is not None:
+            environment, parsed_reference = reference.answer
+            assert environment.verify is not None
+            return environment.verify(response, parsed_reference)
+        if not any(map(str.isalnum, response.answer)) and not (reference.tools and response.tool_calls):
+            return Verdict.wrong("no answer")
+        return Verdict.correct()
+
+    def _single_turn(self, name: Any, where: str) -> Environment:
+        try:
+            made = make(name, self._settings.get(name))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{where}: {error}") from None
+        if made.verify is None or name == "tool_hallucination":
+            raise ValueError(f"{where}: {name} does not check a single answer")
+        return made
+
+
+def environment(
+    *,
+    environments: Mapping[str, Mapping[str, Any]] | None = None,
+    search_reasoning: bool = True,
+    style: Style = "any",
+) -> Environment:
+    """The environment `tool_hallucination`.
+
+    Args:
+        environments: settings of the environments that check answers, {math: {time_limit: 10}}.
+        search_reasoning: whether a call that is only written in the reasoning counts; the preference data say so.
+        style: of calls in raw text, for tasks that declare tools.
+
+    Raises:
+        ValueError: a setting that is none.
+    """
+    verifier = Verifier(environments=environments, search_reasoning=search_reasoning, style=style)
+    # Whether the answer's check waits is known with its reference only.
+    return Environment(name="tool_hallucination", check=verifier.check, verify=verifier.verify, waits=True)

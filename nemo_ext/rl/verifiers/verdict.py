@@ -1,0 +1,42 @@
+"""What a verifier says of one response."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Outcome = Literal["correct", "wrong", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Correct, wrong, or not to be told.
+
+    Attributes:
+        outcome: `error` where the verifier itself failed (its time limit, a judge that did not answer), which is
+            not the response's fault; an answer that cannot be read is `wrong`.
+        score: from 0 to 1; 1 if and only if `outcome` is correct, between them where parts of a task are solved.
+        reason: why, in a few words, for reports; "" if correct.
+        answer: what was compared, as it was found in the response; None if there was nothing.
+    """
+
+    outcome: Outcome
+    score: float
+    reason: str = ""
+    answer: str | None = None
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.score <= 1 and (self.score == 1) == (self.outcome == "correct"), self
+
+    @classmethod
+    def correct(cls, answer: str | None = None) -> "Verdict":
+        """The task is solved."""
+        return cls(outcome="correct", score=1.0, answer=answer)
+
+    @classmethod
+    def wrong(cls, reason: str, answer: str | None = None, *, score: float = 0.0) -> "Verdict":
+        """It is not, or not all of it."""
+        return cls(outcome="wrong", score=score, reason=reason, answer=answer)
+
+    @classmethod
+    def error(cls, reason: str, answer: str | None = None) -> "Verdict":
+        """The verifier cannot tell."""
+        return cls(outcome="error", score=0.0, reason=reason, answer=answer)

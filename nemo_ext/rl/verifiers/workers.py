@@ -1,0 +1,294 @@
+"""Processes that are killed when they take too long, for libraries that nothing else stops.
+
+A signal handler does not run while C code computes (a power of large integers, a regular expression), and works in the
+main thread alone, where engines do not call verifiers. Here the kernel's own timer ends the process, so that the limit
+holds whatever runs. Workers import what they need once and serve many calls; a new one takes a killed one's place.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+START_LIMIT = 120.0
+"""Seconds in which a worker must have imported its function."""
+GRACE = 5.0
+"""Seconds after which the host kills a worker that its own timer has not ended."""
+MAX_CALLS = 2000
+"""Calls after which a worker is replaced: parsers keep growing tables of what they have seen."""
+_INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "SYSTEMROOT", "TMPDIR")
+
+
+class WorkerError(Exception):
+    """A worker gave no result; the text says why."""
+
+
+class TimeLimitError(WorkerError):
+    """It did not give one in time."""
+
+
+class _Worker:
+    """One process and its pipes; used by one call at a time."""
+
+    def __init__(self, function: str, memory: int) -> None:
+        environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        environment |= {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "PYTHONHASHSEED": "0",
+            "OMP_NUM_THREADS": "1",
+        }
+        # A session of its own: a Ctrl-C at the terminal is the host's to handle.
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__, function, str(memory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+        self.calls = 0
+        self._unread = b""
+
+    def receive(self, seconds: float) -> Any:
+        """The next message; raises TimeLimitError or, at the end of the process, EOFError."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + seconds
+        poll = select.poll()
+        poll.register(self.process.stdout, select.POLLIN)
+        while b"\n" not in self._unread:
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise TimeLimitError
+            chunk = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not chunk:
+                raise EOFError
+            self._unread += chunk
+        line, self._unread = self._unread.split(b"\n", 1)
+        return json.loads(line)
+
+    def send(self, message: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(message).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def release(self) -> None:
+        """Close this process's ends of the pipes."""
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+    def kill(self) -> int:
+        """End it; its exit status."""
+        self.process.kill()
+        self.release()
+        return self.process.wait()
+
+
+class WorkerPool:
+    """Calls one function in worker processes. Thread-safe; from asyncio, `asyncio.to_thread(pool.call, ...)`.
+
+    Workers start when they are needed and end with the pool, with this process, and by themselves if this process is
+    killed. A forked child and an unpickled copy have workers of their own.
+
+    Attributes:
+        time_limit: seconds of each call, from when a worker takes it.
+    """
+
+    def __init__(self, function: str, *, time_limit: float, workers: int | None = None, memory: int = 4096) -> None:
+        """
+        Args:
+            function: `module:name`; it takes and gives what JSON can say. If the module has a function `prepare`, each
+                worker calls it once before it counts as started: for imports that take long.
+            time_limit: as the attribute.
+            workers: processes at most; None for one per core that this process may use, eight at most.
+            memory: address space of each, in MiB.
+
+        Raises:
+            ValueError: a number that is not positive.
+        """
+        if workers is None:
+            from nemo_ext.data.workers import usable_cores  # here, since workers import this module too
+
+            workers = min(8, usable_cores())
+        for name, value in {"time_limit": time_limit, "workers": workers, "memory": memory}.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be a positive number, not {value!r}")
+        self.time_limit = float(time_limit)
+        self._function, self._workers, self._memory = function, int(workers), int(memory)
+        self._reset()
+        _POOLS.add(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self._function, self.time_limit, self._workers, self._memory)
+
+    def call(self, *arguments: Any) -> Any:
+        """What the function gives for these arguments. Waits for a free worker, however long that takes.
+
+        Raises:
+            TimeLimitError: it took longer than the time limit.
+            WorkerError: it raised, or its process ended or did not start; the text says which.
+        """
+        with self._free:
+            worker = self._borrow()
+            try:
+                answer = self._ask(worker, arguments)
+            except BaseException:
+                # Ctrl-C included: what is in flight must not be taken for the next call's answer.
+                self._discard(worker)
+                raise
+            if worker.calls >= MAX_CALLS or self._closed:
+                self._discard(worker)
+            else:
+                self._idle.append(worker)
+        if "error" in answer:
+            raise WorkerError(answer["error"])
+        return answer["result"]
+
+    def close(self) -> None:
+        """End all workers; calls from now on fail."""
+        self._closed = True
+        self._end()
+
+    def _reset(self) -> None:
+        self._closed = False
+        self._free = threading.BoundedSemaphore(self._workers)
+        self._idle: list[_Worker] = []
+        self._alive: set[_Worker] = set()
+        self._end = weakref.finalize(self, _end, self._alive, os.getpid())
+
+    def _forked(self) -> None:
+        """In a forked child: leave the parent its workers, and its ends of the pipes to itself."""
+        self._end.detach()
+        for worker in self._alive:
+            worker.release()
+            worker.process.returncode = 0  # not this process's child to wait for
+        self._reset()
+
+    def _borrow(self) -> _Worker:
+        while not self._closed:
+            try:
+                worker = self._idle.pop()
+            except IndexError:
+                return self._start()
+            if worker.process.poll() is None:
+                return worker
+            self._discard(worker)  # ended while nobody used it, for want of memory for example
+        raise WorkerError("the pool is closed")
+
+    def _start(self) -> _Worker:
+        try:
+            worker = _Worker(self._function, self._memory)
+        except OSError as error:
+            raise WorkerError(f"no worker can be started: {error}") from error
+        self._alive.add(worker)
+        try:
+            ready = worker.receive(START_LIMIT)
+        except TimeLimitError:
+            self._discard(worker)
+            raise WorkerError(f"a worker did not start within {START_LIMIT:g} s") from None
+        except (EOFError, OSError):
+            raise WorkerError(f"a worker ended while it started: status {self._discard(worker)}") from None
+        except BaseException:
+            self._discard(worker)
+            raise
+        if "error" in ready:
+            self._discard(worker)
+            raise WorkerError(ready["error"])
+        return worker
+
+    def _ask(self, worker: _Worker, arguments: Any) -> Any:
+        try:
+            worker.calls += 1
+            worker.send([self.time_limit, arguments])
+            return worker.receive(self.time_limit + GRACE)
+        except TimeLimitError:
+            raise TimeLimitError(f"time limit of {self.time_limit:g} s") from None
+        except (EOFError, OSError):
+            status = worker.process.wait(GRACE)
+        if status in (-signal.SIGALRM, -signal.SIGXCPU):
+            raise TimeLimitError(f"time limit of {self.time_limit:g} s")
+        raise WorkerError(f"a worker ended with status {status}")
+
+    def _discard(self, worker: _Worker) -> int:
+        self._alive.discard(worker)
+        return worker.kill()
+
+
+_POOLS: "weakref.WeakSet[WorkerPool]" = weakref.WeakSet()
+
+
+def _unpickled(function: str, time_limit: float, workers: int, memory: int) -> WorkerPool:
+    return WorkerPool(function, time_limit=time_limit, workers=workers, memory=memory)
+
+
+def _end(workers: set[_Worker], pid: int) -> None:
+    if os.getpid() == pid:
+        for worker in list(workers):
+            worker.kill()
+        workers.clear()
+
+
+def _after_fork() -> None:
+    for pool in list(_POOLS):
+        pool._forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _serve(function: str, memory: int) -> None:
+    """A worker's life: import, say so, answer until there is nobody to answer to."""
+    parent = os.getppid()
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(nowhere, standard)  # what libraries print must not be taken for answers
+
+    def answer(message: Any) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        answers.write(line)
+        answers.flush()
+
+    try:
+        module, _, name = function.partition(":")
+        loaded = importlib.import_module(module)
+        called = getattr(loaded, name)
+        if hasattr(loaded, "prepare"):
+            loaded.prepare()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (memory << 20, memory << 20))
+    except Exception as error:
+        answer({"error": f"{function}: {type(error).__name__}: {error}"})
+        return
+    answer({"ready": True})
+    while True:
+        # The pipe may stay open in another child of a host that was killed.
+        while not select.select([requests], [], [], 10.0)[0]:
+            if os.getppid() != parent:
+                return
+        line = requests.readline()
+        if not line:
+            return
+        seconds, arguments = json.loads(line)
+        # The default action of SIGALRM ends the process, whatever it computes.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            answer({"result": called(*arguments)})
+        except Exception as error:
+            answer({"error": f"{type(error).__name__}: {str(error)[:200]}"})
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,495 @@
+"""A workplace: five databases, a directory, 26 tools (Nemotron 3 Nano, section 3.2.1: "a sandbox environment with five
+databases, 26 tools", adapted from WorkBench).
+
+The tools are those of a small office, as in NeMo Gym's workplace_assistant; data, names and wording are this package's.
+"""
+
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from nemo_ext.data.seeds import generator
+from nemo_ext.rl.environments import Environment
+from nemo_ext.rl.tools import Style
+from nemo_ext.rl.worlds.world import Database, Row, Text, ToolError, World, world_environment
+
+NOW = datetime(2025, 6, 18, 9, 0)
+_MINUTES, _DAY = "%Y-%m-%d %H:%M", "%Y-%m-%d"
+_PAGE = 5
+
+PEOPLE = (
+    *("Aisha Khan", "Bruno Costa", "Carla Rossi", "Daniel Weber", "Elena Petrova", "Farid Haddad", "Grace Okafor"),
+    *("Hugo Martin", "Ines Silva", "Jonas Berg", "Keiko Tanaka", "Luca Bianchi", "Maya Patel", "Nora Lind"),
+    *("Omar Farouk", "Paula Mendez", "Quentin Roy", "Rosa Jimenez", "Samir Das", "Tessa Vogel"),
+)
+SUBJECTS = (
+    *("Budget for the third quarter", "Office move", "Release checklist", "Travel to Bologna", "Interview notes"),
+    *("Server outage", "Contract renewal", "Training day", "Security review", "Newsletter draft", "Invoice 2207"),
+    *("Design feedback", "Holiday plan", "Customer survey", "Printer on floor two"),
+)
+MEETINGS = ("Stand-up", "Design review", "Planning", "Retrospective", "Budget meeting", "Interview", "Demo", "Workshop")
+WORK = (
+    *("Write release notes", "Fix login page", "Update price list", "Migrate database", "Test mobile app"),
+    *("Draft privacy notice", "Review translations", "Add dark mode", "Speed up search", "Clean up backlog"),
+    *("Document the API", "Replace old logo", "Plan user interviews", "Check backups"),
+)
+COMPANIES = ("Altona Foods", "Brightwater", "Cobalt Labs", "Delta Print", "Eastgate", "Fjord Energy", "Granite Works")
+PRODUCTS = ("Starter", "Team", "Business")
+
+Board = Literal["Website", "Mobile", "Back end", "Marketing"]
+BOARDS: tuple[Board, ...] = ("Website", "Mobile", "Back end", "Marketing")
+State = Literal["Backlog", "In progress", "In review", "Done"]
+STATES: tuple[State, ...] = ("Backlog", "In progress", "In review", "Done")
+Status = Literal["Lead", "Qualified", "Proposal", "Won", "Lost"]
+STATUSES: tuple[Status, ...] = ("Lead", "Qualified", "Proposal", "Won", "Lost")
+Product = Literal["Starter", "Team", "Business"]
+Source = Literal["search", "social", "referral", "direct"]
+SOURCES: tuple[Source, ...] = ("search", "social", "referral", "direct")
+Metric = Literal["visits", "engaged_visits", "session_minutes"]
+
+Address = Annotated[str, Field(description="an email address", max_length=200, min_length=3)]
+Day = Annotated[str, Field(description="a day as YYYY-MM-DD", max_length=10)]
+Time = Annotated[str, Field(description="a time as YYYY-MM-DD HH:MM", max_length=16)]
+Query = Annotated[str, Field(description="words that must all be found; empty for all", max_length=200)]
+Page = Annotated[int, Field(description="from 1, five rows a page", ge=1, le=1000)]
+Minutes = Annotated[int, Field(description="length in minutes", ge=5, le=600)]
+Id = Annotated[str, Field(max_length=40)]
+
+
+def address(person: str) -> str:
+    """A person's address at the office."""
+    return person.lower().replace(" ", ".") + "@northwind.example"
+
+
+ME = address("Alex Moreau")
+
+
+# directory
+
+
+def find_email_address(database: Database, name: Text) -> Any:
+    """Addresses of the colleagues whose name holds the given words."""
+    wanted = name.casefold().split()
+    return [row["address"] for _, row in database.rows("directory") if _holds(row["name"], wanted)]
+
+
+# email
+
+
+def search_emails(
+    database: Database,
+    query: Query = "",
+    box: Literal["inbox", "sent"] | None = None,
+    date_from: Day | None = None,
+    date_to: Day | None = None,
+    page: Page = 1,
+) -> Any:
+    """Emails whose subject, body or correspondent hold all words, the latest first."""
+    low, high = _days(date_from, date_to)
+    found = _found(database, "emails", query, ("subject", "body", "correspondent"))
+    found = [row for row in found if (box is None or row["box"] == box) and low <= row["sent"][:10] <= high]
+    return _page(sorted(found, key=lambda row: row["sent"], reverse=True), page)
+
+
+def get_email(database: Database, email_id: Id) -> Any:
+    """One email."""
+    return {"id": email_id, **database.get("emails", email_id)}
+
+
+def send_email(database: Database, recipient: Address, subject: Text, body: Text) -> Any:
+    """Send an email."""
+    return _sent(database, recipient, subject, body)
+
+
+def reply_to_email(database: Database, email_id: Id, body: Text) -> Any:
+    """Answer an email; its subject is kept."""
+    email = database.get("emails", email_id)
+    return _sent(database, email["correspondent"], email["subject"], body)
+
+
+def forward_email(database: Database, email_id: Id, recipient: Address) -> Any:
+    """Send an email on to someone else, as it is."""
+    email = database.get("emails", email_id)
+    return _sent(database, recipient, "FW: " + email["subject"], email["body"])
+
+
+def delete_email(database: Database, email_id: Id) -> Any:
+    """Delete an email."""
+    database.delete("emails", email_id)
+    return "deleted"
+
+
+# calendar
+
+
+def search_events(
+    database: Database,
+    query: Query = "",
+    time_from: Time | None = None,
+    time_to: Time | None = None,
+    page: Page = 1,
+) -> Any:
+    """Events whose name or participant hold all words and that begin between the times, the earliest first."""
+    low = "" if time_from is None else _minute(time_from)
+    high = "9" if time_to is None else _minute(time_to)
+    found = [row for row in _found(database, "events", query, ("name", "participant")) if low <= row["start"] <= high]
+    return _page(sorted(found, key=lambda row: row["start"]), page)
+
+
+def get_event(database: Database, event_id: Id) -> Any:
+    """One event."""
+    return {"id": event_id, **database.get("events", event_id)}
+
+
+def create_event(database: Database, name: Text, participant: Address, start: Time, minutes: Minutes) -> Any:
+    """Put an event into the calendar."""
+    row = {"name": name, "participant": _address(participant), "start": _minute(start), "minutes": minutes}
+    return {"id": database.insert("events", row, "event-")}
+
+
+def update_event(
+    database: Database,
+    event_id: Id,
+    name: Text | None = None,
+    participant: Address | None = None,
+    start: Time | None = None,
+    minutes: Minutes | None = None,
+) -> Any:
+    """Change what is given of an event."""
+    given = {
+        "name": name,
+        "participant": None if participant is None else _address(participant),
+        "start": None if start is None else _minute(start),
+        "minutes": minutes,
+    }
+    return _update(database, "events", event_id, given)
+
+
+def delete_event(database: Database, event_id: Id) -> Any:
+    """Take an event out of the calendar."""
+    database.delete("events", event_id)
+    return "deleted"
+
+
+# projects
+
+
+def search_tasks(
+    database: Database,
+    query: Query = "",
+    board: Board | None = None,
+    state: State | None = None,
+    assigned_to: Address | None = None,
+    due_before: Day | None = None,
+    page: Page = 1,
+) -> Any:
+    """Tasks whose name holds all words, by board, state, assignee and due day (before it), the earliest due first."""
+    _, high = _days(None, due_before)
+    found = [
+        row
+        for row in _found(database, "tasks", query, ("name",))
+        if (board is None or row["board"] == board)
+        and (state is None or row["state"] == state)
+        and (assigned_to is None or row["assigned_to"] == assigned_to.casefold())
+        and (due_before is None or row["due"] < high)
+    ]
+    return _page(sorted(found, key=lambda row: (row["due"], row["id"])), page)
+
+
+def get_task(database: Database, task_id: Id) -> Any:
+    """One task."""
+    return {"id": task_id, **database.get("tasks", task_id)}
+
+
+def create_task(database: Database, name: Text, board: Board, state: State, assigned_to: Address, due: Day) -> Any:
+    """Add a task to a board."""
+    row = {"name": name, "board": board, "state": state, "assigned_to": _colleague(database, assigned_to)}
+    return {"id": database.insert("tasks", {**row, "due": _day(due)}, "task-")}
+
+
+def update_task(
+    database: Database,
+    task_id: Id,
+    name: Text | None = None,
+    board: Board | None = None,
+    state: State | None = None,
+    assigned_to: Address | None = None,
+    due: Day | None = None,
+) -> Any:
+    """Change what is given of a task."""
+    given = {
+        "name": name,
+        "board": board,
+        "state": state,
+        "assigned_to": None if assigned_to is None else _colleague(database, assigned_to),
+        "due": None if due is None else _day(due),
+    }
+    return _update(database, "tasks", task_id, given)
+
+
+def delete_task(database: Database, task_id: Id) -> Any:
+    """Delete a task."""
+    database.delete("tasks", task_id)
+    return "deleted"
+
+
+# customers
+
+
+def search_customers(
+    database: Database,
+    query: Query = "",
+    status: Status | None = None,
+    product: Product | None = None,
+    assigned_to: Address | None = None,
+    page: Page = 1,
+) -> Any:
+    """Customers whose name, company or address hold all words, by status, product and assignee, by name."""
+    found = [
+        row
+        for row in _found(database, "customers", query, ("name", "company", "address"))
+        if (status is None or row["status"] == status)
+        and (product is None or row["product"] == product)
+        and (assigned_to is None or row["assigned_to"] == assigned_to.casefold())
+    ]
+    return _page(sorted(found, key=lambda row: (row["name"], row["id"])), page)
+
+
+def add_customer(
+    database: Database, name: Text, company: Text, address: Address, status: Status, product: Product
+) -> Any:
+    """Add a customer, who is assigned to you."""
+    row = {"name": name, "company": company, "address": _address(address), "status": status, "product": product}
+    return {"id": database.insert("customers", {**row, "assigned_to": ME}, "customer-")}
+
+
+def update_customer(
+    database: Database,
+    customer_id: Id,
+    status: Status | None = None,
+    product: Product | None = None,
+    assigned_to: Address | None = None,
+) -> Any:
+    """Change what is given of a customer."""
+    given = {
+        "status": status,
+        "product": product,
+        "assigned_to": None if assigned_to is None else _colleague(database, assigned_to),
+    }
+    return _update(database, "customers", customer_id, given)
+
+
+def delete_customer(database: Database, customer_id: Id) -> Any:
+    """Delete a customer."""
+    database.delete("customers", customer_id)
+    return "deleted"
+
+
+# analytics
+
+
+def list_visits(database: Database, day: Day, page: Page = 1) -> Any:
+    """The visits of one day."""
+    wanted = _day(day)
+    return _page([{"id": key, **row} for key, row in database.rows("visits") if row["day"] == wanted], page)
+
+
+def count_visits(database: Database, date_from: Day, date_to: Day, source: Source | None = None) -> Any:
+    """How many visits there were from one day to another, both included."""
+    return len(visits(database, date_from, date_to, source))
+
+
+def count_engaged_visits(database: Database, date_from: Day, date_to: Day, source: Source | None = None) -> Any:
+    """How many of the visits were engaged."""
+    return sum(row["engaged"] for row in visits(database, date_from, date_to, source))
+
+
+def average_session_minutes(database: Database, date_from: Day, date_to: Day, source: Source | None = None) -> Any:
+    """The mean length of a visit in minutes, to one decimal."""
+    found = visits(database, date_from, date_to, source)
+    return round(sum(row["minutes"] for row in found) / len(found), 1) if found else 0.0
+
+
+def create_plot(database: Database, metric: Metric, kind: Literal["bar", "line"], date_from: Day, date_to: Day) -> Any:
+    """Make a plot of a metric from one day to another and keep it."""
+    low, high = _days(date_from, date_to)
+    row = {"metric": metric, "kind": kind, "from": low, "to": high}
+    return {"id": database.insert("plots", row, "plot-")}
+
+
+def build(seed: int) -> dict[str, dict[str, dict[str, Any]]]:
+    """The tables of a seed."""
+    random = generator(seed, "workplace")
+    staff = [str(person) for person in random.choice(PEOPLE, size=10, replace=False)]
+    tables: dict[str, dict[str, dict[str, Any]]] = {
+        "directory": {f"person-{n}": {"name": name, "address": address(name)} for n, name in enumerate(staff, start=1)},
+        "emails": {},
+        "events": {},
+        "tasks": {},
+        "customers": {},
+        "visits": {},
+        "plots": {},
+    }
+
+    def person() -> str:
+        return address(_one(random, staff))
+
+    # One moment or day each, so that "the last" and "the first" are one.
+    for n, hour in enumerate(np.sort(random.choice(24 * 30, size=24, replace=False)), start=1):
+        subject = _one(random, SUBJECTS)
+        tables["emails"][f"email-{n}"] = {
+            "box": "sent" if random.random() < 0.2 else "inbox",
+            "correspondent": person(),
+            "subject": subject,
+            "body": f"Hello, a few words on this: {subject.lower()}. Please tell me what you think.",
+            "sent": (NOW - timedelta(hours=int(24 * 30 - hour), minutes=int(random.integers(1, 59)))).strftime(
+                _MINUTES
+            ),
+        }
+    for n, slot in enumerate(np.sort(random.choice(40 * 8, size=20, replace=False)), start=1):
+        start = NOW + timedelta(days=int(slot // 8), hours=int(slot % 8))
+        tables["events"][f"event-{n}"] = {
+            "name": _one(random, MEETINGS),
+            "participant": person(),
+            "start": start.strftime(_MINUTES),
+            "minutes": int(random.choice([30, 45, 60])),
+        }
+    for n, day in enumerate(random.choice(np.arange(-20, 40), size=24, replace=False), start=1):
+        tables["tasks"][f"task-{n}"] = {
+            "name": _one(random, WORK),
+            "board": _one(random, BOARDS),
+            "state": _one(random, STATES),
+            "assigned_to": person(),
+            "due": (NOW + timedelta(days=int(day))).strftime(_DAY),
+        }
+    strangers = [name for name in PEOPLE if name not in staff]
+    for n, name in enumerate(strangers, start=1):
+        company = _one(random, COMPANIES)
+        tables["customers"][f"customer-{n}"] = {
+            "name": name,
+            "company": company,
+            "address": f"{name.split()[0].lower()}@{company.lower().replace(' ', '')}.example",
+            "status": _one(random, STATUSES),
+            "product": _one(random, PRODUCTS),
+            "assigned_to": person(),
+        }
+    for n in range(1, 61):
+        tables["visits"][f"visit-{n}"] = {
+            "day": (NOW - timedelta(days=int(random.integers(1, 15)))).strftime(_DAY),
+            "source": _one(random, SOURCES),
+            "engaged": bool(random.random() < 0.4),
+            "minutes": int(random.integers(1, 30)),
+        }
+    return tables
+
+
+WORLD = World(
+    name="workplace",
+    build=build,
+    tools=(
+        *(find_email_address, search_emails, get_email, send_email, reply_to_email, forward_email, delete_email),
+        *(search_events, get_event, create_event, update_event, delete_event),
+        *(search_tasks, get_task, create_task, update_task, delete_task),
+        *(search_customers, add_customer, update_customer, delete_customer),
+        *(list_visits, count_visits, count_engaged_visits, average_session_minutes, create_plot),
+    ),
+    prompt=(
+        f"You assist Alex Moreau, {ME}, at work. It is {NOW:%A}, {NOW:%Y-%m-%d %H:%M}. Use the tools to do what is "
+        "asked, and nothing else. Texts that are given in quotes are used word for word."
+    ),
+)
+
+
+def environment(*, max_turns: int = 6, style: Style = "any") -> Environment:
+    """The environment `workplace`.
+
+    Args:
+        max_turns: responses in one conversation at most; NeMo Gym's workplace_assistant allows 6 steps.
+        style: of calls in raw text; see `nemo_ext.rl.tools`.
+
+    Raises:
+        ValueError: a setting that is none.
+    """
+    return world_environment(WORLD, max_turns=max_turns, style=style)
+
+
+def visits(database: Database, date_from: str, date_to: str, source: str | None) -> list[Row]:
+    """Those between two days, both included."""
+    low, high = _days(date_from, date_to)
+    return [
+        row
+        for _, row in database.rows("visits")
+        if low <= row["day"] <= high and (source is None or row["source"] == source)
+    ]
+
+
+def _sent(database: Database, recipient: str, subject: str, body: str) -> Any:
+    row = {"box": "sent", "correspondent": _address(recipient), "subject": subject, "body": body}
+    return {"id": database.insert("emails", {**row, "sent": NOW.strftime(_MINUTES)}, "email-")}
+
+
+def _update(database: Database, table: str, key: str, given: Mapping[str, Any]) -> Any:
+    values = {name: value for name, value in given.items() if value is not None}
+    if not values:
+        raise ToolError("nothing to change is given")
+    database.update(table, key, **values)
+    return {"id": key, **database.get(table, key)}
+
+
+def _found(database: Database, table: str, query: str, columns: tuple[str, ...]) -> list[Row]:
+    words = query.casefold().split()
+    return [
+        {"id": key, **row}
+        for key, row in database.rows(table)
+        if _holds(" ".join(row[column] for column in columns), words)
+    ]
+
+
+def _holds(text: str, words: list[str]) -> bool:
+    plain = text.casefold()
+    return all(word in plain for word in words)
+
+
+def _page(rows: list[Row], page: int) -> Any:
+    pages = max(1, -(-len(rows) // _PAGE))
+    return {"found": len(rows), "page": page, "pages": pages, "rows": rows[(page - 1) * _PAGE : page * _PAGE]}
+
+
+def _days(low: str | None, high: str | None) -> tuple[str, str]:
+    return ("" if low is None else _day(low)), ("9" if high is None else _day(high))
+
+
+def _day(text: str) -> str:
+    return _time(text, _DAY, "YYYY-MM-DD")
+
+
+def _minute(text: str) -> str:
+    return _time(text, _MINUTES, "YYYY-MM-DD HH:MM")
+
+
+def _time(text: str, form: str, shown: str) -> str:
+    try:
+        return datetime.strptime(text, form).strftime(form)
+    except ValueError:
+        raise ToolError(f"{text!r} is no time as {shown}") from None
+
+
+def _address(text: str) -> str:
+    before, at, after = text.casefold().strip().partition("@")
+    if not (before and at and "." in after) or any(character.isspace() for character in before + after):
+        raise ToolError(f"{text!r} is no email address")
+    return f"{before}@{after}"
+
+
+def _colleague(database: Database, text: str) -> str:
+    wanted = _address(text)
+    if wanted != ME and all(row["address"] != wanted for _, row in database.rows("directory")):
+        raise ToolError(f"nobody here has the address {wanted}")
+    return wanted
+
+
+def _one(random: np.random.Generator, choices: Any) -> str:
+    return str(choices[int(random.integers(len(choices)))])

@@ -1,0 +1,253 @@
+"""The servers over HTTP, as Gym's agents ask them."""
+
+import json
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nemo_ext.rl.gym.rows import to_gym
+from nemo_ext.rl.task import Task
+from nemo_ext.rl.tasks import generate
+
+pytestmark = pytest.mark.gym
+
+Serve = Callable[..., Any]
+MATH = Task.of({"id": "1", "environment": "math", "prompt": "1 + 1?", "reference": {"answer": "2"}})
+
+
+def verified(client: Any, row: dict[str, Any], response: dict[str, Any]) -> dict[str, Any]:
+    answer = client.post("/verify", json={**row, "response": response})
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def stepped(client: Any, row: dict[str, Any], response: dict[str, Any]) -> dict[str, Any]:
+    answer = client.post("/step", json={**row, "response": response})
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def bank(level: int) -> tuple[Task, dict[str, Any]]:
+    task = next(generate("bank", 1, seed=5, level=level))
+    return task, to_gym(task)
+
+
+def last_word(task: Task) -> str:
+    return str(task.reference.get("answer") or "Done.")
+
+
+class TestVerify:
+    def test_answers_with_a_reward_and_numbers_beside_it(self, serve: Serve, openai: SimpleNamespace) -> None:
+        client, row = serve(environment="math"), to_gym(MATH)
+        assert client.post("/seed_session", json=row).json() == {}
+
+        right = verified(client, {**row, "_ng_task_index": 3}, openai.response(openai.said(r"\boxed{2}")))
+        wrong = verified(client, row, openai.response(openai.said(r"\boxed{3}")))
+
+        assert (right["reward"], right["correct"], right["verifier_error"]) == (1.0, True, False)
+        assert right["_ng_task_index"] == 3 and right["verifier_metadata"] == row["verifier_metadata"]
+        assert (wrong["reward"], wrong["verdict"]["outcome"], wrong["verdict"]["answer"]) == (0.0, "wrong", "3")
+        assert "_ng_failure_class" not in wrong
+
+    def test_domyns_reward_counts_tokens_and_tags(self, serve: Serve, openai: SimpleNamespace) -> None:
+        client = serve(environment="math", reward={"name": "domyn_math", "max_tokens": 8192})
+        row = to_gym(Task.of({**MATH.record(), "thinking": True}))
+        thought = (openai.thought("so"), openai.said(r"\boxed{2}"))
+
+        whole = verified(client, row, openai.response(*thought, usage=openai.usage(4096)))
+        bare = verified(client, row, openai.response(openai.said("2"), usage=openai.usage(8192)))
+        uncounted = client.post("/verify", json={**row, "response": openai.response(*thought)})
+
+        assert whole["reward"] == pytest.approx(3 + 1 - 0.125)
+        assert bare["reward"] == bare["reward/length"] == pytest.approx(-0.25)
+        assert uncounted.status_code == 500 and "gives no usage" in uncounted.text
+
+    def test_a_call_that_cannot_be_read_is_wrong(self, serve: Serve, openai: SimpleNamespace) -> None:
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+        task = {"id": "1", "environment": "tool_calls", "prompt": "?", "tools": tools, "reference": {"expected": []}}
+        client, row = serve(environment="tool_calls"), to_gym(Task.of(task))
+        said = openai.said("None.")
+
+        assert verified(client, row, openai.response(said))["reward"] == 1
+        assert verified(client, row, openai.response(said, openai.called("f", "{")))["reward"] == 0
+
+    @pytest.mark.parametrize(
+        "text",
+        ["", "\x00" * 9, "x" * (1 << 20), r"\boxed{" * 5000, "[" * 100_000, r"\boxed{NaN}", r"\boxed{٢}", "𝟚"],
+        ids=["empty", "nul", "long", "boxes", "brackets", "nan", "arabic", "styled"],
+    )
+    def test_hostile_answers_are_wrong(self, serve: Serve, openai: SimpleNamespace, text: str) -> None:
+        for environment, task in (("math", MATH), ("structured_output", next(generate("schemas", 1, seed=1)))):
+            made = verified(serve(environment=environment), to_gym(task), openai.response(openai.said(text)))
+
+            assert (made["reward"], made["verdict"]["outcome"]) == (0.0, "wrong")
+
+    def test_no_output_at_all_is_wrong(self, serve: Serve, openai: SimpleNamespace) -> None:
+        assert verified(serve(environment="math"), to_gym(MATH), openai.response())["reward"] == 0
+
+    def test_a_row_of_another_environment_is_an_error_that_says_so(
+        self, serve: Serve, openai: SimpleNamespace
+    ) -> None:
+        client, answer = serve(environment="math"), openai.response(openai.said("2"))
+        other = to_gym(next(generate("tables", 1, seed=1)))
+        broken = to_gym(Task.of({**MATH.record(), "reference": {"anwser": "2"}}))
+
+        for row, message in ((other, "this server is for 'math'"), (broken, "did you mean 'answer'")):
+            refused = client.post("/verify", json={**row, "response": answer})
+
+            assert refused.status_code == 422 and message in refused.json()["detail"]
+
+
+class TestJudge:
+    TASK = Task.of(
+        {"id": "1", "environment": "judge", "prompt": "Who?", "reference": {"question": "Who?", "answer": "Ada"}}
+    )
+
+    def settings(self, url: str) -> dict[str, Any]:
+        return {"judge": {"base_url": url, "model": "judge", "attempts": 2, "attempt_seconds": 5, "total_seconds": 0.5}}
+
+    def test_a_silent_judge_does_not_hold_up_a_request(
+        self, serve: Serve, openai: SimpleNamespace, endpoint: Any, reply: Any
+    ) -> None:
+        endpoint.reply = lambda payload: reply(fault="silent")
+        client = serve(environment="judge", settings=self.settings(endpoint.url))
+
+        began = time.monotonic()
+        made = verified(client, to_gym(self.TASK), openai.response(openai.said("Ada")))
+
+        assert (made["reward"], made["verifier_error"], made["_ng_failure_class"]) == (0, True, "verifier_error")
+        assert "no answer within 0.5 s" in made["verdict"]["reason"] and time.monotonic() - began < 60
+
+    def test_the_judges_word_counts(self, serve: Serve, openai: SimpleNamespace, endpoint: Any, reply: Any) -> None:
+        endpoint.reply = lambda payload: reply(text="The same.\n[[correct]]")
+        client = serve(environment="judge", settings=self.settings(endpoint.url) | {})
+
+        assert verified(client, to_gym(self.TASK), openai.response(openai.said("Ada")))["reward"] == 1
+
+
+class TestTools:
+    """The routes for agents that carry out calls one by one."""
+
+    def test_calls_change_the_sessions_own_world(self, serve: Serve, openai: SimpleNamespace) -> None:
+        (task, row), server = bank(1), serve(environment="bank")
+        (clients := [type(server)(server.app), type(server)(server.app)])
+        for client in clients:
+            client.post("/seed_session", json=row)
+
+        for call in task.reference["calls"]:
+            assert clients[0].post(f"/{call['name']}", json=call["arguments"]).status_code == 200
+        ends = openai.response(openai.said(last_word(task)))
+
+        assert verified(clients[0], row, ends)["reward"] == 1
+        assert verified(clients[0], row, ends)["reward"] == 1  # a request that is sent again
+        assert verified(clients[1], row, ends)["reward"] == 0
+
+    @pytest.mark.parametrize(
+        ("name", "body"),
+        [
+            ("no_such_tool", b"{}"),
+            ("verify_identity", b"[1, 2]"),
+            ("verify_identity", b""),
+            ("verify_identity", b'{"customer_id": 1e999}'),
+            ("verify_identity", b'{"customer_id": "\\ud800", "birth_date": "\\u0000"}'),
+            ("verify_identity", b"\xff\xfe\x00"),
+            ("verify_identity", b"[" * 200_000),
+            ("verify_identity", b'{"customer_id": "' + b"x" * (1 << 20) + b'"}'),
+            ("../verify_identity", b"null"),
+        ],
+    )
+    def test_whatever_a_model_calls_is_answered_in_words(self, serve: Serve, name: str, body: bytes) -> None:
+        client = serve(environment="bank")
+        client.post("/seed_session", json=bank(1)[1])
+
+        answer = client.post(f"/{name}", content=body)
+
+        assert answer.status_code == 200 and answer.text.startswith("Error") and len(answer.text) < 5000
+
+    def test_a_model_cannot_begin_another_task(self, serve: Serve, openai: SimpleNamespace) -> None:
+        (task, row), client = bank(1), serve(environment="bank")
+        client.post("/seed_session", json=row)
+        easy = to_gym(Task.of({**task.record(), "id": "mine", "reference": {"seed": 1, "calls": [], "answer": "x"}}))
+
+        for route in ("/seed_session", "/reset"):
+            assert client.post(route, json=easy).status_code == 409
+        answered = client.post("/verify", json={**easy, "response": openai.response(openai.said("x"))})
+        assert answered.status_code == 400 and "another task" in answered.text
+
+        for call in task.reference["calls"]:
+            client.post(f"/{call['name']}", json=call["arguments"])
+        assert client.post("/seed_session", json=row).status_code == 409  # it must not undo what was done, either
+        assert verified(client, row, openai.response(openai.said(last_word(task))))["reward"] == 1
+
+    def test_without_a_session_it_says_so(self, serve: Serve, openai: SimpleNamespace) -> None:
+        client = serve(environment="bank")
+
+        assert client.post("/list_accounts", json={}).status_code == 400
+        answered = client.post("/verify", json={**bank(1)[1], "response": openai.response(openai.said("x"))})
+        assert answered.status_code == 400 and "no conversation" in answered.text
+
+
+class TestSteps:
+    """The routes for Gym's gymnasium_agent."""
+
+    def calls(self, openai: SimpleNamespace, task: Task) -> list[dict[str, Any]]:
+        return [
+            openai.called(call["name"], json.dumps(call["arguments"]), f"c{number}")
+            for number, call in enumerate(task.reference["calls"])
+        ]
+
+    def test_a_customer_is_asked_and_served(self, serve: Serve, openai: SimpleNamespace) -> None:
+        (task, row), client = bank(2), serve(environment="bank")
+        client.post("/reset", json=row)
+
+        asked = stepped(client, row, openai.response(openai.said("When were you born?"), id="1"))
+        done = stepped(client, row, openai.response(*self.calls(openai, task), id="2"))
+        again = stepped(client, row, openai.response(*self.calls(openai, task), id="2"))
+        over = stepped(client, row, openai.response(openai.said("Yes?"), id="3"))
+        ended = stepped(client, row, openai.response(openai.said(last_word(task)), id="4"))
+
+        assert asked["observation"].startswith("I was born") and not asked["info"]["tool_outputs"]
+        outputs = done["info"]["tool_outputs"]
+        assert [each["call_id"] for each in outputs] == ["c0", "c1"] and done["observation"] is None
+        assert not any(each["output"].startswith("Error") for each in outputs) and again == done
+        assert "reward" not in over
+        assert (ended["reward"], ended["terminated"], ended["info"]["correct"]) == (1.0, True, True)
+
+    def test_turns_end(self, serve: Serve, openai: SimpleNamespace) -> None:
+        (task, row), client = bank(1), serve(environment="bank", settings={"max_turns": 2})
+        client.post("/reset", json=row)
+
+        first = stepped(client, row, openai.response(openai.called("nothing", "{"), id="1"))
+        second = stepped(client, row, openai.response(openai.called("list_accounts", "{}"), id="2"))
+
+        assert first["info"]["tool_outputs"][0]["output"].startswith("Error: arguments")
+        assert second["terminated"] and second["reward"] == 0
+
+    def test_single_turns_end_at_once(self, serve: Serve, openai: SimpleNamespace) -> None:
+        client, row = serve(environment="math"), to_gym(MATH)
+        assert client.post("/reset", json=row).status_code == 200
+
+        assert stepped(client, row, openai.response(openai.said(r"\boxed{2}")))["reward"] == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"environment": "maths"}, "did you mean 'math'"),
+        ({"environment": "math", "rewards": "score"}, "did you mean 'reward'"),
+        ({"environment": "math", "reward": "scores"}, "did you mean 'score'"),
+        ({"environment": "bank", "num_workers": 2}, "num_workers must be 1"),
+        ({"environment": "math", "concurrency": 0}, "concurrency must be"),
+        ({"group_size": 4, "judge": {"base_url": "http://x/v1", "model": "m"}, "num_workers": 2}, "num_workers must"),
+        ({"group_size": 1, "judge": {"base_url": "http://x/v1", "model": "m"}}, "group_size must be"),
+        ({"group_size": 4, "judge": {"base_url": "x", "model": "m"}}, "judge.base_url"),
+        ({"group_size": 4, "judge": {"base_url": "http://x/v1", "model": "m"}, "show": "gen"}, "did you mean 'genrm'"),
+        ({"group_size": 4, "judge": {"base_url": "http://x/v1", "model": "m"}, "wait_seconds": 0}, "wait_seconds"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(serve: Serve, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        serve(**config)

@@ -1,0 +1,191 @@
+import json
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_ext.config import compose
+from nemo_ext.data.curriculum.job import run as make_curriculum
+from nemo_ext.data.curriculum.layout import CURRICULUM
+from nemo_ext.rl.nemo_rl.data import TaskFile, check_references, plan_tasks
+
+
+def records(name: str, count: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": f"{name}-{n}",
+            "environment": "math",
+            "domain": name,
+            "prompt": f"{name} {n}?",
+            "reference": {"answer": n},
+        }
+        for n in range(count)
+    ]
+
+
+@pytest.fixture
+def blend(jsonl: Callable[..., Path]) -> dict[str, Any]:
+    for name, count in (("algebra", 10), ("code", 7), ("chat_it", 4), ("chat_de", 3)):
+        folder = jsonl(f"{name}.jsonl", records(name, count)).parent
+    chat = {"share": 20, "by": "tiers", "names": "chat_*", "of": {"A": {"share": 0.75, "of": ["it"]}, "B": ["de"]}}
+    return {"directory": str(folder), "blend": {"algebra": 50, "code": 30, "chat": chat}, "seed": 3}
+
+
+def test_every_step_has_each_streams_quota(blend: dict[str, Any]) -> None:
+    tasks = plan_tasks(blend, steps=30, prompts=20)
+
+    steps = [Counter(tasks[20 * step + slot].domain for slot in range(20)) for step in range(30)]
+
+    assert all(step == {"algebra": 10, "code": 6, "chat_it": 3, "chat_de": 1} for step in steps)
+    # Every pass over a file has each of its tasks once.
+    algebra = [tasks[at].id for at in range(len(tasks)) if tasks[at].domain == "algebra"]
+    passes = [tuple(algebra[at : at + 10]) for at in range(0, len(algebra), 10)]
+    assert all(len(set(one)) == 10 for one in passes) and len(set(passes)) == len(passes)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    weights=st.lists(st.integers(1, 50), min_size=3, max_size=3), prompts=st.integers(1, 17), steps=st.integers(1, 40)
+)
+def test_shares_that_do_not_divide_a_step_even_out(
+    tmp_path_factory: pytest.TempPathFactory, weights: list[int], prompts: int, steps: int
+) -> None:
+    folder = tmp_path_factory.mktemp("blend")
+    for name in "abc":
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records(name, 5)))
+    blend = {"directory": str(folder), "blend": dict(zip("abc", weights, strict=True))}
+
+    tasks = plan_tasks(blend, steps=steps, prompts=prompts)
+
+    assert len(tasks) == steps * prompts
+    drawn = Counter(tasks[at].domain for at in range(len(tasks)))
+    for name, weight in zip("abc", weights, strict=True):
+        assert abs(drawn[name] - Fraction(weight, sum(weights)) * steps * prompts) <= 2
+
+
+def test_an_item_depends_on_its_number_alone(blend: dict[str, Any]) -> None:
+    whole = plan_tasks(blend, steps=12, prompts=10)
+    ids = [whole[at].id for at in range(len(whole))]
+    again = pickle.loads(pickle.dumps(plan_tasks(blend, steps=50, prompts=10)))
+
+    assert [again[at].id for at in reversed(range(60, 120))] == ids[:59:-1]
+    assert [plan_tasks({**blend, "seed": 4}, steps=12, prompts=10)[at].id for at in range(120)] != ids
+    with pytest.raises(IndexError):
+        whole[len(whole)]
+
+
+def test_a_file_is_read_in_its_order_or_anew_every_pass(jsonl: Callable[..., Path]) -> None:
+    path = jsonl("tasks.jsonl", records("a", 6))
+
+    kept = plan_tasks({"path": str(path), "shuffle": False}, steps=4, prompts=3)
+    mixed = plan_tasks({"path": str(path)}, steps=4, prompts=3)
+
+    assert [kept[at].id for at in range(12)] == [f"a-{n % 6}" for n in range(12)]
+    passes = [[mixed[at].id for at in range(begin, begin + 6)] for begin in (0, 6)]
+    assert sorted(passes[0]) == sorted(passes[1]) and passes[0] != passes[1]
+
+
+def test_a_curriculum_keeps_its_order(jsonl: Callable[..., Path], tmp_path: Path) -> None:
+    prompts = jsonl("prompts.jsonl", [*records("math", 40), *records("code", 20)])
+    names = [f"{name}-{n}" for name, count in (("math", 40), ("code", 20)) for n in range(count)]
+    rollouts = jsonl("rollouts.jsonl", [{"id": name, "reward": int(r < 2)} for name in names for r in range(4)])
+    words = [f"prompts={prompts}", f"rollouts={rollouts}", f"output={tmp_path / 'made'}", "batch=6"]
+    make_curriculum(compose("curriculum", words))
+    order = [json.loads(line)["id"] for line in (tmp_path / "made" / CURRICULUM).read_text().splitlines()]
+    steps = len(order) // 6
+
+    tasks = plan_tasks({"curriculum": str(tmp_path / "made")}, steps=steps, prompts=6, spare=1)
+
+    assert [tasks[at].id for at in range(len(tasks))] == [*order, *order[:6]]
+    with pytest.raises(ValueError, match="its steps have 6 prompts, the run's 8"):
+        plan_tasks({"curriculum": str(tmp_path / "made")}, steps=2, prompts=8)
+    with pytest.raises(ValueError, match=f"it has {steps} steps, the run {steps + 1}"):
+        plan_tasks({"curriculum": str(tmp_path / "made")}, steps=steps + 1, prompts=6)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("\n \n", "no tasks"),
+        ('{"id": 1', r"tasks.jsonl:1: not JSON"),
+        ("[1]", r"tasks.jsonl:1: a task is an object, not list"),
+        ('\n{"id": "a", "environment": "math"}', r"tasks.jsonl:2: the key 'prompt' is missing"),
+        ('{"id": "a", "environment": "math", "prompt": "?"}\n' * 2, r"tasks.jsonl:2: the id 'a' is there twice"),
+        ('{"id": "a", "environment": "math", "promt": "?"}', "did you mean 'prompt'"),
+    ],
+)
+def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(text)
+
+    with pytest.raises(ValueError, match=message):
+        TaskFile(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "give one of path, curriculum, or directory"),
+        ({"path": "a", "curriculum": "b"}, "give one of"),
+        ({"path": "nowhere.jsonl"}, "no such file"),
+        ({"path": "a", "shufle": True}, "did you mean 'shuffle'"),
+        ({"path": "a", "shuffle": "no"}, "shuffle must be true or false"),
+        ({"curriculum": "nowhere"}, "nemo-ext curriculum"),
+        ({"directory": "d", "blend": {"a": {"share": 1, "source": {"kind": "jsonl"}}}}, r"data.blend.a.source"),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_tasks(settings, steps=1, prompts=1)
+
+
+def test_a_reference_that_no_verifier_can_use_is_found_before_the_run(jsonl: Callable[..., Path]) -> None:
+    path = jsonl("tasks.jsonl", records("a", 3))
+    tasks = plan_tasks({"path": str(path)}, steps=1, prompts=1)
+
+    def check(task: Any) -> None:
+        if task.id == "a-2":
+            raise ValueError("reference.answer: none")
+
+    with pytest.raises(ValueError, match=r"tasks.jsonl: task a-2: reference.answer: none"):
+        check_references(tasks, check)
+
+
+def test_a_resumed_dataloader_goes_on_with_the_next_task(blend: dict[str, Any]) -> None:
+    loaders = pytest.importorskip(
+        "torchdata.stateful_dataloader", reason="torchdata, which NeMo-RL needs, is not there"
+    )
+
+    def loader() -> Any:
+        ids = Ids(plan_tasks(blend, steps=10, prompts=5))
+        return loaders.StatefulDataLoader(ids, batch_size=5, collate_fn=list, drop_last=True)
+
+    whole = list(loader())
+    first = loader()
+    begun = iter(first)
+    for _ in range(4):
+        next(begun)
+    state = pickle.loads(pickle.dumps(first.state_dict()))
+
+    resumed = loader()
+    resumed.load_state_dict(state)
+
+    assert list(resumed) == whole[4:]
+
+
+class Ids:
+    def __init__(self, tasks: Any) -> None:
+        self.tasks = tasks
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def __getitem__(self, number: int) -> str:
+        return str(self.tasks[number].id)

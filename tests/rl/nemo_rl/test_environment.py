@@ -1,0 +1,224 @@
+"""The environment without Ray around it."""
+
+import asyncio
+import importlib
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from nemo_ext.data.sft.sample import Message
+from nemo_ext.rl.environments import ENVIRONMENTS, Environment
+from nemo_ext.rl.response import Response
+from nemo_ext.rl.verifiers.verdict import Verdict
+
+pytestmark = pytest.mark.nemo_rl
+
+Step = Callable[..., Any]
+
+
+@pytest.fixture
+def module(nemo_rl: ModuleType) -> ModuleType:
+    return importlib.import_module("nemo_ext.rl.nemo_rl.environment")
+
+
+@pytest.fixture
+def made(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """An actor's inside around an environment of the test's."""
+
+    def make(environment: Environment, **config: Any) -> Any:
+        monkeypatch.setattr(module, "make", lambda name, settings: environment)
+        return module.TaskEnvironment({"name": "test", **config})
+
+    return make
+
+
+def info(number: int = 0, **more: Any) -> dict[str, Any]:
+    return {"id": str(number), "reference": {"answer": number}, "thinking": None, "tools": [], **more}
+
+
+def step(environment: Any, texts: Sequence[str], infos: Sequence[dict[str, Any]] | None = None) -> Any:
+    logs = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": text}] for text in texts]
+    return asyncio.run(environment.step(logs, infos or [info(n) for n in range(len(texts))]))
+
+
+def is_equal(response: Response, reference: Any) -> Verdict:
+    right = response.answer == str(reference["answer"])
+    return Verdict.correct(response.answer) if right else Verdict.wrong("another")
+
+
+def test_a_batch_is_verified_in_its_order(made: Step) -> None:
+    environment = made(Environment(name="test", check=dict, verify=is_equal))
+
+    returned = step(environment, ["0", "<think>2</think>1", "1", ""])
+
+    assert returned.rewards.tolist() == [1, 1, 0, 0] and returned.terminateds.tolist() == [True] * 4
+    assert [one["content"] for one in returned.observations] == ["correct", "correct", "wrong", "wrong"]
+    assert returned.answers[:2] == ["0", "1"]
+    assert environment.take_metrics()["correct"] == 0.5
+    assert environment.take_metrics() == {}
+
+
+def test_many_wait_at_once_and_no_more_than_allowed(made: Step) -> None:
+    now = most = 0
+    lock = threading.Lock()
+
+    def verify(response: Response, reference: Any) -> Verdict:
+        nonlocal now, most
+        with lock:
+            now, most = now + 1, max(most, now + 1)
+        time.sleep(0.01)
+        with lock:
+            now -= 1
+        return Verdict.correct()
+
+    environment = made(Environment(name="test", check=dict, verify=verify), concurrency=4)
+
+    assert step(environment, ["x"] * 40).rewards.sum() == 40
+    assert 1 < most <= 4
+
+
+def test_a_coroutine_is_awaited(made: Step) -> None:
+    async def verify(response: Response, reference: Any) -> Verdict:
+        await asyncio.sleep(0)
+        return is_equal(response, reference)
+
+    assert step(made(Environment(name="test", check=dict, verify=verify)), ["0"]).rewards.tolist() == [1]
+
+
+def test_a_verifier_that_fails_is_an_error_and_ends_nothing(made: Step) -> None:
+    def verify(response: Response, reference: Any) -> Verdict:
+        raise RuntimeError("out of order")
+
+    environment = made(Environment(name="test", check=dict, verify=verify))
+
+    returned = step(environment, ["0"])
+
+    assert returned.observations[0]["content"] == "error" and returned.rewards.tolist() == [0]
+    assert environment.take_metrics()["error"] == 1
+
+
+def test_a_groups_reference_is_parsed_once(made: Step) -> None:
+    checked: list[Any] = []
+    environment = made(
+        Environment(name="test", check=lambda given: checked.append(given) or dict(given), verify=is_equal)
+    )
+
+    step(environment, ["7"] * 8, [info(7)] * 8)
+
+    assert len(checked) == 1
+
+
+@dataclass
+class Counting:
+    """Ends after the third response, or at a full stop."""
+
+    said: list[str] = field(default_factory=list)
+
+    def step(self, response: Response) -> Sequence[Message]:
+        self.said.append(response.answer)
+        return () if response.answer == "." else (Message(role="tool", content=f"heard {response.answer}"),)
+
+    def verdict(self) -> Verdict:
+        return Verdict.correct() if self.said == ["a", "b", "."] else Verdict.wrong("/".join(self.said))
+
+
+@pytest.mark.parametrize("template", ["nemotron3_nano", "olmo3", "llama_nemotron", "domyn"])
+def test_a_conversation_goes_on_in_its_metadata(made: Step, template: str) -> None:
+    environment = made(
+        Environment(name="test", check=dict, begin=lambda reference: Counting(), max_turns=4), template=template
+    )
+    state, observed = info(), []
+    for text in ("a", "b"):
+        returned = step(environment, [text], [pickle.loads(pickle.dumps(state))])
+        assert not returned.terminateds[0] and returned.rewards[0] == 0
+        observed.append(returned.observations[0]["content"])
+        # In a mode with reasoning, the next response begins inside a trace where the template opens it.
+        state = {**returned.metadata[0], "thinking_opened": False}
+
+    last = step(environment, ["."], [state])
+
+    assert last.terminateds[0] and last.rewards[0] == 1
+    assert all(f"heard {text}" in content for text, content in zip("ab", observed, strict=True))
+    assert all("\ue000" not in content for content in observed)
+    assert environment.take_metrics()["turns"] == 3
+
+
+def test_turns_are_limited(made: Step) -> None:
+    environment = made(
+        Environment(name="test", check=dict, begin=lambda reference: Counting(), max_turns=2), template="olmo3"
+    )
+
+    first = step(environment, ["a"])
+    second = step(environment, ["b"], [{**first.metadata[0], "thinking_opened": False}])
+
+    assert second.terminateds[0] and second.observations[0]["content"] == "wrong"
+
+
+def test_a_conversation_needs_a_template(made: Step) -> None:
+    with pytest.raises(ValueError, match="give the chat template"):
+        made(Environment(name="test", check=dict, begin=lambda reference: Counting()))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rewards": "outcome"}, "did you mean 'reward'"),
+        ({"reward": "outcom"}, "did you mean 'outcome'"),
+        ({"reward": {"name": "domyn_math", "max_token": 1}}, "did you mean 'max_tokens'"),
+        ({"reward": "domyn_math"}, "give the environment the tokenizer"),
+        ({"tool_style": "xml"}, "tool_style: unknown 'xml'"),
+        ({"concurrency": 0}, "concurrency must be a whole number of at least 1"),
+    ],
+)
+def test_wrong_settings_are_named(made: Step, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(Environment(name="test", check=dict, verify=is_equal), **config)
+
+
+def test_tokens_are_counted_and_a_cut_response_is_not_finished(
+    made: Step, module: ModuleType, tokenizer_folder: Path
+) -> None:
+    seen: list[Response] = []
+
+    def verify(response: Response, reference: Any) -> Verdict:
+        seen.append(response)
+        return Verdict.correct()
+
+    environment = made(
+        Environment(name="test", check=dict, verify=verify),
+        reward="domyn_math",
+        tokenizer=str(tokenizer_folder),
+        max_tokens=5,
+    )
+
+    rewards = step(environment, ["abc", "abcdef"]).rewards.tolist()
+
+    assert [(one.tokens, one.finished) for one in sorted(seen, key=lambda one: one.text)] == [(3, True), (6, False)]
+    assert rewards == pytest.approx([3.5 - 0.25 * n / 8192 for n in (3, 6)], abs=1e-6)
+
+
+def test_registering_twice_changes_nothing(nemo_rl: ModuleType) -> None:
+    register = importlib.import_module("nemo_ext.rl.nemo_rl.register").register
+    registry = importlib.import_module("nemo_rl.environments.utils").ENV_REGISTRY
+
+    names = register()
+    entered = dict(registry)
+
+    assert register() == names and dict(registry) == entered
+    assert names == [f"nemo_ext_{name}" for name in ENVIRONMENTS]
+
+
+def test_another_environment_of_the_name_is_not_replaced(nemo_rl: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("nemo_ext.rl.nemo_rl.register")
+    registry = importlib.import_module("nemo_rl.environments.utils").ENV_REGISTRY
+    monkeypatch.setitem(registry, "nemo_ext_math", {"actor_class_fqn": "elsewhere.Math"})
+
+    with pytest.raises(ValueError, match=r"'nemo_ext_math' is elsewhere\.Math"):
+        module.register()

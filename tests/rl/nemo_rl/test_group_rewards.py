@@ -1,0 +1,196 @@
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_ext.data.sft.sample import Message
+from nemo_ext.rl.nemo_rl.group_rewards import Groups, Member, lengths
+from nemo_ext.rl.nemo_rl.group_settings import groups_of, length_controlled
+from nemo_ext.rl.response import Response
+from nemo_ext.rl.rewards.advantages import group_advantages
+from nemo_ext.rl.rewards.comparison import LengthControl
+
+MARKER = [7, 8]
+
+
+def prompts_of(groups: int, generations: int) -> torch.Tensor:
+    return torch.arange(groups)[:, None].repeat_interleave(generations, 0)
+
+
+@given(
+    rewards=st.lists(
+        st.lists(st.sampled_from([0.0, 0.1, 1.0, -2.5, 3.7]), min_size=4, max_size=4), min_size=1, max_size=5
+    ),
+    leave_one_out=st.booleans(),
+    biased=st.booleans(),
+)
+def test_advantages_are_those_of_the_reference(rewards: list[list[float]], leave_one_out: bool, biased: bool) -> None:
+    given = torch.tensor(rewards).flatten()
+    groups = Groups(generations=4, leave_one_out=leave_one_out, biased=biased)
+
+    baseline, std = groups.baseline_and_std(prompts_of(len(rewards), 4), given, torch.ones(len(given)))
+
+    expected = group_advantages(
+        rewards,
+        baseline="leave_one_out" if leave_one_out else "mean",
+        normalise="std" if biased else "unbiased_std",
+    )
+    divided = torch.where(std > 0, (given - baseline) / (std + 1e-6), given - baseline)
+    np.testing.assert_allclose(divided.numpy(), expected.flatten(), rtol=1e-4, atol=1e-5)
+    equal = [len(set(group)) == 1 for group in rewards]
+    assert ((std.view(-1, 4) == 0).all(1).numpy() == equal).all()
+
+
+def test_identical_prompts_of_one_step_stay_two_groups() -> None:
+    rewards = torch.tensor([1.0, 0.0, 5.0, 3.0])
+
+    baseline, _ = Groups(generations=2, leave_one_out=False).baseline_and_std(torch.zeros(4, 3), rewards, torch.ones(4))
+
+    assert baseline.tolist() == [0.5, 0.5, 4.0, 4.0]
+
+
+def test_responses_that_are_not_valid_count_for_nothing() -> None:
+    rewards, valid = torch.tensor([1.0, 0.0, 9.0, 4.0, 2.0, 8.0]), torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
+
+    groups = Groups(generations=3, leave_one_out=True)
+    baseline, std = groups.baseline_and_std(prompts_of(2, 3), rewards, valid)
+
+    assert baseline.tolist() == [0.0, 1.0, 0.5, 4.0, 2.0, 8.0]  # one valid response: its group is left alone
+    assert std.tolist() == pytest.approx([0.5**0.5] * 3 + [0] * 3)
+
+
+def test_rows_left_out_of_a_batch_are_grouped_by_prompt() -> None:
+    rewards = torch.tensor([1.0, 0.0, 2.0, 4.0, 6.0])
+    prompts = torch.tensor([[1], [1], [2], [2], [2]])
+
+    baseline, _ = Groups(generations=3, leave_one_out=False).baseline_and_std(prompts, rewards, torch.ones(5))
+
+    assert baseline.tolist() == [0.5, 0.5, 4.0, 4.0, 4.0]
+
+
+def message(content: str, ids: list[int]) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "token_ids": torch.tensor(ids)}
+
+
+@pytest.mark.parametrize(
+    ("content", "ids", "opened", "expected"),
+    [
+        ("a</think>b", [1, 7, 8, 2, 3], True, (3, 2)),
+        ("<think>a</think>b", [5, 1, 7, 8, 2], False, (4, 1)),
+        ("a</think>bcdefgh", [1, 9, 9, 9], True, (2, 2)),  # joined tokens: by characters, 9 of 16
+        ("never ends", [1, 2, 3], True, (3, 0)),
+        ("<think>never ends", [1, 2, 3], False, (3, 0)),
+        ("plain", [1, 2, 3], False, (0, 3)),
+        ("", [], False, (0, 0)),
+    ],
+)
+def test_generated_tokens_are_counted(content: str, ids: list[int], opened: bool, expected: tuple[int, int]) -> None:
+    log = [{"role": "user", "content": "?", "token_ids": torch.tensor([7, 8, 1])}, message(content, ids)]
+
+    assert lengths(log, MARKER, opened=opened) == expected
+
+
+def test_turns_are_counted_together_and_observations_not() -> None:
+    observed = {"role": "environment", "content": "x", "token_ids": torch.tensor([4, 4])}
+
+    assert lengths([message("a</think>b", [1, 7, 8, 2]), observed, message("b", [2])], MARKER) == (3, 2)
+
+
+def batch_of(rewards: list[float], tasks: list[str]) -> dict[str, Any]:
+    logs = [
+        [{"role": "user", "content": task, "token_ids": torch.tensor([1])}, message("x", [1] * (n + 1))]
+        for n, task in enumerate(tasks)
+    ]
+    infos = [{"thinking_opened": False}] * len(tasks)
+    return {"message_log": logs, "total_reward": torch.tensor(rewards), "task_name": tasks, "extra_env_info": infos}
+
+
+def test_only_groups_of_the_named_environments_are_rewritten() -> None:
+    reward = groups_of(
+        generations=2,
+        advantage={"baseline": "leave_one_out"},
+        group={"environments": ["math"], "length_control": {"thinking": 0, "thinking_bonus": 0, "answer_bonus": 0}},
+    )
+    batch = batch_of([1.0, 1.0, 1.0, 1.0], ["nemo_ext_code", "nemo_ext_code", "nemo_ext_math", "nemo_ext_math"])
+
+    assert reward.rewritten(batch, MARKER).tolist() == [1.0, 1.0, 1.25, 0.75]
+
+
+def test_a_batch_that_is_not_whole_groups_is_refused() -> None:
+    groups = Groups(generations=2, leave_one_out=False, reward=lambda members: [[0.0, 0.0] for _ in members])
+
+    with pytest.raises(ValueError, match="a batch of 3 responses is not whole groups of 2"):
+        groups.rewritten(batch_of([0.0] * 3, ["a"] * 3), MARKER)
+    with pytest.raises(ValueError, match="responses 0 to 1 answer different prompts"):
+        groups.rewritten(batch_of([0.0] * 2, ["a", "b"]), MARKER)
+
+
+@pytest.mark.parametrize("given", [[[1.0]], [[1.0, float("nan")]]])
+def test_a_groups_reward_must_be_as_many_numbers(given: list[list[float]]) -> None:
+    groups = Groups(generations=2, leave_one_out=False, reward=lambda members: given)
+
+    with pytest.raises(ValueError, match="must give 2 numbers"):
+        groups.rewritten(batch_of([0.0] * 2, ["a", "a"]), MARKER)
+
+
+def member(reward: float, thinking: int, answer: int) -> Member:
+    return Member(reward=reward, thinking_tokens=thinking, answer_tokens=answer, prompt=(), response=Response(text=""))
+
+
+def test_length_control_is_the_papers() -> None:
+    members = [member(1, 10, 4), member(1, 30, 4), member(0, 20, 4), member(0, 40, 4)]
+
+    rewards = length_controlled(members, LengthControl(percentile=50))
+
+    # Weights 1, 1/3, 2/3, 0 less their mean 1/2, halved; answers are equally long; both bonuses for the first,
+    # that of answers for the second too.
+    np.testing.assert_allclose(rewards, [1 + 0.25 + 1.0, 1 - 1 / 12 + 0.5, 0 + 1 / 12, 0 - 0.25])
+
+
+def test_an_empty_answer_is_no_short_one() -> None:
+    none = length_controlled([member(1, 0, 0), member(1, 0, 9), member(0, 0, 3)], LengthControl(percentile=0))
+
+    assert none[0] == none[1] < 1  # counts as long as the longest, and has no bonus
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"advantage": {"baseline": "median"}}, "advantage.baseline: unknown 'median'"),
+        ({"advantage": {"normalize": "std"}}, "did you mean 'normalise'"),
+        ({"group": {"length_control": {"percentile": 200}}}, "percentile must be from 0 to 100"),
+        ({"group": {"lenght_control": {}}}, "did you mean 'length_control'"),
+        ({"generations": 1}, "at least 2 generations"),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        groups_of(**{"generations": 4, "advantage": None, "group": None, **settings})
+
+
+def test_a_judge_compares_the_members_of_every_group(endpoint: Any, reply: Any) -> None:
+    def judge(payload: dict[str, Any]) -> Any:
+        # The longer of two is the better one.
+        texts = [message["content"] for message in payload["messages"]][-2:]
+        first = len(texts[0]) > len(texts[1])
+        helpful, rank = ((5, 1), 1) if first else ((1, 5), 6)
+        scores = {"score_1": helpful[0], "score_2": helpful[1], "ranking": rank}
+        return reply(text=json.dumps(scores))
+
+    endpoint.reply = judge
+    settings = {"judge": {"base_url": endpoint.url, "model": "genrm"}, "length_control": {}}
+    settings["length_control"] = {"thinking": 0, "answer": 0, "thinking_bonus": 0, "answer_bonus": 0}
+    groups = groups_of(generations=2, advantage=None, group=settings)
+    batch = batch_of([0.0] * 4, ["a"] * 4)
+    for row, text in enumerate(("short", "a longer one", "quite long a text", "tiny")):
+        batch["message_log"][row][1] = message(text, [1])
+        batch["extra_env_info"] = [{"prompt": (Message(role="user", content="hello"),)}] * 4
+
+    rewards = groups.rewritten(batch, MARKER).tolist()
+
+    assert rewards[0] < rewards[1] and rewards[2] > rewards[3]
+    assert len(endpoint.requests) == 4  # both orders of one pair, for each of two groups

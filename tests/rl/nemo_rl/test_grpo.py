@@ -1,0 +1,274 @@
+"""NeMo-RL's own GRPO trains two steps on a CPU in our environments: rewards and advantages are those they should be."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_ext.data.sft.sample import Message, Sample
+from nemo_ext.data.sft.templates import Template
+from nemo_ext.rl.nemo_rl.run import run
+from nemo_ext.rl.rewards.advantages import group_advantages
+from nemo_ext.rl.task import Task
+from nemo_ext.rl.tasks import arithmetic, bank, tables
+
+pytestmark = pytest.mark.nemo_rl
+
+TEMPLATE = Template.load("nemotron3_nano")
+LENGTHS = {"thinking": 0.5, "answer": 0.5, "thinking_bonus": 0.5, "answer_bonus": 0.5, "percentile": 80}
+
+
+def prompt_of(task: Task) -> str:
+    sample = Sample(id=task.id, messages=task.prompt, tools=task.tools)
+    return TEMPLATE.render(sample, thinking=task.thinking is not False, add_generation_prompt=True).text
+
+
+def single_turn(answer: str) -> list[list[str]]:
+    """Four responses: right, right after long thinking, right after short thinking at great length, wrong."""
+    return [
+        [f"{'so ' * 10}</think>{answer}"],
+        [f"{'so ' * 40}</think>{answer}"],
+        [f"so</think>{'well, ' * 30}{answer}"],
+        [f"{'so ' * 20}</think>I do not know."],
+    ]
+
+
+# What the environments say of them.
+VERDICTS = [1.0, 1.0, 1.0, 0.0]
+
+
+def conversations(task: Task) -> list[list[str]]:
+    """Four conversations with the bank: both calls, only the first, no call, one call that changes another thing."""
+    calls = [
+        TEMPLATE.render(
+            Sample(id="-", messages=(Message(role="user"), Message(role="assistant", tool_calls=(call,))))
+        ).text
+        for call in bank.solution(task)
+    ]
+    calls = [text[text.index("<tool_call>") :].removesuffix("<|im_end|>\n") for text in calls]
+    first, second = (f"I need a tool.</think>{text}" for text in calls)
+    done = "done</think>It is done."
+    return [[first, second, done], [f"Hm. {first}", done], ["why?</think>No."], [second, "hm</think>Sorry."]]
+
+
+@pytest.fixture
+def tasks() -> list[Task]:
+    made = [*arithmetic.tasks(2, seed=1, level=1), *tables.tasks(2, seed=1, level=1)]
+    return made
+
+
+def group_advantage(rewards: list[float], **settings: Any) -> list[float]:
+    return group_advantages(rewards, **settings).tolist()
+
+
+def advantages_of(batch: Any) -> torch.Tensor:
+    """One advantage for each response, [responses]."""
+    trained = batch["token_mask"].bool()
+    found = [row[mask].unique() for row, mask in zip(batch["advantages"], trained, strict=True)]
+    assert all(len(values) == 1 for values in found)
+    return torch.cat(found)
+
+
+def controlled(verdicts: list[float], thinking: list[int], answer: list[int]) -> list[float]:
+    """Nemotron 3 Nano, equations 4 to 7, written out for groups whose lengths differ."""
+    rewards = []
+    threshold = np.percentile(verdicts, 80)
+    for at, verdict in enumerate(verdicts):
+        reward = verdict
+        for lengths in (thinking, answer):
+            weights = [1 - (n - min(lengths)) / (max(lengths) - min(lengths)) for n in lengths]
+            reward += 0.5 * (weights[at] - np.mean(weights))
+            reward += 0.5 * (lengths[at] == min(lengths) and verdict > threshold)
+        rewards.append(reward)
+    return rewards
+
+
+def lengths_of(responses: list[list[str]]) -> tuple[list[int], list[int]]:
+    """Bytes, which are the tokenizer's tokens, and one that ends the response."""
+    thinking = [sum(text.index("</think>") + 8 for text in turns) for turns in responses]
+    whole = [sum(len(text.encode()) + 1 for text in turns) for turns in responses]
+    return thinking, [n - m for n, m in zip(whole, thinking, strict=True)]
+
+
+COMMON = (
+    "grpo.num_prompts_per_step=2",
+    "grpo.num_generations_per_prompt=4",
+    "grpo.max_num_steps=2",
+    "grpo.val_period=0",
+    "grpo.val_at_start=false",
+    "++grpo.val_at_end=false",
+    "grpo.normalize_rewards=true",
+    "grpo.use_leave_one_out_baseline=true",
+    "policy.train_global_batch_size=8",
+    "policy.max_total_sequence_length=20000",
+    "data.max_input_seq_length=15000",
+    "policy.generation.max_new_tokens=4000",
+)
+ASYNC = (
+    "grpo.async_grpo.enabled=true",
+    "grpo.async_grpo.max_trajectory_age_steps=1",
+    "loss_fn.use_importance_sampling_correction=true",
+    "policy.generation.vllm_cfg.async_engine=true",
+    "++policy.generation.vllm_cfg.enable_vllm_metrics_logger=false",
+    "policy.generation.colocated.enabled=false",
+    "policy.generation.colocated.resources.gpus_per_node=1",
+    "policy.generation.colocated.resources.num_nodes=1",
+)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_two_environments_with_leave_one_out_and_length_control(
+    is_async: bool,
+    tasks: list[Task],
+    grpo_stage: Callable[..., Any],
+    grpo_config: Callable[..., dict[str, Any]],
+    jsonl: Callable[..., Path],
+    tokenizer: Any,
+) -> None:
+    solutions = [arithmetic.solution(tasks[0]), arithmetic.solution(tasks[1]), *map(tables.solution, tasks[2:])]
+    script = {prompt_of(task): single_turn(text) for task, text in zip(tasks, solutions, strict=True)}
+    for name, records in (("arithmetic", tasks[:2]), ("tables", tasks[2:])):
+        jsonl(f"{name}.jsonl", [task.record() for task in records])
+    folder = jsonl("all.jsonl", [task.record() for task in tasks]).parent
+    stage = grpo_stage(script, is_async=is_async)
+
+    run(
+        {
+            "algorithm": "grpo",
+            "nemo_rl": grpo_config(*COMMON, *(ASYNC if is_async else ())),
+            "template": "nemotron3_nano",
+            "tasks": {"train": {"directory": str(folder), "blend": {"arithmetic": 1, "tables": 1}}},
+            "advantage": {"baseline": "leave_one_out", "normalise": "unbiased_std"},
+            "group": {"length_control": LENGTHS},
+        }
+    )
+
+    assert len(stage.policy.batches) == 2
+    seen = set()
+    for batch in stage.policy.batches:
+        texts = [
+            tokenizer.decode(ids[:length])
+            for ids, length in zip(batch["input_ids"], batch["input_lengths"], strict=True)
+        ]
+        prompts = [max((p for p in script if text.startswith(p)), key=len) for text in texts]
+        assert prompts[0] == prompts[3] != prompts[4] == prompts[7]
+        kinds = {next(task.environment for task in tasks if prompt_of(task) == prompt) for prompt in prompts}
+        assert kinds == {"math", "multiple_choice"}  # one prompt of each in every step
+        seen |= set(prompts)
+        expected = []
+        for begin in (0, 4):
+            responses = script[prompts[begin]]
+            order = [
+                next(n for n, turns in enumerate(responses) if text.startswith(prompts[begin] + turns[0]))
+                for text in texts[begin : begin + 4]
+            ]
+            assert sorted(order) == [0, 1, 2, 3]
+            rewards = controlled(VERDICTS, *lengths_of(responses))
+            wanted = group_advantage(rewards, baseline="leave_one_out", normalise="unbiased_std")
+            expected += [wanted[n] for n in order]
+        torch.testing.assert_close(advantages_of(batch), torch.tensor(expected), rtol=1e-4, atol=1e-4)
+    assert seen == set(script)  # two steps of two prompts: all of them
+    assert np.isfinite(stage.policy.losses).all() and stage.policy.model.table.abs().sum() > 0
+    environments = stage.logger.logged["train/environments", 1]
+    for name in ("math", "multiple_choice"):
+        # Asynchronous rollouts of later steps may have begun when a step is logged.
+        assert environments[f"{name}/correct"] == (pytest.approx(0.75, abs=0.25) if is_async else 0.75)
+        assert environments[f"{name}/error"] == 0
+
+
+def test_conversations_of_several_turns(
+    grpo_stage: Callable[..., Any], grpo_config: Callable[..., dict[str, Any]], jsonl: Callable[..., Path]
+) -> None:
+    made = [task for task in bank.tasks(30, seed=3, level=1) if len(bank.solution(task)) == 2][:2]
+    made = [Task.of({**task.record(), "thinking": True}) for task in made]
+    script = {prompt_of(task): conversations(task) for task in made}
+    path = jsonl("bank.jsonl", [task.record() for task in made])
+    stage = grpo_stage(script)
+
+    run(
+        {
+            "algorithm": "grpo",
+            "nemo_rl": grpo_config(*COMMON, "grpo.max_rollout_turns=5", "grpo.max_num_steps=1"),
+            "template": "nemotron3_nano",
+            "tool_style": "nemotron3_nano",
+            "tasks": {"train": {"path": str(path)}},
+            "advantage": {"baseline": "mean", "normalise": "std"},
+        }
+    )
+
+    expected = group_advantage([1.0, 0.0, 0.0, 0.0])
+    torch.testing.assert_close(advantages_of(stage.policy.batches[0]), torch.tensor(expected * 2), rtol=1e-4, atol=1e-4)
+    logged = stage.logger.logged["train/environments", 1]
+    assert logged["bank/correct"] == 0.25 and logged["bank/turns"] == (3 + 2 + 1 + 2) / 4
+
+
+def test_a_single_success_keeps_its_group_in_dynamic_sampling(
+    tasks: list[Task],
+    grpo_stage: Callable[..., Any],
+    grpo_config: Callable[..., dict[str, Any]],
+    jsonl: Callable[..., Path],
+    nemo_rl: ModuleType,
+) -> None:
+    wrong = ["so</think>No."]
+    solutions = [arithmetic.solution(task) for task in tasks[:2]]
+    script = {
+        prompt_of(task): [[f"so</think>{text}"], wrong, wrong, wrong]
+        for task, text in zip(tasks, solutions, strict=False)
+    }
+    path = jsonl("tasks.jsonl", [task.record() for task in tasks[:2]])
+    stage = grpo_stage(script)
+
+    run(
+        {
+            "algorithm": "grpo",
+            "nemo_rl": grpo_config(*COMMON, "grpo.use_dynamic_sampling=true", "grpo.max_num_steps=1"),
+            "template": "nemotron3_nano",
+            "tasks": {"train": {"path": str(path)}},
+            "advantage": {"baseline": "leave_one_out"},
+        }
+    )
+
+    expected = group_advantage([1.0, 0.0, 0.0, 0.0], baseline="leave_one_out", normalise="unbiased_std")
+    (batch,) = stage.policy.batches
+    torch.testing.assert_close(advantages_of(batch), torch.tensor(expected * 2), rtol=1e-4, atol=1e-4)
+    # Its own would drop the success: the others' rewards are all 0, and so is their deviation.
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    _, std = nemo_rl.calculate_baseline_and_std_per_prompt(torch.zeros(4, 1), rewards, torch.ones(4))
+    assert std[0] == 0 and std[1] > 0
+
+
+def test_validation_has_metrics_of_its_own(
+    tasks: list[Task],
+    grpo_stage: Callable[..., Any],
+    grpo_config: Callable[..., dict[str, Any]],
+    jsonl: Callable[..., Path],
+) -> None:
+    solutions = [arithmetic.solution(task) for task in tasks[:2]]
+    script = {prompt_of(t): [[f"so</think>{text}"]] for t, text in zip(tasks, solutions, strict=False)}
+    script |= {prompt_of(t): [["so</think>No."]] for t in tasks[2:]}
+    train, validation = (
+        jsonl(f"{name}.jsonl", [t.record() for t in part]) for name, part in (("t", tasks[:2]), ("v", tasks[2:]))
+    )
+    stage = grpo_stage(script)
+
+    run(
+        {
+            "algorithm": "grpo",
+            "nemo_rl": grpo_config(
+                *COMMON, "grpo.val_at_start=true", "grpo.max_val_samples=2", "grpo.val_batch_size=2"
+            ),
+            "template": "nemotron3_nano",
+            "tasks": {"train": {"path": str(train)}, "validation": {"path": str(validation)}},
+            "environments": {"math": {"reward": {"name": "domyn_math"}}},
+        }
+    )
+
+    assert stage.logger.logged["validation/environments", 0]["multiple_choice/correct"] == 0
+    trained = stage.logger.logged["train/environments", 1]
+    assert trained["math/correct"] == 1 and "multiple_choice/correct" not in trained
+    # 3 for the answer; the format's mean is 1, or less where the answer has a box too many; and a short response.
+    assert trained["math/reward/correctness"] == 3 and -0.01 < trained["math/reward/length"] < 0

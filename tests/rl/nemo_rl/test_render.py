@@ -1,0 +1,275 @@
+import os
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_ext.rl.algorithms import PolicyGradient, algorithm_of, load, presets
+from nemo_ext.rl.nemo_rl import compat
+from nemo_ext.rl.nemo_rl.checkout import Checkout, leaves
+from nemo_ext.rl.nemo_rl.render import render, section_of
+from nemo_ext.rl.rendering import Rendered
+
+ROOT = os.environ.get("NEMO_RL_ROOT")
+# Keys as 0.5 has them, in the forms that NeMo-RL writes them in.
+GRPO = """
+from typing import Any, NotRequired, TypedDict
+from nemo_rl.models.policy import PolicyConfig
+from nemo_rl.algorithms.loss_functions import ClippedPGLossConfig
+class GRPOConfig(TypedDict):
+    num_prompts_per_step: int
+    overlong_filtering: NotRequired[bool]
+class MasterConfig(TypedDict):
+    policy: PolicyConfig
+    loss_fn: ClippedPGLossConfig
+    grpo: GRPOConfig
+    env: dict[str, Any]
+def grpo_train(master_config):
+    dynamic_sampling(master_config["grpo"]["overlong_filtering"])
+def async_grpo_train(master_config):
+    scale_rewards(master_config["grpo"])
+"""
+POLICY = """
+class Base(TypedDict):
+    model_name: str
+class Disabled(TypedDict):
+    enabled: bool
+class Enabled(Disabled):
+    lr: float
+class PolicyConfig(Base):
+    megatron_cfg: NotRequired[Enabled | Disabled | None]
+    scheduler: NotRequired[list[Enabled] | None]
+"""
+LOSS = """
+class ClippedPGLossConfig(BaseModel, extra="allow"):
+    ratio_clip_min: float = 0.2
+"""
+EXAMPLE = """
+grpo: {num_prompts_per_step: 32, val_period: 10}
+loss_fn: {ratio_clip_min: 0.2}
+policy:
+  model_name: tiny
+  length: 4
+  tokens: "${mul:${policy.length}, 2}"
+  generation: {temperature: 1.0, vllm_kwargs: {}}
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    """The form of a checkout, with few keys."""
+    for name, text in {
+        "nemo_rl/algorithms/grpo.py": GRPO,
+        "nemo_rl/algorithms/dpo.py": GRPO,
+        "nemo_rl/algorithms/loss_functions.py": "from nemo_rl.algorithms.loss import ClippedPGLossConfig",
+        "nemo_rl/algorithms/loss/__init__.py": LOSS,
+        "nemo_rl/models/policy/__init__.py": POLICY,
+        "examples/configs/grpo_math_1B.yaml": EXAMPLE,
+        "examples/configs/dpo.yaml": EXAMPLE,
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return Checkout(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def real() -> Checkout:
+    """That of NEMO_RL_ROOT; its sources are read, so its packages need not be there."""
+    if not ROOT:
+        pytest.skip("NEMO_RL_ROOT is not set: a NeMo-RL checkout")
+    return Checkout(ROOT)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "grpo.overlong_filtering",
+        "grpo.val_period",
+        "loss_fn.ratio_clip_min",
+        "policy.model_name",
+        "policy.megatron_cfg.lr",
+        "policy.megatron_cfg.enabled",
+        "policy.scheduler",
+        "policy.generation.vllm_kwargs.whatever",
+        "env.math.num_workers",
+    ],
+)
+def test_keys_of_types_and_example(checkout: Checkout, path: str) -> None:
+    assert checkout.keys("grpo").missing(path) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("grpo.num_prompt_per_step", "did you mean 'num_prompts_per_step'"),
+        ("grpo.ratio_clip_min", "there is loss_fn.ratio_clip_min"),
+        ("policy.scheduler.lr", "no key 'lr' in policy.scheduler"),
+        ("polic", "did you mean 'policy'"),
+    ],
+)
+def test_a_key_that_is_not_there(checkout: Checkout, path: str, message: str) -> None:
+    missing = checkout.keys("grpo").missing(path)
+
+    assert missing is not None
+    assert message in missing
+
+
+def test_the_whole_config(checkout: Checkout) -> None:
+    config = checkout.config("grpo", {"policy": {"length": 8}}, {"policy": {"generation": {"vllm_kwargs": {"a": 1}}}})
+
+    assert (config["policy"]["length"], config["policy"]["tokens"]) == (8, 16)
+    assert config["policy"]["generation"] == {"temperature": 1.0, "vllm_kwargs": {"a": 1}}
+
+
+def test_a_change_that_the_version_does_not_know_is_refused(checkout: Checkout) -> None:
+    with pytest.raises(ValueError, match=r"nemo_rl\.loss_fn\.ratio_clip_c: this version has no key"):
+        checkout.config("grpo", {"loss_fn": {"ratio_clip_c": 3.0}})
+
+
+def test_what_the_asynchronous_loop_leaves_out(checkout: Checkout) -> None:
+    assert "scale_rewards" in checkout.asynchronous
+    assert "dynamic_sampling" not in checkout.asynchronous
+
+
+def test_a_folder_that_is_no_checkout(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is no checkout of NeMo-RL"):
+        Checkout(tmp_path)
+
+
+def test_what_a_version_lacks_is_told(checkout: Checkout) -> None:
+    rendered = render(load("olmo_rl"), checkout)
+
+    assert "no key 'num_generations_per_prompt'" in rendered.inexpressible["generations_per_prompt"]
+    assert rendered.settings["grpo"]["num_prompts_per_step"] == 64
+    with pytest.raises(ValueError, match="generations_per_prompt: this version"):
+        rendered.settled()
+
+
+@pytest.mark.parametrize("backend", ["megatron", "dtensor"])
+@pytest.mark.parametrize("preset", presets())
+def test_every_key_is_known_and_every_preset_whole(real: Checkout, preset: str, backend: Any) -> None:
+    algorithm = load(preset)
+    rendered = render(algorithm, real, backend=backend)
+
+    missing = [why for why in rendered.inexpressible.values() if "has no key" in why]
+    assert not missing
+    keys = real.keys(section_of(algorithm))
+    assert not [path for path in leaves(rendered.settings) if keys.missing(path)]
+    config = real.config(section_of(algorithm), rendered.settings)
+    assert config["policy"]["train_global_batch_size"] == algorithm.batch
+    assert config["policy"]["max_total_sequence_length"] == algorithm.lengths.context
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_the_real_config_and_loss_take_it(real: Checkout, nemo_rl: ModuleType, preset: str) -> None:
+    algorithm = load(preset)
+    module = compat.grpo() if isinstance(algorithm, PolicyGradient) else compat.dpo()
+    config = real.config(section_of(algorithm), render(algorithm, real).settings)
+
+    made = compat.master_config(module, config)
+
+    if isinstance(algorithm, PolicyGradient):
+        loss = module.ClippedPGLossFn(compat.setting(made, "loss_fn"))
+        assert loss.ratio_clip_c == algorithm.loss.dual_clip
+        assert loss.reference_policy_kl_penalty == algorithm.loss.kl.coefficient
+        assert loss.use_importance_sampling_correction == (algorithm.loss.importance_correction.kind != "none")
+        assert loss.disable_ppo_ratio == (algorithm.loss.clip_low is None)
+        # None of the loss is left to an example's default.
+        assert loss.truncated_importance_sampling_ratio == algorithm.loss.importance_correction.cap
+    else:
+        loss = module.DPOLossFn(compat.setting(made, "dpo"))
+        assert loss.reference_policy_kl_penalty == algorithm.loss.beta
+        assert loss.preference_average_log_probs == algorithm.loss.length_normalised
+        assert loss.sft_loss_weight == algorithm.loss.sft_weight
+
+
+def test_masking_is_told_where_a_version_only_truncates(real: Checkout) -> None:
+    rendered = render(load("nemotron3_rlvr"), real)
+    masks = real.keys("grpo").missing("loss_fn.truncated_importance_sampling_type") is None
+
+    assert ("loss.importance_correction.kind" in rendered.inexpressible) != masks
+    if masks:
+        assert rendered.settings["loss_fn"]["truncated_importance_sampling_type"] == "icepop"
+        assert rendered.settings["loss_fn"]["truncated_importance_sampling_ratio_min"] == 0.5
+
+
+def test_the_router(real: Checkout) -> None:
+    megatron = render(load("nemotron3_rlvr"), real).settings["policy"]["megatron_cfg"]
+
+    assert megatron["freeze_moe_router"]
+    assert megatron["moe_router_bias_update_rate"] == 1e-3
+    assert {"router.frozen", "router.bias_update_rate"} <= set(
+        render(load("nemotron3_rlvr"), real, backend="dtensor").inexpressible
+    )
+
+
+def test_what_the_adapter_is_told(real: Checkout) -> None:
+    judged, rpo = render(load("nemotron3_rlhf"), real).adapter, render(load("rpo_offline"), real).adapter
+
+    assert judged["group"]["length_control"]["thinking"] == 0.5
+    assert judged["advantage"] == {"baseline": "leave_one_out", "normalise": "unbiased_std"}
+    assert rpo["rpo"] == {"eta": 1.0, "distance": "backward_kl"}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shares"),
+    [
+        ({"kind": "constant", "steps": 8}, [1.0] * 8),
+        ({"kind": "constant", "warmup_steps": 4, "steps": 8}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]),
+        ({"kind": "linear", "warmup_steps": 2, "steps": 6}, [0.5, 1, 1, 0.75, 0.5, 0.25, 0]),
+        ({"kind": "linear", "warmup_steps": 1, "steps": 5, "final_share": 0.5}, [1, 1, 0.875, 0.75, 0.625, 0.5]),
+        ({"kind": "cosine", "steps": 4, "final_share": 0.2}, [1, 0.8828, 0.6, 0.3172, 0.2]),
+    ],
+)
+def test_torch_makes_the_learning_rates_of_it(real: Checkout, schedule: dict[str, Any], shares: list[float]) -> None:
+    preset = {
+        "algorithm": "dpo",
+        "source": "a test",
+        "batch": 8,
+        "loss": {"beta": 0.1},
+        "lengths": {"total": 64},
+        "optimizer": {"learning_rate": 1e-3},
+        "schedule": schedule,
+    }
+    listed = render(algorithm_of(preset), real, backend="dtensor").settings["policy"]["scheduler"]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    parts = [
+        getattr(torch.optim.lr_scheduler, s["name"].rpartition(".")[2])(optimizer, **s["kwargs"]) for s in listed[:-1]
+    ]
+    made = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, **listed[-1])
+
+    rates = []
+    for _ in shares:
+        rates.append(optimizer.param_groups[0]["lr"] / 1e-3)
+        optimizer.step()
+        made.step()
+
+    assert rates == pytest.approx(shares, abs=1e-4)
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "rl" / "presets.md"
+
+
+def column(real: Checkout) -> str:
+    """Which of the page's columns is this version's."""
+    masks = real.keys("grpo").missing("loss_fn.truncated_importance_sampling_type") is None
+    return "0.7 and main" if masks else "0.5"
+
+
+def test_the_page_says_what_this_version_cannot_do(real: Checkout) -> None:
+    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", PAGE.read_text(), re.M)
+    told = {
+        (preset, key, reason.strip())
+        for key, versions, names, reason in rows
+        if column(real) in versions or versions.strip() == "all"
+        for preset in names.strip().split(", ")
+    }
+
+    assert told == cannot({preset: render(load(preset), real) for preset in presets()})
+
+
+def cannot(rendered: dict[str, Rendered]) -> set[tuple[str, str, str]]:
+    return {(name, key, reason) for name, one in rendered.items() for key, reason in one.inexpressible.items()}

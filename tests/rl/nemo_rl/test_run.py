@@ -1,0 +1,91 @@
+"""What `run` refuses, and how it tells that NeMo-RL gave up."""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nemo_ext.rl.nemo_rl.run import WithEnvironments, _check_end, run
+
+TASKS = [{"id": str(n), "environment": "math", "prompt": "?", "reference": {"answer": "1"}} for n in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "algorithm: unknown None"),
+        ({"algorithm": "gpro"}, "did you mean 'grpo'"),
+        ({"algorithm": "grpo", "nemo_rl": {}}, "the key 'tasks' is missing"),
+        ({"algorithm": "grpo", "nemo_rl": {}, "tasks": {}, "pairs": {}}, "unknown key 'pairs'"),
+        ({"algorithm": "dpo", "nemo_rl": {}, "pairs": {}, "tasks": {}}, "unknown key 'tasks'"),
+    ],
+)
+def test_wrong_settings_are_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(config)
+
+
+@pytest.mark.nemo_rl
+@pytest.mark.parametrize(
+    ("change", "overrides", "message"),
+    [
+        ({"environments": {"maths": {}}}, (), "did you mean 'math'"),
+        ({"environments": {"math": {"settings": {"time_limit": -1}}}}, (), "time_limit"),
+        ({}, ("++data_plane.enabled=true",), "data_plane.enabled"),
+        ({}, ("grpo.val_period=5",), "give tasks.validation"),
+        ({"group": {"length_control": {}}}, ("grpo.use_dynamic_sampling=true",), "choose one"),
+        ({"tasks": {"train": {"path": "bad.jsonl"}}}, (), "reference.answer"),
+    ],
+)
+def test_refused_before_anything_starts(
+    change: dict[str, Any],
+    overrides: tuple[str, ...],
+    message: str,
+    nemo_rl: ModuleType,
+    grpo_config: Callable[..., dict[str, Any]],
+    jsonl: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = jsonl("tasks.jsonl", TASKS)
+    jsonl("bad.jsonl", [{**TASKS[0], "reference": {}}])
+    monkeypatch.chdir(path.parent)
+    monkeypatch.setattr(importlib.import_module("nemo_ext.rl.nemo_rl.run"), "_start_ray", lambda master: None)
+    config = {
+        "algorithm": "grpo",
+        "nemo_rl": grpo_config("grpo.val_period=0", "grpo.val_at_start=false", "grpo.max_num_steps=1", *overrides),
+        "tasks": {"train": {"path": str(path)}},
+        **change,
+    }
+
+    with pytest.raises(ValueError, match=message):
+        run(config)
+
+
+def ended(**checkpointing: Any) -> Any:
+    grpo = {"max_num_steps": 5, "async_grpo": {"enabled": True}}
+    return SimpleNamespace(config={"grpo": grpo, "checkpointing": checkpointing})
+
+
+def test_an_asynchronous_run_that_ended_early_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="after step 3 of 5"):
+        _check_end(ended(), 3)
+    _check_end(ended(), 5)
+    _check_end(ended(checkpoint_must_save_by="00:04:00:00"), 3)
+
+
+def test_environments_are_logged_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[tuple[str, int, dict[str, Any]]] = []
+    taken = SimpleNamespace(remote=lambda: {"correct": 0.5})
+    actors = {"nemo_ext_math": SimpleNamespace(take_metrics=taken)}
+    monkeypatch.setattr("ray.get", lambda found: found)
+    log = WithEnvironments(lambda metrics, step, prefix: logged.append((prefix, step, metrics)), actors, {})
+
+    for prefix, step in (("train", 1), ("train", 1), ("timing/train", 1), ("validation", 1), ("train", 2)):
+        log({"loss": 1.0}, step, prefix=prefix)
+
+    found = [(step, metrics) for prefix, step, metrics in logged if prefix == "train/environments"]
+    assert found == [(1, {"math/correct": 0.5}), (2, {"math/correct": 0.5})]
+    assert log.last_step == 2 and len(logged) == 7

@@ -1,0 +1,129 @@
+import json
+import re
+from importlib import import_module
+
+import pytest
+
+from nemo_ext.rl.environments import Environment, make
+from nemo_ext.rl.response import parse_response
+from nemo_ext.rl.task import Task
+from nemo_ext.rl.tasks import generate
+from nemo_ext.rl.verifiers.verdict import Verdict
+
+NAMES = ("arithmetic", "tables", "schemas")
+
+
+@pytest.fixture(scope="module")
+def environments() -> dict[str, Environment]:
+    return {name: make(name) for name in ("math", "multiple_choice", "structured_output")}
+
+
+def verdict(environments: dict[str, Environment], task: Task, text: str) -> Verdict:
+    made = environments[task.environment]
+    assert made.verify is not None
+    found = made.verify(parse_response(text), made.check(task.reference))
+    assert isinstance(found, Verdict)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_solutions_are_right_and_other_tasks_solutions_are_not(environments: dict, name: str) -> None:
+    solution = import_module(f"nemo_ext.rl.tasks.{name}").solution
+    made = list(generate(name, 80, seed=1))
+    for task in made:
+        assert verdict(environments, task, solution(task)).outcome == "correct", task
+    swapped = [verdict(environments, task, solution(made[place - 1])).score for place, task in enumerate(made)]
+    assert sum(swapped) < len(made) / 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tasks_depend_on_seed_level_and_number_alone(name: str) -> None:
+    many = list(generate(name, 20, seed=1))
+    assert list(generate(name, 7, seed=1)) == many[:7]
+    assert len({task.id for task in many}) == 20
+    assert [task.prompt for task in generate(name, 20, seed=2)] != [task.prompt for task in many]
+    assert len({task.prompt[0].content for task in generate(name, 20, seed=1, level=3)}) == 20
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tasks_are_lines_of_a_task_file(name: str) -> None:
+    for task in generate(name, 10, seed=1):
+        assert Task.of(json.loads(json.dumps(task.record()))) == task
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_levels(name: str) -> None:
+    levels = import_module(f"nemo_ext.rl.tasks.{name}").LEVELS
+    assert {task.id.split("/")[2] for task in generate(name, levels, seed=1)} == {str(n + 1) for n in range(levels)}
+    assert {task.id.split("/")[2] for task in generate(name, 5, seed=1, level=levels)} == {str(levels)}
+    for wrong in (0, levels + 1, "hard"):
+        with pytest.raises(ValueError, match="level"):
+            list(generate(name, 1, seed=1, level=wrong))  # type: ignore[arg-type]
+
+
+def test_arithmetic_is_right() -> None:
+    import sympy
+
+    unknowns = sympy.symbols("x y")
+
+    def equation(text: str) -> sympy.Expr:
+        left, right = re.sub(r"(\d)([xy])", r"\1*\2", text.replace("^", "**")).split("=")
+        return sympy.sympify(left) - sympy.sympify(right)
+
+    for task in generate("arithmetic", 160, seed=5):
+        question = task.prompt[0].content.removesuffix(r" Put the answer in \boxed{}.")
+        answer = re.sub(r"\\frac\{(\d+)\}\{(\d+)\}", r"\1/\2", task.reference["answer"])
+        numbers = [sympy.Rational(number) for number in re.findall(r"-?\d+(?:/\d+)?", answer)]
+        if found := re.fullmatch(r"What is (.*)\?", question):
+            assert [sympy.sympify(found[1])] == numbers
+        elif found := re.fullmatch(r"Solve (.*) and (.*)\. Give \(x, y\)\.", question):
+            assert sympy.solve([equation(found[1]), equation(found[2])]) == dict(zip(unknowns, numbers, strict=True))
+        else:
+            found = re.fullmatch(r"(?:Solve|Find all solutions of) (.*=.*?)(?: for x\.|\. Give them.*)", question)
+            assert found, question
+            assert sorted(sympy.solve(equation(found[1]))) == sorted(numbers)
+
+
+def test_tables_are_right() -> None:
+    for task in generate("tables", 100, seed=5):
+        table, question, *_ = task.prompt[0].content.split("\n\n")
+        (kind, *columns), _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+        cells = {row[0]: dict(zip(columns, map(int, row[1:]), strict=True)) for row in rows}
+        named = [
+            word for word in re.findall(r"[A-Z]\w+|\d+", question) if word in {*columns, *cells, kind} or word.isdigit()
+        ]
+        match named:
+            case [column, name] if "What is the number" in question and name in cells:
+                right = cells[name][column]
+            case [_, column] if question.startswith("Which"):
+                pick = max if "largest" in question else min
+                right = pick(cells, key=lambda name: cells[name][column])
+            case [column, limit] if question.startswith("How many"):
+                right = sum(row[column] > int(limit) for row in cells.values())
+            case [one, other, column] if "difference" in question:
+                right = abs(cells[one][column] - cells[other][column])
+            case [column, _, best]:
+                right = max(cells.values(), key=lambda row: row[best])[column]
+            case _:
+                pytest.fail(question)
+        choices = task.reference["choices"]
+        assert choices["ABCD".index(task.reference["answer"])] == str(right), task
+        assert len(set(choices)) == 4
+
+
+@pytest.mark.parametrize("format", ["boxed", "text", "bare"])
+def test_arithmetic_in_every_format(environments: dict, format: str) -> None:
+    from nemo_ext.rl.tasks.arithmetic import solution
+
+    for task in generate("arithmetic", 16, seed=3, format=format):
+        assert verdict(environments, task, solution(task)).outcome == "correct"
+
+
+def test_the_right_choice_is_spread_over_the_letters() -> None:
+    answers = [task.reference["answer"] for task in generate("tables", 200, seed=1)]
+    assert all(answers.count(letter) > 25 for letter in "ABCD")
+
+
+def test_an_unknown_generator_is_named() -> None:
+    with pytest.raises(ValueError, match="did you mean 'arithmetic'"):
+        generate("arithmetics", 1, seed=1)

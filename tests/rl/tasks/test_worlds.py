@@ -1,0 +1,78 @@
+"""Tasks of the two worlds: a script that makes the right calls is right, one that skips or adds one is wrong."""
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from nemo_ext.data.sft.sample import ToolCall
+from nemo_ext.rl.environments import make
+from nemo_ext.rl.response import Response, parse_response
+from nemo_ext.rl.task import Task
+from nemo_ext.rl.tasks import generate
+from nemo_ext.rl.worlds import bank, workplace
+
+EXTRA = {
+    "workplace": ToolCall(name="delete_email", arguments={"email_id": "email-2"}),
+    "bank": ToolCall(name="verify_identity", arguments={"customer_id": "customer-1", "birth_date": "1900-01-01"}),
+}
+WORLDS = {"workplace": workplace.WORLD, "bank": bank.WORLD}
+
+
+def outcome(task: Task, calls: Iterable[ToolCall]) -> str:
+    environment = make(task.environment, {"max_turns": 20})
+    assert environment.begin is not None
+    conversation = environment.begin(environment.check(task.reference))
+    for call in calls:
+        conversation.step(Response(text="", tool_calls=(call,)))
+    conversation.step(parse_response("Done."))
+    return conversation.verdict().outcome
+
+
+def made(name: str, count: int, **more: Any) -> list[tuple[Task, tuple[ToolCall, ...]]]:
+    module = importlib.import_module(f"nemo_ext.rl.tasks.{name}")
+    return [(task, module.solution(task)) for task in generate(name, count, seed=11, **more)]
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_script_that_makes_the_right_calls(name: str) -> None:
+    for task, calls in made(name, 60):
+        assert outcome(task, calls) == "correct", task.id
+        assert outcome(task, calls[:-1]) == "wrong", task.id
+        assert outcome(task, calls[1:]) == "wrong", task.id
+        assert outcome(task, [*calls, EXTRA[name]]) == "wrong", task.id
+        assert outcome(task, []) == "wrong", task.id
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_tasks_are_records_and_depend_on_seed_level_and_number(name: str) -> None:
+    tasks = [task for task, _ in made(name, 9)]
+
+    assert [Task.of(task.record()) for task in tasks] == tasks
+    assert [task for task, _ in made(name, 3)] == tasks[:3]
+    assert len({str(task.prompt) for task in tasks}) > 6
+    assert all(task.tools == WORLDS[name].schemas for task in tasks)
+
+
+def test_the_bank_keeps_to_its_turns() -> None:
+    """One to ask, one to find and verify and look, one to act and one to say so: within five."""
+    environment = make("bank")
+    assert environment.begin is not None and environment.max_turns == 5
+    for task, calls in made("bank", 20, level=3):
+        conversation = environment.begin(environment.check(task.reference))
+        (answer,) = conversation.step(parse_response("What is your date of birth?"))
+        birth_date = calls[0].arguments["birth_date"]
+
+        assert answer.role == "user" and birth_date in answer.content
+        assert all(birth_date not in message.content for message in task.prompt)
+        conversation.step(Response(text="", tool_calls=calls))
+        assert conversation.verdict().outcome == "correct"
+
+
+def test_levels_grow() -> None:
+    for name in WORLDS:
+        mean = [sum(len(calls) for _, calls in made(name, 60, level=level)) for level in (1, 3)]
+        assert mean[0] < mean[1]
+    with pytest.raises(ValueError, match="1 to 3"):
+        made("workplace", 1, level=4)

@@ -1,0 +1,281 @@
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+import hydra_conf
+from nemo_ext.config import compose
+from nemo_ext.rl.algorithms import PolicyGradient, Preference, Schedule, algorithm_of, load, presets
+from nemo_ext.rl.rendering import Rendered, around
+
+SMALL: dict[str, Any] = {
+    "algorithm": "grpo",
+    "source": "a test",
+    "prompts_per_step": 4,
+    "generations_per_prompt": 8,
+    "batch": 32,
+    "advantage": {"baseline": "mean", "normalise": "none"},
+    "loss": {"level": "token", "clip_low": 0.2, "clip_high": 0.2},
+    "lengths": {"prompt": 8, "response": 8},
+    "optimizer": {"learning_rate": 1e-6},
+}
+PAIRS: dict[str, Any] = {
+    "algorithm": "dpo",
+    "source": "a test",
+    "batch": 8,
+    "loss": {"beta": 0.1},
+    "lengths": {"total": 64},
+    "optimizer": {"learning_rate": 1e-6},
+}
+
+
+def policy_gradient(preset: str) -> PolicyGradient:
+    algorithm = load(preset)
+    assert isinstance(algorithm, PolicyGradient)
+    return algorithm
+
+
+def preference(preset: str) -> Preference:
+    algorithm = load(preset)
+    assert isinstance(algorithm, Preference)
+    return algorithm
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_every_preset_names_its_source(preset: str) -> None:
+    assert load(preset).source
+
+
+JUDGES = {
+    "llama_nemotron_grpo": "environments.judge.settings.judge",
+    "llama_nemotron_rlhf": "environments.judge.settings.judge",
+    "nemotron3_rlhf": "group.judge",
+    "nemotron3_rlvr": "environments.judge.settings.judge",
+    "olmo_rl": "environments.judge.settings.judge",
+}
+"""Where a preset wants an endpoint."""
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_a_preset_composes_under_hydra_as_it_is(preset: str) -> None:
+    given = [f"{JUDGES[preset]}.{key}=there" for key in ("base_url", "model")] if preset in JUDGES else []
+    composed = compose("rl", [f"rl={preset}", *(f"rl.{word}" for word in given)])["rl"]
+
+    assert algorithm_of(composed) == load(preset, OmegaConf.to_container(OmegaConf.from_dotlist(given)))  # type: ignore[arg-type]
+
+
+def test_a_judge_must_be_named() -> None:
+    with pytest.raises(ValueError, match=r"not set: rl\.group\.judge\.base_url"):
+        compose("rl", ["rl=nemotron3_rlhf"])
+
+
+def test_domyn_small() -> None:
+    math, several, pairs = (
+        policy_gradient("domyn_math_grpo"),
+        policy_gradient("domyn_multi_env_grpo"),
+        preference("dpo_delta"),
+    )
+
+    assert (math.responses_per_step, math.updates_per_step, math.steps) == (1024, 1, 432)  # 55 373 // 128
+    assert (math.loss.clip_low, math.loss.clip_high, math.loss.kl.coefficient) == (0.2, 3.0, 0)
+    assert math.environments["math"].reward == {"name": "domyn_math", "max_tokens": 8192}
+    assert (several.responses_per_step, several.warmup, several.loss.dual_clip) == (512, 30, 10)
+    assert (several.loss.kl.coefficient, several.loss.kl.estimator) == (0.01, "k3")
+    assert several.advantage.baseline == "leave_one_out"
+    assert several.asynchronous is not None
+    assert several.asynchronous.max_age == 1
+    assert len(several.environments) == 5
+    assert (pairs.batch, pairs.loss.beta, pairs.lengths.prompt, pairs.lengths.total) == (2048, 0.1, 640, 3456)
+    assert (pairs.steps, pairs.warmup) == (252, 26)  # 2 x (260 000 // 2048), a tenth of it rounded up
+
+
+def test_olmo_3() -> None:
+    think, zero, pairs = policy_gradient("olmo_rl"), policy_gradient("rl_zero"), preference("think_dpo")
+
+    assert (think.prompts_per_step, think.generations_per_prompt, think.lengths.response) == (64, 8, 32768)
+    assert (zero.prompts_per_step, zero.generations_per_prompt, zero.lengths.response) == (32, 8, 16384)
+    for algorithm in (think, zero):
+        assert (algorithm.loss.clip_low, algorithm.loss.clip_high) == (0.2, 0.272)
+        assert algorithm.loss.importance_correction.cap == 2
+        assert algorithm.advantage.normalise == "none"
+        assert algorithm.sampling.drop_zero_variance
+    assert (pairs.loss.beta, pairs.loss.length_normalised, pairs.optimizer.learning_rate) == (5, True, 8e-8)
+
+
+def test_nemotron_3_nano() -> None:
+    verified, judged, genrm = (policy_gradient(f) for f in ("nemotron3_rlvr", "nemotron3_rlhf", "genrm_training"))
+    tools = preference("dpo_tool_hallucination")
+
+    assert (verified.responses_per_step, verified.updates_per_step) == (2048, 1)
+    assert verified.overlong_filtering
+    assert verified.router.frozen
+    assert verified.router.bias_update_rate > 0
+    assert judged.group is not None
+    assert judged.group.length_control["percentile"] == 80
+    assert (genrm.responses_per_step, genrm.batch) == (1024, 1024)
+    assert (tools.batch, tools.steps, tools.loss.beta, tools.loss.sft_weight) == (128, 50, 0.05, 0.2)
+
+
+def test_llama_nemotron() -> None:
+    science, following = policy_gradient("llama_nemotron_grpo"), policy_gradient("rloo_if")
+    online, offline = preference("rpo_online"), preference("rpo_offline")
+
+    assert (science.responses_per_step, science.batch, science.updates_per_step) == (1152, 576, 2)
+    assert science.curriculum.drop_from == 0.75
+    assert (following.prompts_per_step, following.steps) == (128, 120)
+    assert (online.optimizer.learning_rate, online.loss.beta, online.loss.eta, online.batch) == (4e-7, 1e-5, 3, 64)
+    assert online.online is not None
+    assert (online.steps, online.online.rounds) == (500, 2)
+    assert (offline.optimizer.learning_rate, offline.loss.beta, offline.batch) == (7e-7, 3e-2, 512)
+    assert (offline.steps, offline.rounds) == (400, 2)
+
+
+def test_changes_are_merged() -> None:
+    changed = load("domyn_math_grpo", {"lengths": {"response": 256}, "loss": {"kl": {"coefficient": 0.01}}})
+
+    assert isinstance(changed, PolicyGradient)
+    assert changed.loss.clip_high == 3.0
+    assert changed.loss.kl.coefficient == 0.01
+    assert changed.environments["math"].reward == {"name": "domyn_math", "max_tokens": 256}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"algorithm": "gpro"}, "algorithm='gpro': did you mean 'grpo'"),
+        ({"prompt_per_step": 4}, "unknown key 'prompt_per_step': did you mean 'prompts_per_step'"),
+        ({"loss": {"level": "token", "clip_lo": 0.2, "clip_high": 0.2}}, "loss.clip_lo.*did you mean 'clip_low'"),
+        ({"loss": {"level": "tokens", "clip_low": 0.2, "clip_high": 0.2}}, "loss.level='tokens'"),
+        ({"loss": {"level": "token", "clip_low": 0.2, "clip_high": None}}, "or null for both"),
+        ({"loss": {"level": "token", "ratio": "sequence", "clip_low": 0.2, "clip_high": 0.2}}, "GSPO"),
+        ({"batch": 24}, "batch=24 must divide .* = 32"),
+        ({"generations_per_prompt": 1}, "generations_per_prompt=1"),
+        ({"optimizer": {"learning_rate": float("nan")}}, "optimizer.learning_rate=nan"),
+        ({"optimizer": {}}, "'optimizer.learning_rate' is missing"),
+        ({"lengths": {"prompt": 8}}, "lengths: give response"),
+        ({"environments": {"maths": {}}}, "environments: unknown name 'maths': did you mean 'math'"),
+        ({"environments": {"math": {"weight": 0}}}, "environments.math.weight=0"),
+        ({"sampling": {"drop_zero_variance": True}}, "max_batches come together"),
+        ({"schedule": {"kind": "cosine"}}, "needs steps"),
+        ({"schedule": {"warmup_share": 0.1}}, "needs steps"),
+        ({"schedule": {"steps": 3, "epochs": 1}}, "steps or epochs"),
+    ],
+)
+def test_a_wrong_config_is_refused_by_its_key(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        algorithm_of(SMALL | change)
+
+
+@pytest.mark.parametrize(
+    ("correction", "message"),
+    [
+        ({"kind": "truncated"}, "needs a cap"),
+        ({"kind": "masked", "cap": 2.0}, "needs a floor"),
+        ({"kind": "none", "cap": 2.0}, "has no cap"),
+        ({"kind": "masked", "cap": 2.0, "floor": 2.0}, "must be below"),
+    ],
+)
+def test_bounds_of_the_importance_correction(correction: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        algorithm_of(SMALL | {"loss": SMALL["loss"] | {"importance_correction": correction}})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"algorithm": "rpo"}, "rpo needs eta and distance"),
+        ({"loss": {"beta": 0.1, "eta": 1.0}}, "eta is rpo's"),
+        ({"lengths": {"prompt": 8}}, "lengths: give total"),
+        ({"prompts_per_step": 8}, "unknown key 'prompts_per_step'"),
+    ],
+)
+def test_a_wrong_config_of_pairs_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        algorithm_of(PAIRS | change)
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="did you mean 'olmo_rl'"):
+        load("olmo_r")
+
+
+@given(
+    examples=st.integers(1, 10**6),
+    each=st.integers(1, 10**4),
+    epochs=st.integers(1, 4),
+    share=st.floats(0, 1, exclude_max=True),
+)
+def test_the_warm_up_is_part_of_the_steps(examples: int, each: int, epochs: int, share: float) -> None:
+    schedule = Schedule(epochs=epochs, examples=examples, warmup_share=share)
+    total = schedule.total(each)
+
+    assert total is not None
+    assert total * each <= epochs * examples
+    assert 0 <= schedule.warmup(total) <= total
+
+
+def test_what_surrounds_an_engine() -> None:
+    adapter, cannot = around(load("domyn_multi_env_grpo"))
+
+    assert adapter["environments"]["bank"] == {"reward": "outcome"}
+    assert adapter["data"]["shares"]["math"] == 0.3
+    assert not cannot
+    assert around(load("rpo_online"))[0]["data"]["rounds"] == 2
+    assert around(load("dpo_delta"))[0]["data"]["max_prompt_tokens"] == 640
+
+
+def test_what_cannot_be_done_is_an_error_unless_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    rendered = Rendered(settings={}, inexpressible={"loss.level": "token instead"})
+
+    with pytest.raises(ValueError, match=r"loss\.level: token instead"):
+        rendered.settled()
+    with pytest.raises(ValueError, match="'warning'"):
+        rendered.settled("warning")  # type: ignore[arg-type]
+    assert rendered.settled("warn") is rendered
+    assert "loss.level: token instead" in capsys.readouterr().err
+    assert Rendered(settings={}).settled()
+
+
+def test_what_no_source_states_is_marked() -> None:
+    folder = Path(hydra_conf.__file__).parent / "rl"
+
+    assert all("(choice)" in file.read_text() for file in folder.glob("*.yaml"))
+    assert "learning_rate: 3.0e-6, weight_decay: 0.0}     # (choice)" in (folder / "nemotron3_rlvr.yaml").read_text()
+
+
+def test_algorithms_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load("olmo_rl").batch = 1  # type: ignore[misc]
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "rl" / "presets.md"
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_the_page_has_the_numbers_of_every_preset(preset: str) -> None:
+    assert row(preset) in PAGE.read_text().splitlines()
+
+
+def row(preset: str) -> str:
+    """The line of docs/rl/presets.md."""
+    algorithm = load(preset)
+    steps = "" if algorithm.steps is None else f", {algorithm.steps} steps"
+    rate = f"{algorithm.optimizer.learning_rate:.1e}".replace(".0e-0", "e-").replace("e-0", "e-") + steps
+    if isinstance(algorithm, PolicyGradient):
+        size = f"{algorithm.prompts_per_step} x {algorithm.generations_per_prompt}, {algorithm.batch}"
+        loss = algorithm.loss
+        clip = "no clip" if loss.clip_low is None else f"clip {loss.clip_low:g}, {loss.clip_high:g}"
+        kl = f", KL {loss.kl.coefficient:g}" if loss.kl.coefficient else ""
+        what = f"{algorithm.advantage.baseline}, {algorithm.advantage.normalise}; {loss.level}, {clip}{kl}"
+        length = str(algorithm.lengths.response)
+    else:
+        size, length = str(algorithm.batch), str(algorithm.lengths.total)
+        what = f"beta {algorithm.loss.beta:g}"
+        what += f", eta {algorithm.loss.eta:g}" if algorithm.loss.eta else ""
+        what += ", length-normalised" if algorithm.loss.length_normalised else ""
+        what += f", SFT {algorithm.loss.sft_weight:g}" if algorithm.loss.sft_weight else ""
+    return f"| {preset} | {algorithm.algorithm} | {size} | {what} | {rate} | {length} |"

@@ -1,0 +1,315 @@
+import asyncio
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from itertools import chain, repeat
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_ext.rl import judge as judge_module
+from nemo_ext.rl.judge import Answer, Judge, JudgeSettings
+
+SHORT = {"attempt_seconds": 0.3}
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def judge(endpoint: Any, **settings: Any) -> Judge:
+    limits = {"attempt_seconds": 60.0, "total_seconds": 120.0, **settings}
+    return Judge(JudgeSettings.of({"base_url": endpoint.url, "model": "m", **limits}))
+
+
+def ask(asked: Judge, read: Any = str) -> Answer[Any]:
+    return asyncio.run(asked.ask(HELLO, read))
+
+
+@pytest.fixture(autouse=True)
+def _no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_module, "_FIRST_WAIT", 0.01)
+
+
+def test_asks_as_openai_s_clients_do(endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "sk-secret")
+
+    answer = ask(judge(endpoint, key_variable="SOME_KEY", sampling={"temperature": 0.6}))
+
+    assert answer == Answer(value="yes")
+    assert endpoint.requests == [{"model": "m", "messages": HELLO, "temperature": 0.6, "stream": False}]
+    assert endpoint.headers[0]["authorization"] == "Bearer sk-secret"
+
+
+def test_without_a_key_variable_no_key_is_sent(endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+
+    ask(judge(endpoint))
+
+    assert "authorization" not in endpoint.headers[0]
+
+
+@pytest.mark.parametrize(
+    ("replied", "problem"),
+    [
+        ({"fault": "silent"}, "no answer within 0.3 s"),
+        ({"fault": "dripping"}, "no answer within 0.3 s"),
+        ({"fault": "dropped"}, "ServerDisconnectedError"),
+        ({"fault": "cut"}, "ClientPayloadError"),
+        ({"fault": "endless"}, "more than 8 MiB"),
+        ({"fault": "no_http"}, "Error"),
+        ({"status": 429}, "HTTP 429"),
+        ({"status": 500}, "HTTP 500"),
+        ({"status": 307, "headers": {"Location": "http://127.0.0.1:1/v1"}}, "HTTP 307"),
+        ({"body": b"{"}, "no chat completion"),
+        ({"body": b"\xff\xfe"}, "no chat completion"),
+        ({"body": b"[" * 1_000_000}, "no chat completion"),
+        ({"body": b'{"choices": []}'}, "no chat completion"),
+        ({"body": b'{"choices": {"0": 1}}'}, "no chat completion"),
+        ({"body": b'{"choices": [3]}'}, "no chat completion"),
+        ({"body": b'{"error": {"message": "no"}}'}, "no chat completion"),
+        ({"text": None}, "without text"),
+        ({"finish_reason": "length"}, "cut off"),
+        ({"headers": {"Content-Encoding": "gzip"}}, "ClientPayloadError"),
+    ],
+    ids=str,
+)
+def test_no_answer_is_none_and_says_why(endpoint: Any, reply: Any, replied: dict[str, Any], problem: str) -> None:
+    endpoint.reply = lambda payload: reply(**replied)
+
+    answer = ask(judge(endpoint, attempts=2, **SHORT if "no answer" in problem else {}))
+
+    assert answer.value is None
+    assert problem in answer.problem
+    assert len(endpoint.requests) == (1 if problem in ("HTTP 307", "more than 8 MiB") else 2)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["choices", "message", "content", "text", "finish_reason"]), inner, max_size=3
+        )
+    ),
+)
+
+
+@given(
+    st.binary(max_size=50)
+    | json_values.map(lambda value: json.dumps({"choices": value}).encode())
+    | json_values.map(lambda value: json.dumps({"choices": [{"message": value}]}).encode())
+)
+def test_any_body_is_text_or_no_answer(body: bytes) -> None:
+    try:
+        text = judge_module._text(body)
+    except judge_module._Failed:
+        return
+    assert isinstance(text, str)
+
+
+def test_text_in_parts(endpoint: Any, reply: Any) -> None:
+    endpoint.reply = lambda payload: reply(text=[{"type": "text", "text": "ye"}, {"type": "text", "text": "s"}])
+
+    assert ask(judge(endpoint)).value == "yes"
+
+
+def test_nobody_there() -> None:
+    settings = JudgeSettings(base_url="http://127.0.0.1:1/v1", model="m", attempts=2)
+
+    assert "ClientConnectorError" in ask(Judge(settings)).problem
+
+
+@pytest.mark.parametrize("first", [{"fault": "dropped"}, {"status": 503}, {"body": b"{"}, {"text": "perhaps"}], ids=str)
+def test_asks_again_until_an_answer_can_be_read(endpoint: Any, reply: Any, first: dict[str, Any]) -> None:
+    replies = chain([reply(**first)] * 2, repeat(reply(text="4")))
+    endpoint.reply = lambda payload: next(replies)
+
+    answer = ask(judge(endpoint), lambda text: int(text) if text.isdigit() else None)
+
+    assert answer.value == 4
+    assert len(endpoint.requests) == 3
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
+def test_what_cannot_get_better_is_asked_once(endpoint: Any, reply: Any, status: int) -> None:
+    endpoint.reply = lambda payload: reply(status=status, body=b"too many tokens")
+
+    problem = ask(judge(endpoint)).problem
+
+    assert problem == f"HTTP {status}" + ("" if status in (401, 403) else ": too many tokens")
+    assert len(endpoint.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("7", 7.0), ("0.5", 0.5), ("-3", 0.0), ("nan", 0.0), ("inf", 0.0), ("soon", 0.0), ("", 0.0)],
+)
+def test_retry_after(header: str, seconds: float) -> None:
+    assert judge_module._retry_after(header) == seconds
+
+
+def test_retry_after_a_date() -> None:
+    assert judge_module._retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
+    assert judge_module._retry_after("Wed, 21 Oct 2215 07:28:00 GMT") > 1e9
+    assert judge_module._retry_after("Wed, 99 Oct 2215 07:28:00") == 0
+
+
+def test_a_server_that_asks_for_patience_is_waited_for_within_the_total_time(endpoint: Any, reply: Any) -> None:
+    endpoint.reply = lambda payload: reply(status=429, headers={"Retry-After": "3600"})
+
+    began = time.monotonic()
+    problem = ask(judge(endpoint, total_seconds=1.0)).problem
+
+    assert time.monotonic() - began < 10
+    assert problem.startswith("no answer within 1 s: HTTP 429")
+    assert len(endpoint.requests) == 1
+
+
+def test_many_questions_keep_their_order_and_the_limit_of_requests_at_once(endpoint: Any, reply: Any) -> None:
+    def echo(payload: dict[str, Any]) -> Any:
+        number = int(payload["messages"][0]["content"])
+        return reply(text=str(number), seconds=(number * 7 % 5) / 100)
+
+    endpoint.reply = echo
+    questions = [[{"role": "user", "content": str(number)}] for number in range(100)]
+
+    answers = asyncio.run(judge(endpoint, concurrency=8, total_seconds=60).ask_all(questions, int))
+
+    assert [answer.value for answer in answers] == list(range(100))
+    assert 1 < endpoint.most <= 8
+    assert len(endpoint.requests) == 100
+
+
+def test_the_total_time_holds_for_all_questions_together(endpoint: Any, reply: Any) -> None:
+    endpoint.reply = lambda payload: reply(fault="silent")
+
+    began = time.monotonic()
+    asked = judge(endpoint, concurrency=1, attempt_seconds=600, total_seconds=1.0)
+    answers = asyncio.run(asked.ask_all([HELLO] * 20, str))
+
+    assert time.monotonic() - began < 10
+    assert [answer.value for answer in answers] == [None] * 20
+    assert sum("its turn never came" in answer.problem for answer in answers) == 19
+
+
+def test_a_judge_pickles_and_works_in_one_event_loop_after_another(endpoint: Any) -> None:
+    asked = judge(endpoint, concurrency=1)
+    again = pickle.loads(pickle.dumps(asked))
+
+    assert [ask(asked).value, ask(asked).value, ask(again).value] == ["yes"] * 3
+    assert again.settings == asked.settings
+
+
+def test_a_defect_of_the_reader_is_no_missing_answer(endpoint: Any) -> None:
+    with pytest.raises(ZeroDivisionError):
+        ask(judge(endpoint), lambda text: 1 / 0)
+
+
+@pytest.mark.parametrize(
+    "replied", [{"status": 400, "body": b"key sk-secret is bad"}, {"status": 401}, {"fault": "no_http"}, {}], ids=str
+)
+def test_the_key_is_nowhere_but_in_the_request(
+    endpoint: Any,
+    reply: Any,
+    replied: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("SOME_KEY", "sk-secret")
+    endpoint.reply = lambda payload: reply(**replied)
+    caplog.set_level("DEBUG")
+
+    asked = judge(endpoint, key_variable="SOME_KEY")
+    answer = ask(asked)
+
+    assert "sk-secret" in endpoint.headers[0]["authorization"]
+    assert "sk-secret" not in f"{answer} {asked.settings} {pickle.dumps(asked)!r} {caplog.text}"
+
+
+def test_a_key_that_no_header_can_hold(endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "sk-\nsecret")
+
+    problem = ask(judge(endpoint, key_variable="SOME_KEY")).problem
+
+    assert problem and "secret" not in problem
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"base_url": "localhost:8000"}, "judge.base_url must be like"),
+        ({"base_url": "http://me:secret@host/v1"}, "must hold no name, password"),
+        ({"base_url": 3}, "judge.base_url must be like"),
+        ({"model": ""}, "judge.model"),
+        ({"attempts": 0}, "judge.attempts must be a whole number of at least 1, not 0"),
+        ({"concurrency": 1.5}, "judge.concurrency"),
+        ({"total_seconds": float("inf")}, "judge.total_seconds"),
+        ({"attempt_seconds": "1"}, "judge.attempt_seconds"),
+        ({"sampling": {"model": "other"}}, "judge.sampling must be a mapping without"),
+        ({"sampling": {"stop": {1, 2}}}, "judge.sampling must hold what JSON can"),
+        ({"key_variable": "NOT_SET_ANYWHERE"}, "NOT_SET_ANYWHERE is not set"),
+        ({"total_second": 1}, "did you mean 'total_seconds'"),
+    ],
+    ids=str,
+)
+def test_settings_are_checked(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        JudgeSettings.of({"base_url": "http://localhost/v1", "model": "m", **changed})
+
+    assert "secret" not in str(raised.value)
+
+
+def test_settings_say_what_is_missing() -> None:
+    with pytest.raises(ValueError, match="judge: the key 'model' is missing"):
+        JudgeSettings.of({"base_url": "http://localhost/v1"})
+
+
+def test_check_finds_the_model(endpoint: Any, reply: Any) -> None:
+    endpoint.reply = lambda payload: reply(body=json.dumps({"data": [{"id": "m"}, {"id": "other"}]}).encode())
+
+    asyncio.run(judge(endpoint).check())
+
+    assert endpoint.requests == [{"path": "/v1/models"}]
+
+
+@pytest.mark.parametrize(
+    ("replied", "message"),
+    [
+        ({"body": b'{"data": [{"id": "mm"}]}'}, "judge.model: unknown name 'm': did you mean 'mm'"),
+        ({"body": b'{"data": [3]}'}, "something else than a list of models"),
+        ({"body": b"<html>"}, "something else than a list of models"),
+        ({"status": 401}, "HTTP 401"),
+        ({"fault": "silent"}, "no answer within 0.3 s"),
+        ({"fault": "dropped"}, "ServerDisconnectedError"),
+    ],
+    ids=str,
+)
+def test_check_says_what_is_wrong(endpoint: Any, reply: Any, replied: dict[str, Any], message: str) -> None:
+    endpoint.reply = lambda payload: reply(**replied)
+
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(judge(endpoint, **SHORT if "no answer" in message else {}).check())
+
+
+def test_ctrl_c_ends_the_waiting(endpoint: Any, reply: Any) -> None:
+    endpoint.reply = lambda payload: reply(fault="silent")
+    code = f"""
+import asyncio
+from nemo_ext.rl.judge import Judge, JudgeSettings
+judge = Judge(JudgeSettings(base_url={endpoint.url!r}, model="m", attempt_seconds=500))
+asyncio.run(judge.ask_all([[{{"role": "user", "content": "?"}}]] * 10, str))
+"""
+    waiting = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, env=dict(os.environ))
+    while len(endpoint.requests) < 10:
+        assert waiting.poll() is None
+        time.sleep(0.01)
+
+    waiting.send_signal(signal.SIGINT)
+    _, errors = waiting.communicate(timeout=30)
+
+    assert waiting.returncode != 0
+    assert errors.decode().rstrip().endswith("KeyboardInterrupt")

@@ -1,0 +1,143 @@
+"""Prompts, single responses and conversations of TRL's rollouts, with a scripted model in place of a trained one."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_ext.data.sft.sample import Message, ToolCall
+from nemo_ext.rl.episodes import Episodes
+from nemo_ext.rl.groups import group_reward
+from nemo_ext.rl.task import Task
+from nemo_ext.rl.tasks import bank, generate
+
+pytest.importorskip("transformers")
+
+from nemo_ext.rl.nemo_rl.prompts import Prompts
+from nemo_ext.rl.trl.rollouts import Rollouts
+
+
+def rollouts(model: Path, record: Path, *environments: str, tokens: int = 4000, generations: int = 2) -> Rollouts:
+    from transformers import AutoTokenizer
+
+    prompts = Prompts.load("llama_nemotron", eos="<|eot_id|>")
+    return Rollouts(
+        tokenizer=AutoTokenizer.from_pretrained(model),
+        prompts=prompts,
+        environments={name: Episodes({"name": name}, prompts) for name in environments},
+        generations=generations,
+        record=record,
+        tokens=tokens,
+    )
+
+
+def ids(made: Rollouts, text: str) -> list[int]:
+    return made.encoded([text])[0]
+
+
+def call(text: ToolCall) -> str:
+    return f"<TOOLCALL>[{json.dumps({'name': text.name, 'arguments': dict(text.arguments)})}]</TOOLCALL>"
+
+
+def math(answer: str, question: str = "What is it?") -> Task:
+    prompt = (Message(role="user", content=question),)
+    return Task(id=question, environment="math", prompt=prompt, reference={"answer": answer})
+
+
+def test_a_response_is_verified_from_its_tokens(model: Path, tmp_path: Path) -> None:
+    made = rollouts(model, tmp_path / "r.jsonl", "math")
+    text = made.prompt(math("7"))
+    right, wrong, cut = "\\boxed{7}<|eot_id|>", "\\boxed{8}<|eot_id|>", "<think>\\boxed{7}"
+
+    found = made.verified([text] * 3, [ids(made, each) for each in (right, wrong, cut)])
+
+    assert [one.turn.verdict.outcome for one in found if one.turn.verdict] == ["correct", "wrong", "wrong"]
+    assert [one.turn.response.finished for one in found] == [True, True, False]
+    assert made.rewards(found) == [1.0, 0.0, 0.0]
+    assert found[0].turn.response.tokens == len(ids(made, right))
+
+
+def test_a_prompt_is_the_templates_text_and_nothing_more(model: Path, tmp_path: Path) -> None:
+    made = rollouts(model, tmp_path / "r.jsonl", "math")
+
+    encoded = ids(made, made.prompt(math("7")))
+
+    assert encoded.count(made.tokenizer.bos_token_id) == 1
+    assert made.tokenizer.decode(encoded).endswith("assistant<|end_header_id|>\n\n")
+
+
+def test_tasks_of_one_prompt_must_have_one_reference(model: Path, tmp_path: Path) -> None:
+    made = rollouts(model, tmp_path / "r.jsonl", "math")
+
+    made.prompt(math("7"))
+    made.prompt(math("7"))
+    with pytest.raises(ValueError, match="same prompt and other references"):
+        made.prompt(math("8"))
+
+
+def test_a_conversation_goes_on_until_the_bank_has_done_what_was_asked(model: Path, tmp_path: Path) -> None:
+    made = rollouts(model, tmp_path / "r.jsonl", "bank")
+    tasks = list(generate("bank", 2, seed=3, level=1))
+    texts = [made.prompt(task) for task in tasks]
+    scripts = [[*map(call, bank.solution(task)), "Done."] for task in tasks]
+    scripts[1] = ["I will not."]
+    seen: list[list[int]] = []
+
+    def generate_(prompts: list[list[int]], room: int) -> list[list[int]]:
+        assert room > 0
+        seen.extend(prompts)
+        return [ids(made, scripts[_of(made, texts, prompt)].pop(0) + "<|eot_id|>") for prompt in prompts]
+
+    done, refused = made.conversations(texts, generate_)
+
+    assert done.turn.verdict is not None and done.turn.verdict.outcome == "correct"
+    assert refused.turn.verdict is not None and refused.turn.verdict.outcome == "wrong"
+    # What the model wrote is its own, what the bank answered is not.
+    own = [token for token, mine in zip(done.tokens, done.own, strict=True) if mine]
+    assert made.tokenizer.decode(own).count("<|eot_id|>") == len(bank.solution(tasks[0])) + 1
+    read = [token for token, mine in zip(done.tokens, done.own, strict=True) if not mine]
+    assert "assistant<|end_header_id|>" in made.tokenizer.decode(read)
+    # Every prompt is all that was before: nothing is tokenised again.
+    whole = done.prompt + done.tokens
+    assert all(whole[: len(prompt)] == prompt for prompt in seen if _of(made, texts, prompt) == 0)
+
+
+def test_a_conversation_without_room_is_judged_as_it_stands(model: Path, tmp_path: Path) -> None:
+    (task,) = generate("bank", 1, seed=3, level=1)
+    first = call(bank.solution(task)[0]) + "<|eot_id|>"
+    made = rollouts(model, tmp_path / "r.jsonl", "bank", tokens=len(first) + 10)
+
+    (found,) = made.conversations([made.prompt(task)], lambda prompts, room: [ids(made, first)])
+
+    assert found.turn.verdict is not None and found.turn.verdict.outcome == "wrong"
+    assert set(found.own) == {1}
+
+
+def test_lengths_are_controlled_within_groups(model: Path, tmp_path: Path) -> None:
+    made = rollouts(model, tmp_path / "r.jsonl", "math")
+    made.group = group_reward({"length_control": {"answer": 0.5, "thinking": 0.0}})
+    text = made.prompt(math("7"))
+    short, long = "\\boxed{7}<|eot_id|>", "It is seven: \\boxed{7}<|eot_id|>"
+
+    rewards = made.rewards(made.verified([text] * 2, [ids(made, short), ids(made, long)]))
+
+    assert rewards[0] > rewards[1]
+    assert sum(rewards) == pytest.approx(2.0, abs=1.01)
+
+
+def test_rollouts_are_recorded_as_the_curriculum_reads_them(model: Path, tmp_path: Path) -> None:
+    made = rollouts(model, tmp_path / "r.jsonl", "math")
+    text = made.prompt(math("7"))
+    found = made.verified([text], [ids(made, "\\boxed{8}<|eot_id|>")])
+
+    made.note(found, made.rewards(found), step=3)
+
+    (line,) = map(json.loads, (tmp_path / "r.jsonl").read_text().splitlines())
+    assert (line["step"], line["id"], line["reward"], line["outcome"]) == (3, "What is it?", 0.0, "wrong")
+    assert line["response"] == "\\boxed{8}<|eot_id|>"
+    assert made.metrics()["math/episodes"] == 1
+
+
+def _of(made: Rollouts, texts: list[str], prompt: list[int]) -> int:
+    decoded = made.tokenizer.decode(prompt)
+    return next(number for number, text in enumerate(texts) if decoded.startswith(text))

@@ -1,0 +1,174 @@
+"""`nemo-ext rl engine=trl` as a user runs it, with a random model."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nemo_ext.config import compose
+from nemo_ext.rl.job import checked_algorithm
+
+pytest.importorskip("trl")
+
+SMALL = (
+    *("rl.prompts_per_step=2", "rl.generations_per_prompt=2", "rl.batch=4", "micro_batch=4", "rl.lengths.response=12"),
+    *("rl.schedule={kind: constant, steps: 4}", "on_inexpressible=warn", "save_every=2"),
+)
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "nemo_ext.cli", *words]
+
+
+def job(*words: str) -> str:
+    done = subprocess.run(command(*words), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def refusal(*words: str) -> str:
+    done = subprocess.run(command(*words), capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def tasks(folder: Path, *generators: str) -> Path:
+    parts = []
+    for name in generators:
+        job("rl_tasks", f"generator={name}", "count=12", "level=1", f"output={folder / name}.jsonl")
+        parts.append((folder / f"{name}.jsonl").read_text())
+    (folder / "tasks.jsonl").write_text("".join(parts))
+    return folder / "tasks.jsonl"
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def rewards(run: Path) -> list[tuple[int, float]]:
+    return [(log["step"], log["reward"]) for log in lines(run / "metrics.jsonl") if "reward" in log]
+
+
+@pytest.mark.slow
+def test_grpo_trains_on_two_environments_and_a_killed_run_goes_on(model: Path, tmp_path: Path) -> None:
+    path = tasks(tmp_path, "arithmetic", "instructions")
+    words = (
+        "rl",
+        "preset=rl_zero",
+        f"model={model}",
+        f"tasks.train.path={path}",
+        "environments={math: {}, instructions: {}}",
+    )
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    longer = (*SMALL, "rl.schedule.steps=12")
+    job(*words, *longer, f"run_dir={whole}")
+
+    process = subprocess.Popen(command(*words, *longer, f"run_dir={killed}"), start_new_session=True)
+    while process.poll() is None and not (killed / "checkpoints" / "checkpoint-2" / "trainer_state.json").is_file():
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    said = job(*words, *longer, f"run_dir={killed}")
+
+    assert "going on from step" in said
+    assert [step for step, _ in rewards(whole)] == list(range(1, 13))
+    assert [(line["id"], line["response"]) for line in lines(killed / "rollouts.jsonl")] == [
+        (line["id"], line["response"]) for line in lines(whole / "rollouts.jsonl")
+    ]
+    assert len(lines(whole / "rollouts.jsonl")) == 48
+    assert {line["domain"] for line in lines(whole / "rollouts.jsonl")} == {"arithmetic", "instructions"}
+    assert (whole / "model" / "model.safetensors").is_file()
+    assert "![rewards](reward.png)" in (whole / "report.md").read_text()
+    assert "this run is finished" in job(*words, *longer, f"run_dir={whole}")
+
+
+@pytest.mark.slow
+def test_a_conversation_with_a_bank_is_trained_on(model: Path, tmp_path: Path) -> None:
+    path = tasks(tmp_path, "bank")
+
+    job(
+        *("rl", "preset=domyn_multi_env_grpo", f"model={model}", f"tasks.train.path={path}", "environments={bank: {}}"),
+        *(
+            *SMALL,
+            "rl.lengths.prompt=null",
+            "rl.lengths.total=4096",
+            "rl.schedule.warmup_steps=0",
+            "rl.schedule.steps=2",
+        ),
+        f"run_dir={tmp_path / 'run'}",
+    )
+
+    assert [step for step, _ in rewards(tmp_path / "run")] == [1, 2]
+    assert {line["domain"] for line in lines(tmp_path / "run" / "rollouts.jsonl")} == {"bank"}
+
+
+@pytest.mark.slow
+def test_rloo_trains_and_validates(model: Path, tmp_path: Path) -> None:
+    path = tasks(tmp_path, "instructions")
+
+    job(
+        *("rl", "preset=rloo_if", f"model={model}", f"tasks.train.path={path}", *SMALL, "rl.schedule.steps=2"),
+        *(f"tasks.validation.path={path}", "rl.validation={every: 2, at_start: true}", f"run_dir={tmp_path / 'run'}"),
+    )
+
+    logs = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [log["step"] for log in logs if "eval_reward" in log] == [0, 2]
+
+
+@pytest.mark.slow
+def test_dpo_trains_on_pairs(model: Path, tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    with pairs.open("w") as file:
+        for number in range(8):
+            prompt = [{"role": "user", "content": f"say {number}"}]
+            answers = ([{"role": "assistant", "content": text}] for text in (str(number), "no"))
+            file.write(json.dumps(dict(zip(("prompt", "chosen", "rejected"), (prompt, *answers), strict=True))) + "\n")
+
+    job(
+        *("rl", "preset=dpo_delta", f"model={model}", f"pairs.train={pairs}", f"run_dir={tmp_path / 'run'}"),
+        *("rl.batch=4", "micro_batch=4", "rl.schedule={kind: constant, steps: 4, epochs: null, examples: null}"),
+        *("rl.schedule.warmup_share=null", "rl.schedule.final_share=0.0", "on_inexpressible=warn"),
+        "rl.optimizer.learning_rate=1e-3",
+    )
+
+    logs = [log for log in lines(tmp_path / "run" / "metrics.jsonl") if "rewards/margins" in log]
+    assert [log["step"] for log in logs] == [1, 2, 3, 4]
+    assert logs[-1]["loss"] < logs[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "preset=null"),
+        (["preset=rl_zero"], "model=null"),
+        (["preset=rl_zero", "model=m"], "tasks.train=null"),
+        (["preset=dpo_delta", "model=m"], "pairs.train=null"),
+        (["preset=rl_zero", "model=m", "tasks.train.path=t", "rl.lose.level=token"], "did you mean 'loss'"),
+        (["preset=rl_zero", "model=m", "tasks.train.path=t", "engine=tlr"], "did you mean 'trl'"),
+        (["preset=rl_zero", "model=m", "tasks.train.path=t", "environments={maths: {}}"], "did you mean 'math'"),
+        (["preset=rl_zero", "model=m", "pairs.train=p", "tasks.train.path=t"], "trains on tasks, not on pairs"),
+    ],
+)
+def test_what_is_missing_or_misspelled_is_said(words: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        checked_algorithm(compose("rl", words))
+
+
+@pytest.mark.slow
+def test_what_only_a_run_can_find_is_one_line(model: Path, tmp_path: Path) -> None:
+    path = tasks(tmp_path, "arithmetic")
+    words = ("rl", "preset=rl_zero", f"model={model}", f"run_dir={tmp_path / 'run'}", *SMALL)
+
+    assert "no config.json there" in refusal("rl", "preset=rl_zero", "model=nowhere", f"tasks.train.path={path}")
+    assert "no such file of tasks" in refusal(*words, "tasks.train.path=nowhere.jsonl")
+    assert "did you mean 'learning_rate'" in refusal(*words, f"tasks.train.path={path}", "trl.learning_rat=1")
+    assert "is none of the algorithm's" in refusal(
+        *words, f"tasks.train.path={path}", "environments={multiple_choice: {}}"
+    )

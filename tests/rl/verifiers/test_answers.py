@@ -1,0 +1,127 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_ext.rl.verifiers.answers import bare, boxes, final_answer, last_boxed, named_choices, unreadable
+
+CHOICES = {"A": "Paris", "B": "New York", "C": "a", "D": "12"}
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"So \boxed{42}.", "42"),
+        (r"\boxed{1} or rather \boxed{ 2 }", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),  # the escaped brace has no partner
+        (r"\boxed {5}", "5"),
+        (r"\boxed{a \boxed{5}}", r"a \boxed{5}"),
+        (r"} } \boxed{5}", "5"),
+        (r"{ \boxed{5}", "5"),
+        (r"\boxed{1 and \boxed{5}", "5"),  # the first does not close
+        (r"\boxed{5", None),
+        (r"\boxed 5", None),
+        ("42", None),
+        ("", None),
+    ],
+)
+def test_the_last_box(text: str, content: str | None) -> None:
+    assert last_boxed(text) == content
+
+
+def test_boxes_in_boxes_are_counted() -> None:
+    assert len(boxes(r"\boxed{1} \boxed{2 \boxed{3}}")) == 3
+
+
+@pytest.mark.parametrize("unit", [r"\boxed{", "{", "}", r"\boxed   ", "\\", r"\boxed{}", r"\boxed{\{"])
+def test_a_megabyte_of_braces_takes_one_pass(unit: str) -> None:
+    boxes(unit * (500_000 // len(unit)) + "}" * 500_000)
+
+
+@given(st.text(alphabet="{}\\boxed 1", max_size=60))
+def test_boxes_hold_balanced_braces(text: str) -> None:
+    for begin, end in boxes(text):
+        inner = text[begin:end].replace("\\\\", "").replace(r"\{", "").replace(r"\}", "")
+        assert inner.count("{") == inner.count("}")
+        assert text[end] == "}"
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("The answer is 5.", "5"),
+        ("First the answer is 4. No: the answer is 3.5, I think", "3.5, I think"),
+        ("**Answer:** B", "B"),
+        ("**Answer**: B", "B"),
+        ("Final Answer:\n\n 7", "7"),
+        ("She has 4 left.\n#### 4", "4"),
+        ("Option Selected: C", "C"),
+        ("Answer: no. It was not", "no"),
+        ("answers are 3", None),
+        ("the answer", None),
+        ("Answer:", None),
+    ],
+)
+def test_what_follows_the_last_phrase(text: str, answer: str | None) -> None:
+    assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize("unit", ["answer ", "answer is ", "answer\n", "answer*", "#", "answer:\n", "is", " "])
+def test_a_megabyte_of_phrases_takes_one_pass(unit: str) -> None:
+    final_answer(unit * (1_000_000 // len(unit)))
+
+
+def test_an_answer_alone_is_one_line() -> None:
+    assert bare(" 42. ") == "42"
+    assert bare("4\n2") is None
+    assert bare(" . ") is None
+
+
+@pytest.mark.parametrize("text", ["４２", "٣", "a\x00", "\ud800", "1\u200b2", "\x1b[0m"])
+def test_what_no_person_writes_is_unreadable(text: str) -> None:
+    assert unreadable(text)
+
+
+@pytest.mark.parametrize("text", ["42", "x²", "π ≤ 4", "una città", "日本", "a\tb\nc"])
+def test_other_languages_and_symbols_are_readable(text: str) -> None:
+    assert unreadable(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("B", "B"),
+        (" (B). ", "B"),
+        ("{B}", "B"),
+        ("[C]", "C"),
+        (r"\text{B}", "B"),
+        ("**b**", "B"),
+        ("Paris", "A"),
+        ("paris.", "A"),
+        (r"\text{new   york}", "B"),
+        ("A. Paris", "A"),
+        ("(A) Paris", "A"),
+        ("A: Paris", "A"),
+        ("12", "D"),
+        ("A", "A"),  # by letter, although C's text is the same but for its case
+        ("a", "AC"),
+        ("A. New York", "AB"),
+        ("A or B", ""),
+        ("A, B", ""),
+        ("E", ""),
+        ("Ｂ", ""),
+        ("Rome", ""),
+        ("", ""),
+        ("B. because it is so", ""),
+    ],
+)
+def test_which_choices_are_named(text: str, named: str) -> None:
+    assert named_choices(text, CHOICES) == set(named)
+
+
+@settings(max_examples=300)
+@given(st.text(max_size=40))
+def test_only_choices_are_named(text: str) -> None:
+    assert named_choices(text, CHOICES) <= set(CHOICES)
+    assert named_choices("(" * 5000 + text + ")" * 5000, CHOICES) <= set(CHOICES)

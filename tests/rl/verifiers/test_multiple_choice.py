@@ -1,0 +1,138 @@
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from nemo_ext.rl.environments import make
+from nemo_ext.rl.response import parse_response
+from nemo_ext.rl.verifiers.multiple_choice import check, verify
+
+CITIES = ["Paris", "New York", "Rome", "Oslo"]
+
+
+def outcome(text: str, **reference: object) -> str:
+    return verify(parse_response(text), check({"answer": "B", "choices": CITIES, **reference})).outcome
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"\boxed{B}",
+        r"\boxed{ [B] }",
+        r"\boxed{{B}}",
+        r"\boxed{\text{B}}",
+        r"\boxed{new york}",
+        r"\boxed{B. New York}",
+        r"\boxed{B} as I said: \boxed{(B)}",
+        r"A is wrong. \boxed{B}",
+        r"Answer: A. But then \boxed{B}",  # a box counts before a phrase
+        "Answer: b",
+        "**Answer:** B",
+        "The answer is New York.",
+        "Maybe Answer: A? Final Answer: B",
+        "B",
+        "(B)",
+        "B. New York",
+        "<think>Answer: A</think>B",
+    ],
+)
+def test_named(text: str) -> None:
+    assert outcome(text) == "correct"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        r"\boxed{A}",
+        r"\boxed{A, B}",
+        r"\boxed{A} \boxed{B}",
+        r"\boxed{B} \boxed{}",
+        r"\boxed{\boxed{B}}",
+        r"\boxed{B. Paris}",
+        r"\boxed{E}",
+        r"\boxed{Ｂ}",
+        r"\boxed{}, so B",
+        "B or C",
+        "Answer: A",
+        "Answer: B or C",
+        "It is New York or Rome",
+        "<think>Answer: B",
+        "<think>B</think>",
+        r"\boxed{B" + " " * 20_000 + "}" + r"\boxed{A}",
+    ],
+)
+def test_not_named(text: str) -> None:
+    assert outcome(text) == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "expected"),
+    [
+        ("boxed", "Answer: B", "wrong"),
+        ("boxed", r"\boxed{New York}", "correct"),
+        ("text", r"\boxed{B}", "wrong"),
+        ("text", "Answer: B", "correct"),
+        ("text", "B", "wrong"),
+        ("letter", r"\boxed{B}", "correct"),
+        ("letter", r"\boxed{New York}", "wrong"),
+        ("letter", "B", "wrong"),
+    ],
+)
+def test_formats(format: str, text: str, expected: str) -> None:
+    assert outcome(text, format=format) == expected
+
+
+def test_how_many_choices_there_are_is_enough() -> None:
+    assert outcome(r"\boxed{B}", choices=4) == "correct"
+    assert outcome(r"\boxed{B}", choices=4, answer="D") == "wrong"
+    assert outcome(r"\boxed{E}", choices=4) == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        ({"answer": "B"}, "'choices' is missing"),
+        ({"answer": "E", "choices": 4}, "A to D"),
+        ({"answer": "", "choices": 4}, "A to D"),
+        ({"answer": "AB", "choices": 4}, "A to D"),
+        ({"answer": 1, "choices": 4}, "A to D"),
+        ({"answer": "A", "choices": 1}, "2 to 26"),
+        ({"answer": "A", "choices": True}, "2 to 26"),
+        ({"answer": "A", "choices": ["x"]}, "2 to 26"),
+        ({"answer": "A", "choices": "xy"}, "2 to 26"),
+        ({"answer": "A", "choices": ["x", " X"]}, "the same"),
+        ({"answer": "A", "choices": ["x", ""]}, "empty"),
+        ({"answer": "A", "choices": 4, "format": "boxd"}, "did you mean 'boxed'"),
+        ({"answer": "A", "choices": 4, "options": []}, "unknown key 'options'"),
+    ],
+)
+def test_a_reference_that_cannot_be_used_is_named(reference: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check(reference)
+
+
+def test_the_environment() -> None:
+    made = make("multiple_choice")
+    assert made.verify is not None and not made.waits
+
+
+@pytest.mark.gym
+@pytest.mark.parametrize(
+    ("file", "format"), [("example_rollouts", "letter"), ("example_rollouts_with_template_metadata", "any")]
+)
+def test_agrees_with_gym_on_its_examples(file: str, format: str) -> None:
+    if (found := find_spec("resources_servers")) is None or not found.submodule_search_locations:
+        pytest.skip("nemo-gym is not installed")
+    data = Path(next(iter(found.submodule_search_locations))) / "mcqa" / "data"
+    asked = [json.loads(line) for line in (data / "example.jsonl").read_text().splitlines()]
+    rollouts = [json.loads(line) for line in (data / f"{file}.jsonl").read_text().splitlines()]
+    options = {str(task["responses_create_params"]["input"]): task["options"] for task in asked}
+    for rollout in rollouts:
+        listed = rollout.get("options") or options.get(str(rollout["responses_create_params"]["input"]))
+        choices = [text for option in listed for text in option.values()] if listed else 10
+        text = "".join(part["text"] for item in rollout["response"]["output"] for part in item["content"])
+        reference = check({"answer": rollout["expected_answer"], "choices": choices, "format": format})
+        assert verify(parse_response(text), reference).score == rollout["reward"], text[-100:]
+    assert len(rollouts) == 5

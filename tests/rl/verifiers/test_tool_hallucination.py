@@ -1,0 +1,90 @@
+"""A call where no tool is declared is wrong, whatever the answer is."""
+
+from typing import Any, cast
+
+import pytest
+
+from nemo_ext.data.preference.hallucination import CALL_PATTERNS
+from nemo_ext.data.sft.sample import ToolCall
+from nemo_ext.rl.environments import make
+from nemo_ext.rl.response import Response, parse_response
+from nemo_ext.rl.verifiers.verdict import Verdict
+
+TOOLS = [{"type": "function", "function": {"name": "ring", "parameters": {"type": "object", "properties": {}}}}]
+B = {"environment": "multiple_choice", "reference": {"answer": "B", "choices": 4}}
+ATTEMPTS = [
+    '<tool_call>{"name": "ring", "arguments": {}}</tool_call>',
+    "<tool_call><function=ring></function></tool_call>",
+    "<TOOLCALL>[",
+    "<function_calls>ring()</function_calls>",
+    "<|python_tag|>ring()",
+    "[TOOL_CALLS] ring",
+    "<｜tool▁calls▁begin｜>",
+    "```tool_code\nring()\n```",
+    '{"name": "ring", "parameters": {}}',
+]
+
+
+def verdict(response: Response, reference: dict[str, Any], **settings: Any) -> Verdict:
+    environment = make("tool_hallucination", settings)
+    assert environment.verify is not None
+    return cast(Verdict, environment.verify(response, environment.check(reference)))
+
+
+def test_every_format_is_tried() -> None:
+    assert len(ATTEMPTS) == len(CALL_PATTERNS)
+
+
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+def test_a_call_without_tools_is_wrong(attempt: str) -> None:
+    right = r"The answer is \boxed{B}."
+
+    assert verdict(parse_response(right), {"answer": B}).outcome == "correct"
+    assert verdict(parse_response(f"{right} {attempt}"), {"answer": B}).outcome == "wrong"
+    assert verdict(parse_response(f"<think>{attempt}</think>{right}"), {"answer": B}).outcome == "wrong"
+    unseen = verdict(parse_response(f"<think>{attempt}</think>{right}"), {"answer": B}, search_reasoning=False)
+    assert unseen.outcome == "correct"
+
+
+def test_the_engines_calls_count() -> None:
+    response = Response(text="B", answer=r"\boxed{B}", tool_calls=(ToolCall(name="ring"),))
+
+    assert verdict(response, {"answer": B}).outcome == "wrong"
+    assert verdict(response, {"answer": B, "tools": TOOLS}).outcome == "correct"
+
+
+def test_the_answers_own_check_decides() -> None:
+    assert verdict(parse_response(r"\boxed{C}"), {"answer": B}).outcome == "wrong"
+    assert verdict(parse_response("I cannot know."), {}).outcome == "correct"
+    assert verdict(parse_response(""), {}).outcome == "wrong"
+    assert verdict(parse_response("<think>So"), {}).outcome == "wrong"
+
+
+def test_undeclared_tools_are_wrong() -> None:
+    call = '<tool_call>{"name": "sing", "arguments": {}}</tool_call>'
+
+    assert verdict(parse_response(call), {"tools": TOOLS}).outcome == "wrong"
+    assert verdict(parse_response(call + "<tool_call>"), {"tools": TOOLS}).outcome == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ({"tool": []}, "tools"),
+        ({"answer": "B"}, r"reference\.answer must be"),
+        ({"answer": {"environment": "maths", "reference": {}}}, "did you mean 'math'"),
+        ({"answer": {"environment": "bank", "reference": {}}}, "does not check a single answer"),
+        ({"answer": {"environment": "tool_hallucination", "reference": {}}}, "does not check a single answer"),
+        ({"answer": {"environment": "tool_calls", "reference": {}}}, r"reference\.answer: reference"),
+    ],
+)
+def test_bad_references(reference: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make("tool_hallucination").check(reference)
+
+
+def test_bad_settings() -> None:
+    with pytest.raises(ValueError, match="search_reasoning"):
+        make("tool_hallucination", {"search_reasoning": 1})
+    with pytest.raises(ValueError, match="environments"):
+        make("tool_hallucination", {"environments": {"maths": {}}})
