@@ -219,6 +219,8 @@ def _files(names: list[str], seed: int, tasks: list[Path]) -> dict[str, str]:
 
 
 def _tasks(path: Path) -> Iterator[Task]:
+    if not path.is_file():
+        raise ValueError(f"tasks: {path}: there is no such file")
     checks: dict[str, Any] = {}
     with path.open() as file:
         for number, line in enumerate(file, start=1):

@@ -12,7 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Literal, TypeVar
 
 from nemo_ext.data.settings import checked_whole, nearest
@@ -147,19 +147,23 @@ class Sandbox:
         cancelled = threading.Event()
 
         def run() -> None:
+            failure: BaseException | None = SandboxError("sandbox: cancelled")
             try:
                 if not cancelled.is_set():
                     with self._box() as box:
                         boxes.append(box)
                         if not cancelled.is_set():
-                            done.set_result(work(box))
-                            return
-                raise SandboxError("sandbox: cancelled")
+                            result, failure = work(box), None
             except BaseException as error:
-                with contextlib.suppress(Exception):
-                    done.set_exception(error)
-            finally:
-                self._gate.leave()
+                failure = error
+            # Told last: who has a result finds nothing of it left, and its place free.
+            self._gate.leave()
+            with contextlib.suppress(InvalidStateError):
+                # An event loop that has ended meanwhile has cancelled it.
+                if failure is None:
+                    done.set_result(result)
+                else:
+                    done.set_exception(failure)
 
         # A daemon: a host that ends does not wait for programs, and their supervisors see that it is gone.
         threading.Thread(target=run, name="sandbox", daemon=True).start()

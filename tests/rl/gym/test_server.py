@@ -88,9 +88,7 @@ class TestVerify:
     def test_no_output_at_all_is_wrong(self, serve: Serve, openai: SimpleNamespace) -> None:
         assert verified(serve(environment="math"), to_gym(MATH), openai.response())["reward"] == 0
 
-    def test_a_row_of_another_environment_is_an_error_that_says_so(
-        self, serve: Serve, openai: SimpleNamespace
-    ) -> None:
+    def test_a_row_of_another_environment_is_an_error_that_says_so(self, serve: Serve, openai: SimpleNamespace) -> None:
         client, answer = serve(environment="math"), openai.response(openai.said("2"))
         other = to_gym(next(generate("tables", 1, seed=1)))
         broken = to_gym(Task.of({**MATH.record(), "reference": {"anwser": "2"}}))
@@ -123,7 +121,7 @@ class TestJudge:
 
     def test_the_judges_word_counts(self, serve: Serve, openai: SimpleNamespace, endpoint: Any, reply: Any) -> None:
         endpoint.reply = lambda payload: reply(text="The same.\n[[correct]]")
-        client = serve(environment="judge", settings=self.settings(endpoint.url) | {})
+        client = serve(environment="judge", settings=self.settings(endpoint.url))
 
         assert verified(client, to_gym(self.TASK), openai.response(openai.said("Ada")))["reward"] == 1
 
@@ -217,7 +215,7 @@ class TestSteps:
         assert (ended["reward"], ended["terminated"], ended["info"]["correct"]) == (1.0, True, True)
 
     def test_turns_end(self, serve: Serve, openai: SimpleNamespace) -> None:
-        (task, row), client = bank(1), serve(environment="bank", settings={"max_turns": 2})
+        (_, row), client = bank(1), serve(environment="bank", settings={"max_turns": 2})
         client.post("/reset", json=row)
 
         first = stepped(client, row, openai.response(openai.called("nothing", "{"), id="1"))

@@ -37,7 +37,7 @@ def test_wrong_settings_are_named(config: dict[str, Any], message: str) -> None:
         ({}, ("++data_plane.enabled=true",), "data_plane.enabled"),
         ({}, ("grpo.val_period=5",), "give tasks.validation"),
         ({"group": {"length_control": {}}}, ("grpo.use_dynamic_sampling=true",), "choose one"),
-        ({"tasks": {"train": {"path": "bad.jsonl"}}}, (), "reference.answer"),
+        ({"tasks": {"train": {"path": "bad.jsonl"}}}, (), "bad.jsonl: task 0: reference"),
     ],
 )
 def test_refused_before_anything_starts(

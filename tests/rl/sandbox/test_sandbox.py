@@ -147,8 +147,10 @@ print(made)
     run = sandbox.run(source)
 
     found = sandbox.describe()
-    # Without namespaces the kernel counts the user's other processes too.
-    assert run.ended == "processes" or (run.ok and int(run.stdout) <= (LIMITS.processes if found.own_user else 199))
+    # Without namespaces the kernel counts the user's other processes too; then ours are counted, or their memory is.
+    assert run.ended in ("processes", "memory") or (
+        run.ok and int(run.stdout) <= (LIMITS.processes if found.own_user else 199)
+    )
 
 
 def test_what_outlives_its_parent_is_ended(sandbox: Sandbox) -> None:
@@ -176,10 +178,14 @@ print("parent")
 
 
 def test_signals_reach_nobody_else(sandbox: Sandbox) -> None:
-    host = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    host = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+    # To all at once only where a namespace or a user of its own is seen to be there: if a change broke the barrier,
+    # this test would otherwise end every process of whoever runs it.
+    namespaces = sandbox.describe().namespaces
     source = f"""
 import os
-for target in (-1, 1, os.getppid(), {host.pid}, -os.getppid()):
+alone = ({namespaces} and os.getpid() < 100) or os.getuid() > 100_000_000
+for target in ({host.pid}, -{host.pid}, os.getppid(), *([-1] if alone else [])):
     for number in (15, 9):
         try: os.kill(target, number)
         except OSError: pass
@@ -187,7 +193,7 @@ print("still here")
 """
     run = sandbox.run(source)
 
-    # A kill(-1) may end the program itself, and nothing more.
+    # A signal to all may end the program itself, and nothing more.
     assert run.stdout == b"still here\n" or run.ended == "signal"
     assert host.poll() is None
     host.communicate(b"\n")
@@ -428,7 +434,7 @@ def test_root_without_namespaces_runs_programs_as_another_user(sandbox: Sandbox)
     run = own.run(source)
 
     assert run.stdout == b"True\n" and run.seconds < 30
-    assert own.run("import os\nos.kill(-1, 9)").ended in ("exit", "signal")
+    assert own.run("import os\nif os.getuid() > 100_000_000: os.kill(-1, 9)").ended in ("exit", "signal")
     own.close()
 
 

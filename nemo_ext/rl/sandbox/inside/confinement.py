@@ -37,7 +37,7 @@ class Confinement:
         counts_processes: the kernel holds a program to its number of processes.
         counted_besides: other processes of the programs' user that the kernel counts with them.
         has_proc: /proc shows the programs' processes.
-        signals_filtered: nothing but the filter keeps signals from the user's other processes.
+        signals_filtered: the filter lets a program signal itself alone: it runs as a user who has other processes.
     """
 
     namespaces: bool
@@ -129,7 +129,7 @@ def enter(
         why_not: for `Confinement.why_no_namespaces`.
 
     Raises:
-        OSError: namespaces are wanted and not to be had.
+        OSError: namespaces are wanted and not to be had, or a program could signal processes of its user's.
     """
     user = _own_user()
     if namespaces:
@@ -152,12 +152,18 @@ def enter(
     machine = os.uname().machine
     if machine in syscalls.MACHINES:
         confinement.filter = syscalls.refusals(machine)
-        limited = confinement.landlock is not None and confinement.landlock.signals
-        confinement.signals_filtered = not (confinement.namespaces or confinement.user or limited)
+        # Landlock keeps signals in from Linux 6.12 on; with the user's own number at stake, the filter does so as well.
+        confinement.signals_filtered = not (confinement.namespaces or confinement.user)
         if confinement.counts_processes and not confinement.signals_filtered:
             kernel.no_new_privileges()
             kernel.refuse_calls(confinement.filter)
             confinement.filter_installed = True
+    limited = confinement.landlock is not None and confinement.landlock.signals
+    if not (confinement.namespaces or confinement.user or confinement.filter or limited):
+        raise OSError(
+            "nothing here keeps a program from ending all of this user's processes: no namespaces, no other user to "
+            "run it as, no Landlock of Linux 6.12, no system call filter for this machine"
+        )
     return confinement
 
 
