@@ -9,7 +9,7 @@ def main() -> None:
     def job(config: dict[str, object]) -> None:
         from nemo_ext.rl.gym.install import run
 
-        run(config)
+        print(run(config))
 
     run_job("gym", job)
 

@@ -223,7 +223,7 @@ def _balanced(
             targets.observe_digests(table.task_names[task], kind, drawn[kind][1][task_of[members] == task].tolist())
     plan = targets.plan()
     for task_name in plan.unreachable:
-        notice(f"thinking_shares.{task_name}: no sample of this task has reasoning, so it is left as it is")
+        notice(f"thinking_shares.{task_name}: no sample of this task that is left has reasoning: it stays as it is")
     for kind, (members, digests) in drawn.items():
         moves = np.zeros(len(members), dtype=bool)
         for task, name in enumerate(table.task_names):

@@ -5,6 +5,7 @@ written into its tree. Each config holds a server and the agent that asks it; th
 """
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -134,8 +135,11 @@ SERVERS: Mapping[str, Served] = {
 }
 
 
-def run(config: Mapping[str, Any]) -> None:
+def run(config: Mapping[str, Any]) -> str:
     """Write the folder; the same command again writes the same.
+
+    Returns:
+        What to do with it: the command that starts the first server.
 
     Raises:
         ValueError: naming the key, what it holds and what it may hold; a task that no server verifies.
@@ -153,6 +157,8 @@ def run(config: Mapping[str, Any]) -> None:
     for path, text in files.items():
         write_text(folder / path, text)
     notice(f"{len(names)} servers: {folder}")
+    start = f"gym env start --config resources_servers/{SERVER}/configs/{names[0]}.yaml --model-type vllm_model"
+    return f"cd {shlex.quote(str(config['output']))} && {start} --model-url URL --model-api-key KEY --model NAME"
 
 
 def server_config(name: str) -> dict[str, Any]:

@@ -149,19 +149,22 @@ def test_whatever_decides_shards_makes_them_anew(
         assert before in text
         path.write_text(text.replace(before, after))
 
-    changes: list[Callable[[], object]] = [
-        lambda: edit(template, "thinking off", "reasoning off"),
-        lambda: edit(listed, "our values", "answer 7"),
-        lambda: tests.write_text(record(5)["messages"][0]["content"]),
-        lambda: shutil.copy(tokenizer_of("split").path, tokenizer),
-        lambda: edit(tmp_path / "a.jsonl", "question 8:", "quastion 8:"),  # no byte longer
-        lambda: monkeypatch.setattr("nemo_ext.data.sft.job.__version__", "later"),
+    def samples() -> int:
+        return sum(read_packed_manifest(tmp_path / "out" / name).samples for name in ("train", "valid"))
+
+    changes: list[tuple[Callable[[], object], int]] = [
+        (lambda: edit(template, "thinking off", "reasoning off"), 0),
+        (lambda: edit(listed, "our values", "answer 7"), 1),
+        (lambda: tests.write_text(record(5)["messages"][0]["content"]), 1),
+        (lambda: shutil.copy(tokenizer_of("split").path, tokenizer), 0),
+        (lambda: edit(tmp_path / "a.jsonl", "question 8:", "quastion 8:"), 0),  # no byte longer
+        (lambda: monkeypatch.setattr("nemo_ext.data.sft.job.__version__", "later"), 0),
     ]
-    for change in changes:
-        before = shard.stat().st_mtime_ns
+    for change, fewer in changes:
+        before, count = shard.stat().st_mtime_ns, samples()
         change()
         assert same_as_anew(config, tmp_path)
-        assert shard.stat().st_mtime_ns != before
+        assert shard.stat().st_mtime_ns != before and samples() == count - fewer
         before = shard.stat().st_mtime_ns
         run(config)
         assert shard.stat().st_mtime_ns == before

@@ -21,7 +21,9 @@ def config(folder: Path, **given: Any) -> dict[str, Any]:
 
 
 def test_all_that_gym_looks_for_is_there(tmp_path: Path) -> None:
-    run(config(tmp_path))
+    assert run(config(tmp_path)).startswith(
+        f"cd {tmp_path} && gym env start --config resources_servers/nemo_ext/configs/"
+    )
 
     folder = tmp_path / "resources_servers" / "nemo_ext"
     assert {path.stem for path in (folder / "configs").iterdir()} == set(SERVERS)

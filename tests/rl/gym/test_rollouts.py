@@ -82,8 +82,7 @@ class Teller:
 
 
 def free_port() -> int:
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as opened:
         return int(opened.getsockname()[1])
 
 
@@ -117,8 +116,9 @@ class TestInThisProcess:
             config = json.loads(json.dumps({**server_config(name), **MODEL}))
             config["policy_model"]["responses_api_models"]["vllm_model"]["base_url"] = endpoint.url
             inner = {one: next(iter(next(iter(kind.values())).items())) for one, kind in config.items()}
-            for _, settings in inner.values():
-                settings |= {"host": "127.0.0.1", "port": free_port()}
+            sockets = {one: socket.create_server(("127.0.0.1", 0)) for one in inner}
+            for one, (_, settings) in inner.items():
+                settings |= {"host": "127.0.0.1", "port": sockets[one].getsockname()[1]}
             client = server_utils.ServerClient(
                 head_server_config={"host": "127.0.0.1", "port": 1}, global_config_dict=OmegaConf.create(config)
             )
@@ -131,16 +131,11 @@ class TestInThisProcess:
             for one, (kind, settings) in inner.items():
                 server, made = kinds[kind]
                 app = server(config=made(name=one, **settings), server_client=client).setup_webserver()
-                running.append(
-                    uvicorn.Server(
-                        uvicorn.Config(
-                            app, host="127.0.0.1", port=settings["port"], log_level="warning", lifespan="off"
-                        )
-                    )
-                )
+                running.append(uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off")))
                 # Signals are for pytest.
                 running[-1].capture_signals = nullcontext  # type: ignore[method-assign]
-            tasks = [asyncio.create_task(server.serve()) for server in running]
+            pairs = zip(running, sockets.values(), strict=True)
+            tasks = [asyncio.create_task(server.serve(sockets=[opened])) for server, opened in pairs]
             while not all(server.started for server in running):
                 await asyncio.sleep(0.01)
             (source := tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -212,13 +207,9 @@ class TestCommands:
         command = [sys.executable, "-c", "import sys; from nemo_gym.cli.main import main; sys.exit(main())"]
         environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         head = ["++head_server.host=127.0.0.1", f"++head_server.port={free_port()}"]
-        configs = [
-            "resources_servers/nemo_ext/configs/bank.yaml",
-            "responses_api_models/vllm_model/configs/vllm_model.yaml",
-        ]
         started = [
-            *("env", "start", f"+config_paths=[{','.join(configs)}]", *head),
-            *(f"+policy_base_url={endpoint.url}", "+policy_api_key=none", "+policy_model_name=stand-in"),
+            *("env", "start", "--config", "resources_servers/nemo_ext/configs/bank.yaml", "--model-type", "vllm_model"),
+            *("--model-url", endpoint.url, "--model-api-key", "none", "--model", "stand-in", *head),
             *("+skip_venv_if_present=true", f"+uv_venv_dir={folder / 'venvs'}"),
         ]
         log = folder / "start.log"

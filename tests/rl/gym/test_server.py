@@ -224,6 +224,19 @@ class TestSteps:
         assert first["info"]["tool_outputs"][0]["output"].startswith("Error: arguments")
         assert second["terminated"] and second["reward"] == 0
 
+    def test_the_user_does_not_hear_what_stands_beside_a_broken_call(
+        self, serve: Serve, openai: SimpleNamespace
+    ) -> None:
+        (_, row), client = bank(2), serve(environment="bank")
+        client.post("/reset", json=row)
+        said = openai.said("When were you born?")
+
+        broken = stepped(client, row, openai.response(said, openai.called("list_accounts", "{"), id="1"))
+        asked = stepped(client, row, openai.response(said, id="2"))
+
+        assert broken["observation"] is None and len(broken["info"]["tool_outputs"]) == 1
+        assert asked["observation"].startswith("I was born")
+
     def test_single_turns_end_at_once(self, serve: Serve, openai: SimpleNamespace) -> None:
         client, row = serve(environment="math"), to_gym(MATH)
         assert client.post("/reset", json=row).status_code == 200

@@ -84,12 +84,20 @@ def test_many_wait_at_once_and_no_more_than_allowed(made: Step) -> None:
     assert 1 < most <= 4
 
 
-def test_a_coroutine_is_awaited(made: Step) -> None:
+def test_coroutines_wait_at_once_and_no_more_than_allowed(made: Step) -> None:
+    now = most = 0
+
     async def verify(response: Response, reference: Any) -> Verdict:
-        await asyncio.sleep(0)
+        nonlocal now, most
+        now, most = now + 1, max(most, now + 1)
+        await asyncio.sleep(0.01)
+        now -= 1
         return is_equal(response, reference)
 
-    assert step(made(Environment(name="test", check=dict, verify=verify)), ["0"]).rewards.tolist() == [1]
+    environment = made(Environment(name="test", check=dict, verify=verify), concurrency=4)
+
+    assert step(environment, ["0"] * 12).rewards.tolist() == [1] + [0] * 11
+    assert most == 4
 
 
 def test_a_verifier_that_fails_is_an_error_and_ends_nothing(made: Step) -> None:

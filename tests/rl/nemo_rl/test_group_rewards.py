@@ -21,18 +21,28 @@ def prompts_of(groups: int, generations: int) -> torch.Tensor:
     return torch.arange(groups)[:, None].repeat_interleave(generations, 0)
 
 
+@st.composite
+def groups_of_rewards(draw: st.DrawFn) -> list[list[float]]:
+    values = st.sampled_from([0.0, 0.1, 1.0, -2.5, 3.7])
+    size = draw(st.integers(2, 7))
+    equal = values.map(lambda value: [value] * size)
+    return draw(st.lists(st.lists(values, min_size=size, max_size=size) | equal, min_size=1, max_size=5))
+
+
 @given(
-    rewards=st.lists(
-        st.lists(st.sampled_from([0.0, 0.1, 1.0, -2.5, 3.7]), min_size=4, max_size=4), min_size=1, max_size=5
-    ),
+    rewards=groups_of_rewards(),
     leave_one_out=st.booleans(),
     biased=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def test_advantages_are_those_of_the_reference(rewards: list[list[float]], leave_one_out: bool, biased: bool) -> None:
-    given = torch.tensor(rewards).flatten()
-    groups = Groups(generations=4, leave_one_out=leave_one_out, biased=biased)
+def test_advantages_are_those_of_the_reference(
+    rewards: list[list[float]], leave_one_out: bool, biased: bool, dtype: torch.dtype
+) -> None:
+    size = len(rewards[0])
+    given = torch.tensor(rewards, dtype=dtype).flatten()
+    groups = Groups(generations=size, leave_one_out=leave_one_out, biased=biased)
 
-    baseline, std = groups.baseline_and_std(prompts_of(len(rewards), 4), given, torch.ones(len(given)))
+    baseline, std = groups.baseline_and_std(prompts_of(len(rewards), size), given, torch.ones(len(given)))
 
     expected = group_advantages(
         rewards,
@@ -42,7 +52,7 @@ def test_advantages_are_those_of_the_reference(rewards: list[list[float]], leave
     divided = torch.where(std > 0, (given - baseline) / (std + 1e-6), given - baseline)
     np.testing.assert_allclose(divided.numpy(), expected.flatten(), rtol=1e-4, atol=1e-5)
     equal = [len(set(group)) == 1 for group in rewards]
-    assert ((std.view(-1, 4) == 0).all(1).numpy() == equal).all()
+    assert ((std.view(-1, size) == 0).all(1).numpy() == equal).all()
 
 
 def test_identical_prompts_of_one_step_stay_two_groups() -> None:
