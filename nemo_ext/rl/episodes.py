@@ -17,10 +17,10 @@ from typing import Any, cast
 from nemo_ext.data.settings import check_keys, checked_whole, nearest
 from nemo_ext.data.sft.sample import Message
 from nemo_ext.rl.environments import Conversation, make
-from nemo_ext.rl.nemo_rl.prompts import Prompts
-from nemo_ext.rl.nemo_rl.rewards import Facts, reward_of
+from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.response import Response, parse_response
 from nemo_ext.rl.rewards.components import Reward
+from nemo_ext.rl.rewards.named import Facts, reward_of
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tools import STYLES, Style, parse_tool_calls
 from nemo_ext.rl.verifiers.verdict import Verdict
@@ -119,8 +119,10 @@ class Episodes:
         if self.environment.begin is not None and prompts is None:
             raise ValueError(f"environment {config['name']!r} has several turns: give the chat template of the model")
         count = config.get("concurrency")
-        self._slots = CONCURRENCY if count is None else checked_whole("concurrency", count, least=1)
-        self._threads = ThreadPoolExecutor(self._slots, thread_name_prefix=config["name"])
+        slots = CONCURRENCY if count is None else checked_whole("concurrency", count, least=1)
+        self._threads = ThreadPoolExecutor(slots, thread_name_prefix=config["name"])
+        # Of all calls: an engine may hand over one response at a time.
+        self._at_once = asyncio.Semaphore(slots)
         self._references: OrderedDict[str, Any] = OrderedDict()
         self._tally = Tally()
 
@@ -140,12 +142,11 @@ class Episodes:
             tokens: generated; what rewards of lengths need.
             finished: False where the limit cut a response off.
         """
-        at_once = asyncio.Semaphore(self._slots)
         counts = tokens or [None] * len(texts)
         ends = finished or [True] * len(texts)
 
         async def one(episode: Episode, text: str, count: int | None, end: bool) -> Turn:
-            async with at_once:
+            async with self._at_once:
                 return await self._turn(episode, self._response(episode, text, count, end))
 
         return list(await asyncio.gather(*map(one, episodes, texts, counts, ends)))

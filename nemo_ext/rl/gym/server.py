@@ -33,8 +33,8 @@ from nemo_ext.rl.environments import Environment, make
 from nemo_ext.rl.gym.plays import NoPlayError, Play, Plays
 from nemo_ext.rl.gym.responses import Answered, last_turn, read_answer
 from nemo_ext.rl.gym.rows import of_gym
-from nemo_ext.rl.nemo_rl.rewards import Facts, NamedReward, reward_of
 from nemo_ext.rl.response import Response
+from nemo_ext.rl.rewards.named import Facts, NamedReward, reward_of
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tools import read_openai_calls
 from nemo_ext.rl.verifiers.verdict import Verdict

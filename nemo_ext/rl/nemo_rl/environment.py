@@ -2,76 +2,24 @@
 
 A step sees messages of role and content alone, and a call holds the samples of a whole batch (sync rollouts) or one
 sample (async). So a reward here depends on one response and its task; what depends on a group is in `group_rewards`.
-Verifiers run in threads, or as coroutines where they are, many at once; a conversation's state travels in the
-metadata, so the actor keeps none.
+A conversation's state travels in the metadata, so the actor keeps none.
 """
 
-import asyncio
-import functools
 import importlib
-import inspect
-import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import ray
 import torch
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 
-from nemo_ext.data.settings import check_keys, checked_whole, nearest
-from nemo_ext.data.sft.sample import Message
-from nemo_ext.rl.environments import Conversation, make
-from nemo_ext.rl.nemo_rl.prompts import Prompts
-from nemo_ext.rl.nemo_rl.rewards import Facts, reward_of
-from nemo_ext.rl.response import Response, parse_response
-from nemo_ext.rl.rewards.components import Reward
-from nemo_ext.rl.tools import STYLES, Style, parse_tool_calls
-from nemo_ext.rl.verifiers.verdict import Verdict
+from nemo_ext.data.settings import check_keys
+from nemo_ext.rl.episodes import KEYS as OWN
+from nemo_ext.rl.episodes import Episode, Episodes, Turn
+from nemo_ext.rl.prompts import Prompts
+from nemo_ext.rl.task import Task
 
-KEYS = ("name", "settings", "reward", "template", "eos", "tool_style", "tokenizer", "max_tokens", "concurrency")
-CONCURRENCY = 64
-"""Verifications at once; those that wait for something else cost no more than a thread."""
-REFERENCES = 4096
-"""Parsed references that are kept."""
-
-
-@dataclass
-class Tally:
-    """What one environment saw since it was last asked."""
-
-    responses: int = 0
-    episodes: int = 0
-    correct: int = 0
-    error: int = 0
-    score: float = 0.0
-    reward: float = 0.0
-    seconds: float = 0.0
-    parts: dict[str, float] = field(default_factory=dict)
-
-    def metrics(self) -> dict[str, float]:
-        """Means over the episodes that ended; nothing if none did."""
-        if not self.episodes:
-            return {}
-        shares = {name: getattr(self, name) / self.episodes for name in ("correct", "error", "score", "reward")}
-        shares |= {f"reward/{name}": total / self.episodes for name, total in sorted(self.parts.items())}
-        return {
-            "episodes": float(self.episodes),
-            **shares,
-            "turns": self.responses / self.episodes,
-            "seconds_per_response": self.seconds / self.responses,
-        }
-
-
-@dataclass(frozen=True)
-class _Turn:
-    observation: str
-    metadata: dict[str, Any] | None
-    reward: float
-    over: bool
-    answer: str | None
+KEYS = (*OWN, "template", "eos", "tokenizer", "max_tokens")
 
 
 class TaskEnvironment(EnvironmentInterface):
@@ -89,24 +37,12 @@ class TaskEnvironment(EnvironmentInterface):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         check_keys(config, KEYS, required=("name",), where="environment")
-        self._environment = make(config["name"], config.get("settings"))
-        self._reward = reward_of(config.get("reward"), where=f"environments.{config['name']}.reward")
-        style = config.get("tool_style") or "any"
-        if style not in STYLES:
-            raise ValueError(f"tool_style: unknown {style!r}: {nearest(str(style), STYLES)}")
-        self._tool_style = cast(Style, style)
-        self._max_tokens = config.get("max_tokens")
-        self._tokenizer = _tokenizer(config.get("tokenizer")) if self._reward.counts_tokens else None
         template = config.get("template")
-        self._prompts = None if template is None else Prompts.load(template, eos=config.get("eos"))
-        if self._environment.begin is not None and self._prompts is None:
-            raise ValueError(f"environment {config['name']!r} has several turns: give the chat template of the model")
-        count = config.get("concurrency")
-        self._slots = CONCURRENCY if count is None else checked_whole("concurrency", count, least=1)
-        self._threads = ThreadPoolExecutor(self._slots, thread_name_prefix=config["name"])
-        self._at_once = asyncio.Semaphore(self._slots)
-        self._references: OrderedDict[str, Any] = OrderedDict()
-        self._tally = Tally()
+        prompts = None if template is None else Prompts.load(template, eos=config.get("eos"))
+        self._name = config["name"]
+        self._episodes = Episodes({key: config[key] for key in OWN if key in config}, prompts)
+        self._max_tokens = config.get("max_tokens")
+        self._tokenizer = _tokenizer(config.get("tokenizer")) if self._episodes.reward.counts_tokens else None
 
     async def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[Mapping[str, Any]]
@@ -122,16 +58,21 @@ class TaskEnvironment(EnvironmentInterface):
             the next response; or, where the episode is over, the outcome as a word (an empty observation would change
             the type of NeMo-RL's token ids). `rewards` and `terminateds` [batch].
         """
-        turns = await asyncio.gather(
-            *(self._turn(log[-1]["content"], info) for log, info in zip(message_log_batch, metadata, strict=True))
+        texts = [log[-1]["content"] for log in message_log_batch]
+        tokens = [self._tokens(text) for text in texts]
+        turns = await self._episodes.turns(
+            [self._episode(info) for info in metadata],
+            texts,
+            tokens=tokens,
+            finished=[count is None or self._max_tokens is None or count < self._max_tokens for count in tokens],
         )
         return EnvironmentReturn(
-            observations=[{"role": "environment", "content": turn.observation} for turn in turns],
-            metadata=[turn.metadata for turn in turns],
+            observations=[{"role": "environment", "content": _observation(turn)} for turn in turns],
+            metadata=[_following(turn, info) for turn, info in zip(turns, metadata, strict=True)],
             next_stop_strings=[None] * len(turns),
-            rewards=torch.tensor([turn.reward for turn in turns], dtype=torch.float32),
-            terminateds=torch.tensor([turn.over for turn in turns], dtype=torch.bool),
-            answers=[turn.answer for turn in turns],
+            rewards=torch.tensor([turn.reward.total if turn.reward else 0.0 for turn in turns], dtype=torch.float32),
+            terminateds=torch.tensor([turn.following is None for turn in turns], dtype=torch.bool),
+            answers=[turn.verdict.answer if turn.verdict else None for turn in turns],
         )
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float]]:
@@ -140,100 +81,41 @@ class TaskEnvironment(EnvironmentInterface):
 
     def take_metrics(self) -> dict[str, float]:
         """Metrics since this was last called."""
-        tally, self._tally = self._tally, Tally()
-        return tally.metrics()
+        return self._episodes.take_metrics()
 
     def shutdown(self) -> None:
         """Stop the threads; verifications under way end by their own limits."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._episodes.shutdown()
 
-    async def _turn(self, text: str, info: Mapping[str, Any]) -> _Turn:
-        began = time.monotonic()
-        response = self._response(text, info)
-        following = None
-        verdict: Verdict | None
-        async with self._at_once:
-            if self._environment.begin is None:
-                verdict = await self._verified(response, info)
-            else:
-                verdict, following = await self._conversed(response, info)
-        self._tally.responses += 1
-        self._tally.seconds += time.monotonic() - began
-        if verdict is None:
-            assert following is not None
-            observation, metadata = following
-            return _Turn(observation, metadata, 0.0, False, None)
-        reward = self._reward.score(verdict, response, Facts.of(info))
-        self._count(verdict, reward)
-        return _Turn(verdict.outcome, None, reward.total, True, verdict.answer)
+    def _episode(self, info: Mapping[str, Any]) -> Episode:
+        task = Task(
+            id=info["id"],
+            environment=self._name,
+            prompt=(),
+            reference=info["reference"],
+            tools=tuple(info.get("tools") or ()),
+            thinking=info.get("thinking"),
+        )
+        return Episode(
+            task=task,
+            thinking_opened=bool(info.get("thinking_opened")),
+            turn=info.get("turn", 0),
+            conversation=info.get("conversation"),
+        )
 
-    async def _verified(self, response: Response, info: Mapping[str, Any]) -> Verdict:
-        verify = self._environment.verify
-        assert verify is not None
-        try:
-            reference = self._reference(info)
-            made = await asyncio.get_running_loop().run_in_executor(self._threads, verify, response, reference)
-            return await made if inspect.isawaitable(made) else made
-        except Exception as error:  # a verifier's own failure must not end a run of many days
-            return _failed(error)
-
-    async def _conversed(
-        self, response: Response, info: Mapping[str, Any]
-    ) -> tuple[Verdict | None, tuple[str, dict[str, Any]] | None]:
-        """The verdict if the conversation is over, else what the model reads next and the metadata of that turn."""
-        begin, prompts = self._environment.begin, self._prompts
-        assert begin is not None and prompts is not None
-        turn = info.get("turn", 0) + 1
-        try:
-            conversation: Conversation = info.get("conversation") or begin(self._reference(info))
-            run = functools.partial(asyncio.get_running_loop().run_in_executor, self._threads)
-            answers: Sequence[Message] = await run(conversation.step, response)
-            if not answers or turn >= self._environment.max_turns:
-                return await run(conversation.verdict), None
-            content, opened = prompts.continuation(answers, tools=info["tools"], thinking=info.get("thinking"))
-        except Exception as error:
-            return _failed(error), None
-        following = {**info, "conversation": conversation, "turn": turn, "thinking_opened": opened}
-        return None, (content, following)
-
-    def _response(self, text: str, info: Mapping[str, Any]) -> Response:
-        tokens = None if self._tokenizer is None else len(self._tokenizer(text, add_special_tokens=False).input_ids)
-        cut = tokens is not None and self._max_tokens is not None and tokens >= self._max_tokens
-        opened = bool(info.get("thinking_opened"))
-        response = parse_response(text, thinking_opened=opened, tokens=tokens, finished=not cut)
-        tools = info.get("tools") or ()
-        if not tools:
-            return response
-        parsed = parse_tool_calls(response.answer, self._tool_style, tools)
-        # Where some of it cannot be read, the verifier must see that.
-        if parsed.problems or not parsed.calls:
-            return response
-        return replace(response, answer=parsed.answer, tool_calls=parsed.calls)
-
-    def _reference(self, info: Mapping[str, Any]) -> Any:
-        """The reference, parsed; those seen last are kept, since a group's responses share one."""
-        kept = self._references
-        if info["id"] in kept:
-            kept.move_to_end(info["id"])
-        else:
-            kept[info["id"]] = self._environment.check(info["reference"])
-            if len(kept) > REFERENCES:
-                kept.popitem(last=False)
-        return kept[info["id"]]
-
-    def _count(self, verdict: Verdict, reward: Reward) -> None:
-        tally = self._tally
-        tally.episodes += 1
-        tally.correct += verdict.outcome == "correct"
-        tally.error += verdict.outcome == "error"
-        tally.score += verdict.score
-        tally.reward += reward.total
-        for name, value in reward.parts.items():
-            tally.parts[name] = tally.parts.get(name, 0.0) + value
+    def _tokens(self, text: str) -> int | None:
+        return None if self._tokenizer is None else len(self._tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def _failed(error: Exception) -> Verdict:
-    return Verdict.error(f"{type(error).__name__}: {error}")
+def _observation(turn: Turn) -> str:
+    return turn.observation if turn.verdict is None else turn.verdict.outcome
+
+
+def _following(turn: Turn, info: Mapping[str, Any]) -> dict[str, Any] | None:
+    now = turn.following
+    if now is None:
+        return None
+    return {**info, "conversation": now.conversation, "turn": now.turn, "thinking_opened": now.thinking_opened}
 
 
 def _tokenizer(name: str | None) -> Any:

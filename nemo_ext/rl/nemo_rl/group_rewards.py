@@ -25,33 +25,12 @@ from unittest.mock import patch
 
 import torch
 
-from nemo_ext.data.sft.sample import Message
+from nemo_ext.rl.groups import GroupReward, Member
 from nemo_ext.rl.nemo_rl import compat
-from nemo_ext.rl.response import CLOSE, Response, parse_response
+from nemo_ext.rl.response import CLOSE, parse_response
 
 Baseline = Literal["mean", "leave_one_out"]
 Normalise = Literal["std", "unbiased_std", "none"]
-GroupReward = Callable[[Sequence[Sequence["Member"]]], Sequence[Sequence[float]]]
-"""The rewards of the members of all groups of a step, in order."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """One response of a group.
-
-    Attributes:
-        reward: what the environment gave.
-        thinking_tokens: of the reasoning, with the tag that ends it; 0 without one.
-        answer_tokens: all others that were generated.
-        prompt: messages before the response.
-        response: the last one.
-    """
-
-    reward: float
-    thinking_tokens: int
-    answer_tokens: int
-    prompt: tuple[Message, ...]
-    response: Response
 
 
 @dataclass(frozen=True, kw_only=True)

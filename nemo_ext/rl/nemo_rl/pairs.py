@@ -15,7 +15,7 @@ import torch
 
 from nemo_ext.data.sft.formats import to_sample
 from nemo_ext.data.sft.templates import thinks
-from nemo_ext.rl.nemo_rl.prompts import Prompts
+from nemo_ext.rl.prompts import Prompts
 
 
 @dataclass(frozen=True)

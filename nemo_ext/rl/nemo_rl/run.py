@@ -16,12 +16,13 @@ from nemo_ext.data.settings import check_keys, nearest
 from nemo_ext.progress import notice
 from nemo_ext.rl.environments import ENVIRONMENTS, make
 from nemo_ext.rl.nemo_rl import compat
-from nemo_ext.rl.nemo_rl.data import PlannedTasks, Records, TaskFile, TaskProcessor, check_references, plan_tasks
+from nemo_ext.rl.nemo_rl.data import Records, TaskProcessor
 from nemo_ext.rl.nemo_rl.group_rewards import scored
 from nemo_ext.rl.nemo_rl.group_settings import groups_of
 from nemo_ext.rl.nemo_rl.pairs import PairDataset, read_pairs
-from nemo_ext.rl.nemo_rl.prompts import Prompts
 from nemo_ext.rl.nemo_rl.register import PREFIX, register
+from nemo_ext.rl.plan import PlannedTasks, TaskFile, check_references, plan_tasks
+from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.task import Task
 
 ALGORITHMS = ("grpo", "rloo", "dpo", "rpo")

@@ -11,7 +11,6 @@ from nemo_ext.data.seeds import uniform
 from nemo_ext.data.settings import check_keys, checked_share, checked_whole
 from nemo_ext.data.sft.formats import to_record
 from nemo_ext.data.sft.sample import Message, Sample, ToolCall
-from nemo_ext.progress import notice
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.response import Response
 from nemo_ext.rl.task import Task
@@ -82,4 +81,4 @@ def _in_mode(task: Task, thinking: object, seed: int) -> Task:
 def _write(path: str, records: Iterator[Mapping[str, Any]]) -> None:
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
     write_text(Path(path).expanduser(), "\n".join(lines) + "\n")
-    notice(f"{len(lines):,} records: {path}")
+    print(f"{len(lines):,} records: {path}")

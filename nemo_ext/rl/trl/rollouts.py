@@ -14,7 +14,7 @@ from typing import Any
 
 from nemo_ext.rl.episodes import Episode, Episodes, Turn
 from nemo_ext.rl.groups import GroupReward, Member
-from nemo_ext.rl.nemo_rl.prompts import Prompts
+from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.task import Task
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]

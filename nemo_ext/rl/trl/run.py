@@ -14,8 +14,8 @@ from nemo_ext.progress import notice
 from nemo_ext.rl.algorithms import Algorithm, EnvironmentUse, PolicyGradient
 from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.groups import group_reward
-from nemo_ext.rl.nemo_rl.data import PlannedTasks, TaskFile, check_references, plan_tasks
-from nemo_ext.rl.nemo_rl.prompts import Prompts
+from nemo_ext.rl.plan import PlannedTasks, TaskFile, check_references, plan_tasks
+from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.trl.render import render
 from nemo_ext.rl.trl.report import write_report
 from nemo_ext.rl.trl.rollouts import Rollouts

@@ -13,7 +13,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOO
 from nemo_ext.data.settings import check_keys
 from nemo_ext.progress import notice
 from nemo_ext.rl.algorithms import PolicyGradient, Preference
-from nemo_ext.rl.nemo_rl.data import PlannedTasks, TaskFile
+from nemo_ext.rl.plan import PlannedTasks, TaskFile
 from nemo_ext.rl.trl.rollouts import Rollout, Rollouts
 
 

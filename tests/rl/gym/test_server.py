@@ -180,6 +180,20 @@ class TestTools:
         assert client.post("/seed_session", json=row).status_code == 409  # it must not undo what was done, either
         assert verified(client, row, openai.response(openai.said(last_word(task))))["reward"] == 1
 
+    @pytest.mark.parametrize(("text", "reward"), [("The balance is 12.", 1.0), ("The balance is 13.", 0.0)])
+    def test_the_last_message_counts_where_the_task_asks_for_one(
+        self, serve: Serve, openai: SimpleNamespace, text: str, reward: float
+    ) -> None:
+        reference = {"seed": 1, "calls": [], "answer": "12"}
+        row = to_gym(Task.of({"id": "1", "environment": "bank", "prompt": "?", "reference": reference}))
+        client = serve(environment="bank")
+        client.post("/seed_session", json=row)
+        output = {"type": "function_call_output", "call_id": "c", "output": "12"}
+
+        ends = openai.response(openai.said("12?"), openai.called("list_accounts", "{}"), output, openai.said(text))
+
+        assert verified(client, row, ends)["reward"] == reward
+
     def test_without_a_session_it_says_so(self, serve: Serve, openai: SimpleNamespace) -> None:
         client = serve(environment="bank")
 

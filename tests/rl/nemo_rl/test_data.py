@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nemo_ext.config import compose
 from nemo_ext.data.curriculum.job import run as make_curriculum
 from nemo_ext.data.curriculum.layout import CURRICULUM
-from nemo_ext.rl.nemo_rl.data import TaskFile, check_references, plan_tasks
+from nemo_ext.rl.plan import TaskFile, check_references, plan_tasks
 
 
 def records(name: str, count: int) -> list[dict[str, Any]]:

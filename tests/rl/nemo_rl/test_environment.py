@@ -33,7 +33,7 @@ def made(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
     """An actor's inside around an environment of the test's."""
 
     def make(environment: Environment, **config: Any) -> Any:
-        monkeypatch.setattr(module, "make", lambda name, settings: environment)
+        monkeypatch.setattr("nemo_ext.rl.episodes.make", lambda name, settings: environment)
         return module.TaskEnvironment({"name": "test", **config})
 
     return make

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.data.sft.sample import Message
-from nemo_ext.rl.nemo_rl.group_rewards import Groups, Member, lengths
-from nemo_ext.rl.nemo_rl.group_settings import groups_of, length_controlled
+from nemo_ext.rl.groups import Member, length_controlled
+from nemo_ext.rl.nemo_rl.group_rewards import Groups, lengths
+from nemo_ext.rl.nemo_rl.group_settings import groups_of
 from nemo_ext.rl.response import Response
 from nemo_ext.rl.rewards.advantages import group_advantages
 from nemo_ext.rl.rewards.comparison import LengthControl

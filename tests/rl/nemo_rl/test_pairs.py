@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from nemo_ext.rl.nemo_rl.pairs import PairDataset, read_pairs
-from nemo_ext.rl.nemo_rl.prompts import Prompts
+from nemo_ext.rl.prompts import Prompts
 
 
 def said(role: str, content: str, **more: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from nemo_ext.rl.tasks import bank, generate
 
 pytest.importorskip("transformers")
 
-from nemo_ext.rl.nemo_rl.prompts import Prompts
+from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.trl.rollouts import Rollouts
 
 

@@ -1,0 +1,267 @@
+"""Which task each step trains on, decided before a run begins.
+
+A plan has `steps x prompts` items. Item i is the task in place i % prompts of step i // prompts, a function of the
+settings and i alone: engines read it in order, and a run that is resumed goes on with the next task. Three kinds:
+
+path: tasks.jsonl              all tasks in an order drawn anew every epoch, or in the file's with `shuffle: false`
+curriculum: DIRECTORY          the order that `nemo-ext curriculum` made
+directory and blend            shares of task files, in the tree of pre-training blends (`nemo_ext.data.hierarchy`):
+                               the stream `math` is `<directory>/math.jsonl`; shares, tiers, temperatures, caps and
+                               epochs count tasks in place of tokens; every step has each stream's quota
+"""
+
+import functools
+import json
+import mmap
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from nemo_ext.data.curriculum.layout import CURRICULUM, STATS
+from nemo_ext.data.curriculum.schedule import fixed, quotas
+from nemo_ext.data.division import divide
+from nemo_ext.data.hierarchy import Group, Leaf, read_tree
+from nemo_ext.data.seeds import generator
+from nemo_ext.data.settings import check_keys, checked_whole
+from nemo_ext.data.sizes import Size
+from nemo_ext.rl.task import Task
+
+_KEYS = ("path", "shuffle", "curriculum", "directory", "blend", "streams", "seed")
+_SUFFIX = ".jsonl"
+
+
+class TaskFile:
+    """The tasks of a file; lines are found once and read when they are asked for.
+
+    Args:
+        path: JSONL, a task's record a line; lines that are blank are passed over.
+
+    Raises:
+        ValueError: there is no such file or no task in it, a line is no task, or two have one id; names the line.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise ValueError(f"{self.path}: no such file of tasks")
+        if not self.path.stat().st_size:
+            raise ValueError(f"{self.path} is empty: no tasks")
+        self._lines: list[tuple[int, int]] = []
+        self.environments: dict[str, int] = {}
+        seen: set[str] = set()
+        for number, (begin, end) in enumerate(self._found(), start=1):
+            if begin == end:
+                continue
+            task = self._read(begin, end, f"{self.path}:{number}")
+            if task.id in seen:
+                raise ValueError(f"{self.path}:{number}: the id {task.id!r} is there twice")
+            seen.add(task.id)
+            self.environments[task.environment] = self.environments.get(task.environment, 0) + 1
+            self._lines.append((begin, end))
+        if not self._lines:
+            raise ValueError(f"{self.path}: no tasks")
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, row: int) -> Task:
+        return self._read(*self._lines[row], f"{self.path}, task {row}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_bytes"}
+
+    @functools.cached_property
+    def _bytes(self) -> mmap.mmap:
+        with open(self.path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def _found(self) -> Iterator[tuple[int, int]]:
+        begin, content = 0, self._bytes
+        while begin < len(content):
+            end = content.find(b"\n", begin)
+            end = len(content) if end < 0 else end
+            blank = not content[begin:end].strip()
+            yield (begin, begin) if blank else (begin, end)
+            begin = end + 1
+
+    def _read(self, begin: int, end: int, where: str) -> Task:
+        try:
+            record = orjson.loads(self._bytes[begin:end])
+        except orjson.JSONDecodeError as error:
+            raise ValueError(f"{where}: not JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{where}: a task is an object, not {type(record).__name__}")
+        return Task.of(record, where)
+
+
+class PlannedTasks:
+    """The tasks of a run in the order that it trains on them.
+
+    Args:
+        files: by the stream's name.
+        shares: of the streams, by name.
+        steps: batches that may be drawn.
+        prompts: of a step.
+        seed: of all orders.
+        shuffle: draw the order of a file anew for every pass over it; else it is the file's own.
+    """
+
+    def __init__(
+        self,
+        files: Mapping[str, TaskFile],
+        shares: Mapping[str, Fraction],
+        *,
+        steps: int,
+        prompts: int,
+        seed: int,
+        shuffle: bool = True,
+    ) -> None:
+        self.names = tuple(files)
+        self._files = tuple(files.values())
+        self._prompts = prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        floats = {name: float(share) for name, share in shares.items()}
+        self.quotas = quotas(fixed(floats, self.names), batch=prompts, steps=steps)
+        self._before = np.concatenate([np.zeros((1, len(self.names)), dtype=np.int64), np.cumsum(self.quotas, axis=0)])
+        # Two passes over each file at once: one that ends within a step, and the next.
+        self._pass = functools.lru_cache(maxsize=2 * len(self.names))(self._order_of_pass)
+
+    def __len__(self) -> int:
+        return len(self.quotas) * self._prompts
+
+    def __getitem__(self, number: int) -> Task:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        stream, row = self.place(number)
+        return self._files[stream][row]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_pass"}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._pass = functools.lru_cache(maxsize=2 * len(self.names))(self._order_of_pass)
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Which stream an item is of, and which task of its file."""
+        step, slot = divmod(number, self._prompts)
+        streams = self._slots(step)
+        stream = int(streams[slot])
+        drawn = int(self._before[step, stream] + (streams[:slot] == stream).sum())
+        epoch, at = divmod(drawn, len(self._files[stream]))
+        return stream, int(self._pass(stream, epoch)[at])
+
+    def environments(self) -> list[str]:
+        """Names of all environments that the files' tasks are of."""
+        return sorted({name for file in self._files for name in file.environments})
+
+    def every_task(self) -> Iterator[tuple[str, Task]]:
+        """Each task once, with the file it is in."""
+        for file in self._files:
+            for row in range(len(file)):
+                yield str(file.path), file[row]
+
+    def _slots(self, step: int) -> npt.NDArray[np.int64]:
+        """The stream of each prompt of a step, [prompts]."""
+        streams = np.repeat(np.arange(len(self.names)), self.quotas[step])
+        # Streams are mixed within a step, for what a later shard of the batch sees.
+        return (
+            generator(self._seed, "tasks", "step", str(step)).permutation(streams) if len(self.names) > 1 else streams
+        )
+
+    def _order_of_pass(self, stream: int, epoch: int) -> npt.NDArray[np.int64]:
+        size = len(self._files[stream])
+        if not self._shuffle:
+            return np.arange(size)
+        return generator(self._seed, "tasks", self.names[stream], epoch).permutation(size)
+
+
+def plan_tasks(
+    settings: Mapping[str, Any], *, steps: int, prompts: int, spare: int = 0, where: str = "tasks.train"
+) -> PlannedTasks:
+    """The tasks of a run, from settings as the module's text has them.
+
+    Args:
+        settings: `path` with `shuffle` (default true), `curriculum`, or `directory` with `blend` or `streams`; `seed`
+            (default 1234).
+        steps: of the run.
+        prompts: of a step.
+        spare: batches that may be drawn beyond one a step; after its last step a curriculum begins again.
+
+    Raises:
+        ValueError: naming the key or the file and line.
+    """
+    check_keys(settings, _KEYS, required=(), where=where)
+    given = [key for key in ("path", "curriculum", "directory") if settings.get(key) is not None]
+    if len(given) != 1:
+        raise ValueError(f"{where}: give one of path, curriculum, or directory with a blend, not {given or 'none'}")
+    seed = checked_whole(f"{where}.seed", settings.get("seed", 1234))
+    if settings.get("directory") is not None:
+        return _blended(settings, steps=steps + spare, prompts=prompts, seed=seed)
+    shuffle = settings.get("shuffle", True)
+    if not isinstance(shuffle, bool):
+        raise ValueError(f"{where}.shuffle must be true or false, not {shuffle!r}")
+    if settings.get("curriculum") is None:
+        path = Path(settings["path"])
+    else:
+        path, shuffle = _curriculum(Path(settings["curriculum"]), prompts=prompts, where=where), False
+    file = TaskFile(path)
+    if settings.get("curriculum") is not None and steps * prompts > len(file):
+        raise ValueError(f"{where}.curriculum: it has {len(file) // prompts} steps, the run {steps}: make them fit")
+    name = path.stem
+    return PlannedTasks(
+        {name: file}, {name: Fraction(1)}, steps=steps + spare, prompts=prompts, seed=seed, shuffle=shuffle
+    )
+
+
+def check_references(tasks: PlannedTasks, check: Callable[[Task], object]) -> None:
+    """Check every task's reference before a run of days begins.
+
+    Args:
+        tasks: all of them are read once.
+        check: raises ValueError for a task that its environment cannot verify against.
+
+    Raises:
+        ValueError: naming the file and the task.
+    """
+    for file, task in tasks.every_task():
+        try:
+            check(task)
+        except ValueError as error:
+            raise ValueError(f"{file}: task {task.id}: {error}") from error
+
+
+def _blended(settings: Mapping[str, Any], *, steps: int, prompts: int, seed: int) -> PlannedTasks:
+    root = read_tree({key: settings[key] for key in ("directory", "blend", "streams") if key in settings})
+    _counts_nothing(root)
+    files = {leaf.name: TaskFile(Path(f"{leaf.prefix}{_SUFFIX}")) for leaf in root.leaves()}
+    sizes = {name: Size(tokens=len(file), known="files") for name, file in files.items()}
+    shares = divide(root, sizes, tokens=steps * prompts)
+    return PlannedTasks(files, shares, steps=steps, prompts=prompts, seed=seed)
+
+
+def _counts_nothing(node: Group | Leaf) -> None:
+    """Refuses what a blend of text has and one of tasks does not."""
+    if isinstance(node, Leaf):
+        for key in ("source", "tokens"):
+            if getattr(node, key) is not None:
+                raise ValueError(f"{node.where}.{key}: a stream of tasks is the file <directory>/<name>{_SUFFIX}")
+        return
+    for child in node.children:
+        _counts_nothing(child)
+
+
+def _curriculum(directory: Path, *, prompts: int, where: str) -> Path:
+    stats = directory / STATS
+    if not stats.is_file():
+        raise ValueError(f"{where}.curriculum: {stats} is not there: make it with `nemo-ext curriculum`")
+    batch = json.loads(stats.read_bytes())["settings"]["batch"]
+    if batch != prompts:
+        raise ValueError(f"{where}.curriculum: its steps have {batch} prompts, the run's {prompts}: make them equal")
+    return directory / CURRICULUM
