@@ -107,6 +107,7 @@ def test_a_rank_that_fails_shows_its_own_last_words_and_code_1(tmp_path: Path) -
     assert "torch/distributed/elastic" not in err
 
 
+@pytest.mark.slow
 def test_another_model_is_not_trained_into_the_same_directory(uninterrupted: tuple[Path, str]) -> None:
     run_dir, _ = uninterrupted
 
@@ -203,18 +204,20 @@ def test_two_runs_do_not_share_a_directory(tmp_path: Path) -> None:
         (["train.validate_at_start=maybe"], "true or false"),
         (["launcher.nproc_per_node=0"], "one or more"),
         (["model.backend=transformer_engine", "megatron.no_rope_fusion=true"], "Transformer Engine is not installed"),
-        (["megatron.pretrained_checkpoint=/nowhere"], "/nowhere: no such directory"),
+        pytest.param(
+            ["megatron.pretrained_checkpoint=/nowhere"], "/nowhere: no such directory", marks=pytest.mark.slow
+        ),
         (
             ["megatron.tensor_model_parallel_size=2", "launcher.nproc_per_node=2"],
             "only with megatron.sequence_parallel=true",
         ),
         (["megatron.load=/somewhere"], "pretrained_checkpoint"),
-        (["megatron.reset_attention_mask=true"], "would have no effect"),
+        pytest.param(["megatron.reset_attention_mask=true"], "would have no effect", marks=pytest.mark.slow),
         (
             ["model.pattern=M-|*E", "megatron.pipeline_model_parallel_size=2", "launcher.nproc_per_node=2"],
             "pipeline rank 0 has no MoE block",
         ),
-        (["megatron.spec=[a,b]"], "layer spec follows from model.pattern"),
+        pytest.param(["megatron.spec=[a,b]"], "layer spec follows from model.pattern", marks=pytest.mark.slow),
     ],
 )
 def test_a_mistake_is_one_clear_error_before_anything_starts(

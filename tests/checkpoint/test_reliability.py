@@ -361,6 +361,7 @@ def test_a_disk_that_fills_up_is_said_to_be_full_and_the_same_command_goes_on(
         assert_same(expected, to)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to_format", BOTH)
 def test_a_file_that_may_not_grow_is_a_users_error(to_format: str, small: dict[str, Path], tmp_path: Path) -> None:
     """In a process of its own: the limit is on everything that a process writes, its log too."""

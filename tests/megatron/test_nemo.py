@@ -98,6 +98,7 @@ def test_the_override_pattern_is_plain() -> None:
     assert override_pattern("(*-)x2|(*-)x2") == "*-*-*-*-"
 
 
+@pytest.mark.slow
 def test_nemo_is_not_imported() -> None:
     code = "import nemo_ext.megatron.nemo, sys; sys.exit('nemo' in sys.modules)"
 

@@ -387,6 +387,7 @@ def test_a_dead_nursery_is_replaced(sandbox: Sandbox) -> None:
     assert sandbox.run("print(1)").ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_host_that_dies_takes_its_programs_along(sandbox: Sandbox, kind: str) -> None:
     if sandbox.describe().namespaces != (kind == "namespaces"):

@@ -237,7 +237,7 @@ def test_importing_takes_no_engine() -> None:
 @pytest.mark.gym
 def test_reads_the_labels_that_nemo_gym_s_judge_gave_in_its_shipped_rollouts() -> None:
     package = pytest.importorskip("resources_servers.equivalence_llm_judge")
-    (folder,) = package.__path__
+    folder = next(path for path in package.__path__ if Path(path, "data").is_dir())
     labels = {"correct": "[[A=B]]", "incorrect": "[[A!=B]]"}
     compared = 0
     for name in ("example_rollouts.jsonl", "example_rollouts_openqa.jsonl"):

@@ -26,9 +26,20 @@ def power() -> Iterator[WorkerPool]:
     pool.close()
 
 
+_others: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def _workers_of_other_tests() -> None:
+    """Environments that other tests made may keep theirs."""
+    _others.clear()
+    _others.update(worker.pid for worker in workers())
+
+
 def workers() -> list[psutil.Process]:
-    """This process's workers."""
-    return [child for child in psutil.Process().children() if "verifiers.workers" in " ".join(child.cmdline())]
+    """The workers that this process began in the test."""
+    children = [child for child in psutil.Process().children() if child.pid not in _others]
+    return [child for child in children if "verifiers.workers" in " ".join(child.cmdline())]
 
 
 def gone(pids: list[int]) -> bool:
