@@ -35,6 +35,8 @@ from nemo_ext.data.workers import usable_cores
 from nemo_ext.progress import notice
 from nemo_ext.run_directory import only_run_in, write_text
 
+LEAST_TO_TEACH = 0.05
+"""Of a domain in `adapted`."""
 MOST_LEVELS = 64
 
 
@@ -93,7 +95,7 @@ def _make(given: Settings, output: Path, profile: Profile, found: Sequence[Path]
     candidates = selection.candidates
     plan = make_plan(
         candidates,
-        fixed(_shares(given, candidates), candidates.domains),
+        fixed(adapted(_shares(given, candidates), candidates, given.adapt), candidates.domains),
         batch=given.batch,
         steps=given.steps,
         first_step=given.first_step,
@@ -124,6 +126,26 @@ def _shares(given: Settings, candidates: Candidates) -> dict[str, float]:
         counts = np.bincount(candidates.domain, minlength=len(candidates.domains)).tolist()
         return dict(zip(candidates.domains, counts, strict=True))
     return given.domains
+
+
+def adapted(shares: Mapping[str, float], candidates: Candidates, power: float) -> dict[str, float]:
+    """Shares times what each domain can still teach, to a power: adaptive weights of multi-environment RL.
+
+    A prompt that is solved with probability p teaches in proportion to 4 p (1 - p), the variance of its reward, which
+    is what an advantage without division by the deviation scales with. A domain has the mean of its prompts, at least
+    LEAST_TO_TEACH, so that none is forgotten. Profiled again, the next curriculum has the next weights. OLMo 3's slides
+    name adaptive weights of datasets and do not describe them: all of this is a (choice).
+    """
+    if not power:
+        return dict(shares)
+    teaches = 4 * candidates.rate * (1 - candidates.rate)
+    counts = np.bincount(candidates.domain, minlength=len(candidates.domains))
+    means = np.bincount(candidates.domain, weights=teaches, minlength=len(candidates.domains)) / np.maximum(counts, 1)
+    factors = dict(zip(candidates.domains, np.maximum(means, LEAST_TO_TEACH).tolist(), strict=True))
+    made = {name: share * factors.get(name, 1.0) ** power for name, share in shares.items()}
+    total = sum(made.values())
+    notice("adapted shares: " + ", ".join(f"{name} {share / total:.3f}" for name, share in made.items()))
+    return made
 
 
 def _used(given: Settings) -> tuple[Keys, Numbers]:

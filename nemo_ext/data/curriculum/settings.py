@@ -103,6 +103,7 @@ class Settings:
         sigma: its standard deviation.
         levels: how many equal parts the pass rates from 0 to 1 are rounded to; null: see `Profile.levels`, at most 64.
         domains: share of each domain in every batch; null for the shares of the prompts.
+        adapt: power of what a domain can still teach in its share, see `job.adapted`; 0 leaves the shares as they are.
         exhausted: what happens when a domain has no prompt left.
         split_domains: also write a file for each domain, for NeMo-RL's `custom_dataloader`.
         max_bad_share: more malformed records than this share are an error.
@@ -125,6 +126,7 @@ class Settings:
     sigma: PositiveFloat = 0.15
     levels: PositiveInt | None = None
     domains: dict[str, Annotated[FiniteFloat, Field(ge=0)]] | None = None
+    adapt: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     exhausted: Literal["stop", "repeat"] = "stop"
     keys: PromptKeys = field(default_factory=PromptKeys)
     rollout_keys: RolloutKeys = field(default_factory=RolloutKeys)
