@@ -72,6 +72,20 @@ class TaskFile:
     def __getitem__(self, row: int) -> Task:
         return self._read(*self._lines[row], f"{self.path}, task {row}")
 
+    def leave_out(self, unwanted: Callable[[Task], bool]) -> list[str]:
+        """Forget tasks; returns their ids.
+
+        Raises:
+            ValueError: none is left.
+        """
+        left = [row for row in range(len(self)) if unwanted(self[row])]
+        ids = [self[row].id for row in left]
+        gone = set(left)
+        self._lines = [line for row, line in enumerate(self._lines) if row not in gone]
+        if not self._lines:
+            raise ValueError(f"{self.path}: all of its {len(ids):,} tasks are left out")
+        return ids
+
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_bytes"}
 
@@ -156,6 +170,10 @@ class PlannedTasks:
         drawn = int(self._before[step, stream] + (streams[:slot] == stream).sum())
         epoch, at = divmod(drawn, len(self._files[stream]))
         return stream, int(self._pass(stream, epoch)[at])
+
+    def leave_out(self, unwanted: Callable[[Task], bool]) -> list[str]:
+        """Forget tasks of the files before any is read; returns their ids."""
+        return [one for file in self._files for one in file.leave_out(unwanted)]
 
     def environments(self) -> list[str]:
         """Names of all environments that the files' tasks are of."""

@@ -13,15 +13,18 @@ from nemo_ext.data.settings import nearest
 from nemo_ext.progress import notice
 from nemo_ext.rl.algorithms import Algorithm, EnvironmentUse, PolicyGradient
 from nemo_ext.rl.episodes import Episodes
-from nemo_ext.rl.groups import group_reward
+from nemo_ext.rl.groups import GroupReward, group_reward
 from nemo_ext.rl.plan import PlannedTasks, TaskFile, check_references, plan_tasks
 from nemo_ext.rl.prompts import Prompts
+from nemo_ext.rl.task import Task
 from nemo_ext.rl.trl.render import render
 from nemo_ext.rl.trl.report import write_report
 from nemo_ext.rl.trl.rollouts import Rollouts
 from nemo_ext.run_directory import CHECKPOINTS, METRICS, write_config, write_versions
 
 MODEL, ROLLOUTS = "model", "rollouts.jsonl"
+BY_ADAPTER = ("lengths.prompt",)
+"""What TRL cannot do and is done here."""
 
 
 def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
@@ -52,7 +55,9 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     micro_batch = gcd(algorithm.batch, config["micro_batch"])
-    rendered = render(algorithm, micro_batch=micro_batch).settled(config["on_inexpressible"])
+    rendered = render(algorithm, micro_batch=micro_batch, by_adapter=("lengths.prompt",)).settled(
+        config["on_inexpressible"]
+    )
     settings = {**rendered.settings, **_own_settings(config, algorithm), **(config["trl"] or {})}
     write_config(run_dir, config)
     write_versions(run_dir, [])
@@ -121,9 +126,6 @@ def _tasks(
     if validation is not None:
         for row in range(len(validation)):
             environments[validation[row].environment].check(validation[row])
-    over_groups = None
-    if (group := algorithm.group) is not None:
-        over_groups = group_reward({"judge": group.judge, "length_control": group.length_control or None})
     rollouts = Rollouts(
         tokenizer=tokenizer,
         prompts=prompts,
@@ -131,9 +133,37 @@ def _tasks(
         generations=algorithm.generations_per_prompt,
         record=Path(config["run_dir"]) / ROLLOUTS,
         tokens=int(settings["max_completion_length"]),
-        group=over_groups,
+        group=_over_groups(algorithm),
     )
+    if algorithm.lengths.prompt is not None:
+        _leave_out_longer(rollouts, train, algorithm.lengths.prompt, config["tasks"]["train"])
     return rollouts, train, validation
+
+
+def _over_groups(algorithm: PolicyGradient) -> GroupReward | None:
+    group = algorithm.group
+    if group is None:
+        return None
+    return group_reward({"judge": group.judge, "length_control": group.length_control or None})
+
+
+def _leave_out_longer(rollouts: Rollouts, tasks: PlannedTasks, most: int, given: Mapping[str, Any]) -> None:
+    """Tasks whose prompts have more tokens are not trained on."""
+
+    def longer(task: Task) -> bool:
+        return len(rollouts.encoded([rollouts.prompts.prompt(task)[0]])[0]) > most
+
+    left = tasks.leave_out(longer)
+    if not left:
+        return
+    if given.get("curriculum"):
+        raise ValueError(
+            f"{len(left):,} prompts of the curriculum have more than rl.lengths.prompt={most} tokens ({left[0]} the "
+            "first): make it again without them, or raise the number"
+        )
+    notice(
+        f"{len(left):,} tasks are left out, their prompts longer than rl.lengths.prompt={most} tokens: {left[0]} ..."
+    )
 
 
 def _last_checkpoint(folder: Path) -> Path | None:

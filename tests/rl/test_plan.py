@@ -1,0 +1,36 @@
+"""Tasks that are left out of a plan; what a plan draws is tested with the engine that reads it (tests/rl/nemo_rl)."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_ext.rl.plan import plan_tasks
+
+
+def write(folder: Path, count: int = 10) -> Path:
+    path = folder / "tasks.jsonl"
+    records = (
+        {"id": str(n), "environment": "math", "prompt": "x" * n, "reference": {"answer": "1"}} for n in range(count)
+    )
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_tasks_that_are_left_out_are_drawn_no_more(tmp_path: Path) -> None:
+    tasks = plan_tasks({"path": write(tmp_path)}, steps=4, prompts=5)
+
+    left = tasks.leave_out(lambda task: len(task.prompt[0].content) > 6)
+
+    assert left == ["7", "8", "9"]
+    drawn = [tasks[number].id for number in range(len(tasks))]
+    assert len(drawn) == 20
+    assert sorted(set(drawn)) == [str(n) for n in range(7)]
+    assert sorted(drawn[:7]) == sorted(set(drawn)), "each once before any comes again"
+
+
+def test_a_file_must_keep_a_task(tmp_path: Path) -> None:
+    tasks = plan_tasks({"path": write(tmp_path, 3)}, steps=1, prompts=2)
+
+    with pytest.raises(ValueError, match=r"tasks\.jsonl: all of its 3 tasks are left out"):
+        tasks.leave_out(lambda task: True)
