@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-GENERATORS = {"structured_output": ("schemas", (1,)), "instructions": ("instructions", (1,))}
+GENERATORS = {"structured_output": ("schemas", (2, 3)), "instructions": ("instructions", (1,))}
 SFT_SEED, TRAIN_SEED, VALIDATION_SEED = 1, 2, 3
 SPECIAL = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|pad|>")
 PROMPTS, GENERATIONS, TOKENS = 8, 8, 64

@@ -161,9 +161,9 @@ def test_an_outdated_engine_is_not_usable(install: Install) -> None:
 
 def test_a_containers_prerelease_counts_as_the_release(install: Install) -> None:
     site = install(torch=torch_with(), trl="DPOTrainer = GRPOTrainer = 1")
-    version = "0.21.0a0+nv25.10"
-    (site / "trl-0.21.dist-info").mkdir()
-    (site / "trl-0.21.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: trl\nVersion: {version}\n")
+    version = "1.16.0a0+nv25.10"
+    (site / "trl-1.16.dist-info").mkdir()
+    (site / "trl-1.16.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: trl\nVersion: {version}\n")
 
     assert find("trl").usable
 
