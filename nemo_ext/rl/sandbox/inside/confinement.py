@@ -135,10 +135,13 @@ def enter(
     if namespaces:
         in_user_namespace = _leave_namespaces()
         _become_first_process()
-        has_proc = _new_root(readable, disk_megabytes)
+        # What may be read may lie below /tmp (an environment there): it stays, and programs have another folder.
+        shared = any(path == "/tmp" or path.startswith("/tmp/") for path in readable)
+        own = "/box" if shared else "/tmp"
+        has_proc = _new_root(readable, own, disk_megabytes)
         confinement = Confinement(
             namespaces=True,
-            directory="/tmp",
+            directory=own,
             user=None if in_user_namespace else user,
             has_proc=has_proc,
             # The kernel does not count the real root's processes.
@@ -228,8 +231,8 @@ def _become_first_process() -> None:
     kernel.die_with_parent()
 
 
-def _new_root(readable: Sequence[str], disk_megabytes: int) -> bool:
-    """A root of its own: what may be read, a few devices, /proc and an empty /tmp. Returns whether /proc could be."""
+def _new_root(readable: Sequence[str], own: str, disk_megabytes: int) -> bool:
+    """A root of its own: what may be read, a few devices, /proc and an empty folder. Returns whether /proc could be."""
     kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
     kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, "size=1m,mode=755")
     os.mkdir("/tmp/.old")
@@ -237,7 +240,7 @@ def _new_root(readable: Sequence[str], disk_megabytes: int) -> bool:
     os.chdir("/")
     for path in sorted(set(readable)):
         _show(path)
-    for folder in ("/dev", "/tmp", "/proc"):
+    for folder in ("/dev", own, "/proc"):
         os.makedirs(folder, exist_ok=True)
     for device in _DEVICES:
         os.close(os.open(f"/dev/{device}", os.O_CREAT | os.O_WRONLY))
@@ -252,11 +255,11 @@ def _new_root(readable: Sequence[str], disk_megabytes: int) -> bool:
         # In containers that hide parts of /proc the kernel gives no whole one.
         has_proc = False
     options = f"size={disk_megabytes}m,nr_inodes=4096,mode=1777"
-    kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, options)
+    kernel.mount("tmpfs", own, "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, options)
     kernel.unmount("/.old")
     os.rmdir("/.old")
     kernel.mount("none", "/", flags=kernel.REMOUNT | kernel.READ_ONLY | kernel.NO_SETUID | kernel.NO_DEVICES)
-    os.chdir("/tmp")
+    os.chdir(own)
     return has_proc
 
 
