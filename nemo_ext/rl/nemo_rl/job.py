@@ -1,6 +1,7 @@
 """`nemo-ext rl engine=nemo_rl`: the composed config as NeMo-RL's master config and what our adapter is told."""
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
     """
     given, master = settings_of(config, algorithm, Checkout(os.environ.get("NEMO_RL_ROOT")))
     write_config(Path(config["run_dir"]), config)
-    write_versions(Path(config["run_dir"]), [])
+    write_versions(Path(config["run_dir"]), sys.argv)
     try:
         from nemo_ext.rl.nemo_rl.run import run as train
     except ImportError as error:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import warnings
 from collections.abc import Mapping
 from importlib import import_module
@@ -55,12 +56,10 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     micro_batch = gcd(algorithm.batch, config["micro_batch"])
-    rendered = render(algorithm, micro_batch=micro_batch, by_adapter=("lengths.prompt",)).settled(
-        config["on_inexpressible"]
-    )
+    rendered = render(algorithm, micro_batch=micro_batch, by_adapter=BY_ADAPTER).settled(config["on_inexpressible"])
     settings = {**rendered.settings, **_own_settings(config, algorithm), **(config["trl"] or {})}
     write_config(run_dir, config)
-    write_versions(run_dir, [])
+    write_versions(run_dir, sys.argv)
     if isinstance(algorithm, PolicyGradient):
         rollouts, train, validation = _tasks(config, algorithm, settings, tokenizer)
         trainer = trainers.policy_gradient(algorithm, str(folder), settings, tokenizer, rollouts, train, validation)
