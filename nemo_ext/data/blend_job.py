@@ -22,6 +22,8 @@ def audit(config: Mapping[str, Any]) -> None:
         ValueError: There is no blend, it is wrong, or a stream is read more often than `refuse_epochs`.
     """
     data = config.get("data")
+    if data is not None and data.get("packed") is not None:
+        raise ValueError("this recipe reads packs, not a blend: report.md of `nemo-ext sft_data` has shares")
     if data is None or (data.get("blend") is None and data.get("streams") is None):
         raise ValueError("nothing to show: give data=NAME, recipe=NAME, or a blend in data.blend")
     console = Console(highlight=False)

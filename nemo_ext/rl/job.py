@@ -7,12 +7,15 @@ from typing import Any
 
 from nemo_ext.data.settings import check_keys, nearest
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, algorithm_of, presets
-from nemo_ext.run_directory import only_run_in
+from nemo_ext.run_directory import CHECKPOINTS, CONFIG, only_run_in, read_config
 
 KEYS = (
     *("preset", "run_dir", "engine", "policy", "template", "tasks", "pairs", "environments", "trl", "nemo_rl"),
     *("on_inexpressible", "micro_batch", "save_every", "seed"),
 )
+SAME = ("engine", "policy", "template", "tasks", "pairs", "environments", "rl", "trl", "nemo_rl", "seed")
+"""What a run that goes on must have as it began."""
+STEPS = "rl.schedule.steps"
 ENGINES = {"trl": "nemo_ext.rl.trl.run", "nemo_rl": "nemo_ext.rl.nemo_rl.job"}
 
 
@@ -23,8 +26,36 @@ def run(config: Mapping[str, Any]) -> None:
         ValueError: naming the key, what it holds and what it may hold; an engine that is not there or cannot do it.
     """
     algorithm = checked_algorithm(config)
-    with only_run_in(Path(config["run_dir"])):
-        import_module(ENGINES[config["engine"]]).run({**config, "tasks": with_weights(config, algorithm)}, algorithm)
+    config = {**config, "tasks": with_weights(config, algorithm)}
+    run_dir = Path(config["run_dir"])
+    with only_run_in(run_dir):
+        if any((run_dir / CHECKPOINTS).glob("*")):
+            check_same_run(read_config(run_dir / CONFIG), config)
+        import_module(ENGINES[config["engine"]]).run(config, algorithm)
+
+
+def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuses to go on with a run under other settings than it began with; more steps are the same run.
+
+    Raises:
+        ValueError: naming each key, what it was and what it is.
+    """
+    old, new = (flat({key: config.get(key) for key in SAME}) for config in (before, now))
+    # A section without keys is none.
+    changed = (key for key in old.keys() | new.keys() if (old.get(key) or None) != (new.get(key) or None))
+    keys = sorted(set(changed) - {STEPS})
+    if keys:
+        told = ", ".join(f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in keys)
+        raise ValueError(f"{now['run_dir']}: began with other settings: {told}; keep them, or give another run_dir=...")
+
+
+def flat(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Values by their dotted paths, whether they were written nested or dotted."""
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        nested = isinstance(value, Mapping) and value
+        found |= flat(value, f"{above}{key}.") if nested else {f"{above}{key}": value}
+    return found
 
 
 def with_weights(config: Mapping[str, Any], algorithm: Algorithm) -> dict[str, Any]:

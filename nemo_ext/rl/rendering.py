@@ -41,6 +41,9 @@ class Rendered:
             )
         for line in lines:
             notice(f"not as the algorithm says: {line}")
+        for key, value in self.adapter.get("data", {}).items():
+            if value and key != "shares":
+                notice(f"for the data to have, nothing here changes them: {key}={value}")
         return self
 
 

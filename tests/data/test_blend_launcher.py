@@ -7,6 +7,7 @@ import pytest
 
 import hydra_conf
 import nemo_ext
+from nemo_ext.config import compose
 
 ROOT = Path(nemo_ext.__file__).parents[1]
 RECIPES = sorted(
@@ -139,8 +140,11 @@ def test_a_mistake_is_one_line(words: tuple[str, ...], message: str, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_has_a_blend_to_show(recipe: str, tmp_path: Path) -> None:
+def test_every_recipe_has_a_blend_to_show_or_reads_packs(recipe: str, tmp_path: Path) -> None:
     shown = blend(f"recipe={recipe}", cwd=tmp_path)
 
+    if compose("train", [f"recipe={recipe}"])["data"].get("packed") is not None:
+        assert "this recipe reads packs" in shown.stderr
+        return
     assert shown.returncode == 0, shown.stderr
     assert "tokens)" in shown.stdout.splitlines()[0]

@@ -9,6 +9,7 @@ from typing import Any
 from nemo_ext.data.settings import check_keys
 from nemo_ext.progress import notice
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient
+from nemo_ext.rl.job import flat
 from nemo_ext.rl.nemo_rl.checkout import Checkout
 from nemo_ext.rl.nemo_rl.render import render, section_of
 from nemo_ext.run_directory import CHECKPOINTS, write_config, write_versions
@@ -54,7 +55,7 @@ def settings_of(
         "logger": {"log_dir": str(run_dir / "logs")},
     }
     changes: dict[str, Any] = {}
-    for path, value in _flat(config["nemo_rl"]["set"] or {}):
+    for path, value in flat(config["nemo_rl"]["set"] or {}).items():
         _put(changes, path, value)
     master = checkout.config(section, rendered.settings, own, changes)
     given = {key: value for key, value in rendered.adapter.items() if key not in ("data", "validation")}
@@ -64,14 +65,6 @@ def settings_of(
     else:
         given["pairs"] = {key: value for key, value in config["pairs"].items() if value}
     return given, master
-
-
-def _flat(section: Mapping[str, Any], above: str = "") -> list[tuple[str, Any]]:
-    """Dotted paths of all values, whether they were written nested or dotted."""
-    found: list[tuple[str, Any]] = []
-    for key, value in section.items():
-        found += _flat(value, f"{above}{key}.") if isinstance(value, Mapping) and value else [(f"{above}{key}", value)]
-    return found
 
 
 def _put(config: dict[str, Any], path: str, value: Any) -> None:

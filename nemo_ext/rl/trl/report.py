@@ -21,7 +21,7 @@ def write_report(run_dir: Path, algorithm: Algorithm) -> Path:
     logs = [json.loads(line) for line in (run_dir / METRICS).read_text().splitlines()]
     _plot(run_dir / PLOT, logs)
     names = sorted({name for log in logs for name in log} - {"step"})
-    shown = [name for name in names if not name.startswith(("profiling/", "frac_", "clip_ratio/"))]
+    shown = [name for name in names if "clip_ratio/" not in name and not name.startswith("profiling/")]
     rows = "\n".join(_row(name, logs) for name in shown)
     text = (
         f"# {run_dir.name}: {algorithm.algorithm}\n\n{algorithm.source}. {logs[-1]['step']} steps.\n\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nemo_ext.config import compose
-from nemo_ext.rl.job import checked_algorithm
+from nemo_ext.rl.job import check_same_run, checked_algorithm
 
 pytest.importorskip("trl")
 
@@ -159,6 +159,17 @@ def test_dpo_trains_on_pairs(model: Path, tmp_path: Path) -> None:
 def test_what_is_missing_or_misspelled_is_said(words: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         checked_algorithm(compose("rl", words))
+
+
+def test_a_run_goes_on_with_its_own_settings_or_with_more_steps() -> None:
+    words = ["preset=rl_zero", "model=m", "tasks.train.path=t", "rl.schedule.steps=4"]
+    before = compose("rl", words)
+
+    check_same_run(before, compose("rl", [*words[:-1], "rl.schedule.steps=8", "save_every=1"]))
+    with pytest.raises(ValueError, match=r"rl\.loss\.clip_high was 0\.272, is 0\.3"):
+        check_same_run(before, compose("rl", [*words, "rl.loss.clip_high=0.3"]))
+    with pytest.raises(ValueError, match=r"trl\.learning_rate was None, is 0\.1"):
+        check_same_run(before, compose("rl", [*words, "trl.learning_rate=0.1"]))
 
 
 @pytest.mark.slow
