@@ -1,6 +1,6 @@
 """GRPO on one machine, end to end: a tiny model is fine-tuned, then rewarded, with and without a curriculum.
 
-    python benchmarks/grpo.py [--folder DIR] [--seeds 3] [--steps 60] [--sft-steps 300]
+    python benchmarks/grpo.py [--folder DIR] [--seeds 3] [--steps 100]
 
 Everything goes through the commands that a user has: tasks with right answers (`rl_tasks`), conversations to packs
 (`sft_data`), Megatron's trainer (`train`), an export (`convert`), one pass of rollouts for pass rates, an order from
@@ -11,19 +11,24 @@ after, whose prompts are trained on nowhere, with 95 % intervals over the seeds,
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
-GENERATORS = {"structured_output": ("schemas", (2, 3)), "instructions": ("instructions", (1,))}
+GENERATORS = {"structured_output": ("schemas", (1, 2)), "instructions": ("instructions", (1, 2))}
 SFT_SEED, TRAIN_SEED, VALIDATION_SEED = 1, 2, 3
 SPECIAL = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|pad|>")
-PROMPTS, GENERATIONS, TOKENS = 8, 8, 64
+RESPONSES, GENERATIONS, TOKENS = 64, 8, 64
+PROFILE_GENERATIONS = 4
+ORDERS = ("random", "curriculum")
 
 
 def nemo_ext(*words: str) -> None:
@@ -115,12 +120,13 @@ def fine_tune(folder: Path, steps: int) -> None:
     nemo_ext("convert", f"from={folder / 'sft_run'}", f"to={folder / 'sft_model'}", f"files_from={folder / 'base'}")
 
 
-def rl(folder: Path, run_dir: Path, seed: int, steps: int, *words: str) -> None:
+def rl(folder: Path, run_dir: Path, seed: int, steps: int, *words: str, generations: int = GENERATIONS) -> None:
     """One run of GRPO, OLMo 3's RL-Zero in small."""
     nemo_ext(
         *("rl", "preset=rl_zero", f"model={folder / 'sft_model'}", f"run_dir={run_dir}", f"seed={seed}"),
-        *(f"rl.prompts_per_step={PROMPTS}", f"rl.generations_per_prompt={GENERATIONS}", "on_inexpressible=warn"),
-        *(f"rl.batch={PROMPTS * GENERATIONS}", f"micro_batch={PROMPTS * GENERATIONS}", f"rl.lengths.response={TOKENS}"),
+        *(f"rl.prompts_per_step={RESPONSES // generations}", f"rl.generations_per_prompt={generations}"),
+        *(f"rl.batch={RESPONSES}", f"micro_batch={RESPONSES}", f"rl.lengths.response={TOKENS}"),
+        "on_inexpressible=warn",
         *(
             "environments={structured_output: {}, instructions: {}}",
             f"rl.schedule={{kind: constant, steps: {steps}}}",
@@ -129,52 +135,75 @@ def rl(folder: Path, run_dir: Path, seed: int, steps: int, *words: str) -> None:
     )
 
 
-def validated(folder: Path, run_dir: Path, steps: int) -> list[str]:
-    """Words that validate before and after."""
-    return [f"tasks.validation.path={folder / 'validation.jsonl'}", f"rl.validation={{every: {steps}, at_start: true}}"]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="keep everything here, and go on with what is there")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--sft-steps", type=int, default=300)
-    parser.add_argument("--learning-rate", default="1e-3")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--sft-steps", type=int, default=150)
+    parser.add_argument("--learning-rate", default="3e-4")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at once")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        began = time.perf_counter()
         if not (folder / "sft_model" / "config.json").is_file():
-            make_tasks(folder)
-            make_model(folder)
-            fine_tune(folder, arguments.sft_steps)
-            print(f"tasks, model and SFT: {time.perf_counter() - began:.0f} s", flush=True)
-        train = folder / "train.jsonl"
-        count = len(train.read_text().splitlines())
+            with timed("tasks, model and SFT"):
+                make_tasks(folder)
+                make_model(folder)
+                fine_tune(folder, arguments.sft_steps)
         if not (folder / "curriculum" / "curriculum.jsonl").is_file():
-            rl(folder, folder / "profile", 0, count // PROMPTS, f"tasks.train.path={train}", "trl.learning_rate=0.0")
-            nemo_ext(
-                *("curriculum", f"prompts={train}", f"rollouts={folder / 'profile/rollouts.jsonl'}"),
-                *(f"output={folder / 'curriculum'}", f"batch={PROMPTS}", f"steps={arguments.steps}"),
-                *("domains={schemas: 0.5, instructions: 0.5}", "exhausted=repeat", "filters.min_rollouts=1"),
-            )
-        orders = {
-            "random": f"tasks.train.path={train}",
-            "curriculum": f"tasks.train.curriculum={folder / 'curriculum'}",
-        }
-        for name, words in orders.items():
-            for seed in range(1, arguments.seeds + 1):
-                run_dir = folder / f"{name}-{seed}"
-                again = [words, f"trl.learning_rate={arguments.learning_rate}"]
-                again += [f"tasks.train.seed={seed}"] if name == "random" else []
-                rl(folder, run_dir, seed, arguments.steps, *again, *validated(folder, run_dir, arguments.steps))
-                print(f"{name}, seed {seed}: {time.perf_counter() - began:.0f} s", flush=True)
-        report(folder, list(orders), arguments.seeds)
+            with timed("profile and curriculum"):
+                profile(folder, arguments.steps)
+        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // arguments.jobs))
+        for order in ORDERS:
+            with timed(f"GRPO, {order}, {arguments.seeds} seeds"), ThreadPoolExecutor(arguments.jobs) as pool:
+                runs = [
+                    pool.submit(train, folder, order, seed, arguments.steps, arguments.learning_rate)
+                    for seed in range(1, arguments.seeds + 1)
+                ]
+                for run in runs:
+                    run.result()
+        report(folder, arguments.seeds)
 
 
-def report(folder: Path, orders: list[str], seeds: int) -> None:
+@contextmanager
+def timed(what: str) -> Iterator[None]:
+    """Prints how long it took."""
+    began = time.perf_counter()
+    yield
+    print(f"{what}: {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def profile(folder: Path, steps: int) -> None:
+    """Pass rates of all tasks, by a run that learns nothing, and the order from easy to hard."""
+    tasks = folder / "train.jsonl"
+    passes = len(tasks.read_text().splitlines()) // (RESPONSES // PROFILE_GENERATIONS)
+    words = (f"tasks.train.path={tasks}", "trl.learning_rate=0.0")
+    rl(folder, folder / "profile", 0, passes, *words, generations=PROFILE_GENERATIONS)
+    nemo_ext(
+        *("curriculum", f"prompts={tasks}", f"rollouts={folder / 'profile/rollouts.jsonl'}"),
+        *(f"output={folder / 'curriculum'}", f"batch={RESPONSES // GENERATIONS}", f"steps={steps}"),
+        *("domains={schemas: 0.5, instructions: 0.5}", "exhausted=repeat", "filters.min_rollouts=1"),
+    )
+
+
+def train(folder: Path, order: str, seed: int, steps: int, learning_rate: str) -> None:
+    """One seed's run in random order or the curriculum's, validated before and after."""
+    orders = {
+        "random": (f"tasks.train.path={folder / 'train.jsonl'}", f"tasks.train.seed={seed}"),
+        "curriculum": (f"tasks.train.curriculum={folder / 'curriculum'}",),
+    }
+    rl(
+        *(folder, folder / f"{order}-{seed}", seed, steps, *orders[order], f"trl.learning_rate={learning_rate}"),
+        *(
+            f"tasks.validation.path={folder / 'validation.jsonl'}",
+            f"rl.validation={{every: {steps}, at_start: true}}",
+        ),
+    )
+
+
+def report(folder: Path, seeds: int) -> None:
     """A table of validation rewards and a plot of training rewards."""
     import matplotlib
 
@@ -183,7 +212,7 @@ def report(folder: Path, orders: list[str], seeds: int) -> None:
 
     figure, axis = pyplot.subplots(figsize=(6.5, 4), layout="constrained")
     print("| order | | before | after | gain |\n|---|---|---|---|---|")
-    for order in orders:
+    for order in ORDERS:
         logs = [list(records(folder / f"{order}-{seed}" / "metrics.jsonl")) for seed in range(1, seeds + 1)]
         for name in ("eval_reward", *(f"eval_{environment}/reward" for environment in sorted(GENERATORS))):
             found = np.array([[log[name] for log in run if name in log] for run in logs])

@@ -4,6 +4,7 @@ Rewards, shares of environments and the order of prompts are the adapter's. Impo
 """
 
 import dataclasses
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -38,9 +39,13 @@ def render(
     draft = _Draft(algorithm, by_adapter)
     draft.settings |= {
         "per_device_train_batch_size": micro_batch,
+        "per_device_eval_batch_size": micro_batch,
         "gradient_accumulation_steps": algorithm.batch // share,
     }
     if isinstance(algorithm, PolicyGradient):
+        # TRL validates with whole groups.
+        group = algorithm.generations_per_prompt
+        draft.settings["per_device_eval_batch_size"] = math.ceil(micro_batch / group) * group
         _generation(draft, algorithm, vllm=vllm)
         if algorithm.algorithm == "rloo":
             _rloo(draft, algorithm)

@@ -130,6 +130,15 @@ def test_steps_are_updates(tmp_path: Path) -> None:
     assert config.lr_scheduler_type == "constant_with_warmup"
 
 
+def test_validation_is_of_whole_groups(tmp_path: Path) -> None:
+    algorithm = small(batch=8, generations_per_prompt=4)
+    rendered = render(algorithm, micro_batch=2)
+    make_config(algorithm, rendered, output_dir=str(tmp_path), eval_strategy="steps", eval_steps=1, **CPU)
+
+    assert rendered.settings["per_device_eval_batch_size"] == 4
+    assert render(algorithm, micro_batch=8).settings["per_device_eval_batch_size"] == 8
+
+
 def test_pairs() -> None:
     delta, think, tools = (render(load(name)).settings for name in ("dpo_delta", "think_dpo", "dpo_tool_hallucination"))
 
