@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-GENERATORS = {"structured_output": ("schemas", (1, 2)), "instructions": ("instructions", (1, 2))}
+GENERATORS = {"structured_output": ("schemas", (2, 3)), "instructions": ("instructions", (1, 2))}
 SFT_SEED, TRAIN_SEED, VALIDATION_SEED = 1, 2, 3
 SPECIAL = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|pad|>")
 RESPONSES, GENERATIONS, TOKENS = 64, 8, 64
@@ -47,7 +47,7 @@ def make_tasks(folder: Path) -> None:
     """Tasks to validate on, tasks to train on and conversations for SFT that have no prompt in common with them."""
     taken: set[str] = set()
     for split, seed, count in (
-        ("validation", VALIDATION_SEED, 60),
+        ("validation", VALIDATION_SEED, 48),
         ("train", TRAIN_SEED, 480),
         ("sft", SFT_SEED, 1500),
     ):
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keep everything here, and go on with what is there")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--sft-steps", type=int, default=150)
+    parser.add_argument("--sft-steps", type=int, default=180)
     parser.add_argument("--learning-rate", default="3e-4")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once")
     arguments = parser.parse_args()

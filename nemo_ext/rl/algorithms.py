@@ -23,7 +23,6 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[FiniteFloat, Field(gt=0)]
 NonNegative = Annotated[FiniteFloat, Field(ge=0)]
 
-GENRM = "genrm"
 """Tasks of a generative reward model in training (`nemo_ext.rl.rewards.genrm`): two responses with their scores."""
 
 
@@ -281,11 +280,19 @@ class GroupReward:
     Attributes:
         judge: settings of the generative reward model (`nemo_ext.rl.judge.JudgeSettings`) that compares the responses
             in a circle; null leaves the environments' rewards as base.
+        show: how the judge sees responses: `genrm` for a reward model whose chat template has roles for them,
+            `instructed` for any chat model.
         length_control: coefficients of `nemo_ext.rl.rewards.comparison.LengthControl`.
     """
 
     judge: Mapping[str, Any] | None = None
+    show: Literal["genrm", "instructed"] = "genrm"
     length_control: Mapping[str, FiniteFloat] = field(default_factory=dict)
+
+    def settings(self) -> dict[str, Any]:
+        """As `nemo_ext.rl.groups.group_reward` takes them."""
+        judge = {"judge": self.judge, "show": self.show} if self.judge else {}
+        return judge | ({"length_control": dict(self.length_control)} if self.length_control else {})
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -348,8 +355,8 @@ class PolicyGradient:
         if self.lengths.response is None or self.lengths.context is None:
             raise ValueError("lengths: give response, and prompt or total")
         for name in self.environments:
-            if name not in (*ENVIRONMENTS, GENRM):
-                raise ValueError(f"environments: unknown name {name!r}: {nearest(name, (*ENVIRONMENTS, GENRM))}")
+            if name not in ENVIRONMENTS:
+                raise ValueError(f"environments: unknown name {name!r}: {nearest(name, ENVIRONMENTS)}")
         if self.schedule.warmup_share is not None or self.schedule.kind != "constant":
             _need_steps(self.steps)
 

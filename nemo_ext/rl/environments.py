@@ -38,6 +38,8 @@ class Environment:
         begin: a new conversation, given what `check` returned; None for environments of a single turn.
         max_turns: responses in one conversation at most.
         waits: whether `verify` waits for something else (processes, a judge), so that many may run at once.
+        judged_in_groups: a response earns nothing by itself: a judge compares it with the others of its group.
+        reach: raises ValueError if what it asks, a judge, is not there; for the start of a run.
     """
 
     name: str
@@ -46,6 +48,8 @@ class Environment:
     begin: Callable[[Any], Conversation] | None = None
     max_turns: int = 1
     waits: bool = False
+    judged_in_groups: bool = False
+    reach: Callable[[], Awaitable[None]] | None = None
 
 
 # Modules are imported when their environment is made: each has a function `environment(**settings)`.
@@ -56,6 +60,8 @@ ENVIRONMENTS: Mapping[str, str] = {
     "instructions": "nemo_ext.rl.verifiers.instructions",
     "code": "nemo_ext.rl.verifiers.code",
     "judge": "nemo_ext.rl.verifiers.judge",
+    "genrm": "nemo_ext.rl.verifiers.genrm",
+    "chat": "nemo_ext.rl.verifiers.chat",
     "tool_calls": "nemo_ext.rl.verifiers.tool_calls",
     "tool_hallucination": "nemo_ext.rl.verifiers.tool_hallucination",
     "workplace": "nemo_ext.rl.worlds.workplace",

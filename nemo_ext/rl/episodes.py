@@ -185,7 +185,7 @@ class Episodes:
 
     def _rewarded(self, episode: Episode, turn: Turn) -> Turn:
         assert turn.verdict is not None
-        facts = Facts.of({"thinking": episode.task.thinking, "thinking_opened": episode.thinking_opened})
+        facts = Facts.of(episode.task, thinking_opened=episode.thinking_opened)
         reward = self.reward.score(turn.verdict, turn.response, facts)
         self._count(turn.verdict, reward)
         return replace(turn, reward=reward)

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from nemo_ext.progress import notice
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient
-from nemo_ext.rl.environments import ENVIRONMENTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,19 +61,16 @@ def around(algorithm: Algorithm) -> tuple[dict[str, Any], dict[str, str]]:
         adapter["data"] |= {"rounds": algorithm.online.rounds}
         reason = "pairs are read, not generated while training; generate, judge and train on the pairs in turn instead"
         return adapter, {"online": reason}
-    known = {name: use for name, use in algorithm.environments.items() if name in ENVIRONMENTS}
     adapter["environments"] = {
         name: {"reward": use.reward, **({"settings": dict(use.settings)} if use.settings else {})}
-        for name, use in known.items()
+        for name, use in algorithm.environments.items()
     }
     adapter["data"] = {
-        "shares": {name: use.weight for name, use in known.items()},
+        "shares": {name: use.weight for name, use in algorithm.environments.items()},
         "thinking_share": algorithm.thinking_share,
         "drop_from": algorithm.curriculum.drop_from,
         "easy_to_hard": algorithm.curriculum.easy_to_hard,
     }
     if algorithm.group is not None:
-        group = {"length_control": dict(algorithm.group.length_control), "judge": algorithm.group.judge}
-        adapter["group"] = {key: value for key, value in group.items() if value}
-    reason = "no environment of this name runs here; it is left out instead"
-    return adapter, {f"environments.{name}": reason for name in algorithm.environments if name not in known}
+        adapter["group"] = algorithm.group.settings()
+    return adapter, {}

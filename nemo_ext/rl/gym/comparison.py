@@ -24,10 +24,7 @@ from nemo_ext.rl.gym.server import OwnConfig, VerifyRequest, VerifyResponse, fai
 from nemo_ext.rl.judge import Judge, JudgeSettings
 from nemo_ext.rl.response import Response
 from nemo_ext.rl.rewards.comparison import LengthControl
-from nemo_ext.rl.rewards.genrm import genrm_messages, instructed_messages
-from nemo_ext.rl.rewards.rlhf import Show, rlhf_rewards
-
-_SHOWN: dict[str, Show] = {"genrm": genrm_messages, "instructed": instructed_messages}
+from nemo_ext.rl.rewards.rlhf import SHOWN, rlhf_rewards
 
 
 class ComparisonConfig(OwnConfig):
@@ -73,8 +70,8 @@ class ComparisonServer(SimpleResourcesServer):
         config = self.config
         if (config.num_workers or 1) > 1:
             raise ValueError("num_workers must be 1: a group's responses meet in one process")
-        if config.show not in _SHOWN:
-            raise ValueError(f"show: unknown {config.show!r}: {nearest(config.show, _SHOWN)}")
+        if config.show not in SHOWN:
+            raise ValueError(f"show: unknown {config.show!r}: {nearest(config.show, SHOWN)}")
         if not 0 < config.wait_seconds < float("inf"):
             raise ValueError(f"wait_seconds must be a number of seconds above 0, not {config.wait_seconds!r}")
         self._judge = Judge(JudgeSettings.of(config.judge))
@@ -107,7 +104,7 @@ class ComparisonServer(SimpleResourcesServer):
             self._judge,
             members[0].prompt,
             [member.response for member in members],
-            show=_SHOWN[config.show],
+            show=SHOWN[config.show],
             both_orders=config.both_orders,
             control=self._control,
         )

@@ -110,6 +110,8 @@ class VerifierServer(SimpleResourcesServer):
         super().model_post_init(context)
         config = self.config
         self._environment = self._by_call = make(config.environment, config.settings)
+        if self._environment.judged_in_groups:
+            raise ValueError(f"environment {config.environment!r}: its judge is a server of its own, genrm")
         self._reward = reward_of(config.reward)
         self._threads = ThreadPoolExecutor(checked_whole("concurrency", config.concurrency, least=1))
         if self._environment.begin is not None:
@@ -243,7 +245,7 @@ class VerifierServer(SimpleResourcesServer):
             raise HTTPException(
                 500, f"reward {self.config.reward!r} counts tokens, but the model server gives no usage"
             )
-        facts = Facts.of({"thinking": task.thinking, "thinking_opened": self.config.thinking_opened})
+        facts = Facts.of(task, thinking_opened=self.config.thinking_opened)
         reward = self._reward.score(verdict, response, facts)
         return {
             "reward": reward.total,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_ext.data.settings import check_keys, nearest
-from nemo_ext.rl.groups import group_reward
+from nemo_ext.rl.groups import KEYS, group_reward
 from nemo_ext.rl.nemo_rl.group_rewards import Groups
 from nemo_ext.rl.nemo_rl.register import PREFIX
 
@@ -20,7 +20,7 @@ def groups_of(*, generations: int, advantage: Mapping[str, Any] | None, group: M
         advantage: `baseline` (mean, leave_one_out) and `normalise` (std, unbiased_std, none); NeMo-RL's
             `grpo.normalize_rewards` says whether the deviation divides.
         group: `environments`, names of those it is for (all if left out), and one of `length_control` (a
-            `LengthControl`) or `judge` (a `JudgeSettings`) with it.
+            `LengthControl`) or `judge` (a `JudgeSettings`) with it; `show`, see `nemo_ext.rl.groups`.
 
     Raises:
         ValueError: naming the key.
@@ -34,7 +34,7 @@ def groups_of(*, generations: int, advantage: Mapping[str, Any] | None, group: M
     environments = None
     reward = None
     if group is not None:
-        check_keys(group, ("environments", "length_control", "judge"), required=(), where="group")
+        check_keys(group, ("environments", *KEYS), required=(), where="group")
         names = group.get("environments")
         environments = None if names is None else frozenset(PREFIX + name for name in names)
         reward = group_reward({key: value for key, value in group.items() if key != "environments"})

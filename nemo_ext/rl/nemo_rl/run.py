@@ -15,6 +15,7 @@ from typing import Any
 from nemo_ext.data.settings import check_keys, nearest
 from nemo_ext.progress import notice
 from nemo_ext.rl.environments import ENVIRONMENTS, make
+from nemo_ext.rl.groups import check_judges
 from nemo_ext.rl.nemo_rl import compat
 from nemo_ext.rl.nemo_rl.data import Records, TaskProcessor
 from nemo_ext.rl.nemo_rl.group_rewards import scored
@@ -23,7 +24,6 @@ from nemo_ext.rl.nemo_rl.pairs import PairDataset, read_pairs
 from nemo_ext.rl.nemo_rl.register import PREFIX, register
 from nemo_ext.rl.plan import PlannedTasks, TaskFile, check_references, plan_tasks
 from nemo_ext.rl.prompts import Prompts
-from nemo_ext.rl.task import Task
 
 ALGORITHMS = ("grpo", "rloo", "dpo", "rpo")
 _COMMON = ("algorithm", "nemo_rl", "template")
@@ -93,9 +93,11 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> 
         raise ValueError("grpo.val_period, grpo.val_at_start: give tasks.validation, or set them to 0 and false")
 
     settings = _environment_settings(config, master, tokenizer, [train, *([] if validation is None else [validation])])
+    made = {name: make(name, given.get("settings")) for name, given in settings.items()}
+    check_judges(made.values(), config.get("group") or {})
     for tasks in (train, validation):
         if tasks is not None:
-            check_references(tasks, _checks(settings))
+            check_references(tasks, lambda task: made[task.environment].check(task.reference))
     template = config.get("template")
     reads = Prompts.of_tokenizer(tokenizer) if template is None else Prompts.load(template, eos=tokenizer.eos_token)
     with_prompt = (config.get("group") or {}).get("judge") is not None
@@ -218,15 +220,6 @@ def _folder(tokenizer: Any) -> str | None:
     """Where a tokenizer's chat template is, if it is a folder."""
     name = str(tokenizer.name_or_path)
     return name if Path(name).is_dir() else None
-
-
-def _checks(settings: Mapping[str, Mapping[str, Any]]) -> Any:
-    made = {name: make(name, given.get("settings")) for name, given in settings.items()}
-
-    def check(task: Task) -> None:
-        made[task.environment].check(task.reference)
-
-    return check
 
 
 def _processed(tasks: PlannedTasks, names: Mapping[str, Any], tokenizer: Any, processor: Any, length: Any) -> Any:

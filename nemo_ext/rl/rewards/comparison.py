@@ -4,14 +4,14 @@ Nemotron 3 Nano, section 3.3.2. NeMo Gym's server genrm_compare does the same; w
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from nemo_ext.data.preference.genrm import FIRST_SUPERIOR, LEAST_HELPFUL, MOST_HELPFUL, SECOND_SUPERIOR
 
 NEUTRAL = (LEAST_HELPFUL + MOST_HELPFUL) / 2
-_NO_PREFERENCE = (FIRST_SUPERIOR + SECOND_SUPERIOR) / 2
+NO_PREFERENCE = (FIRST_SUPERIOR + SECOND_SUPERIOR) / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Judgement:
         first, second = self.helpfulness
         if first != second:
             return first, second
-        return first + (_NO_PREFERENCE - self.ranking), second + (self.ranking - _NO_PREFERENCE)
+        return first + (NO_PREFERENCE - self.ranking), second + (self.ranking - NO_PREFERENCE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,11 +190,37 @@ def group_rewards(
     Raises:
         ValueError: the lengths are not as many, a length is negative, or a comparison is of no response.
     """
+    base, judged = base_rewards(len(thinking_lengths), judgements)
+    missing = sum(judgement is None for judgement in judgements.values())
+    given = control_lengths(
+        base, thinking_lengths=thinking_lengths, answer_lengths=answer_lengths, judged=judged, control=control
+    )
+    return replace(given, missing=missing)
+
+
+def control_lengths(
+    base: Sequence[float],
+    *,
+    thinking_lengths: Sequence[int],
+    answer_lengths: Sequence[int],
+    judged: Sequence[bool] | None = None,
+    control: LengthControl | None = None,
+) -> GroupRewards:
+    """The same on base rewards that are known, a verifier's for example.
+
+    Args:
+        base: one for each response.
+        judged: for each, whether its base reward is its own; of all if None.
+
+    Raises:
+        ValueError: the lengths are not as many, or one is negative.
+    """
     control = control or LengthControl()
-    size = len(thinking_lengths)
-    if len(answer_lengths) != size:
-        raise ValueError(f"{size} lengths of thinking, but {len(answer_lengths)} of answers")
-    base, judged = base_rewards(size, judgements)
+    size = len(base)
+    judged = tuple(judged or (True,) * size)
+    for name, lengths in (("thinking", thinking_lengths), ("answers", answer_lengths)):
+        if len(lengths) != size:
+            raise ValueError(f"{size} responses, but {len(lengths)} lengths of {name}")
     thinking = length_weights(thinking_lengths)
     longest = max(answer_lengths, default=0)
     answer = length_weights([length or longest for length in answer_lengths])
@@ -214,14 +240,8 @@ def group_rewards(
                 strict=True,
             )
         )
-    return GroupRewards(
-        rewards=tuple(map(sum, zip(base, length, bonus, strict=True))),
-        base=base,
-        length=length,
-        bonus=bonus,
-        judged=judged,
-        missing=sum(judgement is None for judgement in judgements.values()),
-    )
+    rewards = tuple(float(sum(parts)) for parts in zip(base, length, bonus, strict=True))
+    return GroupRewards(rewards=rewards, base=tuple(base), length=length, bonus=bonus, judged=judged)
 
 
 def _bonus(lengths: Sequence[int], good: Sequence[bool], bonus: float) -> list[float]:

@@ -15,6 +15,7 @@ from nemo_ext.data.sft.sample import Message
 from nemo_ext.rl.quotation import nonce, plain, quote
 from nemo_ext.rl.response import parse_response
 from nemo_ext.rl.rewards.comparison import Judgement
+from nemo_ext.rl.rewards.components import Reward
 
 # What NeMo Gym shows in place of an empty answer; chat templates skip empty messages or fail on them.
 _EMPTY = "None"
@@ -84,7 +85,7 @@ def genrm_reward(
     ranking: float,
     format_penalty: float = 10.0,
     ranking_weight: float = 1.0,
-) -> float:
+) -> Reward:
     """What a GenRM in training earns: -C1 I_format - |Ph1 - Gh1| - |Ph2 - Gh2| - C2 |Pr - Gr|.
 
     Nemotron 3 Nano, section 3.3.1, equation 1: C1 = `format_penalty`, C2 = `ranking_weight`. Where the format is
@@ -99,20 +100,26 @@ def genrm_reward(
     Raises:
         ValueError: the data's scores are out of range.
     """
-    truth = Judgement(helpfulness=(_known(helpfulness[0]), _known(helpfulness[1])), ranking=ranking)
+    truth = true_judgement(helpfulness, ranking)
     predicted = parse_judgement(answer)
+    parts = dict.fromkeys(("format", "helpfulness", "ranking"), 0.0)
     if predicted is None:
-        return -format_penalty
-    errors = [
-        abs(given - true)
-        for given, true, known in zip(predicted.helpfulness, truth.helpfulness, helpfulness, strict=True)
-        if known is not None
-    ]
-    return -sum(errors) - ranking_weight * abs(predicted.ranking - truth.ranking)
+        parts["format"] = -format_penalty
+    else:
+        scores = zip(predicted.helpfulness, truth.helpfulness, helpfulness, strict=True)
+        parts["helpfulness"] = -sum(abs(given - true) for given, true, known in scores if known is not None)
+        parts["ranking"] = -ranking_weight * abs(predicted.ranking - truth.ranking)
+    return Reward(total=sum(parts.values()), parts=parts)
 
 
-def _known(helpfulness: float | None) -> float:
-    return LEAST_HELPFUL if helpfulness is None else helpfulness
+def true_judgement(helpfulness: tuple[float | None, float | None], ranking: float) -> Judgement:
+    """The data's judgement; for a score that is not known the least stands.
+
+    Raises:
+        ValueError: a score is out of range.
+    """
+    first, second = (LEAST_HELPFUL if score is None else score for score in helpfulness)
+    return Judgement(helpfulness=(first, second), ranking=ranking)
 
 
 def _shown(text: str) -> str:

@@ -4,16 +4,19 @@ reward: outcome                                   1 for a correct response, else
 reward: {name: score}                             the verdict's score, where parts of a task count
 reward: {name: domyn_math, max_tokens: 8192}      `nemo_ext.rl.rewards.verifiable`, as the next
 reward: {name: accuracy_format, format_weight: 1}
+reward: {name: genrm_training, format_penalty: 10, ranking_weight: 1}     of tasks of `genrm`
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_ext.data.settings import check_keys, nearest
 from nemo_ext.rl.response import Response
 from nemo_ext.rl.rewards.components import Reward
+from nemo_ext.rl.rewards.genrm import genrm_reward
 from nemo_ext.rl.rewards.verifiable import accuracy_format_reward, domyn_math_reward, outcome_reward
+from nemo_ext.rl.task import Task
 from nemo_ext.rl.verifiers.format import domyn_format, think_tags
 from nemo_ext.rl.verifiers.verdict import Verdict
 
@@ -25,17 +28,17 @@ class Facts:
     Attributes:
         thinking: whether reasoning is asked for; where the model has no modes, whether the prompt begins it.
         thinking_opened: the prompt ends inside a trace.
+        reference: the task's.
     """
 
     thinking: bool = False
     thinking_opened: bool = False
+    reference: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, info: Mapping[str, Any]) -> "Facts":
-        """From a sample's metadata."""
-        opened = bool(info.get("thinking_opened"))
-        thinking = info.get("thinking")
-        return cls(opened if thinking is None else bool(thinking), opened)
+    def of(cls, task: Task, *, thinking_opened: bool) -> "Facts":
+        """Of a task whose prompt ends inside a trace or not."""
+        return cls(thinking_opened if task.thinking is None else task.thinking, thinking_opened, task.reference)
 
 
 Scoring = Callable[[Verdict, Response, Facts], Reward]
@@ -95,9 +98,16 @@ def _accuracy_format(verdict: Verdict, response: Response, facts: Facts, **setti
     return accuracy_format_reward(verdict, format_score=format_score, **settings)
 
 
+def _genrm_training(verdict: Verdict, response: Response, facts: Facts, **settings: Any) -> Reward:
+    truth = facts.reference
+    scores = (truth.get("score_1"), truth.get("score_2"))
+    return genrm_reward(response.answer, helpfulness=scores, ranking=truth["ranking"], **settings)
+
+
 _REWARDS: Mapping[str, tuple[Callable[..., Reward], tuple[str, ...], bool]] = {
     "outcome": (_outcome, (), False),
     "score": (_score, (), False),
     "domyn_math": (_domyn_math, ("max_tokens",), True),
+    "genrm_training": (_genrm_training, ("format_penalty", "ranking_weight"), False),
     "accuracy_format": (_accuracy_format, ("accuracy_weight", "format_weight"), False),
 }

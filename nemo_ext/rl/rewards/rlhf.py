@@ -1,15 +1,17 @@
 """A group's rewards by a generative reward model: asks the judge, then `nemo_ext.rl.rewards.comparison`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nemo_ext.data.sft.sample import Message
 from nemo_ext.rl.judge import Judge
 from nemo_ext.rl.response import Response
 from nemo_ext.rl.rewards.comparison import GroupRewards, LengthControl, circular_comparisons, group_rewards
-from nemo_ext.rl.rewards.genrm import genrm_messages, parse_judgement
+from nemo_ext.rl.rewards.genrm import genrm_messages, instructed_messages, parse_judgement
 
 Show = Callable[[Sequence[Message], str, str], list[dict[str, Any]]]
+SHOWN: Mapping[str, Show] = {"genrm": genrm_messages, "instructed": instructed_messages}
+"""`genrm` for a judge whose chat template has the roles response_1 and response_2, `instructed` for any other."""
 
 
 async def rlhf_rewards(
@@ -31,7 +33,7 @@ async def rlhf_rewards(
         judge: never raises and never hangs; comparisons that it does not answer are left out and counted.
         prompt: the conversation up to the responses.
         responses: the group.
-        show: `genrm_messages`, or `instructed_messages` for a judge whose chat template has no roles for responses.
+        show: one of `SHOWN`.
         both_orders: as `circular_comparisons` has it.
         control: as `group_rewards` has it.
         max_answer_characters: the judge sees as much of an answer (choice): one that is more than it can read would

@@ -1,9 +1,10 @@
-"""Files of generated tasks, and of conversations that solve them."""
+"""Files of tasks, generated or from records, and of conversations that solve generated ones."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,36 +12,72 @@ from nemo_ext.data.seeds import uniform
 from nemo_ext.data.settings import check_keys, checked_share, checked_whole
 from nemo_ext.data.sft.formats import to_record
 from nemo_ext.data.sft.sample import Message, Sample, ToolCall
+from nemo_ext.data.sft.sources import ConversationReport
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.response import Response
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import GENERATORS, generate
+from nemo_ext.rl.tasks.records import tasks_of
 from nemo_ext.run_directory import write_text
 
-_KEYS = ("generator", "count", "level", "seed", "settings", "thinking", "output", "solutions")
+_KEYS = ("generator", "environment", "records", "count", "level", "seed", "settings", "thinking", "output", "solutions")
+COUNT = 1000
+"""Generated tasks if no number is given."""
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Write `count` tasks to `output`, and conversations with right answers to `solutions` if it is given.
+    """Write tasks to `output`, and conversations with right answers to `solutions` if it is given.
 
     Raises:
         ValueError: naming the key, what it holds and what it may hold.
     """
     check_keys(config, _KEYS, required=_KEYS, where="rl_tasks")
-    for key, what in (("generator", "which tasks"), ("output", "the file to write")):
-        if not config[key]:
-            raise ValueError(f"{key}=null: say {what}")
-    level = None if config["level"] is None else checked_whole("level", config["level"], least=1)
-    seed, count = checked_whole("seed", config["seed"]), checked_whole("count", config["count"], least=1)
-    settings = config["settings"] or {}
-    try:
-        made = list(generate(config["generator"], count, seed=seed, level=level, **settings))
-    except TypeError as error:
-        raise ValueError(f"settings={settings}: {error}") from None
-    tasks = [_in_mode(task, config["thinking"], seed) for task in made]
+    if not config["output"]:
+        raise ValueError("output=null: say the file to write")
+    if config["records"]:
+        tasks = _from_records(config)
+    elif config["generator"]:
+        tasks = _generated(config)
+    else:
+        raise ValueError("generator=null: say which tasks, or give records=FILES and environment=NAME")
+    tasks = [_in_mode(task, config["thinking"], config["seed"]) for task in tasks]
     _write(config["output"], (task.record() for task in tasks))
     if config["solutions"]:
         _write(config["solutions"], (to_record(solved(task, config["generator"])) for task in tasks))
+
+
+def _generated(config: Mapping[str, Any]) -> list[Task]:
+    if config["environment"]:
+        raise ValueError(
+            f"environment={config['environment']}: is for records; generator={config['generator']} has one"
+        )
+    level = None if config["level"] is None else checked_whole("level", config["level"], least=1)
+    seed = checked_whole("seed", config["seed"])
+    count = COUNT if config["count"] is None else checked_whole("count", config["count"], least=1)
+    settings = config["settings"] or {}
+    try:
+        return list(generate(config["generator"], count, seed=seed, level=level, **settings))
+    except TypeError as error:
+        raise ValueError(f"settings={settings}: {error}") from None
+
+
+def _from_records(config: Mapping[str, Any]) -> list[Task]:
+    for key in ("generator", "level", "settings", "solutions"):
+        if config[key]:
+            raise ValueError(f"{key}={config[key]}: is for generated tasks, not for records")
+    if not config["environment"]:
+        raise ValueError("environment=null: say which tasks to make of the records: chat or genrm")
+    given = config["records"]
+    report = ConversationReport()
+    made: Iterable[Task] = tasks_of(config["environment"], [given] if isinstance(given, str) else given, report)
+    if config["count"] is not None:
+        made = islice(made, checked_whole("count", config["count"], least=1))
+    tasks = list(made)
+    if report.skipped:
+        print(f"left out: {report.summary()}")
+    if not tasks:
+        raise ValueError(f"records={given}: none of the {report.records:,} records gives a task")
+    return tasks
 
 
 def solved(task: Task, generator: str) -> Sample:

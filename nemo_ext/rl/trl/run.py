@@ -14,7 +14,7 @@ from nemo_ext.data.settings import nearest
 from nemo_ext.progress import notice
 from nemo_ext.rl.algorithms import Algorithm, EnvironmentUse, PolicyGradient
 from nemo_ext.rl.episodes import Episodes
-from nemo_ext.rl.groups import GroupReward, group_reward
+from nemo_ext.rl.groups import check_judges, group_reward
 from nemo_ext.rl.plan import PlannedTasks, TaskFile, check_references, plan_tasks
 from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.task import Task
@@ -121,6 +121,9 @@ def _tasks(
         name: Episodes({"name": name, "settings": dict(uses[name].settings), "reward": uses[name].reward}, prompts)
         for name in sorted(found)
     }
+    group = algorithm.group.settings() if algorithm.group else {}
+    over_groups = group_reward(group)
+    check_judges((episodes.environment for episodes in environments.values()), group)
     check_references(train, lambda task: environments[task.environment].check(task))
     if validation is not None:
         for row in range(len(validation)):
@@ -132,18 +135,11 @@ def _tasks(
         generations=algorithm.generations_per_prompt,
         record=Path(config["run_dir"]) / ROLLOUTS,
         tokens=int(settings["max_completion_length"]),
-        group=_over_groups(algorithm),
+        group=over_groups,
     )
     if algorithm.lengths.prompt is not None:
         _leave_out_longer(rollouts, train, algorithm.lengths.prompt, config["tasks"]["train"])
     return rollouts, train, validation
-
-
-def _over_groups(algorithm: PolicyGradient) -> GroupReward | None:
-    group = algorithm.group
-    if group is None:
-        return None
-    return group_reward({"judge": group.judge, "length_control": group.length_control or None})
 
 
 def _leave_out_longer(rollouts: Rollouts, tasks: PlannedTasks, most: int, given: Mapping[str, Any]) -> None:

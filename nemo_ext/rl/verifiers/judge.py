@@ -82,6 +82,7 @@ def environment(*, judge: Judge | Mapping[str, Any], max_answer_characters: int 
         check=check,
         verify=partial(verify, judge=asked, max_answer_characters=max_answer_characters),
         waits=True,
+        reach=asked.check,
     )
 
 

@@ -287,7 +287,7 @@ def test_a_judge_that_prefers_what_it_sees_first_prefers_nothing_in_both_orders(
 
 
 def test_lengths_are_as_many_as_responses() -> None:
-    with pytest.raises(ValueError, match="2 lengths of thinking, but 1 of answers"):
+    with pytest.raises(ValueError, match="2 responses, but 1 lengths of answers"):
         group_rewards({}, thinking_lengths=[1, 2], answer_lengths=[1])
     with pytest.raises(ValueError, match="must not be negative"):
         group_rewards({}, thinking_lengths=[1, -2], answer_lengths=[1, 1])

@@ -161,7 +161,10 @@ def test_parsing_never_raises_and_gives_scores_in_range(text: str) -> None:
     ids=str,
 )
 def test_reward_of_a_genrm_in_training(answer: str, truth: dict[str, Any], reward: float) -> None:
-    assert genrm_reward(answer, **truth) == reward
+    given = genrm_reward(answer, **truth)
+
+    assert given.total == reward == sum(given.parts.values())
+    assert (given.parts["format"] == 0) == (answer != "no idea")
 
 
 def test_data_out_of_range_is_refused() -> None:

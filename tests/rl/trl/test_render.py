@@ -105,7 +105,6 @@ def test_dual_clip_is_trls_delta() -> None:
         ({"algorithm": "rloo"}, "advantage.baseline"),
         ({"algorithm": "rloo", "loss": loss()}, "loss.level"),
         ({"algorithm": "rloo", "turns": 2}, "turns"),
-        ({"environments": {"genrm": {}}}, "environments.genrm"),
         ({"schedule": {"kind": "linear", "steps": 4, "final_share": 0.1}}, "schedule.final_share"),
     ],
 )

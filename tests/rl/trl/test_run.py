@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,6 +121,63 @@ def test_rloo_trains_and_validates(model: Path, tmp_path: Path) -> None:
 
     logs = lines(tmp_path / "run" / "metrics.jsonl")
     assert [log["step"] for log in logs if "eval_reward" in log] == [0, 2]
+
+
+@pytest.mark.slow
+def test_a_judge_compares_the_answers_of_a_group(model: Path, tmp_path: Path, endpoint: Any, reply: Any) -> None:
+    """The judge prefers the answer that is shown first; both orders are asked, so nobody gains by it but by length."""
+    path = tmp_path / "chat.jsonl"
+    path.write_text(
+        "".join(json.dumps({"id": f"{n}", "environment": "chat", "prompt": f"Say {n}."}) + "\n" for n in "ab")
+    )
+    words = ("rl", "preset=nemotron3_rlhf", f"model={model}", f"tasks.train.path={path}", *SMALL, "rl.schedule.steps=2")
+    words = (*words, "rl.lengths={response: 12, total: 512}", "rl.validation.every=null", "rl.group.judge.model=judge")
+    endpoint.reply = lambda payload: (
+        reply(body=json.dumps({"data": [{"id": "judge"}]}).encode())
+        if payload.get("path") == "/v1/models"
+        else reply(text='{"score_1": 4, "score_2": 2, "ranking": 2}')
+    )
+
+    assert "unknown name 'jugde'" in refusal(
+        *words, f"rl.group.judge.base_url={endpoint.url}", "rl.group.judge.model=jugde", f"run_dir={tmp_path / 'no'}"
+    )
+    endpoint.requests.clear()
+    job(*words, f"rl.group.judge.base_url={endpoint.url}", "rl.group.show=instructed", f"run_dir={tmp_path / 'run'}")
+
+    asked = [request for request in endpoint.requests if "messages" in request]
+    assert len(asked) == 2 * 2 * 2, "two steps, two groups, two orders"
+    assert "Compare two responses" in asked[0]["messages"][0]["content"]
+    rollouts = lines(tmp_path / "run" / "rollouts.jsonl")
+    assert {line["domain"] for line in rollouts} == {"chat"}
+    for place in range(0, len(rollouts), 2):
+        one, other = rollouts[place : place + 2]
+        assert one["reward"] + other["reward"] == pytest.approx(6), "3 each, and lengths add up to nothing"
+        assert one["reward"] != other["reward"] or len(one["response"]) == len(other["response"])
+
+
+@pytest.mark.slow
+def test_a_reward_model_is_trained(model: Path, tmp_path: Path) -> None:
+    messages = [{"role": role, "content": "hm"} for role in ("user", "response_1", "response_2")]
+    records = tmp_path / "genrm.jsonl"
+    records.write_text("".join(json.dumps({"id": n, "messages": messages, "ranking": 2}) + "\n" for n in "ab"))
+    path = tmp_path / "tasks.jsonl"
+    job("rl_tasks", f"records={records}", "environment=genrm", f"output={path}")
+
+    job(
+        *("rl", "preset=genrm_training", f"model={model}", f"tasks.train.path={path}", *SMALL, "rl.schedule.steps=2"),
+        *("rl.lengths={response: 12, prompt: 4096}", "rl.validation.every=null", f"run_dir={tmp_path / 'run'}"),
+    )
+
+    assert rewards(tmp_path / "run") == [(1, -10), (2, -10)], "a random model says nothing that can be read"
+    assert lines(tmp_path / "run" / "metrics.jsonl")[0]["genrm/reward/format"] == -10
+
+
+def test_a_chat_without_a_judge_is_refused(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"id": "a", "environment": "chat", "prompt": "Hi."}) + "\n")
+    words = ("rl", "preset=rl_zero", f"model={model}", f"tasks.train.path={path}", *SMALL, "environments={chat: {}}")
+
+    assert "its responses earn nothing by themselves" in refusal(*words, f"run_dir={tmp_path / 'run'}")
 
 
 @pytest.mark.slow

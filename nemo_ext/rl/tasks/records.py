@@ -1,0 +1,103 @@
+"""Tasks from records that are there: prompts of conversations, and comparisons that train a reward model."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from nemo_ext.data.settings import nearest
+from nemo_ext.data.sft.formats import FormatError, to_sample
+from nemo_ext.data.sft.sample import Message, Sample
+from nemo_ext.data.sft.sources import ConversationReport, ConversationSource, value_at
+from nemo_ext.rl.environments import make
+from nemo_ext.rl.rewards.genrm import instructed_messages
+from nemo_ext.rl.task import Task
+
+_RECORDS, _BYTES = 100_000, 64 << 20
+ROLES = ("response_1", "response_2")
+_REFERENCE = ("score_1", "score_2", "ranking")
+
+
+def tasks_of(environment: str, paths: Sequence[str], report: ConversationReport) -> Iterator[Task]:
+    """A task for each record, in the files' order; what gives none is counted in `report`.
+
+    chat      a conversation in any format of `nemo-ext sft_data`: all before the last answer is the prompt
+    genrm     `genrm_*.jsonl` of `nemo-ext preference_data`: two responses, which any chat model is told to compare
+
+    Args:
+        paths: files and globs, JSONL or Parquet.
+
+    Raises:
+        ValueError: there is no way from records to this environment, or a file cannot be read.
+    """
+    if environment not in _MADE:
+        raise ValueError(f"environment: no way from records to {environment!r}: {nearest(environment, _MADE)}")
+    source = ConversationSource(name=environment, path=tuple(paths))
+    seen: set[str] = set()
+    for part in source.parts(max_documents=_RECORDS, max_size=_BYTES):
+        for task, where in _MADE[environment](source, part, report):
+            if task.id in seen:
+                report.skip("with the id of one before", where)
+                continue
+            seen.add(task.id)
+            yield task
+
+
+def _chats(source: ConversationSource, part: Any, report: ConversationReport) -> Iterator[tuple[Task, str]]:
+    for sample, where in source.read(part, report):
+        prompt = _prompt(sample)
+        if not prompt:
+            report.skip("without a prompt", where)
+            continue
+        domain = sample.task or "chat"
+        yield (
+            Task(
+                id=sample.id,
+                environment="chat",
+                prompt=prompt,
+                tools=sample.tools,
+                domain=domain,
+                thinking=sample.thinking,
+            ),
+            where,
+        )
+
+
+def _prompt(sample: Sample) -> tuple[Message, ...]:
+    """All up to the last question."""
+    asked = [place for place, message in enumerate(sample.messages) if message.role == "user"]
+    return sample.messages[: asked[-1] + 1] if asked else ()
+
+
+def _comparisons(source: ConversationSource, part: Any, report: ConversationReport) -> Iterator[tuple[Task, str]]:
+    for number, record in source.files.records(part, report):
+        where = source.files.place(part, number)
+        try:
+            yield _comparison(record), where
+        except ValueError as error:
+            report.skip("schema", f"{where}: {error}")
+
+
+def _comparison(record: Mapping[str, Any]) -> Task:
+    messages = record.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise FormatError("messages: expected a list of messages")
+    shown = [str(message.get("content") or "") for message in messages[-2:]]
+    if [message.get("role") for message in messages[-2:]] != list(ROLES):
+        raise FormatError(f"messages: expected the roles {' and '.join(ROLES)} at the end")
+    identifier = value_at(record, "id")
+    if not isinstance(identifier, str) or not identifier:
+        raise FormatError(f"id={identifier!r}: expected a text")
+    prompt = to_sample({"messages": messages[:-2]}, id=identifier, format="openai").messages
+    reference = {key: record.get(key) for key in _REFERENCE if record.get(key) is not None}
+    make("genrm").check(reference)
+    (asked,) = instructed_messages(prompt, shown[0], shown[1])
+    return Task(
+        id=identifier,
+        environment="genrm",
+        prompt=(Message(role="user", content=asked["content"]),),
+        reference=reference,
+        domain=record.get("task") or "genrm",
+    )
+
+
+_Making = Callable[[ConversationSource, Any, ConversationReport], Iterator[tuple[Task, str]]]
+_MADE: Mapping[str, _Making] = {"chat": _chats, "genrm": _comparisons}

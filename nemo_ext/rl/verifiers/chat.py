@@ -1,0 +1,31 @@
+"""Prompts without a right answer: a judge compares the responses of a group, and its rewards are all there is.
+
+Nemotron 3 Nano, section 3.3.2. The judge and how lengths count are settings of the group, `rl.group`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_ext.data.settings import check_keys
+from nemo_ext.rl.environments import Environment
+from nemo_ext.rl.response import Response
+from nemo_ext.rl.verifiers.verdict import Verdict
+
+
+def check(reference: Mapping[str, Any]) -> None:
+    """There is nothing to compare with.
+
+    Raises:
+        ValueError: there is.
+    """
+    check_keys(reference, (), required=(), where="reference")
+
+
+def verify(response: Response, reference: None) -> Verdict:
+    """Whether there is an answer."""
+    return Verdict.correct() if response.answer.strip() else Verdict.wrong("no answer")
+
+
+def environment() -> Environment:
+    """The environment `chat`."""
+    return Environment(name="chat", check=check, verify=verify, judged_in_groups=True)

@@ -1,0 +1,65 @@
+"""Whether a reward model in training prefers the response that the data prefer. Its reward is `genrm_training`.
+
+Tasks: `nemo-ext rl_tasks environment=genrm records=...`, from what `nemo-ext preference_data` writes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_ext.data.settings import check_keys
+from nemo_ext.rl.environments import Environment
+from nemo_ext.rl.response import Response
+from nemo_ext.rl.rewards.comparison import NO_PREFERENCE
+from nemo_ext.rl.rewards.genrm import parse_judgement, true_judgement
+from nemo_ext.rl.verifiers.verdict import Verdict
+
+_KEYS = ("score_1", "score_2", "ranking")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What the data say of two responses.
+
+    Attributes:
+        helpfulness: of the first and the second as shown, 1 to 5; None where it is not known.
+        ranking: 1, the first is far superior, to 6, the second is.
+    """
+
+    helpfulness: tuple[float | None, float | None]
+    ranking: float
+
+
+def check(reference: Mapping[str, Any]) -> Reference:
+    """A task's reference, parsed: {score_1: 4, score_2: null, ranking: 2}.
+
+    Raises:
+        ValueError: naming the key, what it holds and what it may hold.
+    """
+    check_keys(reference, _KEYS, required=("ranking",), where="reference")
+    for key in _KEYS:
+        value = reference.get(key)
+        known = isinstance(value, int | float) and not isinstance(value, bool)
+        if not known and (value is not None or key == "ranking"):
+            raise ValueError(f"reference.{key} must be a number, not {value!r}")
+    parsed = Reference(helpfulness=(reference.get("score_1"), reference.get("score_2")), ranking=reference["ranking"])
+    try:
+        true_judgement(parsed.helpfulness, parsed.ranking)
+    except ValueError as error:
+        raise ValueError(f"reference: {error}") from None
+    return parsed
+
+
+def verify(response: Response, reference: Reference) -> Verdict:
+    """Correct if the judgement's ranking is on the data's side; one in the middle is on none."""
+    judgement = parse_judgement(response.answer)
+    if judgement is None:
+        return Verdict.wrong("no judgement, or more than one")
+    found = f"{judgement.helpfulness[0]:g} {judgement.helpfulness[1]:g} {judgement.ranking:g}"
+    agrees = (judgement.ranking - NO_PREFERENCE) * (reference.ranking - NO_PREFERENCE) > 0
+    return Verdict.correct(found) if agrees else Verdict.wrong("the other response is preferred, or none", found)
+
+
+def environment() -> Environment:
+    """The environment `genrm`."""
+    return Environment(name="genrm", check=check, verify=verify)

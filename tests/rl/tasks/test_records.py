@@ -1,0 +1,84 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_ext.config import compose
+from nemo_ext.rl.plan import TaskFile
+from nemo_ext.rl.tasks.job import run
+
+CHATS = [
+    {
+        "id": "two",
+        "messages": [{"role": r, "content": c} for r, c in (("user", "hi"), ("assistant", "yo"), ("user", "so?"))],
+    },
+    {"conversations": [{"from": "human", "value": "ShareGPT"}, {"from": "gpt", "value": "yes"}]},
+    {"id": "two", "messages": [{"role": "user", "content": "again"}]},
+    {"id": "none", "messages": [{"role": "assistant", "content": "first"}]},
+    {"id": "bad"},
+]
+
+
+def written(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def comparison(**changed: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "2 + 2?"}]
+    messages += [{"role": f"response_{place}", "content": text} for place, text in ((1, "4"), (2, "<|eot|>5"))]
+    return {"id": "p", "messages": messages, "score_1": 5, "score_2": None, "ranking": 1, "swapped": False} | changed
+
+
+def job(*words: str) -> None:
+    run(compose("rl_tasks", list(words)))
+
+
+def test_conversations_become_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records, output = written(tmp_path / "chats.jsonl", CHATS), tmp_path / "tasks.jsonl"
+
+    job(f"records={records}", "environment=chat", f"output={output}", "thinking=true")
+
+    tasks = TaskFile(output)
+    assert [[message.content for message in tasks[row].prompt] for row in range(len(tasks))] == [
+        ["hi", "yo", "so?"],
+        ["ShareGPT"],
+    ]
+    assert {(task.environment, task.thinking) for task in (tasks[0], tasks[1])} == {("chat", True)}
+    said = capsys.readouterr().out
+    for reason in ("1 schema", "1 with the id of one before", "1 without a prompt"):
+        assert reason in said
+
+
+def test_comparisons_become_tasks_for_any_chat_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = [comparison(), comparison(id="q", ranking=7), comparison(id="r", messages=[])]
+    output = tmp_path / "tasks.jsonl"
+
+    job(f"records={written(tmp_path / 'genrm.jsonl', records)}", "environment=genrm", f"output={output}")
+
+    (task,) = (TaskFile(output)[row] for row in range(len(TaskFile(output))))
+    assert task.reference == {"score_1": 5, "ranking": 1}
+    (asked,) = task.prompt
+    assert asked.role == "user"
+    assert "user: 2 + 2?" in asked.content
+    assert "<|eot|>" not in asked.content, "no special token of the policy's template"
+    assert "2 schema" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["environment=chats"], "did you mean 'chat'"),
+        ([], "environment=null"),
+        (["environment=chat", "level=1"], "level=1: is for generated tasks"),
+        (["environment=genrm"], "none of the 5 records gives a task"),
+        (["environment=chat", "count=0"], "count"),
+    ],
+)
+def test_what_is_wrong_is_said(words: list[str], said: str, tmp_path: Path) -> None:
+    records = written(tmp_path / "chats.jsonl", CHATS)
+
+    with pytest.raises(ValueError, match=said):
+        job(f"records={records}", f"output={tmp_path / 'out.jsonl'}", *words)
+    assert not (tmp_path / "out.jsonl").exists()

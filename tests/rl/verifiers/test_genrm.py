@@ -1,0 +1,84 @@
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_ext.rl.environments import make
+from nemo_ext.rl.response import parse_response
+from nemo_ext.rl.rewards.named import Facts, reward_of
+from nemo_ext.rl.task import Task
+from nemo_ext.rl.verifiers.genrm import check, verify
+
+TRUTH = {"score_1": 4, "score_2": 2, "ranking": 2}
+
+
+def judged(first: float, second: float, ranking: float) -> str:
+    return f'Some words.\n{{"score_1": {first}, "score_2": {second}, "ranking": {ranking}}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome", "reward"),
+    [
+        (judged(4, 2, 2), "correct", 0),
+        (judged(5, 4, 3), "correct", -4),
+        ("<think>the first</think>" + judged(4, 2, 2), "correct", 0),
+        (judged(2, 4, 5), "wrong", -7),
+        (judged(4, 2, 3.5), "wrong", -1.5),
+        (judged(4, 2, 7), "wrong", -10),
+        (judged(4, 2, 2) + judged(2, 4, 5), "wrong", -10),
+        ("<think>" + judged(4, 2, 2), "wrong", -10),
+        ("", "wrong", -10),
+    ],
+)
+def test_the_side_decides_and_the_distance_is_the_reward(text: str, outcome: str, reward: float) -> None:
+    response = parse_response(text)
+    verdict = verify(response, check(TRUTH))
+    task = Task(id="t", environment="genrm", prompt=(), reference=TRUTH)
+    earned = reward_of("genrm_training").score(verdict, response, Facts.of(task, thinking_opened=False))
+
+    assert (verdict.outcome, earned.total) == (outcome, reward)
+
+
+def test_a_score_that_is_not_known_is_no_term() -> None:
+    task = Task(id="t", environment="genrm", prompt=(), reference={"ranking": 2})
+    response = parse_response(judged(1, 5, 3))
+    reward = reward_of({"name": "genrm_training", "ranking_weight": 2})
+
+    assert verify(response, check(task.reference)).outcome == "correct"
+    assert reward.score(verify(response, check(TRUTH)), response, Facts.of(task, thinking_opened=False)).total == -2
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        ({}, "ranking"),
+        ({"ranking": None}, "reference.ranking must be a number, not None"),
+        ({"ranking": 7}, "ranking=7: expected 1 to 6"),
+        ({**TRUTH, "score_1": 0}, "helpfulness=0: expected 1 to 5"),
+        ({**TRUTH, "score_2": "4"}, "reference.score_2 must be a number, not '4'"),
+        ({**TRUTH, "scores": 4}, "did you mean"),
+    ],
+)
+def test_a_reference_that_is_none_is_refused(reference: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        check(reference)
+
+
+@given(st.text() | st.binary().map(lambda raw: raw.decode("latin-1")))
+def test_text_without_a_judgement_earns_the_least(text: str) -> None:
+    assert verify(parse_response(text), check(TRUTH)).outcome == "wrong"
+
+
+def test_a_chat_has_no_reference_and_wants_an_answer() -> None:
+    chat = make("chat")
+    assert chat.verify is not None
+
+    assert chat.judged_in_groups
+    assert [chat.verify(parse_response(text), None).outcome for text in ("Hello.", "", "<think>hm")] == [  # type: ignore[union-attr]
+        "correct",
+        "wrong",
+        "wrong",
+    ]
+    with pytest.raises(ValueError, match="reference"):
+        chat.check({"answer": "42"})
