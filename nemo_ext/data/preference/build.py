@@ -241,6 +241,8 @@ def _line(pair: Pair, lengths: Lengths, texts: Texts | None, source: SourceSetti
         "thinking": has_reasoning(pair.chosen.messages) or has_reasoning(pair.rejected.messages),
         "chosen_model": pair.chosen.model,
         "rejected_model": pair.rejected.model,
+        "chosen_score": pair.chosen.score,
+        "rejected_score": pair.rejected.score,
         "lengths": list(lengths),
         "multi_turn": group.multi_turn,
     }

@@ -3,6 +3,9 @@
 TRL       {prompt, chosen, rejected: lists of messages, tools, chat_template_kwargs}; with a template all three are text
 NeMo-RL   {context: messages, completions: [{rank: 0, completion: messages}, {rank: 1, ...}]} (PreferenceDataset)
 
+Where answers have scores TRL's records hold `chosen_score` and `rejected_score`, NeMo-RL's each completion's `reward`,
+which RPO trains on.
+
 Both read JSONL through Hugging Face `datasets`, which takes a column's type from the first lines of a file: a key that
 comes up later is an error. So all records of a file have the same keys, and the first lines hold every key with a value
 (`Columns`). Only the arguments of calls keep keys of their own: once they differ, `datasets` (from the version with its
@@ -14,13 +17,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 LABELS = ("id", "source", "kind", "task", "language", "chosen_model", "rejected_model")
+_SCORES = ("chosen_score", "rejected_score")
 JsonObject = dict[str, Any]
 _OPEN = ("arguments",)
 
 
 def trl_record(staged: Mapping[str, Any]) -> JsonObject:
     """A pair for TRL's DPOTrainer: with an explicit prompt, conversational unless it is rendered."""
-    labels = {key: staged[key] for key in LABELS}
+    labels = {key: staged[key] for key in LABELS} | {
+        key: staged[key] for key in _SCORES if staged.get(key) is not None
+    }
     if texts := staged.get("texts"):
         return dict(zip(("prompt", "chosen", "rejected"), texts, strict=True)) | labels
     return {
@@ -43,10 +49,12 @@ def nemo_rl_record(staged: Mapping[str, Any]) -> JsonObject:
     if texts := staged.get("texts"):
         roles = ("user", "assistant", "assistant")
         sides = [[{"role": role, "content": text}] for role, text in zip(roles, texts, strict=True)]
-    record = {
-        "context": sides[0],
-        "completions": [{"rank": rank, "completion": side} for rank, side in enumerate(sides[1:])],
-    }
+    scores = [{} if staged.get(key) is None else {"reward": staged[key]} for key in _SCORES]
+    completions = [
+        {"rank": rank, "completion": side, **score}
+        for rank, (side, score) in enumerate(zip(sides[1:], scores, strict=True))
+    ]
+    record = {"context": sides[0], "completions": completions}
     tools = {} if staged.get("texts") else {"tools": _tools(staged)}
     return record | tools | {key: staged[key] for key in LABELS}
 

@@ -98,3 +98,11 @@ def test_arguments_of_calls_keep_their_own_keys(others: dict[str, Any]) -> None:
 
     assert [columns.see(record) for record in records] == [True, bool(others)]
     assert columns.filled(records[0]) == records[0]
+
+
+def test_scores_of_answers_are_rewards_to_train_on() -> None:
+    scored = STAGED | {"chosen_score": 0.0, "rejected_score": -1.5}
+
+    assert [completion["reward"] for completion in nemo_rl_record(scored)["completions"]] == [0, -1.5]
+    assert (trl_record(scored)["chosen_score"], trl_record(scored)["rejected_score"]) == (0, -1.5)
+    assert "reward" not in nemo_rl_record(STAGED)["completions"][0]
