@@ -1,5 +1,6 @@
 """NeMo-RL's own GRPO trains two steps on a CPU in our environments: rewards and advantages are those they should be."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_ext.config import compose
 from nemo_ext.data.sft.sample import Message, Sample
 from nemo_ext.data.sft.templates import Template
+from nemo_ext.rl.job import run as run_job
 from nemo_ext.rl.nemo_rl.run import run
 from nemo_ext.rl.rewards.advantages import group_advantages
 from nemo_ext.rl.task import Task
@@ -272,3 +275,32 @@ def test_validation_has_metrics_of_its_own(
     assert trained["math/correct"] == 1 and "multiple_choice/correct" not in trained
     # 3 for the answer; the format's mean is 1, or less where the answer has a box too many; and a short response.
     assert trained["math/reward/correctness"] == 3 and -0.01 < trained["math/reward/length"] < 0
+
+
+def test_a_preset_trains_by_the_command(
+    grpo_stage: Callable[..., Any], jsonl: Callable[..., Path], tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    tasks = list(arithmetic.tasks(4, seed=1, level=1))
+    right = {prompt_of(task): arithmetic.solution(task) for task in tasks}
+    stage = grpo_stage({prompt: [[f"so</think>{text}"], ["so</think>no"]] for prompt, text in right.items()})
+    words = [
+        *("engine=nemo_rl", "preset=domyn_math_grpo", f"model={tokenizer_folder}", "template=nemotron3_nano"),
+        *(f"tasks.train.path={jsonl('tasks.jsonl', [task.record() for task in tasks])}", f"run_dir={tmp_path / 'run'}"),
+        *(
+            "rl.prompts_per_step=2",
+            "rl.generations_per_prompt=2",
+            "rl.batch=4",
+            "rl.lengths={prompt: 15000, response: 4000}",
+        ),
+        *("rl.schedule={kind: constant, steps: 2}", "rl.validation.every=null", "on_inexpressible=warn"),
+        *("environments={math: {reward: outcome}}", "nemo_rl.set.checkpointing.enabled=false"),
+    ]
+
+    run_job(compose("rl", words))
+
+    assert len(stage.policy.batches) == 2
+    for batch in stage.policy.batches:
+        wanted = group_advantages([1.0, 0.0], baseline="mean", normalise="unbiased_std").tolist() * 2
+        assert sorted(advantages_of(batch).tolist()) == pytest.approx(sorted(wanted), abs=1e-4)
+    assert stage.logger.logged["train/environments", 2]["math/correct"] == 0.5
+    assert json.loads((tmp_path / "run" / "versions.json").read_text())
