@@ -91,6 +91,43 @@ def test_grpo_trains_on_two_environments_and_a_killed_run_goes_on(model: Path, t
 
 
 @pytest.mark.slow
+def test_what_is_rewarded_is_learned(model: Path, tmp_path: Path) -> None:
+    """A random model writes an "e" in few of its responses of twelve bytes; rewarded for it, in nearly all."""
+    rule = {
+        "id": "keywords:letter_frequency",
+        "kwargs": {"letter": "e", "let_frequency": 1, "let_relation": "at least"},
+    }
+    path = tmp_path / "tasks.jsonl"
+    records = (
+        {
+            "id": name,
+            "environment": "instructions",
+            "prompt": name,
+            "reference": {"instructions": [rule], "mode": "all"},
+        }
+        for name in "ab"
+    )
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    job(
+        *(
+            "rl",
+            "preset=rl_zero",
+            f"model={model}",
+            f"tasks.train.path={path}",
+            "environments={instructions: {}}",
+            *SMALL,
+        ),
+        *("rl.generations_per_prompt=16", "rl.batch=32", "micro_batch=32", "rl.schedule.steps=40", "save_every=40"),
+        *("trl.learning_rate=0.01", f"run_dir={tmp_path / 'run'}"),
+    )
+
+    earned = [reward for _, reward in rewards(tmp_path / "run")]
+    assert sum(earned[:5]) / 5 < 0.4
+    assert sum(earned[-5:]) / 5 > 0.8
+
+
+@pytest.mark.slow
 def test_a_conversation_with_a_bank_is_trained_on(model: Path, tmp_path: Path) -> None:
     path = tasks(tmp_path, "bank")
 
