@@ -23,8 +23,6 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[FiniteFloat, Field(gt=0)]
 NonNegative = Annotated[FiniteFloat, Field(ge=0)]
 
-"""Tasks of a generative reward model in training (`nemo_ext.rl.rewards.genrm`): two responses with their scores."""
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Advantage:
