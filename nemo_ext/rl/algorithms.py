@@ -280,16 +280,18 @@ class GroupReward:
             in a circle; null leaves the environments' rewards as base.
         show: how the judge sees responses: `genrm` for a reward model whose chat template has roles for them,
             `instructed` for any chat model.
+        both_orders: whether it sees each pair twice; the paper has N comparisons of N responses, both orders 2N.
         length_control: coefficients of `nemo_ext.rl.rewards.comparison.LengthControl`.
     """
 
     judge: Mapping[str, Any] | None = None
     show: Literal["genrm", "instructed"] = "genrm"
+    both_orders: bool = True
     length_control: Mapping[str, FiniteFloat] = field(default_factory=dict)
 
     def settings(self) -> dict[str, Any]:
         """As `nemo_ext.rl.groups.group_reward` takes them."""
-        judge = {"judge": self.judge, "show": self.show} if self.judge else {}
+        judge = {"judge": self.judge, "show": self.show, "both_orders": self.both_orders} if self.judge else {}
         return judge | ({"length_control": dict(self.length_control)} if self.length_control else {})
 
 

@@ -167,8 +167,11 @@ class Episodes:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def check(self, task: Task) -> None:
-        """Raises ValueError for a task whose reference the environment cannot verify against."""
+        """Raises ValueError for a task that the environment cannot verify, or the reward cannot work with."""
         self.environment.check(task.reference)
+        self.reward.check(task.reference)
+        if self.environment.judged_in_groups and task.tools:
+            raise ValueError("it has tools, but a judge of groups sees no calls: leave the tools out")
 
     async def _turn(self, episode: Episode, response: Response) -> Turn:
         began = time.monotonic()

@@ -8,6 +8,7 @@ from typing import Any
 from nemo_ext.data.settings import check_keys, nearest
 from nemo_ext.data.sft.checked import checked
 from nemo_ext.data.sft.sample import Message
+from nemo_ext.progress import notice
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.judge import Judge, JudgeSettings
 from nemo_ext.rl.response import Response
@@ -17,7 +18,7 @@ from nemo_ext.rl.rewards.rlhf import SHOWN, Show, rlhf_rewards
 
 GroupReward = Callable[[Sequence[Sequence["Member"]]], Sequence[Sequence[float]]]
 """The rewards of the members of all groups of a step, in order."""
-KEYS = ("length_control", "judge", "show")
+KEYS = ("length_control", "judge", "show", "both_orders")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ def group_reward(group: Mapping[str, Any]) -> GroupReward | None:
 
     Args:
         group: one of `length_control` (a `LengthControl`) or `judge` (a `JudgeSettings`) with it; `show`, how the
-            judge sees responses, of `nemo_ext.rl.rewards.rlhf.SHOWN`.
+            judge sees responses, of `nemo_ext.rl.rewards.rlhf.SHOWN`; `both_orders`, whether it sees each pair twice.
 
     Raises:
         ValueError: naming the key.
@@ -58,8 +59,8 @@ def group_reward(group: Mapping[str, Any]) -> GroupReward | None:
     control = checked(LengthControl, group.get("length_control") or {}, where="group.length_control")
     if group.get("judge") is None:
         return lambda groups: [length_controlled(members, control) for members in groups]
-    judge = Judge(JudgeSettings.of(group["judge"]))
-    return lambda groups: asyncio.run(judged(groups, judge, control, SHOWN[shown]))
+    judge, both = Judge(JudgeSettings.of(group["judge"])), group.get("both_orders", True)
+    return lambda groups: asyncio.run(judged(groups, judge, control, show=SHOWN[shown], both_orders=both))
 
 
 def check_judges(environments: Iterable[Environment], group: Mapping[str, Any]) -> None:
@@ -98,14 +99,36 @@ def length_controlled(members: Sequence[Member], control: LengthControl) -> tupl
 
 
 async def judged(
-    groups: Sequence[Sequence[Member]], judge: Judge, control: LengthControl, show: Show = genrm_messages
+    groups: Sequence[Sequence[Member]],
+    judge: Judge,
+    control: LengthControl,
+    *,
+    show: Show = genrm_messages,
+    both_orders: bool = True,
 ) -> list[tuple[float, ...]]:
     """Rewards of groups by circular comparison (`nemo_ext.rl.rewards.rlhf`), all at once.
 
-    What the environment gave does not count.
+    What the environment gave does not count. Comparisons without an answer are told.
+
+    Raises:
+        ValueError: the judge answered nothing at all: nothing could be learnt from such a step.
     """
     asked = [
-        rlhf_rewards(judge, group[0].prompt, [one.response for one in group], control=control, show=show)
+        rlhf_rewards(
+            judge,
+            group[0].prompt,
+            [one.response for one in group],
+            control=control,
+            show=show,
+            both_orders=both_orders,
+        )
         for group in groups
     ]
-    return [given.rewards for given in await asyncio.gather(*asked)]
+    given = await asyncio.gather(*asked)
+    missing = sum(one.missing for one in given)
+    if missing and not any(any(one.judged) for one in given):
+        raise ValueError(f"group.judge: none of {missing:,} comparisons was answered: {given[0].problem}")
+    if missing:
+        problem = next(one.problem for one in given if one.missing)
+        notice(f"judge: {missing:,} comparisons without an answer: {problem}")
+    return [one.rewards for one in given]

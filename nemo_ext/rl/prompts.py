@@ -5,7 +5,7 @@ its messages itself, the end of the response before them included.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_ext.data.sft.sample import Message, Sample
@@ -58,6 +58,16 @@ class Prompts:
         """
         sample = Sample(id=task.id, messages=task.prompt, tools=task.tools)
         return self._ending(sample, task.thinking)
+
+    def in_mode(self, task: Task) -> Task:
+        """The task in the mode that its prompt asks for: where it says none and the template has modes, thinking.
+
+        Rewards of formats want to know.
+        """
+        if task.thinking is not None:
+            return task
+        sample = Sample(id=task.id, messages=task.prompt, tools=task.tools)
+        return replace(task, thinking=True) if self._ending(sample, True) != self._ending(sample, False) else task
 
     def continuation(
         self, answers: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], thinking: bool | None

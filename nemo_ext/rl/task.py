@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_ext.data.settings import check_keys
-from nemo_ext.data.sft.formats import to_record, to_sample
+from nemo_ext.data.sft.formats import thinking_mode, to_record, to_sample
 from nemo_ext.data.sft.sample import Message, Sample
 
 _KEYS = ("id", "environment", "prompt", "reference", "tools", "domain", "thinking")
@@ -42,6 +42,13 @@ class Task:
             ValueError: naming `where`, the key, what it holds and what it may hold.
         """
         check_keys(record, _KEYS, required=_REQUIRED, where=where)
+        for key in ("id", "environment", "domain"):
+            value = record.get(key)
+            wanted = (isinstance(value, str) and value) or (
+                key == "id" and isinstance(value, int) and value is not True
+            )
+            if not wanted and (value is not None or key in _REQUIRED):
+                raise ValueError(f"{where}: {key} must be a text that is not empty, not {value!r}")
         prompt, reference = record["prompt"], record.get("reference") or {}
         if not isinstance(reference, Mapping):
             raise ValueError(f"{where}: reference must be a mapping, not {reference!r}")
@@ -57,7 +64,7 @@ class Task:
             reference=reference,
             tools=sample.tools,
             domain=record.get("domain") or record["environment"],
-            thinking=record.get("thinking"),
+            thinking=_mode(record.get("thinking"), where),
         )
 
     def record(self) -> dict[str, Any]:
@@ -75,3 +82,10 @@ class Task:
         if self.thinking is not None:
             record["thinking"] = self.thinking
         return record
+
+
+def _mode(value: object, where: str) -> bool | None:
+    try:
+        return thinking_mode(value, "thinking")
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None

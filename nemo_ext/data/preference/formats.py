@@ -24,9 +24,7 @@ _OPEN = ("arguments",)
 
 def trl_record(staged: Mapping[str, Any]) -> JsonObject:
     """A pair for TRL's DPOTrainer: with an explicit prompt, conversational unless it is rendered."""
-    labels = {key: staged[key] for key in LABELS} | {
-        key: staged[key] for key in _SCORES if staged.get(key) is not None
-    }
+    labels = {key: staged[key] for key in LABELS} | {key: staged[key] for key in _SCORES if staged.get(key) is not None}
     if texts := staged.get("texts"):
         return dict(zip(("prompt", "chosen", "rejected"), texts, strict=True)) | labels
     return {

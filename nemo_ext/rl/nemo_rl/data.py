@@ -33,7 +33,7 @@ class TaskProcessor:
         A prompt of `max_length` tokens or more leaves nothing to generate: it is cut, takes part with no loss
         (`loss_multiplier` 0), and a warning names it.
         """
-        task: Task = record["task"]
+        task: Task = self.prompts.in_mode(record["task"])
         text, opened = self.prompts.prompt(task)
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
         too_long = max_length is not None and len(ids) >= max_length

@@ -14,7 +14,9 @@ from typing import Any
 
 from nemo_ext.data.settings import check_keys, nearest
 from nemo_ext.progress import notice
-from nemo_ext.rl.environments import ENVIRONMENTS, make
+from nemo_ext.rl.environments import ENVIRONMENTS
+from nemo_ext.rl.episodes import KEYS as EPISODE_KEYS
+from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.groups import check_judges
 from nemo_ext.rl.nemo_rl import compat
 from nemo_ext.rl.nemo_rl.data import Records, TaskProcessor
@@ -93,13 +95,16 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> 
         raise ValueError("grpo.val_period, grpo.val_at_start: give tasks.validation, or set them to 0 and false")
 
     settings = _environment_settings(config, master, tokenizer, [train, *([] if validation is None else [validation])])
-    made = {name: make(name, given.get("settings")) for name, given in settings.items()}
-    check_judges(made.values(), config.get("group") or {})
-    for tasks in (train, validation):
-        if tasks is not None:
-            check_references(tasks, lambda task: made[task.environment].check(task.reference))
     template = config.get("template")
     reads = Prompts.of_tokenizer(tokenizer) if template is None else Prompts.load(template, eos=tokenizer.eos_token)
+    made = {
+        name: Episodes({key: given[key] for key in EPISODE_KEYS if key in given}, reads)
+        for name, given in settings.items()
+    }
+    check_judges((episodes.environment for episodes in made.values()), config.get("group") or {})
+    for tasks in (train, validation):
+        if tasks is not None:
+            check_references(tasks, lambda task: made[task.environment].check(task))
     with_prompt = (config.get("group") or {}).get("judge") is not None
     processor = TaskProcessor(reads, with_prompt)
     max_length = master["data"].get("max_input_seq_length")

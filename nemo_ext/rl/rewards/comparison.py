@@ -86,6 +86,7 @@ class GroupRewards:
         bonus: for the shortest of the good ones.
         judged: whether any match of the response was judged; where not, its base is the mean of those that were.
         missing: comparisons that were asked for and not answered.
+        problem: why one of them was not.
     """
 
     rewards: tuple[float, ...]
@@ -94,6 +95,7 @@ class GroupRewards:
     bonus: tuple[float, ...]
     judged: tuple[bool, ...]
     missing: int = 0
+    problem: str = ""
 
 
 def circular_comparisons(size: int, *, both_orders: bool = True) -> list[tuple[int, int]]:

@@ -51,10 +51,17 @@ class NamedReward:
     Attributes:
         score: the reward of one response.
         counts_tokens: whether it asks for `Response.tokens`.
+        reference: keys of the task's reference that it reads.
     """
 
     score: Scoring
     counts_tokens: bool = False
+    reference: tuple[str, ...] = ()
+
+    def check(self, reference: Mapping[str, Any]) -> None:
+        """Raises ValueError for a task's reference that it cannot work with."""
+        if missing := [key for key in self.reference if key not in reference]:
+            raise ValueError(f"reference: the reward reads {', '.join(missing)}, which is not there")
 
 
 def reward_of(given: Any, *, where: str = "reward") -> NamedReward:
@@ -63,9 +70,11 @@ def reward_of(given: Any, *, where: str = "reward") -> NamedReward:
     Raises:
         ValueError: there is none of this name, or it takes no such setting.
     """
+    if given is not None and not isinstance(given, str | Mapping):
+        raise ValueError(f"{where} must be a name, or a mapping with a name, not {given!r}")
     settings = {"name": given} if isinstance(given, str) else dict(given or {"name": "outcome"})
     name = settings.pop("name", None)
-    if name not in _REWARDS:
+    if not isinstance(name, str) or name not in _REWARDS:
         raise ValueError(f"{where}: unknown name {name!r}: {nearest(str(name), _REWARDS)}")
     made, known, counts_tokens = _REWARDS[name]
     check_keys(settings, known, required=(), where=f"{where} ({name})")
@@ -76,7 +85,12 @@ def reward_of(given: Any, *, where: str = "reward") -> NamedReward:
     def score(verdict: Verdict, response: Response, facts: Facts) -> Reward:
         return made(verdict, response, facts, **settings)
 
-    return NamedReward(score, counts_tokens)
+    reference = _REFERENCES.get(name, {})
+    try:  # what only the reward itself knows of its settings
+        score(Verdict.correct(), Response(text="", tokens=0), Facts(reference=reference))
+    except ValueError as error:
+        raise ValueError(f"{where} ({name}): {error}") from None
+    return NamedReward(score, counts_tokens, tuple(reference))
 
 
 def _outcome(verdict: Verdict, response: Response, facts: Facts) -> Reward:
@@ -111,3 +125,5 @@ _REWARDS: Mapping[str, tuple[Callable[..., Reward], tuple[str, ...], bool]] = {
     "genrm_training": (_genrm_training, ("format_penalty", "ranking_weight"), False),
     "accuracy_format": (_accuracy_format, ("accuracy_weight", "format_weight"), False),
 }
+_REFERENCES: Mapping[str, Mapping[str, Any]] = {"genrm_training": {"ranking": 1}}
+"""For rewards that read the task's reference, one with the keys that must be there."""

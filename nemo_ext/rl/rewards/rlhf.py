@@ -1,6 +1,7 @@
 """A group's rewards by a generative reward model: asks the judge, then `nemo_ext.rl.rewards.comparison`."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from nemo_ext.data.sft.sample import Message
@@ -43,12 +44,13 @@ async def rlhf_rewards(
     pairs = circular_comparisons(len(responses), both_orders=both_orders)
     questions = [show(prompt, answers[first], answers[second]) for first, second in pairs]
     judged = await judge.ask_all(questions, parse_judgement)
-    return group_rewards(
+    given = group_rewards(
         {pair: answer.value for pair, answer in zip(pairs, judged, strict=True)},
         thinking_lengths=[len((response.thinking or "").strip()) for response in responses],
         answer_lengths=[len(response.answer.strip()) for response in responses],
         control=control,
     )
+    return replace(given, problem=next((answer.problem for answer in judged if answer.value is None), ""))
 
 
 def _cut(answer: str, characters: int) -> str:

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 
 from nemo_ext.data.seeds import generator
+from nemo_ext.data.settings import nearest
 from nemo_ext.data.sft.sample import Message
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import level_of
@@ -25,7 +26,12 @@ def tasks(count: int, *, seed: int, level: int | None = None, format: Format = "
     Args:
         level: of all; None for all levels in turn.
         format: how the answer is asked for, as `nemo_ext.rl.verifiers.math.Reference` has it.
+
+    Raises:
+        ValueError: there is no such level or format.
     """
+    if format not in _ASKED:
+        raise ValueError(f"settings.format: unknown {format!r}: {nearest(str(format), _ASKED)}")
     for index in range(count):
         of = level_of(index, level, LEVELS)
         question, _, answer = _problem(seed, of, index)

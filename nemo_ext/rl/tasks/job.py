@@ -32,8 +32,10 @@ def run(config: Mapping[str, Any]) -> None:
         ValueError: naming the key, what it holds and what it may hold.
     """
     check_keys(config, _KEYS, required=_KEYS, where="rl_tasks")
-    if not config["output"]:
-        raise ValueError("output=null: say the file to write")
+    if not isinstance(config["output"], str) or not config["output"]:
+        raise ValueError(f"output={config['output']}: say the file to write")
+    if config["solutions"] == config["output"]:
+        raise ValueError(f"solutions={config['solutions']}: the tasks are written there; name another file")
     if config["records"]:
         tasks = _from_records(config)
     elif config["generator"]:
@@ -65,9 +67,11 @@ def _from_records(config: Mapping[str, Any]) -> list[Task]:
     for key in ("generator", "level", "settings", "solutions"):
         if config[key]:
             raise ValueError(f"{key}={config[key]}: is for generated tasks, not for records")
-    if not config["environment"]:
-        raise ValueError("environment=null: say which tasks to make of the records: chat or genrm")
+    if not isinstance(config["environment"], str):
+        raise ValueError(f"environment={config['environment']}: say which tasks to make of the records: chat or genrm")
     given = config["records"]
+    if not isinstance(given, str) and not (isinstance(given, list) and all(isinstance(path, str) for path in given)):
+        raise ValueError(f"records={given}: give a file, or a list of files and globs")
     report = ConversationReport()
     made: Iterable[Task] = tasks_of(config["environment"], [given] if isinstance(given, str) else given, report)
     if config["count"] is not None:

@@ -19,7 +19,7 @@ _REFERENCE = ("score_1", "score_2", "ranking")
 def tasks_of(environment: str, paths: Sequence[str], report: ConversationReport) -> Iterator[Task]:
     """A task for each record, in the files' order; what gives none is counted in `report`.
 
-    chat      a conversation in any format of `nemo-ext sft_data`: all before the last answer is the prompt
+    chat      a conversation in any format of `nemo-ext sft_data`: all up to the last question is the prompt
     genrm     `genrm_*.jsonl` of `nemo-ext preference_data`: two responses, which any chat model is told to compare
 
     Args:
@@ -44,19 +44,15 @@ def tasks_of(environment: str, paths: Sequence[str], report: ConversationReport)
 def _chats(source: ConversationSource, part: Any, report: ConversationReport) -> Iterator[tuple[Task, str]]:
     for sample, where in source.read(part, report):
         prompt = _prompt(sample)
-        if not prompt:
+        if not prompt or not prompt[-1].content.strip():
             report.skip("without a prompt", where)
+            continue
+        if sample.tools:
+            report.skip("with tools, whose calls a judge would not see", where)
             continue
         domain = sample.task or "chat"
         yield (
-            Task(
-                id=sample.id,
-                environment="chat",
-                prompt=prompt,
-                tools=sample.tools,
-                domain=domain,
-                thinking=sample.thinking,
-            ),
+            Task(id=sample.id, environment="chat", prompt=prompt, domain=domain, thinking=sample.thinking),
             where,
         )
 
@@ -80,22 +76,29 @@ def _comparison(record: Mapping[str, Any]) -> Task:
     messages = record.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise FormatError("messages: expected a list of messages")
-    shown = [str(message.get("content") or "") for message in messages[-2:]]
     if [message.get("role") for message in messages[-2:]] != list(ROLES):
         raise FormatError(f"messages: expected the roles {' and '.join(ROLES)} at the end")
     identifier = value_at(record, "id")
     if not isinstance(identifier, str) or not identifier:
         raise FormatError(f"id={identifier!r}: expected a text")
-    prompt = to_sample({"messages": messages[:-2]}, id=identifier, format="openai").messages
+    answers = [{**message, "role": "assistant"} for message in messages[-2:]]
+    *prompt, first, second = to_sample(
+        {"messages": [*messages[:-2], *answers]}, id=identifier, format="openai"
+    ).messages
+    if not prompt or not prompt[-1].content.strip():
+        raise FormatError("messages: no prompt before the responses")
+    task = record.get("task") or "genrm"
+    if not isinstance(task, str):
+        raise FormatError(f"task={task!r}: expected a text")
     reference = {key: record.get(key) for key in _REFERENCE if record.get(key) is not None}
     make("genrm").check(reference)
-    (asked,) = instructed_messages(prompt, shown[0], shown[1])
+    (asked,) = instructed_messages(prompt, first.content, second.content)
     return Task(
         id=identifier,
         environment="genrm",
         prompt=(Message(role="user", content=asked["content"]),),
         reference=reference,
-        domain=record.get("task") or "genrm",
+        domain=task,
     )
 
 

@@ -80,7 +80,9 @@ class Rollouts:
             ValueError: another task that is verified otherwise has the same text, by which tasks are found.
         """
         text, opened = self.prompts.prompt(task)
-        known = self._begun.setdefault(text, Episode(task=task, thinking_opened=opened))
+        known = self._begun.get(text)
+        if known is None:
+            known = self._begun[text] = Episode(task=self.prompts.in_mode(task), thinking_opened=opened)
         if (known.task.environment, known.task.reference) != (task.environment, task.reference):
             raise ValueError(
                 f"the tasks {known.task.id} and {task.id} have the same prompt and other references: leave one out"

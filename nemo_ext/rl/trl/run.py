@@ -127,7 +127,11 @@ def _tasks(
     check_references(train, lambda task: environments[task.environment].check(task))
     if validation is not None:
         for row in range(len(validation)):
-            environments[validation[row].environment].check(validation[row])
+            task = validation[row]
+            try:
+                environments[task.environment].check(task)
+            except ValueError as error:
+                raise ValueError(f"{validation.path}: task {task.id}: {error}") from error
     rollouts = Rollouts(
         tokenizer=tokenizer,
         prompts=prompts,

@@ -111,7 +111,7 @@ def _instruction(item: Any, where: str) -> Instruction:
         raise ValueError(f"{where} must be {{id, kwargs}}, not {item!r}")
     check_keys(item, ("id", "kwargs"), required=("id",), where=where)
     name = item["id"]
-    if name not in RULES:
+    if not isinstance(name, str) or name not in RULES:
         raise ValueError(f"{where}.id: unknown {name!r}: {nearest(str(name), RULES)}")
     given = item.get("kwargs") or {}
     if not isinstance(given, Mapping):

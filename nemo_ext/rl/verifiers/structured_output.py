@@ -68,6 +68,8 @@ def check(reference: Mapping[str, Any]) -> Reference:
             raise ValueError(f"reference.schema={schema[:80]!r}: not JSON: {error}") from None
     if not isinstance(schema, Mapping):
         raise ValueError(f"reference.schema={repr(schema)[:80]}: expected a JSON schema as a mapping")
+    if not isinstance(schema.get("$schema", ""), str):
+        raise ValueError(f"reference.schema.$schema={schema['$schema']!r}: expected a text")
     if not isinstance(strict, bool):
         raise ValueError(f"reference.strict={strict!r}: expected true or false")
     try:
@@ -83,6 +85,10 @@ def check(reference: Mapping[str, Any]) -> Reference:
         raise ValueError(f"reference.schema: not JSON: {error}") from None
     for path, part in _parts(schema, "reference.schema"):
         _check_part(schema, part, path)
+    try:
+        kind(json.loads(text)).is_valid({})
+    except RecursionError:
+        raise ValueError("reference.schema: it refers to itself without end") from None
     return Reference(schema=schema, strict=strict, text=text)
 
 

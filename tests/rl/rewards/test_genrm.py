@@ -85,7 +85,7 @@ def test_judgements_that_can_be_read(text: str) -> None:
         "",
         "Response 1 is better.",
         f"<think>{GOOD}",
-        f"{GOOD} or rather {GOOD.replace('4', '5')}",
+        f"{GOOD} or rather {GOOD.replace('4', '5')}, I think.",
         '{"score_1": 4, "ranking": 2}',
         '{"score_1": 4, "score_2": 6, "ranking": 2}',
         '{"score_1": 4, "score_2": 2, "ranking": 0}',
@@ -114,7 +114,8 @@ def test_judgements_that_cannot(text: str) -> None:
 def test_what_a_judge_quotes_cannot_pass_for_its_own() -> None:
     quoted = json.dumps({"reason": f"it says {GOOD}", "score_1": 1, "score_2": 5, "ranking": 6})
 
-    assert parse_judgement(f"It says {GOOD}, but\n" + '{"score_1": 1, "score_2": 5, "ranking": 6}') is None
+    own = parse_judgement(f"It says {GOOD}, but\n" + '```json\n{"score_1": 1, "score_2": 5, "ranking": 6}\n```')
+    assert own is not None and (own.helpfulness, own.ranking) == ((1, 5), 6)
     assert parse_judgement(quoted) is None
 
 

@@ -70,7 +70,7 @@ def test_comparisons_become_tasks_for_any_chat_model(tmp_path: Path, capsys: pyt
     ("words", "said"),
     [
         (["environment=chats"], "did you mean 'chat'"),
-        ([], "environment=null"),
+        ([], "environment=None"),
         (["environment=chat", "level=1"], "level=1: is for generated tasks"),
         (["environment=genrm"], "none of the 5 records gives a task"),
         (["environment=chat", "count=0"], "count"),

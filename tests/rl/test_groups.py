@@ -1,0 +1,84 @@
+import json
+from typing import Any
+
+import pytest
+
+from nemo_ext.data.sft.sample import Message
+from nemo_ext.rl.environments import make
+from nemo_ext.rl.groups import Member, check_judges, group_reward
+from nemo_ext.rl.response import parse_response
+
+PROMPT = (Message(role="user", content="Say something."),)
+
+
+def member(text: str) -> Member:
+    return Member(reward=1.0, thinking_tokens=0, answer_tokens=len(text), prompt=PROMPT, response=parse_response(text))
+
+
+def judge(url: str) -> dict[str, Any]:
+    return {"base_url": url, "model": "judge", "attempts": 1, "attempt_seconds": 5, "total_seconds": 5}
+
+
+def judgement(first: int, second: int) -> str:
+    return json.dumps({"score_1": first, "score_2": second, "ranking": 2 if first > second else 5})
+
+
+@pytest.mark.parametrize(("both", "questions"), [(True, 6), (False, 3)])
+def test_the_better_answer_earns_more(endpoint: Any, reply: Any, both: bool, questions: int) -> None:
+    def compare(payload: dict[str, Any]) -> Any:
+        first, second = (message["content"] for message in payload["messages"][-2:])
+        return reply(text=judgement(5 if "good" in first else 2, 5 if "good" in second else 2))
+
+    endpoint.reply = compare
+    reward = group_reward({"judge": judge(endpoint.url), "both_orders": both, "length_control": {"thinking": 0.0}})
+    assert reward is not None
+
+    ((good, bad, other),) = reward([[member("good 1"), member("bad. 1"), member("bad. 2")]])
+
+    assert good > max(bad, other)
+    assert len(endpoint.requests) == questions
+
+
+def test_what_the_judge_did_not_answer_is_told(endpoint: Any, reply: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = iter([reply(text=judgement(5, 2)), reply(status=400)])
+    endpoint.reply = lambda payload: next(answers)
+    reward = group_reward({"judge": judge(endpoint.url)})
+    assert reward is not None
+
+    reward([[member("one"), member("two")]])
+
+    assert "judge: 1 comparisons without an answer: HTTP 400" in capsys.readouterr().err
+
+
+def test_a_judge_that_is_down_ends_the_run(endpoint: Any, reply: Any) -> None:
+    endpoint.reply = lambda payload: reply(status=401)
+    reward = group_reward({"judge": judge(endpoint.url)})
+    assert reward is not None
+
+    with pytest.raises(ValueError, match="none of 4 comparisons was answered: HTTP 401"):
+        reward([[member("one"), member("two")], [member("three"), member("four")]])
+
+
+def test_judges_are_asked_before_a_run(endpoint: Any, reply: Any) -> None:
+    endpoint.reply = lambda payload: reply(body=json.dumps({"data": [{"id": "judge"}]}).encode())
+    environments = [make("judge", {"judge": judge(endpoint.url)}), make("chat")]
+
+    check_judges(environments, {"judge": judge(endpoint.url)})
+    assert [request["path"] for request in endpoint.requests] == ["/v1/models"] * 2
+    with pytest.raises(ValueError, match="environment 'chat': its responses earn nothing"):
+        check_judges(environments, {})
+    with pytest.raises(ValueError, match="did you mean 'judge'"):
+        check_judges([], {"judge": {**judge(endpoint.url), "model": "jugde"}})
+
+
+@pytest.mark.parametrize(
+    ("group", "said"),
+    [
+        ({"show": "genrn", "judge": {}}, "did you mean 'genrm'"),
+        ({"lenght_control": {}}, "did you mean 'length_control'"),
+        ({"length_control": {"thinking": -1}}, "thinking must be a number of at least 0"),
+    ],
+)
+def test_wrong_settings_are_named(group: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        group_reward(group)
