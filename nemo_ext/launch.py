@@ -48,7 +48,7 @@ def prepare(config: dict[str, Any]) -> Path:
     run_dir = Path(config["run_dir"])
     runs = _fill_and_check(config)
     done = run_directory.last_checkpoint(run_dir) or 0
-    run = next((r for r in runs if _target(r["megatron"])[0] > done), runs[-1])
+    run = next((r for r in runs if target_of(r["megatron"])[0] > done), runs[-1])
     _check_same_run(run, run_dir, Console(highlight=False, soft_wrap=True))
     run_directory.write_versions(run_dir, sys.argv)
     return run_directory.write_config(run_dir, run)
@@ -87,7 +87,7 @@ def train(config: dict[str, Any]) -> None:
         for line in told_of_streams(runs[0], max_epochs=limit):
             console.print(line)
         for run in runs:
-            target, why = _target(run["megatron"])
+            target, why = target_of(run["megatron"])
             done = run_directory.last_checkpoint(run_dir)
             if done is not None and done >= target and run is not runs[-1]:
                 continue
@@ -123,7 +123,7 @@ def _fill_and_check(config: dict[str, Any]) -> list[dict[str, Any]]:
     return runs
 
 
-def _target(megatron: Mapping[str, Any]) -> tuple[int, str]:
+def target_of(megatron: Mapping[str, Any]) -> tuple[int, str]:
     """The step at which this command ends, and how to go on from there."""
     steps, stop = int(megatron["train_iters"]), megatron.get("exit_interval")
     if stop is not None and int(stop) < steps:

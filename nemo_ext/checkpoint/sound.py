@@ -1,0 +1,57 @@
+"""Whether a run's newest checkpoint is whole, and which one to go on from if it is not."""
+
+import zipfile
+from pathlib import Path
+
+from nemo_ext.checkpoint.torch_dist import METADATA, TRACKER, CheckpointError, TorchDistReader
+from nemo_ext.run_directory import write_text
+
+COMMON = "common.pt"
+BROKEN = ".broken"
+
+
+def fall_back(checkpoints: Path) -> str | None:
+    """Makes an older checkpoint the newest where the newest is broken; the broken one keeps its files under `.broken`.
+
+    Whole means: the metadata can be read, every file that they name is there and as long as they say, and so is the
+    common state where it has a file of its own (Megatron before 0.19). A flipped bit inside a file is not noticed.
+
+    Args:
+        checkpoints: the folder with Megatron's tracker file.
+
+    Returns:
+        What was wrong and what was done; None where nothing was.
+
+    Raises:
+        ValueError: the newest is broken and there is no other.
+    """
+    tracker = checkpoints / TRACKER
+    word = tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
+    if not word.isdecimal():
+        return None
+    newest = checkpoints / f"iter_{int(word):07d}"
+    problem = problem_of(newest)
+    if problem is None:
+        return None
+    before = sorted((each for each in checkpoints.glob("iter_*") if each.name < newest.name), reverse=True)
+    sound = next((each for each in before if not each.name.endswith(BROKEN) and problem_of(each) is None), None)
+    if sound is None:
+        raise ValueError(f"{problem}; there is no other checkpoint: restore it, or begin again in another run_dir")
+    write_text(tracker, str(int(sound.name.removeprefix("iter_"))))
+    kept = newest.with_name(newest.name + BROKEN)
+    if newest.exists() and not kept.exists():
+        newest.rename(kept)
+    return f"{problem}: going on from {sound.name}; the broken one is {kept.name}"
+
+
+def problem_of(folder: Path) -> str | None:
+    """What is wrong with a checkpoint; None if it is whole."""
+    if not (folder / METADATA).is_file():
+        return f"{folder}: no {METADATA}, so it was not written to its end"
+    if (folder / COMMON).is_file() and not zipfile.is_zipfile(folder / COMMON):
+        return f"{folder / COMMON}: cut short"
+    try:
+        TorchDistReader(folder)
+    except CheckpointError as error:
+        return str(error)
+    return None

@@ -1,0 +1,63 @@
+"""The parts of a job that need Megatron, in processes of their own: on nodes these may run in a container.
+
+python -m nemo_ext.slurm.prepare compose OUT recipe=... key=value      composes once, checks, writes the config
+python -m nemo_ext.slurm.prepare report RUN_DIR
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from hydra.errors import HydraException
+
+from nemo_ext.config import USER_ERROR, check_recipe, compose
+from nemo_ext.run_directory import CHECKPOINTS, last_checkpoint, read_config, write_text
+
+
+def prepared(words: list[str]) -> dict[str, object]:
+    """Compose a training run and write its config.
+
+    Returns:
+        `run_dir`, `config` (its path), `step` of the newest whole checkpoint, `target`, the step at which these ranks
+        end, and `notice`, what was wrong with the newest checkpoint.
+
+    Raises:
+        ValueError: as `nemo_ext.launch.prepare`.
+    """
+    from nemo_ext.checkpoint.sound import fall_back
+    from nemo_ext.launch import prepare, target_of
+
+    check_recipe(words)
+    config = compose("train", words)
+    if config["run_dir"] is None:
+        raise ValueError("run_dir=null: name a directory")
+    run_dir = Path(str(config["run_dir"]))
+    notice = fall_back(run_dir / CHECKPOINTS)
+    path = prepare(config)
+    target, _ = target_of(read_config(path)["megatron"])
+    return {
+        "run_dir": str(run_dir),
+        "config": str(path),
+        "step": last_checkpoint(run_dir) or 0,
+        "target": target,
+        "notice": notice or "",
+    }
+
+
+def main() -> None:
+    """The command; a user's mistake is one line and exit code 2."""
+    verb, place, *words = sys.argv[1:]
+    try:
+        if verb == "compose":
+            write_text(Path(place), json.dumps(prepared(words)))
+        else:
+            from nemo_ext.evaluation.report import write_report
+
+            print(f"report: {write_report(Path(place))}")
+    except (ValueError, HydraException) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The words of a Slurm job: those about the site and the queue, and the job's own."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from typing import Any
+
+from pydantic import NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from nemo_ext.config import compose
+from nemo_ext.data.sft.checked import checked
+from nemo_ext.slurm.cluster import STRICT, Cluster, duration
+
+OWN = ("job", "account", "time")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Keeping:
+    """How a run is kept going; see hydra_conf/slurm.yaml."""
+
+    margin: NonNegativeInt
+    max_restarts: NonNegativeInt
+    max_idle: PositiveInt
+    requeue: bool
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Settings:
+    """What is said of the site and the queue.
+
+    Attributes:
+        job: of nemo-ext.
+        account: that is charged; None for Slurm's default.
+        time: of each start; None for the longest that the quality of service allows.
+        cluster: the site.
+        slurm: how the run is kept going.
+    """
+
+    job: str
+    account: str | None
+    time: str | None
+    cluster: Cluster
+    slurm: Keeping = field()
+
+    def __post_init__(self) -> None:
+        if self.time is not None:
+            duration(self.time)
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Words about site and queue, and the job's own; `--config-dir DIR` is for both."""
+    ours: list[str] = []
+    theirs: list[str] = []
+    for word in words:
+        name = word.lstrip("+~").partition("=")[0]
+        mine = name in (*OWN, "cluster") or name.startswith(("cluster.", "slurm."))
+        (ours if mine else theirs).append(word)
+    return ours, theirs
+
+
+def settings_of(words: Sequence[str]) -> Settings:
+    """The settings that words about site and queue give.
+
+    Raises:
+        ValueError: naming the key, what it holds and what it may hold.
+    """
+    config: Mapping[str, Any] = compose("slurm", words)
+    return checked(Settings, config, where="submit")

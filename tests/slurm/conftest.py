@@ -1,0 +1,148 @@
+"""A real Slurm on this machine for the session: two nodes that are names for it, without systemd or cgroups."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel")
+REPOSITORY = Path(__file__).parents[2]
+CONFIG = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+CryptoType=crypto/munge
+SlurmctldPort={port}
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+SwitchType=switch/none
+ReturnToService=2
+EnforcePartLimits=ALL
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
+GresTypes=gpu
+JobRequeue=1
+KillWait=5
+MinJobAge=3600
+SlurmdParameters=config_overrides
+{nodes}
+PartitionName=boost_usr_prod Nodes=n1,n2 Default=YES MaxTime=24:00:00 State=UP
+"""
+NODE = (
+    "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=32 Boards=1 SocketsPerBoard=1 "
+    "CoresPerSocket=32 ThreadsPerCore=1 RealMemory=8000 Gres=gpu:4 State=UNKNOWN"
+)
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """The cluster.
+
+    Attributes:
+        folder: its files.
+        environment: with which its commands find it.
+    """
+
+    folder: Path
+    environment: dict[str, str]
+
+    def call(self, *words: str, check: bool = True) -> str:
+        """A command's output."""
+        done = subprocess.run(words, env=self.environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 or not check, f"{words}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def state(self, job: str) -> str:
+        """Of a job: PENDING, RUNNING, COMPLETED ..."""
+        words = self.call("scontrol", "show", "job", job).split()
+        return next(word.removeprefix("JobState=") for word in words if word.startswith("JobState="))
+
+    def wait(self, until: Callable[[], object], *, seconds: float = 240.0, what: str = "") -> None:
+        """Until it is true."""
+        end = time.monotonic() + seconds
+        while not until():
+            assert time.monotonic() < end, f"not within {seconds:g} s: {what}\n{self.call('squeue', check=False)}"
+            time.sleep(0.5)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Slurm]:
+    missing = [name for name in PROGRAMS if shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin") is None]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)} (Debian's slurmctld slurmd slurm-client munge)")
+    if os.geteuid() != 0:
+        pytest.skip("Slurm's daemons are started as root here")
+    # Not pytest's folder: the path of a socket has 107 characters at most.
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+    folder.chmod(0o755)
+    host = socket.gethostname().partition(".")[0]
+    control, *ports = free_ports(3)
+    names = dict(zip(("n1", "n2"), ports, strict=True))
+    nodes = "\n".join(NODE.format(name=name, host=host, port=port) for name, port in names.items())
+    (folder / "slurm.conf").write_text(CONFIG.format(host=host, folder=folder, port=control, nodes=nodes))
+    (folder / "gres.conf").write_text("".join(f"NodeName={n} Name=gpu Count=4 File=/dev/tty[0-3]\n" for n in names))
+    (folder / "state").mkdir()
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o400)
+    environment = {
+        **os.environ,
+        "SLURM_CONF": str(folder / "slurm.conf"),
+        "PATH": os.environ["PATH"] + ":/usr/sbin",
+        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONUNBUFFERED": "1",
+    }
+    environment.pop("SLURM_JOB_ID", None)
+    made = Slurm(folder, environment)
+    files = (f"--{each}-file={folder}/munge.{each}" for each in ("key", "pid", "log", "seed"))
+    made.call("munged", "--force", *files, f"--socket={folder}/munge.socket", "--num-threads=2")
+    try:
+        made.call("slurmctld", "-c")
+        for name in names:
+            made.call("slurmd", "-N", name)
+        made.wait(lambda: made.call("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * 2, seconds=60, what="nodes")
+        yield made
+    finally:
+        made.call("scancel", "--user=root", check=False)
+        for name in (*(f"{each}.pid" for each in names), "slurmctld.pid", "munge.pid"):
+            _end(folder / name)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end(file: Path) -> None:
+    with suppress(OSError, ValueError):
+        process = int(file.read_text())
+        os.kill(process, signal.SIGTERM)
+        for _ in range(100):
+            os.kill(process, 0)
+            time.sleep(0.05)

@@ -1,0 +1,104 @@
+"""slurm/train.sbatch on a real Slurm: what stops a run does not end it."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_ext.run_directory import last_checkpoint, read_metrics
+from nemo_ext.slurm import attempts
+
+REPOSITORY = Path(__file__).parents[2]
+STEPS = 40
+WORDS = (
+    *("recipe=nemotron3_nano/quickstart", "data=mock", "megatron.seq_length=64", "megatron.micro_batch_size=1"),
+    *("megatron.global_batch_size=2", f"train.tokens={STEPS * 128}", "train.validate_at_start=false"),
+    *("megatron.eval_iters=1", "megatron.eval_interval=1000"),
+)
+pytestmark = [pytest.mark.slow, pytest.mark.slurm]
+
+
+@pytest.fixture
+def submit(slurm: Any, tmp_path: Path) -> Callable[..., str]:
+    def submitted(*words: str, nodes: int = 2) -> str:
+        options = (f"--nodes={nodes}", "--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-per-node=1", "--parsable")
+        place = (
+            f"--chdir={tmp_path}",
+            f"--output={tmp_path}/slurm-%j.out",
+            f"--export=ALL,NEMO_EXT_PYTHON={sys.executable}",
+        )
+        script = REPOSITORY / "slurm" / "train.sbatch"
+        return slurm.call("sbatch", *options, *place, str(script), "cluster=testbed", *words).strip()
+
+    return submitted
+
+
+def steps(run_dir: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in read_metrics(run_dir / "metrics.jsonl") if "loss" in line}
+
+
+def output(folder: Path) -> str:
+    return "".join(path.read_text() for path in folder.glob("slurm-*.out"))
+
+
+def test_a_time_limit_is_a_pause(slurm: Any, submit: Callable[..., str], tmp_path: Path) -> None:
+    run_dir, whole = tmp_path / "run", tmp_path / "whole"
+    job = submit(*WORDS, f"run_dir={run_dir}")
+    slurm.wait(lambda: len(steps(run_dir)) >= 5, what=output(tmp_path))
+
+    slurm.call("scancel", "--batch", "--signal=USR2", job)
+    slurm.wait(lambda: slurm.state(job) in ("COMPLETED", "FAILED", "CANCELLED"), what=output(tmp_path))
+
+    assert slurm.state(job) == "COMPLETED", output(tmp_path)
+    first, second = attempts.read(run_dir)
+    assert (first.restart, second.restart) == (0, 1)
+    assert first.reason == "time limit (SIGUSR2)"
+    assert 5 <= (first.last_step or 0) == second.first_step < STEPS
+    assert last_checkpoint(run_dir) == STEPS
+    assert (run_dir / "slurm" / "finished.json").is_file()
+    assert (run_dir / "slurm" / "script.sbatch").read_text() == (REPOSITORY / "slurm" / "train.sbatch").read_text()
+    assert "finished: step 40 of 40" in output(tmp_path)
+
+    local = [sys.executable, "-m", "nemo_ext.cli", "train", *WORDS, f"run_dir={whole}", "launcher.nproc_per_node=2"]
+    subprocess.run(local, check=True, capture_output=True, cwd=tmp_path)
+    assert steps(run_dir) == pytest.approx(steps(whole), rel=1e-5)
+
+
+def test_a_node_that_fails_is_replaced(slurm: Any, submit: Callable[..., str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    job = submit(*WORDS, f"run_dir={run_dir}", "megatron.save_interval=5")
+    slurm.wait(lambda: (last_checkpoint(run_dir) or 0) >= 5, what=output(tmp_path))
+
+    slurm.call("scontrol", "update", "nodename=n2", "state=down", "reason=test")
+    slurm.wait(lambda: slurm.state(job) == "PENDING", what=output(tmp_path))
+    slurm.call("scontrol", "update", "nodename=n2", "state=resume")
+    slurm.wait(lambda: slurm.state(job) in ("COMPLETED", "FAILED", "CANCELLED"), what=output(tmp_path))
+
+    assert slurm.state(job) == "COMPLETED", output(tmp_path)
+    first, second = attempts.read(run_dir)
+    assert "killed" in first.reason
+    assert 5 <= second.first_step < STEPS == second.last_step
+
+
+def test_a_run_that_gets_nowhere_is_given_up(slurm: Any, submit: Callable[..., str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = ("cluster.environment.GLOO_SOCKET_IFNAME=none0", "slurm.max_idle=2")
+    job = submit(*WORDS, f"run_dir={run_dir}", *words, nodes=1)
+    slurm.wait(lambda: slurm.state(job) in ("COMPLETED", "FAILED", "CANCELLED"), what=output(tmp_path))
+
+    assert slurm.state(job) == "FAILED"
+    assert len(attempts.read(run_dir)) == 2
+    assert "not queued again: 2 starts without a new checkpoint (a rank failed" in output(tmp_path)
+
+
+def test_a_mistake_is_one_line_and_not_tried_again(slurm: Any, submit: Callable[..., str], tmp_path: Path) -> None:
+    job = submit("recipe=nemotron3_nano/quickstrat", f"run_dir={tmp_path / 'run'}", nodes=1)
+    slurm.wait(lambda: slurm.state(job) in ("COMPLETED", "FAILED"), what=output(tmp_path))
+
+    assert slurm.state(job) == "FAILED"
+    assert "error: recipe=nemotron3_nano/quickstrat: no such recipe; did you mean nemotron3_nano/quickstart?" in output(
+        tmp_path
+    )
