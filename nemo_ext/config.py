@@ -129,7 +129,7 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
         elif name == "model" and job == "rl":
             # To Hydra `model` is the group of Megatron models.
             spelled.append(f"policy={hydra_value(value)}")
-        elif name == "environments" and job == "rl" and equals:
+        elif name == "environments" and job == "rl" and equals and value != "null":
             # Those of the preset may want settings that nobody needs then.
             spelled += [word, "~rl.environments"]
         elif name == "model.pattern" and value[:1] not in ("'", '"'):

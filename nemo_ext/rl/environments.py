@@ -4,11 +4,12 @@ Engines' adapters know no environment by itself: they look a task's up here.
 """
 
 import importlib
+import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nemo_ext.data.settings import nearest
+from nemo_ext.data.settings import check_keys, nearest
 from nemo_ext.data.sft.sample import Message
 from nemo_ext.rl.response import Response
 from nemo_ext.rl.verifiers.verdict import Verdict
@@ -80,5 +81,9 @@ def make(name: str, settings: Mapping[str, Any] | None = None) -> Environment:
     """
     if name not in ENVIRONMENTS:
         raise ValueError(f"environment: unknown name {name!r}: {nearest(name, ENVIRONMENTS)}")
-    made: Environment = importlib.import_module(ENVIRONMENTS[name]).environment(**(settings or {}))
+    build = importlib.import_module(ENVIRONMENTS[name]).environment
+    parameters = inspect.signature(build).parameters
+    required = tuple(key for key, parameter in parameters.items() if parameter.default is parameter.empty)
+    check_keys(settings or {}, tuple(parameters), required=required, where=f"environment {name}: settings")
+    made: Environment = build(**(settings or {}))
     return made

@@ -9,7 +9,7 @@ import functools
 import inspect
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -95,6 +95,32 @@ class Tally:
         }
 
 
+class References:
+    """The parsed references of tasks; those seen last are kept, since a group's responses share one.
+
+    Args:
+        check: an environment's.
+    """
+
+    def __init__(self, check: Callable[[Mapping[str, Any]], Any]) -> None:
+        self._check = check
+        self._kept: OrderedDict[str, tuple[Mapping[str, Any], Any]] = OrderedDict()
+
+    def of(self, task: Task) -> Any:
+        """The parsed one. Ids are unique in a file only, so it is looked at as well.
+
+        Raises:
+            ValueError: as `check`.
+        """
+        kept, key = self._kept, task.id or repr(task.reference)
+        if key not in kept or kept[key][0] != task.reference:
+            kept[key] = (task.reference, self._check(task.reference))
+        kept.move_to_end(key)
+        if len(kept) > REFERENCES:
+            kept.popitem(last=False)
+        return kept[key][1]
+
+
 class Episodes:
     """Verifies responses to the tasks of one environment.
 
@@ -123,7 +149,7 @@ class Episodes:
         self._threads = ThreadPoolExecutor(slots, thread_name_prefix=config["name"])
         # Of all calls: an engine may hand over one response at a time.
         self._at_once = asyncio.Semaphore(slots)
-        self._references: OrderedDict[str, Any] = OrderedDict()
+        self._references = References(self.environment.check)
         self._tally = Tally()
 
     async def turns(
@@ -196,7 +222,7 @@ class Episodes:
     async def _verified(self, episode: Episode, response: Response) -> Verdict:
         verify = self.environment.verify
         assert verify is not None
-        reference = self._reference(episode.task)
+        reference = self._references.of(episode.task)
         made = await asyncio.get_running_loop().run_in_executor(self._threads, verify, response, reference)
         return await made if inspect.isawaitable(made) else made
 
@@ -204,7 +230,7 @@ class Episodes:
         begin, prompts = self.environment.begin, self._prompts
         assert begin is not None and prompts is not None
         turn = episode.turn + 1
-        conversation = episode.conversation or begin(self._reference(episode.task))
+        conversation = episode.conversation or begin(self._references.of(episode.task))
         run = functools.partial(asyncio.get_running_loop().run_in_executor, self._threads)
         answers: Sequence[Message] = await run(conversation.step, response)
         if not answers or turn >= self.environment.max_turns:
@@ -223,17 +249,6 @@ class Episodes:
         if parsed.problems or not parsed.calls:
             return response
         return replace(response, answer=parsed.answer, tool_calls=parsed.calls)
-
-    def _reference(self, task: Task) -> Any:
-        """The reference, parsed; those seen last are kept, since a group's responses share one."""
-        kept = self._references
-        if task.id in kept:
-            kept.move_to_end(task.id)
-        else:
-            kept[task.id] = self.environment.check(task.reference)
-            if len(kept) > REFERENCES:
-                kept.popitem(last=False)
-        return kept[task.id]
 
     def _count(self, verdict: Verdict, reward: Reward) -> None:
         tally = self._tally

@@ -1,11 +1,13 @@
 """The job `nemo-ext rl`: a preset, a model, tasks or pairs, and an engine."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.data.settings import check_keys, nearest
+from nemo_ext.data.settings import check_keys, checked_whole, nearest
+from nemo_ext.progress import notice
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, algorithm_of, presets
 from nemo_ext.run_directory import CHECKPOINTS, CONFIG, only_run_in, read_config
 
@@ -25,8 +27,8 @@ def run(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: naming the key, what it holds and what it may hold; an engine that is not there or cannot do it.
     """
-    algorithm = checked_algorithm(config)
-    config = {**config, "tasks": with_weights(config, algorithm)}
+    algorithm = over_own_pairs(config, checked_algorithm(config))
+    config = {**config, "tasks": planned_tasks(config, algorithm)}
     run_dir = Path(config["run_dir"])
     with only_run_in(run_dir):
         if any((run_dir / CHECKPOINTS).glob("*")):
@@ -43,7 +45,9 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     old, new = (flat({key: config.get(key) for key in SAME}) for config in (before, now))
     # A section without keys is none.
     changed = (key for key in old.keys() | new.keys() if (old.get(key) or None) != (new.get(key) or None))
-    keys = sorted(set(changed) - {STEPS})
+    # Where a file's share is bounded by epochs, more steps are another plan from the first step on.
+    bounded = any(key.endswith("cap_epochs") for key in new if key.startswith("tasks.train."))
+    keys = sorted(set(changed) - (set() if bounded else {STEPS}))
     if keys:
         told = ", ".join(f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in keys)
         raise ValueError(f"{now['run_dir']}: began with other settings: {told}; keep them, or give another run_dir=...")
@@ -58,15 +62,47 @@ def flat(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return found
 
 
-def with_weights(config: Mapping[str, Any], algorithm: Algorithm) -> dict[str, Any]:
-    """The `tasks`; a directory without a blend has the algorithm's environments in their weights, a file for each."""
+def planned_tasks(config: Mapping[str, Any], algorithm: Algorithm) -> dict[str, Any]:
+    """The `tasks`, drawn by the run's seed if they have none of their own.
+
+    A directory without a blend has the algorithm's environments in their weights, a file for each.
+    """
     tasks = dict(config["tasks"])
-    train = tasks.get("train") or {}
-    blended = train.get("blend") or train.get("streams")
-    if isinstance(algorithm, PolicyGradient) and train.get("directory") and not blended:
-        streams = [{"name": name, "weight": use.weight} for name, use in algorithm.environments.items()]
-        tasks["train"] = {**train, "streams": streams}
-    return tasks
+    if not isinstance(algorithm, PolicyGradient):
+        return tasks
+    train = tasks["train"]
+    if not train.get("curriculum"):
+        train = {"seed": config["seed"], **train}
+    weights = {name: use.weight for name, use in algorithm.environments.items()}
+    if train.get("directory") and not (train.get("blend") or train.get("streams")):
+        train["streams"] = [{"name": name, "weight": weight} for name, weight in weights.items()]
+    elif not train.get("directory") and len(set(weights.values())) > 1:
+        notice("the environments' weights are for tasks.train.directory: a file's tasks come as they are there")
+    return {**tasks, "train": train}
+
+
+def over_own_pairs(config: Mapping[str, Any], algorithm: Algorithm) -> Algorithm:
+    """The algorithm with its epochs over the pairs that are there, not the paper's.
+
+    Raises:
+        ValueError: there is no such file, or it has fewer pairs than a batch.
+    """
+    schedule = algorithm.schedule
+    if isinstance(algorithm, PolicyGradient) or schedule.steps is not None or not schedule.epochs:
+        return algorithm
+    path = Path(config["pairs"]["train"]).expanduser()
+    if not path.is_file():
+        raise ValueError(f"pairs.train={path}: no such file; `nemo-ext preference_data` writes it")
+    if path.suffix == ".parquet":
+        count = import_module("pyarrow.parquet").ParquetFile(path).metadata.num_rows
+    else:
+        with path.open("rb") as file:
+            count = sum(1 for line in file if line.strip())
+    if count < algorithm.batch:
+        raise ValueError(f"pairs.train={path}: {count:,} pairs, fewer than rl.batch={algorithm.batch:,}: lower it")
+    algorithm = replace(algorithm, schedule=replace(schedule, examples=count))
+    notice(f"{schedule.epochs} epochs over {count:,} pairs: {algorithm.steps:,} steps")
+    return algorithm
 
 
 def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:
@@ -89,9 +125,17 @@ def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:
         # The user's, who need not know that the preset counts epochs.
         given["schedule"] = {**given["schedule"], "epochs": None, "examples": None}
     algorithm = algorithm_of(given, where="rl")
+    for key, least in (("micro_batch", 1), ("save_every", 1), ("seed", 0)):
+        checked_whole(key, config[key], least=least)
     section, other = ("tasks", "pairs") if isinstance(algorithm, PolicyGradient) else ("pairs", "tasks")
     for name in (section, other):
         check_keys(config[name], ("train", "validation"), required=(), where=name)
+        for split, given in config[name].items():
+            if given is not None and isinstance(given, str) != (name == "pairs"):
+                spelled = f"pairs.{split}=FILE" if name == "pairs" else f"tasks.{split}.path=FILE"
+                raise ValueError(f"{name}.{split}={given}: write {spelled}")
+    if config["tasks"].get("validation") is not None:
+        check_keys(config["tasks"]["validation"], ("path",), required=("path",), where="tasks.validation")
     if not config[section].get("train"):
         raise ValueError(f"{section}.train=null: {algorithm.algorithm} trains on {section}; say where they are")
     if config[other].get("train"):

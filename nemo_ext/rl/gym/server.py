@@ -10,7 +10,6 @@ Gym's rollout collection keeps it out of the results and tries again.
 
 import asyncio
 import inspect
-from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -30,6 +29,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from nemo_ext.data.settings import checked_whole, nearest
 from nemo_ext.rl.environments import Environment, make
+from nemo_ext.rl.episodes import References
 from nemo_ext.rl.gym.plays import NoPlayError, Play, Plays
 from nemo_ext.rl.gym.responses import Answered, last_turn, read_answer
 from nemo_ext.rl.gym.rows import of_gym
@@ -39,8 +39,6 @@ from nemo_ext.rl.task import Task
 from nemo_ext.rl.tools import read_openai_calls
 from nemo_ext.rl.verifiers.verdict import Verdict
 
-REFERENCES = 4096
-"""Parsed references that are kept."""
 _MANY_TURNS = 10_000  # of tools that are called one by one: the agent's max_steps ends them
 # What Gym itself writes into a server's config.
 _GYM_KEYS = ("verified", "verified_url", "description", "value", "datasets", "license")
@@ -102,7 +100,7 @@ class VerifierServer(SimpleResourcesServer):
     _by_call: Environment = PrivateAttr()
     _reward: NamedReward = PrivateAttr()
     _threads: ThreadPoolExecutor = PrivateAttr()
-    _references: OrderedDict[str, tuple[Mapping[str, Any], Any]] = PrivateAttr(default_factory=OrderedDict)
+    _references: References = PrivateAttr()
     _plays: Plays = PrivateAttr(default_factory=Plays)
 
     def model_post_init(self, context: Any) -> None:
@@ -113,6 +111,7 @@ class VerifierServer(SimpleResourcesServer):
         if self._environment.judged_in_groups:
             raise ValueError(f"environment {config.environment!r}: its judge is a server of its own, genrm")
         self._reward = reward_of(config.reward)
+        self._references = References(self._environment.check)
         self._threads = ThreadPoolExecutor(checked_whole("concurrency", config.concurrency, least=1))
         if self._environment.begin is not None:
             if (config.num_workers or 1) > 1:
@@ -211,20 +210,10 @@ class VerifierServer(SimpleResourcesServer):
         return read_answer(answered, thinking_opened=self.config.thinking_opened)
 
     def _reference(self, task: Task) -> Any:
-        """The reference, parsed; those seen last are kept, since a group's responses share one."""
-        kept, key = self._references, task.id or repr(task.reference)
-        if key in kept and kept[key][0] == task.reference:
-            kept.move_to_end(key)
-            return kept[key][1]
         try:
-            parsed = self._environment.check(task.reference)
+            return self._references.of(task)
         except ValueError as error:
             raise HTTPException(422, f"{self.config.name}: task {task.id!r}: {error}") from None
-        kept[key] = (task.reference, parsed)
-        kept.move_to_end(key)
-        if len(kept) > REFERENCES:
-            kept.popitem(last=False)
-        return parsed
 
     async def _verified(self, task: Task, answered: Answered) -> Verdict:
         verify, reference = self._environment.verify, self._reference(task)

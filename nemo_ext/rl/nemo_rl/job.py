@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,24 @@ def settings_of(
         raise ValueError("rl.schedule.steps=null: say how many steps to train")
     rendered = render(algorithm, checkout, backend=config["nemo_rl"]["backend"]).settled(config["on_inexpressible"])
     section, run_dir = section_of(algorithm), Path(config["run_dir"])
-    own = {
+    own: dict[str, Any] = {
         section: {"seed": config["seed"]},
-        "policy": {"model_name": config["policy"], "tokenizer": {"name": config["policy"]}},
+        "policy": {
+            "model_name": config["policy"],
+            "tokenizer": {"name": config["policy"]},
+            "train_micro_batch_size": gcd(algorithm.batch, config["micro_batch"]),
+        },
         "checkpointing": {"enabled": True, "checkpoint_dir": str(run_dir / CHECKPOINTS)},
         "logger": {"log_dir": str(run_dir / "logs")},
     }
+    if not config["tasks" if isinstance(algorithm, PolicyGradient) else "pairs"].get("validation"):
+        # The version's example, and many an algorithm, would validate; with validation that is when it saves, too.
+        never = {"val_period": 0, "val_at_start": False, "val_at_end": False}
+        keys = checkout.keys(section)
+        own[section] |= {key: value for key, value in never.items() if keys.missing(f"{section}.{key}") is None}
+        own["checkpointing"] |= {"metric_name": None, "save_period": config["save_every"]}
+        if algorithm.validation.every is not None:
+            notice("nothing to validate on is given: tasks.validation.path=FILE, or pairs.validation=FILE")
     changes: dict[str, Any] = {}
     for path, value in flat(config["nemo_rl"]["set"] or {}).items():
         _put(changes, path, value)

@@ -124,12 +124,8 @@ def _generation(draft: _Draft, algorithm: PolicyGradient, *, vllm: bool) -> None
         draft.cannot("lengths.prompt", "longer prompts are trained on as well; leave them out of the tasks instead")
     elif lengths.total is not None and not vllm:
         draft.cannot("lengths.total", "only vLLM bounds both together; lengths.response alone is bounded instead")
-    if algorithm.turns > 1:
-        if algorithm.algorithm == "grpo":
-            # Each call's answer leads to one more response.
-            draft.settings["max_tool_calling_iterations"] = algorithm.turns - 1
-        else:
-            draft.cannot("turns", "RLOOTrainer has no tools; turns=1 is done instead")
+    if algorithm.turns > 1 and algorithm.algorithm != "grpo":
+        draft.cannot("turns", "RLOOTrainer has no tools; turns=1 is done instead")
     if algorithm.asynchronous is not None:
         draft.cannot("asynchronous", "TRL generates and trains in turn; responses are of age 0 instead")
     if algorithm.sampling.drop_zero_variance:

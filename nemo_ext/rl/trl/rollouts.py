@@ -52,6 +52,7 @@ class Rollouts:
         group: rewrites the rewards of groups; None leaves them.
         record: JSONL to append to.
         tokens: that a response may have; of a conversation, all its responses and what is read between them.
+        same: ids of tasks with the prompt and the reference of another, as which they count.
     """
 
     tokenizer: Any
@@ -61,6 +62,7 @@ class Rollouts:
     record: Path
     tokens: int
     group: GroupReward | None = None
+    same: set[str] = field(default_factory=set)
     _begun: dict[str, Episode] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -87,6 +89,8 @@ class Rollouts:
             raise ValueError(
                 f"the tasks {known.task.id} and {task.id} have the same prompt and other references: leave one out"
             )
+        if known.task.id != task.id:
+            self.same.add(task.id)
         return text
 
     def encoded(self, texts: Sequence[str]) -> list[list[int]]:
@@ -123,8 +127,10 @@ class Rollouts:
         ended: dict[int, Turn] = {}
         while len(ended) < len(texts):
             going = [index for index in range(len(texts)) if index not in ended]
-            room = self.tokens - max(len(tokens[index]) for index in going)
-            made = generate([prompts[index] + tokens[index] for index in going], room)
+            room = {index: self.tokens - len(tokens[index]) for index in going}
+            made = generate([prompts[index] + tokens[index] for index in going], max(room.values()))
+            # A long conversation takes no other's room.
+            made = [ids[: room[index]] for index, ids in zip(going, made, strict=True)]
             for index, ids in zip(going, made, strict=True):
                 tokens[index] += ids
                 own[index] += [1] * len(ids)

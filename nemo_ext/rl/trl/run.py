@@ -1,7 +1,7 @@
 """Train with TRL: our tasks, verifiers and rewards, its GRPO, RLOO and DPO trainers."""
 
-import json
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from typing import Any
 from nemo_ext.data.settings import nearest
 from nemo_ext.progress import notice
 from nemo_ext.rl.algorithms import Algorithm, EnvironmentUse, PolicyGradient
+from nemo_ext.rl.environments import make
 from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.groups import check_judges, group_reward
 from nemo_ext.rl.plan import PlannedTasks, TaskFile, check_references, plan_tasks
@@ -21,7 +22,7 @@ from nemo_ext.rl.task import Task
 from nemo_ext.rl.trl.render import render
 from nemo_ext.rl.trl.report import write_report
 from nemo_ext.rl.trl.rollouts import Rollouts
-from nemo_ext.run_directory import CHECKPOINTS, METRICS, write_config, write_versions
+from nemo_ext.run_directory import CHECKPOINTS, METRICS, truncate_metrics, write_config, write_versions
 
 MODEL, ROLLOUTS = "model", "rollouts.jsonl"
 BY_ADAPTER = ("lengths.prompt",)
@@ -44,9 +45,6 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers|trl")
     transformers.utils.logging.disable_progress_bar()
     run_dir = Path(config["run_dir"])
-    if (run_dir / MODEL / "config.json").is_file():
-        notice(f"{run_dir / MODEL}: this run is finished; another run_dir=... begins anew")
-        return
     folder = Path(config["policy"]).expanduser()
     if not (folder / "config.json").is_file():
         raise ValueError(f"model={folder}: no config.json there; `nemo-ext convert to_format=huggingface` writes one")
@@ -57,7 +55,9 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
         tokenizer.pad_token = tokenizer.eos_token
     micro_batch = gcd(algorithm.batch, config["micro_batch"])
     rendered = render(algorithm, micro_batch=micro_batch, by_adapter=BY_ADAPTER).settled(config["on_inexpressible"])
-    settings = {**rendered.settings, **_own_settings(config, algorithm), **(config["trl"] or {})}
+    checkpoint = _last_checkpoint(run_dir / CHECKPOINTS)
+    own = _own_settings(config, algorithm, resumed=checkpoint is not None)
+    settings = {**rendered.settings, **own, **(config["trl"] or {})}
     write_config(run_dir, config)
     write_versions(run_dir, sys.argv)
     if isinstance(algorithm, PolicyGradient):
@@ -65,27 +65,36 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
         trainer = trainers.policy_gradient(algorithm, str(folder), settings, tokenizer, rollouts, train, validation)
     else:
         trainer = trainers.preference(algorithm, str(folder), settings, tokenizer, config["pairs"], config["template"])
-    checkpoint = _last_checkpoint(run_dir / CHECKPOINTS)
+    done = _step_of(checkpoint) if checkpoint else 0
+    if (run_dir / MODEL).is_dir() and done >= trainer.args.max_steps:
+        notice(f"{run_dir / MODEL}: this run is finished; more steps go on, another run_dir=... begins anew")
+        return
     if checkpoint is not None:
-        notice(f"going on from step {_step_of(checkpoint)}")
-    _forget_after(run_dir, _step_of(checkpoint) if checkpoint else 0)
+        notice(f"going on from step {done // updates_of(algorithm)}")
+    for name in (METRICS, ROLLOUTS):
+        truncate_metrics(run_dir / name, done)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.add_callback(trainers.Log(run_dir / METRICS, rollouts if isinstance(algorithm, PolicyGradient) else None))
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    trainer.save_model(str(run_dir / MODEL))
-    tokenizer.save_pretrained(run_dir / MODEL)
+    unfinished = run_dir / f".{MODEL}"
+    for folder in (unfinished, run_dir / MODEL):
+        shutil.rmtree(folder, ignore_errors=True)
+    trainer.save_model(str(unfinished))
+    tokenizer.save_pretrained(unfinished)
+    unfinished.rename(run_dir / MODEL)
     if isinstance(algorithm, PolicyGradient):
         rollouts.shutdown()
     notice(f"report: {write_report(run_dir, algorithm)}")
 
 
-def _own_settings(config: Mapping[str, Any], algorithm: Algorithm) -> dict[str, Any]:
+def _own_settings(config: Mapping[str, Any], algorithm: Algorithm, *, resumed: bool) -> dict[str, Any]:
     """What a run of ours has beside its algorithm."""
+    updates = updates_of(algorithm)  # which TRL counts; and a step must be resumed at its beginning
     on_gpu = import_module("torch").cuda.is_available()
     settings = {
         "output_dir": str(Path(config["run_dir"]) / CHECKPOINTS),
         "save_strategy": "steps",
-        "save_steps": config["save_every"],
+        "save_steps": config["save_every"] * updates,
         "logging_steps": 1,
         "report_to": "none",
         "seed": config["seed"],
@@ -98,7 +107,8 @@ def _own_settings(config: Mapping[str, Any], algorithm: Algorithm) -> dict[str, 
     if not config[section].get("validation"):
         return settings
     every = algorithm.validation.every or config["save_every"]
-    return {**settings, "eval_strategy": "steps", "eval_steps": every, "eval_on_start": algorithm.validation.at_start}
+    at_start = algorithm.validation.at_start and not resumed
+    return {**settings, "eval_strategy": "steps", "eval_steps": every * updates, "eval_on_start": at_start}
 
 
 def _tasks(
@@ -117,10 +127,7 @@ def _tasks(
     for name in sorted(found):
         if name not in uses:
             raise ValueError(f"tasks: environment {name!r} is none of the algorithm's: {nearest(name, uses)}")
-    environments = {
-        name: Episodes({"name": name, "settings": dict(uses[name].settings), "reward": uses[name].reward}, prompts)
-        for name in sorted(found)
-    }
+    environments = {name: Episodes(_told(name, uses[name], algorithm.turns), prompts) for name in sorted(found)}
     group = algorithm.group.settings() if algorithm.group else {}
     over_groups = group_reward(group)
     check_judges((episodes.environment for episodes in environments.values()), group)
@@ -146,6 +153,14 @@ def _tasks(
     return rollouts, train, validation
 
 
+def _told(name: str, use: EnvironmentUse, turns: int) -> dict[str, Any]:
+    """What an environment is told; one with several turns the algorithm's number of them, where it has one."""
+    settings = dict(use.settings)
+    if turns > 1 and make(name, settings).begin is not None:
+        settings.setdefault("max_turns", turns)
+    return {"name": name, "settings": settings, "reward": use.reward}
+
+
 def _leave_out_longer(rollouts: Rollouts, tasks: PlannedTasks, most: int, given: Mapping[str, Any]) -> None:
     """Tasks whose prompts have more tokens are not trained on."""
 
@@ -165,6 +180,11 @@ def _leave_out_longer(rollouts: Rollouts, tasks: PlannedTasks, most: int, given:
     )
 
 
+def updates_of(algorithm: Algorithm) -> int:
+    """Updates in a step."""
+    return algorithm.updates_per_step if isinstance(algorithm, PolicyGradient) else 1
+
+
 def _last_checkpoint(folder: Path) -> Path | None:
     found = [path for path in folder.glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
     return max(found, key=_step_of, default=None)
@@ -172,13 +192,3 @@ def _last_checkpoint(folder: Path) -> Path | None:
 
 def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
-
-
-def _forget_after(run_dir: Path, step: int) -> None:
-    """Leaves out of the records what a run that was stopped had done after its last checkpoint."""
-    for name in (METRICS, ROLLOUTS):
-        path = run_dir / name
-        if path.is_file():
-            lines = path.read_text().splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-            path.write_text("".join(kept))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from datasets.exceptions import DatasetGenerationError
 from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -66,6 +67,8 @@ def policy_gradient(
         **arguments,
     )
     trainer.rollouts, reward.trainer = rollouts, trainer
+    if same := sorted(rollouts.same):
+        notice(f"{len(same):,} tasks have the prompt and reference of another and count as that one: {same[0]} ...")
     return trainer
 
 
@@ -90,10 +93,8 @@ def preference(
     for split, path in files.items():
         if not path.is_file():
             raise ValueError(f"pairs.{split}={path}: no such file; `nemo-ext preference_data` writes it")
-    loaded = {
-        split: (Dataset.from_parquet if path.suffix == ".parquet" else Dataset.from_json)(str(path))
-        for split, path in files.items()
-    }
+    most = settings.get("max_length")
+    loaded = {split: _pairs(path, f"pairs.{split}", tokenizer, most) for split, path in files.items()}
     return DPOTrainer(
         model=model,
         args=_config(DPOConfig, settings),
@@ -101,6 +102,37 @@ def preference(
         eval_dataset=loaded.get("validation"),
         processing_class=tokenizer,
     )
+
+
+def _pairs(path: Path, where: str, tokenizer: Any, most: int | None) -> Dataset:
+    """A file's pairs without those that are longer than `most` tokens, which TRL would cut and train on."""
+    try:
+        pairs = (Dataset.from_parquet if path.suffix == ".parquet" else Dataset.from_json)(str(path))
+    except (DatasetGenerationError, StopIteration, ValueError) as error:
+        problem = str(error.__cause__ or error).splitlines() or ["it is empty"]
+        raise ValueError(f"{where}={path}: not a file of pairs: {problem[0]}") from error
+    if missing := {"prompt", "chosen", "rejected"} - set(pairs.column_names):
+        raise ValueError(
+            f"{where}={path}: no {', '.join(sorted(missing))}; trl_*.jsonl of `nemo-ext preference_data` has them"
+        )
+    if most is None:
+        return pairs
+
+    def fits(pair: Mapping[str, Any]) -> bool:
+        return all(_tokens(pair["prompt"], pair[side], tokenizer) <= most for side in ("chosen", "rejected"))
+
+    kept = pairs.filter(fits)
+    if not len(kept):
+        raise ValueError(f"{where}={path}: all {len(pairs):,} pairs have more than rl.lengths.total={most} tokens")
+    if len(kept) < len(pairs):
+        notice(f"{len(pairs) - len(kept):,} pairs of {path} are left out, longer than rl.lengths.total={most} tokens")
+    return kept
+
+
+def _tokens(prompt: Any, answer: Any, tokenizer: Any) -> int:
+    if isinstance(prompt, str):
+        return len(tokenizer(prompt + answer, add_special_tokens=False)["input_ids"])
+    return len(tokenizer.apply_chat_template([*prompt, *answer], tokenize=True, return_dict=False))
 
 
 class Log(TrainerCallback):

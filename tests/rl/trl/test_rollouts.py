@@ -1,6 +1,7 @@
 """Prompts, single responses and conversations of TRL's rollouts, with a scripted model in place of a trained one."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,40 @@ def test_a_conversation_goes_on_until_the_bank_has_done_what_was_asked(model: Pa
     # Every prompt is all that was before: nothing is tokenised again.
     whole = done.prompt + done.tokens
     assert all(whole[: len(prompt)] == prompt for prompt in seen if _of(made, texts, prompt) == 0)
+
+
+def test_ids_are_of_a_file_and_references_of_a_task(model: Path, tmp_path: Path) -> None:
+    made = rollouts(model, tmp_path / "r.jsonl", "math")
+    one, other = replace(math("7", "one?"), id="0"), replace(math("8", "other?"), id="0")
+    texts = [made.prompt(one), made.prompt(other)]
+
+    found = made.verified(texts, [ids(made, f"\\boxed{{{answer}}}<|eot_id|>") for answer in "78"])
+
+    assert made.rewards(found) == [1.0, 1.0]
+
+
+def test_a_long_conversation_takes_no_others_room(model: Path, tmp_path: Path) -> None:
+    *_, task = generate("bank", 2, seed=1)  # whose user has more to say
+    made = rollouts(model, tmp_path / "r.jsonl", "bank", tokens=3000)
+    rooms: list[int] = []
+
+    def write(prompts: list[list[int]], room: int) -> list[list[int]]:
+        rooms.append(room)
+        words = ["blah " * 400, "Hello."] if len(rooms) == 1 else ["Good bye."] * len(prompts)
+        return [ids(made, f"{text}<|eot_id|>")[:room] for text in words]
+
+    made.conversations([made.prompt(task)] * 2, write)
+
+    assert rooms[0] == 3000
+    assert rooms[1] > 2500, "what the terse one has left"
+
+
+def test_tasks_with_one_prompt_count_as_one(model: Path, tmp_path: Path) -> None:
+    made = rollouts(model, tmp_path / "r.jsonl", "math")
+    for name in ("a", "b", "a"):
+        made.prompt(replace(math("7"), id=name))
+
+    assert made.same == {"b"}
 
 
 def test_a_conversation_without_room_is_judged_as_it_stands(model: Path, tmp_path: Path) -> None:

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 from nemo_ext.config import compose
-from nemo_ext.rl.job import check_same_run, checked_algorithm
+from nemo_ext.rl.algorithms import Algorithm
+from nemo_ext.rl.job import check_same_run, checked_algorithm, over_own_pairs, planned_tasks
 
 pytest.importorskip("trl")
+
+from nemo_ext.rl.trl.run import _own_settings, updates_of
 
 SMALL = (
     *("rl.prompts_per_step=2", "rl.generations_per_prompt=2", "rl.batch=4", "micro_batch=4", "rl.lengths.response=12"),
@@ -88,6 +91,13 @@ def test_grpo_trains_on_two_environments_and_a_killed_run_goes_on(model: Path, t
     assert (whole / "model" / "model.safetensors").is_file()
     assert "![rewards](reward.png)" in (whole / "report.md").read_text()
     assert "this run is finished" in job(*words, *longer, f"run_dir={whole}")
+    # As a kill leaves it while the weights are written.
+    (whole / "model").rename(whole / ".model")
+    (whole / ".model" / "model.safetensors").unlink()
+    job(*words, *longer, f"run_dir={whole}")
+    assert (whole / "model" / "model.safetensors").is_file()
+    job(*words, *longer, "rl.schedule.steps=14", f"run_dir={whole}")
+    assert [step for step, _ in rewards(whole)] == list(range(1, 15))
 
 
 @pytest.mark.slow
@@ -249,6 +259,12 @@ def test_dpo_trains_on_pairs(model: Path, tmp_path: Path) -> None:
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "engine=tlr"], "did you mean 'trl'"),
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "environments={maths: {}}"], "did you mean 'math'"),
         (["preset=rl_zero", "model=m", "pairs.train=p", "tasks.train.path=t"], "trains on tasks, not on pairs"),
+        (["preset=rl_zero", "model=m", "tasks.train=t"], "tasks.train=t: write tasks.train.path=FILE"),
+        (["preset=rl_zero", "model=m", "tasks.train.path=t", "tasks.validation=t"], "write tasks.validation.path=FILE"),
+        (["preset=rl_zero", "model=m", "tasks.train.path=t", "tasks.validation.paht=t"], "did you mean 'path'"),
+        (["preset=rl_zero", "model=m", "tasks.train.path=t", "micro_batch=abc"], "micro_batch"),
+        (["preset=rl_zero", "model=m", "tasks.train.path=t", "save_every=0"], "save_every"),
+        (["preset=dpo_delta", "model=m", "pairs.train={path: t}"], "write pairs.train=FILE"),
     ],
 )
 def test_what_is_missing_or_misspelled_is_said(words: list[str], said: str) -> None:
@@ -265,6 +281,57 @@ def test_a_run_goes_on_with_its_own_settings_or_with_more_steps() -> None:
         check_same_run(before, compose("rl", [*words, "rl.loss.clip_high=0.3"]))
     with pytest.raises(ValueError, match=r"trl\.learning_rate was None, is 0\.1"):
         check_same_run(before, compose("rl", [*words, "trl.learning_rate=0.1"]))
+    capped = [*words[:2], "tasks.train={directory: d, blend: {a: {share: 1, cap_epochs: 3}}}"]
+    with pytest.raises(ValueError, match=r"rl\.schedule\.steps was 4, is 8"):
+        check_same_run(compose("rl", [*capped, "rl.schedule.steps=4"]), compose("rl", [*capped, "rl.schedule.steps=8"]))
+
+
+def test_epochs_are_over_the_pairs_that_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": 1}\n' * 10)
+    words = ["preset=dpo_delta", "model=m", f"pairs.train={pairs}"]
+
+    def made(*more: str) -> Algorithm:
+        config = compose("rl", [*words, *more])
+        return over_own_pairs(config, checked_algorithm(config))
+
+    assert made("rl.batch=2").steps == 2 * 5
+    assert "2 epochs over 10 pairs: 10 steps" in capsys.readouterr().err
+    assert made("rl.schedule.steps=7").steps == 7
+    with pytest.raises(ValueError, match=r"10 pairs, fewer than rl\.batch=2,048"):
+        made()
+
+
+def test_tasks_are_drawn_by_the_runs_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["preset=rl_zero", "model=m", "seed=7"]
+
+    def train(*more: str) -> dict[str, Any]:
+        config = compose("rl", [*words, *more])
+        return planned_tasks(config, checked_algorithm(config))["train"]
+
+    assert train("tasks.train.path=t")["seed"] == 7
+    assert train("tasks.train={path: t, seed: 3}")["seed"] == 3
+    assert "seed" not in train("tasks.train.curriculum=c")
+    weights = "environments={math: {weight: 3}, code: {weight: 1}}"
+    assert train("tasks.train.directory=d", weights)["streams"] == [
+        {"name": "math", "weight": 3},
+        {"name": "code", "weight": 1},
+    ]
+    assert not capsys.readouterr().err
+    train("tasks.train.path=t", weights)
+    assert "weights are for tasks.train.directory" in capsys.readouterr().err
+
+
+def test_steps_of_several_updates_are_saved_whole() -> None:
+    paths = ("tasks.train.path=t", "tasks.validation.path=v")
+    config = compose("rl", ["preset=llama_nemotron_grpo", "model=m", *paths, "environments={math: {}}"])
+    algorithm = checked_algorithm(config)
+    updates = updates_of(algorithm)
+    fresh, resumed = (_own_settings(config, algorithm, resumed=resumed) for resumed in (False, True))
+
+    assert updates == 2
+    assert (fresh["save_steps"], fresh["eval_steps"]) == (50 * 2, 10 * 2)
+    assert not resumed["eval_on_start"]
 
 
 @pytest.mark.slow
@@ -275,6 +342,14 @@ def test_what_only_a_run_can_find_is_one_line(model: Path, tmp_path: Path) -> No
     assert "no config.json there" in refusal("rl", "preset=rl_zero", "model=nowhere", f"tasks.train.path={path}")
     assert "no such file of tasks" in refusal(*words, "tasks.train.path=nowhere.jsonl")
     assert "did you mean 'learning_rate'" in refusal(*words, f"tasks.train.path={path}", "trl.learning_rat=1")
+    assert "unknown key 'foo'" in refusal(
+        *words, f"tasks.train.path={path}", "environments={math: {settings: {foo: 1}}}"
+    )
+    for content, said in (("{", "not a file of pairs"), ("", "not a file of pairs"), ('{"a": 1}\n', "no chosen")):
+        (tmp_path / "pairs.jsonl").write_text(content)
+        dpo = ("rl", "preset=dpo_delta", f"model={model}", f"pairs.train={tmp_path}/pairs.jsonl", "rl.batch=1")
+        own = ("rl.schedule={kind: constant, steps: 1, warmup_share: null}", "on_inexpressible=warn")
+        assert said in refusal(*dpo, *own, f"run_dir={tmp_path / 'dpo'}")
     assert "is none of the algorithm's" in refusal(
         *words, f"tasks.train.path={path}", "environments={multiple_choice: {}}"
     )
