@@ -40,12 +40,13 @@ class TaskFile:
 
     Args:
         path: JSONL, a task's record a line; lines that are blank are passed over.
+        repeats: a task may come again, as in a curriculum that begins a domain anew.
 
     Raises:
         ValueError: there is no such file or no task in it, a line is no task, or two have one id; names the line.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, repeats: bool = False) -> None:
         self.path = Path(path)
         if not self.path.is_file():
             raise ValueError(f"{self.path}: no such file of tasks")
@@ -58,7 +59,7 @@ class TaskFile:
             if begin == end:
                 continue
             task = self._read(begin, end, f"{self.path}:{number}")
-            if task.id in seen:
+            if task.id in seen and not repeats:
                 raise ValueError(f"{self.path}:{number}: the id {task.id!r} is there twice")
             seen.add(task.id)
             self.environments[task.environment] = self.environments.get(task.environment, 0) + 1
@@ -229,7 +230,7 @@ def plan_tasks(
         path = Path(settings["path"])
     else:
         path, shuffle = _curriculum(Path(settings["curriculum"]), prompts=prompts, where=where), False
-    file = TaskFile(path)
+    file = TaskFile(path, repeats=settings.get("curriculum") is not None)
     if settings.get("curriculum") is not None and steps * prompts > len(file):
         raise ValueError(f"{where}.curriculum: it has {len(file) // prompts} steps, the run {steps}: make them fit")
     name = path.stem

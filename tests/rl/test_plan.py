@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from nemo_ext.config import compose
+from nemo_ext.data.curriculum.job import run as run_curriculum
 from nemo_ext.rl.plan import plan_tasks
 
 
@@ -34,3 +36,21 @@ def test_a_file_must_keep_a_task(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match=r"tasks\.jsonl: all of its 3 tasks are left out"):
         tasks.leave_out(lambda task: True)
+
+
+def test_a_curriculum_may_begin_a_domain_again(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    rollouts = tmp_path / "rollouts.jsonl"
+    rollouts.write_text("".join(json.dumps({"id": str(n), "reward": n % 2}) + "\n" for n in range(10) for _ in "ab"))
+    words = ["batch=2", "steps=9", "exhausted=repeat", "filters.drop_from=null"]
+    run_curriculum(
+        compose("curriculum", [f"prompts={path}", f"rollouts={rollouts}", f"output={tmp_path / 'c'}", *words])
+    )
+
+    tasks = plan_tasks({"curriculum": str(tmp_path / "c")}, steps=9, prompts=2)
+
+    drawn = [tasks[number].id for number in range(len(tasks))]
+    assert len(drawn) == 18
+    assert len(set(drawn)) <= 10
+    with pytest.raises(ValueError, match="is there twice"):
+        plan_tasks({"path": tmp_path / "c" / "curriculum.jsonl"}, steps=9, prompts=2)
