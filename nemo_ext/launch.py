@@ -71,6 +71,10 @@ def train(config: dict[str, Any]) -> None:
             "scale=laptop and a tiny model; on a cluster see docs/clusters.md"
         )
     with run_directory.only_run_in(run_dir):
+        from nemo_ext.checkpoint.sound import fall_back
+
+        if told := fall_back(run_dir / run_directory.CHECKPOINTS):
+            console.print(told)
         console.print("checking the configuration against the installed Megatron ...")
         given = deepcopy(config)
         runs = _fill_and_check(config)

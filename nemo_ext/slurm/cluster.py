@@ -14,8 +14,8 @@ from nemo_ext.data.settings import nearest
 from nemo_ext.data.sft.checked import checked
 
 STRICT = ConfigDict(extra="forbid")
-_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)")
-_DAYS_HOURS = re.compile(r"(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+))?")
+_TIME = re.compile(r"(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)")
+_DAYS = re.compile(r"(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+)(?::(?P<seconds>\d+))?)?")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -167,7 +167,7 @@ def duration(text: str) -> timedelta:
     Raises:
         ValueError: it is none of these. Minutes alone are refused: to YAML and to people 30:00 and 30 differ.
     """
-    found = _TIME.fullmatch(text) or _DAYS_HOURS.fullmatch(text)
+    found = _TIME.fullmatch(text) or _DAYS.fullmatch(text)
     if found is None:
         raise ValueError(f"time={text!r}: expected HH:MM:SS or D-HH:MM:SS, such as 24:00:00")
     return timedelta(**{unit: int(number) for unit, number in found.groupdict().items() if number})

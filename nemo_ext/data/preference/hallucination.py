@@ -20,17 +20,26 @@ from nemo_ext.data.preference.pairs import balanced
 
 NO_TOOLS, WITH_TOOLS, PENALTY = GROUPS = ("no_tools", "with_tools", "hallucination_penalty")
 
+# Parts of JSON, such that a search takes linear time: objects hold objects, which hold none.
+_VALUE = r"\s*:\s*(?:\"(?:[^\"\\]|\\.)*\"|[\w.+-]+)\s*,\s*"
+_OTHERS = rf"(?:\"(?!(?:name|arguments|parameters)\")\w+\"{_VALUE})*"
+_ARGUMENTS = r"\"(?:arguments|parameters)\""
+
 # Of the models and runtimes whose tokens these are; "any tool-specific API format" is the paper's wording.
 CALL_PATTERNS = (
     r"<tool_call>",  # Qwen, Nemotron 3, Domyn
     r"<TOOLCALL>",  # Llama-Nemotron
     r"<function_calls?>",  # OLMo 3
-    r"<function=\w+>",  # Llama, Qwen-Coder
+    r"<function=[\w.\-]+>",  # Llama, Qwen-Coder
+    r"<invoke name=",  # Anthropic's XML, MiniMax
     r"<\|python_tag\|>",  # Llama 3.1
     r"\[TOOL_CALLS\]",  # Mistral
     r"<｜tool▁calls?▁begin｜>",  # DeepSeek
-    r"```tool_(?:code|call)",  # Gemma
-    r"\{\s*\"name\"\s*:\s*\"[^\"]+\"\s*,\s*\"(?:arguments|parameters)\"\s*:",
+    r"<\|tool_call",  # Kimi, Phi
+    r"(?:```|<)tool_(?:code|call)",  # Gemma
+    r"\bAction:[^\n]{0,200}\n\s{0,20}Action Input:",  # ReAct
+    rf"\{{\s*{_OTHERS}\"name\"{_VALUE}{_OTHERS}{_ARGUMENTS}\s*:",
+    rf"{_ARGUMENTS}(?:\s*:\s*\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}\s*,\s*|{_VALUE}){_OTHERS}\"name\"\s*:",
 )
 
 

@@ -10,11 +10,17 @@ MAX_CHOICE = 10_000
 # One pass over the tokens that matter; an escaped character is none of them.
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _MARKER = re.compile(
-    r"(?:\banswer|\bchoice|\boption(?:[ \t]selected)?)[*_]{0,3}[ \t]*(?::|=|\bis\b)[*_]{0,3}:?|####", re.IGNORECASE
+    r"(?:\banswer|\bchoice|\boption(?:[ \t]selected)?)[*_]{0,3}[ \t]*(?::|=|\bis\b)[*_]{0,3}:?"
+    r"|####(?![A-Za-z \t]+\n)",  # GSM8K's, and no heading
+    re.IGNORECASE,
 )
 _WRAPPERS = ("text", "textbf", "textit", "mathrm", "mathbf", "mathit", "mbox", "rm", "bf")
 _WRAPPED = re.compile(rf"\\(?:{'|'.join(_WRAPPERS)})\s*\{{([^{{}}]*)\}}")
 _PAIRS = {"(": ")", "[": "]", "{": "}", "$": "$", '"': '"', "`": "`"}
+_SPACES = re.compile(r"\\[ ,;]|~")
+_OPTION = re.compile(r"(?:the\s+)?(?:option|choice)\s+", re.IGNORECASE)
+_REASONED = re.compile(r"[(\[*_]*([A-Za-z])[)\]*_]*,?\s+(?:because|since)\b.*", re.DOTALL)
+_MARKED = re.compile(r"(?:\(([A-Za-z])\)|([A-Za-z])[.)])\s*(\S.*)", re.DOTALL)
 _LETTERED = re.compile(r"[(\[]?([A-Za-z])[)\]]?[.:,\-\u2013]?\s+(\S.*)|([A-Za-z])[).:](\S.*)", re.DOTALL)
 
 
@@ -43,24 +49,26 @@ def last_boxed(text: str) -> str | None:
     return text[slice(*found[-1])].strip() if found else None
 
 
-def final_answer(text: str) -> str | None:
-    """What follows the last "answer is", "Answer:", "Choice:", "Option selected:" or "####", to its sentence's end.
+def final_line(text: str) -> str | None:
+    """What follows the last "answer is", "Answer:", "Choice:", "Option selected:" or "####", to its line's end.
 
     None where there is no such phrase or nothing behind it.
     """
-    end = None
+    text, end = text.strip(), None
     for marker in _MARKER.finditer(text):
         end = marker.end()
-    if end is None:
-        return None
-    lines = text[end:].strip().split("\n", 1)
-    sentence = lines[0].split(". ", 1)[0]
-    return sentence.strip().strip("*_").strip().removesuffix(".").strip() or None
+    return None if end is None else _trimmed(text[end:].strip().split("\n", 1)[0])
+
+
+def final_answer(text: str) -> str | None:
+    """The first sentence of `final_line`."""
+    line = final_line(text)
+    return line and _trimmed(line.split(". ", 1)[0])
 
 
 def bare(text: str) -> str | None:
-    """The text itself if it is one line, without a full stop; else None."""
-    stripped = text.strip().removesuffix(".").strip()
+    """The text itself if it is one line, without emphasis and a full stop; else None."""
+    stripped = _trimmed(text)
     return stripped if stripped and "\n" not in stripped else None
 
 
@@ -93,30 +101,51 @@ def named_choices(text: str, choices: Mapping[str, str | None]) -> set[str]:
     # An upper-case letter is a choice's, whatever the choices' texts are.
     if len(inner) == 1 and inner in choices:
         return {inner}
-    named = _by_text(inner, choices)
+    named = _by_text(text, choices)
+    if not named and (option := _OPTION.match(inner)):
+        inner = _unwrap(inner[option.end() :])
     if len(inner) == 1 and inner.isascii() and inner.upper() in choices:
         return named | {inner.upper()}
-    lettered = _LETTERED.fullmatch(inner)
-    if lettered and not named:
-        letter = (lettered[1] or lettered[3]).upper()
-        described = _by_text(_unwrap(lettered[2] or lettered[4]), choices)
-        return {letter} | described if letter in choices and described else set()
-    return named
+    if named:
+        return named
+    if reasoned := _REASONED.fullmatch(inner):
+        return {reasoned[1].upper()} & set(choices)
+    if lettered := _LETTERED.fullmatch(inner):
+        letter, described = (lettered[1] or lettered[3]).upper(), _by_text(lettered[2] or lettered[4], choices)
+        if letter in choices and described:
+            return {letter} | described
+    if (marked := _MARKED.fullmatch(inner)) and choices.get(letter := (marked[1] or marked[2]).upper(), "") is None:
+        # "(A) or (B)" names none; nor does "B. A dog", which cannot be told from it.
+        also = {word.upper() for word in re.findall(r"\b[A-Za-z]\b", marked[3])} & set(choices)
+        return {letter} if also <= {letter} else set()
+    return set()
 
 
 def normal(text: str) -> str:
     """For comparing choices: without letter case, LaTeX's fonts and differences in white space."""
-    return " ".join(_WRAPPED.sub(r"\1", text).casefold().split()).removesuffix(".").strip()
+    return " ".join(_SPACES.sub(" ", _WRAPPED.sub(r"\1", text)).casefold().split()).removesuffix(".").strip()
 
 
 def _by_text(text: str, choices: Mapping[str, str | None]) -> set[str]:
-    sought = normal(text)
-    return {letter for letter, choice in choices.items() if choice is not None and sought and normal(choice) == sought}
+    """The choices with this text: as it stands, or else without what `_unwrap` takes off both."""
+    for form in (normal, lambda text: normal(_unwrap(text))):
+        sought = form(text)
+        named = {
+            letter for letter, choice in choices.items() if choice is not None and sought and form(choice) == sought
+        }
+        if named:
+            return named
+    return set()
+
+
+def _trimmed(text: str) -> str | None:
+    """Without emphasis and a full stop around the whole; None if nothing is left."""
+    return text.strip().strip("*_").strip().removesuffix(".").strip().strip("*_").strip() or None
 
 
 def _unwrap(text: str) -> str:
     """Without fonts, brackets and punctuation around the whole."""
-    inner = _WRAPPED.sub(r"\1", text).strip()
+    inner = _SPACES.sub(" ", _WRAPPED.sub(r"\1", text)).strip()
     while inner:
         before = inner
         inner = inner.strip("*_ \t\r\n").removesuffix(".").removesuffix(":").strip()

@@ -1,13 +1,14 @@
 r"""Mathematics: the answer's last \boxed{} against a reference, by math-verify (sympy behind it).
 
 math-verify compares; what it compares is prepared here, since it reads too much into some texts: "4 2" as a sum, the
-words in \text{} as a unit, numbers nearer to each other than 1e-15 as equal, however small they are.
+words in \text{} as a unit, numbers nearer to each other than 1e-15 as equal, however small they are. It also works out
+whatever it is given, which is left to the model here: where 92 is the answer, 36 + 56 is none.
 """
 
 import functools
 import importlib.util
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -31,10 +32,58 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 _THOUSANDS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:(?:\{,\}|\\[,! ]|,|~| )[0-9]{3})+(?![0-9])")
 _SPACED = re.compile(r"[0-9](?:\s|\\[,;:! ]|~)+[0-9]")
 _SCIENTIFIC = re.compile(r"(?<![A-Za-z0-9.\\])([0-9]{1,40}(?:\.[0-9]{1,40})?)[eE]([+-]?[0-9]{1,6})(?![A-Za-z0-9.])")
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mbox|mathrm|operatorname)\s*\{([^{}]*)\}")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}")
 _BRACKETS = re.compile(r"\\.|[()\[\]{}]", re.DOTALL)
 _TAKES_DIGITS = re.compile(r"\\[dtc]?frac\s|\\[dt]?binom\s|\\begin")
+_DEGREES = re.compile(r"\^?\s*(?:\\degree(?![A-Za-z])|°)")
+_INFINITY = re.compile(r"∞|(?<![\\A-Za-z])infinity(?![A-Za-z])")
+_MIXED = re.compile(r"(?<![0-9.,/^_{}])([0-9]{1,20}) ([0-9]{1,20})/([0-9]{1,20})(?![0-9./])")
+# Of several, math-verify drops what is between the first and the last.
+_UNIT_IN_TEXT = re.compile(
+    r"([0-9]\}*)(?:\s|\\[ ,;])*\\(?:text|mathrm)\s*\{(?!\s*(?:and|or)\b)[^{}0-9%]*\}(?:\^[23]|\^\{[23]\})?"
+    r"(?=\s*(?:[,;)\]]|\\\}|\\text|$))"
+)
+_AND_IN_TEXT = re.compile(r"\\text\s*\{[^{}0-9]*\b(?:and|or)\s*\}")
+# Those that math-verify does not know; the others it drops itself.
+_UNIT = re.compile(
+    r"(?<=[0-9])\s*(?:[kcdm]m(?:\^[23]|\^\{[23]\})|dollars?|euros?|(?<=\s)(?:[kc]?m|mi)/(?:h|min|s))\s*$"
+)
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
+
+# A value as one writes it: a number, fraction, mixed or scientific number, with a unit, or a name.
+_NUMBER = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
+_VALUE = re.compile(
+    rf"(?:[+-]|\\pm|\\mp)?\s*(?:(?:{_NUMBER}\s*\\times\s*)?10\s*\^\s*[+-]?[0-9]+"
+    rf"|(?:[0-9]+ +)?[+-]?{_NUMBER}\s*[/:]\s*{_NUMBER}|{_NUMBER}(?:_\w+)?)"
+    r"\s*(?:%|\^\s*\\circ\s*[CF]?)?\s*(?:[cdghlmst]|[A-Za-z][A-Za-z /]+)?(?:(?<=[A-Za-z])\^-?[0-9])?"
+    r"|[+-]?(?:[A-Za-z\s'_]|\\(?:infty|emptyset|varnothing|pi|mathbb)(?![A-Za-z]))*"
+)
+_BETWEEN = re.compile(
+    r"[,<>≤≥≠≈∈∪&]|\\(?:in|cup|leq?|geq?|lt|gt|neq?|approx|q?quad)(?![A-Za-z])"
+    r"|\\(?:begin|end)\{[pb]?matrix\}"
+)
+_FRACTION = re.compile(r"[0-9]\s*[/:]\s*[0-9.]")
+_OPERATOR = re.compile(
+    r"\\(?:sum|prod|i{0,2}int|lim|[dt]?binom|choose|gcd|det)(?![A-Za-z])|\\d?frac\{d\}|\\begin\{vmatrix\}|(?<!\\)!(?!=)"
+)
+_WORDS = re.compile(r"[A-Za-z ]*[A-Za-z] *[A-Za-z][A-Za-z ]*")
+_REASON = re.compile(r",?\s(?:since|because)\b")
+_SYMBOL = re.compile(r"[0-9][A-Za-z]|[0-9] +[A-Za-z](?![A-Za-z/])")
+_BASE = re.compile(r"(?<=[0-9])_(\w+)")
+# Simplifications of how values are written, in this order.
+_FLAT = (
+    (_TEXT, r"\1"),
+    (re.compile(r"\\\\|;|\b(?:and|or)\b|\\(?:lor|vee)(?![A-Za-z])"), ","),
+    (re.compile(r"\\(?:(?:left|right|displaystyle)(?![A-Za-z])|[,:! $])|[$~]"), " "),
+    (re.compile(r"\\([{}%])"), r"\1"),
+    (re.compile(r"\\(?:cdot|ast)(?![A-Za-z])|\*|×|·"), r"\\times "),
+    (re.compile(r"−"), "-"),
+    (
+        re.compile(rf"\\[dtc]?frac\s*(?:\{{\s*([+-]?{_NUMBER})\s*\}}|([0-9]))\s*(?:\{{\s*({_NUMBER})\s*\}}|([0-9]))"),
+        r" \1\2/\3\4 ",
+    ),
+    (re.compile(r"([_^])\s*\{\s*([^{}]*?)\s*\}"), r"\1\2"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +93,8 @@ class Reference:
     Attributes:
         answer: LaTeX, or a number, expression, equation, set, interval, percentage or word as one writes it.
         format: where the response's answer is looked for: `boxed`, its last \boxed{}; `text`, what follows its last
-            "answer is" or "Answer:" (or GSM8K's "####"); `bare`, the whole of it, one line.
+            "answer is" or "Answer:" (or GSM8K's "####"), up to "since" or "because"; `bare`, the whole of it, one line.
+            A box counts in these, too.
     """
 
     answer: str
@@ -81,7 +131,7 @@ def prepared(answer: str, *, max_length: int = MAX_LENGTH) -> tuple[str, str]:
         if len(answer) > len(begin) + len(end) and answer.startswith(begin) and answer.endswith(end):
             answer = answer[len(begin) : -len(end)]
             break
-    answer = answer.strip()
+    answer = _INFINITY.sub(r"\\infty ", _DEGREES.sub(r"^\\circ ", re.sub("~(?!=)", " ", answer))).strip()
     if not answer:
         return "", "empty"
     if reason := unreadable(answer):
@@ -97,11 +147,13 @@ def prepared(answer: str, *, max_length: int = MAX_LENGTH) -> tuple[str, str]:
         answer = answer[:-1].rstrip()
     # A comma alone is left to math-verify: 1,234 may be a number and a list of two.
     answer = _THOUSANDS.sub(lambda found: found[0] if "," in _plain(found[0]) else _joined(found[0]), answer)
+    answer = _MIXED.sub(lambda found: _mixed(*found.groups()), answer)
     if _SPACED.search(answer) and not _TAKES_DIGITS.search(answer):
         return "", "numbers side by side"
     around = _TEXT.sub("", answer).strip()
     if around and any(any(map(str.isdigit, found[1])) for found in _TEXT.finditer(answer)):
         return "", "numbers in words beside others"  # "5 \text{ or 6}"
+    answer = _AND_IN_TEXT.sub(r"\\text{ and }", _UNIT_IN_TEXT.sub(r"\1", _UNIT.sub("", answer)))
     return _SCIENTIFIC.sub(r"\1\\times 10^{\2}", answer), ""
 
 
@@ -121,8 +173,10 @@ def verify(response: Response, reference: Reference, *, pool: WorkerPool, max_le
         return Verdict.correct(shown)
     if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(expected):
         return Verdict.correct(shown) if int(answer) == int(expected) else Verdict.wrong("another answer", shown)
+    if reason := _refused(expected, answer):
+        return Verdict.wrong(reason, shown)
     try:
-        equal = pool.call(expected, answer)
+        equal = pool.call(*_ordered(expected, answer))
     except WorkerError as error:
         return Verdict.error(str(error), shown)
     return Verdict.correct(shown) if equal else Verdict.wrong("another answer", shown)
@@ -166,6 +220,7 @@ def equal(expected: str, answer: str) -> bool:
     """In a worker: whether math-verify takes two prepared answers for the same; may take any time and memory."""
     from math_verify import LatexExtractionConfig, parse
     from math_verify import verify as same
+    from sympy import Expr
 
     def read(text: str) -> list[Any]:
         # math-verify knows a percentage by the sign behind the formula.
@@ -174,6 +229,11 @@ def equal(expected: str, answer: str) -> bool:
         return parse(formula, [LatexExtractionConfig()], parsing_timeout=None)
 
     gold, found = read(expected), read(answer)
+    for part in _split(answer, ","):
+        numbers = [made[0] for member in _split(part, "=") if "_" not in member and (made := read(member))]
+        numbers = [number for number in numbers if isinstance(number, Expr) and number.is_number]
+        if any(not same(numbers[-1], number, timeout_seconds=None) for number in numbers[:-1]):
+            return False  # 4 = 5
     if not same(gold, found, timeout_seconds=None):
         return False
     one_percent = expected.endswith("%") != answer.endswith("%")
@@ -200,6 +260,102 @@ def _apart(gold: Any, found: Any) -> bool:
     return bool(difference.is_finite and size.is_finite and difference > CLOSE_ENOUGH * size + 1e-90)
 
 
+def _refused(expected: str, answer: str) -> str:
+    """Why an answer is wrong whose value math-verify may take for the reference's; "" if it is to be asked."""
+    wanted, given = _flat(expected), _flat(answer)
+    if _literal(wanted) and not _SYMBOL.search(wanted):
+        whole = not re.search(r"[0-9]\s*[/:.^]|\.[0-9]|%", wanted)
+        if not _literal(given) or (whole and _FRACTION.search(given)):
+            return "not worked out"
+    elif set(_OPERATOR.findall(answer)) - set(_OPERATOR.findall(expected)):
+        return "not worked out"
+    # Letters would be multiplied: BAC would equal ABC.
+    if (
+        _WORDS.fullmatch(wanted)
+        and "".join(wanted.split()).casefold() != "".join(given.split("=")[-1].split()).casefold()
+    ):
+        return "another answer"
+    if set(_BASE.findall(given)) - set(_BASE.findall(wanted)):
+        return "another base"
+    if {_listed(wanted), _listed(given)} in ({"{", "("}, {"{", "["}):
+        return "a set for a tuple or interval, or the reverse"
+    return ""
+
+
+def _literal(flat: str) -> bool:
+    """Whether a text is numbers, and tuples, sets, intervals and inequalities of them, perhaps behind "x ="."""
+    pieces = [piece for part in _split(flat, ",") for piece in _BETWEEN.split(_last(_split(part, "=")))]
+    values = [_last(piece.split("=")).strip(" ()[]{}") for piece in pieces]
+    return _digits(flat) and all(map(_VALUE.fullmatch, values))
+
+
+def _last(members: Sequence[str]) -> str:
+    """The last member of a chain of equations that holds a digit; else the last."""
+    return next(filter(_digits, reversed(members)), members[-1])
+
+
+def _digits(text: str) -> bool:
+    return any(map(str.isdigit, text))
+
+
+def _flat(text: str) -> str:
+    """A text without fonts, with fractions as a/b."""
+    for pattern, replacement in _FLAT:
+        text = pattern.sub(replacement, text)
+    return text.strip()
+
+
+def _listed(flat: str) -> str:
+    """The bracket around a list of values; "" if there is none."""
+    values = flat.split("=")[-1].rpartition(r"\in ")[2].strip()
+    return values[0] if values[:1] in tuple("({[") and "," in values and len(_split(values, ",")) == 1 else ""
+
+
+def _ordered(expected: str, answer: str) -> tuple[str, str]:
+    """Both, with "x = 2, y = 3" as the tuple (2, 3) where the other one names nothing."""
+    wanted, given = _assigned(expected), _assigned(answer)
+    if wanted and not given and "=" not in answer:
+        return wanted, answer if _listed(_flat(answer)) else f"({answer})"
+    return expected, given if given and not wanted and _listed(_flat(expected)) == "(" else answer
+
+
+def _assigned(text: str) -> str:
+    """The values of "y = 3, x = 2" as a tuple: x, y and z in this order, other names as they come; "" if it is none."""
+    pairs = [_split(part, "=") for part in _split(text, ",")]
+    names = [pair[0].strip() for pair in pairs]
+    if len(pairs) < 2 or any(len(pair) != 2 for pair in pairs) or len(set(names)) < len(names):
+        return ""
+    if set(names) <= set("xyz"):
+        pairs.sort(key=lambda pair: pair[0].strip())
+    return f"({', '.join(pair[1] for pair in pairs)})"
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """A text's parts between separators that stand in no brackets."""
+    depth, parts = 0, [""]
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if character == separator and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def _mixed(whole: str, above: str, below: str) -> str:
+    """A mixed number in LaTeX; as it was if it is none: 4 2/1."""
+    return rf"{whole}\frac{{{above}}}{{{below}}}" if int(above) < int(below) else f"{whole} {above}/{below}"
+
+
+def _shown_in(text: str | None, *, reasoned: bool) -> str | None:
+    """What the last box of a phrase holds; without one, the phrase, up to its reason if it may have one."""
+    if text is None:
+        return None
+    if (boxed := last_boxed(text)) is not None:
+        return boxed
+    return _REASON.split(text, maxsplit=1)[0].strip("*_ ") if reasoned else text
+
+
 def _nesting(text: str) -> tuple[int, bool]:
     """How deep brackets of all kinds are nested, and whether each brace has a partner, escaped ones aside."""
     deepest = depth = braces = 0
@@ -224,4 +380,8 @@ def _joined(number: str) -> str:
     return "".join(filter(str.isdigit, number))
 
 
-_FIND: Mapping[str, Callable[[str], str | None]] = {"boxed": last_boxed, "text": final_answer, "bare": bare}
+_FIND: Mapping[str, Callable[[str], str | None]] = {
+    "boxed": last_boxed,
+    "text": lambda text: _shown_in(final_answer(text), reasoned=True),
+    "bare": lambda text: _shown_in(bare(text), reasoned=False),
+}

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from nemo_ext.data.settings import check_keys, nearest
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.response import Response
-from nemo_ext.rl.verifiers.answers import MAX_CHOICE, bare, boxes, final_answer, named_choices, normal
+from nemo_ext.rl.verifiers.answers import MAX_CHOICE, bare, boxes, final_answer, final_line, named_choices, normal
 from nemo_ext.rl.verifiers.verdict import Verdict
 
 Format = Literal["any", "boxed", "text", "letter"]
@@ -68,20 +68,22 @@ def verify(response: Response, reference: Reference) -> Verdict:
     text, form = response.answer, reference.format
     if not text:
         return Verdict.wrong("no answer")
-    choices = dict.fromkeys(reference.choices) if form == "letter" else reference.choices
-    found = [] if form == "text" else _boxed(text)
+    # Without texts, not with unknown ones, behind which a letter may stand.
+    choices = dict.fromkeys(reference.choices, "") if form == "letter" else reference.choices
+    found: list[tuple[str, ...]] = [] if form == "text" else [(content,) for content in _boxed(text)]
     if not found and form in ("any", "text"):
-        phrase = final_answer(text)
-        if phrase is None and form == "any":
-            phrase = bare(text)
-        found = [phrase] if phrase else []
+        line, sentence = final_line(text), final_answer(text)
+        if line is None and form == "any":
+            line = sentence = bare(text)
+        # "B. Rome" names both, "B. It is old" one.
+        found = [(line, sentence)] if line and sentence else []
     if not found:
         return Verdict.wrong(f"no answer in the format {form}")
     named: set[str] = set()
-    for content in dict.fromkeys(map(str.strip, found)):
-        one = named_choices(content, choices)
+    for contents in dict.fromkeys(found):
+        one = set[str]().union(*(named_choices(content, choices) for content in contents))
         if not one:
-            return Verdict.wrong("no choice is named", content[:200])
+            return Verdict.wrong("no choice is named", contents[0].strip()[:200])
         named |= one
         if len(named) > 1:
             return Verdict.wrong("more than one choice is named", ", ".join(sorted(named)))

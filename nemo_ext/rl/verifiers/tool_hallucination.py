@@ -71,6 +71,8 @@ class Verifier:
             raise ValueError(f"reference.answer must be {{environment, reference}}, not {given!r}")
         check_keys(given, ("environment", "reference"), required=("environment", "reference"), where="reference.answer")
         name = given["environment"]
+        if not isinstance(name, str) or not isinstance(given["reference"], Mapping):
+            raise ValueError(f"reference.answer must be {{environment: a name, reference: a mapping}}, not {given!r}")
         if name not in self._made:
             self._made[name] = self._single_turn(name, "reference.answer.environment")
         try:
@@ -101,6 +103,12 @@ class Verifier:
             return Verdict.wrong("no answer")
         return Verdict.correct()
 
+    async def reach(self) -> None:
+        """Raises ValueError if a judge that checks answers is not there."""
+        for made in self._made.values():
+            if made.reach is not None:
+                await made.reach()
+
     def _single_turn(self, name: Any, where: str) -> Environment:
         try:
             made = make(name, self._settings.get(name))
@@ -129,4 +137,6 @@ def environment(
     """
     verifier = Verifier(environments=environments, search_reasoning=search_reasoning, style=style)
     # Whether the answer's check waits is known with its reference only.
-    return Environment(name="tool_hallucination", check=verifier.check, verify=verifier.verify, waits=True)
+    return Environment(
+        name="tool_hallucination", check=verifier.check, verify=verifier.verify, waits=True, reach=verifier.reach
+    )

@@ -8,7 +8,6 @@ small, and two states are compared by what they changed.
 
 import inspect
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -22,6 +21,7 @@ from nemo_ext.data.sft.sample import Message, ToolCall
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.response import Response
 from nemo_ext.rl.tools import Style, calls_of, read_openai_calls
+from nemo_ext.rl.verifiers.answers import final_answer, final_line, last_boxed
 from nemo_ext.rl.verifiers.tool_calls import check_style
 from nemo_ext.rl.verifiers.verdict import Verdict
 
@@ -218,7 +218,8 @@ class Reference:
         calls: a right way there; others that change the same are as right.
         changes: what they change.
         user: what the user says when the model turns to them, in order.
-        answer: text that the last message must hold, for tasks that ask for one; "" if none.
+        answer: for tasks that ask for one, what the last message must give in \\boxed{}, else behind "The answer is" or
+            "Answer:", else as its last line; "" if none.
     """
 
     seed: int
@@ -321,7 +322,8 @@ class Session:
             tables = sorted(table for table in {*made, *expected} if made.get(table) != expected.get(table))
             what = "differs from what is asked for" if made else "nothing was changed"
             return Verdict.wrong(f"{what}: {', '.join(tables)}")
-        if not re.search(rf"(?<!\w){re.escape(_plain(self.reference.answer))}(?!\w)", _plain(self.last)):
+        answer = _said(self.reference.answer)
+        if answer and answer not in _stated(self.last):
             return Verdict.wrong("the last message does not say what was asked for", self.last[:200])
         return Verdict.correct()
 
@@ -378,6 +380,22 @@ def _simple(schema: Mapping[str, Any]) -> dict[str, Any]:
     if len(kinds) == 1 and schema.get("default", ...) is None:
         return kinds[0]
     return {key: value for key, value in schema.items() if key != "title"}
+
+
+def _stated(message: str) -> tuple[str, ...]:
+    """What a message gives as its answer: all of it would let a list of everything be right."""
+    stated: tuple[str | None, ...] = (last_boxed(message),)
+    if stated == (None,):
+        stated = final_line(message), final_answer(message)
+    if stated == (None, None):
+        stated = (message.strip().rpartition("\n")[2],)
+    return tuple(_said(each or "") for each in stated)
+
+
+def _said(text: str) -> str:
+    """Text as answers are compared: without case, white space and what stands around it."""
+    plain: str = _plain(text)
+    return plain.strip(" $*_.")
 
 
 def _plain(value: Any) -> Any:

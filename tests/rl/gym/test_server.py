@@ -180,7 +180,7 @@ class TestTools:
         assert client.post("/seed_session", json=row).status_code == 409  # it must not undo what was done, either
         assert verified(client, row, openai.response(openai.said(last_word(task))))["reward"] == 1
 
-    @pytest.mark.parametrize(("text", "reward"), [("The balance is 12.", 1.0), ("The balance is 13.", 0.0)])
+    @pytest.mark.parametrize(("text", "reward"), [("The answer is 12.", 1.0), ("The answer is 13.", 0.0)])
     def test_the_last_message_counts_where_the_task_asks_for_one(
         self, serve: Serve, openai: SimpleNamespace, text: str, reward: float
     ) -> None:

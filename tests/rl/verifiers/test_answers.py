@@ -61,6 +61,9 @@ def test_boxes_hold_balanced_braces(text: str) -> None:
         ("answers are 3", None),
         ("the answer", None),
         ("Answer:", None),
+        ("The answer is **5**.", "5"),
+        ("The answer is **5.**", "5"),
+        ("The answer is 5.\n\n#### Check\n2+3=5", "5"),
     ],
 )
 def test_what_follows_the_last_phrase(text: str, answer: str | None) -> None:
@@ -74,6 +77,7 @@ def test_a_megabyte_of_phrases_takes_one_pass(unit: str) -> None:
 
 def test_an_answer_alone_is_one_line() -> None:
     assert bare(" 42. ") == "42"
+    assert bare("**42**.") == "42"
     assert bare("4\n2") is None
     assert bare(" . ") is None
 
@@ -114,10 +118,43 @@ def test_other_languages_and_symbols_are_readable(text: str) -> None:
         ("Rome", ""),
         ("", ""),
         ("B. because it is so", ""),
+        ("B, since it is so", "B"),
+        ("(B) because A is far", "B"),
+        ("option B", "B"),
+        ("the choice (b)", "B"),
+        ("option A or B", ""),
+        (r"(A)\ Paris", "A"),
+        ("(A) or (B)", ""),
     ],
 )
 def test_which_choices_are_named(text: str, named: str) -> None:
     assert named_choices(text, CHOICES) == set(named)
+
+
+@pytest.mark.parametrize(
+    "choice", ["$4$", "(1, 2)", "[0, 1]", "{1, 2}", '"yes"', "`x`", "_private", "*x", "5:", "x_", "St. Paul"]
+)
+def test_a_choices_text_is_named_by_its_copy(choice: str) -> None:
+    choices = {"A": "zzz", "B": choice, "C": "other"}
+
+    assert named_choices(choice, choices) == {"B"}
+    assert named_choices(f"(B) {choice}", choices) == {"B"}
+    assert named_choices(f"(A) {choice}", choices) == {"A", "B"}
+
+
+def test_brackets_tell_choices_apart() -> None:
+    choices = {"A": "(0, 1)", "B": "[0, 1]"}
+
+    assert named_choices("[0, 1]", choices) == {"B"}
+    assert named_choices("$[0, 1]$", choices) == {"A", "B"}
+
+
+@pytest.mark.parametrize(
+    ("text", "named"), [("B. Paris", "B"), ("(B) Paris", "B"), ("b) Paris", "B"), ("(a) or (b)", ""), ("A. B.", "")]
+)
+def test_unknown_texts_may_follow_a_letter(text: str, named: str) -> None:
+    assert named_choices(text, dict.fromkeys("ABC")) == set(named)
+    assert named_choices(text, dict.fromkeys("ABC", "")) == set()
 
 
 @settings(max_examples=300)

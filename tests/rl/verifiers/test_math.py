@@ -64,6 +64,33 @@ EQUAL = [
     ("Tuesday", r"\text{Tuesday}"),
     (r"\(\sqrt{2}\)", r"\sqrt 2"),
     (r"\boxed{7}", "7"),
+    ("92", "36+56=92"),
+    ("5", "x=5cm"),
+    ("5", "f(1,2)=5"),
+    ("90", "90°"),
+    (r"90^\circ", r"90\degree"),
+    (r"5~\text{km}", "5"),
+    ("10", "10 cm^2"),
+    ("10", r"10\,\mathrm{cm}^2"),
+    ("72", "72 km/h"),
+    ("18.90", "18.90 dollars"),
+    ("3/2", "1 1/2"),
+    (r"\infty", "∞"),
+    (r"2\sqrt{3}", r"\sqrt{12}"),
+    (r"3\pi", r"\frac{6\pi}{2}"),
+    ("2x", "x+x"),
+    ("1200", r"1.2\times10^3"),
+    ("-1.5", r"-1\frac{1}{2}"),
+    (r"\frac{3}{4}", r"\frac{6}{8}"),
+    (r"\pm 2", "2, -2"),
+    ("1, 2", r"x = 1 \text{ or } x = 2"),
+    ("(1,2)", "(x,y)=(1,2)"),
+    ("(2,3)", "y=3, x=2"),
+    ("(3,2)", "m=3, b=2"),
+    ("x=2, y=3", "2, 3"),
+    (r"\{(1,2),(3,4)\}", "(1,2), (3,4)"),
+    ("BAC", r"\text{bac}"),
+    ("101_2", "101_{2}"),
 ]
 DIFFERENT = [
     ("42", "43"),
@@ -91,6 +118,48 @@ DIFFERENT = [
     ("3", r"\frac{3}{0}"),
     (r"\emptyset", r"\text{none of them}"),
     ("[1,2]", "(1,2)"),
+    ("BAC", "ABC"),
+    ("no", "on"),
+    ("x=2, y=3", "3,2"),
+    ("(2,3)", "y=2, x=3"),
+    ("(0,5)", r"\{0,5\}"),
+    ("(1,2)", r"\{1,2\}"),
+    ("101_2", "101_3"),
+    ("5", "5_7"),
+    ("5", "4=5"),
+    ("5", "1=2=3=4=5"),
+    ("5", "6=x=5"),
+    ("6", "4 2/1"),
+    ("5", r"5\text{ cm}, 6\text{ cm}"),
+    ("5", r"5\text{ cm or }\frac{12}{2}"),
+]
+# The reference, and what has its value but is still to be worked out.
+NOT_WORKED_OUT = [
+    ("92", "36 + 56"),
+    ("245", r"35 \cdot 7"),
+    ("12", "84/7"),
+    ("12", r"\frac{84}{7}"),
+    ("1", r"\frac{41-29}{12}"),
+    ("(1, 2)", "(1, 1+1)"),
+    (r"\{1, 2\}", r"\{1, \sqrt{4}\}"),
+    (r"\frac{7}{12}", r"\frac{1}{3}+\frac{1}{4}"),
+    ("0.5", "1-0.5"),
+    ("5", "-(-5)"),
+    ("8", "|-8|"),
+    ("64", "4^3"),
+    ("120", "5!"),
+    ("720", "(10)_{3}"),
+    ("1", r"\ln e"),
+    ("0", "x-x"),
+    ("92", "1x=36+56"),
+    ("3", r"\lfloor \pi \rfloor"),
+    ("10000", r"\sum_{k=1}^{100} (2k-1)"),
+    ("120", r"\binom{10}{3}"),
+    ("2", r"\gcd(14,8)"),
+    ("-2", r"\begin{vmatrix}1&2\\3&4\end{vmatrix}"),
+    (r"\frac{x^3}{3}", r"\int x^2 dx"),
+    ("2x", r"\frac{d}{dx} x^{2}"),
+    (r"2\sqrt{3}", r"\sqrt{12}\cdot 0!"),
 ]
 
 
@@ -102,6 +171,13 @@ def test_equal(math: Environment, expected: str, answer: str) -> None:
 @pytest.mark.parametrize(("expected", "answer"), DIFFERENT)
 def test_different(math: Environment, expected: str, answer: str) -> None:
     assert verdict(math, f"So \\boxed{{{answer}}}.", answer=expected).outcome == "wrong"
+
+
+@pytest.mark.parametrize(("expected", "answer"), NOT_WORKED_OUT)
+def test_not_worked_out(math: Environment, expected: str, answer: str) -> None:
+    found = verdict(math, f"So \\boxed{{{answer}}}.", answer=expected)
+
+    assert (found.outcome, found.reason) == ("wrong", "not worked out")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +195,13 @@ def test_different(math: Environment, expected: str, answer: str) -> None:
         ("text", "42", "wrong"),
         ("bare", " 42 ", "correct"),
         ("bare", "42\n43", "wrong"),
-        ("bare", r"\boxed{42}", "wrong"),
+        ("text", "The answer is **42**.", "correct"),
+        ("text", r"The answer is $\boxed{42}$.", "correct"),
+        ("text", "The answer is 42, since 40+2=42.", "correct"),
+        ("text", "The answer is 42.\n\n#### Check\n40+2=42", "correct"),
+        ("text", r"The answer is 42 or \boxed{43}", "wrong"),
+        ("bare", "**42**", "correct"),
+        ("bare", r"\boxed{42}", "correct"),
         ("bare", "42}>x", "wrong"),
     ],
 )
@@ -137,9 +219,9 @@ def test_no_number_equals_a_product_with_infinity() -> None:
 
 def test_time_limit_is_an_error_and_neither_answer() -> None:
     math = make("math", {"time_limit": 2, "workers": 1})
-    found = verdict(math, r"\boxed{9^{9^{9^9}}}", answer="2")
+    found = verdict(math, r"\boxed{9^{9^{9^9}}}", answer=r"\sqrt{2}")
     assert found.outcome == "error" and "time limit of 2 s" in found.reason and found.score == 0
-    assert verdict(math, r"\boxed{2/1}", answer="2").outcome == "correct"
+    assert verdict(math, r"\boxed{2.0}", answer="2").outcome == "correct"
 
 
 def test_long_and_deep_answers_are_wrong_without_being_read() -> None:

@@ -35,6 +35,11 @@ def outcome(text: str, **reference: object) -> str:
         "(B)",
         "B. New York",
         "<think>Answer: A</think>B",
+        "The answer is option B.",
+        "The correct choice is B because it is large.",
+        "Answer: B. It is large.",
+        "Answer: B (New York)",
+        r"$\boxed{\textbf{(B)}\ New York}$",
     ],
 )
 def test_named(text: str) -> None:
@@ -51,6 +56,7 @@ def test_named(text: str) -> None:
         r"\boxed{B} \boxed{}",
         r"\boxed{\boxed{B}}",
         r"\boxed{B. Paris}",
+        "Answer: B. Paris",
         r"\boxed{E}",
         r"\boxed{Ｂ}",
         r"\boxed{}, so B",
@@ -78,6 +84,7 @@ def test_not_named(text: str) -> None:
         ("letter", r"\boxed{B}", "correct"),
         ("letter", r"\boxed{New York}", "wrong"),
         ("letter", "B", "wrong"),
+        ("letter", r"\boxed{B. New York}", "wrong"),
     ],
 )
 def test_formats(format: str, text: str, expected: str) -> None:

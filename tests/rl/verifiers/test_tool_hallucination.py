@@ -1,5 +1,6 @@
 """A call where no tool is declared is wrong, whatever the answer is."""
 
+import asyncio
 from typing import Any, cast
 
 import pytest
@@ -17,11 +18,23 @@ ATTEMPTS = [
     "<tool_call><function=ring></function></tool_call>",
     "<TOOLCALL>[",
     "<function_calls>ring()</function_calls>",
+    '<invoke name="ring"></invoke>',
     "<|python_tag|>ring()",
     "[TOOL_CALLS] ring",
     "<｜tool▁calls▁begin｜>",
+    "<|tool_call_begin|>functions.ring:0<|tool_call_end|>",
     "```tool_code\nring()\n```",
+    "Action: ring\nAction Input: {}",
     '{"name": "ring", "parameters": {}}',
+    '{"arguments": {"how": {"often": 2}}, "name": "ring"}',
+]
+OTHERS = [
+    "<function=bells.ring-once>{}</function>",
+    "<tool_code>ring()</tool_code>",
+    '{"id": "1", "name": "ring", "arguments": {}}',
+    '{"type": "function", "name": "ring", "index": 0, "parameters": {}}',
+    '{"type": "function", "function": {"name": "ring", "arguments": "{}"}}',
+    '{"arguments": "{\\"often\\": 2}", "id": "1", "name": "ring"}',
 ]
 
 
@@ -35,7 +48,7 @@ def test_every_format_is_tried() -> None:
     assert len(ATTEMPTS) == len(CALL_PATTERNS)
 
 
-@pytest.mark.parametrize("attempt", ATTEMPTS)
+@pytest.mark.parametrize("attempt", ATTEMPTS + OTHERS)
 def test_a_call_without_tools_is_wrong(attempt: str) -> None:
     right = r"The answer is \boxed{B}."
 
@@ -44,6 +57,21 @@ def test_a_call_without_tools_is_wrong(attempt: str) -> None:
     assert verdict(parse_response(f"<think>{attempt}</think>{right}"), {"answer": B}).outcome == "wrong"
     unseen = verdict(parse_response(f"<think>{attempt}</think>{right}"), {"answer": B}, search_reasoning=False)
     assert unseen.outcome == "correct"
+
+
+@pytest.mark.parametrize("text", ['{"name": "Ann", "age": 5}', "Action: none.", "f(name, arguments)"])
+def test_what_is_no_call(text: str) -> None:
+    assert verdict(parse_response(rf"{text} \boxed{{B}}"), {"answer": B}).outcome == "correct"
+
+
+@pytest.mark.parametrize(
+    "unit",
+    ['"arguments":{', '"arguments":1,', '"arguments":{},"b":2,', '"name":"a",', '{"a":1,', '"a":1,', "Action:", '"'],
+)
+def test_a_megabyte_is_searched_in_one_pass(unit: str) -> None:
+    text = '{"b":1,' + unit * (1_000_000 // len(unit))
+
+    assert verdict(parse_response(rf"{text} \boxed{{B}}"), {"answer": B}).outcome == "correct"
 
 
 def test_the_engines_calls_count() -> None:
@@ -88,3 +116,15 @@ def test_bad_settings() -> None:
         make("tool_hallucination", {"search_reasoning": 1})
     with pytest.raises(ValueError, match="environments"):
         make("tool_hallucination", {"environments": {"maths": {}}})
+
+
+def test_a_judge_of_answers_is_asked_before_a_run(endpoint: Any, reply: Any) -> None:
+    endpoint.reply = lambda payload: reply(body=b'{"data": [{"id": "other"}]}')
+    judge = {"base_url": endpoint.url, "model": "judge"}
+    made = make("tool_hallucination", {"environments": {"judge": {"judge": judge}}})
+    assert made.reach is not None
+
+    with pytest.raises(ValueError, match=r"judge\.model: unknown name 'judge'"):
+        asyncio.run(made.reach())
+    with pytest.raises(ValueError, match="must be {environment: a name, reference: a mapping}"):
+        made.check({"answer": {"environment": ["math"], "reference": {}}})

@@ -205,11 +205,22 @@ def test_no_more_turns_than_allowed() -> None:
 
 
 def test_an_answer_that_is_asked_for() -> None:
-    for said, outcome in (("It is on shelf 2.", "correct"), ("It is on shelf 12.", "wrong"), ("", "wrong")):
+    for said, outcome in (
+        ("The answer is shelf 2.", "correct"),
+        ("The answer is **Shelf 2**. I looked it up.", "correct"),
+        ("I looked:\n\n\\boxed{shelf 2}", "correct"),
+        ("I looked.\nShelf 2.", "correct"),
+        ("The answer is shelf 12.", "wrong"),
+        ("Is it shelf 2?\nThe answer is shelf 3.", "wrong"),
+        ("\\boxed{shelf 2} \\boxed{shelf 3}", "wrong"),
+        ("One of these: shelf 1, shelf 2, shelf 3.", "wrong"),
+        ("The answer is shelf 1 or shelf 2.", "wrong"),
+        ("", "wrong"),
+    ):
         conversation = begin(calls=[], answer="shelf 2")
         conversation.step(parse_response(said))
 
-        assert conversation.verdict().outcome == outcome
+        assert conversation.verdict().outcome == outcome, said
 
 
 def test_a_conversation_pickles_small_and_apart_from_others() -> None:

@@ -1,0 +1,107 @@
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hydra_conf
+from nemo_ext.slurm.cluster import Cluster, duration
+from nemo_ext.slurm.settings import settings_of, split
+
+NAMES = sorted(path.stem for path in (Path(hydra_conf.__file__).parent / "cluster").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_cluster_of_the_package_is_whole(name: str) -> None:
+    cluster = settings_of([f"cluster={name}"]).cluster
+
+    assert cluster.name == name
+    assert (cluster.limit is None) == (not cluster.limits)
+
+
+def test_leonardo() -> None:
+    cluster = settings_of(["cluster=leonardo", "cluster.qos=boost_qos_dbg"]).cluster
+
+    assert cluster.limit is not None and duration(cluster.limit.time) == timedelta(minutes=30)
+    assert cluster.node is not None and (cluster.node.gpus, cluster.node.fp8) == (4, False)
+    assert cluster.variables()["HF_HUB_OFFLINE"] == "1"
+
+
+def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+
+    assert settings_of(["cluster=leonardo"]).cluster.variables()["OMP_NUM_THREADS"] == "3"
+
+
+def test_a_command_enters_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORK", "/work")
+    for name in ("FAST", "CINECA_SCRATCH"):
+        monkeypatch.delenv(name, raising=False)
+    bare = settings_of(["cluster=leonardo"]).cluster
+    inside = settings_of(["cluster=leonardo", "cluster.container.image=/images/nemo.sif"]).cluster
+
+    assert bare.inside(["python"], {"A": "1"}) == ["python"]
+    assert inside.inside(["python", "-m", "x"], {"A": "1"}) == [
+        *("singularity", "exec", "--nv", "--bind", "/work", "--bind", "/dev/infiniband"),
+        *("--env", "A=1", "/images/nemo.sif", "python", "-m", "x"),
+    ]
+    assert inside.srun_options() == []
+
+
+def test_pyxis_is_options_of_srun() -> None:
+    words = ["cluster=dgx_h100", "cluster.container.image=nvcr.io/nemo", "cluster.container.binds=[/lustre]"]
+    cluster = settings_of(words).cluster
+
+    assert cluster.inside(["python"], {}) == ["python"]
+    assert cluster.srun_options() == [
+        "--container-image=nvcr.io/nemo",
+        "--container-mounts=/lustre:/lustre",
+        "--no-container-mount-home",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30:00", 1800), ("24:00:00", 86400), ("4-00:00:00", 345600), ("1-12", 129600), ("1-12:30", 131400)],
+)
+def test_times_as_slurm_writes_them(text: str, seconds: int) -> None:
+    assert duration(text).total_seconds() == seconds
+
+
+@pytest.mark.parametrize("text", ["", "30", "24h", "UNLIMITED", "1:2:3:4", "-1:00"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected HH:MM:SS"):
+        duration(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["cluster=leonardo", "cluster.qos=boost_qos_dgb"], "did you mean 'boost_qos_dbg'"),
+        (["cluster=testbed", "cluster.container.image=a.sif"], "say which runtime"),
+        (["time=tomorrow"], "time='tomorrow'"),
+        (["slurm.max_idle=0"], "max_idle=0"),
+    ],
+)
+def test_wrong_settings_are_named(words: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        settings_of(words)
+
+
+def test_words_are_the_sites_or_the_jobs() -> None:
+    words = [
+        "recipe=olmo3/7b_pretrain",
+        "cluster=leonardo",
+        "account=X",
+        "time=01:00:00",
+        "slurm.margin=60",
+        "megatron.lr=1",
+    ]
+
+    assert split(words) == (words[1:5], [words[0], words[5]])
+
+
+def test_no_facts_are_needed() -> None:
+    cluster: Any = Cluster(name="x")
+
+    assert (cluster.limit, cluster.node, cluster.variables()) == (None, None, {})
