@@ -28,6 +28,8 @@ from nemo_ext.slurm.cluster import duration
 from nemo_ext.slurm.settings import Settings, settings_of, split
 
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
+_SIGNAL_SECONDS = 600
+"""Before the limit: when Slurm sends SIGUSR2, as the script asks for, at most a minute late."""
 _FIRST_PORT, _PORTS = 10_000, 20_000
 """Below what Linux hands out by itself, 32768."""
 
@@ -51,10 +53,11 @@ class Batch:
         if not self.job:
             raise ValueError("SLURM_JOB_ID is not set: start this with sbatch, or `nemo-ext submit`")
         self.restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        self.limit = self._seconds_left()
 
     def run(self) -> int:
         """Train until the run is finished or this start has to end; the exit code."""
-        for number in (signal.SIGUSR2, signal.SIGTERM):
+        for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, self._stop)
         while True:
             made = self._prepared()
@@ -88,7 +91,7 @@ class Batch:
         left = self._seconds_left()
         words = [*self.words, *self._layout()]
         if left is not None and not any(word.startswith("megatron.exit_duration_in_mins=") for word in words):
-            words.append(f"megatron.exit_duration_in_mins={max(1, int(left - self._margin(left)) // 60)}")
+            words.append(f"megatron.exit_duration_in_mins={max(1, int(left - self._margin()) // 60)}")
         try:
             self._step("compose", str(place), *words)
             made: dict[str, object] = json.loads(place.read_bytes())
@@ -138,7 +141,11 @@ class Batch:
         return {**os.environ, **given}
 
     def _stop(self, number: int, frame: object) -> None:
-        self.stopped.append(number)
+        left = self._seconds_left() if number == signal.SIGUSR2 else None
+        if left is not None and self._margin() < left <= _SIGNAL_SECONDS + 60:
+            signal.alarm(int(left - self._margin()))  # of a short job, for which the script's time is too early
+            return
+        self.stopped.append(signal.SIGUSR2 if number == signal.SIGALRM else number)
         if len(self.stopped) == 1:
             _say(f"{signal.Signals(number).name}: the ranks finish their step and save")
             # Not to srun: it would kill them. Without --batch the signal goes to the steps alone.
@@ -153,9 +160,10 @@ class Batch:
         except ValueError:
             return None
 
-    def _margin(self, left: float) -> float:
-        """Seconds for the last checkpoint; a quarter of a short limit."""
-        return min(self.settings.slurm.margin, left / 4)
+    def _margin(self) -> float:
+        """Seconds before the limit for the last checkpoint; a quarter of a short one."""
+        margin = self.settings.slurm.margin
+        return margin if self.limit is None else min(margin, self.limit / 4)
 
     def _reason(self, code: int) -> str:
         if signal.SIGUSR2 in self.stopped:

@@ -31,7 +31,9 @@ def submit(slurm: Any, tmp_path: Path) -> Callable[..., str]:
             f"--export=ALL,NEMO_EXT_PYTHON={sys.executable}",
         )
         script = REPOSITORY / "slurm" / "train.sbatch"
-        return slurm.call("sbatch", *options, *place, str(script), "cluster=testbed", *words).strip()
+        theirs = [word for word in words if word.startswith("--")]
+        ours = [word for word in words if not word.startswith("--")]
+        return slurm.call("sbatch", *options, *place, *theirs, str(script), "cluster=testbed", *ours).strip()
 
     return submitted
 
@@ -103,3 +105,14 @@ def test_a_mistake_is_one_line_and_not_tried_again(slurm: Any, submit: Callable[
     assert "error: recipe=nemotron3_nano/quickstrat: no such recipe; did you mean nemotron3_nano/quickstart?" in output(
         tmp_path
     )
+
+
+def test_a_short_job_trains_for_most_of_its_time(slurm: Any, submit: Callable[..., str], tmp_path: Path) -> None:
+    """Slurm's signal comes at once where the limit is shorter than the script's ten minutes."""
+    run_dir = tmp_path / "run"
+    job = submit(*WORDS, f"run_dir={run_dir}", "--time=00:09:00", nodes=1)
+    slurm.wait(lambda: slurm.state(job) in ("COMPLETED", "FAILED", "CANCELLED"), what=output(tmp_path))
+
+    assert slurm.state(job) == "COMPLETED", output(tmp_path)
+    (only,) = attempts.read(run_dir)
+    assert only.last_step == STEPS
