@@ -5,7 +5,7 @@
 Everything goes through the commands that a user has: tasks with right answers (`rl_tasks`), conversations to packs
 (`sft_data`), Megatron's trainer (`train`), an export (`convert`), one pass of rollouts for pass rates, an order from
 easy to hard (`curriculum`), and GRPO with TRL (`rl`), in random order and in the curriculum's, for the same number of
-steps. Two environments: JSON by a schema, and instructions to follow. Reported: rewards of validation tasks before and
+steps. The curriculum leaves out what was always or never solved. Two environments: JSON by a schema, and instructions to follow. Reported: rewards of validation tasks before and
 after, whose prompts are trained on nowhere, with 95 % intervals over the seeds, and a plot of the training rewards.
 """
 
@@ -184,7 +184,7 @@ def profile(folder: Path, steps: int) -> None:
     nemo_ext(
         *("curriculum", f"prompts={tasks}", f"rollouts={folder / 'profile/rollouts.jsonl'}"),
         *(f"output={folder / 'curriculum'}", f"batch={RESPONSES // GENERATIONS}", f"steps={steps}"),
-        *("domains={schemas: 0.5, instructions: 0.5}", "exhausted=repeat", "filters.min_rollouts=1"),
+        *("domains={schemas: 0.5, instructions: 0.5}", "exhausted=repeat", "filters.keep_from=0.2"),
     )
 
 
