@@ -4,9 +4,10 @@
 
 Everything goes through the commands that a user has: tasks with right answers (`rl_tasks`), conversations to packs
 (`sft_data`), Megatron's trainer (`train`), an export (`convert`), one pass of rollouts for pass rates, an order from
-easy to hard (`curriculum`), and GRPO with TRL (`rl`), in random order and in the curriculum's, for the same number of
-steps. The curriculum leaves out what was always or never solved. Two environments: JSON by a schema, and instructions to follow. Reported: rewards of validation tasks before and
-after, whose prompts are trained on nowhere, with 95 % intervals over the seeds, and a plot of the training rewards.
+easy to hard without what was always or never solved (`curriculum`), and GRPO with TRL (`rl`), in random order and in
+the curriculum's, for the same number of steps. Two environments: JSON by a schema, and instructions to follow.
+Reported: rewards of validation tasks before and after, whose prompts are trained on nowhere, with 95 % intervals over
+the seeds, and a plot of the training rewards.
 """
 
 import argparse
