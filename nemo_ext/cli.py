@@ -8,6 +8,7 @@ from nemo_ext import __version__
 
 JOBS = {
     "train": "train a model with Megatron's own trainer (resumes by itself)",
+    "submit": "check a training job and hand it to Slurm; it goes on by itself after stops",
     "tokenize": "turn text, JSONL, Parquet or source trees into Megatron's .bin/.idx",
     "sft_data": "conversations into packed sequences with loss masks: filters, chat templates, reasoning control",
     "preference_data": "generations into DPO pairs and reward model samples, for TRL and NeMo-RL",

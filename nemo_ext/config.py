@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -63,15 +64,38 @@ def compose(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
     Args:
         config_name: a primary config such as `train`.
-        overrides: as on the command line, e.g. `["recipe=olmo3/7b_pretrain", "megatron.lr=1e-4"]`.
+        overrides: as on the command line, e.g. `["recipe=olmo3/7b_pretrain", "megatron.lr=1e-4"]`; `--config-dir` too.
 
     Raises:
         ValueError: if a mandatory value is missing.
         hydra.errors.ConfigCompositionException: if an override does not fit.
     """
     register_resolvers()
+    folders, words = config_folders(overrides)
+    search = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"] if folders else []
     with hydra.initialize_config_module("hydra_conf", version_base="1.3"):
-        return named_blends(plain(hydra.compose(config_name, overrides=hydra_words(overrides, config_name))))
+        return named_blends(plain(hydra.compose(config_name, overrides=[*search, *hydra_words(words, config_name)])))
+
+
+def config_folders(words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """The folders of `--config-dir DIR` (or `-cd DIR`), and the other words.
+
+    Raises:
+        ValueError: a folder is not there.
+    """
+    folders: list[Path] = []
+    rest: list[str] = []
+    given = iter(words)
+    for word in given:
+        name, equals, value = word.partition("=")
+        if name not in ("--config-dir", "-cd"):
+            rest.append(word)
+            continue
+        folder = Path(value if equals else next(given, "")).expanduser().resolve()
+        if not folder.is_dir():
+            raise ValueError(f"{name}: {folder} is no folder")
+        folders.append(folder)
+    return folders, rest
 
 
 def named_blends(config: dict[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def prepare(config: dict[str, Any]) -> Path:
             run directory.
     """
     run_dir = Path(config["run_dir"])
-    runs = _fill_and_check(config)
+    runs = checked_runs(config)
     done = run_directory.last_checkpoint(run_dir) or 0
     run = next((r for r in runs if target_of(r["megatron"])[0] > done), runs[-1])
     _check_same_run(run, run_dir, Console(highlight=False, soft_wrap=True))
@@ -77,7 +77,7 @@ def train(config: dict[str, Any]) -> None:
             console.print(told)
         console.print("checking the configuration against the installed Megatron ...")
         given = deepcopy(config)
-        runs = _fill_and_check(config)
+        runs = checked_runs(config)
         from nemo_ext.megatron.check import check_machine
 
         check_machine(config)
@@ -115,7 +115,7 @@ def train(config: dict[str, Any]) -> None:
         console.print(f"report: {write_report(run_dir)}")
 
 
-def _fill_and_check(config: dict[str, Any]) -> list[dict[str, Any]]:
+def checked_runs(config: dict[str, Any]) -> list[dict[str, Any]]:
     """The configs with which ranks are started, one after the other: one, or one for each segment of the phases."""
     use_data(config)
     from nemo_ext.megatron.check import check

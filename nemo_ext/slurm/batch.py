@@ -211,8 +211,8 @@ def _say(text: str) -> None:
 def main() -> NoReturn:
     """The command; a user's mistake is one line and exit code 2, and the job is not queued again."""
     job, *words = sys.argv[1:]
-    ours, theirs = split(words)
     try:
+        ours, theirs = split(words)
         settings = settings_of([*ours, f"job={job}"])
         sys.exit(Batch(settings, theirs).run())
     except (ValueError, HydraException) as error:

@@ -2,16 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field
+from pathlib import Path
 from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.config import compose
+import hydra_conf
+from nemo_ext.config import compose, config_folders
+from nemo_ext.data.settings import nearest
 from nemo_ext.data.sft.checked import checked
 from nemo_ext.slurm.cluster import STRICT, Cluster, duration
 
 OWN = ("job", "account", "time")
+PACKAGED = Path(hydra_conf.__file__).parent / "cluster"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -49,9 +53,14 @@ class Settings:
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Words about site and queue, and the job's own; `--config-dir DIR` is for both."""
-    ours: list[str] = []
-    theirs: list[str] = []
+    """Words about site and queue, and the job's own; `--config-dir DIR` is for both.
+
+    Raises:
+        ValueError: a folder is not there.
+    """
+    folders, words = config_folders(words)
+    both = [f"--config-dir={folder}" for folder in folders]
+    ours, theirs = list(both), list(both)
     for word in words:
         name = word.lstrip("+~").partition("=")[0]
         mine = name in (*OWN, "cluster") or name.startswith(("cluster.", "slurm."))
@@ -65,5 +74,13 @@ def settings_of(words: Sequence[str]) -> Settings:
     Raises:
         ValueError: naming the key, what it holds and what it may hold.
     """
+    folders, rest = config_folders(words)
+    known = {
+        path.stem for place in (PACKAGED, *(folder / "cluster" for folder in folders)) for path in place.glob("*.yaml")
+    }
+    for word in rest:
+        name = word.removeprefix("cluster=")
+        if word.startswith("cluster=") and name not in known:
+            raise ValueError(f"cluster={name}: no such cluster: {nearest(name, sorted(known))}")
     config: Mapping[str, Any] = compose("slurm", words)
     return checked(Settings, config, where="submit")

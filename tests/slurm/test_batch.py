@@ -116,3 +116,37 @@ def test_a_short_job_trains_for_most_of_its_time(slurm: Any, submit: Callable[..
     assert slurm.state(job) == "COMPLETED", output(tmp_path)
     (only,) = attempts.read(run_dir)
     assert only.last_step == STEPS
+
+
+def test_submit_checks_then_runs(slurm: Any, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    environment = {**slurm.environment, "PYTHONPATH": str(REPOSITORY)}
+
+    def submit(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "nemo_ext.cli",
+            "submit",
+            *WORDS,
+            "cluster=testbed",
+            f"run_dir={run_dir}",
+            *words,
+        ]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+    dry = submit("--dry-run")
+    assert dry.returncode == 0, dry.stdout + dry.stderr
+    assert "to start at" in dry.stdout, "what sbatch --test-only says"
+    assert not run_dir.exists()
+    crowded = submit("cluster.partition=nowhere")
+    assert crowded.returncode == 2
+    assert "error: sbatch: error: invalid partition specified: nowhere" in crowded.stdout
+
+    done = submit("slurm.options=['--cpus-per-task=1']")
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = (run_dir / "slurm" / "job").read_text().strip()
+    slurm.wait(lambda: slurm.state(job) in ("COMPLETED", "FAILED"), what=output(run_dir / "slurm"))
+    assert slurm.state(job) == "COMPLETED", (run_dir / "slurm" / f"{job}.out").read_text()
+    assert last_checkpoint(run_dir) == STEPS
+    assert (run_dir / "report.md").is_file()

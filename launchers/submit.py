@@ -1,0 +1,49 @@
+"""Submit: `nemo-ext submit recipe=domyn_small/cpt cluster=leonardo account=X`, a checked job for Slurm."""
+
+import sys
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder's tokenize.py must not hide the standard library's
+
+from nemo_ext.config import USER_ERROR
+
+HELP = """\
+nemo-ext submit: checks a training job on the login node, then hands it to Slurm. The run goes on by itself after time
+limits, failed nodes and broken checkpoints (docs/clusters.md). The same command again goes on with the same run.
+
+  nemo-ext submit recipe=domyn_small/cpt cluster=leonardo account=IscrX run_dir=$WORK/runs/cpt
+  nemo-ext submit --dry-run recipe=olmo3/7b_pretrain cluster=leonardo cluster.qos=boost_qos_bprod
+  nemo-ext submit --config-dir mine cluster=my_site recipe=nemotron3_nano/pretrain
+
+  cluster        a file of hydra_conf/cluster: leonardo, dgx_h100, testbed, generic; cluster.KEY=value changes a fact,
+                 cluster.qos, cluster.partition and cluster.container.image above all
+  account        that is charged
+  time           of each start; the longest that the quality of service allows if not given
+  slurm.margin   seconds before the limit in which a run saves and is queued again (600)
+  slurm.max_restarts, slurm.max_idle   starts in all (100), and without a new checkpoint (3), after which it is given up
+  slurm.options  further options of sbatch: 'slurm.options=["--mail-type=END"]'
+  --dry-run      checks and shows the command, submits nothing
+
+All other words are those of `nemo-ext train`. A recipe's number of GPUs is kept; launcher.nodes=N and
+launcher.nproc_per_node=N say others."""
+
+
+def main() -> None:
+    """Submits, or says in one line why not."""
+    from hydra.errors import HydraException
+
+    words = sys.argv[1:]
+    if {"-h", "--help"} & set(words):
+        print(HELP)
+        return
+    from nemo_ext.slurm.submit import submit
+
+    try:
+        sys.exit(submit([word for word in words if word != "--dry-run"], dry_run="--dry-run" in words))
+    except (ValueError, HydraException) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+
+
+if __name__ == "__main__":
+    main()

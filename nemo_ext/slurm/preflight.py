@@ -1,0 +1,196 @@
+"""What can be known to be wrong with a training job before it waits in a queue. No torch."""
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from nemo_ext.architecture.cost import GpuCost, per_gpu
+from nemo_ext.architecture.layout import Layout
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.data.hierarchy import read_tree
+from nemo_ext.slurm.cluster import Cluster, Limit, duration
+from nemo_ext.slurm.settings import Settings
+
+GIB = 1 << 30
+TIGHT = 0.9
+"""Share of a GPU's memory above which a warning says that fragments and buffers may not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is wrong, or good to know, in one line with what to do."""
+
+    kind: Literal["error", "warning", "note"]
+    text: str
+
+
+def findings(config: Mapping[str, Any], settings: Settings, *, paths: bool = True) -> list[Finding]:
+    """All that is found; errors would end the job.
+
+    Args:
+        config: of a training run, composed.
+        settings: of site and queue.
+        paths: whether to look for files; without, for a table of recipes and sites.
+    """
+    cluster = settings.cluster
+    found = [*_queue(config, settings), *_memory(config, cluster), *_precision(config, cluster)]
+    if paths:
+        found += [*_data(config), *_checkpoints(config), *_container(cluster), *_offline(config, cluster)]
+    return found
+
+
+def _queue(config: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
+    cluster, launcher = settings.cluster, config["launcher"]
+    nodes, ranks = int(launcher["nodes"]), int(launcher["nproc_per_node"])
+    if cluster.node is not None and ranks > cluster.node.gpus:
+        yield Finding(
+            "error",
+            f"launcher.nproc_per_node={ranks}: a node of {cluster.name} has {cluster.node.gpus} GPUs; set it to "
+            f"{cluster.node.gpus} and launcher.nodes to {-(-nodes * ranks // cluster.node.gpus)}",
+        )
+    elif cluster.node is not None and ranks < cluster.node.gpus:
+        yield Finding("note", f"launcher.nproc_per_node={ranks} of {cluster.node.gpus} GPUs of a node")
+    limit = cluster.limit
+    if limit is None:
+        yield Finding("note", f"cluster={cluster.name}: nothing is known of its limits and GPUs")
+        return
+    if limit.nodes is not None and nodes > limit.nodes:
+        larger = [name for name, other in cluster.limits.items() if other.nodes is None or other.nodes >= nodes]
+        yield Finding(
+            "error", f"launcher.nodes={nodes}: {_qos(cluster)} allows {limit.nodes} nodes; {_instead(larger)}"
+        )
+    if settings.time is not None and duration(settings.time) > duration(limit.time):
+        longer = [name for name, other in cluster.limits.items() if _allows(other, settings.time, nodes)]
+        yield Finding("error", f"time={settings.time}: {_qos(cluster)} allows {limit.time}; {_instead(longer)}")
+
+
+def _memory(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
+    launcher, node = config["launcher"], cluster.node
+    world = int(launcher["nodes"]) * int(launcher["nproc_per_node"])
+    try:
+        most = max(_gpus(config, world), key=lambda gpu: gpu.total_bytes)
+    except ValueError as error:
+        yield Finding("error", str(error))
+        return
+    if node is None or node.gpu_memory_gib is None:
+        return
+    share = most.total_bytes / (node.gpu_memory_gib * GIB)
+    need = f"about {most.total_bytes / GIB:.0f} GiB of the {node.gpu_memory_gib:g} of a {node.gpu}"
+    if share > 1:
+        yield Finding(
+            "error",
+            f"memory: {need} (weights, gradients and optimizer {(most.total_bytes - most.activation_bytes) / GIB:.0f}, "
+            f"activations {most.activation_bytes / GIB:.0f}): raise tensor, pipeline or context parallelism, or set "
+            "megatron.recompute_granularity",
+        )
+    else:
+        yield Finding("warning" if share > TIGHT else "note", f"memory: {need}")
+
+
+def _gpus(config: Mapping[str, Any], world: int) -> Sequence[GpuCost]:
+    from nemo_ext.megatron.arguments import pattern_with_cuts
+
+    config = {**config, "model": {**config["model"], "pattern": pattern_with_cuts(config)}}
+    architecture = Architecture.from_config(config)
+    layout = Layout.from_config(config, world_size=world)
+    # With phases the longest sequences need most.
+    lengths = [
+        (phase.get("megatron") or {}).get("seq_length") for phase in (config.get("phases") or {}).values() if phase
+    ]
+    length = max([int(config["megatron"]["seq_length"]), *(int(each) for each in lengths if each)])
+    return per_gpu(replace(architecture, seq_length=length), layout, seq_length=length)
+
+
+def _precision(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
+    asked = [name for name in ("fp8", "fp8_format", "fp8_recipe", "fp4") if config["megatron"].get(name)]
+    if asked and cluster.node is not None and not cluster.node.fp8:
+        yield Finding(
+            "error", f"megatron.{asked[0]}: a {cluster.node.gpu} has no FP8; train in bf16 (precision=bf16) there"
+        )
+
+
+def _data(config: Mapping[str, Any]) -> Iterator[Finding]:
+    sections = [config.get("data"), *((phase or {}).get("data") for phase in (config.get("phases") or {}).values())]
+    for data in sections:
+        if not data:
+            continue
+        if packed := data.get("packed"):
+            places = [Path(str(place)) for place in packed.values() if place]
+            missing = [place for place in places if not place.is_dir()]
+            how = "`nemo-ext sft_data` writes it"
+        elif data.get("blend") or data.get("streams"):
+            leaves = [Path(f"{leaf.prefix}_train.idx") for leaf in read_tree(data).leaves()]
+            missing = [place for place in leaves if not place.is_file()]
+            how = "`nemo-ext tokenize` writes it"
+        else:
+            continue
+        if missing:
+            more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+            yield Finding("error", f"data: {missing[0]}{more} not there; {how}")
+
+
+def _checkpoints(config: Mapping[str, Any]) -> Iterator[Finding]:
+    start = config["megatron"].get("pretrained_checkpoint")
+    if start and not Path(str(start)).exists():
+        yield Finding(
+            "error", f"megatron.pretrained_checkpoint={start}: not there; train or convert the stage before it"
+        )
+    above = Path(str(config["run_dir"])).resolve()
+    while not above.exists():
+        above = above.parent
+    if not os.access(above, os.W_OK):
+        yield Finding("error", f"run_dir={config['run_dir']}: {above} cannot be written")
+
+
+def _container(cluster: Cluster) -> Iterator[Finding]:
+    container = cluster.container
+    if not container.used:
+        if cluster.name != "generic" and container.runtime != "none":
+            yield Finding("note", "cluster.container.image=null: ranks run in the Python that submits")
+        return
+    image = str(container.image)
+    if container.runtime != "pyxis" and shutil.which(container.runtime) is None:
+        yield Finding("error", f"cluster.container.runtime={container.runtime}: not on PATH; load its module")
+    if image.startswith(("/", ".")) or image.endswith((".sif", ".sqsh")):
+        if not Path(image).exists():
+            yield Finding("error", f"cluster.container.image={image}: no such file")
+    elif not cluster.internet:
+        yield Finding("error", f"cluster.container.image={image}: compute nodes reach no registry; pull it to a file")
+    unset = [place for place in container.binds if os.path.expandvars(place).startswith("$")]
+    if unset:
+        yield Finding("note", f"cluster.container.binds: {', '.join(unset)} not set here, so not bound")
+
+
+def _offline(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
+    """Names of tokenizers and models that would have to be downloaded."""
+    if cluster.internet:
+        return
+    tokenizer = (config.get("data") or {}).get("tokenizer")
+    name = tokenizer.get("path") if isinstance(tokenizer, Mapping) else tokenizer
+    if not name or Path(str(name)).exists():
+        return
+    if str(name).count("/") != 1 or str(name).startswith((".", "~", "/")):
+        yield Finding("error", f"data.tokenizer: {name}: no such folder")
+        return
+    hub = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
+    if not (hub.expanduser() / f"models--{str(name).replace('/', '--')}").is_dir():
+        yield Finding(
+            "error",
+            f"data.tokenizer: {name} is no folder and not in {hub}: compute nodes have no internet; "
+            f"download it here first (hf download {name})",
+        )
+
+
+def _allows(limit: Limit, time: str, nodes: int) -> bool:
+    return duration(time) <= duration(limit.time) and (limit.nodes is None or nodes <= limit.nodes)
+
+
+def _qos(cluster: Cluster) -> str:
+    return f"the quality of service {cluster.qos or next(iter(cluster.limits))} of {cluster.name}"
+
+
+def _instead(names: Sequence[str]) -> str:
+    return f"cluster.qos={names[0]} does" if names else "no other one of this site does"

@@ -1,0 +1,179 @@
+"""`nemo-ext submit` without a Slurm: what is refused and why, and the command to the letter."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import hydra_conf
+from nemo_ext.config import compose
+from nemo_ext.slurm.preflight import Finding, findings
+from nemo_ext.slurm.settings import settings_of
+from nemo_ext.slurm.submit import SCRIPTS, checked, planned, submit
+
+REPOSITORY = Path(__file__).parents[2]
+RECIPES = sorted(
+    str(path.relative_to(Path(hydra_conf.__file__).parent / "recipe").with_suffix(""))
+    for path in (Path(hydra_conf.__file__).parent / "recipe").glob("*/*.yaml")
+    if path.parent.name != "puzzle"
+)
+SITES = ("leonardo", "dgx_h100")
+
+
+def errors(*words: str, paths: bool = False) -> list[str]:
+    submission = planned(words)
+    found = findings(submission.config, submission.settings, paths=paths)
+    return [one.text for one in found if one.kind == "error"]
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "recipe=domyn_small/cpt",
+        "cluster=leonardo",
+        "account=X",
+        "run_dir=r",
+        'slurm.options=["--mail-type=END"]',
+    ]
+
+    assert planned(words).command() == [
+        *("sbatch", "--parsable", "--job-name=train-r", "--account=X", "--partition=boost_usr_prod", "--nodes=64"),
+        *("--ntasks-per-node=4", "--gpus-per-node=4", "--cpus-per-task=8", "--time=24:00:00"),
+        *(f"--output={tmp_path}/r/slurm/%j.out", f"--export=ALL,NEMO_EXT_PYTHON={sys.executable}", "--mail-type=END"),
+        *(str(SCRIPTS / "train.sbatch"), "cluster=leonardo", "account=X", 'slurm.options=["--mail-type=END"]'),
+        *("recipe=domyn_small/cpt", "run_dir=r"),
+    ]
+
+
+def test_gpus_are_kept_on_nodes_of_another_size() -> None:
+    eight = planned(["recipe=olmo3/7b_pretrain", "cluster=leonardo"])
+    said = planned(["recipe=olmo3/7b_pretrain", "cluster=leonardo", "launcher.nodes=2", "launcher.nproc_per_node=4"])
+
+    assert eight.config["launcher"] == {"nodes": 128, "nproc_per_node": 4}
+    assert eight.notes == (Finding("note", "512 GPUs are 128 nodes of 4 on leonardo"),)
+    assert said.config["launcher"] == {"nodes": 2, "nproc_per_node": 4}
+    assert "--nodes=2" in said.command()
+    assert not any(word.startswith("launcher.") for word in said.words), "the allocation says these"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["cluster=leonardo", "launcher.nproc_per_node=8"], "a node of leonardo has 4 GPUs"),
+        (["cluster=leonardo", "launcher.nodes=65"], "allows 64 nodes; cluster.qos=boost_qos_bprod does"),
+        (["cluster=leonardo", "time=30:00:00"], "normal of leonardo allows 24:00:00; no other one of this site does"),
+        (["cluster=leonardo", "time=30:00:00", "launcher.nodes=2"], "cluster.qos=boost_qos_lprod does"),
+        (["cluster=leonardo", "megatron.fp8_format=hybrid"], "A100-64GB has no FP8; train in bf16"),
+        (["cluster=leonardo", "megatron.tensor_model_parallel_size=1"], "of the 64 of a A100-64GB"),
+        (["cluster=leonardo", "megatron.tensor_model_parallel_size=3"], "not a multiple of TP x PP x CP = 6"),
+    ],
+)
+def test_what_does_not_fit_a_site_is_refused(words: list[str], said: str) -> None:
+    assert any(said in text for text in errors("recipe=domyn_small/cpt", *words))
+
+
+def test_h100s_have_fp8() -> None:
+    assert not errors("recipe=domyn_small/cpt", "cluster=dgx_h100", "megatron.fp8_format=hybrid")
+
+
+def test_what_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/bin")
+    words = ("recipe=domyn_small/cpt", "cluster=leonardo")
+
+    found = errors(*words, "cluster.container.image=/no.sif", paths=True)
+    packs = errors("recipe=domyn_small/sft", "cluster=leonardo", paths=True)
+    hub = errors(*words, "data.tokenizer.path=domyn/small", paths=True)
+
+    for said in (
+        "data/domyn_cpt/sft_style_train.idx and 61 others not there; `nemo-ext tokenize` writes it",
+        "megatron.pretrained_checkpoint=runs/domyn_small/foundation-domyn_small_10b/checkpoints: not there",
+        "cluster.container.runtime=singularity: not on PATH",
+        "cluster.container.image=/no.sif: no such file",
+        "data/domyn_cpt/tokenizer: no such folder",
+    ):
+        assert any(said in text for text in found), said
+    assert any("data/domyn_small/sft/train and 1 others not there; `nemo-ext sft_data`" in text for text in packs)
+    assert any("hf download domyn/small" in text for text in hub)
+
+
+def test_errors_end_it_before_slurm_is_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/bin")
+
+    assert submit(["recipe=domyn_small/cpt", "cluster=leonardo"], dry_run=False) == 2
+    assert "not submitted: mend the errors first" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_slurm_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "bash").symlink_to("/bin/bash")
+    monkeypatch.setenv("PATH", str(programs))
+
+    with pytest.raises(ValueError, match="sbatch is not on PATH: submit from a login node"):
+        checked(planned(["recipe=nemotron3_nano/quickstart", "data=mock", "cluster=testbed"]))
+
+
+def test_a_site_of_ones_own(tmp_path: Path) -> None:
+    facts = yaml.safe_load((Path(hydra_conf.__file__).parent / "cluster" / "dgx_h100.yaml").read_text())
+    (tmp_path / "cluster").mkdir()
+    text = "# @package cluster\n" + yaml.safe_dump({**facts, "name": "mine", "partition": "gpu"})
+    (tmp_path / "cluster" / "mine.yaml").write_text(text)
+
+    submission = planned(["--config-dir", str(tmp_path), "cluster=mine", "recipe=olmo1/1b"])
+
+    assert "--partition=gpu" in submission.command()
+    assert submission.command().count(f"--config-dir={tmp_path}") == 1
+    with pytest.raises(ValueError, match="cluster=mine: no such cluster"):
+        settings_of(["cluster=mine"])
+    with pytest.raises(ValueError, match="is no folder"):
+        planned(["--config-dir=nowhere", "recipe=olmo1/1b"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["recipe=olmo1/1b", "cluster=leonrdo"], "no such cluster: did you mean 'leonardo'"),
+        (["recipe=olmo1/7", "cluster=leonardo"], "no such recipe; did you mean olmo1/7b"),
+        (["job=rl", "cluster=leonardo"], "job=rl: there are scripts for train so far"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        planned(words)
+
+
+def row(recipe: str) -> str:
+    """A recipe's line in docs/clusters.md."""
+    cells = []
+    for site in SITES:
+        submission = planned([f"recipe={recipe}", f"cluster={site}"])
+        launcher: dict[str, Any] = submission.config["launcher"]
+        found = findings(submission.config, submission.settings, paths=False)
+        wrong = [one.text.partition(": the quality of service ")[2] for one in found if one.kind == "error"]
+        (memory,) = (one.text.partition("about ")[2].partition(" GiB")[0] for one in found if "memory" in one.text)
+        cell = f"{launcher['nodes']} x {launcher['nproc_per_node']}, {memory} GiB"
+        cells.append(cell + (f": refused, {'; '.join(wrong)}".replace(f" of {site}", "") if wrong else ""))
+    return f"| {recipe} | {' | '.join(cells)} |"
+
+
+def test_the_page_says_what_fits_where() -> None:
+    page = (REPOSITORY / "docs" / "clusters.md").read_text()
+
+    for recipe in RECIPES:
+        assert row(recipe) in page, f"docs/clusters.md should have\n{row(recipe)}"
+
+
+def test_a_run_of_the_whole_recipe_composes_alike() -> None:
+    """What is submitted is what `nemo-ext train` would run on the same nodes."""
+    submission = planned(["recipe=domyn_small/cpt", "cluster=leonardo", "run_dir=r"])
+
+    assert submission.config == compose("train", ["recipe=domyn_small/cpt", "run_dir=r"])
