@@ -150,3 +150,38 @@ def test_submit_checks_then_runs(slurm: Any, tmp_path: Path) -> None:
     assert slurm.state(job) == "COMPLETED", (run_dir / "slurm" / f"{job}.out").read_text()
     assert last_checkpoint(run_dir) == STEPS
     assert (run_dir / "report.md").is_file()
+
+
+SINGULARITY = """#!/usr/bin/env bash
+# Notes what it is told, then runs what stands behind the image, with another Python for its own.
+printf '%s\\n' "$*" >> "$NOTED"
+while [ "$1" != "$IMAGE" ]; do shift; done
+shift 2
+exec "$NEMO_EXT_PYTHON" "$@"
+"""
+
+
+def test_ranks_run_in_a_container(slurm: Any, submit: Callable[..., str], tmp_path: Path) -> None:
+    run_dir, image, noted = tmp_path / "run", tmp_path / "nemo.sif", tmp_path / "noted.txt"
+    program = tmp_path / "bin" / "singularity"
+    program.parent.mkdir()
+    program.write_text(SINGULARITY)
+    program.chmod(0o755)
+    slurm.environment.update(IMAGE=str(image), NOTED=str(noted), PATH=f"{program.parent}:{slurm.environment['PATH']}")
+
+    job = submit(
+        *(*WORDS, f"run_dir={run_dir}", f"train.tokens={4 * 128}", "cluster.container.runtime=singularity"),
+        *(
+            f"cluster.container.image={image}",
+            "cluster.container.options=[--nv]",
+            f"cluster.container.binds=[{tmp_path}]",
+        ),
+        nodes=1,
+    )
+    slurm.wait(lambda: slurm.state(job) in ("COMPLETED", "FAILED"), what=output(tmp_path))
+
+    assert slurm.state(job) == "COMPLETED", output(tmp_path)
+    given = f"--env OMP_NUM_THREADS=1 --env GLOO_SOCKET_IFNAME=lo --env MASTER_ADDR=127.0.0.1 {image} python -m "
+    compose, ranks, end, report = noted.read_text().splitlines()
+    for line, module in ((compose, "prepare compose"), (ranks, "rank"), (end, "prepare compose"), (report, "prepare")):
+        assert line.startswith(f"exec --nv --bind {tmp_path} {given}nemo_ext.slurm.{module}")
