@@ -9,6 +9,9 @@ from nemo_ext import __version__
 JOBS = {
     "train": "train a model with Megatron's own trainer (resumes by itself)",
     "submit": "check a training job and hand it to Slurm; it goes on by itself after stops",
+    "status": "runs on Slurm: state, step, time left, loss, restarts",
+    "logs": "the log of a run on Slurm, and with -f what comes",
+    "cancel": "cancel a run's job on Slurm; its ranks save first",
     "tokenize": "turn text, JSONL, Parquet or source trees into Megatron's .bin/.idx",
     "sft_data": "conversations into packed sequences with loss masks: filters, chat templates, reasoning control",
     "preference_data": "generations into DPO pairs and reward model samples, for TRL and NeMo-RL",

@@ -4,7 +4,6 @@ The parent process never trains. It writes the resolved config into the run dire
 `nemo_ext.megatron.rank`, watches metrics.jsonl, and turns Ctrl-C into a checkpoint.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -275,7 +274,7 @@ def _watch(process: subprocess.Popen[bytes], metrics: Path, target: int, console
         printed, last_print = None, time.monotonic()
         while True:
             running = process.poll() is None
-            step, validation = newest(metrics)
+            step, validation = run_directory.newest(metrics)
             if step is not None:
                 text = describe_step(step, validation)
                 progress.update(bar, completed=step["step"], description=text)
@@ -287,21 +286,6 @@ def _watch(process: subprocess.Popen[bytes], metrics: Path, target: int, console
             if not running:
                 return
             time.sleep(0.3)
-
-
-def newest(metrics: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """The newest training step and the newest evaluation among the last lines of metrics.jsonl."""
-    tail_bytes = 65536
-    if not metrics.exists():
-        return None, None
-    with metrics.open("rb") as stream:
-        size = stream.seek(0, 2)
-        stream.seek(max(0, size - tail_bytes))
-        whole = stream.read().split(b"\n")[1 if size > tail_bytes else 0 : -1]
-    lines = [json.loads(line) for line in whole]
-    steps = [line for line in lines if "loss" in line]
-    evaluations = [line for line in lines if "val_loss" in line]
-    return (steps[-1] if steps else None), (evaluations[-1] if evaluations else None)
 
 
 def describe_step(step: Mapping[str, Any], validation: Mapping[str, Any] | None) -> str:

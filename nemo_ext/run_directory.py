@@ -117,6 +117,21 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return whole
 
 
+def newest(metrics: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The newest training step and the newest evaluation among the last lines of metrics.jsonl."""
+    tail_bytes = 65536
+    if not metrics.exists():
+        return None, None
+    with metrics.open("rb") as stream:
+        size = stream.seek(0, 2)
+        stream.seek(max(0, size - tail_bytes))
+        whole = stream.read().split(b"\n")[1 if size > tail_bytes else 0 : -1]
+    lines = [json.loads(line) for line in whole]
+    steps = [line for line in lines if "loss" in line]
+    evaluations = [line for line in lines if "val_loss" in line]
+    return (steps[-1] if steps else None), (evaluations[-1] if evaluations else None)
+
+
 def truncate_metrics(path: Path, step: int) -> None:
     """Removes the lines of steps after `step`: a resumed run writes them again."""
     if path.exists():

@@ -17,6 +17,7 @@ from nemo_ext.run_directory import write_text
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.preflight import Finding, findings
 from nemo_ext.slurm.settings import Settings, settings_of, split
+from nemo_ext.slurm.status import JOB
 
 SCRIPTS = Path(nemo_ext.__file__).parents[1] / "slurm"
 JOBS = ("train",)
@@ -157,7 +158,7 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
     if done.returncode:
         raise ValueError(done.stderr.strip() or f"sbatch ended with {done.returncode}")
     job = done.stdout.strip().partition(";")[0]
-    write_text(folder / "job", f"{job}\n")
+    write_text(folder / JOB, f"{job}\n")
     write_text(folder / "submit.txt", shlex.join(submission.command()) + "\n")
     console.print(f"job {job}; output: {folder / f'{job}.out'}; ranks: {submission.run_dir / 'train.log'}")
     return 0

@@ -185,3 +185,24 @@ def test_ranks_run_in_a_container(slurm: Any, submit: Callable[..., str], tmp_pa
     compose, ranks, end, report = noted.read_text().splitlines()
     for line, module in ((compose, "prepare compose"), (ranks, "rank"), (end, "prepare compose"), (report, "prepare")):
         assert line.startswith(f"exec --nv --bind {tmp_path} {given}nemo_ext.slurm.{module}")
+
+
+def test_status_logs_and_cancel(slurm: Any, submit: Callable[..., str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    def nemo_ext(*words: str, code: int = 0) -> str:
+        command = [sys.executable, "-m", "nemo_ext.cli", *words]
+        done = subprocess.run(command, env=slurm.environment, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    job = submit(*WORDS, f"run_dir={run_dir}", f"train.tokens={100_000 * 128}", nodes=1)
+    slurm.wait(lambda: len(steps(run_dir)) >= 3, what=output(tmp_path))
+
+    assert nemo_ext("status", str(tmp_path)).splitlines()[1].split()[:3] == [str(run_dir), job, "running"]
+    assert "/ 100,000" in nemo_ext("status", str(run_dir))
+    assert "iteration" in nemo_ext("logs", str(run_dir), "-n", "200")
+    assert f"job {job} is cancelled" in nemo_ext("cancel", str(run_dir))
+    slurm.wait(lambda: slurm.state(job) in ("CANCELLED", "FAILED"), what=output(tmp_path))
+    slurm.wait(lambda: "stopped: " in nemo_ext("status", str(run_dir)), seconds=30)
+    assert "no job in the queue" in nemo_ext("cancel", str(run_dir), code=2)

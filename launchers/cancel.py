@@ -1,0 +1,29 @@
+"""Cancel: `nemo-ext cancel RUN_DIR`, a run's job on Slurm."""
+
+import argparse
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder's tokenize.py must not hide the standard library's
+
+from nemo_ext.config import USER_ERROR
+
+
+def main() -> None:
+    """Cancels, and says how to go on."""
+    parser = argparse.ArgumentParser(prog="nemo-ext cancel", description="Cancel a run's job; its ranks save first.")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    arguments = parser.parse_args()
+    from nemo_ext.slurm.status import cancel
+
+    try:
+        job = cancel(arguments.run_dir)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    print(f"job {job} is cancelled; `nemo-ext submit` with the same words goes on from the last checkpoint")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Logs: `nemo-ext logs RUN_DIR [-f]`, what the ranks of a run write."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder's tokenize.py must not hide the standard library's
+
+from nemo_ext.config import USER_ERROR
+
+
+def main() -> None:
+    """Becomes `tail` on the run's log."""
+    parser = argparse.ArgumentParser(prog="nemo-ext logs", description="The ranks' log of a run, or its job's output.")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on with what comes")
+    parser.add_argument("-n", "--lines", type=int, default=50)
+    arguments = parser.parse_args()
+    from nemo_ext.slurm.status import log_of
+
+    try:
+        path = log_of(arguments.run_dir)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    print(path, file=sys.stderr, flush=True)
+    follow = ["-F"] if arguments.follow else []
+    os.execvp("tail", ["tail", f"--lines={arguments.lines}", *follow, str(path)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Status: `nemo-ext status [RUN_DIR ...]`, the runs on Slurm below these directories."""
+
+import argparse
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder's tokenize.py must not hide the standard library's
+
+from nemo_ext.config import USER_ERROR
+
+
+def main() -> None:
+    """Prints a table of runs."""
+    parser = argparse.ArgumentParser(prog="nemo-ext status", description="Runs on Slurm: state, step, time left, loss.")
+    parser.add_argument(
+        "run_dirs", nargs="*", type=Path, default=[Path("runs")], metavar="RUN_DIR", help="or above: runs"
+    )
+    parser.add_argument("--json", action="store_true", help="a list, for other programs")
+    arguments = parser.parse_args()
+    from nemo_ext.slurm.status import show
+
+    try:
+        show(arguments.run_dirs, as_json=arguments.json)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""`nemo-ext status`, `logs` and `cancel`: what Slurm and the run directories say of runs. Works without slurmdbd."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from nemo_ext.run_directory import CONFIG, LOG, METRICS, last_checkpoint, newest, read_config
+from nemo_ext.slurm import attempts
+
+JOB = "job"
+"""In a run's folder `slurm`: the id of the job that was submitted last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """Of one run.
+
+    Attributes:
+        run_dir: its directory.
+        job: Slurm's id; "" if none was submitted.
+        state: pending, running ... with Slurm's reason; finished, or stopped with the reason of its last end.
+        step: the newest that is logged, or saved.
+        target: steps in all; None before the first start.
+        loss: of the newest step.
+        seconds_left: by the newest step's speed; None where that is not known.
+        restarts: starts after the first.
+    """
+
+    run_dir: Path
+    job: str
+    state: str
+    step: int
+    target: int | None
+    loss: float | None
+    seconds_left: float | None
+    restarts: int
+
+
+def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
+    """What is known of a run.
+
+    Args:
+        run_dir: of the run.
+        queue: `queued`.
+    """
+    folder = run_dir / attempts.FOLDER
+    starts = attempts.read(run_dir)
+    job = job_of(run_dir)
+    step, _ = newest(run_dir / METRICS)
+    config = read_config(run_dir / CONFIG) if (run_dir / CONFIG).is_file() else {}
+    target = (config.get("megatron") or {}).get("train_iters")
+    at = int(step["step"]) if step else last_checkpoint(run_dir) or 0
+    left = None
+    if step and target and step.get("seconds_per_step"):
+        left = max(0, int(target) - at) * float(step["seconds_per_step"])
+    if (folder / attempts.FINISHED).is_file() and job not in queue:
+        state, left = "finished", None
+    elif job in queue:
+        state = queue[job]
+    elif starts and starts[-1].reason:
+        state = f"stopped: {starts[-1].reason}"
+    else:
+        state = "stopped: not in the queue, and no end was noted" if starts or job else "not submitted"
+    return Status(
+        run_dir=run_dir,
+        job=job,
+        state=state,
+        step=at,
+        target=None if target is None else int(target),
+        loss=None if step is None else step["loss"],
+        seconds_left=left,
+        restarts=max(0, len(starts) - 1),
+    )
+
+
+def job_of(run_dir: Path) -> str:
+    """The id of the run's newest job; "" if it has none."""
+    submitted = run_dir / attempts.FOLDER / JOB
+    starts = attempts.read(run_dir)
+    given = submitted.read_text().strip() if submitted.is_file() else ""
+    return max((given, starts[-1].job if starts else ""), key=lambda job: int(job) if job.isdecimal() else 0)
+
+
+def queued() -> dict[str, str]:
+    """The user's jobs in Slurm's queue with their states, `pending (Priority)` for example.
+
+    Raises:
+        ValueError: squeue is not there or fails.
+    """
+    if shutil.which("squeue") is None:
+        raise ValueError("squeue is not on PATH: ask on a login node of the cluster")
+    asked = ["squeue", "--noheader", "--me", "--format=%i|%T|%r"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"squeue: {done.stderr.strip()}")
+    jobs = {}
+    for line in done.stdout.splitlines():
+        job, state, reason = line.split("|", 2)
+        jobs[job] = state.lower() + (f" ({reason})" if reason not in ("None", "") else "")
+    return jobs
+
+
+def runs_below(places: Sequence[Path]) -> list[Path]:
+    """Run directories that have been on Slurm: the places themselves, or those below them.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = sorted(
+        {
+            folder.parent
+            for place in places
+            for folder in (place / attempts.FOLDER, *place.rglob(attempts.FOLDER))
+            if (folder / attempts.ATTEMPTS).is_file() or (folder / JOB).is_file()
+        }
+    )
+    if not found:
+        raise ValueError(f"no run on Slurm in {', '.join(map(str, places))}: name run directories")
+    return found
+
+
+def show(places: Sequence[Path], *, as_json: bool = False) -> None:
+    """Print a table, or a JSON list.
+
+    Raises:
+        ValueError: as `runs_below` and `queued`.
+    """
+    queue = queued()
+    rows = [status_of(run_dir, queue) for run_dir in runs_below(places)]
+    if as_json:
+        keys = Status.__slots__
+        print(json.dumps([{key: _plain(getattr(row, key)) for key in keys} for row in rows], indent=1))
+        return
+    table = Table("run", "job", "state", "step", "left", "loss", "restarts", box=None, pad_edge=False)
+    for row in rows:
+        target = "?" if row.target is None else f"{row.target:,}"
+        loss = "" if row.loss is None else f"{row.loss:.3f}"
+        cells = (str(row.run_dir), row.job, row.state, f"{row.step:,} / {target}", _span(row.seconds_left), loss)
+        table.add_row(*cells, str(row.restarts))
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 200  # a file or a pipe has room
+    console.print(table)
+
+
+def log_of(run_dir: Path) -> Path:
+    """The ranks' log, or where there is none yet the batch script's output.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    if (run_dir / LOG).is_file():
+        return run_dir / LOG
+    outputs = sorted((run_dir / attempts.FOLDER).glob("*.out"), key=lambda path: path.stat().st_mtime)
+    if not outputs:
+        raise ValueError(f"{run_dir}: no {LOG} and no output of a job yet")
+    return outputs[-1]
+
+
+def cancel(run_dir: Path) -> str:
+    """Cancel a run's job; the ranks save, as far as Slurm's KillWait lets them. Returns the job's id.
+
+    Raises:
+        ValueError: it has none in the queue.
+    """
+    job = job_of(run_dir)
+    if job not in queued():
+        raise ValueError(f"{run_dir}: no job in the queue" + (f"; the last was {job}" if job else ""))
+    done = subprocess.run(["scancel", job], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"scancel {job}: {done.stderr.strip()}")
+    return job
+
+
+def _span(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    minutes = int(seconds // 60)
+    return f"{minutes // 60}:{minutes % 60:02d} h"
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, Path) else value

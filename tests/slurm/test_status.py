@@ -1,0 +1,115 @@
+"""What is said of runs; Slurm's queue is a stand-in here, the real one is in test_batch."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nemo_ext.slurm import attempts, status
+from nemo_ext.slurm.status import cancel, job_of, log_of, queued, runs_below, show, status_of
+
+
+def run(folder: Path, *, job: str = "7", step: int = 30, reason: str = "", finished: bool = False) -> Path:
+    attempts.begin(folder, job=job, restart=0, nodes="n1", step=0)
+    if reason:
+        attempts.end(folder, step=step, reason=reason)
+    if finished:
+        attempts.finish(folder, step)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"megatron": {"train_iters": 100}}))
+    line = {"step": step, "loss": 2.5, "seconds_per_step": 60.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    return folder
+
+
+@pytest.fixture
+def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with what squeue prints."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    said = tmp_path / "queue.txt"
+    said.write_text("")
+    for name, does in (("squeue", f"cat {said}"), ("scancel", f'echo "$@" >> {tmp_path}/cancelled.txt')):
+        (programs / name).write_text(f"#!/bin/sh\n{does}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    return said
+
+
+def test_states(tmp_path: Path) -> None:
+    runs = {
+        "running": run(tmp_path / "a"),
+        "finished": run(tmp_path / "b", reason="done", step=100, finished=True),
+        "stopped: a rank failed (exit code 1)": run(tmp_path / "c", reason="a rank failed (exit code 1)", job="9"),
+        "stopped: not in the queue, and no end was noted": run(tmp_path / "d", job="8"),
+        "pending (Priority)": run(tmp_path / "e", reason="time limit (SIGUSR2)", job="6"),
+    }
+    jobs = {"7": "running", "6": "pending (Priority)"}
+    jobs_of_b = {"6": "pending"}
+
+    for state, folder in runs.items():
+        assert status_of(folder, jobs_of_b if state == "finished" else jobs).state == state
+    running = status_of(runs["running"], jobs)
+    assert (running.step, running.target, running.loss, running.seconds_left) == (30, 100, 2.5, 70 * 60)
+    assert status_of(runs["finished"], {}).seconds_left is None
+
+
+def test_the_newest_job_counts(tmp_path: Path) -> None:
+    folder = run(tmp_path / "a", job="7", reason="cancelled")
+    (folder / "slurm" / status.JOB).write_text("12\n")
+
+    assert job_of(folder) == "12"
+    assert status_of(folder, {"12": "pending (Resources)"}).state == "pending (Resources)"
+    attempts.begin(folder, job="13", restart=0, nodes="n1", step=30)
+    assert job_of(folder) == "13"
+    assert status_of(folder, {}).restarts == 1
+
+
+def test_the_queue_is_read(queue: Path) -> None:
+    queue.write_text("7|RUNNING|None\n12|PENDING|Priority\n14_3|PENDING|(Dependency)\n")
+
+    assert queued() == {"7": "running", "12": "pending (Priority)", "14_3": "pending ((Dependency))"}
+
+
+def test_the_table(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    queue.write_text("7|RUNNING|None\n")
+    run(tmp_path / "runs" / "domyn" / "cpt")
+    run(tmp_path / "runs" / "olmo", reason="cancelled", job="5")
+
+    show([tmp_path / "runs"])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["run", "job", "state", "step", "left", "loss", "restarts"]
+    assert lines[1].split()[1:] == ["7", "running", "30", "/", "100", "1:10", "h", "2.500", "0"]
+    assert "stopped: cancelled" in lines[2]
+    show([tmp_path / "runs"], as_json=True)
+    assert [one["state"] for one in json.loads(capsys.readouterr().out)] == ["running", "stopped: cancelled"]
+
+
+def test_logs_are_the_ranks_or_the_jobs(tmp_path: Path) -> None:
+    folder = run(tmp_path / "a")
+    with pytest.raises(ValueError, match="no output of a job yet"):
+        log_of(folder)
+    (folder / "slurm" / "7.out").write_text("start")
+    assert log_of(folder).name == "7.out"
+    (folder / "train.log").write_text("step")
+    assert log_of(folder).name == "train.log"
+
+
+def test_a_job_is_cancelled(queue: Path, tmp_path: Path) -> None:
+    folder = run(tmp_path / "a")
+    with pytest.raises(ValueError, match="no job in the queue; the last was 7"):
+        cancel(folder)
+    queue.write_text("7|RUNNING|None\n")
+
+    assert cancel(folder) == "7"
+    assert (tmp_path / "cancelled.txt").read_text() == "7\n"
+
+
+def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="no run on Slurm in"):
+        runs_below([tmp_path])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="squeue is not on PATH"):
+        queued()
