@@ -76,7 +76,7 @@ class Batch:
             _say(f"start {len(began)} of {run_dir}: step {step} of {target}, nodes {began[-1].nodes}")
             code = self._ranks(run_dir, str(made["config"]))
             step = last_checkpoint(run_dir) or 0
-            if step >= target:
+            if step >= target and not self.stopped:
                 attempts.end(run_dir, step=step, reason="done")
                 continue  # with phases there is a next segment
             if self.stopped == [signal.SIGTERM]:

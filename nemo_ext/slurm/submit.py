@@ -17,7 +17,7 @@ from nemo_ext.run_directory import write_text
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.preflight import Finding, findings
 from nemo_ext.slurm.settings import Settings, settings_of, split
-from nemo_ext.slurm.status import JOB
+from nemo_ext.slurm.status import JOB, job_of, queued
 
 SCRIPTS = Path(nemo_ext.__file__).parents[1] / "slurm"
 JOBS = ("train",)
@@ -120,6 +120,8 @@ def checked(submission: Submission) -> list[Finding]:
     syntax = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False)
     if syntax.returncode:
         found.append(Finding("error", f"bash -n {script}: {syntax.stderr.strip()}"))
+    if not _errors(found) and (job := job_of(submission.run_dir)) and job in (queue := queued()):
+        found.append(Finding("error", f"run_dir={submission.run_dir}: job {job} of it is {queue[job]}"))
     if not _errors(found):
         asked = [*submission.command()[:1], "--test-only", *submission.command()[2:]]
         tested = _call(asked)

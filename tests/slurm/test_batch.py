@@ -146,6 +146,7 @@ def test_submit_checks_then_runs(slurm: Any, tmp_path: Path) -> None:
     done = submit("slurm.options=['--cpus-per-task=1']")
     assert done.returncode == 0, done.stdout + done.stderr
     job = (run_dir / "slurm" / "job").read_text().strip()
+    assert f"error: run_dir={run_dir}: job {job} of it is" in submit().stdout
     slurm.wait(lambda: slurm.state(job) in ("COMPLETED", "FAILED"), what=output(run_dir / "slurm"))
     assert slurm.state(job) == "COMPLETED", (run_dir / "slurm" / f"{job}.out").read_text()
     assert last_checkpoint(run_dir) == STEPS
