@@ -3,7 +3,7 @@
 import zipfile
 from pathlib import Path
 
-from nemo_ext.checkpoint.torch_dist import METADATA, TRACKER, CheckpointError, TorchDistReader
+from nemo_ext.checkpoint.torch_dist import METADATA, TRACKER, CheckpointError, whole_files
 from nemo_ext.run_directory import write_text
 
 COMMON = "common.pt"
@@ -51,7 +51,7 @@ def problem_of(folder: Path) -> str | None:
     if (folder / COMMON).is_file() and not zipfile.is_zipfile(folder / COMMON):
         return f"{folder / COMMON}: cut short"
     try:
-        TorchDistReader(folder)
+        whole_files(folder)
     except CheckpointError as error:
         return str(error)
     return None

@@ -72,6 +72,33 @@ def checkpoint_folder(path: Path, iteration: int | None = None) -> Path:
     return folder
 
 
+def whole_files(path: Path) -> Metadata:
+    """The metadata of a checkpoint, after all files that they name were looked at.
+
+    Args:
+        path: the folder with `.metadata`.
+
+    Raises:
+        CheckpointError: unreadable metadata, or a file that is missing or cut short.
+    """
+    from torch.distributed.checkpoint import FileSystemReader
+
+    ends: dict[str, int] = {}
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+        for info in metadata.storage_data.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    except Exception as error:  # a broken pickle raises almost anything
+        raise CheckpointError(f"{path / METADATA}: cannot be read ({_first_words(error)}): copy it again") from error
+    for name, end in ends.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{file}: missing, though {METADATA} names it")
+        if file.stat().st_size < end:
+            raise CheckpointError(f"{file}: cut short at {file.stat().st_size} of {end} bytes: copy it again")
+    return metadata
+
+
 class TorchDistReader:
     """The model's tensors of one checkpoint.
 
@@ -85,22 +112,12 @@ class TorchDistReader:
     """
 
     def __init__(self, path: Path) -> None:
-        from torch.distributed.checkpoint import FileSystemReader
-
         self.path = path
         self.tensors: dict[str, Stored] = {}
         self.left_out = 0
         self._last: tuple[str, torch.Tensor] | None = None
-        try:
-            self._metadata = FileSystemReader(path).read_metadata()
-            self._check_files()
-            self._list_tensors()
-        except CheckpointError:
-            raise
-        except Exception as error:  # a broken pickle raises almost anything
-            raise CheckpointError(
-                f"{path / METADATA}: cannot be read ({_first_words(error)}): copy it again"
-            ) from error
+        self._metadata = whole_files(path)
+        self._list_tensors()
 
     def _list_tensors(self) -> None:
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -118,17 +135,6 @@ class TorchDistReader:
                 raise CheckpointError(f"{self.path / METADATA}: {key} is not there as a whole: take another checkpoint")
             dtype = str(stored.properties.dtype).removeprefix("torch.")
             self.tensors[key] = Stored(tuple(stored.size), dtype)
-
-    def _check_files(self) -> None:
-        ends: dict[str, int] = {}
-        for info in self._metadata.storage_data.values():
-            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-        for name, end in ends.items():
-            file = self.path / name
-            if not file.is_file():
-                raise CheckpointError(f"{file}: missing, though {METADATA} names it")
-            if file.stat().st_size < end:
-                raise CheckpointError(f"{file}: cut short at {file.stat().st_size} of {end} bytes: copy it again")
 
     def read(self, name: str) -> torch.Tensor:
         """One whole tensor, put together from whatever shards it was saved in.
