@@ -49,7 +49,7 @@ def make_tasks(folder: Path) -> None:
     taken: set[str] = set()
     for split, seed, count in (
         ("validation", VALIDATION_SEED, 48),
-        ("train", TRAIN_SEED, 480),
+        ("train", TRAIN_SEED, 1440),
         ("sft", SFT_SEED, 1500),
     ):
         for environment, (generator, levels) in GENERATORS.items():
