@@ -8,7 +8,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder's tokenize.py must not hide the standard library's
 
-from nemo_ext.config import USER_ERROR
+from nemo_ext.config import mistakes_are_one_line
 
 
 def main() -> None:
@@ -20,11 +20,8 @@ def main() -> None:
     arguments = parser.parse_args()
     from nemo_ext.slurm.status import log_of
 
-    try:
+    with mistakes_are_one_line():
         path = log_of(arguments.run_dir)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR)
     print(path, file=sys.stderr, flush=True)
     follow = ["-F"] if arguments.follow else []
     os.execvp("tail", ["tail", f"--lines={arguments.lines}", *follow, str(path)])

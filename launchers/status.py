@@ -7,7 +7,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder's tokenize.py must not hide the standard library's
 
-from nemo_ext.config import USER_ERROR
+from nemo_ext.config import mistakes_are_one_line
 
 
 def main() -> None:
@@ -20,11 +20,8 @@ def main() -> None:
     arguments = parser.parse_args()
     from nemo_ext.slurm.status import show
 
-    try:
+    with mistakes_are_one_line():
         show(arguments.run_dirs, as_json=arguments.json)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR)
 
 
 if __name__ == "__main__":

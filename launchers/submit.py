@@ -5,7 +5,7 @@ import sys
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder's tokenize.py must not hide the standard library's
 
-from nemo_ext.config import USER_ERROR
+from nemo_ext.config import mistakes_are_one_line
 
 HELP = """\
 nemo-ext submit: checks a training job on the login node, then hands it to Slurm. The run goes on by itself after time
@@ -30,19 +30,14 @@ launcher.nproc_per_node=N say others."""
 
 def main() -> None:
     """Submits, or says in one line why not."""
-    from hydra.errors import HydraException
-
     words = sys.argv[1:]
     if {"-h", "--help"} & set(words):
         print(HELP)
         return
     from nemo_ext.slurm.submit import submit
 
-    try:
+    with mistakes_are_one_line():
         sys.exit(submit([word for word in words if word != "--dry-run"], dry_run="--dry-run" in words))
-    except (ValueError, HydraException) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ import importlib.resources
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.errors import MissingConfigException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -192,6 +193,16 @@ def check_recipe(words: Sequence[str]) -> None:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
             hint = f"; did you mean {near[0]}?" if near else "."
             raise ValueError(f"recipe={name}: no such recipe{hint} There are {', '.join(known)}")
+
+
+@contextmanager
+def mistakes_are_one_line() -> Iterator[None]:
+    """Ends the process with one line on stderr and code 2 after what the user can mend."""
+    try:
+        yield
+    except (ValueError, HydraException) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
 
 
 def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumable: bool = False) -> None:

@@ -45,7 +45,7 @@ class Task:
         for key in ("id", "environment", "domain"):
             value = record.get(key)
             wanted = (isinstance(value, str) and value) or (
-                key == "id" and isinstance(value, int) and value is not True
+                key == "id" and isinstance(value, int) and not isinstance(value, bool)
             )
             if not wanted and (value is not None or key in _REQUIRED):
                 raise ValueError(f"{where}: {key} must be a text that is not empty, not {value!r}")

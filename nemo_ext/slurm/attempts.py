@@ -55,7 +55,11 @@ def write(run_dir: Path, attempts: Sequence[Attempt]) -> None:
 
 
 def begin(run_dir: Path, *, job: str, restart: int, nodes: str, step: int) -> list[Attempt]:
-    """Note a start; one before it that has no end was killed with its node or by Slurm."""
+    """Note a start; one before it that has no end was killed with its node or by Slurm.
+
+    A run that was finished and has more steps now is not finished any more.
+    """
+    (run_dir / FOLDER / FINISHED).unlink(missing_ok=True)
     before = [
         each
         if each.ended is not None
@@ -79,7 +83,7 @@ def verdict(attempts: Sequence[Attempt], *, max_restarts: int, max_idle: int) ->
     """Why a run should not be started once more; None if it should.
 
     Args:
-        attempts: all of them, ended.
+        attempts: of one job, all of them ended.
         max_restarts: after the first start.
         max_idle: starts, one after the other, that no checkpoint came of.
     """

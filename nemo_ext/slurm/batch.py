@@ -19,9 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from hydra.errors import HydraException
-
-from nemo_ext.config import FAILED, USER_ERROR
+from nemo_ext.config import FAILED, USER_ERROR, mistakes_are_one_line
 from nemo_ext.run_directory import LOG, last_checkpoint, write_text
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.cluster import duration
@@ -29,7 +27,7 @@ from nemo_ext.slurm.settings import Settings, settings_of, split
 
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 _SIGNAL_SECONDS = 600
-"""Before the limit: when Slurm sends SIGUSR2, as the script asks for, at most a minute late."""
+"""Before the limit: when Slurm sends SIGUSR2, as the script asks for; `nemo-ext submit` asks for `slurm.margin`."""
 _FIRST_PORT, _PORTS = 10_000, 20_000
 """Below what Linux hands out by itself, 32768."""
 
@@ -102,6 +100,8 @@ class Batch:
     def _layout(self) -> list[str]:
         """Nodes and ranks are the allocation's, whatever the recipe says."""
         given = {"launcher.nodes": "SLURM_JOB_NUM_NODES", "launcher.nproc_per_node": "SLURM_NTASKS_PER_NODE"}
+        if missing := [name for name in given.values() if name not in os.environ]:
+            raise ValueError(f"{', '.join(missing)} not set: give sbatch --nodes and --ntasks-per-node")
         return [f"{key}={os.environ[name]}" for key, name in given.items()]
 
     def _step(self, *words: str) -> None:
@@ -142,7 +142,7 @@ class Batch:
 
     def _stop(self, number: int, frame: object) -> None:
         left = self._seconds_left() if number == signal.SIGUSR2 else None
-        if left is not None and self._margin() < left <= _SIGNAL_SECONDS + 60:
+        if left is not None and self._margin() < left <= max(_SIGNAL_SECONDS, self.settings.slurm.margin) + 60:
             signal.alarm(int(left - self._margin()))  # of a short job, for which the script's time is too early
             return
         self.stopped.append(signal.SIGUSR2 if number == signal.SIGALRM else number)
@@ -174,7 +174,9 @@ class Batch:
         """Queue the job once more, or say why not."""
         ended = attempts.end(run_dir, step=step, reason=reason)
         keeping = self.settings.slurm
-        stop = attempts.verdict(ended, max_restarts=keeping.max_restarts, max_idle=keeping.max_idle)
+        # What an earlier job met may be mended by now.
+        own = [each for each in ended if each.job == self.job]
+        stop = attempts.verdict(own, max_restarts=keeping.max_restarts, max_idle=keeping.max_idle)
         if stop is None and not keeping.requeue:
             stop = "slurm.requeue=false"
         if stop is not None:
@@ -211,13 +213,10 @@ def _say(text: str) -> None:
 def main() -> NoReturn:
     """The command; a user's mistake is one line and exit code 2, and the job is not queued again."""
     job, *words = sys.argv[1:]
-    try:
+    with mistakes_are_one_line():
         ours, theirs = split(words)
         settings = settings_of([*ours, f"job={job}"])
         sys.exit(Batch(settings, theirs).run())
-    except (ValueError, HydraException) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR)
 
 
 if __name__ == "__main__":

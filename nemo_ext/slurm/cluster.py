@@ -44,7 +44,6 @@ class Node:
         gpu_memory_gib: of each; None for the simulated ones.
         fp8: whether they multiply in FP8.
         cpus: cores.
-        memory_gib: of the host.
     """
 
     gpus: PositiveInt
@@ -52,7 +51,6 @@ class Node:
     gpu_memory_gib: PositiveFloat | None
     fp8: bool
     cpus: PositiveInt
-    memory_gib: PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -8,9 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from hydra.errors import HydraException
-
-from nemo_ext.config import USER_ERROR, check_recipe, compose
+from nemo_ext.config import check_recipe, compose, mistakes_are_one_line
 from nemo_ext.run_directory import CHECKPOINTS, last_checkpoint, read_config, write_text
 
 
@@ -47,16 +45,13 @@ def prepared(words: list[str]) -> dict[str, object]:
 def main() -> None:
     """The command; a user's mistake is one line and exit code 2."""
     verb, place, *words = sys.argv[1:]
-    try:
+    with mistakes_are_one_line():
         if verb == "compose":
             write_text(Path(place), json.dumps(prepared(words)))
         else:
             from nemo_ext.evaluation.report import write_report
 
             print(f"report: {write_report(Path(place))}")
-    except (ValueError, HydraException) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR)
 
 
 if __name__ == "__main__":

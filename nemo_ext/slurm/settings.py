@@ -1,7 +1,6 @@
 """The words of a Slurm job: those about the site and the queue, and the job's own."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ class Settings:
     account: str | None
     time: str | None
     cluster: Cluster
-    slurm: Keeping = field()
+    slurm: Keeping
 
     def __post_init__(self) -> None:
         if self.time is not None:

@@ -60,6 +60,7 @@ class Submission:
             "gpus-per-node": ranks,
             "cpus-per-task": None if cluster.node is None else max(1, cluster.node.cpus // cluster.node.gpus),
             "time": limit,
+            "signal": f"B:USR2@{settings.slurm.margin}",
             "output": self.run_dir.resolve() / attempts.FOLDER / "%j.out",
             "export": f"ALL,NEMO_EXT_PYTHON={sys.executable}",
         }
@@ -125,9 +126,8 @@ def checked(submission: Submission) -> list[Finding]:
     if not _errors(found):
         asked = [*submission.command()[:1], "--test-only", *submission.command()[2:]]
         tested = _call(asked)
-        kind = "error" if tested.returncode else "note"
         lines = [line for line in tested.stderr.splitlines() if line.strip()] or [f"exit code {tested.returncode}"]
-        found.append(Finding("error" if kind == "error" else "note", lines[-1 if kind == "note" else 0]))
+        found.append(Finding("error", lines[0]) if tested.returncode else Finding("note", lines[-1]))
     return found
 
 

@@ -15,6 +15,7 @@ RECORD = {"id": "a", "environment": "math", "prompt": "2 + 3?", "reference": {"a
     [
         ({"id": None}, "id must be a text"),
         ({"id": ""}, "id must be a text"),
+        ({"id": False}, "id must be a text"),
         ({"environment": 5}, "environment must be a text that is not empty, not 5"),
         ({"environment": ["math"]}, "environment must be a text"),
         ({"domain": ["x"]}, "domain must be a text"),

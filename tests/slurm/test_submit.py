@@ -41,7 +41,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     assert planned(words).command() == [
         *("sbatch", "--parsable", "--job-name=train-r", "--account=X", "--partition=boost_usr_prod", "--nodes=64"),
-        *("--ntasks-per-node=4", "--gpus-per-node=4", "--cpus-per-task=8", "--time=24:00:00"),
+        *("--ntasks-per-node=4", "--gpus-per-node=4", "--cpus-per-task=8", "--time=24:00:00", "--signal=B:USR2@600"),
         *(f"--output={tmp_path}/r/slurm/%j.out", f"--export=ALL,NEMO_EXT_PYTHON={sys.executable}", "--mail-type=END"),
         *(str(SCRIPTS / "train.sbatch"), "cluster=leonardo", "account=X", 'slurm.options=["--mail-type=END"]'),
         *("recipe=domyn_small/cpt", "run_dir=r"),

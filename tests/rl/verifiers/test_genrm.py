@@ -76,7 +76,7 @@ def test_a_chat_has_no_reference_and_wants_an_answer() -> None:
     assert chat.verify is not None
 
     assert chat.judged_in_groups
-    assert [chat.verify(parse_response(text), None).outcome for text in ("Hello.", "", "<think>hm")] == [  # type: ignore[union-attr]
+    assert [chat.verify(parse_response(text), None).outcome for text in ("Hello.", "", "<think>hm")] == [
         "correct",
         "wrong",
         "wrong",
