@@ -98,7 +98,7 @@ def queued() -> dict[str, str]:
     asked = ["squeue", "--noheader", "--me", "--format=%i|%T|%r"]
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ValueError(f"squeue: {done.stderr.strip()}")
+        raise ValueError((done.stderr.strip().splitlines() or ["squeue failed"])[-1])
     jobs = {}
     for line in done.stdout.splitlines():
         job, state, reason = line.split("|", 2)
