@@ -1,4 +1,4 @@
-"""Cancel: `nemo-ext cancel RUN_DIR`, a run's job on Slurm."""
+"""Cancel: `nemo-ext cancel RUN_DIR`, a run's job on Slurm, or those of a pipeline or sweep."""
 
 import argparse
 import sys
@@ -12,14 +12,15 @@ from nemo_ext.config import mistakes_are_one_line
 
 def main() -> None:
     """Cancels, and says how to go on."""
-    parser = argparse.ArgumentParser(prog="nemo-ext cancel", description="Cancel a run's job; its ranks save first.")
+    told = "Cancel the job of a run, or those of a pipeline or sweep; ranks save first."
+    parser = argparse.ArgumentParser(prog="nemo-ext cancel", description=told)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     arguments = parser.parse_args()
     from nemo_ext.slurm.status import cancel
 
     with mistakes_are_one_line():
-        job = cancel(arguments.run_dir)
-    print(f"job {job} is cancelled; `nemo-ext submit` with the same words goes on from the last checkpoint")
+        jobs = cancel(arguments.run_dir)
+    print(f"cancelled: {', '.join(jobs)}; `nemo-ext submit` with the same words goes on from the last checkpoint")
 
 
 if __name__ == "__main__":

@@ -121,14 +121,26 @@ def plain(config: DictConfig) -> dict[str, Any]:
         ValueError: naming every value still missing (`???`), or an interpolation that cannot be resolved.
     """
     try:
-        missing = sorted(OmegaConf.missing_keys(config))
-        if missing:
+        # Not OmegaConf.missing_keys, which fails at interpolations of what is missing.
+        if missing := sorted(_missing(OmegaConf.to_container(config, resolve=False))):
             raise ValueError(f"not set: {', '.join(missing)}; give each as key=value on the command line")
         container = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
+
+
+def _missing(value: object, above: str = "") -> Iterator[str]:
+    """Dotted names of what is `???`."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _missing(inner, f"{above}.{key}" if above else str(key))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _missing(inner, f"{above}[{number}]")
+    elif value == "???":
+        yield above
 
 
 def hydra_words(words: Sequence[str], job: str = "") -> list[str]:

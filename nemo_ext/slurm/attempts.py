@@ -11,6 +11,8 @@ from nemo_ext.run_directory import write_text
 FOLDER = "slurm"
 ATTEMPTS = "attempts.json"
 FINISHED = "finished.json"
+TIME_LIMIT = "time limit"
+"""What such a reason begins with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,7 @@ class Attempt:
         ended: None while it runs, or where it was killed with its node.
         last_step: of the newest checkpoint at its end.
         reason: of its end; "" while it runs.
+        counted: whether the job's progress shows in steps; if not, a start that ran to its time limit got on.
     """
 
     job: str
@@ -36,10 +39,13 @@ class Attempt:
     ended: float | None = None
     last_step: int | None = None
     reason: str = ""
+    counted: bool = True
 
     @property
     def progressed(self) -> bool:
         """Whether a newer checkpoint came of it."""
+        if not self.counted:
+            return self.reason.startswith(TIME_LIMIT)
         return (self.last_step or 0) > self.first_step
 
 
@@ -54,10 +60,10 @@ def write(run_dir: Path, attempts: Sequence[Attempt]) -> None:
     write_text(run_dir / FOLDER / ATTEMPTS, json.dumps([asdict(each) for each in attempts], indent=1) + "\n")
 
 
-def begin(run_dir: Path, *, job: str, restart: int, nodes: str, step: int) -> list[Attempt]:
+def begin(run_dir: Path, *, job: str, restart: int, nodes: str, step: int | None) -> list[Attempt]:
     """Note a start; one before it that has no end was killed with its node or by Slurm.
 
-    A run that was finished and has more steps now is not finished any more.
+    A run that was finished and has more steps now is not finished any more. `step` is None where none are counted.
     """
     (run_dir / FOLDER / FINISHED).unlink(missing_ok=True)
     before = [
@@ -66,12 +72,15 @@ def begin(run_dir: Path, *, job: str, restart: int, nodes: str, step: int) -> li
         else replace(each, ended=time.time(), last_step=step, reason="killed with its node, or by Slurm")
         for each in read(run_dir)
     ]
-    attempts = [*before, Attempt(job=job, restart=restart, nodes=nodes, began=time.time(), first_step=step)]
+    start = Attempt(
+        job=job, restart=restart, nodes=nodes, began=time.time(), first_step=step or 0, counted=step is not None
+    )
+    attempts = [*before, start]
     write(run_dir, attempts)
     return attempts
 
 
-def end(run_dir: Path, *, step: int, reason: str) -> list[Attempt]:
+def end(run_dir: Path, *, step: int | None, reason: str) -> list[Attempt]:
     """Note the end of the newest start."""
     *before, last = read(run_dir)
     attempts = [*before, replace(last, ended=time.time(), last_step=step, reason=reason)]
@@ -100,6 +109,12 @@ def verdict(attempts: Sequence[Attempt], *, max_restarts: int, max_idle: int) ->
     return None
 
 
-def finish(run_dir: Path, step: int) -> None:
-    """Mark the run as finished."""
-    write_text(run_dir / FOLDER / FINISHED, json.dumps({"step": step, "at": time.time()}) + "\n")
+def finish(run_dir: Path, *, step: int | None, words: Sequence[str]) -> None:
+    """Mark the run as finished, by a job with these words."""
+    write_text(run_dir / FOLDER / FINISHED, json.dumps({"step": step, "at": time.time(), "words": list(words)}) + "\n")
+
+
+def finished(run_dir: Path) -> list[str] | None:
+    """The words of the job that finished the run; None if it is not."""
+    path = run_dir / FOLDER / FINISHED
+    return list(json.loads(path.read_text()).get("words", ())) if path.is_file() else None

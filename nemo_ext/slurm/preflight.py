@@ -1,9 +1,10 @@
-"""What can be known to be wrong with a training job before it waits in a queue. No torch."""
+"""What can be known to be wrong with a job before it waits in a queue. No torch."""
 
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.data.hierarchy import read_tree
 from nemo_ext.slurm.cluster import Cluster, Limit, duration
+from nemo_ext.slurm.jobs import inputs, nodes_and_gpus, record_of
 from nemo_ext.slurm.settings import Settings
 
 GIB = 1 << 30
@@ -27,41 +29,61 @@ class Finding:
     text: str
 
 
-def findings(config: Mapping[str, Any], settings: Settings, *, paths: bool = True) -> list[Finding]:
+def findings(
+    config: Mapping[str, Any], settings: Settings, *, paths: bool = True, coming: Sequence[Path] = ()
+) -> list[Finding]:
     """All that is found; errors would end the job.
 
     Args:
-        config: of a training run, composed.
+        config: of the job, composed.
         settings: of site and queue.
         paths: whether to look for files; without, for a table of recipes and sites.
+        coming: what jobs before this one make, which need not be there yet.
     """
     cluster = settings.cluster
-    found = [*_queue(config, settings), *_memory(config, cluster), *_precision(config, cluster)]
+    found = [*_queue(config, settings)]
+    if settings.job == "train":
+        found += [*_memory(config, cluster), *_precision(config, cluster)]
+    if settings.job == "rl":
+        found += [*_reinforcement(config)]
     if paths:
-        found += [*_data(config), *_checkpoints(config), *_container(cluster), *_offline(config, cluster)]
+        found += [*_inputs(config, settings, coming), *_container(cluster)]
+    if paths and settings.job in ("train", "puzzle"):
+        found += [*_data(config, coming), *_offline(config, cluster)]
     return found
 
 
+def is_there(path: Path, coming: Sequence[Path]) -> bool:
+    """Whether a file or folder is there, or a job before this one makes it."""
+    given = path.resolve()
+
+    def made_at(place: Path) -> bool:
+        # Tokenised files begin with what they were told to.
+        return given.is_relative_to(place) or (given.parent == place.parent and given.name.startswith(f"{place.name}_"))
+
+    return path.exists() or any(made_at(place.resolve()) for place in coming)
+
+
 def _queue(config: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
-    cluster, launcher = settings.cluster, config["launcher"]
-    nodes, ranks = int(launcher["nodes"]), int(launcher["nproc_per_node"])
-    if cluster.node is not None and ranks > cluster.node.gpus:
+    cluster, job = settings.cluster, settings.job
+    nodes, gpus = nodes_and_gpus(job, config, settings)
+    key = "launcher.nodes" if job in ("train", "puzzle") else "slurm.nodes"
+    if cluster.node is not None and gpus > cluster.node.gpus:
+        advice = f" and launcher.nodes to {-(-nodes * gpus // cluster.node.gpus)}" if job == "train" else ""
         yield Finding(
             "error",
-            f"launcher.nproc_per_node={ranks}: a node of {cluster.name} has {cluster.node.gpus} GPUs; set it to "
-            f"{cluster.node.gpus} and launcher.nodes to {-(-nodes * ranks // cluster.node.gpus)}",
+            f"launcher.nproc_per_node={gpus}: a node of {cluster.name} has {cluster.node.gpus} GPUs; set it to "
+            f"{cluster.node.gpus}{advice}",
         )
-    elif cluster.node is not None and ranks < cluster.node.gpus:
-        yield Finding("note", f"launcher.nproc_per_node={ranks} of {cluster.node.gpus} GPUs of a node")
+    elif cluster.node is not None and 0 < gpus < cluster.node.gpus:
+        yield Finding("note", f"{gpus} of {cluster.node.gpus} GPUs of a node")
     limit = cluster.limit
     if limit is None:
         yield Finding("note", f"cluster={cluster.name}: nothing is known of its limits and GPUs")
         return
     if limit.nodes is not None and nodes > limit.nodes:
         larger = [name for name, other in cluster.limits.items() if other.nodes is None or other.nodes >= nodes]
-        yield Finding(
-            "error", f"launcher.nodes={nodes}: {_qos(cluster)} allows {limit.nodes} nodes; {_instead(larger)}"
-        )
+        yield Finding("error", f"{key}={nodes}: {_qos(cluster)} allows {limit.nodes} nodes; {_instead(larger)}")
     if settings.time is not None and duration(settings.time) > duration(limit.time):
         longer = [name for name, other in cluster.limits.items() if _allows(other, settings.time, nodes)]
         yield Finding("error", f"time={settings.time}: {_qos(cluster)} allows {limit.time}; {_instead(longer)}")
@@ -112,37 +134,50 @@ def _precision(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]
         )
 
 
-def _data(config: Mapping[str, Any]) -> Iterator[Finding]:
+def _reinforcement(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """An algorithm that does not fit together, an engine that is not there."""
+    from nemo_ext.rl.job import checked_algorithm
+
+    try:
+        checked_algorithm(config)
+    except ValueError as error:
+        yield Finding("error", str(error))
+    engine = str(config["engine"])
+    if engine == "nemo_rl" and not os.environ.get("NEMO_RL_ROOT") and find_spec("nemo_rl") is None:
+        yield Finding("error", "engine=nemo_rl: NEMO_RL_ROOT is not set: name a checkout (docs/rl/nemo_rl.md)")
+
+
+def _data(config: Mapping[str, Any], coming: Sequence[Path]) -> Iterator[Finding]:
     sections = [config.get("data"), *((phase or {}).get("data") for phase in (config.get("phases") or {}).values())]
     for data in sections:
         if not data:
             continue
         if packed := data.get("packed"):
-            places = [Path(str(place)) for place in packed.values() if place]
-            missing = [place for place in places if not place.is_dir()]
+            needed = [Path(str(place)) for place in packed.values() if place]
             how = "`nemo-ext sft_data` writes it"
         elif data.get("blend") or data.get("streams"):
-            leaves = [Path(f"{leaf.prefix}_train.idx") for leaf in read_tree(data).leaves()]
-            missing = [place for place in leaves if not place.is_file()]
+            leaves = read_tree(data).leaves()
+            # A job on one machine tokenises what has a source by itself; training on Slurm does not.
+            needed = [Path(f"{leaf.prefix}_train.idx") for leaf in leaves if "puzzle" not in config or not leaf.source]
             how = "`nemo-ext tokenize` writes it"
         else:
             continue
+        missing = [place for place in needed if not is_there(place, coming)]
         if missing:
             more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
             yield Finding("error", f"data: {missing[0]}{more} not there; {how}")
 
 
-def _checkpoints(config: Mapping[str, Any]) -> Iterator[Finding]:
-    start = config["megatron"].get("pretrained_checkpoint")
-    if start and not Path(str(start)).exists():
-        yield Finding(
-            "error", f"megatron.pretrained_checkpoint={start}: not there; train or convert the stage before it"
-        )
-    above = Path(str(config["run_dir"])).resolve()
+def _inputs(config: Mapping[str, Any], settings: Settings, coming: Sequence[Path]) -> Iterator[Finding]:
+    for key, path, how in inputs(settings.job, config):
+        if not is_there(path, coming):
+            yield Finding("error", f"{key}={path}: not there; {how}")
+    record = record_of(settings.job, config, settings)
+    above = record.resolve()
     while not above.exists():
         above = above.parent
     if not os.access(above, os.W_OK):
-        yield Finding("error", f"run_dir={config['run_dir']}: {above} cannot be written")
+        yield Finding("error", f"run_dir={record}: {above} cannot be written")
 
 
 def _container(cluster: Cluster) -> Iterator[Finding]:

@@ -25,6 +25,9 @@ class Keeping:
     max_restarts: NonNegativeInt
     max_idle: PositiveInt
     requeue: bool
+    nodes: PositiveInt = 1
+    shards: PositiveInt = 1
+    folder: str | None = None
     options: tuple[str, ...] = ()
 
 
@@ -49,6 +52,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.time is not None:
             duration(self.time)
+        if self.slurm.shards > 1 and self.job != "puzzle":
+            raise ValueError(f"slurm.shards={self.slurm.shards}: only job=puzzle has shards, of its distillation")
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:

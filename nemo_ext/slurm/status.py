@@ -1,6 +1,7 @@
 """`nemo-ext status`, `logs` and `cancel`: what Slurm and the run directories say of runs. Works without slurmdbd."""
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -15,6 +16,10 @@ from nemo_ext.slurm import attempts
 
 JOB = "job"
 """In a run's folder `slurm`: the id of the job that was submitted last."""
+PARENTS = "after.txt"
+"""There too: the folders of those that it waits for."""
+PIPELINE = "pipeline.yaml"
+"""In the folder of a pipeline: its stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +29,8 @@ class Status:
     Attributes:
         run_dir: its directory.
         job: Slurm's id; "" if none was submitted.
-        state: pending, running ... with Slurm's reason; finished, or stopped with the reason of its last end.
+        state: pending, running ... with Slurm's reason; finished, or stopped with the reason of its last end; not
+            started, with what ended before it.
         step: the newest that is logged, or saved.
         target: steps in all; None before the first start.
         loss: of the newest step.
@@ -53,8 +59,7 @@ def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
     starts = attempts.read(run_dir)
     job = job_of(run_dir)
     step, _ = newest(run_dir / METRICS)
-    config = read_config(run_dir / CONFIG) if (run_dir / CONFIG).is_file() else {}
-    target = (config.get("megatron") or {}).get("train_iters")
+    target = _target(run_dir)
     at = int(step["step"]) if step else last_checkpoint(run_dir) or 0
     left = None
     if step and target and step.get("seconds_per_step"):
@@ -63,6 +68,8 @@ def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
         state, left = "finished", None
     elif job in queue:
         state = queue[job]
+    elif job and job not in {each.job for each in starts} and (parent := _unfinished_parent(run_dir)) is not None:
+        state = f"not started: {parent.name} is {status_of(parent, queue).state}"
     elif starts and starts[-1].reason:
         state = f"stopped: {starts[-1].reason}"
     else:
@@ -72,19 +79,41 @@ def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
         job=job,
         state=state,
         step=at,
-        target=None if target is None else int(target),
+        target=target,
         loss=None if step is None else step["loss"],
         seconds_left=left,
         restarts=max(0, len(starts) - 1),
     )
 
 
+def _target(run_dir: Path) -> int | None:
+    """Steps in all, of training or RL."""
+    if not (run_dir / CONFIG).is_file():
+        return None
+    config = read_config(run_dir / CONFIG)
+    found = (config.get("megatron") or {}).get("train_iters")
+    if found is None:
+        found = ((config.get("rl") or {}).get("schedule") or {}).get("steps")
+    return None if found is None else int(found)
+
+
+def _unfinished_parent(run_dir: Path) -> Path | None:
+    listed = run_dir / attempts.FOLDER / PARENTS
+    parents = [Path(line) for line in listed.read_text().splitlines()] if listed.is_file() else []
+    return next((parent for parent in parents if attempts.finished(parent) is None), None)
+
+
 def job_of(run_dir: Path) -> str:
-    """The id of the run's newest job; "" if it has none."""
+    """The id of the run's newest job, `12_3` in an array; "" if it has none."""
     submitted = run_dir / attempts.FOLDER / JOB
     starts = attempts.read(run_dir)
     given = submitted.read_text().strip() if submitted.is_file() else ""
-    return max((given, starts[-1].job if starts else ""), key=lambda job: int(job) if job.isdecimal() else 0)
+
+    def number(job: str) -> int:
+        first = job.partition("_")[0]
+        return int(first) if first.isdecimal() else 0
+
+    return max((given, starts[-1].job if starts else ""), key=number)
 
 
 def queued() -> dict[str, str]:
@@ -95,7 +124,7 @@ def queued() -> dict[str, str]:
     """
     if shutil.which("squeue") is None:
         raise ValueError("squeue is not on PATH: ask on a login node of the cluster")
-    asked = ["squeue", "--noheader", "--me", "--format=%i|%T|%r"]
+    asked = ["squeue", "--noheader", "--me", "--array", "--format=%i|%T|%r"]
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ValueError((done.stderr.strip().splitlines() or ["squeue failed"])[-1])
@@ -112,16 +141,25 @@ def runs_below(places: Sequence[Path]) -> list[Path]:
     Raises:
         ValueError: there is none.
     """
-    found = sorted(
-        {
-            folder.parent
-            for place in places
-            for folder in (place / attempts.FOLDER, *place.rglob(attempts.FOLDER))
-            if (folder / attempts.ATTEMPTS).is_file() or (folder / JOB).is_file()
-        }
-    )
+    found = {
+        folder.parent
+        for place in places
+        for folder in (place / attempts.FOLDER, *place.rglob(attempts.FOLDER))
+        if (folder / attempts.ATTEMPTS).is_file() or (folder / JOB).is_file()
+    }
     if not found:
         raise ValueError(f"no run on Slurm in {', '.join(map(str, places))}: name run directories")
+    return sorted(found, key=_in_order)
+
+
+def _in_order(run_dir: Path) -> list[tuple[int, list[str | int]]]:
+    """By name, stages of a pipeline as they follow each other, numbers as numbers."""
+    found = list[tuple[int, list[str | int]]]()
+    for place in (*reversed(run_dir.parents), run_dir):
+        stages = list((read_config(place.parent / PIPELINE))["stages"]) if (place.parent / PIPELINE).is_file() else []
+        number = stages.index(place.name) if place.name in stages else len(stages)
+        words = [int(word) if word.isdecimal() else word for word in re.split(r"(\d+)", place.name)]
+        found.append((number, words))
     return found
 
 
@@ -163,19 +201,24 @@ def log_of(run_dir: Path) -> Path:
     return outputs[-1]
 
 
-def cancel(run_dir: Path) -> str:
-    """Cancel a run's job; the ranks save, as far as Slurm's KillWait lets them. Returns the job's id.
+def cancel(run_dir: Path) -> list[str]:
+    """Cancel a run's job, or those of all runs below; ranks save, as far as Slurm's KillWait lets them.
+
+    Returns:
+        The jobs' ids.
 
     Raises:
-        ValueError: it has none in the queue.
+        ValueError: there is none in the queue.
     """
-    job = job_of(run_dir)
-    if job not in queued():
-        raise ValueError(f"{run_dir}: no job in the queue" + (f"; the last was {job}" if job else ""))
-    done = subprocess.run(["scancel", job], capture_output=True, text=True, check=False)
+    jobs, queue = [job_of(each) for each in runs_below([run_dir])], queued()
+    waiting = [job for job in jobs if job in queue]
+    if not waiting:
+        raise ValueError(f"{run_dir}: no job in the queue; the last was {jobs[-1]}")
+    # Those that wait for others first.
+    done = subprocess.run(["scancel", *reversed(waiting)], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ValueError(f"scancel {job}: {done.stderr.strip()}")
-    return job
+        raise ValueError(f"scancel {' '.join(waiting)}: {done.stderr.strip()}")
+    return waiting
 
 
 def _span(seconds: float | None) -> str:

@@ -1,9 +1,10 @@
-"""`nemo-ext submit`: a training job checked before the queue, then sbatch with what the site needs."""
+"""`nemo-ext submit`: a job checked before the queue, then sbatch with what the site needs."""
 
 import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,12 +16,13 @@ import nemo_ext
 from nemo_ext.config import check_recipe, compose
 from nemo_ext.run_directory import write_text
 from nemo_ext.slurm import attempts
+from nemo_ext.slurm.jobs import nodes_and_gpus, record_of, script_name, shard_record
 from nemo_ext.slurm.preflight import Finding, findings
 from nemo_ext.slurm.settings import Settings, settings_of, split
 from nemo_ext.slurm.status import JOB, job_of, queued
+from nemo_ext.slurm.sweep import MULTIRUN, points
 
 SCRIPTS = Path(nemo_ext.__file__).parents[1] / "slurm"
-JOBS = ("train",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,42 +32,73 @@ class Submission:
     Attributes:
         settings: of site and queue.
         words: of the batch script: about site and queue, and the job's own.
-        config: of the job, composed.
+        configs: of the job, composed; several for a sweep.
+        base: the folder with the job's output.
+        shards: of an array whose tasks divide one run; 1 for none.
         notes: what was decided for the user.
+        after: ids of jobs that must have ended well.
+        coming: what those make.
     """
 
     settings: Settings
     words: tuple[str, ...]
-    config: Mapping[str, Any]
+    configs: tuple[Mapping[str, Any], ...]
+    base: Path
+    shards: int = 1
     notes: tuple[Finding, ...] = ()
+    after: tuple[str, ...] = ()
+    coming: tuple[Path, ...] = ()
 
     @property
-    def run_dir(self) -> Path:
-        """Of the job."""
-        return Path(str(self.config["run_dir"]))
+    def config(self) -> Mapping[str, Any]:
+        """Of the job, or a sweep's first."""
+        return self.configs[0]
+
+    @property
+    def records(self) -> list[Path]:
+        """The folders whose `slurm` has the starts of each task."""
+        if self.shards > 1:
+            return [shard_record(self.base, number) for number in range(self.shards)]
+        return [record_of(self.settings.job, config, self.settings) for config in self.configs]
 
     def command(self) -> list[str]:
         """The whole sbatch command."""
-        settings, launcher = self.settings, self.config["launcher"]
+        settings, job = self.settings, self.settings.job
         cluster = settings.cluster
-        ranks = launcher["nproc_per_node"]
+        nodes, gpus = nodes_and_gpus(job, self.config, settings)
+        ranks = gpus if job == "train" else 1
         limit = settings.time or (cluster.limit.time if cluster.limit else None)
+        tasks = len(self.records)
         given = {
-            "job-name": f"{settings.job}-{self.run_dir.name}",
+            "job-name": job if self.base.name == job else f"{job}-{self.base.name.removeprefix(f'{job}-')}",
             "account": settings.account,
             "partition": cluster.partition,
             "qos": cluster.qos,
-            "nodes": launcher["nodes"],
+            "nodes": nodes,
             "ntasks-per-node": ranks,
-            "gpus-per-node": ranks,
-            "cpus-per-task": None if cluster.node is None else max(1, cluster.node.cpus // cluster.node.gpus),
+            "gpus-per-node": gpus or None,
+            "cpus-per-task": _cores(settings, gpus, ranks),
             "time": limit,
             "signal": f"B:USR2@{settings.slurm.margin}",
-            "output": self.run_dir.resolve() / attempts.FOLDER / "%j.out",
+            "array": None if tasks == 1 else f"0-{tasks - 1}",
+            "dependency": f"afterok:{':'.join(self.after)}" if self.after else None,
+            "kill-on-invalid-dep": "yes" if self.after else None,
+            "output": self.base.resolve() / attempts.FOLDER / ("%j.out" if tasks == 1 else "%A_%a.out"),
             "export": f"ALL,NEMO_EXT_PYTHON={sys.executable}",
         }
         options = [f"--{name}={value}" for name, value in given.items() if value is not None]
-        return ["sbatch", "--parsable", *options, *settings.slurm.options, str(script_of(settings.job)), *self.words]
+        script, words = script_of(job), list(self.words)
+        if script.name == "task.sbatch":
+            words.insert(0, job)
+        return ["sbatch", "--parsable", *options, *settings.slurm.options, str(script), *words]
+
+
+def _cores(settings: Settings, gpus: int, ranks: int) -> int | None:
+    """Of a task: a node's share of its GPUs; all where it takes none."""
+    node = settings.cluster.node
+    if node is None:
+        return None
+    return max(1, node.cpus * (gpus or node.gpus) // node.gpus // ranks)
 
 
 def script_of(job: str) -> Path:
@@ -74,58 +107,97 @@ def script_of(job: str) -> Path:
     Raises:
         ValueError: there is none.
     """
-    if job not in JOBS:
-        raise ValueError(f"job={job}: there are scripts for {', '.join(JOBS)} so far; others run on one machine")
-    script = SCRIPTS / f"{job}.sbatch"
+    script = SCRIPTS / script_name(job)
     if not script.is_file():
         raise ValueError(f"{script} is not there: submit from a checkout of nemo_ext (pip install -e)")
     return script
 
 
-def planned(words: Sequence[str]) -> Submission:
+def planned(words: Sequence[str], *, after: Sequence[str] = (), coming: Sequence[Path] = ()) -> Submission:
     """A submission from the words of the command.
 
     A recipe's number of GPUs is kept where the site's nodes have other numbers of them, unless the words say one.
 
+    Args:
+        words: of the command.
+        after: ids of jobs that must have ended well.
+        coming: what those make.
+
     Raises:
         ValueError: as `settings_of` and composing.
     """
-    ours, theirs = split(words)
+    ours, theirs = split([word for word in words if word != MULTIRUN])
     settings = settings_of(ours)
-    script_of(settings.job)
+    job = settings.job
+    script_of(job)
     check_recipe(theirs)
-    config = compose("train", theirs)
+    several = MULTIRUN in words
+    runs = [split(point)[1] for point in points(job, theirs)] if several else [theirs]
+    configs = [compose(job, run) for run in runs]
     notes: list[Finding] = []
+    if job == "train":
+        layouts = [_nodes_of_the_site(run, config, settings) for run, config in zip(runs, configs, strict=True)]
+        configs = [compose(job, [*run, *given]) for run, (given, _) in zip(runs, layouts, strict=True)]
+        notes = list(dict.fromkeys(note for _, found in layouts for note in found))
+    taken = {nodes_and_gpus(job, config, settings) for config in configs}
+    if len(taken) > 1:
+        raise ValueError(f"{MULTIRUN}: the runs take different numbers of nodes or GPUs: submit them by themselves")
+    base = record_of(job, configs[0], settings)
+    if several:
+        base = base.parent
+        notes.append(Finding("note", f"{len(runs)} runs: {', '.join(run[-1].partition('=')[2] for run in runs)}"))
+    # The allocation says these to the script.
+    own = [word for word in theirs if job != "train" or not word.startswith("launcher.")]
+    both = dict.fromkeys([*([MULTIRUN] if several else []), *ours, *own])  # a --config-dir is in both
+    return Submission(
+        settings=settings,
+        words=tuple(word for word in both if not word.startswith("job=")),
+        configs=tuple(configs),
+        base=base,
+        shards=settings.slurm.shards,
+        notes=tuple(notes),
+        after=tuple(after),
+        coming=tuple(coming),
+    )
+
+
+def _nodes_of_the_site(
+    words: Sequence[str], config: Mapping[str, Any], settings: Settings
+) -> tuple[list[str], list[Finding]]:
+    """Words that keep the number of GPUs on nodes of another size than the recipe's."""
     node, launcher = settings.cluster.node, config["launcher"]
     world = int(launcher["nodes"]) * int(launcher["nproc_per_node"])
-    said = any(word.startswith("launcher.") for word in theirs)
-    if node is not None and not said and launcher["nproc_per_node"] != node.gpus and world % node.gpus == 0:
-        nodes = world // node.gpus
-        theirs += [f"launcher.nodes={nodes}", f"launcher.nproc_per_node={node.gpus}"]
-        config = compose("train", theirs)
-        notes.append(Finding("note", f"{world} GPUs are {nodes} nodes of {node.gpus} on {settings.cluster.name}"))
-    if config["run_dir"] is None:
-        raise ValueError("run_dir=null: name a directory")
-    # The allocation says these to the script.
-    own = [word for word in theirs if not word.startswith("launcher.")]
-    both = dict.fromkeys([*ours, *own])  # a --config-dir is in both
-    return Submission(settings=settings, words=tuple(both), config=config, notes=tuple(notes))
+    if node is None or any(word.startswith("launcher.") for word in words):
+        return [], []
+    if launcher["nproc_per_node"] == node.gpus or world % node.gpus:
+        return [], []
+    nodes = world // node.gpus
+    note = Finding("note", f"{world} GPUs are {nodes} nodes of {node.gpus} on {settings.cluster.name}")
+    return [f"launcher.nodes={nodes}", f"launcher.nproc_per_node={node.gpus}"], [note]
 
 
 def checked(submission: Submission) -> list[Finding]:
     """All that is found: by us, by Megatron's own checks where it is installed, by bash and by Slurm."""
-    found = [*submission.notes, *findings(submission.config, submission.settings)]
-    if not _errors(found) and find_spec("megatron") and find_spec("torch"):
-        found += _by_megatron(submission.config)
-    script = script_of(submission.settings.job)
+    settings, coming = submission.settings, submission.coming
+    found = list(submission.notes)
+    for config in submission.configs:
+        found += [one for one in findings(config, settings, coming=coming) if one not in found]
+    if settings.job == "train" and not errors(found) and find_spec("megatron") and find_spec("torch"):
+        for config in submission.configs:
+            found += [one for one in _by_megatron(config, coming) if one not in found]
+    script = script_of(settings.job)
     syntax = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False)
     if syntax.returncode:
         found.append(Finding("error", f"bash -n {script}: {syntax.stderr.strip()}"))
-    if not _errors(found) and (job := job_of(submission.run_dir)) and job in (queue := queued()):
-        found.append(Finding("error", f"run_dir={submission.run_dir}: job {job} of it is {queue[job]}"))
-    if not _errors(found):
+    if not errors(found):
+        jobs = {record: job for record in submission.records if (job := job_of(record))}
+        queue = queued() if jobs else {}
+        for record, job in jobs.items():
+            if job in queue:
+                found.append(Finding("error", f"run_dir={record}: job {job} of it is {queue[job]}"))
+    if not errors(found):
         asked = [*submission.command()[:1], "--test-only", *submission.command()[2:]]
-        tested = _call(asked)
+        tested = call(asked)
         lines = [line for line in tested.stderr.splitlines() if line.strip()] or [f"exit code {tested.returncode}"]
         found.append(Finding("error", lines[0]) if tested.returncode else Finding("note", lines[-1]))
     return found
@@ -141,49 +213,81 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
     Raises:
         ValueError: what the user can mend.
     """
+    if any(word.startswith("pipeline=") for word in words):
+        from nemo_ext.slurm import pipeline
+
+        return pipeline.submit(words, dry_run=dry_run)
     console = Console(highlight=False, soft_wrap=True)
     submission = planned(words)
-    found = checked(submission)
-    for one in found:
-        style = {"error": "red", "warning": "yellow", "note": ""}[one.kind]
-        console.print(f"{one.kind}: {one.text}", style=style, markup=False)
-    console.print(shlex.join(submission.command()), markup=False)
-    if _errors(found):
+    tell(console, submission, found := checked(submission))
+    if errors(found):
         console.print("not submitted: mend the errors first")
         return 2
     if dry_run:
         console.print("not submitted: --dry-run")
         return 0
-    folder = submission.run_dir / attempts.FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    done = _call(submission.command())
-    if done.returncode:
-        raise ValueError(done.stderr.strip() or f"sbatch ended with {done.returncode}")
-    job = done.stdout.strip().partition(";")[0]
-    write_text(folder / JOB, f"{job}\n")
-    write_text(folder / "submit.txt", shlex.join(submission.command()) + "\n")
-    console.print(f"job {job}; output: {folder / f'{job}.out'}; ranks: {submission.run_dir / 'train.log'}")
+    job = hand_over(submission)
+    array = len(submission.records) > 1
+    output = submission.base / attempts.FOLDER / (f"{job}_*.out" if array else f"{job}.out")
+    console.print(f"job {job}; output: {output}; `nemo-ext status {submission.base}`", markup=False)
     return 0
 
 
-def _by_megatron(config: Mapping[str, Any]) -> list[Finding]:
+def tell(console: Console, submission: Submission, found: Sequence[Finding]) -> None:
+    """What was found, and the command."""
+    for one in found:
+        style = {"error": "red", "warning": "yellow", "note": ""}[one.kind]
+        console.print(f"{one.kind}: {one.text}", style=style, markup=False)
+    console.print(shlex.join(submission.command()), markup=False)
+
+
+def hand_over(submission: Submission) -> str:
+    """Give it to Slurm; the job's id, which is noted where its starts will be.
+
+    Raises:
+        ValueError: Slurm refuses it.
+    """
+    (submission.base / attempts.FOLDER).mkdir(parents=True, exist_ok=True)
+    done = call(submission.command())
+    if done.returncode:
+        raise ValueError(done.stderr.strip() or f"sbatch ended with {done.returncode}")
+    job = done.stdout.strip().partition(";")[0]
+    records = submission.records
+    for number, record in enumerate(records):
+        write_text(record / attempts.FOLDER / JOB, f"{job}\n" if len(records) == 1 else f"{job}_{number}\n")
+        write_text(record / attempts.FOLDER / "submit.txt", shlex.join(submission.command()) + "\n")
+    return job
+
+
+def _by_megatron(config: Mapping[str, Any], coming: Sequence[Path]) -> list[Finding]:
     """What the installed Megatron's parser and our layouts refuse."""
-    from copy import deepcopy
-
     from nemo_ext.launch import checked_runs
+    from nemo_ext.megatron.check import check
 
+    given: dict[str, Any] = deepcopy(dict(config))
     try:
-        checked_runs(deepcopy(dict(config)))
+        if coming:
+            # Data that are not there yet cannot be checked.
+            given |= {"data": None, "phases": {}, "megatron": {**given["megatron"], "mock_data": True}}
+            check(given)
+        else:
+            checked_runs(given)
     except ValueError as error:
         return [Finding("error", str(error))]
     return []
 
 
-def _errors(found: Sequence[Finding]) -> bool:
+def errors(found: Sequence[Finding]) -> bool:
+    """Whether there is any."""
     return any(one.kind == "error" for one in found)
 
 
-def _call(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def call(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """A command of Slurm.
+
+    Raises:
+        ValueError: it is not there.
+    """
     try:
         return subprocess.run(words, capture_output=True, text=True, check=False)
     except FileNotFoundError:

@@ -46,7 +46,8 @@ def test_a_start_without_an_end_was_killed(tmp_path: Path) -> None:
     assert first.progressed
     assert (second.first_step, second.ended) == (5, None)
     assert attempts.end(tmp_path, step=9, reason="done")[-1] == attempts.read(tmp_path)[-1]
-    attempts.finish(tmp_path, 9)
+    attempts.finish(tmp_path, step=9, words=["recipe=mine"])
+    assert attempts.finished(tmp_path) == ["recipe=mine"]
     attempts.begin(tmp_path, job="8", restart=0, nodes="n1", step=9)
     assert not (tmp_path / "slurm" / "finished.json").exists(), "it has more steps now"
 

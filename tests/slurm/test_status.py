@@ -16,7 +16,7 @@ def run(folder: Path, *, job: str = "7", step: int = 30, reason: str = "", finis
     if reason:
         attempts.end(folder, step=step, reason=reason)
     if finished:
-        attempts.finish(folder, step)
+        attempts.finish(folder, step=step, words=[])
     (folder / "config.yaml").write_text(yaml.safe_dump({"megatron": {"train_iters": 100}}))
     line = {"step": step, "loss": 2.5, "seconds_per_step": 60.0}
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
@@ -103,7 +103,7 @@ def test_a_job_is_cancelled(queue: Path, tmp_path: Path) -> None:
         cancel(folder)
     queue.write_text("7|RUNNING|None\n")
 
-    assert cancel(folder) == "7"
+    assert cancel(folder) == ["7"]
     assert (tmp_path / "cancelled.txt").read_text() == "7\n"
 
 

@@ -143,7 +143,8 @@ def test_a_site_of_ones_own(tmp_path: Path) -> None:
     [
         (["recipe=olmo1/1b", "cluster=leonrdo"], "no such cluster: did you mean 'leonardo'"),
         (["recipe=olmo1/7", "cluster=leonardo"], "no such recipe; did you mean olmo1/7b"),
-        (["job=rl", "cluster=leonardo"], "job=rl: there are scripts for train so far"),
+        (["job=trian", "cluster=leonardo"], "job=trian: did you mean 'train'"),
+        (["slurm.shards=4", "cluster=leonardo"], "slurm.shards=4: only job=puzzle has shards"),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], said: str) -> None:

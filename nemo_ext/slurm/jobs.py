@@ -1,0 +1,115 @@
+"""What the jobs of `nemo-ext` are to Slurm: their script, what they write and how many GPUs they take. No torch."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.data.settings import nearest
+from nemo_ext.run_directory import CHECKPOINTS, last_checkpoint
+from nemo_ext.slurm.settings import Settings
+
+TASKS = ("tokenize", "sft_data", "preference_data", "rl_tasks", "curriculum", "blend", "merge")
+"""Jobs that share slurm/task.sbatch: one node, no GPU."""
+JOBS = ("train", "rl", "puzzle", "convert", *TASKS)
+RECORDS = Path("runs/slurm")
+"""Where starts are noted of jobs that have no run directory."""
+
+
+def script_name(job: str) -> str:
+    """The batch script of a job, in `slurm/`.
+
+    Raises:
+        ValueError: there is no such job, or it is none for Slurm.
+    """
+    if job not in JOBS:
+        raise ValueError(f"job={job}: {nearest(job, JOBS)}")
+    return "task.sbatch" if job in TASKS else f"{job}.sbatch"
+
+
+def makes(job: str, config: Mapping[str, Any]) -> list[Path]:
+    """Folders, files and beginnings of files that the job writes."""
+    if job in ("convert", "merge"):
+        found = [config["to"]]
+    elif job == "tokenize":
+        found = [config["output"] or (config["data"] or {}).get("directory")]
+    elif "run_dir" in config:
+        found = [config["run_dir"]]
+    else:
+        found = [config["output"]]
+    return [Path(str(place)).expanduser() for place in found if place]
+
+
+def record_of(job: str, config: Mapping[str, Any], settings: Settings) -> Path:
+    """The folder whose `slurm` has the record of the job's starts: the run directory where there is one.
+
+    Raises:
+        ValueError: the run directory is null.
+    """
+    shard = config["puzzle"].get("shard") if job == "puzzle" else None
+    if shard is not None:
+        config = {**config, "puzzle": {**config["puzzle"], "shard": None}}
+        return shard_record(record_of(job, config, settings), int(str(shard).partition("/")[0]))
+    if settings.slurm.folder is not None:
+        return Path(settings.slurm.folder).expanduser()
+    if "run_dir" not in config:
+        return RECORDS / "-".join([job, *(place.name for place in makes(job, config))])
+    if config["run_dir"] is None:
+        raise ValueError("run_dir=null: name a directory")
+    return Path(str(config["run_dir"]))
+
+
+def shard_record(record: Path, number: int) -> Path:
+    """The same for a shard of Puzzle's distillation."""
+    return record / "shards" / str(number)
+
+
+def nodes_and_gpus(job: str, config: Mapping[str, Any], settings: Settings) -> tuple[int, int]:
+    """How many nodes a job takes, and how many GPUs of each."""
+    if job in ("train", "puzzle"):
+        return int(config["launcher"]["nodes"]), int(config["launcher"]["nproc_per_node"])
+    if job != "rl":
+        return 1, 0
+    if config["engine"] == "trl":
+        return 1, 1
+    node = settings.cluster.node
+    return settings.slurm.nodes, 1 if node is None else node.gpus
+
+
+def saved_step(job: str, record: Path) -> int | None:
+    """Of the newest checkpoint; None for jobs whose progress cannot be counted.
+
+    TRL's checkpoints are `checkpoint-N`, NeMo-RL's `step_N`.
+    """
+    if job == "train":
+        return last_checkpoint(record) or 0
+    if job != "rl":
+        return None
+    found = [*(record / CHECKPOINTS).glob("checkpoint-*"), *(record / CHECKPOINTS).glob("step_*")]
+    steps = [path.name.replace("_", "-").rpartition("-")[2] for path in found]
+    return max((int(step) for step in steps if step.isdecimal()), default=0)
+
+
+def inputs(job: str, config: Mapping[str, Any]) -> list[tuple[str, Path, str]]:
+    """Files and folders that the job reads beside its data: key, path, and what makes them."""
+    given: Sequence[tuple[str, Any, str]] = ()
+    if job == "train":
+        given = [
+            (
+                "megatron.pretrained_checkpoint",
+                config["megatron"].get("pretrained_checkpoint"),
+                "train or convert the stage before it",
+            )
+        ]
+    elif job == "rl":
+        tasks, pairs = config["tasks"], config["pairs"]
+        given = [("model", config["policy"], "`nemo-ext convert` writes one")]
+        for split in ("train", "validation"):
+            section = tasks.get(split) or {}
+            for key in ("path", "curriculum", "directory"):
+                given = [*given, (f"tasks.{split}.{key}", section.get(key), "`nemo-ext rl_tasks` writes tasks")]
+            given = [*given, (f"pairs.{split}", pairs.get(split), "`nemo-ext preference_data` writes pairs")]
+    elif job == "puzzle":
+        given = [("puzzle.parent", config["puzzle"]["parent"], "train or convert it first")]
+    elif job == "convert":
+        given = [("from", config["from"], "name a checkpoint"), ("files_from", config["files_from"], "name a folder")]
+    return [(key, Path(str(place)).expanduser(), how) for key, place, how in given if place]

@@ -1,0 +1,210 @@
+"""`nemo-ext submit pipeline=NAME`: jobs that follow each other, each after those it needs have ended well."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.errors import HydraException, MissingConfigException
+from pydantic.dataclasses import dataclass as checked_dataclass
+from rich.console import Console
+
+from nemo_ext.config import compose, config_folders, hydra_value
+from nemo_ext.data.settings import nearest
+from nemo_ext.data.sft.checked import checked
+from nemo_ext.run_directory import write_text
+from nemo_ext.slurm import attempts
+from nemo_ext.slurm.cluster import STRICT
+from nemo_ext.slurm.jobs import JOBS, makes, script_name
+from nemo_ext.slurm.settings import split
+from nemo_ext.slurm.status import PARENTS, PIPELINE, job_of, queued
+from nemo_ext.slurm.submit import Submission, errors, hand_over, planned, tell
+from nemo_ext.slurm.submit import checked as checked_submission
+
+OWN_FOLDER = ("train", "rl")
+"""Jobs whose run directory is their stage's folder."""
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class Given:
+    """A stage as a pipeline's file has it; see hydra_conf/pipeline.yaml."""
+
+    job: str
+    words: tuple[str, ...]
+    after: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A job of a pipeline.
+
+    Attributes:
+        name: of the stage, and of its folder.
+        words: of `nemo-ext submit`.
+        after: names of stages that must have ended well.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Stages in an order in which each comes after those it needs.
+
+    Attributes:
+        run_dir: with a folder for every stage.
+        stages: to be done.
+        config: as composed.
+    """
+
+    run_dir: Path
+    stages: tuple[Stage, ...]
+    config: Mapping[str, Any]
+
+    def before(self, stage: Stage) -> list[Stage]:
+        """All that must be done before a stage, directly or not."""
+        named = {each.name: each for each in self.stages}
+        found: dict[str, Stage] = {}
+        for name in stage.after:
+            found |= {each.name: each for each in [*self.before(named[name]), named[name]]}
+        return list(found.values())
+
+
+def read(words: Sequence[str]) -> Pipeline:
+    """The pipeline that the words of the command name.
+
+    `STAGE.key=value` goes to one stage, `JOB.key=value` to all stages of that job, words about site and queue to all,
+    the others are the pipeline's own.
+
+    Raises:
+        ValueError: naming what is wrong with a stage or a word.
+    """
+    site, theirs = split(words)
+    folders, theirs = config_folders(theirs)
+    both = [f"--config-dir={folder}" for folder in folders]
+    dotted = [word for word in theirs if "." in word.partition("=")[0]]
+    config = _composed([*both, *(word for word in theirs if word not in dotted)])
+    given = {name: checked(Given, stage, where=f"stages.{name}") for name, stage in config["stages"].items()}
+    for word in dotted:
+        name = word.partition(".")[0]
+        if name not in given and name not in JOBS:
+            raise ValueError(f"{word}: no stage or job of that name: {nearest(name, [*given, *JOBS])}")
+    if unknown := [name for name in config["skip"] if name not in given]:
+        raise ValueError(f"skip={unknown[0]}: {nearest(unknown[0], given)}")
+    run_dir, stages, above = Path(str(config["run_dir"])), list[Stage](), list[str]()
+    for name, stage in given.items():
+        script_name(stage.job)
+        after = stage.after if stage.after is not None else tuple(above[-1:])
+        if wrong := [parent for parent in after if parent not in above]:
+            raise ValueError(f"stages.{name}.after={wrong[0]}: no stage above it has that name")
+        above.append(name)
+        if name in config["skip"]:
+            continue
+        more = [_of(word, prefix) for prefix in (stage.job, name) for word in dotted if word.startswith(f"{prefix}.")]
+        # Where its starts are noted.
+        key = "run_dir" if stage.job in OWN_FOLDER else "slurm.folder"
+        place = f"{key}={hydra_value(str(run_dir / name))}"
+        wanted = tuple(parent for parent in after if parent not in config["skip"])
+        every = [*both, *site, f"job={stage.job}", place, *stage.words, *more]
+        stages.append(Stage(name=name, words=tuple(_last_of_each_key(every)), after=wanted))
+    return Pipeline(run_dir=run_dir, stages=tuple(stages), config=config)
+
+
+def _last_of_each_key(words: Sequence[str]) -> list[str]:
+    """Words of which later ones stand in the place of earlier ones of the same key; folders of configs are all kept."""
+    return list({word if word.startswith("-") else word.partition("=")[0]: word for word in words}.values())
+
+
+def _composed(words: Sequence[str]) -> dict[str, Any]:
+    try:
+        return compose("pipeline", words)
+    except MissingConfigException as error:
+        raise ValueError(str(error).splitlines()[0]) from None
+
+
+def _of(word: str, prefix: str) -> str:
+    return word.removeprefix(f"{prefix}.")
+
+
+def submit(words: Sequence[str], *, dry_run: bool) -> int:
+    """Check all stages, then submit those that are neither finished nor in the queue; the exit code.
+
+    Raises:
+        ValueError: what the user can mend.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    pipeline = read(words)
+    submissions: dict[str, Submission] = {}
+    jobs: dict[str, str] = {}  # of stages that wait or run
+    queue = queued()
+    wrong = False
+    for stage in pipeline.stages:
+        coming = [
+            place
+            for parent in pipeline.before(stage)
+            for config in submissions[parent.name].configs
+            for place in makes(submissions[parent.name].settings.job, config)
+        ]
+        try:
+            submission = submissions[stage.name] = planned(stage.words, coming=coming)
+        except (ValueError, HydraException) as error:
+            raise ValueError(f"stages.{stage.name}: {error}") from error
+        done = _finished(submission)
+        waiting = [job for record in submission.records if (job := job_of(record)) in queue]
+        if done:
+            console.print(f"{stage.name}: finished before", markup=False)
+        elif waiting:
+            jobs[stage.name] = waiting[0].partition("_")[0]
+            console.print(f"{stage.name}: job {waiting[0]} is {queue[waiting[0]]}", markup=False)
+        else:
+            jobs[stage.name] = ""
+            found = checked_submission(submission)
+            console.print(f"{stage.name}:", style="bold", markup=False)
+            tell(console, replace(submission, after=tuple(f"<{name}>" for name in _needed(stage, jobs))), found)
+            wrong = wrong or errors(found)
+    if wrong:
+        console.print("not submitted: mend the errors first")
+        return 2
+    if dry_run:
+        console.print("not submitted: --dry-run")
+        return 0
+    write_text(pipeline.run_dir / PIPELINE, yaml.safe_dump(dict(pipeline.config), sort_keys=False, width=120))
+    for stage in pipeline.stages:
+        if jobs.get(stage.name) != "":
+            continue
+        needed = _needed(stage, jobs)
+        submission = replace(submissions[stage.name], after=tuple(jobs[name] for name in needed))
+        parents = [str(record.resolve()) for name in needed for record in submissions[name].records]
+        for record in submission.records:
+            write_text(record / attempts.FOLDER / PARENTS, "".join(f"{parent}\n" for parent in parents))
+        jobs[stage.name] = hand_over(submission)
+        console.print(f"{stage.name}: job {jobs[stage.name]}", markup=False)
+    console.print(f"`nemo-ext status {pipeline.run_dir}` shows how they get on", markup=False)
+    return 0
+
+
+def _needed(stage: Stage, jobs: Mapping[str, str]) -> list[str]:
+    """Stages to wait for."""
+    return [name for name in stage.after if name in jobs]
+
+
+def _finished(submission: Submission) -> bool:
+    """Whether all of it was done before, with the same words.
+
+    Raises:
+        ValueError: with other words.
+    """
+    ends = [attempts.finished(record) for record in submission.records]
+    if any(end is None for end in ends):
+        return False
+    own = split(submission.words)[1]
+    if len(ends) == 1 and set(ends[0] or ()) != set(own):
+        changed = sorted(set(ends[0] or ()) ^ set(own))
+        raise ValueError(
+            f"{submission.base}: finished with other words ({', '.join(changed)}): keep them, choose another run_dir, "
+            f"or remove {submission.base / attempts.FOLDER / attempts.FINISHED} to have it done again, and what follows"
+        )
+    return True

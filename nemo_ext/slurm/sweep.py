@@ -1,0 +1,51 @@
+"""Several runs of one job, as Hydra's `--multirun` writes them: `megatron.lr=1e-4,2e-4 megatron.seed=1,2` are four."""
+
+from collections.abc import Sequence
+from itertools import product
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from nemo_ext.config import compose, hydra_value, hydra_words
+from nemo_ext.slurm.settings import split
+
+MULTIRUN = "--multirun"
+
+
+def points(job: str, words: Sequence[str]) -> list[list[str]]:
+    """The words of each run, in the order of Hydra's own sweeper: the last key changes fastest.
+
+    Each has a run directory below that of the job, by the name of what it changes: `megatron.lr=1e-4,megatron.seed=1`.
+
+    Raises:
+        ValueError: no word has several values, or the job has no run directory.
+    """
+    ours, theirs = split([word for word in words if word != MULTIRUN])
+    choices = [_values(job, word) for word in theirs]
+    swept = [number for number, values in enumerate(choices) if len(values) > 1]
+    if not swept:
+        raise ValueError(f"{MULTIRUN}: no key has several values; write megatron.lr=1e-4,2e-4")
+    found = []
+    for values in product(*choices):
+        run_dir = compose(job, values).get("run_dir")
+        if run_dir is None:
+            raise ValueError(f"{MULTIRUN}: job={job} has no run directory; submit each by itself")
+        # One folder for all: a run directory that follows the recipe differs in what is swept only.
+        name = ",".join(values[number].replace("/", "_") for number in swept)
+        found.append([*ours, *values, f"run_dir={hydra_value(f'{run_dir}/{name}')}"])
+    return found
+
+
+def _values(job: str, word: str) -> list[str]:
+    """The word once for each value that it gives its key."""
+    if word.startswith("-"):
+        return [word]
+    spelled = hydra_words([word], job)
+    try:
+        parsed = OverridesParser.create().parse_overrides(spelled)
+    except HydraException:
+        return [word]  # composing says what is wrong with it
+    if len(parsed) != 1 or not parsed[0].is_sweep_override():
+        return [word]
+    name = word.partition("=")[0]
+    return [f"{name}={value}" for value in parsed[0].sweep_string_iterator()]

@@ -1,0 +1,89 @@
+"""A start of a training run: one rank a GPU, all with the config that was composed once."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nemo_ext.config import FAILED, USER_ERROR
+from nemo_ext.run_directory import LOG, last_checkpoint
+from nemo_ext.slurm.batch import Batch, Prepared
+
+_FIRST_PORT, _PORTS = 10_000, 20_000
+"""Below what Linux hands out by itself, 32768."""
+
+
+@dataclass
+class Training(Batch):
+    """`exit_duration_in_mins` is set to the same moment as Slurm's signal, should that not come."""
+
+    made: Mapping[str, object] = field(default_factory=dict)
+
+    def prepare(self) -> Prepared:
+        """What `nemo_ext.slurm.prepare` composed: once for each start, by one process."""
+        place = Path.cwd() / f".nemo_ext-{self.job}.json"
+        left = self.seconds_left()
+        words = [*self.words, *self._layout()]
+        if left is not None and not any(word.startswith("megatron.exit_duration_in_mins=") for word in words):
+            words.append(f"megatron.exit_duration_in_mins={max(1, int(left - self.margin()) // 60)}")
+        try:
+            self._step("compose", str(place), *words)
+            self.made = json.loads(place.read_bytes())
+        finally:
+            place.unlink(missing_ok=True)
+        return Prepared(
+            record=Path(str(self.made["run_dir"])),
+            step=int(str(self.made["step"])),
+            target=int(str(self.made["target"])),
+            notice=str(self.made["notice"]),
+        )
+
+    def work(self) -> int:
+        """All ranks, to their end; their output is the run's log."""
+        command = self.srun(["-m", "nemo_ext.slurm.rank", str(self.made["config"])], "--kill-on-bad-exit=1", "--label")
+        with (Path(str(self.made["run_dir"])) / LOG).open("ab") as log:
+            return subprocess.run(command, env=self.environment(), stdout=log, stderr=log, check=False).returncode
+
+    def saved(self) -> int:
+        """Of Megatron's checkpoints."""
+        return last_checkpoint(Path(str(self.made["run_dir"]))) or 0
+
+    def verdict(self, code: int) -> str | None:
+        """Done is what has reached its target."""
+        if self.stopped:
+            return "time limit (SIGUSR2)"
+        if self.saved() >= int(str(self.made["target"])):
+            return None
+        return "time limit (exit_duration_in_mins)" if code == 0 else f"a rank failed (exit code {code})"
+
+    def conclude(self) -> None:
+        """The report."""
+        self._step("report", str(self.made["run_dir"]))
+
+    def environment(self) -> dict[str, str]:
+        """With what torch.distributed meets at."""
+        names = subprocess.run(
+            ["scontrol", "show", "hostnames"], capture_output=True, text=True, check=True
+        ).stdout.split()
+        meeting = {"MASTER_ADDR": names[0], "MASTER_PORT": str(_FIRST_PORT + int(self.job) % _PORTS)}
+        return {**super().environment(), **meeting, **self.settings.cluster.variables()}
+
+    def _layout(self) -> list[str]:
+        """Nodes and ranks are the allocation's, whatever the recipe says."""
+        given = {"launcher.nodes": "SLURM_JOB_NUM_NODES", "launcher.nproc_per_node": "SLURM_NTASKS_PER_NODE"}
+        if missing := [name for name in given.values() if name not in os.environ]:
+            raise ValueError(f"{', '.join(missing)} not set: give sbatch --nodes and --ntasks-per-node")
+        return [f"{key}={os.environ[name]}" for key, name in given.items()]
+
+    def _step(self, *words: str) -> None:
+        """A command of `nemo_ext.slurm.prepare` on the first node, in the container if there is one."""
+        done = subprocess.run(
+            self.srun(["-m", "nemo_ext.slurm.prepare", *words], "--nodes=1", "--ntasks=1"),
+            env=self.environment(),
+            check=False,
+        )
+        if done.returncode:
+            sys.exit(USER_ERROR if done.returncode == USER_ERROR else FAILED)

@@ -1,0 +1,164 @@
+"""Jobs that follow each other: what a pipeline's file becomes, and a chain on a real Slurm."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import hydra_conf
+from nemo_ext.run_directory import last_checkpoint
+from nemo_ext.slurm import attempts
+from nemo_ext.slurm.pipeline import read
+from nemo_ext.slurm.preflight import is_there
+from nemo_ext.slurm.submit import planned
+
+REPOSITORY = Path(__file__).parents[2]
+PIPELINES = sorted(path.stem for path in (Path(hydra_conf.__file__).parent / "pipeline").glob("*.yaml"))
+NEEDED = {
+    "domyn_small": [f"{key}=/given/{key}" for key in ("start", "tokenizer", "math_tasks", "environment_tasks", "pairs")]
+}
+
+
+def words_of(name: str, stage: str, *words: str) -> tuple[str, ...]:
+    found = read([f"pipeline={name}", "run_dir=r", *NEEDED.get(name, ()), *words])
+    return next(each.words for each in found.stages if each.name == stage)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_every_stage_of_every_pipeline_composes(name: str) -> None:
+    pipeline = read([f"pipeline={name}", *NEEDED.get(name, ()), "cluster=leonardo"])
+
+    for stage in pipeline.stages:
+        assert planned(stage.words).command()[0] == "sbatch"
+        assert f"--config-dir={REPOSITORY}" not in stage.words
+
+
+def test_each_stage_goes_on_from_the_one_before() -> None:
+    """What a stage reads is what one before it writes, or the user's."""
+    from nemo_ext.slurm.jobs import inputs, makes
+
+    pipeline = read(["pipeline=domyn_small", "run_dir=r", *NEEDED["domyn_small"]])
+    submissions = {stage.name: planned(stage.words) for stage in pipeline.stages}
+
+    assert [stage.name for stage in pipeline.stages] == [
+        *("tokenize", "sft_data", "annealing_data", "cpt", "sft", "annealing", "export", "math_grpo", "dpo", "grpo")
+    ]
+    for stage in pipeline.stages:
+        submission = submissions[stage.name]
+        before = [
+            place
+            for each in pipeline.before(stage)
+            for place in makes(submissions[each.name].settings.job, submissions[each.name].config)
+        ]
+        for key, path, _ in inputs(submission.settings.job, submission.config):
+            assert is_there(path, before) or str(path).startswith("/given/"), f"{stage.name}: {key}={path}"
+
+
+def test_words_go_where_they_are_told() -> None:
+    given = ("train.scale=laptop", "cpt.megatron.lr=1e-5", "cluster=leonardo", "sft.cluster.qos=boost_qos_bprod")
+    cpt, sft, export = (words_of("domyn_small", stage, *given) for stage in ("cpt", "sft", "export"))
+
+    assert {"scale=laptop", "megatron.lr=1e-5", "cluster=leonardo", "run_dir=r/cpt"} < set(cpt)
+    assert {"scale=laptop", "cluster.qos=boost_qos_bprod", "run_dir=r/sft"} < set(sft)
+    assert not {"megatron.lr=1e-5", "cluster.qos=boost_qos_bprod"} & {*export, *(set(sft) & set(cpt))}
+    assert "slurm.folder=r/export" in export
+    assert "data=mine" in words_of("domyn_small", "tokenize", "tokenize.data=mine")
+    assert "data=domyn_cpt" not in words_of("domyn_small", "tokenize", "tokenize.data=mine"), "the last word counts"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["pipeline=domin_small"], "domin_small"),
+        (["pipeline=domyn_small"], "not set: environment_tasks, math_tasks, pairs, start, tokenizer"),
+        (["pipeline=quickstart", "pretrian.megatron.lr=1"], "no stage or job of that name: did you mean 'pretrain'"),
+        (["pipeline=quickstart", "skip=[export,tokenise]"], "skip=tokenise: did you mean 'tokenize'"),
+        (["pipeline=mine"], "stages.b.after=c: no stage above it has that name"),
+        (["pipeline=other"], "stages.a: unknown key 'word': did you mean 'words'"),
+        (["pipeline=third"], "job=trian: did you mean 'train'"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, words: list[str], said: str) -> None:
+    stages = {
+        "mine": {"a": {"job": "train", "words": []}, "b": {"job": "train", "words": [], "after": ["c"]}},
+        "other": {"a": {"job": "train", "word": []}},
+        "third": {"a": {"job": "trian", "words": []}},
+    }
+    for name, given in stages.items():
+        pipeline_file(tmp_path, name, given)
+
+    with pytest.raises(ValueError, match=r"\w") as raised:
+        read([f"--config-dir={tmp_path}", *words])
+    assert said in str(raised.value)
+
+
+def pipeline_file(folder: Path, name: str, stages: dict[str, Any]) -> None:
+    path = folder / "pipeline" / f"{name}.yaml"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("# @package _global_\n" + yaml.safe_dump({"pipeline": name, "stages": stages}, sort_keys=False))
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+def test_a_chain_stops_at_a_failure_and_goes_on_from_there(slurm: Any, tmp_path: Path) -> None:
+    text = tmp_path / "texts.jsonl"
+    text.write_text("".join(f'{{"text": "{number} {"word " * 200}"}}\n' for number in range(200)))
+    tiny = [
+        *("recipe=nemotron3_nano/quickstart", "data=local_text", f"data.directory={tmp_path}/data"),
+        "data.streams=[{name: mine, weight: 1}]",
+        *("megatron.seq_length=64", "megatron.micro_batch_size=1", "megatron.global_batch_size=2"),
+        *("train.tokens=1280", "train.validate_at_start=false", "megatron.eval_iters=1", "megatron.eval_interval=1000"),
+    ]
+    export = tmp_path / "hf"
+    stages = {
+        "tokenize": {"job": "tokenize", "words": [f"input={text}", f"output={tmp_path}/data/mine"]},
+        "pretrain": {"job": "train", "words": tiny},
+        "export": {"job": "convert", "words": ["from=${run_dir}/pretrain", f"to={export}"]},
+    }
+    pipeline_file(tmp_path, "three", stages)
+    root = tmp_path / "chain"
+
+    def nemo_ext(*words: str, code: int = 0) -> str:
+        command = [sys.executable, "-m", "nemo_ext.cli", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=slurm.environment, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def submit(*words: str, code: int = 0) -> str:
+        given = ("pipeline=three", f"--config-dir={tmp_path}", f"run_dir={root}", "cluster=testbed")
+        return nemo_ext("submit", *given, *words, code=code)
+
+    def outputs() -> str:
+        return "".join(f"{path}\n{path.read_text()}" for path in root.rglob("*.out"))
+
+    def job(stage: str) -> str:
+        return (root / stage / "slurm" / "job").read_text().strip()
+
+    ended = ("COMPLETED", "FAILED", "CANCELLED")
+    assert "'--dependency=afterok:<tokenize>'" in submit("--dry-run")
+    assert not root.exists()
+    broken = ("pretrain.cluster.environment.GLOO_SOCKET_IFNAME=none0", "pretrain.slurm.max_idle=1")
+    submit(*broken)
+    first = [job(stage) for stage in stages]
+    slurm.wait(lambda: slurm.state(first[2]) in ended, what=outputs())
+
+    assert [slurm.state(each) for each in first] == ["COMPLETED", "FAILED", "CANCELLED"], outputs()
+    told = [line for line in nemo_ext("status", str(root)).splitlines() if str(root) in line]
+    assert ["finished" in told[0], "stopped: a rank failed (exit code" in told[1]] == [True, True], told
+    assert "not started: pretrain is stopped: a rank failed" in told[2]
+
+    assert "tokenize: finished before" in submit()
+    second = [job(stage) for stage in stages]
+    assert second[0] == first[0]
+    assert f"pretrain: job {second[1]} is " in submit(), "a second command leaves alone what waits or runs"
+    slurm.wait(lambda: slurm.state(second[2]) in ended, what=outputs())
+
+    assert [slurm.state(each) for each in second[1:]] == ["COMPLETED"] * 2, outputs()
+    assert last_checkpoint(root / "pretrain") == 10
+    assert (export / "config.json").is_file()
+    assert attempts.finished(root / "export") is not None
+    assert submit().count("finished before") == 3
+    assert "finished with other words (megatron.lr=1.0)" in submit("pretrain.megatron.lr=1.0", code=2)
