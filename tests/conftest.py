@@ -112,3 +112,33 @@ def train_ranks() -> Callable[..., list[dict[str, Any]]]:
         return [line for line in run_directory.read_metrics(run_dir / run_directory.METRICS) if "loss" in line]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def random_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in Hugging Face's format with a random model, a tokenizer of bytes and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from nemo_ext.data.sft.templates import Template
+
+    special = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|pad|>")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate([*special, *letters])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special))
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=special[0], eos_token=special[3], pad_token=special[4]
+    )
+    made.chat_template = Template.load("llama_nemotron").source
+    folder = tmp_path_factory.mktemp("model")
+    made.save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ends = {"bos_token_id": 0, "eos_token_id": 3, "pad_token_id": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(vocabulary), num_key_value_heads=1, **sizes, **ends)).save_pretrained(
+        folder
+    )
+    return folder

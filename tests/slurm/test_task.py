@@ -1,0 +1,140 @@
+"""Jobs that are no training, and arrays of them."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_ext.run_directory import last_checkpoint
+from nemo_ext.slurm import attempts
+from nemo_ext.slurm.batch import own_words
+from nemo_ext.slurm.sweep import points
+
+REPOSITORY = Path(__file__).parents[2]
+TINY = (
+    *("recipe=nemotron3_nano/quickstart", "data=mock", "megatron.seq_length=64", "megatron.micro_batch_size=1"),
+    *("megatron.global_batch_size=2", "train.tokens=1280", "train.validate_at_start=false"),
+    *("megatron.eval_iters=1", "megatron.eval_interval=1000"),
+)
+ENDED = ("COMPLETED", "FAILED", "CANCELLED")
+
+
+def test_a_sweep_has_a_run_directory_for_each_point() -> None:
+    words = ["--multirun", "recipe=olmo1/1b", "cluster=leonardo", "megatron.lr=1e-4,2e-4", "megatron.seed=range(1,3)"]
+    found = points("train", words)
+
+    assert [point[-1] for point in found] == [
+        f'run_dir="runs/olmo1/1b-olmo1_1b/megatron.lr={lr},megatron.seed={seed}"'
+        for lr in ("0.0001", "0.0002")
+        for seed in (1, 2)
+    ]
+    assert all("cluster=leonardo" in point and "recipe=olmo1/1b" in point for point in found)
+    assert points("train", ["--multirun", "recipe=olmo1/1b,olmo1/7b", "run_dir=r"])[1][-1] == (
+        'run_dir="r/recipe=olmo1_7b"'
+    )
+    with pytest.raises(ValueError, match="no key has several values; write megatron"):
+        points("train", ["--multirun", "recipe=olmo1/1b", "slurm.options=[a,b]", "model.pattern='(*-)x4'"])
+    with pytest.raises(ValueError, match="job=convert has no run directory"):
+        points("convert", ["--multirun", "from=a", "to=b,c"])
+
+
+def test_a_task_of_an_array_has_words_of_its_own() -> None:
+    sweep = ["--multirun", "recipe=olmo1/1b", "megatron.lr=1e-4,2e-4"]
+
+    assert own_words("train", ["recipe=a"], {}) == ["recipe=a"]
+    assert own_words("train", sweep, {"SLURM_ARRAY_TASK_ID": "1"})[1] == "megatron.lr=0.0002"
+    with pytest.raises(ValueError, match="2 runs: give sbatch --array=0-1"):
+        own_words("train", sweep, {})
+    shard = own_words("puzzle", ["run_dir=r"], {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "8"})
+    assert shard == ["run_dir=r", "puzzle.shard=3/8", "puzzle.stages=[distill]"]
+
+
+@pytest.fixture
+def nemo_ext(slurm: Any, tmp_path: Path) -> Callable[..., str]:
+    def call(*words: str, code: int = 0) -> str:
+        command = [sys.executable, "-m", "nemo_ext.cli", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=slurm.environment, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return call
+
+
+def outputs(folder: Path) -> str:
+    return "".join(f"{path}\n{path.read_text()}" for path in folder.rglob("*.out"))
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+def test_a_sweep_is_an_array(slurm: Any, nemo_ext: Callable[..., str], tmp_path: Path) -> None:
+    base = tmp_path / "sweep"
+    words = ("--multirun", *TINY, f"run_dir={base}", "megatron.lr=1e-3,2e-3", "cluster=testbed")
+    said = nemo_ext("submit", *words, 'slurm.options=["--cpus-per-task=1"]')
+    places = [base / f"megatron.lr={lr}" for lr in ("0.001", "0.002")]
+
+    assert "--array=0-1" in said and "2 runs: " in said
+    first, second = ((place / "slurm" / "job").read_text().strip() for place in places)
+    assert (first.partition("_")[0], first[-2:], second[-2:]) == (second.partition("_")[0], "_0", "_1")
+    assert "is running" in (again := nemo_ext("submit", *words, code=2)) or "is pending" in again
+    slurm.wait(lambda: len([1 for place in places if attempts.finished(place)]) == 2, what=outputs(base))
+
+    assert [last_checkpoint(place) for place in places] == [10, 10]
+    assert nemo_ext("status", str(base)).count("finished") == 2
+    assert [attempts.read(place)[0].job for place in places] == [first, second]
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+def test_rl_goes_on_after_a_time_limit(
+    slurm: Any, nemo_ext: Callable[..., str], tmp_path: Path, random_llama: Path
+) -> None:
+    run_dir, tasks = tmp_path / "run", tmp_path / "tasks.jsonl"
+    nemo_ext("rl_tasks", "generator=arithmetic", "count=64", f"output={tasks}")
+    words = (
+        *(
+            "job=rl",
+            "preset=domyn_math_grpo",
+            f"model={random_llama}",
+            f"tasks.train.path={tasks}",
+            f"run_dir={run_dir}",
+        ),
+        *("rl.prompts_per_step=2", "rl.generations_per_prompt=4", "rl.batch=8", "rl.lengths.response=8"),
+        *("rl.lengths.prompt=512", "rl.lengths.total=1024", "rl.schedule.steps=40", "save_every=2", "cluster=testbed"),
+        *("on_inexpressible=warn", 'slurm.options=["--cpus-per-task=1"]'),
+    )
+    assert "not there" in nemo_ext("submit", *words, "model=nowhere", code=2)
+    nemo_ext("submit", *words)
+    job = (run_dir / "slurm" / "job").read_text().strip()
+    slurm.wait(lambda: list((run_dir / "checkpoints").glob("checkpoint-*")), what=outputs(run_dir))
+    assert "/ 40" in nemo_ext("status", str(run_dir))
+
+    slurm.call("scancel", "--batch", "--signal=USR2", job)
+    slurm.wait(lambda: slurm.state(job) in ENDED, what=outputs(run_dir))
+
+    assert slurm.state(job) == "COMPLETED", outputs(run_dir)
+    first, second = attempts.read(run_dir)
+    assert first.reason == "time limit (SIGUSR2)"
+    assert 0 < second.first_step < 40 == second.last_step
+    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(set(steps)) == list(range(1, 41))
+    assert (run_dir / "model" / "config.json").is_file()
+    assert (run_dir / "slurm" / "config.yaml").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+def test_a_mistake_in_a_task_ends_it(slurm: Any, nemo_ext: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text("no JSON\n")
+    nemo_ext("submit", "job=tokenize", "input=bad.jsonl", "output=data/bad", "cluster=testbed")
+    record = tmp_path / "runs" / "slurm" / "tokenize-bad"
+    job = (record / "slurm" / "job").read_text().strip()
+    slurm.wait(lambda: slurm.state(job) in ENDED, what=outputs(record))
+
+    assert slurm.state(job) == "FAILED"
+    assert "not queued again: it would end so again" in outputs(record)
+    assert len(attempts.read(record)) == 1
+    assert "stopped: a mistake in the command or its files" in nemo_ext("status", str(record))
