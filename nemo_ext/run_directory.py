@@ -27,12 +27,13 @@ PACKAGES = ("nemo_ext", "megatron-core", "torch", "transformer-engine", "mamba-s
 
 
 @contextmanager
-def only_run_in(directory: Path, key: str = "run_dir") -> Iterator[None]:
+def only_run_in(directory: Path, key: str = "run_dir", *, wait: float = 0.0) -> Iterator[None]:
     """Makes the directory and keeps a second run out of it while this one lives.
 
     Args:
         directory: where a job writes.
         key: by which the user chose it.
+        wait: seconds for another run to leave it.
 
     Raises:
         ValueError: another run is in it, or it cannot be written.
@@ -40,7 +41,7 @@ def only_run_in(directory: Path, key: str = "run_dir") -> Iterator[None]:
     lock = FileLock(directory / ".lock")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=wait)
     except Timeout:
         raise ValueError(f"{directory}: another run is using this directory; wait for it or choose {key}=...") from None
     except OSError as error:

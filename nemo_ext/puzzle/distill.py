@@ -21,6 +21,7 @@ from nemo_ext.puzzle import data_parallel
 from nemo_ext.puzzle.library import Library
 from nemo_ext.puzzle.parent import Parent
 from nemo_ext.puzzle.settings import Training
+from nemo_ext.puzzle.shards import Shard
 from nemo_ext.puzzle.variants import KEEP, Variant
 
 
@@ -54,6 +55,7 @@ def distill(
     batches: Callable[[int], Iterator[Tensor]],
     training: Training,
     *,
+    shard: Shard | None = None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[Result]:
     """Train every variant of `library` that is not in `trained` yet.
@@ -69,6 +71,8 @@ def distill(
         batches: this rank's tokens `[batch, seq]` from the given step on: every group of variants sees the same ones,
             so results do not depend on how they are grouped or interrupted.
         training: see `Training`.
+        shard: `found` are this one's, while others train theirs into the same library: its checkpoints have a name of
+            their own. Without one, checkpoints that shards left are taken up.
         advance: told of every step of a group, times its variants; also of those that need not be done again.
 
     Returns:
@@ -79,14 +83,18 @@ def distill(
     """
     every = {(variant.number, variant.name): variant for variant in trainable(found)}
     todo = data_parallel.agreed(lambda: [key for key, variant in every.items() if not trained.has(variant)])
-    begun = data_parallel.agreed(lambda: _begun(trained, training))
-    advance((len(every) - len({*todo, *begun})) * training.steps)
-    if begun:
-        _train_group(parent, [every[key] for key in begun], library, trained, batches, training, advance)
-    rest = [every[key] for key in todo if key not in begun]
+    begun = data_parallel.agreed(lambda: _begun(trained, training, shard))
+    for file in [file for file, keys in begun.items() if not {*keys} & {*todo}]:  # its files were written all the same
+        del begun[file]
+        data_parallel.written(file.unlink)
+    interrupted = {key for keys in begun.values() for key in keys}
+    advance((len(every) - len({*todo, *interrupted})) * training.steps)
+    for file, keys in begun.items():
+        _train_group(parent, [every[key] for key in keys], library, trained, batches, training, file, advance)
+    rest = [every[key] for key in todo if key not in interrupted]
     for start in range(0, len(rest), training.together):
         group = rest[start : start + training.together]
-        _train_group(parent, group, library, trained, batches, training, advance)
+        _train_group(parent, group, library, trained, batches, training, _checkpoint(trained, shard), advance)
     return results(found, trained)
 
 
@@ -106,6 +114,7 @@ def _train_group(
     trained: Library,
     batches: Callable[[int], Iterator[Tensor]],
     training: Training,
+    file: Path,
     advance: Callable[[int], None],
 ) -> None:
     layers: list[Any] = [library.layer(parent, variant) for variant in group]
@@ -116,7 +125,7 @@ def _train_group(
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, _decay(training.steps)) for each in optimizers]
     errors: list[list[float]] = [[] for _ in group]
     first = 0
-    if (file := _checkpoint(trained)).is_file():
+    if file.is_file():
         state = torch.load(file, weights_only=True, map_location="cpu")
         first, errors = state["step"], state["errors"]
         for at in range(len(group)):
@@ -182,23 +191,26 @@ def _copy(given: Sequence[Tensor], to: Sequence[Tensor]) -> None:
             other.copy_(one)
 
 
-def _checkpoint(trained: Library) -> Path:
-    return trained.folder / "in_training.pt"
+def _checkpoint(trained: Library, shard: Shard | None) -> Path:
+    return trained.folder / ("in_training.pt" if shard is None else f"in_training_{shard.label}.pt")
 
 
 def _prefix(variant: Variant) -> str:
     return f"decoder.layers.{variant.number}."
 
 
-def _begun(trained: Library, training: Training) -> list[tuple[int, str]]:
-    """The group whose training was interrupted; its files may have been written in part."""
-    file = _checkpoint(trained)
-    if not file.is_file():
-        return []
-    state = torch.load(file, weights_only=True, map_location="cpu")
-    if state["training"] != asdict(training):
-        raise ValueError(f"{file} is of another training ({state['training']}): remove it, or train as it says")
-    return [(number, name) for number, name in state["variants"]]
+def _begun(trained: Library, training: Training, shard: Shard | None) -> dict[Path, list[tuple[int, str]]]:
+    """The groups whose training was interrupted, by checkpoint; their files may have been written in part."""
+    every = [_checkpoint(trained, shard)] if shard else sorted(trained.folder.glob("in_training*.pt"))
+    begun = {}
+    for file in every:
+        if not file.is_file():
+            continue
+        state = torch.load(file, weights_only=True, map_location="cpu")
+        if state["training"] != asdict(training):
+            raise ValueError(f"{file} is of another training ({state['training']}): remove it, or train as it says")
+        begun[file] = [(number, name) for number, name in state["variants"]]
+    return begun
 
 
 def _error(parent: Parent, variant: Variant, layer: torch.nn.Module, hidden: Tensor, output: Tensor) -> Tensor:

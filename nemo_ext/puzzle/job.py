@@ -24,6 +24,7 @@ from nemo_ext.puzzle.problem import Problem
 from nemo_ext.puzzle.report import write_report
 from nemo_ext.puzzle.score_file import read_scores
 from nemo_ext.puzzle.settings import Settings, settings
+from nemo_ext.puzzle.shards import Shard, only_shard_in, refuse_beside_shards
 from nemo_ext.puzzle.workspace import STAGES, Workspace
 from nemo_ext.run_directory import last_checkpoint, only_run_in, write_config, write_versions
 
@@ -68,11 +69,14 @@ class Job:
         self.workspace = Workspace.of(config, self.chosen)
 
     def run(self) -> None:
-        """Carry out the stages."""
+        """Carry out the stages, or one shard of one."""
+        if self.workspace.shard is not None:
+            self._run_shard(self.workspace.shard)
+            return
         with only_run_in(self.workspace.run_dir):
+            refuse_beside_shards(self.workspace.run_dir)
             wanted = [stage for stage in STAGES if self._wants(stage)]
-            for stage in STAGES:  # before anything is done: what stands there must fit
-                self.workspace.is_finished(stage)
+            self._check()
             self._write_config()
             if any(stage in ON_RANKS for stage in wanted):
                 tokenize_streams(self.config.get("data"))
@@ -84,21 +88,50 @@ class Job:
                 wanted = wanted[len(together) :]
                 self._carry_out(together)
 
+    def _run_shard(self, shard: Shard) -> None:
+        assert self.chosen.stages is not None
+        (stage,) = self.chosen.stages
+
+        def begin() -> None:
+            self._check()
+            if missing := self.workspace.missing(stage):
+                raise ValueError(
+                    f"puzzle.shard={shard}: {stage} takes what {' and '.join(missing)} makes, which is not finished: "
+                    "carry that out first, without puzzle.shard"
+                )
+            if not self.workspace.is_finished(stage):
+                self.workspace.begin(stage)
+
+        with only_shard_in(self.workspace.run_dir, shard, begin):
+            self._write_config()
+            tokenize_streams(self.config.get("data"))
+            self._carry_out([stage])
+            if left := self.workspace.unfinished_shards(stage):
+                notice(f"{stage}: left to do: {', '.join(map(str, left))}")
+            else:
+                notice(f"{stage}: no shard is left to do: go on without puzzle.shard")
+
+    def _check(self) -> None:
+        """Before anything is done: what stands there must fit."""
+        for stage in STAGES:
+            self.workspace.is_finished(stage)
+
     def _wants(self, stage: str) -> bool:
         return self.chosen.stages is None or stage in self.chosen.stages
 
     def _write_config(self) -> None:
         """Where ranks read it."""
-        self.workspace.folder.mkdir(parents=True, exist_ok=True)
-        write_config(self.workspace.folder, self.config)
-        write_versions(self.workspace.folder, sys.argv)
+        folder = self.workspace.config.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        write_config(folder, self.config)
+        write_versions(folder, sys.argv)
 
     def _carry_out(self, stages: Sequence[str]) -> None:
         """Stages of one kind, one after the other."""
         todo = [stage for stage in stages if not self.workspace.is_finished(stage)]
         for stage in stages:
             if stage not in todo:
-                notice(f"{stage}: finished before")
+                notice(f"{self._label(stage)}: finished before")
         if not todo:
             return
         for number, stage in enumerate(todo):
@@ -107,6 +140,8 @@ class Job:
                 raise ValueError(
                     f"puzzle.stages: {stage} takes what {' and '.join(missing)} makes, which is not finished: add it"
                 )
+            if self.workspace.shard is None and (left := self.workspace.unfinished_shards(stage)):
+                notice(f"{stage}: shards {', '.join(map(str, left))} are not finished: what they lack is done here")
         began = time.monotonic()
         if todo[0] in ON_RANKS:
             self._on_ranks(todo)
@@ -118,11 +153,14 @@ class Job:
             empty = step() is False
             if stage != "report":
                 self.workspace.finish(stage, empty=empty)
-        notice(f"{', '.join(todo)}: done in {time.monotonic() - began:.0f} s")
+        notice(f"{', '.join(map(self._label, todo))}: done in {time.monotonic() - began:.0f} s")
+
+    def _label(self, stage: str) -> str:
+        return stage if self.workspace.shard is None else f"{stage}, shard {self.workspace.shard}"
 
     def _on_ranks(self, stages: Sequence[str]) -> None:
         command = [sys.executable, "-m", "nemo_ext.puzzle.rank", str(self.workspace.config), *stages]
-        code = run_ranks(command, int(self.config["launcher"]["nproc_per_node"]), self.workspace.folder)
+        code = run_ranks(command, int(self.config["launcher"]["nproc_per_node"]), self.workspace.config.parent)
         if code == INTERRUPTED:
             raise KeyboardInterrupt
         if code:

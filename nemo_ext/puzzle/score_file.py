@@ -57,6 +57,22 @@ def append_scores(file: Path, scores: Sequence[Score]) -> None:
     write_text(file, kept)
 
 
+def collect_scores(file: Path, parts: Sequence[Path], order: Sequence[tuple[int, str]]) -> None:
+    """Move what is in other files into one, its lines in the order of (block, variant) in which one process scores.
+
+    Args:
+        file: the one.
+        parts: of shards; removed.
+        order: of all variants.
+    """
+    known = {(score.block, score.variant): score for each in (*parts, file) for score in read_scores(each)}
+    if known:
+        keys = dict.fromkeys([*(key for key in order if key in known), *known])
+        write_text(file, "".join(json.dumps(asdict(known[key])) + "\n" for key in keys))
+    for part in parts:
+        part.unlink()
+
+
 def parent_loss(scores: Sequence[Score]) -> float:
     """The parent's own loss: any block kept as it is."""
     return next(score.loss for score in scores if score.variant == KEEP)

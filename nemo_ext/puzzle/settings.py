@@ -23,6 +23,7 @@ from pydantic.dataclasses import dataclass
 from nemo_ext.puzzle.cost import REQUEST_SECONDS, RESOURCES, Serving
 from nemo_ext.puzzle.problem import Limit
 from nemo_ext.puzzle.search import GAP, TIME_LIMIT
+from nemo_ext.puzzle.shards import SHARDED, Shard
 from nemo_ext.puzzle.variants import Choices
 
 THROUGHPUT = "throughput"
@@ -238,6 +239,7 @@ class Settings:
     parent: str | None = None
     child: Name = "child"
     stages: list[str] | None = None
+    shard: str | None = None
     variants: Choices = Choices()
     calibration: Batches = Batches()
     distill: Training = Training()
@@ -249,6 +251,14 @@ class Settings:
     fuse: Fuse = Fuse()
     heal: Heal = Heal()
     export: bool = False
+
+    def __post_init__(self) -> None:
+        if self.shard is None:
+            return
+        Shard.of(self.shard)
+        if len(self.stages or ()) != 1 or not set(self.stages or ()) <= set(SHARDED):
+            one = " or ".join(f"'puzzle.stages=[{stage}]'" for stage in SHARDED)
+            raise ValueError(f"puzzle.shard={self.shard} is a part of one stage: say {one} with it")
 
 
 def settings(section: Mapping[str, Any]) -> Settings:

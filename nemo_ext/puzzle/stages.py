@@ -5,12 +5,13 @@ Ranks share out the data (`data_parallel`); rank 0 writes. Each stage takes up w
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from nemo_ext.architecture.block_configs import to_block_configs
 from nemo_ext.architecture.blocks import Block
@@ -35,8 +36,9 @@ from nemo_ext.puzzle.measure import OUTSIDE, block_key, distinct_blocks, initial
 from nemo_ext.puzzle.parent import Parent, Replaced
 from nemo_ext.puzzle.realise import child, realise
 from nemo_ext.puzzle.score import score_blocks
-from nemo_ext.puzzle.score_file import read_scores
+from nemo_ext.puzzle.score_file import collect_scores, read_scores
 from nemo_ext.puzzle.settings import Batches, Settings, settings
+from nemo_ext.puzzle.shards import LOCKS, Shard
 from nemo_ext.puzzle.token_batches import TokenBatches
 from nemo_ext.puzzle.variants import Variant, variants
 from nemo_ext.puzzle.workspace import Workspace
@@ -92,8 +94,16 @@ class Stages:
 
     def tokens(self, split: Any, of: Batches) -> list[torch.Tensor]:
         """This rank's batches of the calibration or the validation set."""
-        data = TokenBatches(self._data_config, split, of.sequences, self.parent.device)
-        return data.batches(of.batch)
+        return self._token_batches(split, of.sequences).batches(of.batch)
+
+    def _token_batches(self, split: Any, sequences: int) -> TokenBatches:
+        # Megatron's first reader of a data set writes its index for those after it, who must not find half of it:
+        # ranks wait for rank 0 anyway, shards for each other here.
+        alone: AbstractContextManager[object] = nullcontext()
+        if self.workspace.shard is not None and data_parallel.number() == 0:
+            alone = FileLock(self.workspace.run_dir / LOCKS / "data.lock")
+        with alone:
+            return TokenBatches(self._data_config, split, sequences, self.parent.device)
 
     @property
     def _data_config(self) -> dict[str, Any]:
@@ -132,11 +142,32 @@ class Stages:
         training = self.chosen.distill
         if not training.steps:
             return
-        self._distill(self.found, Library(self.workspace.initial), Library(self.workspace.trained), "distill")
+        shard = self.workspace.shard
+        found = self._share([trainable([each]) for each in self.found])
+        if shard is None or any(found):
+            initial, trained = Library(self.workspace.initial), Library(self.workspace.trained)
+            self._distill(found, initial, trained, "distill", shard)
 
-    def _distill(self, found: Sequence[Sequence[Variant]], initial: Library, trained: Library, label: str) -> None:
+    def _share(self, found: Sequence[Sequence[Variant]]) -> Sequence[Sequence[Variant]]:
+        """Those that are dealt with here."""
+        shard = self.workspace.shard
+        if shard is None:
+            return found
+        own = shard.share(found)
+        if not any(own):
+            _say(f"shard {shard}: there are only {sum(map(len, found))} variants, so it has nothing to do")
+        return own
+
+    def _distill(
+        self,
+        found: Sequence[Sequence[Variant]],
+        initial: Library,
+        trained: Library,
+        label: str,
+        shard: Shard | None = None,
+    ) -> None:
         training = self.chosen.distill
-        data = TokenBatches(self._data_config, "train", training.steps * training.batch, self.parent.device)
+        data = self._token_batches("train", training.steps * training.batch)
         with _progress(label, training.steps * len(trainable(found)), "steps") as advance:
             distill(
                 self.parent,
@@ -145,20 +176,33 @@ class Stages:
                 trained,
                 lambda step: data.stream(step, training.batch),
                 training,
+                shard=shard,
                 advance=advance,
             )
 
     def score(self) -> None:
         """Score every variant in its block's place."""
-        with _progress("score", sum(map(len, self.found)), "variants") as advance:
+        scores, whole = self.workspace.scores, self.workspace.shard is None
+        order = [(variant.number + 1, variant.name) for each in self.found for variant in each]
+        found = self._share(self.found)
+        if whole:
+            data_parallel.written(lambda: collect_scores(scores, self.workspace.scores_of_shards(), order))
+        else:  # a run without shards may have begun
+            done = data_parallel.agreed(lambda: {(score.block, score.variant) for score in read_scores(scores)})
+            found = [[v for v in each if (v.number + 1, v.name) not in done] for each in found]
+        if not any(found):
+            return
+        with _progress("score", sum(map(len, found)), "variants") as advance:
             score_blocks(
                 self.parent,
-                self.found,
+                found,
                 partial(self.best.layer, self.parent),
                 self.calibration,
-                self.workspace.scores,
+                self.workspace.own_scores,
                 advance=advance,
             )
+        if whole:
+            data_parallel.written(lambda: collect_scores(scores, [], order))
 
     def cost(self) -> None:
         """What every variant takes of each resource."""

@@ -3,6 +3,7 @@
 RUN_DIR/parent/            the parent's training run, where it is trained here
 RUN_DIR/blocks/            what every child is chosen from: variants and their scores
 RUN_DIR/CHILD/             one child: costs, search, weights, fusion, healing, report
+RUN_DIR/CHILD/shards/IofN/ config and logs of one shard of a stage; its results are among the others of the stage
 """
 
 import hashlib
@@ -17,6 +18,7 @@ from pydantic import TypeAdapter
 
 from nemo_ext.checkpoint.torch_dist import METADATA, checkpoint_folder
 from nemo_ext.puzzle.settings import Settings
+from nemo_ext.puzzle.shards import Shard
 from nemo_ext.run_directory import CONFIG, write_text
 
 STAGES: Mapping[str, tuple[str, ...]] = {
@@ -58,12 +60,14 @@ class Workspace:
         child: name of the child.
         given_parent: where the parent is, if it is not trained here.
         decides: stage -> the settings that decide its results.
+        shard: the part of a stage that is done here; None for all of it.
     """
 
     run_dir: Path
     child: str
     given_parent: str | None
     decides: Mapping[str, Mapping[str, Any]]
+    shard: Shard | None = None
 
     @classmethod
     def of(cls, config: Mapping[str, Any], chosen: Settings) -> "Workspace":
@@ -74,7 +78,8 @@ class Workspace:
             chosen: its section `puzzle`, checked.
         """
         section = json.loads(TypeAdapter(Settings).dump_json(chosen))
-        return cls(Path(config["run_dir"]), chosen.child, chosen.parent, _decides(config, section))
+        shard = None if chosen.shard is None else Shard.of(chosen.shard)
+        return cls(Path(config["run_dir"]), chosen.child, chosen.parent, _decides(config, section), shard)
 
     @property
     def parent(self) -> Path:
@@ -102,6 +107,15 @@ class Workspace:
         return self.blocks / "scores.jsonl"
 
     @property
+    def own_scores(self) -> Path:
+        """Those that are made here."""
+        return self.scores if self.shard is None else self.blocks / f"scores_{self.shard.label}.jsonl"
+
+    def scores_of_shards(self) -> list[Path]:
+        """Those that shards made."""
+        return sorted(self.blocks.glob("scores_*of*.jsonl"))
+
+    @property
     def costs(self) -> Path:
         """Resources of every variant."""
         return self.folder / "costs.csv"
@@ -118,8 +132,9 @@ class Workspace:
 
     @property
     def config(self) -> Path:
-        """The composed config with which the child was made last."""
-        return self.folder / CONFIG
+        """The composed config with which the child was made last; logs are beside it."""
+        folder = self.folder if self.shard is None else self.folder / "shards" / self.shard.label
+        return folder / CONFIG
 
     @property
     def weights(self) -> Path:
@@ -160,21 +175,30 @@ class Workspace:
         return (self.blocks if stage in SHARED else self.folder) / "stages" / f"{stage}.json"
 
     def is_finished(self, stage: str) -> bool:
-        """Whether a stage was finished, with the same settings and from what its needs are now.
+        """Whether a stage, or this shard of it, was finished with the same settings and from what its needs are now.
 
         Raises:
             ValueError: finished or begun otherwise, with what differs; but a stage that had nothing to do, or that only
                 looks, is then to be carried out again.
         """
         finished = self.record(stage).is_file()
-        file = self.record(stage) if finished else self._begun(stage)
-        if not file.is_file():
+        shards = self._shards(stage)
+        if not all(
+            self._fits(stage, file, finished=finished)
+            for file in ([self.record(stage)] if finished else [self._begun(stage), *shards.values()])
+            if file.is_file()
+        ):
             return False
+        if finished and stage == "parent":
+            self._check_parent(json.loads(self.record(stage).read_text()))
+        own = None if self.shard is None else shards.get(self.shard)
+        return finished or (own is not None and self._is_done(own))
+
+    def _fits(self, stage: str, file: Path, *, finished: bool) -> bool:
+        """Whether what a stage left is of the same settings and needs; if not, it may be carried out again."""
         record, now = json.loads(file.read_text()), self._now(stage)
         if record["settings"] == now["settings"] and record["made_from"] == now["made_from"]:
-            if finished and stage == "parent":
-                self._check_parent(record)
-            return finished
+            return True
         if stage in RENEWED or record.get("empty"):
             return False
         what = f"{file}: {stage} was {'done' if finished else 'begun'}"
@@ -184,8 +208,21 @@ class Workspace:
         raise ValueError(f"{what} from results that were replaced since: {self._advice(stage)}")
 
     def begin(self, stage: str) -> None:
-        """Note with what settings a stage is begun, so that nobody goes on with others."""
-        write_text(self._begun(stage), json.dumps(self._now(stage), indent=1) + "\n")
+        """Note with what settings a stage, or this shard of it, is begun, so that nobody goes on with others.
+
+        Raises:
+            ValueError: the stage was divided into another number of shards.
+        """
+        if self.shard is None:
+            write_text(self._begun(stage), json.dumps(self._now(stage), indent=1) + "\n")
+            return
+        counts = {shard.count for shard in self._shards(stage)} - {self.shard.count}
+        if counts:
+            raise ValueError(
+                f"puzzle.shard={self.shard}: {stage} was begun in {counts.pop()} shards: go on with these, or without "
+                "puzzle.shard to have what is left done in one process"
+            )
+        self._write_shard(stage, done=False)
 
     def finish(self, stage: str, *, empty: bool = False) -> None:
         """Note that a stage is finished.
@@ -194,11 +231,22 @@ class Workspace:
             stage: which.
             empty: it had nothing to do, so that it may be done with other settings later.
         """
+        if self.shard is not None:
+            self._write_shard(stage, done=True)
+            return
         record = {**self._now(stage), "empty": empty}
         if stage == "parent":
             record["checkpoint"] = _fingerprint(checkpoint_folder(self.parent))
         write_text(self.record(stage), json.dumps(record, indent=1) + "\n")
         self._begun(stage).unlink(missing_ok=True)
+        for file in self._shards(stage).values():
+            file.unlink()
+
+    def unfinished_shards(self, stage: str) -> list[Shard]:
+        """What is left of a stage that was begun in shards."""
+        shards = self._shards(stage)
+        every = {Shard(number, shard.count) for shard in shards for number in range(shard.count)}
+        return sorted(shard for shard in every if shard not in shards or not self._is_done(shards[shard]))
 
     def missing(self, stage: str) -> list[str]:
         """What a stage needs and is not finished."""
@@ -206,6 +254,19 @@ class Workspace:
 
     def _begun(self, stage: str) -> Path:
         return self.record(stage).with_suffix(".begun.json")
+
+    def _shards(self, stage: str) -> dict[Shard, Path]:
+        """What the shards of a stage noted; they go when all of the stage is finished."""
+        return {Shard.of_label(file): file for file in self.record(stage).parent.glob(f"{stage}.shard_*.json")}
+
+    def _is_done(self, shard: Path) -> bool:
+        done: bool = json.loads(shard.read_text())["done"]
+        return done
+
+    def _write_shard(self, stage: str, *, done: bool) -> None:
+        assert self.shard is not None
+        file = self.record(stage).with_name(f"{stage}.shard_{self.shard.label}.json")
+        write_text(file, json.dumps({**self._now(stage), "done": done}, indent=1) + "\n")
 
     def _now(self, stage: str) -> dict[str, Any]:
         settings: dict[str, Any] = json.loads(json.dumps(self.decides[stage]))
