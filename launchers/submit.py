@@ -8,13 +8,21 @@ if __name__ == "__main__":
 from nemo_ext.config import mistakes_are_one_line
 
 HELP = """\
-nemo-ext submit: checks a training job on the login node, then hands it to Slurm. The run goes on by itself after time
-limits, failed nodes and broken checkpoints (docs/clusters.md). The same command again goes on with the same run.
+nemo-ext submit: checks a job on the login node, then hands it to Slurm. It goes on by itself after time limits, failed
+nodes and broken checkpoints (docs/clusters.md). The same command again goes on with the same run.
 
   nemo-ext submit recipe=domyn_small/cpt cluster=leonardo account=IscrX run_dir=$WORK/runs/cpt
   nemo-ext submit --dry-run recipe=olmo3/7b_pretrain cluster=leonardo cluster.qos=boost_qos_bprod
   nemo-ext submit --config-dir mine cluster=my_site recipe=nemotron3_nano/pretrain
+  nemo-ext submit job=rl preset=rl_zero engine=nemo_rl slurm.nodes=16 model=... tasks.train.path=... cluster=leonardo
+  nemo-ext submit --multirun recipe=olmo1/1b megatron.lr=1e-4,2e-4 run_dir=$WORK/sweep cluster=leonardo
+  nemo-ext submit pipeline=domyn_small run_dir=$WORK/domyn start=... cpt.megatron.lr=1e-5 cluster=leonardo account=IscrX
 
+  job            of nemo-ext: train (if not given), rl, puzzle, convert, tokenize, sft_data, preference_data, rl_tasks,
+                 curriculum, blend, merge
+  pipeline       a file of hydra_conf/pipeline: jobs that follow each other (docs/pipelines.md); STAGE.key=value and
+                 JOB.key=value go to a stage, or to all of a job; finished stages are left out
+  --multirun     every combination of comma-separated values is a run, all of them one array
   cluster        a file of hydra_conf/cluster: leonardo, dgx_h100, testbed, generic; cluster.KEY=value changes a fact,
                  cluster.qos, cluster.partition and cluster.container.image above all
   account        that is charged
@@ -24,7 +32,7 @@ limits, failed nodes and broken checkpoints (docs/clusters.md). The same command
   slurm.options  further options of sbatch: 'slurm.options=["--mail-type=END"]'
   --dry-run      checks and shows the command, submits nothing
 
-All other words are those of `nemo-ext train`. A recipe's number of GPUs is kept; launcher.nodes=N and
+All other words are the job's own. A recipe's number of GPUs is kept; launcher.nodes=N and
 launcher.nproc_per_node=N say others."""
 
 

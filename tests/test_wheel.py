@@ -51,3 +51,9 @@ def test_the_command_finds_its_configs(installed: Path, tmp_path: Path, words: l
 def test_the_wheel_has_the_console_script_and_the_type_marker(installed: Path) -> None:
     assert (installed / "bin" / "nemo-ext").exists()
     assert (installed / "nemo_ext" / "py.typed").exists()
+
+
+def test_the_wheel_has_the_batch_scripts(installed: Path) -> None:
+    scripts = {path.name: path.read_text() for path in (ROOT / "slurm").glob("*.sbatch")}
+
+    assert {path.name: path.read_text() for path in (installed / "nemo_ext/slurm/scripts").iterdir()} == scripts

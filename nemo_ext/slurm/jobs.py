@@ -64,7 +64,11 @@ def shard_record(record: Path, number: int) -> Path:
 
 
 def nodes_and_gpus(job: str, config: Mapping[str, Any], settings: Settings) -> tuple[int, int]:
-    """How many nodes a job takes, and how many GPUs of each."""
+    """How many nodes a job takes, and how many GPUs of each.
+
+    Raises:
+        ValueError: NeMo-RL takes whole nodes, and the site does not say what they have.
+    """
     if job in ("train", "puzzle"):
         return int(config["launcher"]["nodes"]), int(config["launcher"]["nproc_per_node"])
     if job != "rl":
@@ -72,7 +76,12 @@ def nodes_and_gpus(job: str, config: Mapping[str, Any], settings: Settings) -> t
     if config["engine"] == "trl":
         return 1, 1
     node = settings.cluster.node
-    return settings.slurm.nodes, 1 if node is None else node.gpus
+    if node is None:
+        raise ValueError(
+            f"cluster={settings.cluster.name}: engine=nemo_rl takes whole nodes, and nothing is said of theirs: give "
+            "'cluster.node={gpus: 8, gpu: NAME, gpu_memory_gib: 80, fp8: true, cpus: 112}', or a site of your own"
+        )
+    return settings.slurm.nodes, node.gpus
 
 
 def saved_step(job: str, record: Path) -> int | None:

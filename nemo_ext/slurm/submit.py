@@ -12,7 +12,6 @@ from typing import Any
 
 from rich.console import Console
 
-import nemo_ext
 from nemo_ext.config import check_recipe, compose
 from nemo_ext.run_directory import write_text
 from nemo_ext.slurm import attempts
@@ -22,7 +21,8 @@ from nemo_ext.slurm.settings import Settings, settings_of, split
 from nemo_ext.slurm.status import JOB, job_of, queued
 from nemo_ext.slurm.sweep import MULTIRUN, points
 
-SCRIPTS = Path(nemo_ext.__file__).parents[1] / "slurm"
+SCRIPTS = Path(__file__).parent / "scripts"
+"""Links to the checkout's `slurm/`, files in an installed package."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +107,7 @@ def script_of(job: str) -> Path:
     Raises:
         ValueError: there is none.
     """
-    script = SCRIPTS / script_name(job)
-    if not script.is_file():
-        raise ValueError(f"{script} is not there: submit from a checkout of nemo_ext (pip install -e)")
-    return script
+    return SCRIPTS / script_name(job)
 
 
 def planned(words: Sequence[str], *, after: Sequence[str] = (), coming: Sequence[Path] = ()) -> Submission:

@@ -68,7 +68,11 @@ class Training(Batch):
         names = subprocess.run(
             ["scontrol", "show", "hostnames"], capture_output=True, text=True, check=True
         ).stdout.split()
-        meeting = {"MASTER_ADDR": names[0], "MASTER_PORT": str(_FIRST_PORT + int(self.job) % _PORTS)}
+        # One node needs no name that can be resolved.
+        meeting = {
+            "MASTER_ADDR": names[0] if len(names) > 1 else "127.0.0.1",
+            "MASTER_PORT": str(_FIRST_PORT + int(self.job) % _PORTS),
+        }
         return {**super().environment(), **meeting, **self.settings.cluster.variables()}
 
     def _layout(self) -> list[str]:

@@ -80,10 +80,9 @@ def test_a_sweep_is_an_array(slurm: Any, nemo_ext: Callable[..., str], tmp_path:
     first, second = ((place / "slurm" / "job").read_text().strip() for place in places)
     assert (first.partition("_")[0], first[-2:], second[-2:]) == (second.partition("_")[0], "_0", "_1")
     assert "is running" in (again := nemo_ext("submit", *words, code=2)) or "is pending" in again
-    slurm.wait(lambda: len([1 for place in places if attempts.finished(place)]) == 2, what=outputs(base))
+    slurm.wait(lambda: nemo_ext("status", str(base)).count("finished") == 2, what=outputs(base))
 
     assert [last_checkpoint(place) for place in places] == [10, 10]
-    assert nemo_ext("status", str(base)).count("finished") == 2
     assert [attempts.read(place)[0].job for place in places] == [first, second]
 
 

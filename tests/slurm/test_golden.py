@@ -1,0 +1,78 @@
+"""Every command that is rendered for Slurm, to the letter: commands.txt; `NEMO_EXT_WRITE=1 pytest` writes it."""
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nemo_ext.slurm.pipeline import read
+from nemo_ext.slurm.settings import settings_of, split
+from nemo_ext.slurm.submit import SCRIPTS, planned
+from nemo_ext.slurm.task import Task
+from nemo_ext.slurm.training import Training
+
+GOLDEN = Path(__file__).parent / "commands.txt"
+SUBMITTED = {
+    "training": ["recipe=domyn_small/cpt", "account=X", "run_dir=runs/cpt"],
+    "a sweep": ["--multirun", "recipe=olmo1/1b", "megatron.lr=1e-4,2e-4", "run_dir=runs/sweep", "time=02:00:00"],
+    "RL with TRL": ["job=rl", "preset=dpo_delta", "model=hf", "pairs.train=pairs", "run_dir=runs/dpo"],
+    "RL with NeMo-RL": [
+        *("job=rl", "preset=domyn_math_grpo", "engine=nemo_rl", "model=hf", "tasks.train.path=tasks.jsonl"),
+        *("slurm.nodes=16", "run_dir=runs/grpo"),
+    ],
+    "Puzzle": ["job=puzzle", "recipe=puzzle/hybrid", "run_dir=runs/puzzle", "launcher.nproc_per_node=4"],
+    "shards of Puzzle's distillation": ["job=puzzle", "slurm.shards=8", "run_dir=runs/puzzle"],
+    "conversion": ["job=convert", "from=runs/cpt", "to=exports/cpt"],
+    "tokenising": ["job=tokenize", "input=texts.jsonl", "output=data/mine", "account=X"],
+}
+CONTAINERS = {
+    "no container": [],
+    "Singularity": ["cluster.container.image=/images/nemo.sif"],
+    "Apptainer": ["cluster.container.runtime=apptainer", "cluster.container.image=/images/nemo.sif"],
+    "pyxis": [
+        "cluster.container.runtime=pyxis",
+        "cluster.container.image=/images/nemo.sqsh",
+        "cluster.container.options=[]",
+    ],
+}
+
+
+def rendered(folder: Path) -> Iterator[str]:
+    for site in ("leonardo", "dgx_h100", "testbed", "generic"):
+        for name, words in SUBMITTED.items():
+            if site == "generic" and "engine=nemo_rl" in words:
+                continue  # refused: it does not know how many GPUs a node has
+            yield f"# {name}, {site}"
+            yield shlex.join(planned([f"cluster={site}", *words]).command())
+    given = [f"{key}=/given" for key in ("start", "tokenizer", "math_tasks", "environment_tasks", "pairs")]
+    for pipeline in ("quickstart", "domyn_small", "puzzle"):
+        own = given if pipeline == "domyn_small" else []
+        for stage in read([f"pipeline={pipeline}", "run_dir=runs/chain", "cluster=leonardo", *own]).stages:
+            yield f"# pipeline {pipeline}, {stage.name}"
+            yield shlex.join(replace(planned(stage.words), after=tuple(f"<{name}>" for name in stage.after)).command())
+    for name, words in CONTAINERS.items():
+        settings = settings_of(split(["cluster=leonardo", *words])[0])
+        for kind, of, module in ((Training, "ranks", "nemo_ext.slurm.rank"), (Task, "another job", "nemo_ext.cli")):
+            yield f"# {of} on leonardo, {name}"
+            yield shlex.join(kind(settings, []).srun(["-m", module, "..."], "--label"))
+
+
+def test_every_command_is_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORK", "FAST", "CINECA_SCRATCH"):
+        monkeypatch.setenv(name, f"/{name.lower()}")
+    for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr("nemo_ext.slurm.batch.Batch.seconds_left", lambda self: None)
+
+    text = "\n".join(rendered(tmp_path)) + "\n"
+    for place, name in ((str(SCRIPTS), "SCRIPTS"), (str(tmp_path), "HERE"), (sys.executable, "PYTHON")):
+        text = text.replace(place, name)
+    if os.environ.get("NEMO_EXT_WRITE"):
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text()
