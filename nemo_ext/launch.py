@@ -19,7 +19,7 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from nemo_ext import run_directory
+from nemo_ext import memory_profile, run_directory
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.config import INTERRUPTED
 from nemo_ext.data.blend import other_order
@@ -116,6 +116,7 @@ def train(config: dict[str, Any]) -> None:
 
 def checked_runs(config: dict[str, Any]) -> list[dict[str, Any]]:
     """The configs with which ranks are started, one after the other: one, or one for each segment of the phases."""
+    memory_profile.interval(config)
     use_data(config)
     from nemo_ext.megatron.check import check
 

@@ -8,12 +8,13 @@ from typing import Any
 from nemo_ext import run_directory
 from nemo_ext.architecture.cost import active_params, total_params
 from nemo_ext.architecture.model import Architecture
+from nemo_ext.evaluation import memory
 
 PLOT = "report.png"
 
 
 def write_report(run_dir: Path) -> Path:
-    """Writes `report.md` and its plot from the files of a run directory; returns the report's path.
+    """Writes `report.md` and its plots from the files of a run directory; returns the report's path.
 
     Raises:
         ValueError: if the run logged no step yet.
@@ -29,7 +30,10 @@ def write_report(run_dir: Path) -> Path:
         raise ValueError(f"{run_dir / run_directory.METRICS}: no step is logged yet, so there is nothing to report")
     plot(steps, evaluations, run_dir / PLOT, title=f"{config['recipe']} · {config['model']['name']}")
     path = run_dir / run_directory.REPORT
-    run_directory.write_text(path, _markdown(config, steps, evaluations, run_dir))
+    text = _markdown(config, steps, evaluations, run_dir)
+    if memory_section := memory.section(run_dir):
+        text += f"\n{memory_section}"
+    run_directory.write_text(path, text)
     return path
 
 

@@ -11,7 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron.core.timers import Timers
+
 from nemo_ext.megatron.forward_step import LOSS
+from nemo_ext.memory_profile import Phases
 from nemo_ext.run_directory import truncate_metrics
 
 
@@ -33,6 +36,58 @@ VALIDATION = " validation"
 
 LAST_OF_A_STEP = "iteration_time"
 """What Megatron writes last of a step; throughput and energy, which may follow, go to TensorBoard alone."""
+
+
+STEPS = "interval-time"
+"""Megatron's timer that runs while the loop does steps, and not in what is between them."""
+
+PHASES = {
+    STEPS: "training",
+    "evaluate": "validation",
+    "save-checkpoint": "checkpoint",
+    "save-checkpoint-non-persistent": "checkpoint",
+    "load-checkpoint": "loading",
+}
+"""Phases of a run by Megatron's timers."""
+
+
+class PhaseTimers(Timers):
+    """Megatron's timers, which also note the phases of a run: its loop says nowhere else when one begins."""
+
+    phases: Phases
+
+    @classmethod
+    def take_over(cls, timers: Timers, phases: Phases) -> None:
+        """Has Megatron's own object, which its functions hold already, note the phases."""
+        timers.__class__ = cls
+        timers.phases = phases
+
+    def __call__(self, name: str, log_level: int | None = None) -> Any:
+        """As upstream."""
+        timer = super().__call__(name, log_level)
+        return _PhaseTimer(timer, name, self.phases) if name in PHASES else timer
+
+
+class _PhaseTimer:
+    """A timer at whose start a phase begins, and at whose stop the one before it goes on."""
+
+    def __init__(self, timer: Any, name: str, phases: Phases) -> None:
+        self._timer, self._name, self._phases = timer, name, phases
+
+    def start(self, *arguments: Any, **named: Any) -> None:
+        if self._name == STEPS:
+            self._phases.begin(PHASES[STEPS])
+        else:
+            self._phases.enter(PHASES[self._name])
+        self._timer.start(*arguments, **named)
+
+    def stop(self, *arguments: Any, **named: Any) -> None:
+        self._timer.stop(*arguments, **named)
+        if self._name != STEPS:
+            self._phases.leave()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._timer, name)
 
 
 class MetricsWriter:

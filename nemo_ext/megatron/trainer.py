@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 
-from nemo_ext import run_directory
+from nemo_ext import memory_profile, run_directory
 from nemo_ext.architecture.cost import train_flops_per_token
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.data.phases import Plan, plan_of
@@ -31,6 +31,7 @@ def main(config_path: str) -> None:
     """Trains as the resolved config at `config_path` says."""
     main_entry = time.time()
     config = run_directory.read_config(Path(config_path))
+    memory_phases = profile_memory(config)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asked for under tensor and context parallelism
     stand_ins = runtime.enable()  # before anything imports Megatron, which binds these names once
     if not torch.cuda.is_available():
@@ -60,6 +61,7 @@ def main(config_path: str) -> None:
     step = forward_step if distilled is None else partial(forward_step, distillation=distilled)
     if distilled is not None:
         model.post_wrap_hooks.append(distilled.attach)  # after the student, whose initial weights are then as without
+    model.pre_wrap_hooks.append(partial(note_phases, memory_phases=memory_phases))
     plan = plan_of(config)
     provide: Callable[[list[int]], tuple[Any, Any, None]] = datasets
     if plan is not None:
@@ -81,10 +83,34 @@ def main(config_path: str) -> None:
     try:
         pretrain(container, provider, ModelType.encoder_or_decoder, step)
     finally:
+        memory_phases.begin(None)
         close_metrics()
     if plan is not None and (saved := run_directory.last_checkpoint(Path(config["run_dir"]))) is not None:
         phases.check_consumed(plan, saved)
     torch.distributed.destroy_process_group()
+
+
+def profile_memory(config: Mapping[str, Any]) -> memory_profile.Phases:
+    """Starts this node's memory sampler, on its first rank; gives what notes the phases, on the run's first rank."""
+    seconds = memory_profile.interval(config)
+    if seconds is None:
+        return memory_profile.Phases(None)
+    folder = Path(config["run_dir"]) / memory_profile.FOLDER
+    phases = memory_profile.Phases(folder if os.environ.get("RANK", "0") == "0" else None)
+    phases.begin("setup")
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        memory_profile.start(folder, root=memory_profile.root_of_ranks(), seconds=seconds)
+    return phases
+
+
+def note_phases(model: list[torch.nn.Module], *, memory_phases: memory_profile.Phases) -> list[torch.nn.Module]:
+    """A model hook, the first place where Megatron's timers are there: has them note the phases."""
+    from megatron.training import get_timers
+
+    from nemo_ext.megatron.metrics import PhaseTimers
+
+    PhaseTimers.take_over(get_timers(), memory_phases)
+    return model
 
 
 def attach_metrics(config: Mapping[str, Any], plan: Plan | None, *, first_step: int) -> None:

@@ -13,7 +13,7 @@ from nemo_ext.run_directory import CHECKPOINTS, CONFIG, only_run_in, read_config
 
 KEYS = (
     *("preset", "run_dir", "engine", "policy", "template", "tasks", "pairs", "environments", "trl", "nemo_rl"),
-    *("on_inexpressible", "micro_batch", "save_every", "seed"),
+    *("on_inexpressible", "micro_batch", "save_every", "memory_profile", "seed"),
 )
 SAME = ("engine", "policy", "template", "tasks", "pairs", "environments", "rl", "trl", "nemo_rl", "seed")
 """What a run that goes on must have as it began."""

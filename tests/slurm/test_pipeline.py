@@ -162,3 +162,32 @@ def test_a_chain_stops_at_a_failure_and_goes_on_from_there(slurm: Any, tmp_path:
     assert attempts.finished(root / "export") is not None
     assert submit().count("finished before") == 3
     assert "finished with other words (megatron.lr=1.0)" in submit("pretrain.megatron.lr=1.0", code=2)
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+def test_a_block_library_is_distilled_by_an_array(slurm: Any, tmp_path: Path) -> None:
+    root = tmp_path / "small"
+    small = (
+        *("data=mock", 'model.pattern="(*-)x2"', "megatron.hidden_size=64", "megatron.ffn_hidden_size=96"),
+        *("megatron.seq_length=32", "megatron.micro_batch_size=4", "megatron.global_batch_size=4", "train.tokens=1024"),
+        *("puzzle.calibration={sequences: 8, batch: 2}", "puzzle.evaluation={sequences: 8, batch: 2}"),
+        *("puzzle.distill={steps: 4, batch: 2}", "puzzle.heal.tokens=0", "puzzle.baselines=false"),
+        *("puzzle.search.shares={memory_bytes: 0.8}", "puzzle.search.sweep.resource=null"),
+    )
+    words = ("pipeline=puzzle", "shards=2", f"run_dir={root}", "cluster=testbed", *(f"puzzle.{word}" for word in small))
+    command = [sys.executable, "-m", "nemo_ext.cli", "submit", *words, 'slurm.options=["--cpus-per-task=1"]']
+    done = subprocess.run(command, cwd=tmp_path, env=slurm.environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "--array=0-1" in done.stdout
+    last = (root / "child" / "slurm" / "job").read_text().strip()
+    slurm.wait(lambda: slurm.state(last) in ("COMPLETED", "FAILED", "CANCELLED"), seconds=480, what=outputs_of(root))
+
+    assert slurm.state(last) == "COMPLETED", outputs_of(root)
+    assert all(attempts.finished(root / "distill" / "shards" / number) is not None for number in "01")
+    assert "distill: finished before" in outputs_of(root) or "distill: " in outputs_of(root)
+    assert (root / "puzzle" / "child" / "report.md").is_file()
+
+
+def outputs_of(root: Path) -> str:
+    return "".join(f"{path}\n{path.read_text()}" for path in sorted(root.rglob("*.out")))

@@ -1,10 +1,11 @@
-"""A run's report: rewards, lengths and outcomes over the steps."""
+"""A run's report: rewards, lengths and outcomes over the steps, and memory."""
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_ext.evaluation import memory
 from nemo_ext.rl.algorithms import Algorithm
 from nemo_ext.run_directory import METRICS, REPORT, write_text
 
@@ -17,7 +18,7 @@ _PANELS = {
 
 
 def write_report(run_dir: Path, algorithm: Algorithm) -> Path:
-    """Write report.md and its plot; returns the report's path."""
+    """Write report.md and its plots; returns the report's path."""
     logs = [json.loads(line) for line in (run_dir / METRICS).read_text().splitlines()]
     _plot(run_dir / PLOT, logs)
     names = sorted({name for log in logs for name in log} - {"step"})
@@ -27,6 +28,8 @@ def write_report(run_dir: Path, algorithm: Algorithm) -> Path:
         f"# {run_dir.name}: {algorithm.algorithm}\n\n{algorithm.source}. {logs[-1]['step']} steps.\n\n"
         f"![rewards]({PLOT})\n\n| | first | last | mean of the last tenth |\n|:--|--:|--:|--:|\n{rows}\n"
     )
+    if memory_section := memory.section(run_dir):
+        text += f"\n{memory_section}"
     write_text(run_dir / REPORT, text)
     return run_dir / REPORT
 

@@ -10,6 +10,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
+from nemo_ext import memory_profile
 from nemo_ext.data.settings import nearest
 from nemo_ext.progress import notice
 from nemo_ext.rl.algorithms import Algorithm, EnvironmentUse, PolicyGradient
@@ -35,6 +36,20 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
     Raises:
         ValueError: TRL is not there, or a setting, the model, the tasks or the pairs are at fault.
     """
+    seconds, folder = memory_profile.interval(config), Path(config["run_dir"]) / memory_profile.FOLDER
+    with memory_profile.sampled(folder, seconds):
+        phases = memory_profile.Phases(None if seconds is None else folder)
+        phases.begin("setup")
+        try:
+            trained = _train(config, algorithm, phases)
+        finally:
+            phases.begin(None)
+    if trained:
+        notice(f"report: {write_report(Path(config['run_dir']), algorithm)}")
+
+
+def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: memory_profile.Phases) -> bool:
+    """As `run`; False if there was nothing left to do."""
     # Threads that spin while they wait take the verifiers' cores; read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
@@ -68,23 +83,26 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
     done = _step_of(checkpoint) if checkpoint else 0
     if (run_dir / MODEL).is_dir() and done >= trainer.args.max_steps:
         notice(f"{run_dir / MODEL}: this run is finished; more steps go on, another run_dir=... begins anew")
-        return
+        return False
     if checkpoint is not None:
         notice(f"going on from step {done // updates_of(algorithm)}")
     for name in (METRICS, ROLLOUTS):
         truncate_metrics(run_dir / name, done)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.add_callback(trainers.Log(run_dir / METRICS, rollouts if isinstance(algorithm, PolicyGradient) else None))
+    trainer.phases = phases
+    phases.begin("training")
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     unfinished = run_dir / f".{MODEL}"
     for folder in (unfinished, run_dir / MODEL):
         shutil.rmtree(folder, ignore_errors=True)
-    trainer.save_model(str(unfinished))
-    tokenizer.save_pretrained(unfinished)
+    with phases.during("checkpoint"):
+        trainer.save_model(str(unfinished))
+        tokenizer.save_pretrained(unfinished)
     unfinished.rename(run_dir / MODEL)
     if isinstance(algorithm, PolicyGradient):
         rollouts.shutdown()
-    notice(f"report: {write_report(run_dir, algorithm)}")
+    return True
 
 
 def _own_settings(config: Mapping[str, Any], algorithm: Algorithm, *, resumed: bool) -> dict[str, Any]:

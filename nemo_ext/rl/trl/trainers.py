@@ -12,19 +12,45 @@ from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from nemo_ext.data.settings import check_keys
+from nemo_ext.memory_profile import Phases
 from nemo_ext.progress import notice
 from nemo_ext.rl.algorithms import PolicyGradient, Preference
 from nemo_ext.rl.plan import PlannedTasks, TaskFile
 from nemo_ext.rl.trl.rollouts import Rollout, Rollouts
 
 
-class _OurPrompts:
+class _Phased:
+    """Of a trainer: notes what transformers' callbacks tell of only when it is over."""
+
+    phases = Phases(None)
+
+    def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
+        with self.phases.during("validation"):
+            return super().evaluate(*arguments, **named)  # type: ignore[misc]
+
+    def _save_checkpoint(self, *arguments: Any, **named: Any) -> None:
+        with self.phases.during("checkpoint"):
+            super()._save_checkpoint(*arguments, **named)  # type: ignore[misc]
+
+
+class _OurPrompts(_Phased):
     """Of a trainer: prompts are texts that the chat template has made already, special tokens and all."""
 
     rollouts: Rollouts
+    model: Any
 
     def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
         return self.rollouts.encoded(prompts), None, {}
+
+    def _generate_and_score_completions(self, *arguments: Any, **named: Any) -> Any:
+        with self.phases.during("generation" if self.model.training else "validation"):
+            return super()._generate_and_score_completions(*arguments, **named)  # type: ignore[misc]
+
+    def _generate(self, *arguments: Any, **named: Any) -> Any:
+        made = super()._generate(*arguments, **named)  # type: ignore[misc]
+        if self.model.training:
+            self.phases.begin("scoring")  # by verifiers, and by the reference model
+        return made
 
 
 class _Grpo(_OurPrompts, GRPOTrainer):
@@ -32,6 +58,10 @@ class _Grpo(_OurPrompts, GRPOTrainer):
 
 
 class _Rloo(_OurPrompts, RLOOTrainer):
+    pass
+
+
+class _Dpo(_Phased, DPOTrainer):
     pass
 
 
@@ -95,7 +125,7 @@ def preference(
             raise ValueError(f"pairs.{split}={path}: no such file; `nemo-ext preference_data` writes it")
     most = settings.get("max_length")
     loaded = {split: _pairs(path, f"pairs.{split}", tokenizer, most) for split, path in files.items()}
-    return DPOTrainer(
+    return _Dpo(
         model=model,
         args=_config(DPOConfig, settings),
         train_dataset=loaded["train"],
