@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, NoReturn
+from typing import NoReturn
 
 from nemo_ext.config import FAILED, USER_ERROR, mistakes_are_one_line
 from nemo_ext.run_directory import write_text
@@ -61,8 +61,6 @@ class Batch(ABC):
     settings: Settings
     words: list[str]
     stopped: list[int] = field(default_factory=list)
-    interruption: ClassVar[str] = "TERM"
-    """The signal after which the work saves and ends."""
 
     def __post_init__(self) -> None:
         self.job = os.environ.get("SLURM_JOB_ID", "")
@@ -71,7 +69,7 @@ class Batch(ABC):
         array = os.environ.get("SLURM_ARRAY_JOB_ID")
         self.name = self.job if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
         self.restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        self.limit = self.seconds_left()
+        self.began, self.limit = time.time(), self.seconds_left()
 
     @abstractmethod
     def prepare(self) -> Prepared:
@@ -80,6 +78,10 @@ class Batch(ABC):
     @abstractmethod
     def work(self) -> int:
         """Do it, to its end or until it is interrupted; the exit code."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Have the work save and end."""
 
     @abstractmethod
     def saved(self) -> int | None:
@@ -151,8 +153,11 @@ class Batch(ABC):
         self.stopped.append(signal.SIGUSR2 if number == signal.SIGALRM else number)
         if len(self.stopped) == 1:
             say(f"{signal.Signals(number).name}: what runs finishes its step and saves")
-            # Not to srun: it would kill them. Without --batch the signal goes to the steps alone.
-            subprocess.run(["scancel", f"--signal={self.interruption}", self.job], check=False)
+            self.interrupt()
+
+    def signal_steps(self, name: str) -> None:
+        """Send a signal to what srun runs: not to srun, which would kill it; without --batch not to this process."""
+        subprocess.run(["scancel", f"--signal={name}", self.job], check=False)
 
     def seconds_left(self) -> float | None:
         """Of this start; None without a limit."""

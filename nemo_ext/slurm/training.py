@@ -47,6 +47,10 @@ class Training(Batch):
         with (Path(str(self.made["run_dir"])) / LOG).open("ab") as log:
             return subprocess.run(command, env=self.environment(), stdout=log, stderr=log, check=False).returncode
 
+    def interrupt(self) -> None:
+        """Megatron saves after SIGTERM."""
+        self.signal_steps("TERM")
+
     def saved(self) -> int:
         """Of Megatron's checkpoints."""
         return last_checkpoint(Path(str(self.made["run_dir"]))) or 0

@@ -45,6 +45,7 @@ SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
 GresTypes=gpu
 JobRequeue=1
 KillWait=5
+FirstJobId={first}
 MinJobAge=3600
 SlurmdParameters=config_overrides
 {nodes}
@@ -109,7 +110,9 @@ def slurm() -> Iterator[Slurm]:
     control, *ports = free_ports(3)
     names = dict(zip(("n1", "n2"), ports, strict=True))
     nodes = "\n".join(NODE.format(name=name, host=host, port=port) for name, port in names.items())
-    (folder / "slurm.conf").write_text(CONFIG.format(host=host, folder=folder, port=control, nodes=nodes))
+    facts = {"host": host, "folder": folder, "port": control, "nodes": nodes}
+    # Ports and folders are by job: those of two test sessions on one machine should differ.
+    (folder / "slurm.conf").write_text(CONFIG.format(first=1 + os.getpid() % 10_000 * 100, **facts))
     (folder / "gres.conf").write_text("".join(f"NodeName={n} Name=gpu Count=4 File=/dev/tty[0-3]\n" for n in names))
     (folder / "state").mkdir()
     key = folder / "munge.key"
