@@ -18,6 +18,10 @@ KEYS = (
 SAME = ("engine", "policy", "template", "tasks", "pairs", "environments", "rl", "trl", "nemo_rl", "seed")
 """What a run that goes on must have as it began."""
 STEPS = "rl.schedule.steps"
+SAVE_BY = "NEMO_EXT_SAVE_BY"
+"""An environment variable: seconds since 1970 by which NeMo-RL, which knows no signals, has to save and end."""
+OF_THE_MACHINE = ("nemo_rl.set.cluster.", "nemo_rl.set.checkpointing.checkpoint_must_save_by")
+"""Beginnings of keys that may change when a run goes on elsewhere."""
 ENGINES = {"trl": "nemo_ext.rl.trl.run", "nemo_rl": "nemo_ext.rl.nemo_rl.job"}
 
 
@@ -47,7 +51,7 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     changed = (key for key in old.keys() | new.keys() if (old.get(key) or None) != (new.get(key) or None))
     # Where a file's share is bounded by epochs, more steps are another plan from the first step on.
     bounded = any(key.endswith("cap_epochs") for key in new if key.startswith("tasks.train."))
-    keys = sorted(set(changed) - (set() if bounded else {STEPS}))
+    keys = sorted(key for key in changed if not key.startswith(OF_THE_MACHINE) and (bounded or key != STEPS))
     if keys:
         told = ", ".join(f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in keys)
         raise ValueError(f"{now['run_dir']}: began with other settings: {told}; keep them, or give another run_dir=...")

@@ -10,6 +10,7 @@ from typing import Any
 from nemo_ext import memory_profile
 from nemo_ext.config import FAILED, INTERRUPTED, USER_ERROR, compose
 from nemo_ext.evaluation.memory import section
+from nemo_ext.rl.job import SAVE_BY
 from nemo_ext.run_directory import REPORT, write_config, write_text, write_versions
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.batch import Batch, Prepared, say
@@ -22,6 +23,7 @@ class Task(Batch):
     """Interrupted as by Ctrl-C, at Slurm's signal or as long before the limit, should that not come."""
 
     cluster: RayCluster | None = None
+    on_ray: bool = False
 
     def prepare(self) -> Prepared:
         """Composed here only to be kept and to know where: the job composes for itself."""
@@ -59,7 +61,7 @@ class Task(Batch):
         environment = self.environment()
         if self.limit is not None:
             # NeMo-RL saves before this time and ends.
-            environment["NEMO_EXT_SAVE_BY"] = str(int(self.began + self.limit - super().margin()))
+            environment[SAVE_BY] = str(int(self.began + self.limit - super().margin()))
         try:
             with ray_cluster(
                 self.srun,

@@ -40,7 +40,7 @@ def test_each_stage_goes_on_from_the_one_before() -> None:
     """What a stage reads is what one before it writes, or the user's."""
     from nemo_ext.slurm.jobs import inputs, makes
 
-    pipeline = read(["pipeline=domyn_small", "run_dir=r", *NEEDED["domyn_small"]])
+    pipeline = read(["pipeline=domyn_small", "run_dir=r", "cluster=leonardo", *NEEDED["domyn_small"]])
     submissions = {stage.name: planned(stage.words) for stage in pipeline.stages}
 
     assert [stage.name for stage in pipeline.stages] == [

@@ -128,6 +128,13 @@ class Checkout:
         return {str(key): value for key, value in made.items()}
 
     @cached_property
+    def converts_dtensor_v2(self) -> bool:
+        """Whether `convert_dcp_to_hf` reads what the second version of DTensor's workers saves, in a folder `model`."""
+        module = ast.parse((self.root / "nemo_rl/utils/native_checkpoint.py").read_text(encoding="utf-8"))
+        found = [one for one in module.body if isinstance(one, ast.FunctionDef) and one.name == "convert_dcp_to_hf"]
+        return any(isinstance(node, ast.Constant) and node.value == ".metadata" for f in found for node in ast.walk(f))
+
+    @cached_property
     def asynchronous(self) -> frozenset[str]:
         """Names that `async_grpo_train` uses: it leaves out parts of what `grpo_train` does."""
         module = ast.parse((self.root / "nemo_rl/algorithms/grpo.py").read_text(encoding="utf-8"))

@@ -3,13 +3,21 @@
 A version is told by what it has: the main branch calls itself 0.6.0 and has more than 0.7.0.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
+
+from nemo_ext.rl.job import SAVE_BY
 
 # What grpo.setup returns, in order. 0.5 and 0.6:
 _TEN = "policy policy_generation cluster dataloader val_dataloader loss_fn logger checkpointer grpo_save_state config"
@@ -19,6 +27,9 @@ _THIRTEEN = (
     "config teacher_worker_groups alias_to_group_alias"
 )
 _NINE = "policy cluster dataloader val_dataloader loss_fn logger checkpointer save_state config"
+
+
+_MEGATRON_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
 
 
 @dataclass(kw_only=True)
@@ -142,6 +153,92 @@ def train_dpo(ready: Ready, tokenizer: Any) -> None:
         ready.checkpointer,
         ready.save_state,
     )
+
+
+@contextlib.contextmanager
+def clocks(module: ModuleType) -> Iterator[list[Any]]:
+    """What a training loop watches `checkpointing.checkpoint_must_save_by` with, as it is made while this lasts.
+
+    Their `last_saved` is true once they told the loop to save and end; it returns as at the end of its steps. They
+    know of SAVE_BY too.
+    """
+    made: list[Any] = []
+    kind = module.TimeoutChecker
+
+    def make(*arguments: Any, **keywords: Any) -> Any:
+        clock = kind(*arguments, **keywords)
+        if SAVE_BY in os.environ:
+            clock.last_save_time = min(clock.last_save_time, float(os.environ[SAVE_BY]) - clock.start_time)
+        made.append(clock)
+        return clock
+
+    with patch.object(module, "TimeoutChecker", make):
+        yield made
+
+
+def convert_dcp(weights: Path, to: Path, model: str, tokenizer: str, overrides: Mapping[str, Any]) -> None:
+    """Convert a DTensor checkpoint to a Hugging Face folder with one pickled file of weights.
+
+    Args:
+        weights: `step_N/policy/weights`; 0.5 reads those of DTensor's first version only.
+        to: the folder, which must not be there.
+        model: name or folder that the config comes from.
+        tokenizer: name or folder.
+        overrides: of the config.
+
+    Raises:
+        Exception: whatever NeMo-RL raises.
+    """
+    _module("nemo_rl.utils.native_checkpoint").convert_dcp_to_hf(
+        dcp_ckpt_path=str(weights),
+        hf_ckpt_path=str(to),
+        model_name_or_path=model,
+        tokenizer_name_or_path=tokenizer,
+        hf_overrides=dict(overrides),
+    )
+
+
+def convert_megatron(root: Path, config: Path, weights: Path, to: Path, log: Path) -> None:
+    """Run the checkout's convert_megatron_to_hf.py where its Megatron workers run: it needs Megatron-Bridge.
+
+    Args:
+        root: the checkout.
+        config: `step_N/config.yaml`.
+        weights: `step_N/policy/weights/iter_N`.
+        to: the folder, which must not be there.
+        log: gets what the script prints.
+
+    Raises:
+        ValueError: it failed; with its last line.
+        subprocess.CalledProcessError: the workers' environment could not be made.
+    """
+    python = Path(_megatron_python())
+    paths = {"--config": config, "--megatron-ckpt-path": weights, "--hf-ckpt-path": to}
+    options = [word for option, path in paths.items() for word in (option, str(path.absolute()))]
+    environment = {**os.environ}
+    if python != Path(sys.executable):
+        environment |= dict.fromkeys(("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT"), str(python.parent.parent))
+    script = ["examples/converters/convert_megatron_to_hf.py", *options]
+    with log.open("w") as output:
+        done = subprocess.run(
+            [str(python), *script], cwd=root, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
+        )
+    if done.returncode:
+        lines = log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+        raise ValueError(f"convert_megatron_to_hf.py ended with {done.returncode}: {lines[-1]} ({log})")
+
+
+def _megatron_python() -> str:
+    """The Python of NeMo-RL's Megatron workers on this machine; makes their environment if it is not there."""
+    executable: str = _module("nemo_rl.distributed.ray_actor_environment_registry").get_actor_python_env(
+        _MEGATRON_WORKER
+    )
+    if not executable.startswith("uv"):
+        return executable
+    venvs = _module("nemo_rl.utils.venvs")
+    folder = Path(os.environ.get("NEMO_RL_VENV_DIR", venvs.DEFAULT_VENV_DIR)) / _MEGATRON_WORKER
+    python = folder / "bin" / "python"
+    return str(python) if python.exists() else str(venvs.create_local_venv(executable, _MEGATRON_WORKER))
 
 
 def is_async(config: Any) -> bool:

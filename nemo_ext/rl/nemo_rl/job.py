@@ -7,11 +7,13 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
+from nemo_ext.config import INTERRUPTED
 from nemo_ext.data.settings import check_keys
 from nemo_ext.progress import notice
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient
 from nemo_ext.rl.job import flat
 from nemo_ext.rl.nemo_rl.checkout import Checkout
+from nemo_ext.rl.nemo_rl.export import FINISHED, MODEL, finished_step, has_model, leave_model, saved_in
 from nemo_ext.rl.nemo_rl.render import render, section_of
 from nemo_ext.run_directory import CHECKPOINTS, write_config, write_versions
 
@@ -19,21 +21,40 @@ _KEYS = ("backend", "set")
 
 
 def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
-    """Train with the NeMo-RL that NEMO_RL_ROOT or PYTHONPATH names; a run directory with a checkpoint goes on from it.
+    """Train with the NeMo-RL that NEMO_RL_ROOT or PYTHONPATH names and leave the model in `RUN_DIR/model`.
+
+    A run directory with a checkpoint goes on from it; a finished one without its model gets it. Where NeMo-RL ended
+    at the time it was told (`checkpointing.checkpoint_must_save_by`), the exit code is that of an interrupted run.
 
     Raises:
         ValueError: NeMo-RL is not there, lacks a key or cannot do what the algorithm says, or the tasks or pairs are
             at fault.
     """
-    given, master = settings_of(config, algorithm, Checkout(os.environ.get("NEMO_RL_ROOT")))
-    write_config(Path(config["run_dir"]), config)
-    write_versions(Path(config["run_dir"]), sys.argv)
-    try:
-        from nemo_ext.rl.nemo_rl.run import run as train
-    except ImportError as error:
-        raise ValueError(f"engine=nemo_rl: {error}: docs/rl/nemo_rl.md says what it needs") from None
-    notice(f"NeMo-RL: {algorithm.algorithm}, {config['run_dir']}")
-    train({**given, "nemo_rl": master})
+    checkout = Checkout(os.environ.get("NEMO_RL_ROOT"))
+    given, master = settings_of(config, algorithm, checkout)
+    section, run_dir = section_of(algorithm), Path(config["run_dir"])
+    write_config(run_dir, config)
+    write_versions(run_dir, sys.argv)
+    step = finished_step(run_dir, master, section)
+    if step is not None and has_model(run_dir, step, master, section):
+        notice(f"{run_dir / MODEL}: this run is finished; more steps go on, another run_dir=... begins anew")
+        return
+    if step is None:
+        try:
+            from nemo_ext.rl.nemo_rl.run import run as train
+        except ImportError as error:
+            raise ValueError(f"engine=nemo_rl: {error}: docs/rl/nemo_rl.md says what it needs") from None
+        (run_dir / FINISHED).unlink(missing_ok=True)
+        notice(f"NeMo-RL: {algorithm.algorithm}, {run_dir}")
+        end = train({**given, "nemo_rl": master})
+        if end.stopped:
+            saved = saved_in(Path(master["checkpointing"]["checkpoint_dir"]))
+            goes_on = "the same command goes on" if saved and saved[-1].step == end.step else "it has no checkpoint"
+            steps = master[section]["max_num_steps"]
+            notice(f"stopped at step {end.step} of {steps} as checkpoint_must_save_by told it; {goes_on}")
+            sys.exit(INTERRUPTED)
+        step = end.step
+    leave_model(run_dir, step, master, section, checkout.root)
 
 
 def settings_of(
@@ -71,6 +92,7 @@ def settings_of(
     for path, value in flat(config["nemo_rl"]["set"] or {}).items():
         _put(changes, path, value)
     master = checkout.config(section, rendered.settings, own, changes)
+    master = checkout.config(section, rendered.settings, own, _save_format(master["policy"], checkout), changes)
     given = {key: value for key, value in rendered.adapter.items() if key not in ("data", "validation")}
     given["template"] = config["template"]
     if isinstance(algorithm, PolicyGradient):
@@ -78,6 +100,19 @@ def settings_of(
     else:
         given["pairs"] = {key: value for key, value in config["pairs"].items() if value}
     return given, master
+
+
+def _save_format(policy: Mapping[str, Any], checkout: Checkout) -> dict[str, Any]:
+    """How DTensor's workers are to save, so that the last checkpoint becomes `RUN_DIR/model`."""
+    dtensor = policy.get("dtensor_cfg") or {}
+    if not dtensor.get("enabled"):
+        return {}
+    if not dtensor.get("_v2"):
+        # Its first version has one format, and insists that none is named.
+        return {"checkpointing": {"model_save_format": None}}
+    if checkout.converts_dtensor_v2:
+        return {"checkpointing": {"model_save_format": "torch_save"}}
+    return {"checkpointing": {"model_save_format": "safetensors", "save_consolidated": True}}
 
 
 def _put(config: dict[str, Any], path: str, value: Any) -> None:

@@ -14,7 +14,7 @@ from nemo_ext.rl.rendering import Rendered, around
 Backend = Literal["megatron", "dtensor"]
 # A schedule that never ends: torch's ConstantLR counts.
 _FOREVER = 10_000_000_000
-_ALL = 1_000_000
+ALL = 1_000_000
 
 
 def section_of(algorithm: Algorithm) -> Section:
@@ -204,7 +204,7 @@ def _duration(draft: _Draft, algorithm: Algorithm, section: Section) -> None:
     if validation.every is not None:
         draft.put("validation.every", "checkpointing.save_period", validation.every)
     # 0.7 insists on a number.
-    draft.put("validation.keep_best", "checkpointing.keep_top_k", validation.keep_best or _ALL)
+    draft.put("validation.keep_best", "checkpointing.keep_top_k", validation.keep_best or ALL)
     if validation.every is None:
         # NeMo-RL's default metric is of a validation that does not take place.
         draft.put("validation", "checkpointing.metric_name", None)

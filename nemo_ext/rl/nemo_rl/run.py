@@ -7,7 +7,8 @@ and 0.7 NeMo-RL's `setup_response_data` fails on a list in `data.train`, so seve
 import contextlib
 import copy
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.groups import check_judges
 from nemo_ext.rl.nemo_rl import compat
 from nemo_ext.rl.nemo_rl.data import Records, TaskProcessor
+from nemo_ext.rl.nemo_rl.export import saved_in
 from nemo_ext.rl.nemo_rl.group_rewards import scored
 from nemo_ext.rl.nemo_rl.group_settings import groups_of
 from nemo_ext.rl.nemo_rl.pairs import PairDataset, read_pairs
@@ -33,7 +35,20 @@ _GROUP = ("tasks", "environments", "tool_style", "advantage", "group")
 _PAIRS = ("pairs", "rpo")
 
 
-def run(config: Mapping[str, Any]) -> None:
+@dataclass(frozen=True)
+class End:
+    """How training ended.
+
+    Attributes:
+        step: the last one.
+        stopped: before the last step of the plan, when `checkpointing.checkpoint_must_save_by` told it to.
+    """
+
+    step: int
+    stopped: bool
+
+
+def run(config: Mapping[str, Any]) -> End:
     """Train to the end of the run, or go on with it where its checkpoint directory has one.
 
     Args:
@@ -46,6 +61,9 @@ def run(config: Mapping[str, Any]) -> None:
 
             DPO and RPO: `pairs` with `train` and, if wanted, `validation` (paths) and `rendered` (they hold text);
             for RPO `rpo` with `eta` and `distance`.
+
+    Returns:
+        How it ended.
 
     Raises:
         ValueError: a key is unknown or does not fit, a file is wrong, or NeMo-RL cannot be imported.
@@ -60,12 +78,11 @@ def run(config: Mapping[str, Any]) -> None:
     _start_ray(master)
     tokenizer = compat.tokenizer_of(master)
     if groups:
-        _grpo(config, master, tokenizer)
-    else:
-        _dpo(config, master, tokenizer, with_rewards=algorithm == "rpo")
+        return _grpo(config, master, tokenizer)
+    return _dpo(config, master, tokenizer, with_rewards=algorithm == "rpo")
 
 
-def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> None:
+def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> End:
     grpo = master["grpo"]
     if (master.get("data_plane") or {}).get("enabled"):
         raise ValueError("data_plane.enabled: rewards over groups need grpo_train without it: set it to false")
@@ -122,14 +139,17 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> 
         ready = compat.set_up_grpo(compat.master_config(module, master), tokenizer, *datasets)
         watched = WithEnvironments(ready.logger.log_metrics, environments, judges)
         ready.logger.log_metrics = watched
-        with scored(groups, tokenizer, asynchronous=compat.is_async(ready.config)):
+        with (
+            scored(groups, tokenizer, asynchronous=compat.is_async(ready.config)),
+            compat.clocks(module) as clocks,
+        ):
             compat.train_grpo(ready, tokenizer, environments, judges or None)
-        _check_end(ready, watched.last_step)
+        return _end(ready, watched.last_step, grpo["max_num_steps"], clocks)
     finally:
         _shut_down([*environments.values(), *judges.values()])
 
 
-def _dpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, *, with_rewards: bool) -> None:
+def _dpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, *, with_rewards: bool) -> End:
     given = config["pairs"]
     check_keys(given, ("train", "validation", "rendered"), required=("train",), where="pairs")
     if with_rewards != (config.get("rpo") is not None):
@@ -146,9 +166,18 @@ def _dpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, *, w
     )
     named = {"default": validation[0]} if validation else {}
     ready = compat.set_up_dpo(compat.master_config(compat.dpo(), master), tokenizer, train, named)
-    if not with_rewards:
+    watched = WithEnvironments(ready.logger.log_metrics, {}, {})
+    ready.logger.log_metrics = watched
+    dpo = master["dpo"]
+    steps = min(dpo["max_num_steps"], dpo["max_num_epochs"] * len(ready.dataloader))
+    with compat.clocks(compat.dpo()) as clocks, _as_rpo(config, ready) if with_rewards else contextlib.nullcontext():
         compat.train_dpo(ready, tokenizer)
-        return
+    return _end(ready, watched.last_step, steps, clocks)
+
+
+@contextlib.contextmanager
+def _as_rpo(config: Mapping[str, Any], ready: compat.Ready) -> Iterator[None]:
+    """What `dpo.setup` made trains by RPO's loss."""
     # Imported late: its class is NeMo-RL's.
     rpo = importlib.import_module("nemo_ext.rl.nemo_rl.rpo")
     check_keys(config["rpo"], ("eta", "distance"), required=("eta",), where="rpo")
@@ -156,7 +185,7 @@ def _dpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, *, w
     for loader in (ready.dataloader, *ready.val_dataloader.values()):
         loader.collate_fn = rpo.WithRewards(loader.collate_fn)
     with rpo.padded_rewards():
-        compat.train_dpo(ready, tokenizer)
+        yield
 
 
 class WithEnvironments:
@@ -243,19 +272,29 @@ def _start_ray(master: Mapping[str, Any]) -> None:
         importlib.import_module("nemo_rl.distributed.virtual_cluster").init_ray()
 
 
-def _check_end(ready: compat.Ready, last_step: int) -> None:
-    """Raises RuntimeError if an asynchronous run ended early: NeMo-RL prints the error and returns as if all were well.
+def _end(ready: compat.Ready, logged: int, steps: int, clocks: Sequence[Any]) -> End:
+    """How training ended.
 
-    It also ends early where it was told to, before a time or at a validation's threshold.
+    Args:
+        ready: what it ran with.
+        logged: the last step with something in the log, which a loop that failed may have begun only.
+        steps: of the plan.
+        clocks: see `compat.clocks`.
+
+    Raises:
+        RuntimeError: an asynchronous run ended early: NeMo-RL prints the error and returns as if all were well.
     """
-    config = ready.config
-    steps = compat.setting(config, "grpo", "max_num_steps")
-    told = (
-        compat.setting(config, "checkpointing", "checkpoint_must_save_by"),
-        compat.setting(config, "grpo", "stop_at_validation_threshold"),
-    )
-    if compat.is_async(config) and last_step < steps and told == (None, None):
-        raise RuntimeError(f"NeMo-RL's asynchronous training ended after step {last_step} of {steps}: see its output")
+    config, step = ready.config, logged
+    if compat.setting(config, "checkpointing", "enabled"):
+        # Whichever way a loop ends, it saves its last step.
+        saved = saved_in(Path(compat.setting(config, "checkpointing", "checkpoint_dir")))
+        step = saved[-1].step if saved else 0
+    told = any(clock.last_saved for clock in clocks)
+    # Told so, too: the main branch's loop may end at a validation's threshold.
+    threshold = compat.setting(config, "grpo", "stop_at_validation_threshold")
+    if compat.is_async(config) and step < steps and not told and threshold is None:
+        raise RuntimeError(f"NeMo-RL's asynchronous training ended after step {step} of {steps}: see its output")
+    return End(step, stopped=told and step < steps)
 
 
 def _shut_down(actors: list[Any]) -> None:

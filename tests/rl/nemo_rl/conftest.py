@@ -19,7 +19,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from nemo_ext.rl.nemo_rl.compat import setting
 
 ROOT = os.environ.get("NEMO_RL_ROOT")
 REPOSITORY = Path(__file__).parents[3]
@@ -52,7 +54,9 @@ def ray_cluster(nemo_rl: ModuleType, tmp_path_factory: pytest.TempPathFactory) -
     with patch.dict(actors, dict.fromkeys(actors, system)):
         ray.init(num_cpus=8, include_dashboard=False, _temp_dir=str(tmp_path_factory.mktemp("ray")))
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-        yield
+        # NeMo-RL's memory tracker looks for the one cluster of the machine, which may have others.
+        with patch.dict(os.environ, RAY_ADDRESS=ray.get_runtime_context().gcs_address):
+            yield
         ray.shutdown()
 
 
@@ -79,6 +83,26 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_folder: Path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
+
+
+@pytest.fixture
+def tiny_llama(tokenizer_folder: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
+    """A Hugging Face folder: a Llama with random weights, the tokenizer, and how it generates."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=True,
+    )
+    folder = tmp_path / "llama"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 class Bigrams:
@@ -176,17 +200,22 @@ class Policy:
         model: the table.
         batches: what it was trained on.
         losses: and the losses.
+        save: writes weights to where a checkpoint is to have them, as the section `checkpointing` says.
     """
 
     model: Bigrams
     batches: list[Any] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    save: Callable[[Path, Any], None] = lambda weights, checkpointing: None
     sharding_annotations: Any = field(default_factory=lambda: SimpleNamespace(get_axis_size=lambda name: 1))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return _nothing
+
+    def save_checkpoint(self, weights_path: str, *arguments: Any, checkpointing_cfg: Any, **keywords: Any) -> None:
+        self.save(Path(weights_path), checkpointing_cfg)
 
     def get_logprobs(self, data: Any, *arguments: Any, **keywords: Any) -> Any:
         return {"logprobs": self.model.logprobs(data["input_ids"]).detach()}
@@ -230,6 +259,11 @@ class Logger:
             raise AttributeError(name)
         return _nothing
 
+    def anew(self) -> "Logger":
+        """As at the beginning of a process: what replaced its method is gone."""
+        vars(self).pop("log_metrics", None)
+        return self
+
 
 class Checkpoints:
     """A checkpointer that has none."""
@@ -244,6 +278,24 @@ class Checkpoints:
         if name.startswith("__"):
             raise AttributeError(name)
         return _nothing
+
+
+def checkpointer(config: Any) -> Any:
+    """NeMo-RL's own where checkpoints are wanted."""
+    section = setting(config, "checkpointing")
+    if not section["enabled"]:
+        return Checkpoints()
+    return importlib.import_module("nemo_rl.utils.checkpoint").CheckpointManager(section)
+
+
+def resumed(state: Any, checkpoints: Any) -> Any:
+    """The state of the last checkpoint, as `setup` reads it, if there is one."""
+    for key, value in (checkpoints.load_training_info(checkpoints.get_latest_checkpoint_path()) or {}).items():
+        if isinstance(state, dict):
+            state[key] = value
+        else:
+            setattr(state, key, value)
+    return state
 
 
 @dataclass
@@ -278,11 +330,12 @@ def grpo_stage(
                 )
             )
             initial = getattr(nemo_rl, "_initial_grpo_save_state", None) or nemo_rl._default_grpo_save_state
-            first = (made.policy, writer)
-            last = (None, train, validation, nemo_rl.ClippedPGLossFn(loss_config), made.logger, Checkpoints())
+            first, saving = (made.policy, writer), checkpointer(config)
+            state = resumed(initial(), saving)
+            last = (None, train, validation, nemo_rl.ClippedPGLossFn(loss_config), made.logger.anew(), saving)
             if is_plain:
-                return (*first, *last, initial(), config)
-            return (*first, None, *last, initial(), config, {}, {})
+                return (*first, *last, state, config)
+            return (*first, None, *last, state, config, {}, {})
 
         monkeypatch.setattr(nemo_rl, "setup", setup)
         monkeypatch.setattr(nemo_rl, "refit_policy_generation", lambda *arguments, **keywords: {})
@@ -342,8 +395,10 @@ def dpo_stage(nemo_rl: ModuleType, tokenizer: Any, monkeypatch: pytest.MonkeyPat
         train = loader(dataset, batch_size=2, shuffle=False, collate_fn=collate, drop_last=True)
         validation = {name: loader(data, batch_size=2, collate_fn=collate) for name, data in val_datasets.items()}
         loss = dpo.DPOLossFn(config["dpo"] if isinstance(config, dict) else config.dpo)
-        initial = getattr(dpo, "_initial_dpo_save_state", lambda: None)()
-        return made.policy, None, train, validation, loss, made.logger, Checkpoints(), initial, config
+        initial = getattr(dpo, "_initial_dpo_save_state", None) or dpo._default_dpo_save_state
+        saving = checkpointer(config)
+        logger, state = made.logger.anew(), resumed(initial(), saving)
+        return made.policy, None, train, validation, loss, logger, saving, state, config
 
     monkeypatch.setattr(dpo, "setup", setup)
     monkeypatch.setattr(

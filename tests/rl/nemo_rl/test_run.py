@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_ext.rl.nemo_rl.run import WithEnvironments, _check_end, run
+from nemo_ext.rl.nemo_rl.run import End, WithEnvironments, _end, run
 
 TASKS = [{"id": str(n), "environment": "math", "prompt": "?", "reference": {"answer": "1"}} for n in range(4)]
 
@@ -64,16 +64,33 @@ def test_refused_before_anything_starts(
         run(config)
 
 
-def ended(**checkpointing: Any) -> Any:
-    grpo = {"max_num_steps": 5, "async_grpo": {"enabled": True}}
+def ended(checkpoints: Path | None = None, **grpo: Any) -> Any:
+    grpo = {"max_num_steps": 5, "async_grpo": {"enabled": True}, **grpo}
+    checkpointing = {"enabled": checkpoints is not None, "checkpoint_dir": str(checkpoints)}
     return SimpleNamespace(config={"grpo": grpo, "checkpointing": checkpointing})
 
 
-def test_an_asynchronous_run_that_ended_early_is_an_error() -> None:
+def test_how_an_asynchronous_run_ended() -> None:
+    told, not_told = ([SimpleNamespace(last_saved=value)] for value in (True, False))
+
     with pytest.raises(RuntimeError, match="after step 3 of 5"):
-        _check_end(ended(), 3)
-    _check_end(ended(), 5)
-    _check_end(ended(checkpoint_must_save_by="00:04:00:00"), 3)
+        _end(ended(), 3, 5, not_told)
+    assert _end(ended(), 5, 5, not_told) == End(5, stopped=False)
+    assert _end(ended(), 3, 5, told) == End(3, stopped=True)
+    assert _end(ended(), 5, 5, told) == End(5, stopped=False)
+    assert _end(ended(stop_at_validation_threshold=0.9), 3, 5, not_told) == End(3, stopped=False)
+
+
+def test_the_last_step_is_that_of_the_last_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="after step 0 of 5"):
+        _end(ended(tmp_path), 5, 5, [])
+    for step in (2, 5):
+        (tmp_path / f"step_{step}" / "policy" / "weights" / "iter_0000000").mkdir(parents=True)
+        (tmp_path / f"step_{step}" / "training_info.json").write_text("{}")
+
+    assert _end(ended(tmp_path), 0, 5, []) == End(5, stopped=False)  # it had nothing left to do
+    with pytest.raises(RuntimeError, match="after step 5 of 6"):
+        _end(ended(tmp_path), 6, 6, [])  # the last step failed after it had logged something
 
 
 def test_environments_are_logged_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

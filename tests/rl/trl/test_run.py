@@ -277,6 +277,7 @@ def test_a_run_goes_on_with_its_own_settings_or_with_more_steps() -> None:
     before = compose("rl", words)
 
     check_same_run(before, compose("rl", [*words[:-1], "rl.schedule.steps=8", "save_every=1"]))
+    check_same_run(before, compose("rl", [*words, "nemo_rl.set.cluster.num_nodes=4"]))
     with pytest.raises(ValueError, match=r"rl\.loss\.clip_high was 0\.272, is 0\.3"):
         check_same_run(before, compose("rl", [*words, "rl.loss.clip_high=0.3"]))
     with pytest.raises(ValueError, match=r"trl\.learning_rate was None, is 0\.1"):

@@ -1,0 +1,213 @@
+"""What a finished run leaves: the trained model for Hugging Face, converted by NeMo-RL's own functions.
+
+RUN_DIR/finished.json    the step that training ended with and the plan it ended by; a run with it trains no more
+RUN_DIR/model            the model of the chosen checkpoint, with tokenizer; written as .model and renamed
+"""
+
+import json
+import math
+import re
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.progress import notice
+from nemo_ext.rl.nemo_rl import compat
+from nemo_ext.rl.nemo_rl.checkout import Checkout, Section
+from nemo_ext.rl.nemo_rl.render import ALL
+from nemo_ext.run_directory import write_text
+
+MODEL, FINISHED, LOG = "model", "finished.json", "convert.log"
+_BIN = "pytorch_model.bin"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A whole checkpoint of NeMo-RL.
+
+    Attributes:
+        step: after which it was saved.
+        path: `.../step_N`.
+        info: its training_info.json, in which metrics are by their full names, `val:accuracy`.
+    """
+
+    step: int
+    path: Path
+    info: Mapping[str, Any]
+
+    @property
+    def weights(self) -> Path:
+        """The policy's weights, in the format of the backend."""
+        return self.path / "policy" / "weights"
+
+
+def saved_in(folder: Path) -> list[Saved]:
+    """The whole checkpoints of a run, first to last; one that is being written has another name, `tmp_step_N`."""
+    found = []
+    for path in folder.glob("step_*"):
+        info = path / "training_info.json"
+        if re.fullmatch(r"step_\d+", path.name) and info.is_file() and any((path / "policy" / "weights").glob("*")):
+            found.append(Saved(int(path.name.removeprefix("step_")), path, json.loads(info.read_text())))
+    return sorted(found, key=lambda saved: saved.step)
+
+
+def chosen(saved: Sequence[Saved], checkpointing: Mapping[str, Any]) -> Saved | None:
+    """The checkpoint to leave as the model: the best where a number of best ones is kept, else the last.
+
+    The best is that of NeMo-RL's `CheckpointManager.get_best_checkpoint_path`, of equal ones the last as on its main
+    branch; that of 0.5 fails where a checkpoint lacks the metric.
+    """
+    metric, keep = checkpointing.get("metric_name"), checkpointing.get("keep_top_k")
+    if metric and keep and keep < ALL:
+        sign = 1 if checkpointing.get("higher_is_better") else -1
+        measured = [one for one in saved if not math.isnan(float(one.info.get(metric, math.nan)))]
+        if measured:
+            return max(measured, key=lambda one: (sign * one.info[metric], one.step))
+        notice(f"no checkpoint has {metric}: the last one is taken for the best")
+    return saved[-1] if saved else None
+
+
+def finished_step(run_dir: Path, master: Mapping[str, Any], section: Section) -> int | None:
+    """The step that training ended with; None if the run is to go on.
+
+    It is finished at `max_num_steps`, and where it ended earlier by the same plan: data, epochs, a threshold.
+    """
+    saved = saved_in(Path(master["checkpointing"]["checkpoint_dir"]))
+    if not saved:
+        return None
+    last = saved[-1].step
+    if last >= master[section]["max_num_steps"] or _noted(run_dir) == _record(last, master, section):
+        return last
+    return None
+
+
+def has_model(run_dir: Path, step: int, master: Mapping[str, Any], section: Section) -> bool:
+    """Whether RUN_DIR/model is that of the training that ended with a step."""
+    return _noted(run_dir) == _record(step, master, section) and (run_dir / MODEL).is_dir()
+
+
+def leave_model(run_dir: Path, step: int, master: Mapping[str, Any], section: Section, root: Path) -> None:
+    """Note that training ended with a step and convert the chosen checkpoint to RUN_DIR/model.
+
+    If it cannot be converted there is no RUN_DIR/model, and a notice says where the checkpoint is and what converts it.
+
+    Args:
+        run_dir: of the run.
+        step: that training ended with.
+        master: NeMo-RL's master config, plain mappings.
+        section: which one.
+        root: the checkout.
+    """
+    if _noted(run_dir) != _record(step, master, section):
+        # A model that is there is of other steps; gone first, so that beside the note there is no other's.
+        shutil.rmtree(run_dir / MODEL, ignore_errors=True)
+        write_text(run_dir / FINISHED, json.dumps(_record(step, master, section)) + "\n")
+    best = chosen(saved_in(Path(master["checkpointing"]["checkpoint_dir"])), master["checkpointing"])
+    if best is None:
+        notice(f"{run_dir}: no checkpoint is there (checkpointing.enabled), so the run leaves no {MODEL}")
+        return
+    unfinished = run_dir / f".{MODEL}"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    notice(f"{best.path}: converting to {run_dir / MODEL}")
+    try:
+        _convert(best, unfinished, master["policy"], root, run_dir / LOG)
+        unfinished.rename(run_dir / MODEL)
+    except BaseException as error:  # Of which torch's CheckpointException is one.
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        notice(
+            f"training is finished, but {run_dir / MODEL} could not be made: {reason}. The checkpoint is {best.path}; "
+            f"the same command tries again, or NeMo-RL's: {command(best, run_dir / MODEL, root)}"
+        )
+        return
+    notice(f"model of step {best.step}: {run_dir / MODEL}")
+
+
+def command(saved: Saved, to: Path, root: Path) -> str:
+    """What NeMo-RL's documentation (docs/design-docs/checkpointing.md) says to type."""
+    iteration = _iteration(saved)
+    name, extra = ("dcp", []) if iteration is None else ("megatron", ["--extra", "mcore"])
+    words = ["uv", "run", *extra, "python", f"examples/converters/convert_{name}_to_hf.py"]
+    paths = {
+        "config": saved.path / "config.yaml",
+        f"{name}-ckpt-path": saved.weights if iteration is None else iteration,
+        "hf-ckpt-path": to,
+    }
+    options = [f"--{key}={path.absolute()}" for key, path in paths.items()]
+    return f"cd {shlex.quote(str(root))} && {shlex.join([*words, *options])}"
+
+
+def _convert(saved: Saved, to: Path, policy: Mapping[str, Any], root: Path, log: Path) -> None:
+    if kind := _adapters(policy):
+        raise ValueError(f"only adapters were trained ({kind}), which docs/design-docs/checkpointing.md converts")
+    own_tokenizer = saved.path / "policy" / "tokenizer"
+    tokenizer = str(own_tokenizer) if own_tokenizer.is_dir() else str(policy["tokenizer"]["name"])
+    iteration = _iteration(saved)
+    consolidated = next((path for path in saved.weights.rglob("consolidated") if any(path.glob("*.safetensors"))), None)
+    if iteration is not None:
+        compat.convert_megatron(root, saved.path / "config.yaml", iteration, to, log)
+    elif consolidated is not None:
+        shutil.copytree(consolidated, to)
+    elif any(saved.weights.rglob("*.safetensors")) and not any(saved.weights.rglob(".metadata")):
+        raise ValueError(
+            "its shards of safetensors are not what NeMo-RL converts: with nemo_rl.set.checkpointing.save_consolidated="
+            "true a checkpoint has the model whole, and nemo_automodel's tools/offline_hf_consolidation.py joins these"
+        )
+    elif not (saved.weights / ".metadata").exists() and not Checkout(root).converts_dtensor_v2:
+        raise ValueError(
+            "this version's converter reads what DTensor's first version saves (policy.dtensor_cfg._v2=false): "
+            "with nemo_rl.set.checkpointing.save_consolidated=true a checkpoint has the model whole"
+        )
+    else:
+        overrides = policy.get("hf_overrides") or policy.get("hf_config_overrides") or {}
+        compat.convert_dcp(saved.weights, to, str(policy["model_name"]), tokenizer, overrides)
+        _as_safetensors(to)
+    transformers = import_module("transformers")
+    transformers.AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=True).save_pretrained(to)
+    if not (to / "config.json").is_file() or not any(to.glob("*.safetensors")):
+        raise ValueError("the conversion ended well but wrote no config.json or no weights")
+    _copy_beside(Path(str(policy["model_name"])).expanduser(), to)
+
+
+def _adapters(policy: Mapping[str, Any]) -> str | None:
+    """The section that trains adapters: their checkpoints are no models."""
+    for backend, section in (("dtensor_cfg", "lora_cfg"), ("megatron_cfg", "peft")):
+        above = policy.get(backend) or {}
+        if above.get("enabled") and (above.get(section) or {}).get("enabled"):
+            return f"policy.{backend}.{section}"
+    return None
+
+
+def _iteration(saved: Saved) -> Path | None:
+    """Megatron's folder in a checkpoint; None in one of DTensor."""
+    return max(saved.weights.glob("iter_*"), default=None)
+
+
+def _as_safetensors(folder: Path) -> None:
+    """Replaces the one pickled file that NeMo-RL writes: other jobs and tools read safetensors."""
+    torch, hub = import_module("torch"), import_module("huggingface_hub")
+    state = torch.load(folder / _BIN, map_location="cpu", mmap=True, weights_only=True)
+    hub.save_torch_state_dict(state, folder)
+    (folder / _BIN).unlink()
+
+
+def _copy_beside(base: Path, to: Path) -> None:
+    """What the policy's folder has and a conversion does not write: how to generate, and code of the model's own."""
+    for file in (base / "generation_config.json", *base.glob("*.py")):
+        if file.is_file() and not (to / file.name).exists():
+            shutil.copyfile(file, to / file.name)
+
+
+def _record(step: int, master: Mapping[str, Any], section: Section) -> dict[str, Any]:
+    return {"step": step, "plan": {key: master[section].get(key) for key in ("max_num_steps", "max_num_epochs")}}
+
+
+def _noted(run_dir: Path) -> Any:
+    path = run_dir / FINISHED
+    return json.loads(path.read_text()) if path.is_file() else None
