@@ -24,6 +24,7 @@ from nemo_ext.run_directory import write_text
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.cluster import duration
 from nemo_ext.slurm.settings import Settings, settings_of, split
+from nemo_ext.slurm.status import queued
 from nemo_ext.slurm.sweep import MULTIRUN, points
 
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
@@ -106,6 +107,7 @@ class Batch(ABC):
                 say(ready.notice)
             if ready.step is not None and ready.target is not None and ready.step >= ready.target:
                 return self._finish(record, f"step {ready.step}{of} is saved in {record}")
+            self._refuse_second(record)
             began = attempts.begin(
                 record, job=self.name, restart=self.restart, nodes=os.environ["SLURM_JOB_NODELIST"], step=ready.step
             )
@@ -124,6 +126,16 @@ class Batch(ABC):
                 say(f"cancelled: {_saved_in(record, step)}the same command goes on")
                 return 128 + signal.SIGTERM
             return self._again(record, step, reason, mistake=code == USER_ERROR)
+
+    def _refuse_second(self, record: Path) -> None:
+        """Two jobs would write each other's checkpoints.
+
+        Raises:
+            ValueError: another job of this run is running.
+        """
+        before = attempts.read(record)
+        if before and before[-1].ended is None and before[-1].job != self.name and before[-1].job in queued():
+            raise ValueError(f"{record}: job {before[-1].job} is running in it; wait for it, or cancel it")
 
     def _finish(self, record: Path, text: str) -> int:
         attempts.finish(record, step=self.saved(), words=self.words)

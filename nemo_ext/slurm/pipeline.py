@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException
 from pydantic.dataclasses import dataclass as checked_dataclass
 from rich.console import Console
 
@@ -17,7 +17,7 @@ from nemo_ext.run_directory import write_text
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.cluster import STRICT
 from nemo_ext.slurm.jobs import JOBS, makes, script_name
-from nemo_ext.slurm.settings import split
+from nemo_ext.slurm.settings import PACKAGED, check_choice, split
 from nemo_ext.slurm.status import PARENTS, PIPELINE, job_of, queued
 from nemo_ext.slurm.submit import Submission, errors, hand_over, planned, tell
 from nemo_ext.slurm.submit import checked as checked_submission
@@ -119,10 +119,9 @@ def _last_of_each_key(words: Sequence[str]) -> list[str]:
 
 
 def _composed(words: Sequence[str]) -> dict[str, Any]:
-    try:
-        return compose("pipeline", words)
-    except MissingConfigException as error:
-        raise ValueError(str(error).splitlines()[0]) from None
+    folders, rest = config_folders(words)
+    check_choice("pipeline", rest, [PACKAGED / "pipeline", *(folder / "pipeline" for folder in folders)])
+    return compose("pipeline", words)
 
 
 def _of(word: str, prefix: str) -> str:

@@ -14,7 +14,7 @@ from nemo_ext.data.sft.checked import checked
 from nemo_ext.slurm.cluster import STRICT, Cluster, duration
 
 OWN = ("job", "account", "time")
-PACKAGED = Path(hydra_conf.__file__).parent / "cluster"
+PACKAGED = Path(hydra_conf.__file__).parent
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -72,6 +72,19 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return ours, theirs
 
 
+def check_choice(group: str, words: Sequence[str], places: Sequence[Path]) -> None:
+    """Refuses a file of a group that none of the folders has.
+
+    Raises:
+        ValueError: naming the nearest.
+    """
+    known = sorted({path.stem for place in places for path in place.glob("*.yaml")})
+    for word in words:
+        name = word.removeprefix(f"{group}=")
+        if word.startswith(f"{group}=") and name not in known:
+            raise ValueError(f"{group}={name}: no such {group}: {nearest(name, known)}")
+
+
 def settings_of(words: Sequence[str]) -> Settings:
     """The settings that words about site and queue give.
 
@@ -79,12 +92,6 @@ def settings_of(words: Sequence[str]) -> Settings:
         ValueError: naming the key, what it holds and what it may hold.
     """
     folders, rest = config_folders(words)
-    known = {
-        path.stem for place in (PACKAGED, *(folder / "cluster" for folder in folders)) for path in place.glob("*.yaml")
-    }
-    for word in rest:
-        name = word.removeprefix("cluster=")
-        if word.startswith("cluster=") and name not in known:
-            raise ValueError(f"cluster={name}: no such cluster: {nearest(name, sorted(known))}")
+    check_choice("cluster", rest, [PACKAGED / "cluster", *(folder / "cluster" for folder in folders)])
     config: Mapping[str, Any] = compose("slurm", words)
     return checked(Settings, config, where="submit")

@@ -203,6 +203,9 @@ def test_status_logs_and_cancel(slurm: Any, submit: Callable[..., str], tmp_path
     assert nemo_ext("status", str(tmp_path)).splitlines()[1].split()[:3] == [str(run_dir), job, "running"]
     assert "/ 100,000" in nemo_ext("status", str(run_dir))
     assert "iteration" in nemo_ext("logs", str(run_dir), "-n", "200")
+    second = submit(*WORDS, f"run_dir={run_dir}", f"train.tokens={100_000 * 128}", nodes=1)
+    slurm.wait(lambda: slurm.state(second) == "FAILED", what=output(tmp_path))
+    assert f"error: {run_dir}: job {job} is running in it" in output(tmp_path)
     assert f"cancelled: {job}" in nemo_ext("cancel", str(run_dir))
     slurm.wait(lambda: slurm.state(job) in ("CANCELLED", "FAILED"), what=output(tmp_path))
     slurm.wait(lambda: "stopped: " in nemo_ext("status", str(run_dir)), seconds=30)

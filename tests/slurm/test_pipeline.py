@@ -72,7 +72,7 @@ def test_words_go_where_they_are_told() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["pipeline=domin_small"], "domin_small"),
+        (["pipeline=domin_small"], "pipeline=domin_small: no such pipeline: did you mean 'domyn_small'"),
         (["pipeline=domyn_small"], "not set: environment_tasks, math_tasks, pairs, start, tokenizer"),
         (["pipeline=quickstart", "pretrian.megatron.lr=1"], "no stage or job of that name: did you mean 'pretrain'"),
         (["pipeline=quickstart", "skip=[export,tokenise]"], "skip=tokenise: did you mean 'tokenize'"),
