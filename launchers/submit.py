@@ -5,7 +5,7 @@ import sys
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder's tokenize.py must not hide the standard library's
 
-from nemo_ext.config import mistakes_are_one_line
+from nemo_ext.config import INTERRUPTED, mistakes_are_one_line
 
 HELP = """\
 nemo-ext submit: checks a job on the login node, then hands it to Slurm. It goes on by itself after time limits, failed
@@ -44,8 +44,12 @@ def main() -> None:
         return
     from nemo_ext.slurm.submit import submit
 
-    with mistakes_are_one_line():
-        sys.exit(submit([word for word in words if word != "--dry-run"], dry_run="--dry-run" in words))
+    try:
+        with mistakes_are_one_line():
+            sys.exit(submit([word for word in words if word != "--dry-run"], dry_run="--dry-run" in words))
+    except KeyboardInterrupt:
+        print("interrupted: what is queued stays so (nemo-ext status); the same command goes on", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,9 @@ lines that it had with every sample."""
 STOP = signal.SIGRTMIN
 """Ends a sampler, which ignores what else a scheduler sends to all processes of a job."""
 
+_LOOK = 10.0
+"""Seconds after which it is seen that the root is gone, at the latest."""
+
 _TO_ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -79,7 +82,7 @@ def start(directory: Path, *, root: int, seconds: float = SECONDS) -> subprocess
 
     Call it from the main thread: Linux ties a child to the thread that started it.
     """
-    words = [str(directory), "--root", str(root), "--seconds", str(seconds)]
+    words = [str(directory), "--root", str(root), "--parent", str(os.getpid()), "--seconds", str(seconds)]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         return subprocess.Popen(
@@ -247,6 +250,7 @@ class Record:
     def __init__(self, directory: Path, *, seconds: float, totals: Mapping[str, Any]) -> None:
         self.path = directory / f"{os.environ.get('SLURMD_NODENAME') or platform.node() or 'node'}.jsonl"
         self._written: dict[str, Any] | None = None
+        self._highest: list[int] = []
         self._held: list[dict[str, Any]] = []
         self._failed = False
         self._line({"start": round(time.time(), 3), "seconds": seconds, "total": totals})
@@ -254,10 +258,22 @@ class Record:
     def add(self, sample: dict[str, Any]) -> None:
         """Writes the sample, or holds it back."""
         last = self._written
-        if last is None or len(self._held) + 1 >= HELD or _changed(_values(last), _values(sample)):
+        if (
+            last is None
+            or len(self._held) + 1 >= HELD
+            or _changed(_values(last), _values(sample))
+            or self._rises(sample)
+        ):
             self._write(sample)
         else:
             self._held.append(sample)
+
+    def _rises(self, sample: Mapping[str, Any]) -> bool:
+        """Whether a value is above all that were written: peaks are what the file is for."""
+        return any(
+            now is not None and now > most + LEAST_CHANGE
+            for most, now in zip(self._highest, _values(sample), strict=True)
+        )
 
     def failed(self, error: Exception) -> None:
         """Notes, once, why samples are missing."""
@@ -273,6 +289,8 @@ class Record:
         self._held = []
         # What could not be written is not taken as known, so that a gap remains a gap.
         self._written = sample if self._line(sample) else None
+        values = [value or 0 for value in _values(sample)]
+        self._highest = [max(pair) for pair in zip(self._highest or values, values, strict=True)]
 
     def _line(self, line: Mapping[str, Any]) -> bool:
         try:
@@ -320,9 +338,8 @@ def _with_gpus(line: dict[str, Any], gpus: Sequence[int | None]) -> dict[str, An
     return {**line, "gpu": list(gpus)} if gpus else line
 
 
-def _follow(record: Record, sampler: Sampler, seconds: float) -> None:
+def _follow(record: Record, sampler: Sampler, seconds: float, parent: int) -> None:
     """Samples until the root, or the process that started this one, is gone."""
-    parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, (*_TO_ALL, STOP))
     end_with_parent(signal.SIGTERM)
 
@@ -353,8 +370,8 @@ def _sample(
             record.failed(error)
         due = max(due + seconds, time.monotonic())
         while (left := due - time.monotonic()) > 0:
-            got = signal.sigtimedwait(numbers, left)
-            if got is not None and told(got.si_signo):
+            got = signal.sigtimedwait(numbers, min(left, _LOOK))
+            if (got is not None and told(got.si_signo)) or (got is None and ended()):
                 record.close()
                 return
     record.close()
@@ -362,6 +379,7 @@ def _sample(
 
 def _wrap(command: Sequence[str], directory: Path, seconds: float) -> int:
     """Runs a command below this process and samples it; its exit code, 128 + N where signal N ended it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide the exit code
     numbers = (*_TO_ALL, signal.SIGCONT, signal.SIGCHLD)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
@@ -398,6 +416,7 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("directory", metavar="DIR", type=Path)
     parser.add_argument("--root", type=int, help="this process and those below it, until it ends")
+    parser.add_argument("--parent", type=int, help="end with this process too (the one that starts this)")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="between two samples (%(default)g)")
     words = list(words)
     own, command = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
@@ -412,7 +431,12 @@ def main(words: Sequence[str]) -> int:
     if command:
         return _wrap(command, given.directory, seconds)
     sampler = Sampler(given.root)
-    _follow(Record(given.directory, seconds=seconds, totals=sampler.totals()), sampler, seconds)
+    _follow(
+        Record(given.directory, seconds=seconds, totals=sampler.totals()),
+        sampler,
+        seconds,
+        given.parent or os.getppid(),
+    )
     return 0
 
 

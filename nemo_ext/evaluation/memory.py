@@ -208,7 +208,7 @@ def plot(nodes: Sequence[Node], phases: Sequence[tuple[float, str | None]], path
     axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     first, last = min(node.time[0] for node in nodes), max(node.time[-1] for node in nodes)
     unit, unit_name = _time_unit(last - first)
-    spans = _spans(phases, nodes[0], first, last)
+    spans = _spans(phases, nodes, first, last)
     for axis, name in zip(axes, shown, strict=True):
         for number, (phase, ranges) in enumerate(spans.items()):
             colour = _COLOURS.get(phase) or _OTHER_COLOURS[number % len(_OTHER_COLOURS)]
@@ -255,12 +255,14 @@ def _lines(path: Path) -> list[Mapping[str, Any]]:
     """The whole lines of a file; half ones, after which a kill or a full disk left the rest, are none."""
     if not path.exists():
         return []
-    whole = []
+    whole = list[Mapping[str, Any]]()
     for line in path.read_bytes().splitlines():
         try:
-            whole.append(orjson.loads(line))
+            read = orjson.loads(line)
         except orjson.JSONDecodeError:
             continue
+        if isinstance(read, dict):
+            whole.append(read)
     return whole
 
 
@@ -273,14 +275,25 @@ def _quantities(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _spans(
-    phases: Sequence[tuple[float, str | None]], node: Node, first: float, last: float
+    phases: Sequence[tuple[float, str | None]], nodes: Sequence[Node], first: float, last: float
 ) -> dict[str, list[tuple[float, float]]]:
     """Begin and end of each time of each phase, within the samples; the longest phase, which is drawn first, first.
 
-    A run that was killed noted no end: it ended before a gap in the samples of `node`.
+    A run that was killed noted no end: it ended where no node has samples any more.
     """
-    killed = [float(node.time[at - 1]) for at in node.starts if 0 < at < len(node.time)]
-    marks = sorted([*phases, *((end + node.seconds, None) for end in killed)], key=lambda each: each[0])
+    sampled = sorted(
+        (float(node.time[begin]), float(node.time[end - 1]) + node.seconds)
+        for node in nodes
+        for begin, end in pairwise([*dict.fromkeys((0, *node.starts)), len(node.time)])
+        if begin < end
+    )
+    killed: list[float] = []
+    until = sampled[0][1]
+    for begin, end in sampled[1:]:
+        if begin > until:
+            killed.append(until)
+        until = max(until, end)
+    marks = sorted([*phases, *((end, None) for end in killed)], key=lambda each: each[0])
     spans: dict[str, list[tuple[float, float]]] = {}
     for (begin, phase), (end, _) in pairwise([*marks, (last, None)]):
         if phase is not None and min(end, last) > max(begin, first):

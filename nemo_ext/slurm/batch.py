@@ -23,6 +23,7 @@ from nemo_ext.config import FAILED, USER_ERROR, mistakes_are_one_line
 from nemo_ext.run_directory import write_text
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.cluster import duration
+from nemo_ext.slurm.jobs import script_name
 from nemo_ext.slurm.settings import Settings, settings_of, split
 from nemo_ext.slurm.status import queued
 from nemo_ext.slurm.sweep import MULTIRUN, points
@@ -30,6 +31,8 @@ from nemo_ext.slurm.sweep import MULTIRUN, points
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 _SIGNAL_SECONDS = 600
 """Before the limit: when Slurm sends SIGUSR2, as the scripts ask for; `nemo-ext submit` asks for `slurm.margin`."""
+_LATE = 30
+"""Seconds before the limit, from which on Slurm ends a job because of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +44,14 @@ class Prepared:
         step: of the newest checkpoint; None where none are counted.
         target: steps in all; None likewise.
         notice: what the user should know, or "".
+        log: of the work, if it is not the job's output.
     """
 
     record: Path
     step: int | None
     target: int | None
     notice: str = ""
+    log: Path | None = None
 
 
 @dataclass
@@ -68,7 +73,9 @@ class Batch(ABC):
         if not self.job:
             raise ValueError("SLURM_JOB_ID is not set: start this with sbatch, or `nemo-ext submit`")
         array = os.environ.get("SLURM_ARRAY_JOB_ID")
+        # One task of an array has the array's own number, so to Slurm's commands its number is the whole array.
         self.name = self.job if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+        self.working = False
         self.restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         self.began, self.limit = time.time(), self.seconds_left()
 
@@ -114,18 +121,20 @@ class Batch(ABC):
             _keep_record(record)
             at = "" if ready.step is None else f": step {ready.step}{of}"
             say(f"start {len(began)} of {record}{at}, nodes {began[-1].nodes}")
-            code = self.work()
+            self.working = True
+            code = FAILED if self.stopped else self.work()  # it was told to stop while it composed
+            self.working = False
             step, reason = self.saved(), self.verdict(code)
             if reason is None:
                 attempts.end(record, step=step, reason="done")
                 if ready.target is None:
                     return self._finish(record, f"{self.settings.job}, {record}")
                 continue  # with phases there is a next segment
-            if self.stopped == [signal.SIGTERM]:
+            if self.stopped == [signal.SIGTERM] or self._is_cancelled():
                 attempts.end(record, step=step, reason="cancelled")
                 say(f"cancelled: {_saved_in(record, step)}the same command goes on")
                 return 128 + signal.SIGTERM
-            return self._again(record, step, reason, mistake=code == USER_ERROR)
+            return self._again(ready, step, reason, mistake=code == USER_ERROR)
 
     def _refuse_second(self, record: Path) -> None:
         """Two jobs would write each other's checkpoints.
@@ -165,28 +174,40 @@ class Batch(ABC):
         self.stopped.append(signal.SIGUSR2 if number == signal.SIGALRM else number)
         if len(self.stopped) == 1:
             say(f"{signal.Signals(number).name}: what runs finishes its step and saves")
-            self.interrupt()
+            if self.working:
+                self.interrupt()
 
     def signal_steps(self, name: str) -> None:
         """Send a signal to what srun runs: not to srun, which would kill it; without --batch not to this process."""
-        subprocess.run(["scancel", f"--signal={name}", self.job], check=False)
+        subprocess.run(["scancel", f"--signal={name}", self.name], check=False)
 
     def seconds_left(self) -> float | None:
         """Of this start; None without a limit."""
-        asked = ["squeue", "--noheader", f"--jobs={self.job}", "--format=%L"]
+        return self._asked()[1]
+
+    def _is_cancelled(self) -> bool:
+        """Whether Slurm is ending the job before its time; what is queued again then would come back to life."""
+        state, left = self._asked()
+        return state == "COMPLETING" and left is not None and left > _LATE
+
+    def _asked(self) -> tuple[str, float | None]:
+        """The job's state, and the seconds that are left to this start; None without a limit."""
+        asked = ["squeue", "--noheader", f"--jobs={self.name}", "--format=%T|%L"]
         said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+        state, _, left = said.partition("|")
         try:
-            return duration(said).total_seconds()
+            return state, duration(left).total_seconds()
         except ValueError:
-            return None
+            return state, None
 
     def margin(self) -> float:
         """Seconds before the limit for the last checkpoint; a quarter of a short one."""
         margin = self.settings.slurm.margin
         return margin if self.limit is None else min(margin, self.limit / 4)
 
-    def _again(self, record: Path, step: int | None, reason: str, *, mistake: bool) -> int:
+    def _again(self, ready: Prepared, step: int | None, reason: str, *, mistake: bool) -> int:
         """Queue the job once more, or say why not."""
+        record = ready.record
         ended = attempts.end(record, step=step, reason=reason)
         keeping = self.settings.slurm
         # What an earlier job met may be mended by now.
@@ -197,11 +218,12 @@ class Batch(ABC):
             stop = "slurm.requeue=false"
         if stop is not None:
             at = "" if step is None else f" at step {step}"
-            say(f"stopped{at}: {reason}; not queued again: {stop}; `nemo-ext logs {record}` shows its output")
+            log = "" if ready.log is None else f"; log: {ready.log}"
+            say(f"stopped{at}: {reason}; not queued again: {stop}{log}")
             return USER_ERROR if mistake else FAILED
         say(f"{_saved_in(record, step)}{reason}; queued again")
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what requeueing sends to this process
-        done = subprocess.run(["scontrol", "requeue", self.job], capture_output=True, text=True, check=False)
+        done = subprocess.run(["scontrol", "requeue", self.name], capture_output=True, text=True, check=False)
         if done.returncode:
             say(f"scontrol requeue: {done.stderr.strip()}; the same sbatch command goes on")
             return FAILED
@@ -254,8 +276,9 @@ def main() -> NoReturn:
     from nemo_ext.slurm.task import Task
     from nemo_ext.slurm.training import Training
 
-    job, *words = sys.argv[1:]
     with mistakes_are_one_line():
+        job, *words = sys.argv[1:] or [""]
+        script_name(job)
         ours, theirs = split(own_words(job, words, os.environ))
         settings = settings_of([*ours, f"job={job}"])
         kind = Training if job == "train" else Task

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_ext.data.hierarchy import read_tree
 from nemo_ext.data.settings import nearest
 from nemo_ext.run_directory import CHECKPOINTS, last_checkpoint
 from nemo_ext.slurm.settings import Settings
@@ -30,8 +31,8 @@ def makes(job: str, config: Mapping[str, Any]) -> list[Path]:
     """Folders, files and beginnings of files that the job writes."""
     if job in ("convert", "merge"):
         found = [config["to"]]
-    elif job == "tokenize":
-        found = [config["output"] or (config["data"] or {}).get("directory")]
+    elif job == "tokenize" and not config["output"]:
+        found = [leaf.prefix for leaf in read_tree(config["data"]).leaves() if leaf.source is not None]
     elif "run_dir" in config:
         found = [config["run_dir"]]
     else:
@@ -52,7 +53,10 @@ def record_of(job: str, config: Mapping[str, Any], settings: Settings) -> Path:
     if settings.slurm.folder is not None:
         return Path(settings.slurm.folder).expanduser()
     if "run_dir" not in config:
-        return RECORDS / "-".join([job, *(place.name for place in makes(job, config))])
+        blend = job == "tokenize" and not config["output"]
+        places = [Path(str(config["data"]["directory"]))] if blend else makes(job, config)
+        # The whole path, as many folders end alike.
+        return RECORDS / "-".join([job, *(part for place in places for part in place.parts if part != "/")])
     if config["run_dir"] is None:
         raise ValueError("run_dir=null: name a directory")
     return Path(str(config["run_dir"]))

@@ -16,7 +16,7 @@ from nemo_ext.data.sft.checked import checked
 from nemo_ext.run_directory import write_text
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.cluster import STRICT
-from nemo_ext.slurm.jobs import JOBS, makes, script_name
+from nemo_ext.slurm.jobs import makes, script_name
 from nemo_ext.slurm.settings import PACKAGED, check_choice, split
 from nemo_ext.slurm.status import PARENTS, PIPELINE, job_of, queued
 from nemo_ext.slurm.submit import Submission, errors, hand_over, planned, tell
@@ -90,8 +90,14 @@ def read(words: Sequence[str]) -> Pipeline:
     given = {name: checked(Given, stage, where=f"stages.{name}") for name, stage in config["stages"].items()}
     for word in dotted:
         name = word.partition(".")[0]
-        if name not in given and name not in JOBS:
-            raise ValueError(f"{word}: no stage or job of that name: {nearest(name, [*given, *JOBS])}")
+        known = [*given, *dict.fromkeys(stage.job for stage in given.values())]
+        if name not in known:
+            raise ValueError(f"{word}: no stage or job of that name: {nearest(name, known)}")
+    if config["run_dir"] is None:
+        raise ValueError("run_dir=null: name a directory")
+    for word in site:
+        if word.startswith(("job=", "slurm.shards=", "slurm.folder=")):
+            raise ValueError(f"{word}: is of one stage: write STAGE.{word}")
     if unknown := [name for name in config["skip"] if name not in given]:
         raise ValueError(f"skip={unknown[0]}: {nearest(unknown[0], given)}")
     run_dir, stages, above = Path(str(config["run_dir"])), list[Stage](), list[str]()
@@ -108,7 +114,7 @@ def read(words: Sequence[str]) -> Pipeline:
         key = "run_dir" if stage.job in OWN_FOLDER else "slurm.folder"
         place = f"{key}={hydra_value(str(run_dir / name))}"
         wanted = tuple(parent for parent in after if parent not in config["skip"])
-        every = [*both, *site, f"job={stage.job}", place, *stage.words, *more]
+        every = [*both, f"job={stage.job}", place, *stage.words, *site, *more]
         stages.append(Stage(name=name, words=tuple(_last_of_each_key(every)), after=wanted))
     return Pipeline(run_dir=run_dir, stages=tuple(stages), config=config)
 
@@ -151,10 +157,13 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
             submission = submissions[stage.name] = planned(stage.words, coming=coming)
         except (ValueError, HydraException) as error:
             raise ValueError(f"stages.{stage.name}: {error}") from error
-        done = _finished(submission)
+        # What follows a stage that is done again is done again.
+        done = _finished(submission) and not _needed(stage, jobs)
         waiting = [job for record in submission.records if (job := job_of(record)) in queue]
         if done:
             console.print(f"{stage.name}: finished before", markup=False)
+        elif waiting and queue[waiting[0]].startswith("completing"):
+            raise ValueError(f"{stage.name}: job {waiting[0]} is just ending: give the command again in a minute")
         elif waiting:
             jobs[stage.name] = waiting[0].partition("_")[0]
             console.print(f"{stage.name}: job {waiting[0]} is {queue[waiting[0]]}", markup=False)

@@ -22,6 +22,7 @@ import select
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -77,14 +78,14 @@ class Ports:
         return cls(_FIRST_PORT + int(job) % _BLOCKS * _BLOCK)
 
     @classmethod
-    def free(cls, job: str) -> "Ports":
-        """The job's block or the next one of which this machine uses no port.
+    def free(cls, job: str, restart: str = "0") -> "Ports":
+        """The job's block or the next one of which this machine uses no port; another one for each start of the job.
 
         Raises:
             ClusterError: there is none.
         """
         for shift in range(_BLOCKS):
-            ports = cls.of(str(int(job) + shift))
+            ports = cls.of(str(int(job) + int(restart) + shift))
             if all(_is_free(port) for port in range(ports.first, ports.first + _BLOCK)):
                 return ports
         raise ClusterError(
@@ -229,7 +230,7 @@ class RayCluster:
                         if node in missing:
                             del missing[node]
                             self.say(f"Ray: {node} has joined, {len(names) - len(missing)} of {len(names)}")
-                    if not said and missing and time.monotonic() < end:
+                    if not said and missing and time.monotonic() < end and not self._one_ends(seconds=3):
                         raise ClusterError(f"Ray cannot be asked for its nodes; the end of {log}:\n{_last_lines(log)}")
                 ended = any(step.process.poll() is not None for step in self._steps)
                 if missing and (ended or time.monotonic() > end):
@@ -239,6 +240,13 @@ class RayCluster:
         finally:
             _kill(asking)
             asking.stdout.close()
+
+    def _one_ends(self, seconds: float) -> bool:
+        """Whether a node's step has ended, or does so soon: who asks may notice before Slurm."""
+        end = time.monotonic() + seconds
+        while not (ended := any(step.process.poll() is not None for step in self._steps)) and time.monotonic() < end:
+            time.sleep(0.1)
+        return ended
 
     def _absent(self, missing: Sequence[str], seconds: float) -> str:
         blamed = [step for step in self._steps if step.process.poll() is not None]
@@ -305,13 +313,13 @@ def ray_cluster(
     """
     open_files()
     logs.mkdir(parents=True, exist_ok=True)
-    ports, places = Ports.free(job), _places(nodes)
+    restart = environment.get("SLURM_RESTART_COUNT", "0")
+    ports, places = Ports.free(job, restart), _places(nodes)
     address = f"{_own_address(places)}:{ports.first}"
     given = {name: value for name, value in environment.items() if name not in _SHAPES}
     given |= _variables(given, address)
     shared = (f"--container-name=ray-{job}",) if container == "pyxis" else ()
     made = RayCluster(srun, given, (*_STEP_OPTIONS, f"--nodelist={nodes[0]}", *shared), grace, say)
-    restart = environment.get("SLURM_RESTART_COUNT", "0")
     try:
         for number, node in enumerate(nodes):
             place = [each for each, _ in places[:number]].count(places[number][0])
@@ -492,6 +500,7 @@ def _hold(job: str, up: str, words: Sequence[str]) -> int:
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: asked.append(number))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide exit codes
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what Ray starts and forgets becomes this process's child
     open_files()
     temporary = Path(next(word for word in words if word.startswith("--temp-dir=")).removeprefix("--temp-dir="))
@@ -561,10 +570,12 @@ def _kill_all() -> None:
 def _make_folder(job: str, temporary: Path) -> None:
     folder = _folder(job)
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.geteuid():
-        raise SystemExit(f"{folder} is another user's")
+    found = folder.lstat()
+    # Not through a link, which anybody may have put there.
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise SystemExit(f"{folder} is a link, another user's, or others may write in it: remove it")
     for old in folder.iterdir():  # a start that was killed
-        if old.name.partition("-")[0] != temporary.name.partition("-")[0]:
+        if re.fullmatch(r"\d+-\d+", old.name) and old.name.partition("-")[0] != temporary.name.partition("-")[0]:
             shutil.rmtree(old, ignore_errors=True)
 
 

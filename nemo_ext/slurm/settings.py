@@ -52,6 +52,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.time is not None:
             duration(self.time)
+        if self.slurm.folder is not None and self.job == "train":
+            raise ValueError(f"slurm.folder={self.slurm.folder}: training notes its starts in its run_dir")
         if self.slurm.shards > 1 and self.job != "puzzle":
             raise ValueError(f"slurm.shards={self.slurm.shards}: only job=puzzle has shards, of its distillation")
 

@@ -1,6 +1,7 @@
 """`nemo-ext submit`: a job checked before the queue, then sbatch with what the site needs."""
 
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -110,15 +111,14 @@ def script_of(job: str) -> Path:
     return SCRIPTS / script_name(job)
 
 
-def planned(words: Sequence[str], *, after: Sequence[str] = (), coming: Sequence[Path] = ()) -> Submission:
+def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
     """A submission from the words of the command.
 
     A recipe's number of GPUs is kept where the site's nodes have other numbers of them, unless the words say one.
 
     Args:
         words: of the command.
-        after: ids of jobs that must have ended well.
-        coming: what those make.
+        coming: what jobs before it make.
 
     Raises:
         ValueError: as `settings_of` and composing.
@@ -153,7 +153,6 @@ def planned(words: Sequence[str], *, after: Sequence[str] = (), coming: Sequence
         base=base,
         shards=settings.slurm.shards,
         notes=tuple(notes),
-        after=tuple(after),
         coming=tuple(coming),
     )
 
@@ -191,7 +190,7 @@ def checked(submission: Submission) -> list[Finding]:
         queue = queued() if jobs else {}
         for record, job in jobs.items():
             if job in queue:
-                found.append(Finding("error", f"run_dir={record}: job {job} of it is {queue[job]}"))
+                found.append(Finding("error", f"{record}: job {job} of it is {queue[job]}"))
     if not errors(found):
         asked = [*submission.command()[:1], "--test-only", *submission.command()[2:]]
         tested = call(asked)
@@ -245,14 +244,19 @@ def hand_over(submission: Submission) -> str:
         ValueError: Slurm refuses it.
     """
     (submission.base / attempts.FOLDER).mkdir(parents=True, exist_ok=True)
-    done = call(submission.command())
-    if done.returncode:
-        raise ValueError(done.stderr.strip() or f"sbatch ended with {done.returncode}")
-    job = done.stdout.strip().partition(";")[0]
-    records = submission.records
-    for number, record in enumerate(records):
-        write_text(record / attempts.FOLDER / JOB, f"{job}\n" if len(records) == 1 else f"{job}_{number}\n")
-        write_text(record / attempts.FOLDER / "submit.txt", shlex.join(submission.command()) + "\n")
+    # Ctrl-C waits until what is queued is noted.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        done = call(submission.command())
+        if done.returncode:
+            raise ValueError(done.stderr.strip() or f"sbatch ended with {done.returncode}")
+        job = done.stdout.strip().partition(";")[0]
+        records = submission.records
+        for number, record in enumerate(records):
+            write_text(record / attempts.FOLDER / JOB, f"{job}\n" if len(records) == 1 else f"{job}_{number}\n")
+            write_text(record / attempts.FOLDER / "submit.txt", shlex.join(submission.command()) + "\n")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return job
 
 

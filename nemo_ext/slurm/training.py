@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nemo_ext.config import FAILED, USER_ERROR
 from nemo_ext.run_directory import LOG, last_checkpoint
-from nemo_ext.slurm.batch import Batch, Prepared
+from nemo_ext.slurm.batch import Batch, Prepared, say
 
 _FIRST_PORT, _PORTS = 10_000, 20_000
 """Below what Linux hands out by itself, 32768."""
@@ -30,7 +30,8 @@ class Training(Batch):
         if left is not None and not any(word.startswith("megatron.exit_duration_in_mins=") for word in words):
             words.append(f"megatron.exit_duration_in_mins={max(1, int(left - self.margin()) // 60)}")
         try:
-            self._step("compose", str(place), *words)
+            if code := self._step("compose", str(place), *words):
+                sys.exit(USER_ERROR if code == USER_ERROR else FAILED)
             self.made = json.loads(place.read_bytes())
         finally:
             place.unlink(missing_ok=True)
@@ -39,6 +40,7 @@ class Training(Batch):
             step=int(str(self.made["step"])),
             target=int(str(self.made["target"])),
             notice=str(self.made["notice"]),
+            log=Path(str(self.made["run_dir"])) / LOG,
         )
 
     def work(self) -> int:
@@ -64,8 +66,9 @@ class Training(Batch):
         return "time limit (exit_duration_in_mins)" if code == 0 else f"a rank failed (exit code {code})"
 
     def conclude(self) -> None:
-        """The report."""
-        self._step("report", str(self.made["run_dir"]))
+        """The report, without which the run is finished too."""
+        if self._step("report", str(self.made["run_dir"])):
+            say("the report could not be written: see above")
 
     def environment(self) -> dict[str, str]:
         """With what torch.distributed meets at."""
@@ -86,12 +89,10 @@ class Training(Batch):
             raise ValueError(f"{', '.join(missing)} not set: give sbatch --nodes and --ntasks-per-node")
         return [f"{key}={os.environ[name]}" for key, name in given.items()]
 
-    def _step(self, *words: str) -> None:
-        """A command of `nemo_ext.slurm.prepare` on the first node, in the container if there is one."""
-        done = subprocess.run(
+    def _step(self, *words: str) -> int:
+        """The exit code of a command of `nemo_ext.slurm.prepare` on the first node, in the container if any."""
+        return subprocess.run(
             self.srun(["-m", "nemo_ext.slurm.prepare", *words], "--nodes=1", "--ntasks=1"),
             env=self.environment(),
             check=False,
-        )
-        if done.returncode:
-            sys.exit(USER_ERROR if done.returncode == USER_ERROR else FAILED)
+        ).returncode

@@ -69,6 +69,33 @@ def test_a_time_limit_is_a_pause(slurm: Any, submit: Callable[..., str], tmp_pat
     assert steps(run_dir) == pytest.approx(steps(whole), rel=1e-5)
 
 
+def test_a_signal_while_it_composes_is_a_pause_too(slurm: Any, submit: Callable[..., str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    job = submit(*WORDS, f"run_dir={run_dir}", nodes=1)
+    slurm.wait(lambda: f"{job}.0" in slurm.call("squeue", "--steps", "--noheader"))
+    slurm.call("scancel", "--batch", "--signal=USR2", job)
+    slurm.wait(lambda: slurm.state(job) in ("COMPLETED", "FAILED", "CANCELLED"), what=output(tmp_path))
+
+    assert slurm.state(job) == "COMPLETED", output(tmp_path)
+    assert [(each.reason, each.last_step) for each in attempts.read(run_dir)] == [
+        ("time limit (SIGUSR2)", 0),
+        ("done", STEPS),
+    ]
+
+
+def test_what_is_cancelled_while_it_saves_stays_so(slurm: Any, submit: Callable[..., str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    job = submit(*WORDS, f"run_dir={run_dir}", f"train.tokens={100_000 * 128}", nodes=1)
+    slurm.wait(lambda: len(steps(run_dir)) >= 3, what=output(tmp_path))
+    slurm.call("scancel", "--batch", "--signal=USR2", job)
+    slurm.wait(lambda: "SIGUSR2: what runs finishes" in output(tmp_path))
+    slurm.call("scancel", job)
+    slurm.wait(lambda: "queued again" in output(tmp_path) or "cancelled: " in output(tmp_path), what=output(tmp_path))
+
+    assert "queued again" not in output(tmp_path)
+    slurm.wait(lambda: slurm.state(job) == "CANCELLED", what=output(tmp_path))
+
+
 def test_a_node_that_fails_is_replaced(slurm: Any, submit: Callable[..., str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     job = submit(*WORDS, f"run_dir={run_dir}", "megatron.save_interval=5")
@@ -146,7 +173,7 @@ def test_submit_checks_then_runs(slurm: Any, tmp_path: Path) -> None:
     done = submit("slurm.options=['--cpus-per-task=1']")
     assert done.returncode == 0, done.stdout + done.stderr
     job = (run_dir / "slurm" / "job").read_text().strip()
-    assert f"error: run_dir={run_dir}: job {job} of it is" in submit().stdout
+    assert f"error: {run_dir}: job {job} of it is" in submit().stdout
     slurm.wait(lambda: slurm.state(job) in ("COMPLETED", "FAILED"), what=output(run_dir / "slurm"))
     assert slurm.state(job) == "COMPLETED", (run_dir / "slurm" / f"{job}.out").read_text()
     assert last_checkpoint(run_dir) == STEPS

@@ -9,8 +9,10 @@ import pytest
 import yaml
 
 import hydra_conf
+from nemo_ext.config import compose
 from nemo_ext.run_directory import last_checkpoint
 from nemo_ext.slurm import attempts
+from nemo_ext.slurm.jobs import inputs, makes
 from nemo_ext.slurm.pipeline import read
 from nemo_ext.slurm.preflight import is_there
 from nemo_ext.slurm.submit import planned
@@ -38,8 +40,6 @@ def test_every_stage_of_every_pipeline_composes(name: str) -> None:
 
 def test_each_stage_goes_on_from_the_one_before() -> None:
     """What a stage reads is what one before it writes, or the user's."""
-    from nemo_ext.slurm.jobs import inputs, makes
-
     pipeline = read(["pipeline=domyn_small", "run_dir=r", "cluster=leonardo", *NEEDED["domyn_small"]])
     submissions = {stage.name: planned(stage.words) for stage in pipeline.stages}
 
@@ -67,6 +67,17 @@ def test_words_go_where_they_are_told() -> None:
     assert "slurm.folder=r/export" in export
     assert "data=mine" in words_of("domyn_small", "tokenize", "tokenize.data=mine")
     assert "data=domyn_cpt" not in words_of("domyn_small", "tokenize", "tokenize.data=mine"), "the last word counts"
+    assert "slurm.nodes=2" in words_of("domyn_small", "grpo", "slurm.nodes=2"), "over the pipeline's own"
+
+
+def test_only_what_a_stage_makes_may_be_missing(tmp_path: Path) -> None:
+    coming = makes("tokenize", compose("tokenize", ["data=local_text", f"data_root={tmp_path}"]))
+    one = makes("tokenize", compose("tokenize", ["input=a.jsonl", f"output={tmp_path}/mine"]))
+
+    assert all(is_there(Path(f"{place}_train.idx"), coming) for place in coming)
+    assert not is_there(coming[0].parent / "other_train.idx", coming)
+    assert is_there(tmp_path / "mine_train.idx", one)
+    assert not is_there(tmp_path / "mine2_train.idx", one)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +90,9 @@ def test_words_go_where_they_are_told() -> None:
         (["pipeline=mine"], "stages.b.after=c: no stage above it has that name"),
         (["pipeline=other"], "stages.a: unknown key 'word': did you mean 'words'"),
         (["pipeline=third"], "job=trian: did you mean 'train'"),
+        (["pipeline=quickstart", "rl.rl.batch=7"], "no stage or job of that name"),
+        (["pipeline=quickstart", "slurm.shards=2"], "slurm.shards=2: is of one stage: write STAGE.slurm.shards=2"),
+        (["pipeline=quickstart", "run_dir=null"], "run_dir=null: name a directory"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, words: list[str], said: str) -> None:

@@ -72,7 +72,7 @@ def outputs(folder: Path) -> str:
 @pytest.mark.slurm
 def test_a_sweep_is_an_array(slurm: Any, nemo_ext: Callable[..., str], tmp_path: Path) -> None:
     base = tmp_path / "sweep"
-    words = ("--multirun", *TINY, f"run_dir={base}", "megatron.lr=1e-3,2e-3", "cluster=testbed")
+    words = ("--multirun", *TINY, "train.tokens=25600", f"run_dir={base}", "megatron.lr=1e-3,2e-3", "cluster=testbed")
     said = nemo_ext("submit", *words, 'slurm.options=["--cpus-per-task=1"]')
     places = [base / f"megatron.lr={lr}" for lr in ("0.001", "0.002")]
 
@@ -80,9 +80,13 @@ def test_a_sweep_is_an_array(slurm: Any, nemo_ext: Callable[..., str], tmp_path:
     first, second = ((place / "slurm" / "job").read_text().strip() for place in places)
     assert (first.partition("_")[0], first[-2:], second[-2:]) == (second.partition("_")[0], "_0", "_1")
     assert "is running" in (again := nemo_ext("submit", *words, code=2)) or "is pending" in again
+    slurm.wait(lambda: (places[1] / "metrics.jsonl").is_file(), what=outputs(base))
+    slurm.call("scancel", "--batch", "--signal=USR2", second)
     slurm.wait(lambda: nemo_ext("status", str(base)).count("finished") == 2, what=outputs(base))
 
-    assert [last_checkpoint(place) for place in places] == [10, 10]
+    assert [last_checkpoint(place) for place in places] == [200, 200]
+    assert len(attempts.read(places[0])) == 1, "only the other one was stopped"
+    assert [each.reason for each in attempts.read(places[1])] == ["time limit (SIGUSR2)", "done"]
     assert [attempts.read(place)[0].job for place in places] == [first, second]
 
 
@@ -129,7 +133,7 @@ def test_rl_goes_on_after_a_time_limit(
 def test_a_mistake_in_a_task_ends_it(slurm: Any, nemo_ext: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text("no JSON\n")
     nemo_ext("submit", "job=tokenize", "input=bad.jsonl", "output=data/bad", "cluster=testbed")
-    record = tmp_path / "runs" / "slurm" / "tokenize-bad"
+    record = tmp_path / "runs" / "slurm" / "tokenize-data-bad"
     job = (record / "slurm" / "job").read_text().strip()
     slurm.wait(lambda: slurm.state(job) in ENDED, what=outputs(record))
 

@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from nemo_ext.data.sft.templates import Template
 from nemo_ext.progress import notice
 from nemo_ext.rl.nemo_rl import compat
 from nemo_ext.rl.nemo_rl.checkout import Checkout, Section
@@ -90,7 +91,14 @@ def has_model(run_dir: Path, step: int, master: Mapping[str, Any], section: Sect
     return _noted(run_dir) == _record(step, master, section) and (run_dir / MODEL).is_dir()
 
 
-def leave_model(run_dir: Path, step: int, master: Mapping[str, Any], section: Section, root: Path) -> None:
+def leave_model(
+    run_dir: Path,
+    step: int,
+    master: Mapping[str, Any],
+    section: Section,
+    root: Path,
+    template: str | None = None,
+) -> None:
     """Note that training ended with a step and convert the chosen checkpoint to RUN_DIR/model.
 
     If it cannot be converted there is no RUN_DIR/model, and a notice says where the checkpoint is and what converts it.
@@ -101,6 +109,7 @@ def leave_model(run_dir: Path, step: int, master: Mapping[str, Any], section: Se
         master: NeMo-RL's master config, plain mappings.
         section: which one.
         root: the checkout.
+        template: that the model was trained with (see `Template.load`); None for its tokenizer's own.
     """
     if _noted(run_dir) != _record(step, master, section):
         # A model that is there is of other steps; gone first, so that beside the note there is no other's.
@@ -114,7 +123,7 @@ def leave_model(run_dir: Path, step: int, master: Mapping[str, Any], section: Se
     shutil.rmtree(unfinished, ignore_errors=True)
     notice(f"{best.path}: converting to {run_dir / MODEL}")
     try:
-        _convert(best, unfinished, master["policy"], root, run_dir / LOG)
+        _convert(best, unfinished, master["policy"], root, run_dir / LOG, template)
         unfinished.rename(run_dir / MODEL)
     except BaseException as error:  # Of which torch's CheckpointException is one.
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -143,7 +152,7 @@ def command(saved: Saved, to: Path, root: Path) -> str:
     return f"cd {shlex.quote(str(root))} && {shlex.join([*words, *options])}"
 
 
-def _convert(saved: Saved, to: Path, policy: Mapping[str, Any], root: Path, log: Path) -> None:
+def _convert(saved: Saved, to: Path, policy: Mapping[str, Any], root: Path, log: Path, template: str | None) -> None:
     if kind := _adapters(policy):
         raise ValueError(f"only adapters were trained ({kind}), which docs/design-docs/checkpointing.md converts")
     own_tokenizer = saved.path / "policy" / "tokenizer"
@@ -168,8 +177,10 @@ def _convert(saved: Saved, to: Path, policy: Mapping[str, Any], root: Path, log:
         overrides = policy.get("hf_overrides") or policy.get("hf_config_overrides") or {}
         compat.convert_dcp(saved.weights, to, str(policy["model_name"]), tokenizer, overrides)
         _as_safetensors(to)
-    transformers = import_module("transformers")
-    transformers.AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=True).save_pretrained(to)
+    reads = import_module("transformers").AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=True)
+    if template is not None:
+        reads.chat_template = Template.load(template).source
+    reads.save_pretrained(to)
     if not (to / "config.json").is_file() or not any(to.glob("*.safetensors")):
         raise ValueError("the conversion ended well but wrote no config.json or no weights")
     _copy_beside(Path(str(policy["model_name"])).expanduser(), to)

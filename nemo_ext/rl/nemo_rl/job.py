@@ -54,7 +54,7 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
             notice(f"stopped at step {end.step} of {steps} as checkpoint_must_save_by told it; {goes_on}")
             sys.exit(INTERRUPTED)
         step = end.step
-    leave_model(run_dir, step, master, section, checkout.root)
+    leave_model(run_dir, step, master, section, checkout.root, config["template"])
 
 
 def settings_of(

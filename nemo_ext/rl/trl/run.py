@@ -12,6 +12,7 @@ from typing import Any
 
 from nemo_ext import memory_profile
 from nemo_ext.data.settings import nearest
+from nemo_ext.data.sft.templates import Template
 from nemo_ext.progress import notice
 from nemo_ext.rl.algorithms import Algorithm, EnvironmentUse, PolicyGradient
 from nemo_ext.rl.environments import make
@@ -68,6 +69,9 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: memory_profi
         raise ValueError(f"model={folder}: its tokenizer has no eos_token, so no response would end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if config["template"] is not None:
+        # The model that the run leaves is asked as it was trained.
+        tokenizer.chat_template = Template.load(config["template"]).source
     micro_batch = gcd(algorithm.batch, config["micro_batch"])
     rendered = render(algorithm, micro_batch=micro_batch, by_adapter=BY_ADAPTER).settled(config["on_inexpressible"])
     checkpoint = _last_checkpoint(run_dir / CHECKPOINTS)
@@ -79,7 +83,7 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: memory_profi
         rollouts, train, validation = _tasks(config, algorithm, settings, tokenizer)
         trainer = trainers.policy_gradient(algorithm, str(folder), settings, tokenizer, rollouts, train, validation)
     else:
-        trainer = trainers.preference(algorithm, str(folder), settings, tokenizer, config["pairs"], config["template"])
+        trainer = trainers.preference(algorithm, str(folder), settings, tokenizer, config["pairs"])
     done = _step_of(checkpoint) if checkpoint else 0
     if (run_dir / MODEL).is_dir() and done >= trainer.args.max_steps:
         notice(f"{run_dir / MODEL}: this run is finished; more steps go on, another run_dir=... begins anew")

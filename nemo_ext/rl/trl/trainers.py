@@ -108,17 +108,12 @@ def preference(
     settings: Mapping[str, Any],
     tokenizer: Any,
     pairs: Mapping[str, Any],
-    template: str | None,
 ) -> DPOTrainer:
     """A DPO trainer on pairs as `nemo-ext preference_data` writes them for TRL.
 
     Raises:
         ValueError: a file that is not there, or a setting that TRL does not know.
     """
-    if template is not None:
-        from nemo_ext.data.sft.templates import Template
-
-        tokenizer.chat_template = Template.load(template).source
     files = {split: Path(path) for split, path in pairs.items() if path}
     for split, path in files.items():
         if not path.is_file():
