@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from nemo_ext.data.sft.templates import Template
 from nemo_ext.rl.job import SAVE_BY
 from nemo_ext.rl.nemo_rl import compat
 from nemo_ext.rl.nemo_rl.checkout import Checkout
@@ -220,13 +221,13 @@ def test_megatron_is_converted_by_the_script_in_a_process_of_its_own(
     monkeypatch.setattr(compat, "_megatron_python", lambda: sys.executable)
     monkeypatch.chdir(tmp_path)
 
-    leave_model(Path(), 3, master_of(Path(), tiny_llama), "dpo", tmp_path / "checkout")
+    leave_model(Path(), 3, master_of(Path(), tiny_llama), "dpo", tmp_path / "checkout", "domyn")
 
     said = capsys.readouterr().err
     assert (tmp_path / "model").exists() == whole
     if whole:
         assert same_weights(tmp_path / "model", model)
-        assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template
+        assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template == Template.load("domyn").source
     else:
         assert "ended with 1: AssertionError: wrong paths" in said
         assert "uv run --extra mcore python examples/converters/convert_megatron_to_hf.py" in said

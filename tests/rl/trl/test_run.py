@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 
 from nemo_ext.config import compose
+from nemo_ext.data.sft.templates import Template
 from nemo_ext.rl.algorithms import Algorithm
 from nemo_ext.rl.job import check_same_run, checked_algorithm, over_own_pairs, planned_tasks
 
 pytest.importorskip("trl")
+
+from transformers import AutoTokenizer
 
 from nemo_ext.rl.trl.run import _own_settings, updates_of
 
@@ -98,6 +101,16 @@ def test_grpo_trains_on_two_environments_and_a_killed_run_goes_on(model: Path, t
     assert (whole / "model" / "model.safetensors").is_file()
     job(*words, *longer, "rl.schedule.steps=14", f"run_dir={whole}")
     assert [step for step, _ in rewards(whole)] == list(range(1, 15))
+
+
+@pytest.mark.slow
+def test_the_model_has_the_template_that_it_was_trained_with(model: Path, tmp_path: Path) -> None:
+    path, run_dir = tasks(tmp_path, "arithmetic"), tmp_path / "run"
+    words = ("rl", "preset=rl_zero", f"model={model}", f"tasks.train.path={path}", "environments={math: {}}")
+    job(*words, *SMALL, "rl.schedule.steps=1", "template=domyn", f"run_dir={run_dir}")
+
+    left = AutoTokenizer.from_pretrained(run_dir / "model")
+    assert left.chat_template == Template.load("domyn").source
 
 
 @pytest.mark.slow
