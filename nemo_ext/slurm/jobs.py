@@ -32,7 +32,9 @@ def makes(job: str, config: Mapping[str, Any]) -> list[Path]:
     if job in ("convert", "merge"):
         found = [config["to"]]
     elif job == "tokenize" and not config["output"]:
-        found = [leaf.prefix for leaf in read_tree(config["data"]).leaves() if leaf.source is not None]
+        data = config["data"]
+        leaves = read_tree(data).leaves() if data["blend"] or data["streams"] else []
+        found = [leaf.prefix for leaf in leaves if leaf.source is not None]
     elif "run_dir" in config:
         found = [config["run_dir"]]
     else:
@@ -54,7 +56,8 @@ def record_of(job: str, config: Mapping[str, Any], settings: Settings) -> Path:
         return Path(settings.slurm.folder).expanduser()
     if "run_dir" not in config:
         blend = job == "tokenize" and not config["output"]
-        places = [Path(str(config["data"]["directory"]))] if blend else makes(job, config)
+        directory = config["data"]["directory"] if blend else None
+        places = [Path(str(directory))] if directory else makes(job, config)
         # The whole path, as many folders end alike.
         return RECORDS / "-".join([job, *(part for place in places for part in place.parts if part != "/")])
     if config["run_dir"] is None:

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,13 @@ from nemo_ext.slurm.jobs import inputs, nodes_and_gpus, record_of
 from nemo_ext.slurm.settings import Settings
 
 GIB = 1 << 30
+SETTINGS = {
+    "tokenize": ("nemo_ext.data.streams", "blend_to_tokenize"),
+    "sft_data": ("nemo_ext.data.sft.settings", "read_settings"),
+    "preference_data": ("nemo_ext.data.preference.job", "settings"),
+    "curriculum": ("nemo_ext.data.curriculum.job", "settings"),
+}
+"""Where the jobs that make data read their settings."""
 TIGHT = 0.9
 """Share of a GPU's memory above which a warning says that fragments and buffers may not fit."""
 
@@ -46,6 +54,8 @@ def findings(
         found += [*_memory(config, cluster), *_precision(config, cluster)]
     if settings.job == "rl":
         found += [*_reinforcement(config)]
+    if settings.job in SETTINGS:
+        found += [*_settings(settings.job, config)]
     if paths:
         found += [*_inputs(config, settings, coming), *_container(cluster)]
     if paths and settings.job in ("train", "puzzle"):
@@ -145,6 +155,15 @@ def _reinforcement(config: Mapping[str, Any]) -> Iterator[Finding]:
     engine = str(config["engine"])
     if engine == "nemo_rl" and not os.environ.get("NEMO_RL_ROOT") and find_spec("nemo_rl") is None:
         yield Finding("error", "engine=nemo_rl: NEMO_RL_ROOT is not set: name a checkout (docs/rl/nemo_rl.md)")
+
+
+def _settings(job: str, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """What a job that makes data would refuse before it reads anything."""
+    module, name = SETTINGS[job]
+    try:
+        getattr(import_module(module), name)(config)
+    except ValueError as error:
+        yield Finding("error", str(error))
 
 
 def _data(config: Mapping[str, Any], coming: Sequence[Path]) -> Iterator[Finding]:

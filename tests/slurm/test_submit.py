@@ -152,6 +152,24 @@ def test_mistakes_are_one_line(words: list[str], said: str) -> None:
         planned(words)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["job=tokenize"], "nothing to tokenise: give input=FILE output=PREFIX"),
+        (["job=tokenize", "data=domyn_cpt"], "no stream of this blend has a source"),
+        (["job=sft_data", "preset=domyn", "output=x"], "sources is empty: name at least one"),
+        (["job=preference_data", "output=x"], "sources: name one at least"),
+        (["job=curriculum", "output=x"], "not set: rollouts"),
+        (["job=rl", "preset=rl_zero", "model=m"], "tasks.train=null: grpo trains on tasks"),
+        (["job=rl", "preset=rl_zero", "engine=nemo_rl", "model=m", "tasks.train.path=t"], "NEMO_RL_ROOT is not set"),
+    ],
+)
+def test_other_jobs_are_asked_too(monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:
+    monkeypatch.delenv("NEMO_RL_ROOT", raising=False)
+
+    assert any(said in text for text in errors("cluster=leonardo", *words))
+
+
 def row(recipe: str) -> str:
     """A recipe's line in docs/clusters.md."""
     cells = []
