@@ -23,14 +23,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.slurm]
 
 @pytest.fixture
 def submit(slurm: Any, tmp_path: Path) -> Callable[..., str]:
-    def submitted(*words: str, nodes: int = 2) -> str:
+    def submitted(*words: str, nodes: int = 2, job: str = "train") -> str:
         options = (f"--nodes={nodes}", "--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-per-node=1", "--parsable")
         place = (
             f"--chdir={tmp_path}",
             f"--output={tmp_path}/slurm-%j.out",
             f"--export=ALL,NEMO_EXT_PYTHON={sys.executable}",
         )
-        script = REPOSITORY / "slurm" / "train.sbatch"
+        script = REPOSITORY / "slurm" / f"{job}.sbatch"
         theirs = [word for word in words if word.startswith("--")]
         ours = [word for word in words if not word.startswith("--")]
         return slurm.call("sbatch", *options, *place, *theirs, str(script), "cluster=testbed", *ours).strip()
@@ -197,15 +197,11 @@ def test_ranks_run_in_a_container(slurm: Any, submit: Callable[..., str], tmp_pa
     program.chmod(0o755)
     slurm.environment.update(IMAGE=str(image), NOTED=str(noted), PATH=f"{program.parent}:{slurm.environment['PATH']}")
 
-    job = submit(
-        *(*WORDS, f"run_dir={run_dir}", f"train.tokens={4 * 128}", "cluster.container.runtime=singularity"),
-        *(
-            f"cluster.container.image={image}",
-            "cluster.container.options=[--nv]",
-            f"cluster.container.binds=[{tmp_path}]",
-        ),
-        nodes=1,
+    container = (
+        *("cluster.container.runtime=singularity", f"cluster.container.image={image}"),
+        *("cluster.container.options=[--nv]", f"cluster.container.binds=[{tmp_path}]"),
     )
+    job = submit(*WORDS, f"run_dir={run_dir}", f"train.tokens={4 * 128}", *container, nodes=1)
     slurm.wait(lambda: slurm.state(job) in ("COMPLETED", "FAILED"), what=output(tmp_path))
 
     assert slurm.state(job) == "COMPLETED", output(tmp_path)
@@ -213,6 +209,13 @@ def test_ranks_run_in_a_container(slurm: Any, submit: Callable[..., str], tmp_pa
     compose, ranks, end, report = noted.read_text().splitlines()
     for line, module in ((compose, "prepare compose"), (ranks, "rank"), (end, "prepare compose"), (report, "prepare")):
         assert line.startswith(f"exec --nv --bind {tmp_path} {given}nemo_ext.slurm.{module}")
+
+    job = submit(f"from={run_dir}", f"to={tmp_path / 'hf'}", *container, nodes=1, job="convert")
+    slurm.wait(lambda: slurm.state(job) in ("COMPLETED", "FAILED"), what=output(tmp_path))
+    assert slurm.state(job) == "COMPLETED", output(tmp_path)
+    converted = noted.read_text().splitlines()[-1]
+    assert converted == f"exec --nv --bind {tmp_path} {given}nemo_ext.cli convert from={run_dir} to={tmp_path / 'hf'}"
+    assert (tmp_path / "hf" / "config.json").is_file()
 
 
 def test_status_logs_and_cancel(slurm: Any, submit: Callable[..., str], tmp_path: Path) -> None:
