@@ -5,7 +5,10 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nemo_ext.architecture.precision_plan import Plan
 
 SEQ_LENGTH = 8192
 """Tokens in a sequence where neither the user nor the model says."""
@@ -79,7 +82,7 @@ def model_figures(config: Mapping[str, Any]) -> dict[str, Any]:
     architecture = Architecture.from_config(config)
     cuts = list(architecture.pattern.cuts)
     spread = config["recipe"] is not None or gpus is not None or layout.world_size > 1 or bool(cuts)
-    figures = cost_figures(architecture, layout=layout if spread else None)
+    figures = cost_figures(architecture, layout=layout if spread else None, plan=_plan(config))
     return figures | {
         "recipe": config["recipe"],
         "pipeline_cuts": cuts,
@@ -147,13 +150,21 @@ def _gpus(launcher: Mapping[str, Any]) -> int | None:
     return int(counts[0] or 1) * int(counts[1] or 1)
 
 
+def _plan(config: Mapping[str, Any]) -> "Plan | None":
+    from nemo_ext.architecture.precision_plan import Plan
+
+    given = config.get("precision_plan")
+    return None if given is None else Plan.from_config(given)
+
+
 def _draw(config: Mapping[str, Any], figures: Mapping[str, Any]) -> Path:
     from nemo_ext.architecture.draw import draw_blocks
     from nemo_ext.architecture.model import Architecture
 
     architecture = Architecture.from_config(config).with_pattern(figures["pattern"])
     try:
-        return draw_blocks(architecture, Path(config["draw"]), seq_length=figures["seq_length"])
+        length = figures["seq_length"]
+        return draw_blocks(architecture, Path(config["draw"]), seq_length=length, plan=_plan(config))
     except OSError as error:
         raise ValueError(f"draw={config['draw']}: {error.strerror or error}") from error
 

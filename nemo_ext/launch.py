@@ -26,6 +26,7 @@ from nemo_ext.data.blend import other_order
 from nemo_ext.data.blend_plan import MAX_EPOCHS
 from nemo_ext.data.phases import data_paths, mixed_of, plan_of, resolved_path, segments, told_of_streams
 from nemo_ext.data.training import tokenize_streams, use_data
+from nemo_ext.megatron.fp8 import use_plan
 from nemo_ext.megatron.rank import end_with_parent
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -117,6 +118,7 @@ def train(config: dict[str, Any]) -> None:
 def checked_runs(config: dict[str, Any]) -> list[dict[str, Any]]:
     """The configs with which ranks are started, one after the other: one, or one for each segment of the phases."""
     memory_profile.interval(config)
+    use_plan(config)
     use_data(config)
     from nemo_ext.megatron.check import check
 

@@ -10,6 +10,7 @@ from nemo_ext.architecture import cost, pattern
 from nemo_ext.architecture.blocks import FLAGS, NAMES, VALUES, Block
 from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.precision_plan import Plan, misfits, weight_bytes, weights
 from nemo_ext.architecture.widths import layers
 
 if TYPE_CHECKING:
@@ -20,13 +21,20 @@ if TYPE_CHECKING:
 Description = dict[str, Any]
 
 
-def describe(architecture: Architecture, *, seq_length: int | None = None, layout: Layout | None = None) -> Description:
+def describe(
+    architecture: Architecture,
+    *,
+    seq_length: int | None = None,
+    layout: Layout | None = None,
+    plan: Plan | None = None,
+) -> Description:
     """Every cost figure of a model.
 
     Args:
         architecture: The model.
         seq_length: Sequence length of FLOPs, caches and activations; the model's own by default.
         layout: Adds `layout`, `stages` and `gpus`.
+        plan: Adds `precision`: bytes of the matrices by precision, and what that saves.
 
     Returns:
         total_params, active_params (a token's, without the input embedding), active_params_with_embedding,
@@ -63,7 +71,22 @@ def describe(architecture: Architecture, *, seq_length: int | None = None, layou
     }
     if layout is not None:
         figures |= _spread(architecture, layout, length)
+    if plan is not None:
+        figures["precision"] = _precision(plan, architecture)
     return figures
+
+
+def _precision(plan: Plan, architecture: Architecture) -> Description:
+    stored = weight_bytes(plan, architecture)
+    in_bf16 = 2 * sum(weight.parameters for weight in weights(architecture))
+    return {
+        "plan": {"default": plan.default, "recipe": plan.recipe, "rules": [rule.text for rule in plan.rules]},
+        "bytes": stored,
+        "bytes_in_bf16": in_bf16,
+        "saved_bytes": in_bf16 - sum(stored.values()),
+        "kv_bytes_per_token": cost.kv_bytes_per_token(architecture, precision=plan.kv_cache),
+        "does_not_fit": misfits(plan, architecture),
+    }
 
 
 def _block(architecture: Architecture, layer: int, length: int) -> Description:
@@ -177,6 +200,14 @@ def _summary(figures: Description) -> "Table":
         rows["KV cache (bf16)"] = f"{token} a token, {sequence} a sequence"
     if figures["state_bytes_per_sequence"]:
         rows["Mamba state"] = f"{size(figures['state_bytes_per_sequence'])} a sequence"
+    if precision := figures.get("precision"):
+        stored = {name: count for name, count in precision["bytes"].items() if count}
+        share = precision["saved_bytes"] / precision["bytes_in_bf16"]
+        rows["precision plan"] = (
+            f"{', '.join(f'{size(count)} {name}' for name, count in stored.items())}: {share:.0%} less than in bf16"
+        )
+        if wrong := precision["does_not_fit"]:
+            rows["does not fit"] = f"{wrong[0]}" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
     for label, text in rows.items():
         table.add_row(label, text)
     return table

@@ -17,6 +17,7 @@ from nemo_ext.architecture.blocks import FLAGS, NAMES, VALUES, Block
 from nemo_ext.architecture.describe import flop, number
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pipeline import BlockCosts, even_cuts
+from nemo_ext.architecture.precision_plan import Plan, fp8_shares
 from nemo_ext.architecture.widths import layers
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ COLOURS: dict[str, str] = {
 
 _ENDS = "#5b6470"
 _INK, _FAINT = "#22262b", "#8a929c"
+_FP8, _BF16 = "#7b4fb5", "#d5d9df"
 _WIDTH, _MARGIN, _TILE, _ROW = 13.0, 0.45, 0.62, 0.98
 """Inches: the figure, its side margins, the height of a tile, and from one row to the next."""
 
@@ -61,15 +63,19 @@ class _Tile:
     light: bool = False
     hatched: bool = False
     broken: bool = False
+    fp8: float | None = None
 
 
-def draw_blocks(architecture: Architecture, path: str | Path, *, seq_length: int | None = None) -> Path:
+def draw_blocks(
+    architecture: Architecture, path: str | Path, *, seq_length: int | None = None, plan: Plan | None = None
+) -> Path:
     """Draw the model into a file.
 
     Args:
         architecture: The model; pipeline cuts in its pattern are drawn, with each stage's share.
         path: Ends in .svg, .png or .pdf; written under a temporary name and renamed.
         seq_length: Sequence length of the FLOPs; the model's own by default.
+        plan: Precisions, drawn as a bar below each block: its length is the share of its numbers in FP8.
 
     Returns:
         The path written.
@@ -82,6 +88,14 @@ def draw_blocks(architecture: Architecture, path: str | Path, *, seq_length: int
         raise ValueError(f"{path}: cannot draw {path.suffix!r} files, expected one of {', '.join(_SUFFIXES)}")
     length = architecture.sequence_length(seq_length)
     tiles = list(_tiles(architecture, length))
+    if plan is not None:
+        shares = fp8_shares(plan, architecture)
+        tiles = [
+            tile
+            if tile.symbol == "embedding"
+            else replace(tile, fp8=shares.get(tile.layer - 1 if tile.layer else None))
+            for tile in tiles
+        ]
     figure = _figure(architecture, tiles, length)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -186,7 +200,7 @@ def _figure(architecture: Architecture, tiles: list[_Tile], length: int) -> "Fig
             _draw_tile(axes, tiles[0], _MARGIN, bottom, _EMBEDDING - 0.05)
         _draw_row(axes, row, bottom, scale, cuts)
     below = height - above - len(rows) * _ROW
-    _legend(axes, architecture, length, below - 0.02)
+    _legend(axes, architecture, length, below - 0.02, with_precision=any(tile.fp8 is not None for tile in tiles))
     if cuts:
         _draw_stages(axes, architecture, length, below - 0.45)
     return figure
@@ -271,6 +285,10 @@ def _draw_tile(axes: "Axes", tile: _Tile, left: float, bottom: float, width: flo
     )
     patch.set_gid(_gid(tile))
     axes.add_patch(patch)
+    if tile.fp8 is not None:
+        for share, colour in ((1.0, _BF16), (tile.fp8, _FP8)):
+            bar = ((left + gap / 2, bottom - 0.055), share * (width - gap), 0.04)
+            axes.add_patch(Rectangle(*bar, facecolor=colour, linewidth=0))
     if tile.broken:
         # Two slanted lines: the tile is drawn shorter than it is.
         for offset in (0.78 * width, 0.78 * width + 0.06):
@@ -312,7 +330,7 @@ def _write_in(axes: "Axes", tile: _Tile, centre: float, middle: float, width: fl
         _text(axes, centre, middle - 0.08, tile.note, size=6, colour=ink, rotation=90)
 
 
-def _legend(axes: "Axes", architecture: Architecture, length: int, y: float) -> None:
+def _legend(axes: "Axes", architecture: Architecture, length: int, y: float, *, with_precision: bool) -> None:
     from matplotlib.patches import Rectangle
 
     blocks, whole = architecture.pattern.blocks, cost.forward_flops_per_token(architecture, seq_length=length)
@@ -326,6 +344,8 @@ def _legend(axes: "Axes", architecture: Architecture, length: int, y: float) -> 
             entries.append((COLOURS[kind], True, "windowed"))
     if any(block.is_linear for block in blocks):
         entries.append((_FAINT, True, _LINEAR))
+    if with_precision:
+        entries += [(_FP8, False, "FP8"), (_BF16, False, "BF16 or FP32")]
     left = _MARGIN
     for colour, light, text in entries:
         face, hatch = _lighter(colour, 0.42) if light else colour, "////" if text == _LINEAR else None

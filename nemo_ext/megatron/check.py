@@ -20,6 +20,7 @@ from nemo_ext.megatron.arguments import (
     world_size,
 )
 from nemo_ext.megatron.cpu import mamba_modules, patches
+from nemo_ext.megatron.fp8 import check_backend
 
 KEYS = {
     "model": {
@@ -214,6 +215,7 @@ def check_machine(config: Mapping[str, Any]) -> None:
     backend(chosen)
     options = hybrid_stack(norm_placement=config["model"].get("norm_placement", "input")).params["options"]
     check_pattern(options, [block.kind for block in parse(config["model"]["pattern"]).blocks], 0)
+    check_backend(config, chosen)
     if chosen == "local" and int(megatron.get("context_parallel_size") or 1) > 1:
         raise ValueError("megatron.context_parallel_size above 1 needs model.backend=transformer_engine")
     for name in ("train_iters", "lr"):

@@ -13,9 +13,10 @@ from megatron.training.argument_utils import hybrid_config_from_args
 from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfig
 
 from nemo_ext.architecture.blocks import Block
+from nemo_ext.architecture.pattern import Pattern, parse
 from nemo_ext.architecture.pattern import format as format_pattern
-from nemo_ext.architecture.pattern import parse
 from nemo_ext.megatron.attention import Rotary
+from nemo_ext.megatron.fp8 import Precision
 from nemo_ext.megatron.specs import StackOptions, hybrid_stack
 
 
@@ -30,6 +31,7 @@ class BlockModelConfig(HybridModelConfig):
         qk_norm_scope: over what a QK norm runs.
         llama3_rope_factor: Llama 3's RoPE frequency scaling, or None.
         yarn_on_windowed: False leaves blocks with a window on plain RoPE in a YaRN model (OLMo 3).
+        precision: which modules leave the model's own precision; None for none.
     """
 
     builder: ClassVar[str] = "nemo_ext.megatron.model.BlockModelBuilder"
@@ -39,6 +41,7 @@ class BlockModelConfig(HybridModelConfig):
     qk_norm_scope: str = "head"
     llama3_rope_factor: float | None = None
     yarn_on_windowed: bool = True
+    precision: Precision | None = None
 
     def stack_spec(self) -> ModuleSpec:
         """The layer spec that these fields describe."""
@@ -96,16 +99,38 @@ class BlockModelBuilder(HybridModelBuilder):
         """One pipeline stage of the model (see `HybridModelBuilder.build_model`)."""
         assert isinstance(self._model_config, BlockModelConfig)
         self._model_config.hybrid_stack_spec = self._model_config.stack_spec()
+        if (precision := self._model_config.precision) is not None:
+            # Of this stage: Megatron matches names within it.
+            pipeline = pg_collection.pp
+            stage = stage_blocks(parse(self._model_config.pattern), pipeline.rank(), pipeline.size(), vp_stage)
+            self._model_config.transformer.quant_recipe = precision.recipe_config(stage)
         return super().build_model(pg_collection, pre_process, post_process, vp_stage)
 
 
-def model_config(model: Mapping[str, Any], pattern: str, arguments: argparse.Namespace) -> BlockModelConfig:
+def stage_blocks(pattern: Pattern, rank: int, size: int, vp_stage: int | None) -> range:
+    """The numbers of a pipeline stage's blocks, from 0.
+
+    Args:
+        pattern: cut into stages, where there are several.
+        rank: in the pipeline.
+        size: of the pipeline.
+        vp_stage: which of the rank's stages; None where it has one.
+    """
+    edges = (0, *pattern.cuts, len(pattern.blocks))
+    stage = (vp_stage or 0) * size + rank
+    return range(edges[stage], edges[stage + 1])
+
+
+def model_config(
+    model: Mapping[str, Any], pattern: str, arguments: argparse.Namespace, precision: Precision | None = None
+) -> BlockModelConfig:
     """The model config of a run.
 
     Args:
         model: the composed config's `model` block.
         pattern: the notation, with pipeline cuts (`arguments.pattern_with_cuts`).
         arguments: Megatron's validated arguments.
+        precision: see `BlockModelConfig`.
     """
     config = hybrid_config_from_args(arguments, model_config_cls=BlockModelConfig)
     config.pattern = format_pattern(parse(pattern))
@@ -113,5 +138,6 @@ def model_config(model: Mapping[str, Any], pattern: str, arguments: argparse.Nam
     config.norm_placement = model.get("norm_placement", "input")
     config.qk_norm_scope = model.get("qk_norm_scope", "head")
     config.yarn_on_windowed = model.get("yarn_on_windowed", True)
+    config.precision = precision
     config.llama3_rope_factor = arguments.rope_scaling_factor if arguments.use_rope_scaling else None
     return config

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nemo_ext.megatron.cpu import runtime
+from nemo_ext.megatron.fp8 import Precision
 
 
 @contextmanager
@@ -59,7 +60,7 @@ def build_model(config: Mapping[str, Any]) -> tuple[torch.nn.Module, Any]:
     from nemo_ext.megatron.model import BlockModelBuilder, model_config
 
     arguments = parse_arguments(command_line(config), world_size=torch.distributed.get_world_size())
-    made = model_config(config["model"], pattern_with_cuts(config), arguments)
+    made = model_config(config["model"], pattern_with_cuts(config), arguments, Precision.from_config(config))
     made.finalize()
     model = BlockModelBuilder(made).build_model(ProcessGroupCollection.use_mpu_process_groups())
     # Some modules are made on the CPU, which Megatron's trainer mends likewise.

@@ -22,6 +22,7 @@ from nemo_ext.architecture.model import Architecture
 from nemo_ext.data.phases import Plan, plan_of
 from nemo_ext.megatron.arguments import command_line, pattern_with_cuts
 from nemo_ext.megatron.cpu import runtime
+from nemo_ext.megatron.fp8 import Precision, check_backend
 
 PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12}
 """Dense BF16 FLOP/s by device name (NVIDIA data sheets); the first that fits counts."""
@@ -51,10 +52,11 @@ def main(config_path: str) -> None:
     set_startup_timestamps(program_start=psutil.Process().create_time(), main_entry=main_entry)
     sys.argv = [sys.argv[0], *command_line(config)]
     arguments = parse_and_validate_args()
+    check_backend(config, arguments.transformer_impl)
     arguments.mixed_lengths = (config.get("data") or {}).get("mixed_lengths")
     if arguments.rank == 0:
         print(f"stand-ins for what this machine lacks: {', '.join(stand_ins) or 'none'}")
-    model = model_config(config["model"], pattern_with_cuts(config), arguments)
+    model = model_config(config["model"], pattern_with_cuts(config), arguments, Precision.from_config(config))
     if arguments.freeze_all_layers:
         model.pre_wrap_hooks.append(distillation.freeze)
     distilled = distillation.from_config(config, arguments)

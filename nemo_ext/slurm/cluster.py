@@ -42,14 +42,14 @@ class Node:
         gpus: how many; a rank on each.
         gpu: their name.
         gpu_memory_gib: of each; None for the simulated ones.
-        fp8: whether they multiply in FP8.
+        fp8: the FP8 scalings that they multiply in (`precision_plan.recipe`); none for GPUs without.
         cpus: cores.
     """
 
     gpus: PositiveInt
     gpu: str
     gpu_memory_gib: PositiveFloat | None
-    fp8: bool
+    fp8: tuple[Literal["delayed", "tensorwise", "blockwise", "mxfp8"], ...]
     cpus: PositiveInt
 
 

@@ -86,7 +86,7 @@ def nodes_and_gpus(job: str, config: Mapping[str, Any], settings: Settings) -> t
     if node is None:
         raise ValueError(
             f"cluster={settings.cluster.name}: engine=nemo_rl takes whole nodes, and nothing is said of theirs: give "
-            "'cluster.node={gpus: 8, gpu: NAME, gpu_memory_gib: 80, fp8: true, cpus: 112}', or a site of your own"
+            "'cluster.node={gpus: 8, gpu: NAME, gpu_memory_gib: 80, fp8: [], cpus: 112}', or a site of your own"
         )
     return settings.slurm.nodes, node.gpus
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from nemo_ext.architecture.cost import GpuCost, per_gpu
 from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.data.hierarchy import read_tree
 from nemo_ext.slurm.cluster import Cluster, Limit, duration
 from nemo_ext.slurm.jobs import inputs, nodes_and_gpus, record_of
@@ -137,11 +138,20 @@ def _gpus(config: Mapping[str, Any], world: int) -> Sequence[GpuCost]:
 
 
 def _precision(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
-    asked = [name for name in ("fp8", "fp8_format", "fp8_recipe", "fp4") if config["megatron"].get(name)]
-    if asked and cluster.node is not None and not cluster.node.fp8:
-        yield Finding(
-            "error", f"megatron.{asked[0]}: a {cluster.node.gpu} has no FP8; train in bf16 (precision=bf16) there"
-        )
+    node, flags, given = cluster.node, config["megatron"], config.get("precision_plan")
+    plan = None if given is None else Plan.from_config(given)
+    if node is None:
+        return
+    if plan is not None and plan.uses_fp8:
+        key, recipe = "precision_plan", plan.recipe
+    elif asked := [name for name in ("fp8", "fp8_format", "fp8_recipe", "fp4") if flags.get(name)]:
+        key, recipe = f"megatron.{asked[0]}", str(flags.get("fp8_recipe") or "delayed")
+    else:
+        return
+    if not node.fp8:
+        yield Finding("error", f"{key}: a {node.gpu} has no FP8; train in bf16 (precision=bf16) there")
+    elif recipe not in node.fp8:
+        yield Finding("error", f"{key}: a {node.gpu} has no {recipe} scaling; it has {', '.join(node.fp8)}")
 
 
 def _reinforcement(config: Mapping[str, Any]) -> Iterator[Finding]:

@@ -23,7 +23,7 @@ def test_leonardo() -> None:
     cluster = settings_of(["cluster=leonardo", "cluster.qos=boost_qos_dbg"]).cluster
 
     assert cluster.limit is not None and duration(cluster.limit.time) == timedelta(minutes=30)
-    assert cluster.node is not None and (cluster.node.gpus, cluster.node.fp8) == (4, False)
+    assert cluster.node is not None and (cluster.node.gpus, cluster.node.fp8) == (4, ())
     assert cluster.variables()["HF_HUB_OFFLINE"] == "1"
 
 

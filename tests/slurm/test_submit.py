@@ -67,6 +67,7 @@ def test_gpus_are_kept_on_nodes_of_another_size() -> None:
         (["cluster=leonardo", "time=30:00:00"], "normal of leonardo allows 24:00:00; no other one of this site does"),
         (["cluster=leonardo", "time=30:00:00", "launcher.nodes=2"], "cluster.qos=boost_qos_lprod does"),
         (["cluster=leonardo", "megatron.fp8_format=hybrid"], "A100-64GB has no FP8; train in bf16"),
+        (["cluster=leonardo", "precision=fp8_current"], "precision_plan: a A100-64GB has no FP8; train in bf16"),
         (["cluster=leonardo", "megatron.tensor_model_parallel_size=1"], "of the 64 of a A100-64GB"),
         (["cluster=leonardo", "megatron.tensor_model_parallel_size=3"], "not a multiple of TP x PP x CP = 6"),
     ],
@@ -76,7 +77,12 @@ def test_what_does_not_fit_a_site_is_refused(words: list[str], said: str) -> Non
 
 
 def test_h100s_have_fp8() -> None:
-    assert not errors("recipe=domyn_small/cpt", "cluster=dgx_h100", "megatron.fp8_format=hybrid")
+    words = ("recipe=domyn_small/cpt", "cluster=dgx_h100")
+    assert not errors(*words, "megatron.fp8_format=hybrid")
+    assert not errors(*words, "precision=fp8_blockwise")
+    assert errors(*words, "precision=mxfp8") == [
+        "precision_plan: a H100-80GB has no mxfp8 scaling; it has delayed, tensorwise, blockwise"
+    ]
 
 
 def test_what_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

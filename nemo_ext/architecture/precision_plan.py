@@ -1,0 +1,332 @@
+"""Which weights of a model work in which precision: a default and rules over blocks, the first that fits counts.
+
+A rule is a selector and a precision, `M>* bf16` for example:
+
+    *           blocks of a kind                  M>*        M blocks right before an attention block
+    5,12        blocks by their number, from 0    M<*        M blocks right after one
+    first 2     the first two blocks              last 2     the last two
+    .conv1d     a part of every block             M.in_proj  a part of blocks of a kind; all selectors take one
+    embedding   the embedding                     head       the output layer
+
+FP8 is for linear maps: what else a block has (`conv1d`, routers) is in BF16 unless a rule says FP32.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from nemo_ext.architecture.blocks import LINEAR, NAMES, Block
+from nemo_ext.architecture.model import CONV_KERNEL, Architecture
+from nemo_ext.architecture.precision import BYTES
+from nemo_ext.architecture.widths import attention_widths, first_width, mamba_widths
+
+EMBEDDING, HEAD = "embedding", "head"
+PARTS: dict[str, tuple[str, ...]] = {
+    "M": ("in_proj", "conv1d", "out_proj"),
+    "*": ("qkv", "proj"),
+    "-": ("fc1", "fc2"),
+    "E": ("router", "fc1", "fc2", "shared_fc1", "shared_fc2", "latent_fc1", "latent_fc2"),
+}
+"""Parts of a block with a weight each; a linear-replaced block has `linear` alone."""
+NO_FP8 = frozenset({"conv1d", "router", LINEAR, EMBEDDING})
+"""No linear maps of Transformer Engine: convolutions, routers, what Puzzle put in the place of a sub-layer."""
+RECIPES: dict[str, int] = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
+"""Transformer Engine's FP8 scalings by Megatron's names, and what the sizes of a matrix must be multiples of: 16 of
+cuBLAS, 128 of blockwise scaling's tiles, 32 of MXFP8's blocks."""
+FORMATS = ("e4m3", "hybrid")
+PRECISIONS = ("fp8", "bf16", "fp32")
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A matrix of the model.
+
+    Attributes:
+        block: its block's number from 0; None for embedding and output layer.
+        part: of the block, or `embedding`, `head`.
+        rows: numbers that come out.
+        columns: numbers that go in.
+        count: how many of them there are, for experts.
+    """
+
+    block: int | None
+    part: str
+    rows: int
+    columns: int
+    count: int = 1
+
+    @property
+    def parameters(self) -> int:
+        """Of all of them."""
+        return self.count * self.rows * self.columns
+
+    def __str__(self) -> str:
+        return self.part if self.block is None else f"block {self.block} {self.part}"
+
+
+def weights(architecture: Architecture) -> list[Weight]:
+    """All matrices, in the order of the model; norms, biases and Mamba's numbers a head are never in FP8.
+
+    Raises:
+        ValueError: a block's kind has no cost model.
+    """
+    vocabulary, hidden = architecture.vocab_size, architecture.hidden_size
+    found = [Weight(None, EMBEDDING, vocabulary, hidden)]
+    for number, block in enumerate(architecture.sizes):
+        found += _of_block(architecture, number, block)
+    if not architecture.tied_embeddings:
+        found.append(Weight(None, HEAD, vocabulary, hidden))
+    return found
+
+
+def _of_block(architecture: Architecture, number: int, block: Block) -> Iterator[Weight]:
+    hidden = architecture.hidden_size
+    if block.is_linear:
+        yield Weight(number, LINEAR, hidden, hidden)
+    elif block.kind == "M":
+        inner, channels, projected = mamba_widths(block)
+        yield Weight(number, "in_proj", projected, hidden)
+        yield Weight(number, "conv1d", channels, CONV_KERNEL)
+        yield Weight(number, "out_proj", hidden, inner)
+    elif block.kind == "*":
+        query, _, projected = attention_widths(architecture, block)
+        yield Weight(number, "qkv", projected, hidden)
+        yield Weight(number, "proj", hidden, query)
+    elif block.kind == "-":
+        ffn = block.size("ffn")
+        yield Weight(number, "fc1", first_width(architecture, ffn), hidden)
+        yield Weight(number, "fc2", hidden, ffn)
+    elif block.kind == "E":
+        experts, ffn, shared = map(block.size, ("experts", "ffn", "shared"))
+        width = architecture.moe_latent_size or hidden
+        yield Weight(number, "router", experts, hidden)
+        yield Weight(number, "fc1", first_width(architecture, ffn), width, experts)
+        yield Weight(number, "fc2", width, ffn, experts)
+        if shared:
+            yield Weight(number, "shared_fc1", first_width(architecture, shared), hidden)
+            yield Weight(number, "shared_fc2", hidden, shared)
+        if architecture.moe_latent_size:
+            yield Weight(number, "latent_fc1", width, hidden)
+            yield Weight(number, "latent_fc2", hidden, width)
+    else:
+        raise ValueError(f"block {number + 1}: {block.name} has no precision plan yet")
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """Blocks, and parts of them.
+
+    Attributes:
+        kind: of the blocks; "" for all.
+        before: kind of the block right after them; "" for any.
+        after: kind of the block right before them; "" for any.
+        numbers: from 0; empty for all.
+        first: so many at the model's begin; 0 for all.
+        last: so many at its end; 0 for all.
+        part: "" for all; `embedding` and `head` are no block's.
+    """
+
+    kind: str = ""
+    before: str = ""
+    after: str = ""
+    numbers: tuple[int, ...] = ()
+    first: int = 0
+    last: int = 0
+    part: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> "Selector":
+        """From the notation above.
+
+        Raises:
+            ValueError: saying what was expected.
+        """
+        if text in (EMBEDDING, HEAD):
+            return cls(part=text)
+        where, dot, part = text.partition(".")
+        parts = sorted({part for parts in PARTS.values() for part in parts} | {LINEAR})
+        if dot and part not in parts:
+            near = get_close_matches(part, parts, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(parts)}"
+            raise ValueError(f"rule {text!r}: no block has a part {part!r}; {hint}")
+        where = where.strip()
+        if found := re.fullmatch(r"(first|last)\s+([1-9]\d*)", where):
+            count = int(found[2])
+            return cls(part=part, first=count) if found[1] == "first" else cls(part=part, last=count)
+        if re.fullmatch(r"\d+(\s*,\s*\d+)*", where):
+            return cls(part=part, numbers=tuple(sorted({int(number) for number in where.split(",")})))
+        found = re.fullmatch(r"([^<>]?)\s*(?:([<>])\s*([^<>]))?", where)
+        if found is None or (not where and not part) or any(kind not in NAMES for kind in (found[1], found[3]) if kind):
+            raise ValueError(
+                f"rule {text!r}: expected a block kind ({' '.join(PARTS)}), KIND>KIND, KIND<KIND, numbers such as "
+                f"5,12, 'first N', 'last N', {EMBEDDING} or {HEAD}, and a part after a dot if wanted"
+            )
+        kind, side, other = found[1], found[2], found[3] or ""
+        if kind and part and part not in (*PARTS.get(kind, ()), LINEAR):
+            raise ValueError(f"rule {text!r}: a {NAMES[kind]} block has {', '.join(PARTS.get(kind, ()))}, no {part}")
+        return cls(kind=kind, before=other if side == ">" else "", after=other if side == "<" else "", part=part)
+
+    def selects(self, weight: Weight, kinds: Sequence[str]) -> bool:
+        """Whether a weight is among them.
+
+        Args:
+            weight: of the model.
+            kinds: of its blocks, in order.
+        """
+        number = weight.block
+        if number is None or self.part in (EMBEDDING, HEAD):
+            return number is None and self.part == weight.part
+        following = kinds[number + 1] if number + 1 < len(kinds) else ""
+        return (
+            self.kind in ("", kinds[number])
+            and self.before in ("", following)
+            and self.after in ("", kinds[number - 1] if number else None)
+            and (not self.numbers or number in self.numbers)
+            and (not self.first or number < self.first)
+            and (not self.last or number >= len(kinds) - self.last)
+            and self.part in ("", weight.part)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What is selected, and its precision."""
+
+    selector: Selector
+    precision: str
+    text: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Rule":
+        """From `SELECTOR PRECISION`.
+
+        Raises:
+            ValueError: as `Selector.parse`; no precision, or one that does not suit what is selected.
+        """
+        where, _, precision = text.strip().rpartition(" ")
+        if precision not in PRECISIONS or not where:
+            raise ValueError(f"rule {text!r}: expected a selector and one of {', '.join(PRECISIONS)}, 'M>* bf16' say")
+        selector = Selector.parse(where.strip())
+        if precision == "fp8" and selector.part in NO_FP8:
+            raise ValueError(f"rule {text!r}: {selector.part} has no FP8: use bf16 or fp32")
+        return cls(selector, precision, text.strip())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Precisions of all weights.
+
+    Attributes:
+        default: of linear maps that no rule selects; `embedding` and the other parts without FP8 have BF16 then.
+        recipe: how FP8 is scaled, of RECIPES.
+        format: e4m3, or hybrid (e5m2 for gradients).
+        rules: the first that selects a weight counts.
+        kv_cache: of generation.
+    """
+
+    default: str = "bf16"
+    recipe: str = "tensorwise"
+    format: str = "e4m3"
+    rules: tuple[Rule, ...] = ()
+    kv_cache: str = "bf16"
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("default", self.default, PRECISIONS),
+            ("recipe", self.recipe, tuple(RECIPES)),
+            ("format", self.format, FORMATS),
+            ("kv_cache", self.kv_cache, ("bf16", "fp8")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"precision_plan.{name}={value!r}: expected one of {', '.join(allowed)}")
+
+    @classmethod
+    def from_config(cls, section: Mapping[str, object]) -> "Plan":
+        """From a run's `precision_plan`.
+
+        Raises:
+            ValueError: an unknown key, or a value that does not fit.
+        """
+        known = tuple(cls.__dataclass_fields__)
+        if unknown := [key for key in section if key not in known]:
+            raise ValueError(f"precision_plan.{unknown[0]}: expected one of {', '.join(known)}")
+        given = dict(section)
+        rules = given.pop("rules", ()) or ()
+        if isinstance(rules, str) or not isinstance(rules, Sequence):
+            raise ValueError(f"precision_plan.rules={rules!r}: expected a list of rules such as 'M>* bf16'")
+        return cls(rules=tuple(Rule.parse(str(rule)) for rule in rules), **given)  # type: ignore[arg-type]
+
+    @property
+    def uses_fp8(self) -> bool:
+        """Whether any weight may be in FP8."""
+        return "fp8" in (self.default, *(rule.precision for rule in self.rules))
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """A weight with its precision, and the rule that gave it; None for the default."""
+
+    weight: Weight
+    precision: str
+    rule: Rule | None
+
+    @property
+    def bytes(self) -> int:
+        """As it is stored for generation."""
+        return self.weight.parameters * BYTES[self.precision]
+
+
+def assigned(plan: Plan, architecture: Architecture) -> list[Assigned]:
+    """Every weight's precision.
+
+    Raises:
+        ValueError: a rule names a block that is not there, or selects nothing at all.
+    """
+    kinds = [block.kind for block in architecture.sizes]
+    for rule in plan.rules:
+        if beyond := [number for number in rule.selector.numbers if number >= len(kinds)]:
+            raise ValueError(f"rule {rule.text!r}: there is no block {beyond[0]}; they are 0 to {len(kinds) - 1}")
+    found = []
+    for weight in weights(architecture):
+        given = next((rule for rule in plan.rules if rule.selector.selects(weight, kinds)), None)
+        precision = plan.default if given is None else given.precision
+        if precision == "fp8" and weight.part in NO_FP8:
+            precision = "bf16"
+        found.append(Assigned(weight, precision, given))
+    return found
+
+
+def fp8_shares(plan: Plan, architecture: Architecture) -> dict[int | None, float]:
+    """The share of numbers in FP8, by the block's number from 0; None stands for the output layer."""
+    whole: dict[int | None, int] = {}
+    low: dict[int | None, int] = {}
+    for each in assigned(plan, architecture):
+        if each.weight.part == EMBEDDING:
+            continue
+        number = each.weight.block
+        whole[number] = whole.get(number, 0) + each.weight.parameters
+        low[number] = low.get(number, 0) + (each.weight.parameters if each.precision == "fp8" else 0)
+    return {number: low[number] / count for number, count in whole.items()}
+
+
+def weight_bytes(plan: Plan, architecture: Architecture) -> dict[str, int]:
+    """Bytes of the matrices by precision, as they are stored for generation."""
+    found = dict.fromkeys(PRECISIONS, 0)
+    for each in assigned(plan, architecture):
+        found[each.precision] += each.bytes
+    return found
+
+
+def misfits(plan: Plan, architecture: Architecture) -> list[str]:
+    """Weights in FP8 whose sizes the recipe does not take, each with the nearest sizes that it does."""
+    step, lines = RECIPES[plan.recipe], []
+    for each in assigned(plan, architecture):
+        weight = each.weight
+        for name, size in (("out", weight.rows), ("in", weight.columns)) if each.precision == "fp8" else ():
+            if size % step:
+                near = size // step * step or step
+                lines.append(
+                    f"{weight}: {name} {size} is no multiple of {step} ({plan.recipe}); nearest {near}, {near + step}"
+                )
+    return lines

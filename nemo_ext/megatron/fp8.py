@@ -1,0 +1,162 @@
+"""A precision plan for Megatron: the modules of a pipeline stage that leave the model's precision, as a RecipeConfig.
+
+Megatron runs every block in the context of `megatron.fp8_format` and asks `TransformerConfig.quant_recipe` for each
+Transformer Engine module when the model is built. It matches names within the stage, `decoder.layers.0` being the
+stage's first block, so a recipe is made for each stage.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.precision_plan import EMBEDDING, HEAD, Plan, Weight, assigned, misfits
+
+if TYPE_CHECKING:
+    from megatron.core.quantization.quant_config import RecipeConfig
+
+MODULES: dict[str, dict[str, tuple[str, ...]]] = {
+    "M": {"in_proj": ("mixer.in_proj",), "conv1d": ("mixer.conv1d*",), "out_proj": ("mixer.out_proj",)},
+    "*": {"qkv": ("self_attention.linear_qkv",), "proj": ("self_attention.linear_proj",)},
+    "-": {"fc1": ("mlp.linear_fc1",), "fc2": ("mlp.linear_fc2",)},
+    "E": {
+        "router": ("mlp.router",),
+        # Grouped, and one after the other.
+        "fc1": ("mlp.experts.linear_fc1", "mlp.experts.local_experts.*.linear_fc1"),
+        "fc2": ("mlp.experts.linear_fc2", "mlp.experts.local_experts.*.linear_fc2"),
+        "shared_fc1": ("mlp.shared_experts.linear_fc1",),
+        "shared_fc2": ("mlp.shared_experts.linear_fc2",),
+        "latent_fc1": ("mlp.fc1_latent_proj",),
+        "latent_fc2": ("mlp.fc2_latent_proj",),
+    },
+}
+"""Where Megatron's layers have each part, below `decoder.layers.N.`."""
+_TYPE = "transformer_engine_config_type"
+
+
+def module_patterns(weight: Weight, kind: str, *, first_block: int = 0) -> tuple[str, ...]:
+    """Glob patterns of the modules that hold a weight, by their names in a pipeline stage.
+
+    Args:
+        weight: of the model.
+        kind: of its block; "" for embedding and output layer.
+        first_block: of the stage, from 0.
+    """
+    if weight.block is None:
+        return {EMBEDDING: ("embedding.word_embeddings",), HEAD: ("output_layer",)}[weight.part]
+    # A linear-replaced block's weight is its sub-layer's own.
+    inside = MODULES[kind].get(weight.part, ("self_attention", "mlp", "mixer"))
+    return tuple(f"decoder.layers.{weight.block - first_block}.{name}" for name in inside)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A plan and the model it is for.
+
+    Attributes:
+        plan: of the weights.
+        architecture: of the model.
+    """
+
+    plan: Plan
+    architecture: Architecture
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "Precision | None":
+        """Of a run's config; None without a plan.
+
+        Raises:
+            ValueError: as `Plan.from_config` and `Architecture.from_config`.
+        """
+        if config.get("precision_plan") is None:
+            return None
+        return cls(Plan.from_config(config["precision_plan"]), Architecture.from_config(config))
+
+    def recipe(self, stage: Iterable[int]) -> dict[str, Any]:
+        """What `RecipeConfig.from_config_dict` reads, for a pipeline stage.
+
+        Args:
+            stage: the numbers of its blocks, from 0, in order.
+        """
+        numbers = list(stage)
+        first = numbers[0] if numbers else 0
+        matchers = {}
+        for each in assigned(self.plan, self.architecture):
+            weight = each.weight
+            if weight.block is not None and weight.block not in numbers:
+                continue
+            kind = "" if weight.block is None else self.architecture.sizes[weight.block].kind
+            for number, pattern in enumerate(module_patterns(weight, kind, first_block=first)):
+                matchers[f"{weight} {number}"] = {
+                    "config": "fp8" if each.precision == "fp8" else "bf16",
+                    "type": "glob",
+                    "pattern": pattern,
+                    "enabled": True,
+                }
+        return {"configs": _configs(self.plan), "matchers": matchers}
+
+    def recipe_config(self, stage: Iterable[int]) -> "RecipeConfig":
+        """The same, read by Megatron."""
+        from megatron.core.quantization.quant_config import RecipeConfig
+
+        return RecipeConfig.from_config_dict(self.recipe(stage))
+
+
+def use_plan(config: dict[str, Any]) -> None:
+    """Sets Megatron's FP8 flags by the run's plan, which single modules then leave; without a plan does nothing.
+
+    Raises:
+        ValueError: the plan is wrong, flags say another precision, sizes do not fit the scaling, or the back end has no
+            FP8.
+    """
+    precision = Precision.from_config(config)
+    if precision is None:
+        return
+    plan, flags = precision.plan, config["megatron"]
+    if said := [name for name in ("fp8_format", "fp8_recipe", "te_precision_config_file") if flags.get(name)]:
+        raise ValueError(f"megatron.{said[0]} and precision_plan are both set: leave one out")
+    if not plan.uses_fp8:
+        return
+    check_backend(config, str(config["model"].get("backend")))
+    if wrong := misfits(plan, precision.architecture):
+        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        raise ValueError(
+            f"precision_plan.recipe={plan.recipe}: {'; '.join(wrong[:3])}{more}: change sizes, or add rules"
+        )
+    if plan.recipe == "delayed" and any(rule.precision == "fp8" for rule in plan.rules):
+        raise ValueError("precision_plan.recipe=delayed is for the whole model: rules may only leave FP8, not enter it")
+    if plan.default == "fp8":
+        flags |= {"fp8_format": plan.format, "fp8_recipe": plan.recipe}
+
+
+def check_backend(config: Mapping[str, Any], backend: str) -> None:
+    """Refuses FP8 where Transformer Engine is not what runs: Megatron would train on without it and say nothing.
+
+    Args:
+        config: of a run, after `use_plan`.
+        backend: local or transformer_engine.
+
+    Raises:
+        ValueError: saying which key asks for FP8.
+    """
+    precision = Precision.from_config(config)
+    planned = precision is not None and precision.plan.uses_fp8
+    if backend == "local" and (planned or config["megatron"].get("fp8_format")):
+        key = "precision_plan" if planned else "megatron.fp8_format"
+        raise ValueError(
+            f"{key}: FP8 is Transformer Engine's, and model.backend is local here (no CUDA, or not installed): "
+            "set precision=bf16"
+        )
+
+
+def _configs(plan: Plan) -> dict[str, Any]:
+    high = {"override_quantized_autocast": True}
+    low = {
+        "fp8_quantization_recipe": plan.recipe,
+        "fp8_format": plan.format,
+        "override_nonquantized_autocast": True,
+    }
+    configs = {"bf16": {_TYPE: "TEQuantizationParams", "training_recipe": high}}
+    if plan.recipe != "delayed":  # which Transformer Engine keeps for the whole model
+        configs["fp8"] = {_TYPE: "TEQuantizationParams", "training_recipe": low}
+    return configs

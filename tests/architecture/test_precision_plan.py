@@ -1,0 +1,165 @@
+"""Precision plans: the notation, what it selects, and Nano's published choice in one line."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hydra_conf
+from nemo_ext.architecture.cost import parameters
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.precision_plan import (
+    NO_FP8,
+    PARTS,
+    Plan,
+    Rule,
+    Selector,
+    assigned,
+    fp8_shares,
+    misfits,
+    weight_bytes,
+    weights,
+)
+from nemo_ext.config import compose
+
+SELECTIVE = ("* bf16", "M>* bf16")
+
+
+def architecture(model: str, *words: str) -> Architecture:
+    return Architecture.from_config(compose("describe", [f"model={model}", *words]))
+
+
+def plan(*rules: str, **given: str) -> Plan:
+    return Plan.from_config({"default": "fp8", "rules": list(rules), **given})
+
+
+def blocks(given: Plan, model: Architecture, precision: str) -> set[int | None]:
+    found = assigned(given, model)
+    return {each.weight.block for each in found if each.precision == precision and each.weight.part not in NO_FP8}
+
+
+def test_nanos_selective_plan_is_one_line() -> None:
+    """Nemotron 3 Nano, FP8 PTQ: blocks 5,12,19,26,33,42 and those that feed them stay BF16."""
+    model = architecture("nemotron3_nano_30b")
+
+    assert blocks(plan(*SELECTIVE), model, "bf16") == {5, 12, 19, 26, 33, 42, 4, 11, 18, 25, 32, 41}
+    assert {each.precision for each in assigned(plan(*SELECTIVE), model) if each.weight.part in NO_FP8} == {"bf16"}
+    assert blocks(plan("5,12,19,26,33,42 bf16", "4,11,18,25,32,41 bf16"), model, "bf16") == blocks(
+        plan(*SELECTIVE), model, "bf16"
+    )
+
+
+@pytest.mark.parametrize("model", ["nemotron3_nano_30b", "domyn_small_10b", "llama_nemotron_super_49b", "olmo1_1b"])
+def test_weights_are_all_parameters_but_vectors(model: str) -> None:
+    sizes = architecture(model)
+    counted, every = sum(weight.parameters for weight in weights(sizes)), parameters(sizes).total
+
+    assert 0 <= every - counted < 1e-3 * every
+
+
+KINDS = st.lists(st.sampled_from("M*-E"), min_size=1, max_size=12)
+
+
+@given(KINDS, st.sampled_from("M*-E"), st.sampled_from("M*-E"), st.integers(1, 4))
+def test_selectors(kinds: list[str], kind: str, other: str, count: int) -> None:
+    model = architecture("nemotron3_nano_tiny").with_pattern("".join(kinds))
+    numbers = range(len(kinds))
+
+    def selected(text: str) -> set[int | None]:
+        return blocks(plan(f"{text} bf16"), model, "bf16")
+
+    assert selected(kind) == {at for at in numbers if kinds[at] == kind}
+    assert selected(f"{kind}>{other}") == {at for at in numbers[:-1] if kinds[at : at + 2] == [kind, other]}
+    assert selected(f"{kind}<{other}") == {at for at in numbers[1:] if kinds[at - 1 : at + 1] == [other, kind]}
+    assert selected(f"first {count}") == set(numbers[:count])
+    assert selected(f"last {count}") == set(numbers[-count:])
+    part = PARTS[kind][-3 if kind == "E" else -1]
+    found = [each for each in assigned(plan(f"{kind}.{part} bf16"), model) if each.rule]
+    assert {(each.weight.block, each.weight.part) for each in found} == {
+        (at, part) for at in numbers if kinds[at] == kind
+    }
+
+
+def test_the_first_rule_counts() -> None:
+    model = architecture("nemotron3_nano_tiny")
+    given = plan("first 1 fp32", "M bf16", "head bf16", ".router fp32")
+    found = {(each.weight.block, each.weight.part): each.precision for each in assigned(given, model)}
+
+    assert (found[0, "in_proj"], found[2, "in_proj"], found[3, "qkv"]) == ("fp32", "bf16", "fp8")
+    assert (found[None, "head"], found[None, "embedding"], found[1, "router"]) == ("bf16", "bf16", "fp32")
+
+
+def test_sizes_that_a_recipe_does_not_take_are_named() -> None:
+    model = architecture("nemotron3_nano_tiny")
+
+    assert "block 0 in_proj: out 648 is no multiple of 16 (tensorwise); nearest 640, 656" in misfits(plan(), model)
+    assert not misfits(plan("M bf16"), model)
+    assert any(line.startswith("block 3 qkv: in 192") for line in misfits(plan("M bf16", recipe="blockwise"), model))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("M>*", "expected a selector and one of fp8, bf16, fp32"),
+        ("X bf16", "expected a block kind"),
+        ("M.qkv bf16", "a Mamba-2 block has in_proj, conv1d, out_proj, no qkv"),
+        (".in_pro bf16", "no block has a part 'in_pro'; did you mean in_proj?"),
+        ("M.conv1d fp8", "conv1d has no FP8: use bf16 or fp32"),
+        ("embedding fp8", "embedding has no FP8"),
+        ("first 0 bf16", "expected a block kind"),
+    ],
+)
+def test_wrong_rules(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=r"\w") as raised:
+        Rule.parse(text)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"recipe": "delyed"}, "precision_plan.recipe='delyed': expected one of delayed"),
+        ({"rule": []}, "precision_plan.rule: expected one of default"),
+        ({"rules": "M bf16"}, "expected a list of rules"),
+    ],
+)
+def test_wrong_plans(section: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=r"\w") as raised:
+        Plan.from_config(section)
+    assert said in str(raised.value)
+
+
+def test_a_block_that_is_not_there_is_named() -> None:
+    with pytest.raises(ValueError, match=r"rule '9 bf16': there is no block 9; they are 0 to 7"):
+        assigned(plan("9 bf16"), architecture("nemotron3_nano_tiny"))
+
+
+def test_selectors_are_read() -> None:
+    assert Selector.parse("M > *") == Selector(kind="M", before="*")
+    assert Selector.parse("first 2.fc1") == Selector(first=2, part="fc1")
+
+
+def test_what_a_plan_saves() -> None:
+    model = architecture("nemotron3_nano_30b")
+    stored, whole = weight_bytes(plan(*SELECTIVE), model), sum(weight.parameters for weight in weights(model))
+    kept = [each.weight.parameters for each in assigned(plan(*SELECTIVE), model) if each.precision == "bf16"]
+
+    assert stored == {"fp8": whole - sum(kept), "bf16": 2 * sum(kept), "fp32": 0}
+    shares = fp8_shares(plan(*SELECTIVE), model)
+    assert [number for number, share in shares.items() if share == 0] == [4, 5, 11, 12, 18, 19, 25, 26, 32, 33, 41, 42]
+    assert shares[None] == 1.0
+
+
+def test_every_shipped_plan_fits_every_model_it_can() -> None:
+    names = sorted(path.stem for path in (Path(hydra_conf.__file__).parent / "precision").glob("*.yaml"))
+    sections = {
+        name: compose("describe", ["model=domyn_small_10b", f"precision={name}"])["precision_plan"] for name in names
+    }
+
+    assert sorted(name for name, section in sections.items() if section) == [
+        *("fp8_blockwise", "fp8_current", "fp8_delayed", "mxfp8", "nemotron3_selective")
+    ]
+    for section in sections.values():
+        if section is not None:
+            assert not misfits(Plan.from_config(section), architecture("domyn_small_10b"))

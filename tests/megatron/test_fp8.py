@@ -1,0 +1,148 @@
+"""A precision plan on the module names of real models."""
+
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from megatron.core.quantization.utils import get_quant_config_or_none
+
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.pattern import parse
+from nemo_ext.architecture.precision_plan import Plan, assigned, weights
+from nemo_ext.config import compose
+from nemo_ext.megatron.check import check_machine
+from nemo_ext.megatron.fp8 import Precision, use_plan
+from nemo_ext.megatron.model import stage_blocks
+
+FAMILIES = ("nemotron3_nano_tiny", "domyn_small_tiny", "llama_nemotron_tiny", "olmo1_tiny", "olmo3_tiny")
+NAMES = {
+    "mixer.in_proj": "in_proj",
+    "mixer.out_proj": "out_proj",
+    "self_attention.linear_qkv": "qkv",
+    "self_attention.linear_proj": "proj",
+    "mlp.linear_fc1": "fc1",
+    "mlp.linear_fc2": "fc2",
+    "mlp.router": "router",
+    "mlp.shared_experts.linear_fc1": "shared_fc1",
+    "mlp.shared_experts.linear_fc2": "shared_fc2",
+}
+
+
+def part_of(name: str) -> tuple[int | None, str] | None:
+    """Block and part of a module with a matrix, told from its name alone."""
+    if name in ("output_layer", "embedding.word_embeddings"):
+        return None, {"output_layer": "head"}.get(name, "embedding")
+    found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
+    if found is None:
+        return None
+    inside = re.sub(r"experts\.local_experts\.\d+\.", "", found[2])
+    if inside in ("self_attention", "mlp", "mixer"):
+        return int(found[1]), "linear"
+    return (int(found[1]), NAMES[inside]) if inside in NAMES else None
+
+
+def matrices(model: torch.nn.Module) -> list[str]:
+    found = []
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.dim() == 2:
+            found.append(name)
+    return found
+
+
+RULES = st.lists(
+    st.sampled_from(
+        [
+            *("* bf16", "M>* bf16", "-<* fp8", "first 2 bf16", "last 1 bf16", "1,3 bf16", "1,3 fp8", "head bf16"),
+            *("head fp8", ".router fp32", "M.in_proj bf16", ".fc1 fp8", "E.shared_fc1 bf16", "E>M fp8", ".conv1d fp32"),
+        ]
+    ),
+    max_size=4,
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_matrix_has_the_precision_that_the_plan_says(family: str, build: Callable[..., Any]) -> None:
+    model = build(f"model={family}")
+    sizes = Architecture.from_config(compose("describe", [f"model={family}"]))
+    names = matrices(model)
+    assert {part_of(name) for name in names} == {
+        (weight.block, weight.part) for weight in weights(sizes) if weight.part != "conv1d"
+    }
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+    @given(RULES, st.sampled_from(["fp8", "bf16"]), st.sampled_from(["tensorwise", "blockwise", "mxfp8"]))
+    def matches(rules: list[str], default: str, scaling: str) -> None:
+        plan = Plan.from_config({"default": default, "recipe": scaling, "rules": rules})
+        wanted = {(each.weight.block, each.weight.part): each.precision for each in assigned(plan, sizes)}
+        config = Precision(plan, sizes).recipe_config(range(len(sizes.sizes)))
+        for name in names:
+            got = get_quant_config_or_none(name, config)
+            assert got is not None, name
+            assert (got.config_key == "fp8") == (wanted[part_of(name)] == "fp8"), name
+
+    matches()
+
+
+@given(st.lists(st.sampled_from("M*-E"), min_size=4, max_size=12), st.integers(1, 4), st.integers(1, 2), st.data())
+def test_a_stage_knows_its_blocks(kinds: list[str], size: int, virtual: int, data: st.DataObject) -> None:
+    stages = size * virtual
+    if stages > len(kinds):
+        return
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(kinds) - 1), min_size=stages - 1, max_size=stages - 1)))
+    edges = [0, *cuts, len(kinds)]
+    pattern = parse("|".join("".join(kinds[first:last]) for first, last in pairwise(edges)))
+    found = [stage_blocks(pattern, rank, size, stage) for stage in range(virtual) for rank in range(size)]
+
+    assert found == [range(first, last) for first, last in pairwise(edges)]
+
+
+def test_names_are_those_within_the_stage() -> None:
+    sizes = Architecture.from_config(compose("describe", ["model=nemotron3_nano_tiny"]))
+    plan = Plan.from_config({"default": "fp8", "rules": ["* bf16"]})
+    config = Precision(plan, sizes).recipe_config(range(2, 5))  # M*E
+
+    got = {
+        name: get_quant_config_or_none(f"decoder.layers.{name}", config)
+        for name in ("0.mixer.in_proj", "1.self_attention.linear_qkv", "2.mlp.experts.linear_fc1", "3.mixer.in_proj")
+    }
+    assert [None if each is None else each.config_key for each in got.values()] == ["fp8", "bf16", "fp8", None]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["precision=fp8_current"], "in_proj: out 648 is no multiple of 16 (tensorwise); nearest 640, 656"),
+        (["precision=fp8_current", "megatron.fp8_format=e4m3"], "megatron.fp8_format and precision_plan are both set"),
+        (["precision=fp8_current", "model.backend=local"], "FP8 is Transformer Engine's"),
+        (["precision=fp8_delayed", "precision_plan.rules=[M bf16, - fp8]"], "delayed is for the whole model"),
+        (["precision=mxfp8", "precision_plan.rules=[M bf15]"], "expected a selector and one of"),
+    ],
+)
+def test_what_does_not_fit_is_refused(words: list[str], said: str) -> None:
+    config = compose("train", ["run_dir=unused", "data=mock", *words])
+    with pytest.raises(ValueError, match=r"\w") as raised:
+        use_plan(config)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("word", ["precision=fp8_current", "megatron.fp8_format=e4m3"])
+def test_fp8_is_not_left_out_silently(word: str) -> None:
+    config = compose("train", ["run_dir=unused", "data=mock", word])
+
+    with pytest.raises(ValueError, match=r"FP8 is Transformer Engine's, and model\.backend is local here"):
+        check_machine(config)
+
+
+def test_the_plan_sets_megatrons_flags() -> None:
+    config = compose(
+        "train",
+        ["data=mock", "precision=fp8_blockwise", "precision_plan.rules=[M bf16, E bf16, * bf16, - bf16, head bf16]"],
+    )
+    use_plan(config)
+    assert (config["megatron"]["fp8_format"], config["megatron"]["fp8_recipe"]) == ("e4m3", "blockwise")
