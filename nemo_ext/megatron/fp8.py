@@ -115,6 +115,17 @@ def use_plan(config: dict[str, Any]) -> None:
     plan, flags = precision.plan, config["megatron"]
     if said := [name for name in ("fp8_format", "fp8_recipe", "te_precision_config_file") if flags.get(name)]:
         raise ValueError(f"megatron.{said[0]} and precision_plan are both set: leave one out")
+    routers, high = set(), []
+    for each in assigned(plan, precision.architecture):
+        if each.weight.part == "router":
+            routers.add(each.precision)
+        elif each.precision == "fp32":
+            high.append(each.weight)
+    if high or len(routers) > 1:
+        what = high[0] if high else "some routers and others not"
+        raise ValueError(f"precision_plan: {what} in fp32: Megatron trains routers alone in it, and all of them")
+    if routers == {"fp32"}:
+        flags["moe_router_dtype"] = "fp32"
     if not plan.uses_fp8:
         return
     check_backend(config, str(config["model"].get("backend")))

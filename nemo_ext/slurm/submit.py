@@ -264,12 +264,14 @@ def _by_megatron(config: Mapping[str, Any], coming: Sequence[Path]) -> list[Find
     """What the installed Megatron's parser and our layouts refuse."""
     from nemo_ext.launch import checked_runs
     from nemo_ext.megatron.check import check
+    from nemo_ext.megatron.fp8 import use_plan
 
     given: dict[str, Any] = deepcopy(dict(config))
     try:
         if coming:
             # Data that are not there yet cannot be checked.
             given |= {"data": None, "phases": {}, "megatron": {**given["megatron"], "mock_data": True}}
+            use_plan(given)
             check(given)
         else:
             checked_runs(given)

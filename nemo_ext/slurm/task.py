@@ -58,7 +58,7 @@ class Task(Batch):
             name = f"nemo_rl.set.cluster.{key}="
             if value is not None and not any(word.startswith(name) for word in command):
                 command.append(f"{name}{value}")
-        environment = self.environment()
+        environment, container = self.environment(), self.settings.cluster.container
         if self.limit is not None:
             # NeMo-RL saves before this time and ends.
             environment[SAVE_BY] = str(int(self.began + self.limit - super().margin()))
@@ -69,7 +69,7 @@ class Task(Batch):
                 job=self.job,
                 logs=self.record / attempts.FOLDER,
                 environment=environment,
-                container=self.settings.cluster.container.runtime,
+                container=container.runtime if container.used else "none",
                 memory=None if self.seconds is None else (self.record / memory_profile.FOLDER, self.seconds),
                 say=say,
             ) as self.cluster:

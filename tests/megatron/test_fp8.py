@@ -121,6 +121,14 @@ def test_names_are_those_within_the_stage() -> None:
         (["precision=fp8_current", "megatron.fp8_format=e4m3"], "megatron.fp8_format and precision_plan are both set"),
         (["precision=fp8_current", "model.backend=local"], "FP8 is Transformer Engine's"),
         (["precision=fp8_delayed", "precision_plan.rules=[M bf16, - fp8]"], "delayed is for the whole model"),
+        (
+            ["precision=fp8_current", "precision_plan.rules=[M bf16, head fp32]"],
+            "head in fp32: Megatron trains routers",
+        ),
+        (
+            ["precision=fp8_current", "precision_plan.rules=[M bf16, first 2.router fp32]"],
+            "some routers and others not",
+        ),
         (["precision=mxfp8", "precision_plan.rules=[M bf15]"], "expected a selector and one of"),
     ],
 )
