@@ -26,7 +26,7 @@ from nemo_ext.data.blend import other_order
 from nemo_ext.data.blend_plan import MAX_EPOCHS
 from nemo_ext.data.phases import data_paths, mixed_of, plan_of, resolved_path, segments, told_of_streams
 from nemo_ext.data.training import tokenize_streams, use_data
-from nemo_ext.megatron.fp8 import use_plan
+from nemo_ext.megatron.fp8 import remark, use_plan
 from nemo_ext.megatron.rank import end_with_parent
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -46,6 +46,7 @@ def prepare(config: dict[str, Any]) -> Path:
             run directory.
     """
     run_dir = Path(config["run_dir"])
+    use_plan(config)
     runs = checked_runs(config)
     done = run_directory.last_checkpoint(run_dir) or 0
     run = next((r for r in runs if target_of(r["megatron"])[0] > done), runs[-1])
@@ -76,11 +77,14 @@ def train(config: dict[str, Any]) -> None:
         if told := fall_back(run_dir / run_directory.CHECKPOINTS):
             console.print(told)
         console.print("checking the configuration against the installed Megatron ...")
+        use_plan(config)
         given = deepcopy(config)
         runs = checked_runs(config)
         from nemo_ext.megatron.check import check_machine
 
         check_machine(config)
+        if told := remark(config):
+            console.print(told)
         if (plan := plan_of(config)) is not None:
             console.print(plan.table())
         limit = (given.get("data") or {}).get("max_epochs") or MAX_EPOCHS
@@ -116,9 +120,12 @@ def train(config: dict[str, Any]) -> None:
 
 
 def checked_runs(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The configs with which ranks are started, one after the other: one, or one for each segment of the phases."""
+    """The configs with which ranks are started, one after the other: one, or one for each segment of the phases.
+
+    Args:
+        config: after `use_plan`.
+    """
     memory_profile.interval(config)
-    use_plan(config)
     use_data(config)
     from nemo_ext.megatron.check import check
 

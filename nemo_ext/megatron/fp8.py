@@ -2,7 +2,8 @@
 
 Megatron runs every block in the context of `megatron.fp8_format` and asks `TransformerConfig.quant_recipe` for each
 Transformer Engine module when the model is built. It matches names within the stage, `decoder.layers.0` being the
-stage's first block, so a recipe is made for each stage.
+stage's first block, so a recipe is made for each stage. Where Transformer Engine is not what runs, the same plan is
+carried out by `nemo_ext.megatron.float8_modules`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import EMBEDDING, HEAD, Plan, Weight, assigned, misfits
+from nemo_ext.megatron.arguments import resolve_backend
 
 if TYPE_CHECKING:
     from megatron.core.quantization.quant_config import RecipeConfig
@@ -136,12 +138,14 @@ def use_plan(config: dict[str, Any]) -> None:
         )
     if plan.recipe == "delayed" and any(rule.precision == "fp8" for rule in plan.rules):
         raise ValueError("precision_plan.recipe=delayed is for the whole model: rules may only leave FP8, not enter it")
-    if plan.default == "fp8":
+    if plan.default == "fp8" and resolve_backend(str(config["model"].get("backend") or "auto")) != "local":
         flags |= {"fp8_format": plan.format, "fp8_recipe": plan.recipe}
 
 
 def check_backend(config: Mapping[str, Any], backend: str) -> None:
-    """Refuses FP8 where Transformer Engine is not what runs: Megatron would train on without it and say nothing.
+    """Refuses FP8 that is Transformer Engine's alone where another back end runs.
+
+    Megatron would train on without it and say nothing.
 
     Args:
         config: of a run, after `use_plan`.
@@ -150,14 +154,30 @@ def check_backend(config: Mapping[str, Any], backend: str) -> None:
     Raises:
         ValueError: saying which key asks for FP8.
     """
+    from nemo_ext.megatron.float8 import SCALINGS
+
+    if backend != "local":
+        return
+    here = "is Transformer Engine's, and model.backend is local here (no CUDA, or not installed)"
+    if config["megatron"].get("fp8_format"):
+        raise ValueError(f"megatron.fp8_format: that FP8 {here}: use precision=fp8_current, or another with a plan")
     precision = Precision.from_config(config)
-    planned = precision is not None and precision.plan.uses_fp8
-    if backend == "local" and (planned or config["megatron"].get("fp8_format")):
-        key = "precision_plan" if planned else "megatron.fp8_format"
-        raise ValueError(
-            f"{key}: FP8 is Transformer Engine's, and model.backend is local here (no CUDA, or not installed): "
-            "set precision=bf16"
-        )
+    if precision is not None and precision.plan.uses_fp8 and precision.plan.recipe not in SCALINGS:
+        raise ValueError(f"precision_plan.recipe={precision.plan.recipe} {here}: use one of {', '.join(SCALINGS)}")
+
+
+def remark(config: Mapping[str, Any]) -> str | None:
+    """What a user should know of a run's FP8 before it starts; None for nothing."""
+    precision = Precision.from_config(config)
+    backend = resolve_backend(str(config["model"].get("backend") or "auto"))
+    if precision is None or not precision.plan.uses_fp8 or backend != "local":
+        return None
+    if precision.plan.recipe == "tensorwise":
+        return "FP8 without Transformer Engine: products of float8 matrices by torch"
+    return (
+        f"FP8 without Transformer Engine: {precision.plan.recipe} scaling is simulated (the same rounding, products in "
+        "higher precision), for trying a plan out, not for speed"
+    )
 
 
 def _configs(plan: Plan) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.pattern import Pattern, parse
 from nemo_ext.architecture.pattern import format as format_pattern
 from nemo_ext.megatron.attention import Rotary
+from nemo_ext.megatron.float8_modules import use_float8
 from nemo_ext.megatron.fp8 import Precision
 from nemo_ext.megatron.specs import StackOptions, hybrid_stack
 
@@ -99,12 +100,18 @@ class BlockModelBuilder(HybridModelBuilder):
         """One pipeline stage of the model (see `HybridModelBuilder.build_model`)."""
         assert isinstance(self._model_config, BlockModelConfig)
         self._model_config.hybrid_stack_spec = self._model_config.stack_spec()
-        if (precision := self._model_config.precision) is not None:
+        precision, transformer = self._model_config.precision, self._model_config.transformer
+        if precision is None:
+            return super().build_model(pg_collection, pre_process, post_process, vp_stage)
+        pipeline = pg_collection.pp
+        stage = stage_blocks(parse(self._model_config.pattern), pipeline.rank(), pipeline.size(), vp_stage)
+        if transformer.transformer_impl != "local":
             # Of this stage: Megatron matches names within it.
-            pipeline = pg_collection.pp
-            stage = stage_blocks(parse(self._model_config.pattern), pipeline.rank(), pipeline.size(), vp_stage)
-            self._model_config.transformer.quant_recipe = precision.recipe_config(stage)
-        return super().build_model(pg_collection, pre_process, post_process, vp_stage)
+            transformer.quant_recipe = precision.recipe_config(stage)
+        model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
+        if transformer.transformer_impl == "local":
+            use_float8(model, precision, stage)
+        return model
 
 
 def stage_blocks(pattern: Pattern, rank: int, size: int, vp_stage: int | None) -> range:

@@ -70,8 +70,8 @@ def parent_run(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
 
 
 def stage_config(config: Mapping[str, Any], description: Description, ranks: int) -> dict[str, Any]:
-    """What a stage builds a model from: one whole on every rank."""
-    made = with_model(config, description, "stage")
+    """What a stage builds a model from: one whole on every rank, in its own precision whatever the plan of training."""
+    made = {**with_model(config, description, "stage"), "precision_plan": None}
     made["megatron"] = {**made["megatron"], **ONE_RANK, "global_batch_size": ranks}
     return made
 

@@ -102,7 +102,7 @@ def _score_block(
             for name, layer in layers.items():
                 changed = parent.hidden_from(number, hidden, {number: layer})
                 made = parent.logits_of(changed)[:, :-1]
-                sums[name] += _losses(reference, made, tokens[:, 1:], last[:-1], changed[:-1]).cpu()
+                sums[name] += loss_sums(reference, made, tokens[:, 1:], last[:-1], changed[:-1]).cpu()
     scores = []
     for variant in new:
         kl, loss, cosine = (data_parallel.summed(sums[variant.name]) / total).tolist()
@@ -110,7 +110,7 @@ def _score_block(
     return scores
 
 
-def _losses(reference: Tensor, logits: Tensor, labels: Tensor, hidden: Tensor, changed: Tensor) -> Tensor:
+def loss_sums(reference: Tensor, logits: Tensor, labels: Tensor, hidden: Tensor, changed: Tensor) -> Tensor:
     """Sums over tokens: KL, loss, cosine distance."""
     found = log_softmax(logits.float(), -1)
     divergence = kl_div(found, reference, log_target=True, reduction="sum")

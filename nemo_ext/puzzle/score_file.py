@@ -1,12 +1,16 @@
 """The file of replace-one-block scores: one line of JSON a variant. No torch."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nemo_ext.puzzle.variants import KEEP
 from nemo_ext.run_directory import write_text
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,11 @@ def read_scores(file: Path) -> list[Score]:
     Raises:
         ValueError: another line is not a score.
     """
+    return read_lines(file, Score)
+
+
+def read_lines[T](file: Path, kind: Callable[..., T]) -> list[T]:
+    """The same for lines of any dataclass."""
     if not file.is_file():
         return []
     scores = []
@@ -43,7 +52,7 @@ def read_scores(file: Path) -> list[Score]:
     for number, line in enumerate(lines, start=1):
         try:
             values: Mapping[str, object] = json.loads(line)
-            scores.append(Score(**values))  # type: ignore[arg-type]
+            scores.append(kind(**values))
         except (json.JSONDecodeError, TypeError) as error:
             if number == len(lines):
                 break
@@ -53,8 +62,12 @@ def read_scores(file: Path) -> list[Score]:
 
 def append_scores(file: Path, scores: Sequence[Score]) -> None:
     """Add lines, after whatever whole lines there are."""
-    kept = "".join(json.dumps(asdict(score)) + "\n" for score in [*read_scores(file), *scores])
-    write_text(file, kept)
+    append_lines(file, scores, Score)
+
+
+def append_lines[T: "DataclassInstance"](file: Path, lines: Sequence[T], kind: type[T]) -> None:
+    """The same for lines of any dataclass."""
+    write_text(file, "".join(json.dumps(asdict(line)) + "\n" for line in [*read_lines(file, kind), *lines]))
 
 
 def collect_scores(file: Path, parts: Sequence[Path], order: Sequence[tuple[int, str]]) -> None:

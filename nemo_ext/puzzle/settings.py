@@ -267,14 +267,23 @@ def settings(section: Mapping[str, Any]) -> Settings:
     Raises:
         ValueError: naming the key under `puzzle.`, what it holds and what it may hold.
     """
-    adapter = TypeAdapter(Settings)
+    return checked(Settings, section, "puzzle")
+
+
+def checked[T](kind: type[T], section: Mapping[str, Any], name: str) -> T:
+    """A section of a composed config as a pydantic dataclass.
+
+    Raises:
+        ValueError: naming the key under `name`, what it holds and what it may hold.
+    """
+    adapter = TypeAdapter(kind)
     try:
         return adapter.validate_json(json.dumps(section), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
     if first["type"] == "value_error":  # of a class's own check, which names the key
         raise ValueError(str(first["ctx"]["error"]))
-    key = "puzzle." + ".".join(map(str, first["loc"]))
+    key = ".".join(map(str, (name, *first["loc"])))
     if first["type"] == "unexpected_keyword_argument":
         inner: Any = adapter.json_schema()
         for step in first["loc"][:-1]:

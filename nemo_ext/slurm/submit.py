@@ -268,10 +268,10 @@ def _by_megatron(config: Mapping[str, Any], coming: Sequence[Path]) -> list[Find
 
     given: dict[str, Any] = deepcopy(dict(config))
     try:
+        use_plan(given)
         if coming:
             # Data that are not there yet cannot be checked.
             given |= {"data": None, "phases": {}, "megatron": {**given["megatron"], "mock_data": True}}
-            use_plan(given)
             check(given)
         else:
             checked_runs(given)

@@ -93,7 +93,9 @@ def test_the_first_rule_counts() -> None:
 def test_sizes_that_a_recipe_does_not_take_are_named() -> None:
     model = architecture("nemotron3_nano_tiny")
 
-    assert "block 0 in_proj: out 648 is no multiple of 16 (tensorwise); nearest 640, 656" in misfits(plan(), model)
+    assert "block 0 in_proj: out 656 is no multiple of 128 (blockwise); nearest 640, 768" in misfits(
+        plan(recipe="blockwise"), model
+    )
     assert not misfits(plan("M bf16"), model)
     assert any(line.startswith("block 3 qkv: in 192") for line in misfits(plan("M bf16", recipe="blockwise"), model))
 

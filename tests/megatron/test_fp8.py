@@ -117,9 +117,12 @@ def test_names_are_those_within_the_stage() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["precision=fp8_current"], "in_proj: out 648 is no multiple of 16 (tensorwise); nearest 640, 656"),
+        (
+            ["precision=fp8_current", "megatron.mamba_num_heads=8"],
+            "in_proj: out 392 is no multiple of 16 (tensorwise); nearest 384, 400",
+        ),
         (["precision=fp8_current", "megatron.fp8_format=e4m3"], "megatron.fp8_format and precision_plan are both set"),
-        (["precision=fp8_current", "model.backend=local"], "FP8 is Transformer Engine's"),
+        (["precision=fp8_delayed", "model.backend=local"], "precision_plan.recipe=delayed is Transformer Engine's"),
         (["precision=fp8_delayed", "precision_plan.rules=[M bf16, - fp8]"], "delayed is for the whole model"),
         (
             ["precision=fp8_current", "precision_plan.rules=[M bf16, head fp32]"],
@@ -139,18 +142,19 @@ def test_what_does_not_fit_is_refused(words: list[str], said: str) -> None:
     assert said in str(raised.value)
 
 
-@pytest.mark.parametrize("word", ["precision=fp8_current", "megatron.fp8_format=e4m3"])
+@pytest.mark.parametrize("word", ["precision=fp8_delayed", "megatron.fp8_format=e4m3"])
 def test_fp8_is_not_left_out_silently(word: str) -> None:
-    config = compose("train", ["run_dir=unused", "data=mock", word])
+    config = compose("train", ["run_dir=unused", "data=mock", "model.backend=local", word])
 
-    with pytest.raises(ValueError, match=r"FP8 is Transformer Engine's, and model\.backend is local here"):
+    with pytest.raises(ValueError, match=r"is Transformer Engine's, and model\.backend is local here"):
         check_machine(config)
 
 
-def test_the_plan_sets_megatrons_flags() -> None:
-    config = compose(
-        "train",
-        ["data=mock", "precision=fp8_blockwise", "precision_plan.rules=[M bf16, E bf16, * bf16, - bf16, head bf16]"],
-    )
+@pytest.mark.parametrize(("backend", "flags"), [("transformer_engine", ("e4m3", "blockwise")), ("local", (None, None))])
+def test_the_plan_sets_megatrons_flags_where_transformer_engine_runs(
+    backend: str, flags: tuple[str | None, str | None]
+) -> None:
+    rules = "precision_plan.rules=[M bf16, E bf16, * bf16, - bf16, head bf16]"
+    config = compose("train", ["data=mock", f"model.backend={backend}", "precision=fp8_blockwise", rules])
     use_plan(config)
-    assert (config["megatron"]["fp8_format"], config["megatron"]["fp8_recipe"]) == ("e4m3", "blockwise")
+    assert tuple(config["megatron"].get(name) for name in ("fp8_format", "fp8_recipe")) == flags

@@ -1,0 +1,126 @@
+"""A precision plan on Megatron's own linear layers, without Transformer Engine (`nemo_ext.megatron.float8`).
+
+Megatron's column- and row-parallel layers keep their weights, sharding and communication; the product inside them is
+another one. Each rank scales its own part of a matrix.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from nemo_ext.architecture.precision_plan import HEAD, Weight, assigned
+from nemo_ext.megatron.float8 import E4M3, E5M2, SCALINGS, Scaling, float8_linear
+from nemo_ext.megatron.fp8 import Precision, module_patterns
+
+LINEAR = ColumnParallelLinear, RowParallelLinear
+_FORWARD = "_forward_impl"
+"""What Megatron's linear layers call for the product (tensor_parallel/layers.py)."""
+
+
+@dataclass(frozen=True)
+class Float8Product:
+    """Stands in the place of a linear layer's `_forward_impl`.
+
+    Attributes:
+        scaling: of its matrices.
+        gradients: float8 of the output's gradients.
+    """
+
+    scaling: Scaling
+    gradients: torch.dtype
+
+    def __call__(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        allreduce_dgrad: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: Any = None,
+        **others: Any,
+    ) -> Tensor:
+        """The layer's product, with the communication that it asks for."""
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, group=tp_group)
+        elif allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+        found = float8_linear(input, weight, self.scaling, gradients=self.gradients)
+        return found if bias is None else found + bias
+
+
+def use_float8(model: torch.nn.Module, precision: Precision, stage: Sequence[int]) -> list[torch.nn.Module]:
+    """Sets the linear layers of a pipeline stage to FP8 as the plan says; gives back which.
+
+    Args:
+        model: Megatron's, not wrapped.
+        precision: the plan and the whole model's sizes.
+        stage: the numbers of its blocks, from 0, in order.
+
+    Raises:
+        ValueError: the scaling is Transformer Engine's alone; a weight is in no linear layer of Megatron's own.
+    """
+    plan = precision.plan
+    if plan.recipe not in SCALINGS:
+        raise ValueError(
+            f"precision_plan.recipe={plan.recipe}: without Transformer Engine there are {', '.join(SCALINGS)}"
+        )
+    found: list[torch.nn.Module] = []
+    named = dict(model.named_modules())
+    for each in assigned(plan, precision.architecture):
+        if each.precision == "fp8":
+            found += _linears(named, each.weight, precision, stage)
+    made = Float8Product(SCALINGS[plan.recipe], E5M2 if plan.format == "hybrid" else E4M3)
+    for module in found:
+        setattr(module, _FORWARD, made)
+    return found
+
+
+@contextmanager
+def in_float8(model: torch.nn.Module, precision: Precision) -> Iterator[None]:
+    """A model without pipeline stages works as the plan says while this is open, then as before.
+
+    Raises:
+        ValueError: as `use_float8`.
+    """
+    changed = use_float8(model, precision, range(len(precision.architecture.sizes)))
+    try:
+        yield
+    finally:
+        for module in changed:
+            delattr(module, _FORWARD)
+
+
+def _linears(
+    named: dict[str, torch.nn.Module], weight: Weight, precision: Precision, stage: Sequence[int]
+) -> list[torch.nn.Module]:
+    if weight.block is None:
+        kind = ""
+        if "output_layer" not in named and weight.part == HEAD:
+            return []  # of the last stage
+    elif weight.block in stage:
+        kind = precision.architecture.sizes[weight.block].kind
+    else:
+        return []
+    first = stage[0] if stage else 0
+    patterns = module_patterns(weight, kind, first_block=first)
+    matched = [m for name, m in named.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    found = [module for module in matched if isinstance(module, LINEAR)]
+    if not found or len(found) != len(matched):
+        hint = ": set megatron.moe_grouped_gemm=false" if kind == "E" else ""
+        raise ValueError(
+            f"precision_plan: {weight} is in no linear layer of Megatron's own, and Transformer Engine, which has FP8 "
+            f"for it, is not what runs{hint}"
+        )
+    return found

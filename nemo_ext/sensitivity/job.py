@@ -1,0 +1,65 @@
+"""The sensitivity job: measurements on ranks of this machine, then the report; the same command goes on."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.architecture.precision_plan import Plan
+from nemo_ext.checkpoint.torch_dist import checkpoint_folder
+from nemo_ext.config import INTERRUPTED
+from nemo_ext.data.training import tokenize_streams, use_data
+from nemo_ext.progress import notice
+from nemo_ext.puzzle.configs import description_of
+from nemo_ext.puzzle.local_ranks import run_ranks
+from nemo_ext.run_directory import only_run_in, write_config, write_versions
+from nemo_ext.sensitivity.report import write_report
+from nemo_ext.sensitivity.settings import settings
+from nemo_ext.sensitivity.units import units
+from nemo_ext.sensitivity.workspace import Workspace
+
+DEFAULT_PLAN = {"default": "fp8", "recipe": "tensorwise", "rules": ["head bf16"]}
+"""Of a run without a plan."""
+
+
+def run(config: dict[str, Any]) -> None:
+    """Measure, choose and compare, as far as that is not done yet, and write the report.
+
+    Args:
+        config: of `compose("sensitivity", ...)`.
+
+    Raises:
+        ValueError: for anything in the config that does not fit.
+        SystemExit: a rank failed.
+    """
+    from nemo_ext.megatron.fp8 import check_backend
+
+    chosen = settings(config["sensitivity"])
+    if config["run_dir"] is None:
+        raise ValueError("run_dir=null: name a directory")
+    if config["launcher"]["nodes"] != 1:
+        raise ValueError(f"launcher.nodes={config['launcher']['nodes']}: this command runs on this machine only")
+    model = Path(chosen.model)
+    if not model.exists():
+        raise ValueError(f"sensitivity.model={model}: no such run or checkpoint")
+    if config["precision_plan"] is None:
+        config["precision_plan"] = DEFAULT_PLAN
+    # Measured with torch's FP8 products everywhere, Transformer Engine or not.
+    config["model"]["backend"] = "local"
+    config["megatron"]["moe_grouped_gemm"] = False
+    check_backend(config, "local")
+    architecture = description_of(model).architecture
+    units(Plan.from_config(config["precision_plan"]), architecture, chosen.per)
+    use_data(config)
+    workspace = Workspace(Path(config["run_dir"]))
+    with only_run_in(workspace.run_dir):
+        workspace.begin(config, checkpoint_folder(model))
+        write_config(workspace.run_dir, config)
+        write_versions(workspace.run_dir, sys.argv)
+        tokenize_streams(config.get("data"))
+        command = [sys.executable, "-m", "nemo_ext.sensitivity.rank", str(workspace.config)]
+        code = run_ranks(command, int(config["launcher"]["nproc_per_node"]), workspace.run_dir)
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
+        if code:
+            sys.exit(code if code > 0 else 1)
+        notice(f"report: {write_report(workspace, chosen, config['precision_plan'], architecture)}")

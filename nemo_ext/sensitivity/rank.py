@@ -1,0 +1,17 @@
+"""The process of one rank of a sensitivity sweep: what the job starts, as Puzzle's stages are."""
+
+import sys
+
+from nemo_ext.puzzle.rank import leave, main
+from nemo_ext.sensitivity.workspace import LOG
+
+
+def work(config_path: str) -> None:
+    """Measures; Megatron is imported now."""
+    from nemo_ext.sensitivity.sweep import run
+
+    run(config_path)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1], LOG, work))

@@ -1,0 +1,251 @@
+"""The report of a sweep: what each block loses in FP8, the proposed plan, and what plans lose beside each other."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from nemo_ext.architecture.blocks import NAMES
+from nemo_ext.architecture.draw import COLOURS
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.precision_plan import HEAD, Plan
+from nemo_ext.puzzle.score_file import read_lines
+from nemo_ext.run_directory import REPORT, write_text
+from nemo_ext.sensitivity.scores import EVERYTHING, REFERENCE, Sensitivity, lost
+from nemo_ext.sensitivity.settings import Settings
+from nemo_ext.sensitivity.units import Unit, bf16_rules, named_rule, units
+from nemo_ext.sensitivity.workspace import NANO, Workspace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PICTURE = "scores.png"
+LABELS = {
+    REFERENCE: "the model as it is",
+    EVERYTHING: "the given plan",
+    "proposed": "proposed",
+    NANO: "attention and what feeds it in BF16",
+    "proposed turned round": "the least sensitive in BF16 instead",
+}
+_KEPT, _HEAD = "#22262b", "#5b6470"
+
+
+def write_report(
+    workspace: Workspace, chosen: Settings, section: Mapping[str, Any], architecture: Architecture
+) -> Path:
+    """Writes report.md, its picture and the proposed plan; returns the report's path.
+
+    Args:
+        workspace: with all measurements.
+        chosen: what was asked for.
+        section: `precision_plan` of the run.
+        architecture: of the model.
+    """
+    plan = Plan.from_config(section)
+    every = units(plan, architecture, chosen.per)
+    scores = {line.name: line for line in read_lines(workspace.scores, Sensitivity)}
+    result = json.loads(workspace.result.read_text())
+    low = set(result["tried"][-1]["fp8"])
+    kept = [unit for unit in every if unit.selector not in low]
+    rules = [rule.text for rule in bf16_rules(kept)]
+    named = named_rule(kept, plan, architecture) if kept else None
+    if named:
+        rules = [f"{selector} bf16" for selector in named]
+    _write_proposal(workspace.proposal, {**section, "rules": [*rules, *(section.get("rules") or ())]}, chosen)
+    _draw(workspace.run_dir / PICTURE, every, kept, scores, result, chosen)
+    metric = "KL" if chosen.metric == "kl" else "loss"
+    lines = [
+        f"# FP8 sensitivity of {chosen.model}",
+        _summary(result, kept, every, named, chosen),
+        f"`nemo-ext train --config-dir {workspace.run_dir} precision=proposed ...` trains with it.",
+        f"```yaml\n{workspace.proposal.read_text()}```",
+        f"![{metric} of each {chosen.per} in FP8]({PICTURE})",
+        "## Plans beside each other\n\nOn validation data.",
+        _plans(result["plans"]),
+        f"## By group\n\n{metric} in nats a token on calibration data, of each {chosen.per} alone and of all together.",
+        _groups(every, scores, chosen),
+        _finding(every, scores, chosen),
+        f"## The most sensitive\n\n{_most(every, kept, scores, chosen)}",
+    ]
+    path = workspace.run_dir / REPORT
+    write_text(path, "\n\n".join(line for line in lines if line) + "\n")
+    return path
+
+
+def _write_proposal(file: Path, section: Mapping[str, Any], chosen: Settings) -> None:
+    text = yaml.safe_dump({"megatron": {"bf16": True}, "precision_plan": dict(section)}, sort_keys=False, width=120)
+    write_text(file, f"# @package _global_\n# Proposed by nemo-ext sensitivity from {chosen.model}.\n{text}")
+
+
+def _summary(
+    result: Mapping[str, Any],
+    kept: Sequence[Unit],
+    every: Sequence[Unit],
+    named: Sequence[str] | None,
+    chosen: Settings,
+) -> str:
+    found = result["tried"][-1]
+    what = "nothing has to stay in BF16"
+    if kept:
+        names = f"rules {' and '.join(f'`{name}`' for name in named)}" if named else "the rules below"
+        what = f"{len(kept)} of {len(every)} {chosen.per}s stay in BF16, which are {names}"
+    return (
+        f"Within a budget of {result['budget']:.3g} nats a token ({chosen.metric}), {what}: "
+        f"{found['measured']:.3g} nats measured on the calibration set, {found['added']:.3g} by adding up what each "
+        f"loses alone; {len(result['tried'])} plans were tried."
+    )
+
+
+def _plans(rows: Sequence[Mapping[str, Any]]) -> str:
+    reference = rows[0]["loss"]
+    table = [
+        [
+            LABELS[row["name"]],
+            f"{row['kl']:.3g}",
+            f"{row['loss'] - reference:+.4f}",
+            f"{row['bytes']['bf16']:,}",
+            f"{sum(row['bytes'].values()):,}",
+        ]
+        for row in rows
+    ]
+    return _table(["plan", "KL, nats a token", "loss", "bytes in BF16", "bytes of all matrices"], table)
+
+
+def _group_name(group: str) -> str:
+    if group == HEAD:
+        return "output layer"
+    kind, _, feeds = group.partition(">")
+    return f"{NAMES[kind]}{' before attention' if feeds else ''} (`{group}`)"
+
+
+def _groups(every: Sequence[Unit], scores: Mapping[str, Sensitivity], chosen: Settings) -> str:
+    rows = []
+    for group, losses in _by_group(every, scores, chosen).items():
+        together = lost(scores[f"all {group}"], scores[REFERENCE], chosen.metric)
+        bytes_ = sum(unit.bytes for unit in every if unit.group == group)
+        rows.append(
+            [
+                _group_name(group),
+                str(len(losses)),
+                f"{median(losses):.2e}",
+                f"{max(losses):.2e}",
+                f"{together:.2e}",
+                f"{together / bytes_ * 1e6:.2e}",
+            ]
+        )
+    return _table(["group", "number", "median", "largest", "together", "together, a MB of BF16"], rows)
+
+
+def _by_group(every: Sequence[Unit], scores: Mapping[str, Sensitivity], chosen: Settings) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for unit in every:
+        found.setdefault(unit.group, []).append(lost(scores[unit.selector], scores[REFERENCE], chosen.metric))
+    return found
+
+
+def _finding(every: Sequence[Unit], scores: Mapping[str, Sensitivity], chosen: Settings) -> str:
+    """Whether this model bears out Nemotron 3 Nano's choice, in one sentence."""
+    groups = _by_group(every, scores, chosen)
+    if not {"*", "M>*", "M"} <= set(groups):
+        return ""
+    others = [loss for group, losses in groups.items() if group not in ("*", "M>*") for loss in losses]
+    attention, feeding = median(groups["*"]), median(groups["M>*"])
+
+    def beside(value: float, other: float) -> str:
+        return f"{value / other:.1f} times" if other > 0 else "beside nothing for"
+
+    return (
+        "Nemotron 3 Nano keeps attention and the Mamba blocks before it in BF16. Here an attention block loses "
+        f"{beside(attention, median(others))} the median of all other blocks, a Mamba block before attention "
+        f"{beside(feeding, median(groups['M']))} that of the other Mamba blocks."
+    )
+
+
+def _most(every: Sequence[Unit], kept: Sequence[Unit], scores: Mapping[str, Sensitivity], chosen: Settings) -> str:
+    reference = scores[REFERENCE]
+    ranked = sorted(every, key=lambda unit: -lost(scores[unit.selector], reference, chosen.metric))[:12]
+    rows = [
+        [
+            unit.selector,
+            _group_name(unit.group),
+            f"{scores[unit.selector].kl:.2e}",
+            f"{scores[unit.selector].loss - reference.loss:+.2e}",
+            f"{unit.bytes:,}",
+            "BF16" if unit in kept else "FP8",
+        ]
+        for unit in ranked
+    ]
+    return _table([chosen.per, "kind", "KL", "loss", "bytes in BF16", "proposed"], rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _draw(
+    path: Path,
+    every: Sequence[Unit],
+    kept: Sequence[Unit],
+    scores: Mapping[str, Sensitivity],
+    result: Mapping[str, Any],
+    chosen: Settings,
+) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(min(24.0, max(9.0, 4.5 + 0.22 * len(every))), 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=[max(2.0, len(every) / 14), 1.6])
+    _draw_units(left, every, kept, scores, chosen)
+    _draw_plans(right, result["plans"], chosen)
+    temporary = path.with_name(f".{path.name}")
+    figure.savefig(temporary, dpi=120, format="png")
+    temporary.replace(path)
+
+
+def _draw_units(
+    axes: "Axes", every: Sequence[Unit], kept: Sequence[Unit], scores: Mapping[str, Sensitivity], chosen: Settings
+) -> None:
+    losses = [lost(scores[unit.selector], scores[REFERENCE], chosen.metric) for unit in every]
+    seen: set[str] = set()
+    for number, (unit, loss) in enumerate(zip(every, losses, strict=True)):
+        kind = unit.group[0] if unit.group != HEAD else HEAD
+        label = None if kind in seen else ("output layer" if kind == HEAD else NAMES[kind])
+        seen.add(kind)
+        axes.bar(
+            number,
+            loss,
+            color=COLOURS.get(kind, _HEAD),
+            edgecolor=_KEPT if unit in kept else "none",
+            linewidth=1.6,
+            label=label,
+        )
+    if kept:
+        axes.bar(0, 0, color="none", edgecolor=_KEPT, linewidth=1.6, label="proposed: BF16")
+    if min(losses) > 0 and max(losses) > 30 * min(losses):
+        axes.set_yscale("log")
+    axes.set_xticks(range(len(every)), [unit.selector for unit in every], fontsize=7, rotation=90)
+    axes.set_xlabel(f"{chosen.per} in FP8 alone, from 0")
+    axes.set_ylabel("KL, nats a token" if chosen.metric == "kl" else "loss, nats a token")
+    axes.legend(frameon=False, fontsize=8)
+    _plain(axes)
+
+
+def _draw_plans(axes: "Axes", rows: Sequence[Mapping[str, Any]], chosen: Settings) -> None:
+    reference = rows[0]["loss"]
+    whole = rows[0]["bytes"]["bf16"]
+    for row, marker in zip(rows, "osD^v", strict=False):
+        value = row["kl"] if chosen.metric == "kl" else row["loss"] - reference
+        axes.plot(row["bytes"]["bf16"] / whole, value, marker, markersize=8, label=LABELS[row["name"]])
+    axes.set_xlabel("share of bytes in BF16, validation data")
+    axes.legend(frameon=False, fontsize=7)
+    _plain(axes)
+
+
+def _plain(axes: "Axes") -> None:
+    axes.grid(axis="y", alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,196 @@
+"""The measurements, on one rank of several that each have the whole model and share out the data; rank 0 writes.
+
+FP8 is that of `nemo_ext.megatron.float8` on every device, so the same numbers come from a laptop and from a cluster but
+for the order of sums.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+
+from nemo_ext.architecture.precision_plan import Plan
+from nemo_ext.checkpoint.torch_dist import checkpoint_folder
+from nemo_ext.megatron.float8_modules import in_float8
+from nemo_ext.megatron.fp8 import Precision
+from nemo_ext.megatron.session import build_model, load_weights
+from nemo_ext.megatron.session import data_parallel as process_group
+from nemo_ext.progress import progress_of
+from nemo_ext.puzzle import data_parallel
+from nemo_ext.puzzle.configs import description_of, stage_config
+from nemo_ext.puzzle.parent import Parent
+from nemo_ext.puzzle.score import loss_sums
+from nemo_ext.puzzle.score_file import append_lines, read_lines
+from nemo_ext.puzzle.settings import Batches
+from nemo_ext.puzzle.token_batches import TokenBatches
+from nemo_ext.run_directory import read_config, write_text
+from nemo_ext.sensitivity.choose import Proposal, propose
+from nemo_ext.sensitivity.scores import EVERYTHING, REFERENCE, Sensitivity, lost
+from nemo_ext.sensitivity.settings import settings
+from nemo_ext.sensitivity.units import Unit, kept_by, only, units
+from nemo_ext.sensitivity.workspace import NANO, Workspace, as_json
+
+
+def run(config_path: str) -> None:
+    """Measure every unit, choose a plan, and compare it with others, as far as that is not done yet.
+
+    Args:
+        config_path: of the composed config, data arguments filled in.
+
+    Raises:
+        ValueError: the plan or the data do not fit the model.
+    """
+    config = read_config(Path(config_path))
+    with process_group():
+        chosen, workspace = settings(config["sensitivity"]), Workspace(Path(config["run_dir"]))
+        description = description_of(Path(chosen.model))
+        built = stage_config(config, description, data_parallel.count())
+        model, made = build_model(built)
+        load_weights(model, checkpoint_folder(Path(chosen.model)))
+        parent = Parent(model, made)
+        plan, architecture = Plan.from_config(config["precision_plan"]), description.architecture
+        every = units(plan, architecture, chosen.per)
+        data = partial(_batches, built, parent)
+        on_training = Measurements(parent, data("train", chosen.calibration), workspace.scores)
+        scores = _score(on_training, every, lambda low: Precision(only(plan, low, every), architecture))
+        reference = scores[REFERENCE]
+        budget = chosen.nats or chosen.share * lost(scores[EVERYTHING], reference, chosen.metric)
+
+        def together(low: Sequence[Unit]) -> float:
+            name = "+".join(unit.selector for unit in low)
+            found = on_training.of(name, Precision(only(plan, low, every), architecture))
+            return lost(found, reference, chosen.metric)
+
+        with _progress("plans", chosen.attempts, "tried") as advance:
+
+            def measure(low: Sequence[Unit]) -> float:
+                found = together(low)
+                advance(1)
+                return found
+
+            proposals = propose(
+                every,
+                [lost(scores[unit.selector], reference, chosen.metric) for unit in every],
+                budget,
+                measure,
+                everything=lost(scores[EVERYTHING], reference, chosen.metric),
+                attempts=chosen.attempts,
+            )
+        best = proposals[-1]
+        plans: dict[str, Plan | None] = {REFERENCE: None, EVERYTHING: plan, "proposed": only(plan, best.low, every)}
+        if kept := kept_by(("*", "M>*"), every, architecture):
+            plans[NANO] = only(plan, [unit for unit in every if unit not in kept], every)
+        if 0 < len(best.low) < len(every):
+            least = sorted(every, key=lambda unit: lost(scores[unit.selector], reference, chosen.metric))
+            plans["proposed turned round"] = only(plan, _turned_round(best, least), every)
+        on_validation = Measurements(parent, data("valid", chosen.evaluation), None)
+        with _progress("compare", len(plans), "plans") as advance:
+            rows = []
+            for name, each in plans.items():
+                found = on_validation.of(name, None if each is None else Precision(each, architecture))
+                rows.append(as_json(found, each, architecture))
+                advance(1)
+        content = {"budget": budget, "tried": [_tried(one) for one in proposals], "plans": rows}
+        data_parallel.written(lambda: write_text(workspace.result, json.dumps(content, indent=1) + "\n"))
+
+
+def _turned_round(best: Proposal, least: Sequence[Unit]) -> list[Unit]:
+    """Units in FP8 of a plan that keeps no more bytes in BF16 than `best`, but of those that matter least.
+
+    Args:
+        best: the plan.
+        least: all units, the least sensitive first.
+    """
+    left = sum(unit.bytes for unit in least if unit not in best.low)
+    low = []
+    for unit in least:
+        if unit.bytes <= left:
+            left -= unit.bytes
+        else:
+            low.append(unit)
+    return low
+
+
+def _tried(proposal: Proposal) -> dict[str, Any]:
+    return {
+        "fp8": [unit.selector for unit in proposal.low],
+        "added": proposal.added,
+        "measured": proposal.measured,
+    }
+
+
+class Measurements:
+    """Losses of plans on one set of batches.
+
+    Args:
+        parent: the model.
+        batches: this rank's tokens `[batch, seq]`.
+        file: of lines that are known already; None keeps none.
+    """
+
+    def __init__(self, parent: Parent, batches: Sequence[Tensor], file: Path | None) -> None:
+        self.parent, self.batches, self.file = parent, batches, file
+        count = sum(tokens.shape[0] * (tokens.shape[1] - 1) for tokens in batches)
+        self.tokens = int(data_parallel.summed(torch.tensor(count)))
+        self.last: list[Tensor] = []
+        self.known: dict[str, Sensitivity] = {}
+        if file is not None:
+            self.known = {line.name: line for line in data_parallel.agreed(partial(read_lines, file, Sensitivity))}
+
+    def of(self, name: str, precision: Precision | None) -> Sensitivity:
+        """A plan's, measured if there is no line of it yet; None is the model as it is."""
+        if name not in self.known:
+            kl, loss = self._measure(precision)
+            self.known[name] = Sensitivity(name, kl, loss, self.tokens)
+            if self.file is not None:
+                data_parallel.written(partial(append_lines, self.file, [self.known[name]], Sensitivity))
+        return self.known[name]
+
+    @torch.no_grad()
+    def _measure(self, precision: Precision | None) -> tuple[float, float]:
+        if not self.last:
+            self.last = [self.parent.hidden(tokens) for tokens in self.batches]
+        sums = torch.zeros(3, dtype=torch.double)
+        for tokens, last in zip(self.batches, self.last, strict=True):
+            exact = self.parent.logits_of(last)[:, :-1]
+            hidden, logits = last, exact
+            if precision is not None:
+                with in_float8(self.parent.model, precision):
+                    hidden = self.parent.hidden(tokens)
+                    logits = self.parent.logits_of(hidden)[:, :-1]
+            reference = log_softmax(exact.float(), -1)
+            sums += loss_sums(reference, logits, tokens[:, 1:], last[:-1], hidden[:-1]).cpu()
+        kl, loss, _ = (data_parallel.summed(sums) / self.tokens).tolist()
+        return kl, loss
+
+
+def _score(
+    measurements: Measurements, every: Sequence[Unit], in_fp8: Callable[[Sequence[Unit]], Precision]
+) -> dict[str, Sensitivity]:
+    """Of the model as it is, of all units together, of each alone and of each group together, by name."""
+    groups = {group: [unit for unit in every if unit.group == group] for group in dict.fromkeys(u.group for u in every)}
+    wanted: Mapping[str, Sequence[Unit] | None] = {
+        REFERENCE: None,
+        EVERYTHING: every,
+        **{unit.selector: [unit] for unit in every},
+        **{f"all {group}": members for group, members in groups.items()},
+    }
+    with _progress("sensitivity", len(wanted), "measured") as advance:
+        found = {}
+        for name, low in wanted.items():
+            found[name] = measurements.of(name, None if low is None else in_fp8(low))
+            advance(1)
+    return found
+
+
+def _batches(config: Mapping[str, Any], parent: Parent, split: Any, of: Batches) -> list[Tensor]:
+    return TokenBatches(config, split, of.sequences, parent.device).batches(of.batch)
+
+
+def _progress(label: str, total: int, unit: str) -> Any:
+    return progress_of(label, total, unit=unit, enabled=data_parallel.number() == 0)

@@ -1,0 +1,84 @@
+"""The files of a sensitivity sweep, and what they were made of. No torch."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.precision_plan import Plan, weight_bytes
+from nemo_ext.run_directory import CONFIG, write_text
+from nemo_ext.sensitivity.scores import Sensitivity
+
+LOG = "sensitivity.log"
+NANO = "attention and what feeds it"
+"""Nemotron 3 Nano's rule, `* bf16` and `M>* bf16`."""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A run directory.
+
+    Attributes:
+        run_dir: where everything is.
+    """
+
+    run_dir: Path
+
+    @property
+    def config(self) -> Path:
+        """The composed config that ranks read."""
+        return self.run_dir / CONFIG
+
+    @property
+    def scores(self) -> Path:
+        """Of units and plans on the calibration set."""
+        return self.run_dir / "scores.jsonl"
+
+    @property
+    def result(self) -> Path:
+        """Plans that were tried and compared."""
+        return self.run_dir / "plans.json"
+
+    @property
+    def proposal(self) -> Path:
+        """The plan as a file of the Hydra group `precision`."""
+        return self.run_dir / "precision" / "proposed.yaml"
+
+    def begin(self, config: Mapping[str, Any], checkpoint: Path) -> None:
+        """Notes what scores are made of.
+
+        Args:
+            config: of the job, data arguments filled in.
+            checkpoint: that is measured.
+
+        Raises:
+            ValueError: those that are there were made of something else.
+        """
+        section = config["sensitivity"]
+        data = {key: config["megatron"].get(key) for key in ("data_path", "split", "seq_length", "seed", "mock_data")}
+        made_of = {
+            "checkpoint": str(checkpoint.resolve()),
+            "precision_plan": config["precision_plan"],
+            "per": section["per"],
+            "calibration": section["calibration"],
+            "bf16": config["megatron"].get("bf16"),
+            "data": data,
+        }
+        record = self.run_dir / "made_of.json"
+        if self.scores.is_file() and record.is_file():
+            before = json.loads(record.read_text())
+            if other := [key for key in made_of if before.get(key) != made_of[key]]:
+                raise ValueError(
+                    f"{self.scores} holds scores with {other[0]}={before.get(other[0])}, not {made_of[other[0]]}: give "
+                    "another run_dir, or remove the folder"
+                )
+        write_text(record, json.dumps(made_of, indent=1) + "\n")
+
+
+def as_json(score: Sensitivity, plan: Plan | None, architecture: Architecture) -> dict[str, Any]:
+    """A compared plan: what it loses, its rules and the bytes of its weights by precision."""
+    held = weight_bytes(plan or Plan(), architecture)
+    rules = [rule.text for rule in plan.rules] if plan is not None else []
+    return {**asdict(score), "default": "bf16" if plan is None else plan.default, "rules": rules, "bytes": held}

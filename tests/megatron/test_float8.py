@@ -1,0 +1,174 @@
+"""FP8 products in torch, and a plan on Megatron's linear layers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.precision_plan import Plan, assigned
+from nemo_ext.config import compose
+from nemo_ext.megatron.float8 import E4M3, E5M2, SCALINGS, float8_linear, product, quantise
+from nemo_ext.megatron.float8_modules import Float8Product, in_float8, use_float8
+from nemo_ext.megatron.fp8 import Precision
+
+BLOCKS = st.sampled_from([None, (1, 4), (4, 4), (2, 3), (1, 128)])
+SIZES = st.integers(1, 40)
+
+
+def matrix(seed: int, rows: int, columns: int) -> torch.Tensor:
+    """With rows and columns of very different sizes, and zeros."""
+    random = torch.Generator().manual_seed(seed)
+    sizes = torch.exp2(torch.randint(-12, 12, (rows, 1), generator=random).float())
+    return sizes * torch.randn(rows, columns, generator=random) * (torch.rand(rows, columns, generator=random) < 0.8)
+
+
+@given(st.integers(0, 999), SIZES, SIZES, BLOCKS, st.sampled_from([E4M3, E5M2]), st.booleans())
+def test_every_number_is_rounded_within_its_blocks_scale(
+    seed: int, rows: int, columns: int, block: tuple[int, int] | None, dtype: torch.dtype, power_of_two: bool
+) -> None:
+    given = matrix(seed, rows, columns)
+    made = quantise(given, block, dtype=dtype, power_of_two=power_of_two)
+    found = made.dequantised(torch.float32)
+
+    high, wide = block or given.shape
+    info = torch.finfo(dtype)
+    for top in range(0, rows, high):
+        for left in range(0, columns, wide):
+            here = (slice(top, top + high), slice(left, left + wide))
+            largest = given[here].abs().max()
+            # Half a step of the mantissa, or of what is too small for a normal number of float8.
+            bound = torch.maximum(
+                given[here].abs() * info.eps / 2, largest / info.max * info.smallest_normal * info.eps
+            )
+            assert (found[here] - given[here]).abs().le(bound * (2.01 if power_of_two else 1.01)).all()
+            assert found[here].abs().max() <= largest * (1 + info.eps)
+    if power_of_two:
+        assert (torch.log2(made.scale) % 1 == 0).all()
+    elif block is None:
+        assert torch.equal(found.abs().max(), given.abs().max()) or found.abs().max() == pytest.approx(
+            given.abs().max().item(), rel=1e-6
+        )
+
+
+@given(st.integers(0, 999), SIZES, SIZES, SIZES)
+def test_the_product_of_float8_matrices_is_that_of_the_numbers_they_stand_for(
+    seed: int, rows: int, inner: int, columns: int
+) -> None:
+    left, right = quantise(matrix(seed, rows, inner)), quantise(matrix(seed + 1, columns, inner))
+    exact = left.dequantised(torch.float64) @ right.dequantised(torch.float64).T
+
+    found = product(left, right, torch.float32)
+
+    assert found.shape == (rows, columns)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5 * exact.abs().max().item())
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_linear_map_and_its_gradients_are_near_those_without_fp8(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(3, 50, 100, dtype=dtype, requires_grad=True)
+    weight = torch.randn(36, 100, dtype=dtype, requires_grad=True)
+    gradient = torch.randn(3, 50, 36, dtype=dtype)
+
+    found = float8_linear(inputs, weight, SCALINGS[name], gradients=E5M2)
+    exact = inputs @ weight.t()
+
+    pairs = [(found, exact)]
+    pairs += zip(
+        torch.autograd.grad(found, (inputs, weight), gradient),
+        torch.autograd.grad(exact, (inputs, weight), gradient),
+        strict=True,
+    )
+    for got, wanted in pairs:
+        assert got.dtype == dtype
+        error = ((got - wanted).float().norm() / wanted.float().norm()).item()
+        assert 0.01 < error < 0.08
+
+
+def test_smaller_blocks_keep_more_of_uneven_numbers() -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(64, 256)
+    inputs[0, 0] = 1e5  # beside which all others vanish in a scale for the whole tensor
+    weight = torch.randn(32, 256)
+
+    def error(name: str) -> float:
+        found, exact = float8_linear(inputs, weight, SCALINGS[name]), inputs @ weight.t()
+        return float((found - exact)[1:].norm() / exact[1:].norm())
+
+    assert error("mxfp8") <= error("blockwise") < 0.1 < error("tensorwise")
+
+
+def test_an_expert_without_tokens_gets_no_gradient() -> None:
+    weight = torch.randn(4, 8, requires_grad=True)
+    float8_linear(torch.empty(0, 8), weight, SCALINGS["tensorwise"]).sum().backward()
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+RULES = st.lists(
+    st.sampled_from(
+        ["* bf16", "M>* bf16", "first 2 bf16", "1,3 bf16", "1,3 fp8", "head bf16", "M.in_proj bf16", ".fc1 fp8"]
+    ),
+    max_size=4,
+)
+
+
+@pytest.mark.parametrize("model", ["nemotron3_nano_tiny", "domyn_small_tiny", "llama_nemotron_tiny", "olmo3_tiny"])
+def test_those_layers_are_in_fp8_that_the_plan_names(model: str, build: Callable[..., Any]) -> None:
+    sizes = Architecture.from_config(compose("describe", [f"model={model}"]))
+    made = build(f"model={model}", "precision=fp32")
+
+    @settings(max_examples=30, deadline=None)
+    @given(RULES, st.sampled_from(["fp8", "bf16"]))
+    def matches(rules: list[str], default: str) -> None:
+        plan = Plan.from_config({"default": default, "rules": rules})
+        wanted = sum(each.weight.parameters for each in assigned(plan, sizes) if each.precision == "fp8")
+        with in_float8(made, Precision(plan, sizes)):
+            low = [m for m in made.modules() if isinstance(m.__dict__.get("_forward_impl"), Float8Product)]
+            # The tiny models' vocabularies need no padding.
+            assert sum(module.weight.numel() for module in low) == wanted
+        assert not any("_forward_impl" in module.__dict__ for module in made.modules())
+
+    matches()
+
+
+def test_a_weight_that_is_in_no_linear_layer_is_refused(build: Callable[..., Any]) -> None:
+    sizes = Architecture.from_config(compose("describe", ["model=nemotron3_nano_tiny"]))
+    made = build("model=nemotron3_nano_tiny", "precision=fp32")
+    del made.decoder.layers[1].mlp.experts.local_experts
+
+    with pytest.raises(ValueError, match=r"block 1 fc1 is in no linear layer .*megatron\.moe_grouped_gemm=false"):
+        use_float8(made, Precision(Plan.from_config({"default": "fp8"}), sizes), range(len(sizes.sizes)))
+
+
+def test_the_model_computes_with_rounded_matrices(build: Callable[..., Any]) -> None:
+    sizes = Architecture.from_config(compose("describe", ["model=nemotron3_nano_tiny"]))
+    made = build("model=nemotron3_nano_tiny", "precision=fp32").eval()
+    layer = made.decoder.layers[0].mixer.in_proj
+    assert isinstance(layer, ColumnParallelLinear | RowParallelLinear)
+    hidden = torch.randn(5, 1, 192)
+    with torch.no_grad(), in_float8(made, Precision(Plan.from_config({"rules": ["0 fp8"]}), sizes)):
+        found = layer(hidden)[0]
+    rounded = [quantise(each).dequantised(torch.float32) for each in (hidden.flatten(0, 1), layer.weight.detach())]
+    torch.testing.assert_close(found.flatten(0, 1), rounded[0] @ rounded[1].T)
+
+
+def test_training_in_fp8_loses_next_to_nothing(
+    train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    words = ["precision=bf16", "model=nemotron3_nano_tiny", "model.pattern=M*E-"]
+    reference = train_ranks(tmp_path / "bf16", *words)
+    for scaling in ("tensorwise", "blockwise"):
+        plan = f"precision_plan={{default: fp8, format: hybrid, recipe: {scaling}}}"
+        lines = train_ranks(tmp_path / scaling, *words, plan)
+
+        assert lines[-1]["loss"] != reference[-1]["loss"]
+        # Ten steps at a high rate, in which roundings alone move the loss by some thousandths.
+        assert lines[-1]["loss"] == pytest.approx(reference[-1]["loss"], rel=0.02)

@@ -1,0 +1,78 @@
+"""The choice of what stays in BF16."""
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_ext.architecture.precision_plan import Weight
+from nemo_ext.sensitivity.choose import cheapest, propose
+from nemo_ext.sensitivity.units import Unit
+
+SIZES = st.lists(st.tuples(st.integers(1, 50), st.floats(-1e-3, 1.0)), min_size=1, max_size=7)
+
+
+def some(sizes: Sequence[int]) -> list[Unit]:
+    return [Unit(str(number), "M", (Weight(number, "in_proj", size, 1),)) for number, size in enumerate(sizes)]
+
+
+def least_bytes(units: Sequence[Unit], losses: Sequence[float], budget: float) -> int:
+    """By trying everything."""
+    pairs = list(zip(units, losses, strict=True))
+    return min(
+        sum(unit.bytes for unit in units) - sum(unit.bytes for unit, _ in low)
+        for count in range(len(pairs) + 1)
+        for low in combinations(pairs, count)
+        if sum(max(loss, 0.0) for _, loss in low) <= budget * (1 + 1e-9)
+    )
+
+
+@settings(deadline=None)
+@given(SIZES, st.floats(1e-3, 3.0))
+def test_the_fewest_bytes_within_the_budget_stay_in_bf16(given: list[tuple[int, float]], budget: float) -> None:
+    units, losses = some([size for size, _ in given]), [loss for _, loss in given]
+
+    low = cheapest(units, losses, budget)
+
+    assert sum(unit.bytes for unit in units if unit not in low) == least_bytes(units, losses, budget)
+
+
+@settings(deadline=None)
+@given(SIZES, st.floats(0.3, 3.0), st.floats(0.01, 0.99))
+def test_the_measured_loss_keeps_the_budget_whatever_adding_up_says(
+    given: list[tuple[int, float]], factor: float, share: float
+) -> None:
+    units, losses = some([size for size, _ in given]), [loss for _, loss in given]
+
+    def measure(low: Sequence[Unit]) -> float:
+        return factor * sum(max(losses[int(unit.selector)], 0.0) for unit in low)
+
+    budget = share * measure(units)
+    tried = propose(units, losses, budget, measure, everything=measure(units), attempts=12)
+
+    assert tried[-1].measured == measure(tried[-1].low)
+    assert tried[-1].measured <= budget or not budget
+    assert len({found.low for found in tried}) == len(tried)
+
+
+def test_a_budget_that_fp8_keeps_leaves_nothing_in_bf16() -> None:
+    units = some([3, 5])
+
+    def measure(low: Sequence[Unit]) -> float:
+        raise AssertionError("what everything loses is known")
+
+    (found,) = propose(units, [0.1, 0.2], 0.5, measure, everything=0.4, attempts=3)
+    assert found.low == tuple(units)
+    assert found.added == pytest.approx(0.3)
+
+
+def test_where_losses_do_not_add_up_more_is_found_by_measuring() -> None:
+    """Three blocks lose 1 each and 1.2 together: two keep a budget of 1.1, where adding up leaves one."""
+    units = some([10, 11, 12])
+    together = {0: 0.0, 1: 1.0, 2: 1.1, 3: 1.2}
+
+    tried = propose(units, [1.0, 1.0, 1.0], 1.1, lambda low: together[len(low)], everything=1.2, attempts=8)
+
+    assert [unit.selector for unit in tried[-1].low] == ["1", "2"]

@@ -1,0 +1,58 @@
+"""What is quantised at a time, and rules for what is not."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.precision_plan import Plan, assigned
+from nemo_ext.config import compose
+from nemo_ext.sensitivity.units import kept_by, named_rule, only, units
+
+NANO = Architecture.from_config(compose("describe", ["model=nemotron3_nano_30b"]))
+TINY = Architecture.from_config(compose("describe", ["model=nemotron3_nano_tiny"]))
+PLAN = Plan.from_config({"default": "fp8", "rules": ["head bf16"]})
+
+
+def test_blocks_are_grouped_by_kind_and_by_what_they_feed() -> None:
+    groups: dict[str, list[int | None]] = {}
+    for unit in units(PLAN, NANO, "block"):
+        groups.setdefault(unit.group, []).append(unit.block)
+
+    assert groups["*"] == [5, 12, 19, 26, 33, 42]
+    assert groups["M>*"] == [4, 11, 18, 25, 32, 41]
+    assert set(groups) == {"M", "M>*", "*", "E"}
+
+
+@given(
+    st.lists(st.sampled_from("M*-E"), min_size=1, max_size=12),
+    st.sampled_from(["block", "part"]),
+    st.sampled_from([(), ("head bf16",), ("M bf16",), (".fc1 bf16", "head bf16")]),
+    st.data(),
+)
+def test_exactly_the_chosen_units_are_in_fp8(
+    kinds: list[str], per: str, rules: tuple[str, ...], data: st.DataObject
+) -> None:
+    model = TINY.with_pattern("".join(kinds))
+    plan = Plan.from_config({"default": "fp8", "rules": list(rules)})
+    if not any(each.precision == "fp8" for each in assigned(plan, model)):
+        with pytest.raises(ValueError, match="nothing of this model is in FP8"):
+            units(plan, model, per)
+        return
+    every = units(plan, model, per)
+    low = data.draw(st.lists(st.sampled_from(every), unique=True))
+
+    found = [each.weight for each in assigned(only(plan, low, every), model) if each.precision == "fp8"]
+
+    assert set(found) == {weight for unit in low for weight in unit.weights}
+    assert sum(2 * weight.parameters for weight in found) == sum(unit.bytes for unit in low)
+
+
+@pytest.mark.parametrize("per", ["block", "part"])
+def test_a_rule_that_people_use_is_recognised(per: str) -> None:
+    every = units(PLAN, NANO, per)
+    kept = kept_by(("*", "M>*"), every, NANO)
+
+    assert {unit.block for unit in kept} == {5, 12, 19, 26, 33, 42, 4, 11, 18, 25, 32, 41}
+    assert named_rule(kept, PLAN, NANO) == ("*", "M>*")
+    assert named_rule(kept[1:], PLAN, NANO) is None
