@@ -90,8 +90,8 @@ def _summary(
     found = result["tried"][-1]
     what = "nothing has to stay in BF16"
     if kept:
-        names = f"rules {' and '.join(f'`{name}`' for name in named)}" if named else "the rules below"
-        what = f"{len(kept)} of {len(every)} {chosen.per}s stay in BF16, which are {names}"
+        names = f" (`{'`, `'.join(named)}`)" if named else ""
+        what = f"{len(kept)} of {len(every)} {chosen.per}s stay in BF16{names}"
     return (
         f"Within a budget of {result['budget']:.3g} nats a token ({chosen.metric}), {what}: "
         f"{found['measured']:.3g} nats measured on the calibration set, {found['added']:.3g} by adding up what each "

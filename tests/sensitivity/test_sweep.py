@@ -1,0 +1,126 @@
+"""Measurements on real models, and the whole job."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
+
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.precision_plan import Plan
+from nemo_ext.config import compose
+from nemo_ext.megatron.float8_modules import in_float8
+from nemo_ext.megatron.fp8 import Precision
+from nemo_ext.megatron.session import build_model
+from nemo_ext.puzzle.parent import Parent
+from nemo_ext.sensitivity.sweep import Measurements
+from nemo_ext.sensitivity.units import only, units
+
+ATTENTION = "attention and what feeds it"
+
+
+@pytest.fixture
+def parent(megatron: None) -> Parent:
+    torch.manual_seed(0)
+    words = ["run_dir=unused", "data=mock", "precision=fp32", "model.pattern=M*E-"]
+    return Parent(*build_model(compose("train", words)))
+
+
+@torch.no_grad()
+def test_what_is_measured(parent: Parent, tmp_path: Path) -> None:
+    architecture = Architecture.from_config(compose("describe", ["model=nemotron3_nano_tiny", "model.pattern=M*E-"]))
+    plan = Plan.from_config({"default": "fp8", "rules": ["head bf16"]})
+    every = units(plan, architecture, "block")
+    batches = [torch.randint(0, 380, (2, 20)), torch.randint(0, 380, (1, 20))]
+    precision = Precision(only(plan, every[:2], every), architecture)
+    measurements = Measurements(parent, batches, tmp_path / "scores.jsonl")
+
+    as_it_is, low = measurements.of("bf16", None), measurements.of("two", precision)
+
+    kl = loss = 0.0
+    for tokens in batches:
+        exact = parent.logits(tokens)[:, :-1]
+        with in_float8(parent.model, precision):
+            found = parent.logits(tokens)[:, :-1]
+        pair = log_softmax(found, -1), log_softmax(exact, -1)
+        kl += float(kl_div(*pair, log_target=True, reduction="sum"))
+        loss += float(cross_entropy(found.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"))
+    assert (as_it_is.kl, as_it_is.tokens) == (pytest.approx(0.0, abs=1e-9), 57)
+    assert low.kl == pytest.approx(kl / 57, rel=1e-4)
+    assert low.loss == pytest.approx(loss / 57, rel=1e-6)
+    assert low.kl > 1e-7
+    again = Measurements(parent, batches, tmp_path / "scores.jsonl")
+    assert again.of("two", None) == low  # from the file: the plan is not looked at
+
+
+def sensitivity(run_dir: Path, model: Path, *words: str, code: int = 0) -> str:
+    command = [sys.executable, "-m", "nemo_ext.cli", "sensitivity", f"sensitivity.model={model}", f"run_dir={run_dir}"]
+    small = ["data=mock", "megatron.seq_length=64", "sensitivity.attempts=3"]
+    few = [f"sensitivity.{split}={{sequences: 8, batch: 4}}" for split in ("calibration", "evaluation")]
+    ended = subprocess.run(
+        [*command, *small, *few, *words],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    return ended.stderr
+
+
+def test_the_job(train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
+    model, run_dir = tmp_path / "model", tmp_path / "fp8"
+    train_ranks(model, "model.pattern=M*E-")
+
+    sensitivity(run_dir, model)
+
+    scores = (run_dir / "scores.jsonl").read_text()
+    names = [json.loads(line)["name"] for line in scores.splitlines()]
+    assert names[:6] == ["bf16", "given", "0", "1", "2", "3"]
+    assert {"all M>*", "all *", "all E", "all -"} <= set(names)
+    result = json.loads((run_dir / "plans.json").read_text())
+    best, plans = result["tried"][-1], {row["name"]: row for row in result["plans"]}
+    assert best["measured"] <= result["budget"]
+    assert plans["bf16"]["kl"] == pytest.approx(0.0, abs=1e-9)
+    assert plans["given"]["bytes"]["bf16"] < plans["proposed"]["bytes"]["bf16"] < plans["bf16"]["bytes"]["bf16"]
+    assert (run_dir / "scores.png").stat().st_size > 10_000
+    words = ["--config-dir", str(run_dir), "model=nemotron3_nano_tiny", "model.pattern=M*E-", "precision=proposed"]
+    command = [sys.executable, "-m", "nemo_ext.cli", "describe", *words]
+    described = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert described.returncode == 0, described.stderr
+    assert "precision plan" in described.stdout
+
+    sensitivity(run_dir, model, "sensitivity.share=0.01")  # another budget: units are not measured again
+    assert (run_dir / "scores.jsonl").read_text().startswith(scores)
+    tight = json.loads((run_dir / "plans.json").read_text())
+    assert tight["budget"] == pytest.approx(result["budget"] / 50)
+    assert set(tight["tried"][-1]["fp8"]) <= set(best["fp8"])
+
+    said = sensitivity(run_dir, model, "precision=mxfp8", code=2)
+    assert "holds scores with precision_plan=" in said
+    said = sensitivity(run_dir, model, "precision=fp8_delayed", code=2)
+    assert "precision_plan.recipe=delayed is Transformer Engine's" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_nanos_rule_loses_less_than_fp8_everywhere(
+    train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path, seed: int
+) -> None:
+    """Nemotron 3 Nano, FP8 PTQ: attention and the Mamba blocks before it in BF16; on text that every machine has."""
+    words = ["model.pattern=MEM*EME", f"megatron.seed={seed}", "train.tokens=40960", "megatron.save_interval=80"]
+    train_ranks(tmp_path / "model", *words)
+    sensitivity(tmp_path / "fp8", tmp_path / "model")
+
+    plans = {row["name"]: row for row in json.loads((tmp_path / "fp8" / "plans.json").read_text())["plans"]}
+    uniform, selective = plans["given"], plans[ATTENTION]
+    assert selective["kl"] < uniform["kl"]
+    assert sum(selective["bytes"].values()) < 1.15 * sum(uniform["bytes"].values())
+    assert plans["proposed"]["kl"] < uniform["kl"]
