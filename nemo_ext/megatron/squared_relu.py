@@ -1,7 +1,8 @@
 """Squared ReLU, relu(x)^2, in one pass over memory, for the FFNs of Domyn-Small and Nemotron 3.
 
-Megatron's own (`core/activations.py`) is two torch functions, which it compiles unless `disable_jit_fuser` is set;
-eagerly, forward and backward together move 14 tensors through memory, here 5. Its fused `weighted_squared_relu_impl`
+Megatron's own (`core/activations.py`) is two torch functions. Eagerly they move 14 tensors through memory, forward and
+backward together, here 5; but Megatron has torch.compile fuse them, `disable_jit_fuser` or not, so what this one saves
+has to be measured (benchmarks/gpu.py). Its fused `weighted_squared_relu_impl`
 (`core/fusions/fused_weighted_squared_relu.py`) is for routed experts: it needs a weight for each token and reduces over
 the width for that weight's gradient, so with weights of one it would serve here, for more work. Megatron compares the
 identity of its function in `core/transformer/moe/experts.py` alone (grouped experts), which keep it.
