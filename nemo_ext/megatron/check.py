@@ -17,6 +17,7 @@ from nemo_ext.megatron.arguments import (
     pattern_with_cuts,
     quiet_imports,
     resolve_backend,
+    uses_fused_squared_relu,
     world_size,
 )
 from nemo_ext.megatron.cpu import mamba_modules, patches
@@ -32,6 +33,7 @@ KEYS = {
         "norm_placement",
         "qk_norm_scope",
         "yarn_on_windowed",
+        "fused_squared_relu",
         "vocab_size",
         "hf_layers",
         "hf_layer_count",
@@ -72,10 +74,10 @@ def check(config: Mapping[str, Any]) -> argparse.Namespace:
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """Refuses a key that nothing reads, and a switch that is neither true nor false.
+    """Refuses a key that nothing reads, a switch that is neither true nor false, and switches that exclude each other.
 
     Raises:
-        ValueError: naming the key and the nearest known one.
+        ValueError: naming the key, and the nearest known one where it is unknown.
     """
     for block, known in KEYS.items():
         for name in config.get(block) or {}:
@@ -88,6 +90,7 @@ def check_keys(config: Mapping[str, Any]) -> None:
             value = config[block].get(name, False)
             if not isinstance(value, bool):
                 raise ValueError(f"{block}.{name}={value!r}: set it to true or false")
+    uses_fused_squared_relu(config["model"], config["megatron"])
     if config["train"].get("validate_at_start") and config["megatron"].get("pretrained_checkpoint"):
         raise ValueError(
             "train.validate_at_start measures the model before megatron.pretrained_checkpoint is loaded: "

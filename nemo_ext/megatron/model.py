@@ -15,6 +15,7 @@ from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfi
 from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.pattern import Pattern, parse
 from nemo_ext.architecture.pattern import format as format_pattern
+from nemo_ext.megatron.arguments import uses_fused_squared_relu
 from nemo_ext.megatron.attention import Rotary
 from nemo_ext.megatron.float8_modules import use_float8
 from nemo_ext.megatron.fp8 import Precision
@@ -32,6 +33,7 @@ class BlockModelConfig(HybridModelConfig):
         qk_norm_scope: over what a QK norm runs.
         llama3_rope_factor: Llama 3's RoPE frequency scaling, or None.
         yarn_on_windowed: False leaves blocks with a window on plain RoPE in a YaRN model (OLMo 3).
+        fused_squared_relu: see `nemo_ext.megatron.specs.StackOptions`.
         precision: which modules leave the model's own precision; None for none.
     """
 
@@ -42,6 +44,7 @@ class BlockModelConfig(HybridModelConfig):
     qk_norm_scope: str = "head"
     llama3_rope_factor: float | None = None
     yarn_on_windowed: bool = True
+    fused_squared_relu: bool = False
     precision: Precision | None = None
 
     def stack_spec(self) -> ModuleSpec:
@@ -54,6 +57,7 @@ class BlockModelConfig(HybridModelConfig):
             norm_placement=self.norm_placement,
             qk_norm_scope=self.qk_norm_scope,
             rotary=self._rotary(attention),
+            fused_squared_relu=self.fused_squared_relu,
         )
         if self.position_embedding_type != "yarn" or self.yarn_on_windowed:
             return spec
@@ -138,6 +142,9 @@ def model_config(
         pattern: the notation, with pipeline cuts (`arguments.pattern_with_cuts`).
         arguments: Megatron's validated arguments.
         precision: see `BlockModelConfig`.
+
+    Raises:
+        ValueError: the fused squared ReLU is asked for with another activation.
     """
     config = hybrid_config_from_args(arguments, model_config_cls=BlockModelConfig)
     config.pattern = format_pattern(parse(pattern))
@@ -145,6 +152,7 @@ def model_config(
     config.norm_placement = model.get("norm_placement", "input")
     config.qk_norm_scope = model.get("qk_norm_scope", "head")
     config.yarn_on_windowed = model.get("yarn_on_windowed", True)
+    config.fused_squared_relu = uses_fused_squared_relu(model, vars(arguments))
     config.precision = precision
     config.llama3_rope_factor = arguments.rope_scaling_factor if arguments.use_rope_scaling else None
     return config

@@ -7,7 +7,7 @@
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ from nemo_ext.megatron.layers import (
     with_output_norm,
 )
 from nemo_ext.megatron.norms import HeadsRMSNorm, LocalNorm
+from nemo_ext.megatron.squared_relu import with_fused_squared_relu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,7 @@ class StackOptions:
         norm_placement: `input` (pre-norm) or `output` (on each sub-layer's output before the residual add, OLMo 3).
         qk_norm_scope: with `qk_layernorm`, norm over each `head` or over the full `width` (OLMo 3).
         rotary: rotary embedding of single blocks, by 1-based layer number; other blocks use the model's.
+        fused_squared_relu: whether FFN blocks and shared experts compute their squared ReLU in one kernel.
     """
 
     symbols: str = ""
@@ -60,6 +62,7 @@ class StackOptions:
     norm_placement: str = "input"
     qk_norm_scope: str = "head"
     rotary: Mapping[int, Rotary] = field(default_factory=dict)
+    fused_squared_relu: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("norm_placement", ("input", "output")), ("qk_norm_scope", ("head", "width"))):
@@ -172,6 +175,12 @@ def stack_submodules(config: TransformerConfig, options: StackOptions) -> Hybrid
         ),
         mlp_bda=get_bias_dropout_add,
     )
+    if options.fused_squared_relu:
+        mlp.mlp = with_fused_squared_relu(mlp.mlp)
+        # Not the routed experts: upstream has a fused kernel for them, which it takes for its own function alone.
+        layer = moe.mlp.keywords["submodules"]
+        shared = with_fused_squared_relu(layer.shared_experts)
+        moe.mlp = partial(moe.mlp, submodules=replace(layer, shared_experts=shared))
 
     def block(module: type, submodules: object, linear: object) -> ModuleSpec:
         params = {"overrides": options.overrides, "linear_submodules": linear}
@@ -250,6 +259,7 @@ def hybrid_stack(
     norm_placement: str = "input",
     qk_norm_scope: str = "head",
     rotary: Mapping[int, Rotary] | None = None,
+    fused_squared_relu: bool = False,
 ) -> ModuleSpec:
     """The stack spec of a pattern in our notation, for `HybridModel(hybrid_stack_spec=...)` or a `--spec` module.
 
@@ -259,6 +269,7 @@ def hybrid_stack(
         norm_placement: see `StackOptions`.
         qk_norm_scope: see `StackOptions`.
         rotary: see `StackOptions`.
+        fused_squared_relu: see `StackOptions`; building a model with another activation is then a ValueError.
 
     Raises:
         PatternError: if the pattern does not parse.
@@ -272,6 +283,7 @@ def hybrid_stack(
         norm_placement=norm_placement,
         qk_norm_scope=qk_norm_scope,
         rotary=rotary or {},
+        fused_squared_relu=fused_squared_relu,
     )
     return ModuleSpec(module=BlockStack, params={"options": options})
 

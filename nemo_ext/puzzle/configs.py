@@ -54,7 +54,9 @@ def with_model(config: Mapping[str, Any], description: Description, name: str) -
     own = to_config(from_config(config))
     new = to_config(description)
     kept = {key: value for key, value in config["megatron"].items() if key not in own["megatron"]}
-    model = {**new["model"], "name": name, "backend": config["model"].get("backend", "auto")}
+    # What decides about speed alone; the rest is the other model's.
+    speed = {key: value for key, value in config["model"].items() if key in ("backend", "fused_squared_relu")}
+    model = {**new["model"], "name": name, **speed}
     megatron = {**kept, **new["megatron"]}
     lengths = (section.get("max_position_embeddings") or 0 for section in (config["megatron"], new["megatron"]))
     megatron["max_position_embeddings"] = max(lengths)

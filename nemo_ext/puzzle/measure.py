@@ -45,7 +45,10 @@ MODEL_WIDE = (
 )
 """Fields of Megatron's config on which a block's time depends and that its notation does not say."""
 
-STACK_WIDE = ("norm_affine", "norm_placement", "qk_norm_scope", "position_embedding_type", "rotary_percent")
+STACK_WIDE = (
+    *("norm_affine", "norm_placement", "qk_norm_scope", "fused_squared_relu", "position_embedding_type"),
+    "rotary_percent",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

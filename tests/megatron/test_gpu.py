@@ -22,6 +22,18 @@ def test_the_local_back_end_learns_on_the_device(
     assert lines[-1]["loss"] < 0.6 * lines[0]["loss"]
 
 
+def test_the_fused_squared_relu_changes_no_loss(
+    train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    words = ("model.backend=local", "model=domyn_small_tiny", "precision=bf16")
+
+    plain = train_ranks(tmp_path / "plain", *words)
+    fused = train_ranks(tmp_path / "fused", *words, "+model.fused_squared_relu=true")
+
+    # Megatron compiles its own, which rounds as the kernel does; sums on the device may come in another order.
+    assert [line["loss"] for line in fused] == pytest.approx([line["loss"] for line in plain], rel=2e-3)
+
+
 @pytest.mark.parametrize("model", ["domyn_small_tiny", "llama_nemotron_tiny", "olmo1_tiny", "olmo3_tiny"])
 def test_the_other_families_learn_on_the_device(
     train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path, model: str

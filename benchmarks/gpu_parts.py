@@ -1,0 +1,319 @@
+"""What gpu.py compares: each part gives tables of sides that are measured in turns."""
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from gpu_timing import Machine, Step, Table, Timing, compare, made_at_first, training_step
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured; the defaults are of models that are trained.
+
+    Attributes:
+        tokens: of a training step.
+        hidden: of Domyn-Small, likewise `ffn`, `qkv` (48 query and 2 x 8 key and value heads of 128) and `heads_width`.
+        fusion_hidden: of Llama-Nemotron Ultra 253B, whose widest fused FFN on one of eight tensor-parallel ranks is
+            `fusion_blocks` x `fusion_ffn`.
+        length: tokens of a scan; it has the heads, states and groups of Nemotron 3 Nano.
+        rounds: measured.
+    """
+
+    tokens: int = 8192
+    hidden: int = 4096
+    ffn: int = 16384
+    qkv: int = 8192
+    heads_width: int = 6144
+    fusion_hidden: int = 16384
+    fusion_ffn: int = 6240
+    fusion_blocks: int = 8
+    fusion_tokens: tuple[int, ...] = (1, 8, 32)
+    length: int = 8192
+    heads: int = 64
+    head_dim: int = 64
+    state: int = 128
+    groups: int = 8
+    rounds: int = 30
+
+
+SMALL = Sizes(
+    tokens=32,
+    hidden=64,
+    ffn=128,
+    qkv=96,
+    heads_width=48,
+    fusion_hidden=64,
+    fusion_ffn=32,
+    fusion_blocks=3,
+    length=256,
+    heads=4,
+    head_dim=16,
+    state=16,
+    groups=2,
+    rounds=3,
+)
+
+
+def quantised(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A tensor in FP8 with one scale of this step, and what its numbers are to be multiplied with."""
+    largest = torch.finfo(dtype).max
+    scale = largest / tensor.abs().amax().float().clamp(min=1e-12)
+    return (tensor.float() * scale).clamp(-largest, largest).to(dtype), scale.reciprocal()
+
+
+def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
+    """a `[rows, inner]` times b `[inner, columns]`, b stored by columns, in BF16."""
+    each = F.ScalingType.TensorWise
+    return F.scaled_mm(a, b, scale_a, each, scale_b, each, output_dtype=torch.bfloat16)
+
+
+class ScaledLinear(torch.autograd.Function):
+    """A linear map whose three matrix products are in FP8: e4m3, gradients in e5m2, one scale a tensor."""
+
+    quantise = staticmethod(quantised)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        x8, x_scale = ScaledLinear.quantise(x, torch.float8_e4m3fn)
+        w8, w_scale = ScaledLinear.quantise(weight, torch.float8_e4m3fn)
+        ctx.save_for_backward(x8, x_scale, w8, w_scale)
+        return scaled_product(x8, w8.t(), x_scale, w_scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x8, x_scale, w8, w_scale = ctx.saved_tensors
+        g8, g_scale = ScaledLinear.quantise(grad, torch.float8_e5m2)
+        by_columns = [each.t().contiguous().t() for each in (w8, x8)]
+        return (
+            scaled_product(g8, by_columns[0], g_scale, w_scale),
+            scaled_product(g8.t().contiguous(), by_columns[1], g_scale, x_scale),
+        )
+
+
+def fp8(sizes: Sizes, machine: Machine) -> Iterator[Table]:
+    """FP8 against BF16, for Domyn-Small's FFN and its attention projections."""
+    shapes = {
+        f"FFN {sizes.hidden} -> {sizes.ffn} -> {sizes.hidden}, squared ReLU": [
+            (sizes.hidden, sizes.ffn),
+            (sizes.ffn, sizes.hidden),
+        ],
+        f"attention projections {sizes.hidden} -> {sizes.qkv}, {sizes.heads_width} -> {sizes.hidden}": [
+            (sizes.hidden, sizes.qkv),
+            (sizes.heads_width, sizes.hidden),
+        ],
+    }
+    engine = machine.device != "cpu" and importlib.util.find_spec("transformer_engine") is not None
+    if machine.device != "cpu":
+        ScaledLinear.quantise = staticmethod(torch.compile(quantised))
+    for title, maps in shapes.items():
+        table = Table(f"FP8 against BF16: {title}, {sizes.tokens} tokens, forward and backward")
+        steps = engine_steps(maps, sizes, machine) if engine else torch_steps(maps, sizes, machine)
+        if machine.device != "cpu" and torch.cuda.get_device_capability() < (8, 9):
+            steps = {name: step for name, step in steps.items() if name.startswith("BF16")}
+            table.remarks.append("This GPU has no FP8 (compute capability 8.9 or later has).")
+        compare(table, steps, machine)
+        table.remarks.append(
+            "Transformer Engine's Linear."
+            if engine
+            else "Transformer Engine is not used (no CUDA, or not installed): torch's scaled_mm, scales of this step."
+        )
+        yield table
+
+
+def chained(maps: list[tuple[int, int]], linears: list[Callable[[Tensor], Tensor]], x: Tensor, other: Tensor) -> Tensor:
+    """An FFN where the second map takes what the first gives, else both maps on inputs of their own."""
+    first = linears[0](x)
+    if maps[0][1] == maps[1][0]:
+        return linears[1](torch.relu(first).square())
+    return torch.cat([first, linears[1](other)], dim=-1)
+
+
+def torch_steps(maps: list[tuple[int, int]], sizes: Sizes, machine: Machine) -> dict[str, Step]:
+    x, other = (machine.random(sizes.tokens, width, grad=True) for width in (maps[0][0], maps[1][0]))
+    weights = [(machine.random(out, into) / into**0.5).detach().requires_grad_() for into, out in maps]
+    sides = {"BF16": F.linear, "FP8, one scale a tensor": ScaledLinear.apply}
+    steps = {}
+    for name, product in sides.items():
+        linears = [lambda t, w=weight, p=product: p(t, w) for weight in weights]
+        forward = lambda t, linears=linears: chained(maps, linears, t, other)  # noqa: E731
+        steps[name] = training_step(forward, x, [*weights, other])
+    return steps
+
+
+def engine_steps(maps: list[tuple[int, int]], sizes: Sizes, machine: Machine) -> dict[str, Step]:
+    """Steps of Transformer Engine's Linear, with every scaling that the installed version has."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe
+
+    x, other = (machine.random(sizes.tokens, width, grad=True) for width in (maps[0][0], maps[1][0]))
+    scalings = {
+        "FP8, delayed scaling": "DelayedScaling",
+        "FP8, current scaling": "Float8CurrentScaling",
+        "FP8, blocks of 128": "Float8BlockScaling",
+        "MXFP8": "MXFP8BlockScaling",
+    }
+    found = {name: getattr(recipe, kind)() for name, kind in scalings.items() if hasattr(recipe, kind)}
+    steps: dict[str, Step] = {}
+    for name, scaling in {"BF16": None, **found}.items():
+        linears = [te.Linear(into, out, bias=False, params_dtype=torch.bfloat16).cuda() for into, out in maps]
+
+        def step(linears: list[Any] = linears, scaling: Any = scaling) -> None:
+            for tensor in (x, other, *(linear.weight for linear in linears)):
+                tensor.grad = None
+            with te.fp8_autocast(enabled=scaling is not None, fp8_recipe=scaling):
+                y = chained(maps, linears, x, other)
+            y.backward(y.detach())
+
+        steps[name] = step
+    return steps
+
+
+def squared_relu(sizes: Sizes, machine: Machine) -> Iterator[Table]:
+    """Our kernels against torch and against a copy of the same bytes."""
+    from nemo_ext.megatron.squared_relu import kernels, squared_relu, squared_relu_to_fp8
+
+    x = machine.random(sizes.tokens, sizes.ffn)
+    scale = torch.tensor(2.0, device=machine.device)
+
+    def unfused(x: Tensor) -> Tensor:
+        return torch.pow(torch.relu(x), 2)
+
+    def unfused_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = unfused(x)
+        return (y.float() * scale).clamp(max=448.0).to(torch.float8_e4m3fn), y.amax().float()
+
+    def fused_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+        return squared_relu_to_fp8(x, scale)
+
+    def forward(function: Callable[[Tensor], Any]) -> Step:
+        return lambda: function(x)
+
+    def both_ways(function: Callable[[Tensor], Any]) -> Step:
+        return training_step(function, x.detach().clone().requires_grad_(), [])
+
+    kinds = {
+        "forward": (2, forward, unfused, squared_relu),
+        "forward and backward": (5, both_ways, unfused, squared_relu),
+        "forward to FP8, with the largest output": (1.5, forward, unfused_fp8, fused_fp8),
+    }
+    target = torch.empty_like(x)
+    for kind, (passes, make, torch_form, ours) in kinds.items():
+        table = Table(f"Squared ReLU, {kind}: {sizes.tokens} x {sizes.ffn}, bf16")
+        steps = {
+            "torch": make(torch_form),
+            "torch.compile": made_at_first(partial(make, torch.compile(torch_form))),
+            "Triton (ours)": made_at_first(partial(make, ours)),
+            "copy": lambda: target.copy_(x),
+        }
+        compare(table, steps, machine)
+        *sides, (_, copy, _) = table.rows
+        assert copy is not None
+        bound = passes / 2 * copy.median
+        table.rows = [
+            (name, t, remark if t is None else f"{bound / t.median:.0%} of the bound") for name, t, remark in sides
+        ]
+        table.rows.append(("bound by bandwidth", Timing(bound, bound, bound), f"{passes:g} tensors of bf16 moved"))
+        gigabytes = 2 * x.numel() * x.element_size() / 1e6 / copy.median
+        table.remarks.append(f"The bound is that of a copy, which moves {gigabytes:.3g} GB/s.")
+        if kernels is None:
+            table.remarks.append("Triton is not installed: ours is Megatron's function here.")
+        elif kernels.INTERPRETED:
+            table.remarks.append("Ours runs in Triton's interpreter here: no measure of its speed.")
+        yield table
+
+
+def ffn(x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """A SwiGLU FFN with its norm, by the names of Megatron's checkpoint."""
+    normed = F.rms_norm(x, x.shape[-1:], weights["linear_fc1.layer_norm_weight"], 1e-5)
+    gate, up = F.linear(normed, weights["linear_fc1.weight"]).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, weights["linear_fc2.weight"])
+
+
+@torch.no_grad()
+def ffn_fusion(sizes: Sizes, machine: Machine) -> Iterator[Table]:
+    """FFNs one after the other against the one that `nemo_ext.puzzle.fusion` makes of them."""
+    from nemo_ext.checkpoint.description import from_config
+    from nemo_ext.config import compose
+    from nemo_ext.puzzle.fusion import fuse_weights
+
+    hidden, width, count = sizes.fusion_hidden, sizes.fusion_ffn, sizes.fusion_blocks
+    parts = [
+        {
+            "linear_fc1.weight": machine.random(2 * width, hidden) / hidden**0.5,
+            "linear_fc2.weight": machine.random(hidden, width) / width**0.5,
+            "linear_fc1.layer_norm_weight": 1 + machine.random(hidden) / 10,
+        }
+        for _ in range(count)
+    ]
+    whole = fuse_weights(parts, from_config(compose("describe", ["model=llama_nemotron_ultra_253b"])))
+
+    def one_after_the_other(x: Tensor) -> Tensor:
+        for part in parts:
+            x = x + ffn(x, part)
+        return x
+
+    for tokens in sizes.fusion_tokens:
+        x = machine.random(tokens, hidden)
+        beside = x + torch.stack([ffn(x, part) for part in parts]).float().sum(0)
+        difference = ((x + ffn(x, whole) - beside).abs().max() / beside.abs().max()).item()
+        if not difference < 0.03:  # a few steps of BF16
+            raise RuntimeError(f"the fused FFN differs from its parts by {difference:.1%} of the largest output")
+        table = Table(f"{count} FFNs of width {width}, hidden {hidden}, SwiGLU, bf16, tokens: {tokens}, forward")
+        steps = {
+            "one after the other": lambda x=x: one_after_the_other(x),
+            f"fused, width {count * width}": lambda x=x: x + ffn(x, whole),
+        }
+        compare(table, steps, machine)
+        table.remarks.append(f"Fused equals side by side up to {difference:.1%} of the largest output.")
+        yield table
+
+
+def ssd(sizes: Sizes, machine: Machine) -> Iterator[Table]:
+    """The torch scan against mamba_ssm's."""
+    from nemo_ext.megatron.cpu.mamba_scan import ssd_chunk_scan
+
+    chunk, grouped = 128, (1, sizes.length, sizes.groups, sizes.state)
+    x = machine.random(1, sizes.length, sizes.heads, sizes.head_dim, grad=True)
+    dt = (torch.rand(1, sizes.length, sizes.heads, device=machine.device) * 0.1).requires_grad_()
+    A = (-torch.linspace(1, 16, sizes.heads, device=machine.device)).requires_grad_()
+    B, C = (machine.random(*grouped, grad=True) for _ in range(2))
+
+    def torch_scan(x: Tensor) -> Any:
+        return ssd_chunk_scan(x, dt, A, B, C, chunk_size=chunk)
+
+    def triton_scan(x: Tensor) -> Any:
+        if machine.device == "cpu":
+            raise RuntimeError("mamba_ssm's kernels need a CUDA device")
+        if importlib.util.find_spec("mamba_ssm") is None:
+            raise RuntimeError("mamba_ssm is not installed")
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+        return mamba_chunk_scan_combined(x, dt, A, B, C, chunk)
+
+    table = Table(
+        f"Mamba-2 scan: {sizes.length} tokens, {sizes.heads} heads x {sizes.head_dim}, state {sizes.state}, "
+        f"{sizes.groups} groups, bf16, forward and backward"
+    )
+    others: list[Tensor] = [dt, A, B, C]
+    steps = {"torch (ours)": training_step(torch_scan, x, others)}
+    steps["Triton (mamba_ssm)"] = made_at_first(lambda: training_step(triton_scan, x, others))
+    compare(table, steps, machine)
+    if table.rows[1][1] is not None:
+        with torch.no_grad():
+            one, other = torch_scan(x).float(), triton_scan(x).float()
+        table.remarks.append(f"They differ by {((one - other).abs().max() / other.abs().max()).item():.1%} at most.")
+    yield table
+
+
+PARTS: dict[str, Callable[[Sizes, Machine], Iterator[Table]]] = {
+    "fp8": fp8,
+    "squared_relu": squared_relu,
+    "ffn_fusion": ffn_fusion,
+    "ssd": ssd,
+}

@@ -1,0 +1,84 @@
+"""The script of GPU ratios at toy sizes: every part runs, and what it compares computes the same."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("gpu_parts")
+
+
+def test_every_part_runs_at_toy_sizes(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.md"
+    command = [sys.executable, "-W", "ignore", str(FOLDER / "gpu.py"), "--device", "cpu", "--small"]
+
+    ended = subprocess.run(
+        [*command, "--output", str(output)], cwd=FOLDER.parent, capture_output=True, text=True, timeout=300, check=False
+    )
+
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    table = output.read_text()
+    assert ended.stdout == table
+    assert table.count("**FP8 against BF16") == 2
+    assert table.count("**Squared ReLU") == 3
+    assert table.count("**3 FFNs") == 3
+    assert table.count("**Mamba-2 scan") == 1
+    without = [line for line in table.splitlines() if "cannot run" in line]
+    assert without == [
+        "| Triton (mamba_ssm) | - | - | cannot run: RuntimeError: mamba_ssm's kernels need a CUDA device |"
+    ]
+    assert "no figure here says anything about a GPU" in table
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no CUDA device")
+def test_without_a_device_it_says_what_to_do() -> None:
+    command = [sys.executable, "-W", "ignore", str(FOLDER / "gpu.py")]
+
+    ended = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True, check=False)
+
+    assert ended.returncode == 1
+    assert "--device cpu --small" in ended.stderr
+
+
+def test_a_broken_part_does_not_end_the_others(
+    parts: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    gpu = importlib.import_module("gpu")
+
+    def broken(sizes: object, machine: object) -> None:
+        raise RuntimeError("engine | broken")
+
+    words = ["--device", "cpu", "--small", "--output", str(tmp_path / "gpu.md"), "--parts", "fp8", "ssd"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(gpu.PARTS, "fp8", broken)
+        patch.setenv("TRITON_INTERPRET", "1")
+        gpu.main(gpu.parse(words))
+
+    table = (tmp_path / "gpu.md").read_text()
+    assert "| all | - | - | cannot run: RuntimeError: engine / broken |" in table
+    assert "**Mamba-2 scan" in table
+
+
+def test_the_linear_in_fp8_is_a_linear(parts: ModuleType) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, 96).bfloat16().requires_grad_(), torch.randn(48, 96).bfloat16().requires_grad_()
+    grad = torch.randn(64, 48).bfloat16()
+
+    found = []
+    for product in (parts.ScaledLinear.apply, torch.nn.functional.linear):
+        y = product(x, weight)
+        found.append([y, *torch.autograd.grad(y, (x, weight), grad)])
+
+    for ours, theirs in zip(*found, strict=True):
+        error = (ours - theirs).float().norm() / theirs.float().norm()
+        assert 0.001 < error < 0.08  # e4m3 has 3 bits of mantissa, e5m2 has 2
