@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from gpu_timing import Machine, Step, Table, Timing, compare, made_at_first, training_step
 from torch import Tensor
 
+from nemo_ext.megatron.float8 import E5M2, SCALINGS, float8_linear
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -60,42 +62,6 @@ SMALL = Sizes(
 )
 
 
-def quantised(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A tensor in FP8 with one scale of this step, and what its numbers are to be multiplied with."""
-    largest = torch.finfo(dtype).max
-    scale = largest / tensor.abs().amax().float().clamp(min=1e-12)
-    return (tensor.float() * scale).clamp(-largest, largest).to(dtype), scale.reciprocal()
-
-
-def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
-    """a `[rows, inner]` times b `[inner, columns]`, b stored by columns, in BF16."""
-    each = F.ScalingType.TensorWise
-    return F.scaled_mm(a, b, scale_a, each, scale_b, each, output_dtype=torch.bfloat16)
-
-
-class ScaledLinear(torch.autograd.Function):
-    """A linear map whose three matrix products are in FP8: e4m3, gradients in e5m2, one scale a tensor."""
-
-    quantise = staticmethod(quantised)
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        x8, x_scale = ScaledLinear.quantise(x, torch.float8_e4m3fn)
-        w8, w_scale = ScaledLinear.quantise(weight, torch.float8_e4m3fn)
-        ctx.save_for_backward(x8, x_scale, w8, w_scale)
-        return scaled_product(x8, w8.t(), x_scale, w_scale)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x8, x_scale, w8, w_scale = ctx.saved_tensors
-        g8, g_scale = ScaledLinear.quantise(grad, torch.float8_e5m2)
-        by_columns = [each.t().contiguous().t() for each in (w8, x8)]
-        return (
-            scaled_product(g8, by_columns[0], g_scale, w_scale),
-            scaled_product(g8.t().contiguous(), by_columns[1], g_scale, x_scale),
-        )
-
-
 def fp8(sizes: Sizes, machine: Machine) -> Iterator[Table]:
     """FP8 against BF16, for Domyn-Small's FFN and its attention projections."""
     shapes = {
@@ -109,8 +75,6 @@ def fp8(sizes: Sizes, machine: Machine) -> Iterator[Table]:
         ],
     }
     engine = machine.device != "cpu" and importlib.util.find_spec("transformer_engine") is not None
-    if machine.device != "cpu":
-        ScaledLinear.quantise = staticmethod(torch.compile(quantised))
     for title, maps in shapes.items():
         table = Table(f"FP8 against BF16: {title}, {sizes.tokens} tokens, forward and backward")
         steps = engine_steps(maps, sizes, machine) if engine else torch_steps(maps, sizes, machine)
@@ -121,7 +85,7 @@ def fp8(sizes: Sizes, machine: Machine) -> Iterator[Table]:
         table.remarks.append(
             "Transformer Engine's Linear."
             if engine
-            else "Transformer Engine is not used (no CUDA, or not installed): torch's scaled_mm, scales of this step."
+            else "Transformer Engine is not used (no CUDA, or not installed), but nemo_ext.megatron.float8."
         )
         yield table
 
@@ -134,15 +98,20 @@ def chained(maps: list[tuple[int, int]], linears: list[Callable[[Tensor], Tensor
     return torch.cat([first, linears[1](other)], dim=-1)
 
 
+def in_fp8(x: Tensor, weight: Tensor) -> Tensor:
+    """What training without Transformer Engine computes: e4m3, gradients in e5m2."""
+    return float8_linear(x, weight, SCALINGS["tensorwise"], gradients=E5M2)
+
+
 def torch_steps(maps: list[tuple[int, int]], sizes: Sizes, machine: Machine) -> dict[str, Step]:
     x, other = (machine.random(sizes.tokens, width, grad=True) for width in (maps[0][0], maps[1][0]))
     weights = [(machine.random(out, into) / into**0.5).detach().requires_grad_() for into, out in maps]
-    sides = {"BF16": F.linear, "FP8, one scale a tensor": ScaledLinear.apply}
+    sides = {"BF16": F.linear, "FP8, one scale a tensor": in_fp8, "the same, compiled": torch.compile(in_fp8)}
     steps = {}
     for name, product in sides.items():
         linears = [lambda t, w=weight, p=product: p(t, w) for weight in weights]
         forward = lambda t, linears=linears: chained(maps, linears, t, other)  # noqa: E731
-        steps[name] = training_step(forward, x, [*weights, other])
+        steps[name] = made_at_first(partial(training_step, forward, x, [*weights, other]))
     return steps
 
 

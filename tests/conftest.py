@@ -93,11 +93,14 @@ SMALL = (
 def train_ranks() -> Callable[..., list[dict[str, Any]]]:
     """Trains with torchrun, as the launcher does, and gives back the logged training steps."""
 
+    from nemo_ext.megatron.fp8 import use_plan
+
     def run(
         run_dir: Path, *overrides: str, ranks: int = 1, data: Mapping[str, Any] | None = None
     ) -> list[dict[str, Any]]:
         config = compose("train", [*SMALL, f"run_dir={run_dir}", f"launcher.nproc_per_node={ranks}", *overrides])
         config["data"] = config["data"] if data is None else data
+        use_plan(config)
         path = run_directory.write_config(run_dir, config)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         ended = subprocess.run(

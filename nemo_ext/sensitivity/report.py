@@ -158,9 +158,9 @@ def _finding(every: Sequence[Unit], scores: Mapping[str, Sensitivity], chosen: S
         return f"{value / other:.1f} times" if other > 0 else "beside nothing for"
 
     return (
-        "Nemotron 3 Nano keeps attention and the Mamba blocks before it in BF16. Here an attention block loses "
-        f"{beside(attention, median(others))} the median of all other blocks, a Mamba block before attention "
-        f"{beside(feeding, median(groups['M']))} that of the other Mamba blocks."
+        "Nemotron 3 Nano keeps attention and the Mamba blocks before it in BF16. Here the median "
+        f"{chosen.per} of attention loses {beside(attention, median(others))} what the median of all others does, that of "
+        f"a Mamba block before attention {beside(feeding, median(groups['M']))} that of other Mamba blocks."
     )
 
 

@@ -67,18 +67,3 @@ def test_a_broken_part_does_not_end_the_others(
     table = (tmp_path / "gpu.md").read_text()
     assert "| all | - | - | cannot run: RuntimeError: engine / broken |" in table
     assert "**Mamba-2 scan" in table
-
-
-def test_the_linear_in_fp8_is_a_linear(parts: ModuleType) -> None:
-    torch.manual_seed(0)
-    x, weight = torch.randn(64, 96).bfloat16().requires_grad_(), torch.randn(48, 96).bfloat16().requires_grad_()
-    grad = torch.randn(64, 48).bfloat16()
-
-    found = []
-    for product in (parts.ScaledLinear.apply, torch.nn.functional.linear):
-        y = product(x, weight)
-        found.append([y, *torch.autograd.grad(y, (x, weight), grad)])
-
-    for ours, theirs in zip(*found, strict=True):
-        error = (ours - theirs).float().norm() / theirs.float().norm()
-        assert 0.001 < error < 0.08  # e4m3 has 3 bits of mantissa, e5m2 has 2

@@ -41,3 +41,19 @@ def test_the_other_families_learn_on_the_device(
     lines = train_ranks(tmp_path, "model.backend=local", f"model={model}")
 
     assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
+
+
+@pytest.mark.parametrize("model", ["nemotron3_nano_tiny", "domyn_small_tiny", "llama_nemotron_tiny", "olmo3_tiny"])
+def test_fp8_learns_as_bf16_does(train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path, model: str) -> None:
+    """With Transformer Engine where it is installed, else with torch's products of float8 matrices."""
+    words = [f"model={model}", "train.tokens=25600", "megatron.lr=5e-4", "megatron.save_interval=50"]
+
+    found = {
+        precision: train_ranks(tmp_path / precision, *words, f"precision={precision}")
+        for precision in ("bf16", "fp8_current")
+    }
+
+    last = {name: sum(line["loss"] for line in lines[-10:]) / 10 for name, lines in found.items()}
+    assert len(found["bf16"]) == 50
+    assert last["fp8_current"] != last["bf16"]
+    assert last["fp8_current"] == pytest.approx(last["bf16"], rel=0.01)
