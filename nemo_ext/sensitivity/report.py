@@ -159,8 +159,8 @@ def _finding(every: Sequence[Unit], scores: Mapping[str, Sensitivity], chosen: S
 
     return (
         "Nemotron 3 Nano keeps attention and the Mamba blocks before it in BF16. Here the median "
-        f"{chosen.per} of attention loses {beside(attention, median(others))} what the median of all others does, that of "
-        f"a Mamba block before attention {beside(feeding, median(groups['M']))} that of other Mamba blocks."
+        f"{chosen.per} of attention loses {beside(attention, median(others))} what the median of all others does, "
+        f"that of a Mamba block before attention {beside(feeding, median(groups['M']))} that of other Mamba blocks."
     )
 
 
