@@ -22,6 +22,7 @@ JOBS = {
     "gym": "NeMo Gym servers around the RL environments, in a folder of their own",
     "merge": "average checkpoints: a weighted soup, or points on the line between two",
     "puzzle": "a smaller model out of a parent: block search, FFN fusion, distillation",
+    "quantize": "FP8 checkpoints for vLLM by a precision plan, with ModelOpt",
     "convert": "checkpoints between Hugging Face and Megatron, in both directions",
     "describe": "parameters, FLOPs and memory of a model, as a table, JSON or picture",
     "doctor": "which engines are usable on this machine, and what the others lack",
