@@ -100,6 +100,11 @@ def run(config: Mapping[str, Any]) -> None:
     """
     work = prepare(config)
     device = resolved_device(config["device"])
+    if work.plan.recipe == "mxfp8" and device == "cpu" and (work.calibration.held_out or work.plan.kv_cache == "fp8"):
+        raise ValueError(
+            "precision_plan.recipe=mxfp8: ModelOpt runs such a model on GPUs alone: without one the checkpoint can be "
+            "made with calibration.held_out=0 and precision_plan.kv_cache=bf16"
+        )
     check_target(work.to)
     with only_writer(work.to):
         if was_published(work.to, work.identity()):
@@ -298,6 +303,6 @@ def calibrate(model: "PreTrainedModel", work: Work, names: Mapping[str, str], da
                 advance(len(batch))
 
     with export.prints_to_stderr():
-        mtq.quantize(model, config, forward)
+        mtq.quantize(model, config, forward if config["algorithm"] else None)
     check_quantizers(model, config)
     check_calibrated(model)
