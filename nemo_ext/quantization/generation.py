@@ -43,23 +43,25 @@ def online_arguments(plan: Plan, listed: Sequence[Matrix]) -> dict[str, Any]:
     low = [matrix for matrix in listed if matrix.precision == "fp8"]
     if not low:
         return given
+    # vLLM has words of its own before `layers.`, and asks for q, k and v one by one where it has them in one module.
+    ignored = [f"re:.*{re.escape(name)}$" for name in high_modules(listed)]
     return {
         "quantization": ONLINE[plan.recipe],
         **given,
-        **({"quantization_config": {"ignore": ignored}} if (ignored := high_modules(listed)) else {}),
+        **({"quantization_config": {"ignore": ignored}} if ignored else {}),
     }
 
 
 def high_modules(listed: Sequence[Matrix]) -> list[str]:
-    """Linear maps outside FP8, as names that hold from `layers.` on: engines put their own words before.
+    """Linear maps outside FP8 by their names from `layers.` on, those of a block's experts as one module.
 
-    Those of experts are one module, as engines have them.
+    What engines never have in FP8 is not among them: routers, convolutions, embedding and output layer.
     """
     names = []
     for matrix in listed:
         if matrix.precision != "fp8" and matrix.weight.part not in NO_FP8 | {HEAD}:
             name = re.sub(r"\.experts\..*", ".experts", matrix.module)
-            names.append(name)
+            names.append(name[name.index("layers.") :])
     return list(dict.fromkeys(names))
 
 
