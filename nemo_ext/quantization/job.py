@@ -28,7 +28,6 @@ from nemo_ext.checkpoint.output import (
 from nemo_ext.checkpoint.safetensors_files import CONFIG, SafetensorsReader
 from nemo_ext.checkpoint.storage import files_identity, fingerprint
 from nemo_ext.checkpoint.writing import HUGGING_FACE
-from nemo_ext.data.sft.checked import checked
 from nemo_ext.progress import notice, progress_of
 from nemo_ext.quantization import export, report
 from nemo_ext.quantization.calibration import CalibrationData, CalibrationSettings, batches, data_files, load
@@ -42,6 +41,7 @@ from nemo_ext.quantization.modelopt import (
     quantize_config,
 )
 from nemo_ext.quantization.servable import check_servable
+from nemo_ext.quantization.settings import read_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,6 +57,7 @@ class Work:
         to: the folder to make.
         plan: of the weights.
         calibration: which data.
+        device: that the model runs on.
         listed: the checkpoint's matrices with their precisions.
         remarks: what the user should know.
     """
@@ -66,6 +67,7 @@ class Work:
     to: Path
     plan: Plan
     calibration: CalibrationSettings
+    device: str
     listed: Sequence[Matrix]
     remarks: Sequence[str]
 
@@ -99,8 +101,11 @@ def run(config: Mapping[str, Any]) -> None:
         ValueError: naming the key; a model or plan that nothing could serve; ModelOpt is not there.
     """
     work = prepare(config)
-    device = resolved_device(config["device"])
-    if work.plan.recipe == "mxfp8" and device == "cpu" and (work.calibration.held_out or work.plan.kv_cache == "fp8"):
+    if (
+        work.plan.recipe == "mxfp8"
+        and work.device == "cpu"
+        and (work.calibration.held_out or work.plan.kv_cache == "fp8")
+    ):
         raise ValueError(
             "precision_plan.recipe=mxfp8: ModelOpt runs such a model on GPUs alone: without one the checkpoint can be "
             "made with calibration.held_out=0 and precision_plan.kv_cache=bf16"
@@ -111,7 +116,7 @@ def run(config: Mapping[str, Any]) -> None:
             notice(f"{work.to}: is finished; {report.SERVE}: {' '.join(report.serve_words(work.to, work.plan))}")
             return
         check_room(work.to, work.conversion.bytes)
-        _quantise(work, device)
+        _quantise(work)
     shutil.rmtree(work.converted, ignore_errors=True)
     notice(f"done: {work.to}, {work.to / report.MARKDOWN}")
 
@@ -122,19 +127,12 @@ def prepare(config: Mapping[str, Any]) -> Work:
     Raises:
         ValueError: as `run`.
     """
-    if config.get("precision_plan") is None:
-        raise ValueError("precision_plan=null: say what goes into FP8: precision=nemotron3_selective, say")
-    if config["calibration"].get("data") is None:
-        raise ValueError("calibration.data=null: packs of `nemo-ext sft_data`, or files of conversations")
-    plan = Plan.from_config(config["precision_plan"])
-    calibration = checked(CalibrationSettings, config["calibration"], where="calibration")
-    source, to = Path(str(config["from"])).expanduser(), folder_to_make(Path(str(config["to"])).expanduser())
+    given = read_settings(config)
+    to, plan = folder_to_make(given.to), given.plan
     settings = hf.Settings(
-        shard_gigabytes=float(config["shard_gigabytes"]),
-        files_from=None if config["files_from"] is None else Path(config["files_from"]),
-        iteration=config["iteration"],
+        shard_gigabytes=given.shard_gigabytes, files_from=given.files_from, iteration=given.iteration
     )
-    conversion = hf.plan(source, to.with_name(f".{to.name}.huggingface"), settings)
+    conversion = hf.plan(given.source, to.with_name(f".{to.name}.huggingface"), settings)
     described, found = conversion.description, conversion.format
     listed = matrices(plan, described, found)
     remarks = check_servable(plan, described, found, listed)
@@ -143,7 +141,8 @@ def prepare(config: Mapping[str, Any]) -> Work:
         conversion_settings=settings,
         to=to,
         plan=plan,
-        calibration=calibration,
+        calibration=given.calibration,
+        device=resolved_device(given.device),
         listed=listed,
         remarks=remarks,
     )
@@ -168,7 +167,7 @@ def resolved_device(name: str) -> str:
     return name
 
 
-def _quantise(work: Work, device: str) -> None:
+def _quantise(work: Work) -> None:
     vocabulary = work.conversion.description.vocab_size
     beside = work.conversion.extras or work.conversion.reader.path
     data = load(work.calibration, model=beside, vocab_size=vocabulary)
@@ -180,7 +179,7 @@ def _quantise(work: Work, device: str) -> None:
     source = _hugging_face(work)
     for remark in work.remarks:
         notice(f"note: {remark}")
-    model = load_model(source.path, work.conversion.format, device)
+    model = load_model(source.path, work.conversion.format, work.device)
     names = parameters(model, work.tensors)
     calibrate(model, work, names, data)
     compared: Comparison | None = None

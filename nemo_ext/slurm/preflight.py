@@ -24,6 +24,7 @@ SETTINGS = {
     "sft_data": ("nemo_ext.data.sft.settings", "read_settings"),
     "preference_data": ("nemo_ext.data.preference.job", "settings"),
     "curriculum": ("nemo_ext.data.curriculum.job", "settings"),
+    "quantize": ("nemo_ext.quantization.settings", "read_settings"),
 }
 """Where the jobs that make data read their settings."""
 TIGHT = 0.9
@@ -54,7 +55,7 @@ def findings(
     if settings.job == "train":
         found += [*_memory(config, cluster), *_precision(config, cluster)]
     if settings.job == "rl":
-        found += [*_reinforcement(config)]
+        found += [*_reinforcement(config), *_precision(config, cluster)]
     if settings.job in SETTINGS:
         found += [*_settings(settings.job, config)]
     if paths:
