@@ -22,6 +22,7 @@ JOBS = {
     "gym": "NeMo Gym servers around the RL environments, in a folder of their own",
     "merge": "average checkpoints: a weighted soup, or points on the line between two",
     "puzzle": "a smaller model out of a parent: block search, FFN fusion, distillation",
+    "quantize": "FP8 checkpoints for vLLM by a precision plan, with ModelOpt",
     "sensitivity": "which blocks need more than FP8, and the plan that keeps a loss budget",
     "convert": "checkpoints between Hugging Face and Megatron, in both directions",
     "describe": "parameters, FLOPs and memory of a model, as a table, JSON or picture",

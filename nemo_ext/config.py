@@ -30,7 +30,7 @@ OPEN = (
 )
 """Sections beside `megatron` whose keys the user chooses."""
 
-FREE = ("megatron.", "filters.", "rl.", "trl.", "nemo_rl.set.", "tasks.", "environments.")
+FREE = ("megatron.", "precision_plan.", "filters.", "rl.", "trl.", "nemo_rl.set.", "tasks.", "environments.")
 """Beginnings of keys that may be new: who reads them knows what there is."""
 
 PRESETS = ("preference_data", "rl", "sft_data")

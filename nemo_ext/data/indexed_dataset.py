@@ -15,6 +15,8 @@ Ids = npt.NDArray[np.uint16 | np.int32]
 # Below this many ids Megatron uses two bytes each (DType.optimal_dtype).
 _SMALL_VOCABULARY = 65500
 _TYPE_CODES = {np.uint8: 1, np.int32: 4, np.uint16: 8}
+_MAGIC = b"MMIDIDX\0\0"
+_HEADER = "<9sQBQQ"  # magic, version, code of the type, sequences, documents
 
 
 def ids_type(vocab_size: int) -> type[np.uint16] | type[np.int32]:
@@ -48,7 +50,35 @@ def write_index(
     if documents is None:
         documents = np.arange(len(lengths) + 1)
     with open(path, "wb") as file:
-        file.write(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, _TYPE_CODES[dtype], len(lengths), len(documents)))
+        file.write(struct.pack(_HEADER, _MAGIC, 1, _TYPE_CODES[dtype], len(lengths), len(documents)))
         file.write(lengths.astype("<i4").tobytes())
         file.write((starts * np.dtype(dtype).itemsize).tobytes())
         file.write(documents.astype("<i8").tobytes())
+
+
+def read_index(path: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], type[np.uint16] | type[np.int32]]:
+    """Lengths of all sequences in tokens, where each begins in the .bin in bytes, and the type of ids.
+
+    Args:
+        path: the .idx.
+
+    Raises:
+        ValueError: it is not there, or no index of token ids.
+    """
+    types: dict[int, type[np.uint16] | type[np.int32]] = {
+        _TYPE_CODES[np.uint16]: np.uint16,
+        _TYPE_CODES[np.int32]: np.int32,
+    }
+    try:
+        content = path.read_bytes()
+        magic, _, code, sequences, _ = struct.unpack_from(_HEADER, content)
+        lengths = np.frombuffer(content, dtype="<i4", count=sequences, offset=struct.calcsize(_HEADER))
+        starts = np.frombuffer(content, dtype="<i8", count=sequences, offset=struct.calcsize(_HEADER) + lengths.nbytes)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}: name the prefix of indexed files") from None
+    except (struct.error, ValueError) as error:
+        raise ValueError(f"{path}: cut short or no index of Megatron ({error}): make the files again") from None
+    dtype = types.get(code)
+    if magic != _MAGIC or dtype is None:
+        raise ValueError(f"{path}: no index of token ids: name the prefix of what `nemo-ext sft_data` wrote")
+    return lengths.astype(np.int64), starts.astype(np.int64), dtype

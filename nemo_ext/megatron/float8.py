@@ -1,8 +1,8 @@
 """FP8 matrix products in torch: matrices rounded to float8 with a scale a tensor or a block, forward and backward.
 
 With a scale a tensor the product itself is one of float8 matrices (`torch.nn.functional.scaled_mm`: tensor cores on
-GPUs since Ada, and on CPUs a product of the same numbers). Block scales are simulated: the same rounding, then a
-product of the rounded matrices in the precision of the activations.
+GPUs since Ada, and on CPUs a product of the same numbers). Block scales, and older GPUs, are simulated: the same
+rounding, then a product of the rounded matrices in the precision of the activations.
 """
 
 from dataclasses import dataclass
@@ -91,9 +91,14 @@ def quantise(
     return Float8Matrix(values, scale.squeeze() if block is None else scale, block)
 
 
+def has_float8_products(device: torch.device) -> bool:
+    """Whether a device multiplies float8 matrices: CPUs, and GPUs of compute capability 8.9 or more."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def product(left: Float8Matrix, right: Float8Matrix, dtype: torch.dtype) -> Tensor:
     """`left @ right.T`: `[m, k]` and `[n, k]` to `[m, n]`, in a dtype."""
-    if left.block is not None or right.block is not None:
+    if left.block is not None or right.block is not None or not has_float8_products(left.values.device):
         return linear(left.dequantised(dtype), right.dequantised(dtype))
     rows, columns = len(left.values), len(right.values)
     found: Tensor = scaled_mm(

@@ -168,11 +168,16 @@ def check_backend(config: Mapping[str, Any], backend: str) -> None:
 
 def remark(config: Mapping[str, Any]) -> str | None:
     """What a user should know of a run's FP8 before it starts; None for nothing."""
+    import torch
+
+    from nemo_ext.megatron.float8 import has_float8_products
+
     precision = Precision.from_config(config)
     backend = resolve_backend(str(config["model"].get("backend") or "auto"))
     if precision is None or not precision.plan.uses_fp8 or backend != "local":
         return None
-    if precision.plan.recipe == "tensorwise":
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if precision.plan.recipe == "tensorwise" and has_float8_products(device):
         return "FP8 without Transformer Engine: products of float8 matrices by torch"
     return (
         f"FP8 without Transformer Engine: {precision.plan.recipe} scaling is simulated (the same rounding, products in "

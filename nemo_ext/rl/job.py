@@ -15,7 +15,21 @@ KEYS = (
     *("preset", "run_dir", "engine", "policy", "template", "tasks", "pairs", "environments", "trl", "nemo_rl"),
     *("on_inexpressible", "micro_batch", "save_every", "memory_profile", "seed"),
 )
-SAME = ("engine", "policy", "template", "tasks", "pairs", "environments", "rl", "trl", "nemo_rl", "seed")
+OPTIONAL = ("precision_plan", "megatron")
+"""Set by precision=..., which is for other jobs too: `megatron` is not read here."""
+SAME = (
+    "precision_plan",
+    "engine",
+    "policy",
+    "template",
+    "tasks",
+    "pairs",
+    "environments",
+    "rl",
+    "trl",
+    "nemo_rl",
+    "seed",
+)
 """What a run that goes on must have as it began."""
 STEPS = "rl.schedule.steps"
 SAVE_BY = "NEMO_EXT_SAVE_BY"
@@ -115,7 +129,7 @@ def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:
     Raises:
         ValueError: as `run`.
     """
-    check_keys(config, (*KEYS, "rl"), required=KEYS, where="rl")
+    check_keys(config, (*KEYS, *OPTIONAL, "rl"), required=KEYS, where="rl")
     if config["engine"] not in ENGINES:
         raise ValueError(f"engine={config['engine']!r}: {nearest(str(config['engine']), ENGINES)}")
     if not config.get("rl"):

@@ -13,7 +13,7 @@ from nemo_ext.puzzle.configs import description_of
 from nemo_ext.puzzle.local_ranks import run_ranks
 from nemo_ext.run_directory import only_run_in, write_config, write_versions
 from nemo_ext.sensitivity.report import write_report
-from nemo_ext.sensitivity.settings import settings
+from nemo_ext.sensitivity.settings import read_settings
 from nemo_ext.sensitivity.units import units
 from nemo_ext.sensitivity.workspace import Workspace
 
@@ -33,7 +33,7 @@ def run(config: dict[str, Any]) -> None:
     """
     from nemo_ext.megatron.fp8 import check_backend
 
-    chosen = settings(config["sensitivity"])
+    chosen = read_settings(config)
     if config["run_dir"] is None:
         raise ValueError("run_dir=null: name a directory")
     if config["launcher"]["nodes"] != 1:

@@ -34,10 +34,10 @@ class Settings:
     evaluation: Batches = Batches(sequences=64)
 
 
-def settings(section: Mapping[str, Any]) -> Settings:
-    """Of a run's `sensitivity`.
+def read_settings(config: Mapping[str, Any]) -> Settings:
+    """Of a composed config.
 
     Raises:
         ValueError: naming the key, what it holds and what it may hold.
     """
-    return checked(Settings, section, "sensitivity")
+    return checked(Settings, config["sensitivity"], "sensitivity")

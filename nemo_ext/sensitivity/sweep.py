@@ -31,7 +31,7 @@ from nemo_ext.puzzle.token_batches import TokenBatches
 from nemo_ext.run_directory import read_config, write_text
 from nemo_ext.sensitivity.choose import Proposal, propose
 from nemo_ext.sensitivity.scores import EVERYTHING, REFERENCE, Sensitivity, lost
-from nemo_ext.sensitivity.settings import settings
+from nemo_ext.sensitivity.settings import read_settings
 from nemo_ext.sensitivity.units import Unit, kept_by, only, units
 from nemo_ext.sensitivity.workspace import NANO, Workspace, as_json
 
@@ -47,7 +47,7 @@ def run(config_path: str) -> None:
     """
     config = read_config(Path(config_path))
     with process_group():
-        chosen, workspace = settings(config["sensitivity"]), Workspace(Path(config["run_dir"]))
+        chosen, workspace = read_settings(config), Workspace(Path(config["run_dir"]))
         description = description_of(Path(chosen.model))
         built = stage_config(config, description, data_parallel.count())
         model, made = build_model(built)

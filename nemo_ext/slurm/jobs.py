@@ -9,8 +9,13 @@ from nemo_ext.data.settings import nearest
 from nemo_ext.run_directory import CHECKPOINTS, last_checkpoint
 from nemo_ext.slurm.settings import Settings
 
-TASKS = ("tokenize", "sft_data", "preference_data", "rl_tasks", "curriculum", "blend", "merge")
-"""Jobs that share slurm/task.sbatch: one node, no GPU."""
+TASKS = (
+    *("tokenize", "sft_data", "preference_data", "rl_tasks", "curriculum", "blend", "merge"),
+    *("quantize", "sensitivity"),
+)
+"""Jobs that share slurm/task.sbatch: one node, no GPU but for the last two."""
+ON_TRAINING_CONFIG = ("train", "puzzle", "sensitivity")
+"""Jobs whose config is a training run's, with its data and `launcher`."""
 JOBS = ("train", "rl", "puzzle", "convert", *TASKS)
 RECORDS = Path("runs/slurm")
 """Where starts are noted of jobs that have no run directory."""
@@ -29,7 +34,7 @@ def script_name(job: str) -> str:
 
 def makes(job: str, config: Mapping[str, Any]) -> list[Path]:
     """Folders, files and beginnings of files that the job writes."""
-    if job in ("convert", "merge"):
+    if job in ("convert", "merge", "quantize"):
         found = [config["to"]]
     elif job == "tokenize" and not config["output"]:
         data = config["data"]
@@ -76,8 +81,10 @@ def nodes_and_gpus(job: str, config: Mapping[str, Any], settings: Settings) -> t
     Raises:
         ValueError: NeMo-RL takes whole nodes, and the site does not say what they have.
     """
-    if job in ("train", "puzzle"):
+    if job in ON_TRAINING_CONFIG:
         return int(config["launcher"]["nodes"]), int(config["launcher"]["nproc_per_node"])
+    if job == "quantize":
+        return 1, 0 if config["device"] == "cpu" else 1
     if job != "rl":
         return 1, 0
     if config["engine"] == "trl":
@@ -126,6 +133,17 @@ def inputs(job: str, config: Mapping[str, Any]) -> list[tuple[str, Path, str]]:
             given = [*given, (f"pairs.{split}", pairs.get(split), "`nemo-ext preference_data` writes pairs")]
     elif job == "puzzle":
         given = [("puzzle.parent", config["puzzle"]["parent"], "train or convert it first")]
+    elif job == "sensitivity":
+        given = [("sensitivity.model", config["sensitivity"]["model"], "train or convert it first")]
     elif job == "convert":
         given = [("from", config["from"], "name a checkpoint"), ("files_from", config["files_from"], "name a folder")]
+    elif job == "quantize":
+        data = str(config["calibration"]["data"] or "")
+        # Packs have a prefix that is no file, and globs are looked at when they are read.
+        named = data if data.endswith((".jsonl", ".parquet")) and not set(data) & set("*?[") else None
+        given = [
+            ("from", config["from"], "train or convert it first"),
+            ("files_from", config["files_from"], "name a folder"),
+            ("calibration.data", named, "name conversations"),
+        ]
     return [(key, Path(str(place)).expanduser(), how) for key, place, how in given if place]

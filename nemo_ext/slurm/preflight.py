@@ -15,7 +15,7 @@ from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.data.hierarchy import read_tree
 from nemo_ext.slurm.cluster import Cluster, Limit, duration
-from nemo_ext.slurm.jobs import inputs, nodes_and_gpus, record_of
+from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG, inputs, nodes_and_gpus, record_of
 from nemo_ext.slurm.settings import Settings
 
 GIB = 1 << 30
@@ -24,8 +24,10 @@ SETTINGS = {
     "sft_data": ("nemo_ext.data.sft.settings", "read_settings"),
     "preference_data": ("nemo_ext.data.preference.job", "settings"),
     "curriculum": ("nemo_ext.data.curriculum.job", "settings"),
+    "quantize": ("nemo_ext.quantization.settings", "read_settings"),
+    "sensitivity": ("nemo_ext.sensitivity.settings", "read_settings"),
 }
-"""Where the jobs that make data read their settings."""
+"""Where jobs read their settings."""
 TIGHT = 0.9
 """Share of a GPU's memory above which a warning says that fragments and buffers may not fit."""
 
@@ -54,13 +56,13 @@ def findings(
     if settings.job == "train":
         found += [*_memory(config, cluster), *_precision(config, cluster)]
     if settings.job == "rl":
-        found += [*_reinforcement(config)]
+        found += [*_reinforcement(config), *_precision(config, cluster)]
     if settings.job in SETTINGS:
         found += [*_settings(settings.job, config)]
     if paths:
         found += [*_inputs(config, settings, coming), *_container(cluster)]
-    if paths and settings.job in ("train", "puzzle"):
-        found += [*_data(config, coming), *_offline(config, cluster)]
+    if paths and settings.job in ON_TRAINING_CONFIG:
+        found += [*_data(config, coming, settings.job), *_offline(config, cluster)]
     return found
 
 
@@ -78,7 +80,7 @@ def is_there(path: Path, coming: Sequence[Path]) -> bool:
 def _queue(config: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
     cluster, job = settings.cluster, settings.job
     nodes, gpus = nodes_and_gpus(job, config, settings)
-    key = "launcher.nodes" if job in ("train", "puzzle") else "slurm.nodes"
+    key = "launcher.nodes" if job in ON_TRAINING_CONFIG else "slurm.nodes"
     if cluster.node is not None and gpus > cluster.node.gpus:
         advice = f" and launcher.nodes to {-(-nodes * gpus // cluster.node.gpus)}" if job == "train" else ""
         yield Finding(
@@ -176,7 +178,7 @@ def _settings(job: str, config: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("error", str(error))
 
 
-def _data(config: Mapping[str, Any], coming: Sequence[Path]) -> Iterator[Finding]:
+def _data(config: Mapping[str, Any], coming: Sequence[Path], job: str) -> Iterator[Finding]:
     sections = [config.get("data"), *((phase or {}).get("data") for phase in (config.get("phases") or {}).values())]
     for data in sections:
         if not data:
@@ -187,7 +189,7 @@ def _data(config: Mapping[str, Any], coming: Sequence[Path]) -> Iterator[Finding
         elif data.get("blend") or data.get("streams"):
             leaves = read_tree(data).leaves()
             # A job on one machine tokenises what has a source by itself; training on Slurm does not.
-            needed = [Path(f"{leaf.prefix}_train.idx") for leaf in leaves if "puzzle" not in config or not leaf.source]
+            needed = [Path(f"{leaf.prefix}_train.idx") for leaf in leaves if job == "train" or not leaf.source]
             how = "`nemo-ext tokenize` writes it"
         else:
             continue

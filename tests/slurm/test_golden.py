@@ -27,6 +27,13 @@ SUBMITTED = {
     "Puzzle": ["job=puzzle", "recipe=puzzle/hybrid", "run_dir=runs/puzzle", "launcher.nproc_per_node=4"],
     "shards of Puzzle's distillation": ["job=puzzle", "slurm.shards=8", "run_dir=runs/puzzle"],
     "conversion": ["job=convert", "from=runs/cpt", "to=exports/cpt"],
+    "quantisation": [
+        *("job=quantize", "from=exports/nano", "to=exports/nano_fp8", "precision=nemotron3_selective"),
+        "calibration.data=data/sft",
+    ],
+    "sensitivity": [
+        *("job=sensitivity", "sensitivity.model=runs/mine", "run_dir=runs/mine_fp8", "launcher.nproc_per_node=4"),
+    ],
     "tokenising": ["job=tokenize", "input=texts.jsonl", "output=data/mine", "account=X"],
 }
 CONTAINERS = {

@@ -166,6 +166,8 @@ def test_mistakes_are_one_line(words: list[str], said: str) -> None:
         (["job=sft_data", "preset=domyn", "output=x"], "sources is empty: name at least one"),
         (["job=preference_data", "output=x"], "sources: name one at least"),
         (["job=curriculum", "output=x"], "not set: rollouts"),
+        (["job=quantize", "from=here", "to=x", "calibration.data=d"], "precision_plan=null"),
+        (["job=quantize", "from=here", "to=x", "precision=fp8_current"], "calibration.data=null"),
         (["job=rl", "preset=rl_zero", "model=m"], "tasks.train=null: grpo trains on tasks"),
         (["job=rl", "preset=rl_zero", "engine=nemo_rl", "model=m", "tasks.train.path=t"], "NEMO_RL_ROOT is not set"),
     ],

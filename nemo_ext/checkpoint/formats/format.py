@@ -6,7 +6,7 @@ from typing import Any
 
 from nemo_ext.architecture.blocks import BIAS, Block
 from nemo_ext.checkpoint.description import Description
-from nemo_ext.checkpoint.parameters import Piece, Role, rows
+from nemo_ext.checkpoint.parameters import Piece, Role, Row, rows
 from nemo_ext.checkpoint.rules import Rule, Shape
 
 
@@ -73,6 +73,15 @@ class Format:
         Raises:
             ValueError: for a block that the mapping cannot express.
         """
+        for row, names in self.named_rows(description):
+            yield Entry(row.pieces, names, row.shapes, row.rule, row.fp32)
+
+    def named_rows(self, description: Description) -> Iterator[tuple[Row, tuple[str, ...]]]:
+        """The same with the roles of the tensors: every row, and the Hugging Face names of its roles.
+
+        Raises:
+            ValueError: for a block that the mapping cannot express.
+        """
         given = description.hf_layers if self.layers is attention_with_mlp else None
         numbers = given or self.layers(description.blocks)[0]
         for row in rows(description, stacked_experts=self.stacked_experts):
@@ -82,7 +91,7 @@ class Format:
                 block = description.blocks[row.block]
                 inside = self.layer.format(layer=numbers[row.block])
                 names = [inside + self._name(block, role) for role in row.roles]
-            yield Entry(row.pieces, tuple(names), row.shapes, row.rule, row.fp32)
+            yield row, tuple(names)
 
     def _name(self, block: Block, role: Role) -> str:
         module, parameter = role

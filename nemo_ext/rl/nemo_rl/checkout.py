@@ -7,7 +7,7 @@ config is annotated with, and of the example config, which has some that no type
 
 import ast
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,8 @@ from nemo_ext.data.settings import nearest
 
 Section = Literal["grpo", "dpo"]
 _EXAMPLES: Mapping[Section, str] = {"grpo": "grpo_math_1B.yaml", "dpo": "dpo.yaml"}
+_READ_AS = {"policy.generation.vllm_cfg": "vllm_cfg", "policy.megatron_cfg.fp8_cfg": "fp8_cfg"}
+"""Sections that NeMo-RL's modules read from variables of these names."""
 
 
 @dataclass
@@ -98,8 +100,19 @@ class Checkout:
         for section in _EXAMPLES:
             keys = sources.keys_of("MasterConfig", f"nemo_rl.algorithms.{section}")
             keys.merge(_keys_in(yaml.safe_load(self._example(section).read_text(encoding="utf-8"))))
+            for path, name in _READ_AS.items():
+                keys.merge(_nested(path, self._read_from(name)))
             made[section] = keys
         return made
+
+    def _read_from(self, name: str) -> frozenset[str]:
+        """Keys that the models' modules read from a mapping of this name: some are in no type and no example."""
+        found = set[str]()
+        for file in sorted((self.root / "nemo_rl" / "models").rglob("*.py")):
+            text = file.read_text(encoding="utf-8")
+            if name in text:
+                found |= _keys_read(ast.parse(text), name)
+        return frozenset(found)
 
     def config(self, section: Section, *changes: Mapping[str, Any]) -> dict[str, Any]:
         """The example config with changes, whole and resolved, as `nemo_ext.rl.nemo_rl.run.run` takes it.
@@ -232,3 +245,32 @@ def _keys_in(config: Any) -> Keys:
     if not isinstance(config, Mapping):
         return Keys()
     return Keys({str(key): _keys_in(value) for key, value in config.items()}, open=not config)
+
+
+def _keys_read(module: ast.Module, name: str) -> set[str]:
+    """Constants that a variable of this name is asked for, as `name["key"]` or `name.get("key")`."""
+    found = set[str]()
+    for node in ast.walk(module):
+        asked: ast.expr | None = None
+        if isinstance(node, ast.Subscript) and _is_name(node.value, name):
+            asked = node.slice
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+            asked = node.args[0] if node.args and _is_name(node.func.value, name) else None
+        if isinstance(asked, ast.Constant) and isinstance(asked.value, str):
+            found.add(asked.value)
+    return found
+
+
+def _is_name(node: ast.expr, name: str) -> bool:
+    """A variable of the name, or `self.NAME`."""
+    return name in _names(node)
+
+
+def _nested(path: str, keys: Iterable[str]) -> Keys:
+    """The mapping that has these keys at a path; nothing where there are none."""
+    made = Keys({key: Keys() for key in keys})
+    if not made.children:
+        return made
+    for word in reversed(path.split(".")):
+        made = Keys({word: made})
+    return made

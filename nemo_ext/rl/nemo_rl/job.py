@@ -15,9 +15,11 @@ from nemo_ext.rl.job import flat
 from nemo_ext.rl.nemo_rl.checkout import Checkout
 from nemo_ext.rl.nemo_rl.export import FINISHED, MODEL, finished_step, has_model, leave_model, saved_in
 from nemo_ext.rl.nemo_rl.render import render, section_of
+from nemo_ext.rl.precision import Precision
 from nemo_ext.run_directory import CHECKPOINTS, write_config, write_versions
 
 _KEYS = ("backend", "set")
+_OPTIONAL = ("fp8_in",)
 
 
 def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
@@ -65,10 +67,13 @@ def settings_of(
     Raises:
         ValueError: as `run`.
     """
-    check_keys(config["nemo_rl"], _KEYS, required=_KEYS, where="nemo_rl")
+    check_keys(config["nemo_rl"], (*_KEYS, *_OPTIONAL), required=_KEYS, where="nemo_rl")
     if isinstance(algorithm, PolicyGradient) and algorithm.steps is None:
         raise ValueError("rl.schedule.steps=null: say how many steps to train")
-    rendered = render(algorithm, checkout, backend=config["nemo_rl"]["backend"]).settled(config["on_inexpressible"])
+    precision = Precision.from_config(config, config["nemo_rl"].get("fp8_in"))
+    rendered = render(algorithm, checkout, backend=config["nemo_rl"]["backend"], precision=precision).settled(
+        config["on_inexpressible"]
+    )
     section, run_dir = section_of(algorithm), Path(config["run_dir"])
     own: dict[str, Any] = {
         section: {"seed": config["seed"]},

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, Preference
 from nemo_ext.rl.nemo_rl.checkout import Checkout, Section
+from nemo_ext.rl.nemo_rl.precision import render_precision
+from nemo_ext.rl.precision import Precision
 from nemo_ext.rl.rendering import Rendered, around
 
 Backend = Literal["megatron", "dtensor"]
@@ -22,13 +24,16 @@ def section_of(algorithm: Algorithm) -> Section:
     return "grpo" if isinstance(algorithm, PolicyGradient) else "dpo"
 
 
-def render(algorithm: Algorithm, checkout: Checkout, *, backend: Backend = "megatron") -> Rendered:
+def render(
+    algorithm: Algorithm, checkout: Checkout, *, backend: Backend = "megatron", precision: Precision | None = None
+) -> Rendered:
     """The algorithm as changes to `checkout.config(section_of(algorithm))`.
 
     Args:
         algorithm: see `nemo_ext.rl.algorithms`.
         checkout: the version that it is for.
         backend: that trains; both sections of optimisers are in NeMo-RL's configs, one is read.
+        precision: of generation and training; None leaves it to NeMo-RL's configs.
 
     Raises:
         ValueError: there is no such backend.
@@ -44,6 +49,8 @@ def render(algorithm: Algorithm, checkout: Checkout, *, backend: Backend = "mega
         _preference(draft, algorithm)
     _optimizer(draft, algorithm, backend)
     _router(draft, algorithm, backend)
+    if precision is not None:
+        render_precision(precision, algorithm, backend=backend, has=draft.has, put=draft.put, cannot=draft.cannot)
     return Rendered(settings=draft.settings, adapter=draft.adapter, inexpressible=draft.inexpressible)
 
 

@@ -5,6 +5,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from math import gcd
 from pathlib import Path
@@ -19,6 +20,7 @@ from nemo_ext.rl.environments import make
 from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.groups import check_judges, group_reward
 from nemo_ext.rl.plan import PlannedTasks, TaskFile, check_references, plan_tasks
+from nemo_ext.rl.precision import Precision
 from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.trl.render import render
@@ -73,7 +75,11 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: memory_profi
         # The model that the run leaves is asked as it was trained.
         tokenizer.chat_template = Template.load(config["template"]).source
     micro_batch = gcd(algorithm.batch, config["micro_batch"])
-    rendered = render(algorithm, micro_batch=micro_batch, by_adapter=BY_ADAPTER).settled(config["on_inexpressible"])
+    rendered = render(algorithm, micro_batch=micro_batch, by_adapter=BY_ADAPTER)
+    if Precision.from_config(config) is not None:
+        reason = "TRL trains and generates in the model's own type; that is done instead (engine=nemo_rl has FP8)"
+        rendered = replace(rendered, inexpressible={**rendered.inexpressible, "precision_plan": reason})
+    rendered = rendered.settled(config["on_inexpressible"])
     checkpoint = _last_checkpoint(run_dir / CHECKPOINTS)
     own = _own_settings(config, algorithm, resumed=checkpoint is not None)
     settings = {**rendered.settings, **own, **(config["trl"] or {})}

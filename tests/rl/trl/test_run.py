@@ -359,6 +359,8 @@ def test_what_only_a_run_can_find_is_one_line(model: Path, tmp_path: Path) -> No
     assert "unknown key 'foo'" in refusal(
         *words, f"tasks.train.path={path}", "environments={math: {settings: {foo: 1}}}"
     )
+    low = (*words, f"tasks.train.path={path}", "precision=fp8_current", "on_inexpressible=error")
+    assert "precision_plan: TRL trains and generates in the model's own type" in refusal(*low)
     for content, said in (("{", "not a file of pairs"), ("", "not a file of pairs"), ('{"a": 1}\n', "no chosen")):
         (tmp_path / "pairs.jsonl").write_text(content)
         dpo = ("rl", "preset=dpo_delta", f"model={model}", f"pairs.train={tmp_path}/pairs.jsonl", "rl.batch=1")

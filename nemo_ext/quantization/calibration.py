@@ -1,0 +1,213 @@
+"""Calibration data: so many samples of an SFT set, drawn by a seed, as batches of token ids that need no padding.
+
+The data are packs of `nemo-ext sft_data` (a prefix, or the folder that holds `train`), or conversations in JSONL or
+Parquet, which the model's chat template turns into text. Padding would count in the scales of inputs, so a batch holds
+samples of one length.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from nemo_ext.data.indexed_dataset import read_index
+from nemo_ext.data.packed_files import is_packed, read_packed_manifest
+from nemo_ext.data.seeds import digest, generator
+from nemo_ext.data.sft.masks import ChatEncoder
+from nemo_ext.data.sft.sample import Sample
+from nemo_ext.data.sft.sources import ConversationReport, ConversationSource, load_conversations
+from nemo_ext.data.sft.templates import Template
+from nemo_ext.data.tokenizers import HuggingFaceTokenizer
+from nemo_ext.progress import notice, progress_of
+
+Ids = npt.NDArray[np.int64]
+_PART_RECORDS = 5000
+_PART_BYTES = 32_000_000
+_SHORTEST = 2
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class CalibrationSettings:
+    """Which data, and how much of them.
+
+    Attributes:
+        data: prefix of packs, the folder of `nemo-ext sft_data`, or files of conversations.
+        samples: to take scales from; 1024 is Nemotron 3 Nano's (paper section 4).
+        held_out: others, on which the model before and after is compared.
+        max_length: tokens after which a sample is cut.
+        batch_tokens: the most tokens of a batch.
+        template: chat template for conversations; None for that of the model's folder.
+        seed: of the choice.
+    """
+
+    data: str
+    samples: int = 1024
+    held_out: int = 64
+    max_length: int = 4096
+    batch_tokens: int = 16384
+    template: str | None = None
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        for name, least in (("samples", 1), ("held_out", 0), ("max_length", _SHORTEST), ("batch_tokens", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)}: expected {least} or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationData:
+    """Samples, drawn and cut.
+
+    Attributes:
+        samples: ids of those to take scales from.
+        held_out: ids of those to compare models on.
+        available: how many there were to choose from.
+    """
+
+    samples: Sequence[Ids]
+    held_out: Sequence[Ids]
+    available: int
+
+    @property
+    def tokens(self) -> int:
+        """Of the samples to take scales from."""
+        return sum(map(len, self.samples))
+
+
+def load(settings: CalibrationSettings, *, model: Path, vocab_size: int) -> CalibrationData:
+    """Draw the samples.
+
+    Args:
+        settings: which and how many.
+        model: Hugging Face folder with the tokenizer, and the chat template for conversations.
+        vocab_size: of the model.
+
+    Raises:
+        ValueError: data that are not there, too few of them, or of another tokenizer than the model's.
+    """
+    prefix = _packed(settings.data)
+    drawn = _of_packs(settings, prefix, model) if prefix else _of_conversations(settings, model)
+    found, available = drawn
+    wanted = settings.samples + settings.held_out
+    if len(found) < wanted:
+        raise ValueError(
+            f"calibration.data={settings.data}: {len(found):,} different samples of {_SHORTEST} tokens or more, but "
+            f"calibration.samples + calibration.held_out are {wanted:,}: lower them, or give more data"
+        )
+    if (highest := max(int(ids.max()) for ids in found)) >= vocab_size:
+        raise ValueError(
+            f"calibration.data={settings.data}: has the token {highest}, the model {vocab_size:,} of them: make the "
+            "data with the model's tokenizer"
+        )
+    return CalibrationData(samples=found[: settings.samples], held_out=found[settings.samples :], available=available)
+
+
+def batches(samples: Sequence[Ids], *, batch_tokens: int) -> Iterator[Ids]:
+    """Batches `[batch, seq]` of samples of one length, the longest first.
+
+    Args:
+        samples: ids of each.
+        batch_tokens: the most tokens of a batch; a longer sample is a batch of its own.
+    """
+    for length, group in groupby(sorted(samples, key=len, reverse=True), key=len):
+        rows = list(group)
+        size = max(1, batch_tokens // length)
+        for start in range(0, len(rows), size):
+            yield np.stack(rows[start : start + size])
+
+
+def data_files(settings: CalibrationSettings) -> list[Path]:
+    """The files that are read.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if prefix := _packed(settings.data):
+        return [prefix.with_name(f"{prefix.name}{ending}") for ending in (".bin", ".idx", ".json")]
+    try:
+        return [path for _, path in _conversations(settings).check()]
+    except ValueError as error:
+        raise ValueError(
+            f"calibration.data={settings.data}: no packs of `nemo-ext sft_data`, nor conversations: {error}"
+        ) from None
+
+
+def _conversations(settings: CalibrationSettings) -> ConversationSource:
+    return load_conversations({"name": "calibration", "path": settings.data})
+
+
+def _packed(data: str) -> Path | None:
+    """The prefix of packs that the user means, None for conversations."""
+    path = Path(data).expanduser()
+    prefix = path / "train" if path.is_dir() else path
+    return prefix if is_packed(prefix) else None
+
+
+def _of_packs(settings: CalibrationSettings, prefix: Path, model: Path) -> tuple[list[Ids], int]:
+    """Samples of packs in random order; a sample that the packs repeat is taken once."""
+    manifest = read_packed_manifest(prefix)
+    identity = manifest.tokenizer_identity
+    if identity.startswith("huggingface-") and (model / "tokenizer.json").is_file():
+        # The name of the token at a document's end is part of the identity, and so is how markup is read.
+        own = {HuggingFaceTokenizer(model, parse_special_tokens=parse).identity for parse in (False, True)}
+        if identity not in own:
+            notice(f"note: {prefix} was made with another tokenizer.json than {model / 'tokenizer.json'}")
+    lengths, starts, dtype = read_index(prefix.with_name(f"{prefix.name}.idx"))
+    ids = np.memmap(prefix.with_name(f"{prefix.name}.bin"), dtype=dtype, mode="r")
+    width = np.dtype(dtype).itemsize
+    found: list[Ids] = []
+    seen = set[bytes]()
+    for number in generator(settings.seed, "calibration").permutation(len(lengths)):
+        if len(found) == settings.samples + settings.held_out:
+            break
+        begin, length = int(starts[number]) // width, int(lengths[number])
+        content = blake2b(ids[begin : begin + length].tobytes(), digest_size=16).digest()
+        if length >= _SHORTEST and content not in seen:
+            seen.add(content)
+            found.append(ids[begin : begin + min(length, settings.max_length)].astype(np.int64))
+    return found, len(lengths)
+
+
+def _of_conversations(settings: CalibrationSettings, model: Path) -> tuple[list[Ids], int]:
+    """Conversations in random order, each as one text; of one id the first is taken."""
+    source, size = _conversations(settings), sum(path.stat().st_size for path in data_files(settings))
+    template = Template.load(settings.template if settings.template is not None else model)
+    encoder = ChatEncoder(template, HuggingFaceTokenizer(model), allow_missing=True)
+    report, wanted = ConversationReport(), settings.samples + settings.held_out
+    # The texts of some may be refused or too short: these wait in their places.
+    spare = wanted + max(16, wanted // 4)
+    kept: list[tuple[int, Sample]] = []
+    seen = set[int]()
+    with progress_of("conversations", size) as advance:
+        for part in source.parts(max_documents=_PART_RECORDS, max_size=_PART_BYTES):
+            for sample, _ in source.read(part, report):
+                rank = digest(settings.seed, "calibration", sample.id)
+                if rank in seen:
+                    continue
+                seen.add(rank)
+                heapq.heappush(kept, (-rank, sample))
+                if len(kept) > spare:
+                    heapq.heappop(kept)
+            advance(part.size)
+    found: list[Ids] = []
+    refused: list[str] = []
+    for _, sample in sorted(kept, key=lambda pair: -pair[0]):
+        if len(found) == wanted:
+            break
+        try:
+            ids = encoder.tokens(template.render(sample, control=encoder.control)).ids
+        except ValueError as error:
+            refused.append(str(error))
+            continue
+        if len(ids) >= _SHORTEST:
+            found.append(ids[: settings.max_length].astype(np.int64))
+    if refused:
+        notice(f"note: the chat template refuses {len(refused):,} conversations, the first: {refused[0]}")
+    return found, len(seen)

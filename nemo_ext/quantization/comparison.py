@@ -1,0 +1,86 @@
+"""What quantisation changed: the same samples through the model with its quantizers off and on."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import exp
+from typing import TYPE_CHECKING
+
+from nemo_ext.progress import progress_of
+from nemo_ext.quantization.calibration import Ids
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+_ROWS = 512
+"""Positions whose log-probabilities are held at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Means over the predicted tokens.
+
+    Attributes:
+        tokens: that were predicted.
+        loss_before: cross-entropy in nats without quantisation.
+        loss_after: with it.
+        divergence: KL of the quantised model from the one before, in nats.
+        agreement: share of tokens where both think the same token the likeliest.
+    """
+
+    tokens: int
+    loss_before: float
+    loss_after: float
+    divergence: float
+    agreement: float
+
+    @property
+    def perplexities(self) -> tuple[float, float]:
+        """Before and after."""
+        return exp(self.loss_before), exp(self.loss_after)
+
+
+def compare(model: "PreTrainedModel", batches: Iterable[Ids], *, samples: int) -> Comparison:
+    """Run samples through a model whose quantizers are calibrated, without them and with them.
+
+    Args:
+        model: after `mtq.quantize`.
+        batches: ids `[batch, seq]`.
+        samples: in all batches.
+    """
+    import torch
+    from modelopt.torch.quantization.conversion import set_quantizer_by_cfg_context
+
+    sums, tokens = torch.zeros(4, dtype=torch.float64), 0
+    with torch.inference_mode(), progress_of("comparing", samples, unit="samples") as advance:
+        for batch in batches:
+            ids = torch.from_numpy(batch).to(model.device)
+            with set_quantizer_by_cfg_context(model, [{"quantizer_name": "*", "enable": False}]):
+                before = model(ids, use_cache=False).logits
+            after = model(ids, use_cache=False).logits
+            sums += _sums(before[:, :-1].flatten(0, 1), after[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            tokens += batch[:, 1:].size
+            advance(len(batch))
+    loss_before, loss_after, divergence, agreement = (sums / tokens).tolist()
+    return Comparison(
+        tokens=tokens,
+        loss_before=loss_before,
+        loss_after=loss_after,
+        divergence=divergence,
+        agreement=agreement,
+    )
+
+
+def _sums(before: "Tensor", after: "Tensor", labels: "Tensor") -> "Tensor":
+    """Sums over tokens: both losses, KL, agreements. Logits are `[tokens, vocabulary]`."""
+    import torch
+    from torch.nn import functional
+
+    sums = torch.zeros(4, dtype=torch.float64)
+    for old, new, label in zip(before.split(_ROWS), after.split(_ROWS), labels.split(_ROWS), strict=True):
+        old, new = old.float().log_softmax(-1), new.float().log_softmax(-1)
+        same = (old.argmax(-1) == new.argmax(-1)).sum()
+        losses = [functional.nll_loss(each, label, reduction="sum") for each in (old, new)]
+        divergence = functional.kl_div(new, old, log_target=True, reduction="sum")
+        sums += torch.stack([*losses, divergence, same]).double().cpu()
+    return sums

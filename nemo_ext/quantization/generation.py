@@ -1,0 +1,79 @@
+"""Generation in a plan's precision: what vLLM is told, for an exported checkpoint and for one in BF16."""
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.architecture.precision_plan import HEAD, NO_FP8, Plan
+from nemo_ext.quantization.modelopt import Matrix
+
+ONLINE = {
+    "tensorwise": "fp8_per_tensor",
+    "delayed": "fp8_per_tensor",
+    "blockwise": "fp8_per_block",
+    "mxfp8": "mxfp8",
+}
+"""vLLM's schemes for weights that it quantises while it loads them (docs/features/quantization/online.md), for each
+scaling of a plan. Scales of inputs are taken as they come."""
+
+
+def vllm_arguments(plan: Plan) -> dict[str, Any]:
+    """Keywords of `vllm.LLM` for a checkpoint of `nemo-ext quantize`, whose config.json says all but the cache."""
+    return {"kv_cache_dtype": "fp8"} if plan.kv_cache == "fp8" else {}
+
+
+def online_arguments(plan: Plan, listed: Sequence[Matrix]) -> dict[str, Any]:
+    """Keywords of `vllm.LLM` for a BF16 checkpoint that vLLM is to quantise by the plan while it loads it.
+
+    Args:
+        plan: of the weights.
+        listed: the checkpoint's matrices with their precisions.
+
+    Raises:
+        ValueError: vLLM cannot do what the plan says.
+    """
+    if any(matrix.weight.part == HEAD and matrix.precision == "fp8" for matrix in listed):
+        raise ValueError(
+            "precision_plan.rules: vLLM keeps the output layer in BF16 where it quantises itself: head bf16"
+        )
+    given = vllm_arguments(plan)
+    low = [matrix for matrix in listed if matrix.precision == "fp8"]
+    if not low:
+        return given
+    # vLLM has words of its own before `layers.`, and asks for q, k and v one by one where it has them in one module.
+    ignored = [f"re:.*{re.escape(name)}$" for name in high_modules(listed)]
+    return {
+        "quantization": ONLINE[plan.recipe],
+        **given,
+        **({"quantization_config": {"ignore": ignored}} if ignored else {}),
+    }
+
+
+def high_modules(listed: Sequence[Matrix]) -> list[str]:
+    """Linear maps outside FP8 by their names from `layers.` on, those of a block's experts as one module.
+
+    What engines never have in FP8 is not among them: routers, convolutions, embedding and output layer.
+    """
+    names = []
+    for matrix in listed:
+        if matrix.precision != "fp8" and matrix.weight.part not in NO_FP8 | {HEAD}:
+            name = re.sub(r"\.experts\..*", ".experts", matrix.module)
+            names.append(name[name.index("layers.") :])
+    return list(dict.fromkeys(names))
+
+
+def cli_words(arguments: dict[str, Any]) -> list[str]:
+    """Keywords of `vllm.LLM` as words of `vllm serve`."""
+    words = []
+    for key, value in arguments.items():
+        text = json.dumps(value) if isinstance(value, dict) else str(value)
+        words += [f"--{key.replace('_', '-')}", text]
+    return words
+
+
+def serve_words(folder: Path, plan: Plan) -> list[str]:
+    """The command that serves a checkpoint of `nemo-ext quantize`, quoted for a shell."""
+    return [shlex.quote(word) for word in ("vllm", "serve", str(folder), *cli_words(vllm_arguments(plan)))]

@@ -1,0 +1,307 @@
+"""The quantize job: a checkpoint and a precision plan to an FP8 checkpoint that vLLM serves, with a report."""
+
+import contextlib
+import importlib.resources
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from nemo_ext.architecture.precision_plan import Plan
+from nemo_ext.checkpoint import hf
+from nemo_ext.checkpoint.beside import read_json
+from nemo_ext.checkpoint.formats import Format
+from nemo_ext.checkpoint.output import (
+    LOCK,
+    RECORD,
+    Output,
+    check_room,
+    check_target,
+    folder_to_make,
+    only_writer,
+    was_published,
+)
+from nemo_ext.checkpoint.safetensors_files import CONFIG, SafetensorsReader
+from nemo_ext.checkpoint.storage import files_identity, fingerprint
+from nemo_ext.checkpoint.writing import HUGGING_FACE
+from nemo_ext.progress import notice, progress_of
+from nemo_ext.quantization import export, report
+from nemo_ext.quantization.calibration import CalibrationData, CalibrationSettings, batches, data_files, load
+from nemo_ext.quantization.comparison import Comparison, compare
+from nemo_ext.quantization.modelopt import (
+    Matrix,
+    check_calibrated,
+    check_quantizers,
+    matrices,
+    parameters,
+    quantize_config,
+)
+from nemo_ext.quantization.servable import check_servable
+from nemo_ext.quantization.settings import read_settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A quantisation before it begins: everything checked, nothing written.
+
+    Attributes:
+        conversion: how the source is read; for a checkpoint of Megatron, how it becomes one of Hugging Face.
+        conversion_settings: of it.
+        to: the folder to make.
+        plan: of the weights.
+        calibration: which data.
+        device: that the model runs on.
+        listed: the checkpoint's matrices with their precisions.
+        remarks: what the user should know.
+    """
+
+    conversion: hf.Plan
+    conversion_settings: hf.Settings
+    to: Path
+    plan: Plan
+    calibration: CalibrationSettings
+    device: str
+    listed: Sequence[Matrix]
+    remarks: Sequence[str]
+
+    @property
+    def tensors(self) -> list[str]:
+        """Names of all tensors of the Hugging Face checkpoint."""
+        return [name for entry in self.conversion.format.entries(self.conversion.description) for name in entry.names]
+
+    @property
+    def converted(self) -> Path:
+        """Where a checkpoint of Megatron is as one of Hugging Face, until all is done."""
+        return self.to.with_name(f".{self.to.name}.huggingface")
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that decides what the folder will hold."""
+        reader = self.conversion.reader
+        return {
+            "from": [str(reader.path.resolve()), fingerprint(reader)],
+            "files_from": str(self.conversion.extras),
+            "plan": repr(self.plan),
+            "calibration": asdict(self.calibration),
+            "data": files_identity(data_files(self.calibration)),
+            "shard_gigabytes": self.conversion_settings.shard_gigabytes,
+        }
+
+
+def run(config: Mapping[str, Any]) -> None:
+    """Quantise what the config says.
+
+    Raises:
+        ValueError: naming the key; a model or plan that nothing could serve; ModelOpt is not there.
+    """
+    work = prepare(config)
+    if (
+        work.plan.recipe == "mxfp8"
+        and work.device == "cpu"
+        and (work.calibration.held_out or work.plan.kv_cache == "fp8")
+    ):
+        raise ValueError(
+            "precision_plan.recipe=mxfp8: ModelOpt runs such a model on GPUs alone: without one the checkpoint can be "
+            "made with calibration.held_out=0 and precision_plan.kv_cache=bf16"
+        )
+    check_target(work.to)
+    with only_writer(work.to):
+        if was_published(work.to, work.identity()):
+            notice(f"{work.to}: is finished; {report.SERVE}: {' '.join(report.serve_words(work.to, work.plan))}")
+            return
+        check_room(work.to, work.conversion.bytes)
+        _quantise(work)
+    shutil.rmtree(work.converted, ignore_errors=True)
+    notice(f"done: {work.to}, {work.to / report.MARKDOWN}")
+
+
+def prepare(config: Mapping[str, Any]) -> Work:
+    """Check all that can be checked before the model is read.
+
+    Raises:
+        ValueError: as `run`.
+    """
+    given = read_settings(config)
+    to, plan = folder_to_make(given.to), given.plan
+    settings = hf.Settings(
+        shard_gigabytes=given.shard_gigabytes, files_from=given.files_from, iteration=given.iteration
+    )
+    conversion = hf.plan(given.source, to.with_name(f".{to.name}.huggingface"), settings)
+    described, found = conversion.description, conversion.format
+    listed = matrices(plan, described, found)
+    remarks = check_servable(plan, described, found, listed)
+    return Work(
+        conversion=conversion,
+        conversion_settings=settings,
+        to=to,
+        plan=plan,
+        calibration=given.calibration,
+        device=resolved_device(given.device),
+        listed=listed,
+        remarks=remarks,
+    )
+
+
+def resolved_device(name: str) -> str:
+    """`auto` is the GPUs where there are any.
+
+    Raises:
+        ValueError: torch knows no such device, or has none here.
+    """
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(name).type
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device={name}: expected auto, cpu, cuda or cuda:1, say") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={name}: no CUDA here: device=cpu, which is slow but for small models")
+    return name
+
+
+def _quantise(work: Work) -> None:
+    vocabulary = work.conversion.description.vocab_size
+    beside = work.conversion.extras or work.conversion.reader.path
+    data = load(work.calibration, model=beside, vocab_size=vocabulary)
+    notice(f"calibration: {len(data.samples):,} of {data.available:,} samples, {data.tokens:,} tokens")
+    output = Output(work.to, work.identity())
+    for left in output.folder.iterdir():
+        if left.name not in (LOCK, RECORD):
+            left.unlink()
+    source = _hugging_face(work)
+    for remark in work.remarks:
+        notice(f"note: {remark}")
+    model = load_model(source.path, work.conversion.format, work.device)
+    names = parameters(model, work.tensors)
+    calibrate(model, work, names, data)
+    compared: Comparison | None = None
+    if data.held_out:
+        held_out = batches(data.held_out, batch_tokens=work.calibration.batch_tokens)
+        compared = compare(model, held_out, samples=len(data.held_out))
+    export.export(
+        model,
+        output.folder,
+        source=source,
+        listed=work.listed,
+        names=names,
+        extras=source.path if work.conversion.to_format == HUGGING_FACE else beside,
+        shard_gigabytes=work.conversion_settings.shard_gigabytes,
+    )
+    sizes = export.check(output.folder, source=source, listed=work.listed, tensors=work.tensors)
+    architecture = replace(work.conversion.description.architecture, vocab_size=vocabulary)
+    report.write(
+        output.folder,
+        report.Report(
+            source=str(work.conversion.reader.path),
+            to=work.to,
+            architecture=work.conversion.format.architecture,
+            plan=work.plan,
+            predicted=report.predicted(work.plan, architecture),
+            sizes=sizes,
+            data=data,
+            calibration=work.calibration,
+            comparison=compared,
+            remarks=work.remarks,
+        ),
+    )
+    output.publish({"format": "modelopt", "from": str(work.conversion.reader.path)})
+
+
+def _hugging_face(work: Work) -> SafetensorsReader:
+    """The source itself, or what a checkpoint of Megatron is converted into."""
+    reader = work.conversion.reader
+    if isinstance(reader, SafetensorsReader):
+        return reader
+    assert work.conversion.to_format == HUGGING_FACE
+    notice(f"{reader.path}: of Megatron, converted to {work.converted} first")
+    hf.convert(work.conversion, work.conversion_settings)
+    return SafetensorsReader(work.converted)
+
+
+def load_model(folder: Path, found: Format, device: str) -> "PreTrainedModel":
+    """The model as transformers reads it, in its own types.
+
+    Of a class that transformers does not have, our modelling files are run and never those in the folder.
+
+    Args:
+        folder: of Hugging Face.
+        found: its format.
+        device: several GPUs share the model where accelerate is installed.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import is_accelerate_available
+
+    spread = device == "cuda" and torch.cuda.device_count() > 1 and is_accelerate_available()
+    with _with_own_code(folder, found) as readable:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            readable,
+            dtype="auto",
+            trust_remote_code=bool(found.code),
+            **({"device_map": "auto"} if spread else {}),
+        )
+    return (model if spread else model.to(device)).eval()
+
+
+@contextlib.contextmanager
+def _with_own_code(folder: Path, found: Format) -> Iterator[Path]:
+    """The folder, or for a format with modelling files a folder of links beside ours."""
+    if not found.code:
+        yield folder
+        return
+    with TemporaryDirectory() as temporary:
+        readable = Path(temporary) / folder.name.replace(".", "_")
+        readable.mkdir()
+        for file in folder.iterdir():
+            if file.is_file() and file.suffix != ".py" and file.name != CONFIG:
+                os.symlink(file.resolve(), readable / file.name)
+        for name in found.code:
+            shutil.copyfile(str(importlib.resources.files("nemo_ext.checkpoint.remote_code") / name), readable / name)
+        config = read_json(folder / CONFIG)
+        classes = {
+            "AutoConfig": found.architecture.replace("ForCausalLM", "Config"),
+            "AutoModelForCausalLM": found.architecture,
+        }
+        config["auto_map"] = {
+            loader: f"{Path(file).stem}.{name}"
+            for file, (loader, name) in zip(found.code, classes.items(), strict=True)
+        }
+        (readable / CONFIG).write_text(json.dumps(config))
+        yield readable
+
+
+def calibrate(model: "PreTrainedModel", work: Work, names: Mapping[str, str], data: CalibrationData) -> None:
+    """Put ModelOpt's quantizers into the model and take their scales from the samples.
+
+    Raises:
+        ValueError: ModelOpt is not there, or the samples reach no part of some block.
+    """
+    import torch
+
+    try:
+        import modelopt.torch.quantization as mtq
+    except ImportError as error:
+        raise ValueError(f"nemo-ext quantize needs ModelOpt: pip install 'nemo_ext[ptq]' ({error})") from None
+    config = quantize_config(work.plan, work.listed, names)
+    # Logits of the last place are enough, unless the output layer has a scale to take from all.
+    head = any(matrix.weight.block is None and matrix.precision == "fp8" for matrix in work.listed)
+    few = {} if head else {"logits_to_keep": 1}
+
+    def forward(model: "PreTrainedModel") -> None:
+        with torch.inference_mode(), progress_of("calibrating", len(data.samples), unit="samples") as advance:
+            for batch in batches(data.samples, batch_tokens=work.calibration.batch_tokens):
+                model(torch.from_numpy(batch).to(model.device), use_cache=False, **few)
+                advance(len(batch))
+
+    with export.prints_to_stderr():
+        mtq.quantize(model, config, forward if config["algorithm"] else None)
+    check_quantizers(model, config)
+    check_calibrated(model)

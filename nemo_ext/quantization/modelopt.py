@@ -1,0 +1,206 @@
+"""A precision plan for ModelOpt: which quantizers of a Hugging Face model are on, and how they scale.
+
+    plan, description -> matrices (formats/)        every matrix of the checkpoint, with its part of the plan
+    matrices, model   -> parameters                 what transformers calls each of them in the model
+    parameters        -> config of `mtq.quantize`   all quantizers off, then those of the plan on, by their full names
+
+ModelOpt passes over a name that no quantizer has, so `check_quantizers` looks afterwards at what is on.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nemo_ext.architecture.blocks import LINEAR
+from nemo_ext.architecture.precision_plan import EMBEDDING, HEAD, Plan, Weight, assigned
+from nemo_ext.checkpoint.description import Description
+from nemo_ext.checkpoint.formats import Format
+from nemo_ext.checkpoint.parameters import Role
+from nemo_ext.checkpoint.rules import Shape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PARTS: Mapping[str, str] = {
+    **{"embedding": EMBEDDING, "head": HEAD, "linear": LINEAR, "router": "router"},
+    **{"q": "qkv", "k": "qkv", "v": "qkv", "o": "proj", "gate": "fc1", "up": "fc1", "down": "fc2"},
+    **{"in_proj": "in_proj", "conv1d": "conv1d", "out_proj": "out_proj"},
+    **{"shared_up": "shared_fc1", "shared_down": "shared_fc2"},
+}
+"""The roles of a checkpoint's matrices (`nemo_ext.checkpoint.parameters`) as parts of a plan."""
+_E4M3 = {"num_bits": (4, 3)}
+_TENSOR = {**_E4M3, "axis": None}
+_MX = {**_E4M3, "block_sizes": {-1: 32, "type": "dynamic", "scale_bits": (8, 0)}}
+SCALINGS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any] | None]] = {
+    "tensorwise": (_TENSOR, _TENSOR),
+    # After training there are no earlier steps: calibration takes their place, and one scale a tensor remains.
+    "delayed": (_TENSOR, _TENSOR),
+    # ModelOpt has blocks of 128x128 for weights and none of 1x128 for inputs.
+    "blockwise": ({**_E4M3, "block_sizes": {-1: 128, -2: 128}}, None),
+    "mxfp8": (_MX, _MX),
+}
+"""ModelOpt's attributes of the quantizers of weights and of inputs, by a plan's scaling; None leaves inputs alone."""
+_KEY = "k"
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix of a Hugging Face checkpoint.
+
+    Attributes:
+        tensor: its name there.
+        weight: what it is of, in the plan; several matrices may be one (q, k and v; experts).
+        precision: that the plan gives it.
+        shape: out and in; of stacked experts, with their number before.
+        keys: whether it makes attention's keys.
+    """
+
+    tensor: str
+    weight: Weight
+    precision: str
+    shape: Shape
+    keys: bool = False
+
+    @property
+    def module(self) -> str:
+        """Name of the module that it is the weight of."""
+        return self.tensor.removesuffix(".weight")
+
+
+def matrices(plan: Plan, description: Description, found: Format) -> list[Matrix]:
+    """Every matrix of a checkpoint with its precision, in the order of the model.
+
+    Args:
+        plan: of the weights.
+        description: of the model.
+        found: format of the checkpoint.
+
+    Raises:
+        ValueError: a rule of the plan does not fit the model, or the format has no mapping for a block.
+    """
+    given = {(each.weight.block, each.weight.part): each for each in assigned(plan, description.architecture)}
+    listed = []
+    for row, names in found.named_rows(description):
+        for role, name, shape in zip(row.roles, names, row.shapes, strict=True):
+            part = _part(role)
+            if part is not None:
+                each = given[row.block, part]
+                listed.append(Matrix(name, each.weight, each.precision, shape, role == (_KEY, "weight")))
+    return listed
+
+
+def _part(role: Role) -> str | None:
+    """The part of a plan that a parameter is, None for norms, biases and Mamba's numbers a head."""
+    module, parameter = role
+    if module == "experts":  # stacked: the parameter is the matrix
+        return PARTS[parameter.removesuffix("_proj")]
+    return PARTS.get(module.rpartition(".")[2]) if parameter == "weight" else None
+
+
+def parameters(model: "PreTrainedModel", tensors: Iterable[str]) -> dict[str, str]:
+    """What transformers calls a checkpoint's tensors in the model: several names may be one, where it stacks experts.
+
+    Raises:
+        ValueError: the model has no such parameter.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    conversions = get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    there = model.state_dict().keys()
+    found = {tensor: rename_source_key(tensor, renamings, converters)[0] for tensor in tensors}
+    for tensor, name in found.items():
+        if name not in there:
+            raise ValueError(f"{tensor}: {type(model).__name__} of this transformers has no {name}")
+    return found
+
+
+def quantize_config(plan: Plan, listed: Sequence[Matrix], names: Mapping[str, str]) -> dict[str, Any]:
+    """The config of `mtq.quantize`: everything off, then what the plan has in FP8.
+
+    Args:
+        plan: of the weights.
+        listed: the checkpoint's matrices.
+        names: of their parameters in the model.
+    """
+    weights, inputs = SCALINGS[plan.recipe]
+    entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
+    for parameter in dict.fromkeys(names[matrix.tensor] for matrix in listed if matrix.precision == "fp8"):
+        # A module's own weight, or a parameter that stacks experts: `up_proj_weight_quantizers.3` is found by its
+        # singular without a number.
+        above = parameter[: -len("weight")] if parameter.endswith(".weight") else f"{parameter}_"
+        entries.append({"quantizer_name": f"{above}weight_quantizer", "cfg": dict(weights)})
+        if inputs is not None:
+            entries.append({"quantizer_name": f"{above}input_quantizer", "cfg": dict(inputs)})
+    if plan.kv_cache == "fp8":
+        for matrix in listed:
+            if matrix.keys:
+                attention = names[matrix.tensor].removesuffix(".weight").rpartition(".")[0]
+                for what in "kv":
+                    entries.append({"quantizer_name": f"{attention}.{what}_bmm_quantizer", "cfg": dict(_TENSOR)})
+    # Scales that are taken from each input as it comes need no calibration.
+    measured = inputs is not _MX or plan.kv_cache == "fp8"
+    return {"quant_cfg": entries, "algorithm": "max" if measured else None}
+
+
+def check_quantizers(model: "PreTrainedModel", config: Mapping[str, Any]) -> None:
+    """Hold a converted model's quantizers against the config that it was made with.
+
+    Raises:
+        RuntimeError: a quantizer that the config names is not there, or another one is on.
+    """
+    wanted = {entry["quantizer_name"] for entry in config["quant_cfg"] if "cfg" in entry}
+    on = enabled_quantizers(model)
+    if on != wanted:
+        missing, more = sorted(wanted - on), sorted(on - wanted)
+        told = f"ModelOpt has no quantizer {missing[0]}" if missing else f"ModelOpt quantises {more[0]} too"
+        raise RuntimeError(f"{told} in {type(model).__name__} ({len(missing)} missing, {len(more)} too many)")
+
+
+def enabled_quantizers(model: "PreTrainedModel") -> set[str]:
+    """Names of the quantizers that are on; those of stacked experts under one name if all of them are."""
+    from modelopt.torch.quantization.nn import TensorQuantizer
+
+    found: dict[str, list[bool]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, TensorQuantizer):
+            above, _, last = name.rpartition(".")
+            # Where only some of a block's experts are on, the plural name stands for what nobody asked for.
+            one = above.removesuffix("s") if last.isdecimal() else name
+            found.setdefault(one, []).append(module.is_enabled)
+    return {name if all(states) else f"{name}s" for name, states in found.items() if any(states)}
+
+
+def check_calibrated(model: "PreTrainedModel") -> None:
+    """Refuse quantizers that calibration gave no scale: a checkpoint without it would answer nonsense.
+
+    Raises:
+        ValueError: naming the first.
+    """
+    from modelopt.torch.quantization.nn import TensorQuantizer
+
+    without = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, TensorQuantizer)
+        and module.is_enabled
+        and (module.block_sizes or {}).get("type") != "dynamic"
+        and (getattr(module, "_amax", None) is None or not module.amax.isfinite().all())
+    ]
+    if without:
+        raise ValueError(
+            f"calibration: no sample reached {without[0]} ({len(without)} such), or what it saw is not finite: raise "
+            "calibration.samples, or look at the model's loss"
+        )
+
+
+def excluded(listed: Sequence[Matrix]) -> list[str]:
+    """Modules outside FP8 as a checkpoint's `exclude_modules` has them, those of experts as one pattern."""
+    names = []
+    for matrix in listed:
+        if matrix.precision != "fp8":
+            above, dot, _ = matrix.module.partition(".experts.")
+            names.append(f"{above}.experts*" if dot else matrix.module)
+    return list(dict.fromkeys(names))

@@ -1,0 +1,72 @@
+"""What vLLM can serve of a precision plan, known before any work.
+
+Of its sources: vllm/model_executor/layers/quantization/modelopt.py.
+"""
+
+from collections.abc import Sequence
+
+from nemo_ext.architecture.precision_plan import RECIPES, Plan
+from nemo_ext.checkpoint.description import Description
+from nemo_ext.checkpoint.formats import Format
+from nemo_ext.checkpoint.formats.own import BLOCKS
+from nemo_ext.quantization.modelopt import Matrix
+
+
+def check_servable(plan: Plan, description: Description, found: Format, listed: Sequence[Matrix]) -> list[str]:
+    """Refuse a plan whose checkpoint nothing could load, and say what it costs where something can.
+
+    Args:
+        plan: of the weights.
+        description: of the model.
+        found: format of the checkpoint.
+        listed: its matrices with their precisions.
+
+    Returns:
+        Remarks for the user.
+
+    Raises:
+        ValueError: naming the key, and what to do.
+    """
+    low = [matrix for matrix in listed if matrix.precision == "fp8"]
+    if not low:
+        raise ValueError(
+            "precision_plan: has nothing in FP8, so there is nothing to quantise: precision=nemotron3_selective, or "
+            "precision_plan.default=fp8"
+        )
+    if found is BLOCKS:
+        raise ValueError(
+            f"{found.architecture}: no engine serves this class in FP8: vLLM has no kernels for it, and transformers "
+            "reads no ModelOpt checkpoints; quantise a model that another format can express"
+        )
+    experts = [matrix for matrix in listed if ".experts." in matrix.tensor]
+    for block in {matrix.weight.block for matrix in experts}:
+        if len({matrix.precision == "fp8" for matrix in experts if matrix.weight.block == block}) > 1:
+            raise ValueError(
+                f"precision_plan.rules: block {block} has experts' fc1 and fc2 in different precisions: vLLM runs both "
+                "in one kernel: give them one rule"
+            )
+    if plan.recipe == "blockwise" and any(matrix in experts for matrix in low):
+        raise ValueError(
+            "precision_plan.recipe=blockwise: vLLM has no experts with ModelOpt's blocks of 128x128: use tensorwise or "
+            "mxfp8, or the rules E.fc1 bf16 and E.fc2 bf16"
+        )
+    wrong = _misfits(low, RECIPES[plan.recipe])
+    if wrong and plan.recipe in ("blockwise", "mxfp8"):
+        raise ValueError(f"precision_plan.recipe={plan.recipe}: {wrong[0]} ({len(wrong)} such): use tensorwise")
+    remarks = [*found.remarks(description)]
+    if wrong:
+        remarks.append(f"vLLM's FP8 kernels pad such sizes or refuse them: {wrong[0]} ({len(wrong)} such)")
+    if plan.recipe == "delayed":
+        remarks.append("recipe delayed: after training there are no earlier steps; calibration gives the scales")
+    if plan.recipe == "blockwise":
+        remarks.append("recipe blockwise: ModelOpt has blocks for weights alone; inputs stay in BF16")
+    return remarks
+
+
+def _misfits(low: Sequence[Matrix], step: int) -> list[str]:
+    """Matrices whose sizes are no multiples; q, k and v are matrices of their own here."""
+    return [
+        f"{matrix.tensor} is {'x'.join(map(str, matrix.shape[-2:]))}, no multiple of {step}"
+        for matrix in low
+        if any(size % step for size in matrix.shape[-2:])
+    ]

@@ -1,0 +1,64 @@
+"""The precision plan of an RL run, held against the model that is trained: what engines are told of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from nemo_ext.architecture.precision_plan import HEAD, Plan
+from nemo_ext.checkpoint.beside import is_hugging_face, read_json
+from nemo_ext.checkpoint.formats import read
+from nemo_ext.checkpoint.safetensors_files import CONFIG
+from nemo_ext.data.settings import nearest
+from nemo_ext.quantization.generation import high_modules
+from nemo_ext.quantization.modelopt import matrices
+
+Where = Literal["generation", "training", "both"]
+PLACES = ("generation", "training", "both")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """A plan for a model, and where it counts.
+
+    Attributes:
+        plan: of the weights.
+        high: linear maps outside FP8, from `layers.` on.
+        head: whether the plan has the output layer in FP8.
+        where: generation, training or both.
+    """
+
+    plan: Plan
+    high: tuple[str, ...]
+    head: bool
+    where: Where
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], where: str | None = None) -> "Precision | None":
+        """Of an RL run's config; None without a plan, or with one that has nothing in FP8.
+
+        Args:
+            config: of `nemo-ext rl`.
+            where: generation (the default), training or both.
+
+        Raises:
+            ValueError: the plan is wrong, or the model is no folder with a config.json that formats/ can read.
+        """
+        if where is not None and where not in PLACES:
+            raise ValueError(f"nemo_rl.fp8_in={where!r}: {nearest(str(where), PLACES)}")
+        if config.get("precision_plan") is None:
+            return None
+        plan = Plan.from_config(config["precision_plan"])
+        folder = Path(str(config["policy"])).expanduser()
+        if not is_hugging_face(folder):
+            raise ValueError(f"precision_plan: model={folder}: no config.json there, so nobody knows its blocks")
+        found, description = read(read_json(folder / CONFIG))
+        listed = matrices(plan, description, found)
+        if not any(matrix.precision == "fp8" for matrix in listed) and plan.kv_cache != "fp8":
+            return None
+        head = any(matrix.weight.part == HEAD and matrix.precision == "fp8" for matrix in listed)
+        return cls(plan=plan, high=tuple(high_modules(listed)), head=head, where=where or "generation")  # type: ignore[arg-type]
+
+    def in_(self, place: str) -> bool:
+        """Whether it counts in generation or in training."""
+        return self.where in (place, "both")

@@ -1,0 +1,336 @@
+"""`nemo-ext quantize` as a user meets it: checkpoints in FP8, held against ModelOpt's own fake quantisation."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from launchers import quantize as launcher
+from nemo_ext.checkpoint import hf
+from nemo_ext.checkpoint.safetensors_files import SafetensorsReader
+from nemo_ext.checkpoint.storage import CheckpointError
+from nemo_ext.config import USER_ERROR, compose
+from nemo_ext.quantization import export, job
+from nemo_ext.quantization.modelopt import parameters
+
+SCALES = export.SCALES
+FEW = ["calibration.samples=12", "calibration.held_out=4", "calibration.max_length=48", "device=cpu"]
+CASES = {
+    "hybrid": ("nemotron3_nano_tiny", "MEM*E-", "nemotron3_selective", {"0", "1", "4", "5"}),
+    "dense": ("domyn_small_tiny", "*-*-", "fp8_current", {"0", "1"}),
+}
+
+
+@pytest.fixture
+def quantize(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Runs the command in this process; returns its exit code and stderr."""
+
+    def run(*words: object) -> tuple[int, str]:
+        capfd.readouterr()
+        monkeypatch.setattr("sys.argv", ["nemo-ext quantize", *map(str, words)])
+        code = 0
+        try:
+            launcher.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return code, capfd.readouterr().err
+
+    return run
+
+
+def dequantised(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = load_file(folder / "model.safetensors")
+    return {
+        name: tensor.float() * tensors[f"{name.removesuffix('.weight')}.weight_scale"]
+        if tensor.dtype == torch.float8_e4m3fn
+        else tensor
+        for name, tensor in tensors.items()
+        if name.rpartition(".")[2] not in SCALES
+    }
+
+
+def with_exported_scales(folder: Path, source: Path, work: job.Work) -> Any:
+    """The model of an exported folder: dequantised weights, and quantizers of inputs and caches with its scales."""
+    from modelopt.torch.quantization.conversion import replace_quant_module, set_quantizer_by_cfg
+
+    from nemo_ext.quantization.modelopt import quantize_config
+
+    model: Any = job.load_model(source, work.conversion.format, "cpu")
+    names = parameters(model, work.tensors)
+    weights = dequantised(folder)
+    stacked: dict[str, list[torch.Tensor]] = {}
+    for tensor, name in names.items():
+        stacked.setdefault(name, []).append(weights[tensor])
+    state = {name: parts[0] if len(parts) == 1 else torch.stack(parts) for name, parts in stacked.items()}
+    model.load_state_dict(state, strict=False)
+    replace_quant_module(model)
+    config = quantize_config(work.plan, work.listed, names)
+    entries = [entry for entry in config["quant_cfg"] if not entry["quantizer_name"].endswith("weight_quantizer")]
+    set_quantizer_by_cfg(model, entries)
+    scales = load_file(folder / "model.safetensors")
+    for matrix in work.listed:
+        module, name = matrix.module, names[matrix.tensor]
+        above = name.removesuffix("weight") if name.endswith(".weight") else f"{name}_"
+        if f"{module}.input_scale" in scales:
+            model.get_submodule(f"{above}input_quantizer").amax = scales[f"{module}.input_scale"] * 448
+        attention = name.removesuffix(".weight").rpartition(".")[0]
+        for what in "kv":
+            if f"{module}.{what}_scale" in scales:
+                model.get_submodule(f"{attention}.{what}_bmm_quantizer").amax = scales[f"{module}.{what}_scale"] * 448
+    return model
+
+
+def fake_quantised(model: Any, work: job.Work) -> dict[str, torch.Tensor]:
+    """The weights in FP8 as ModelOpt's fake quantisation computes with them, by their names in the checkpoint."""
+    names, found = parameters(model, work.tensors), {}
+    numbers: dict[str, int] = {}
+    for matrix in work.listed:
+        name = names[matrix.tensor]
+        above, _, last = name.rpartition(".")
+        module, numbers[name] = model.get_submodule(above), numbers.get(name, -1) + 1
+        if matrix.precision == "fp8" and last == "weight":
+            found[matrix.tensor] = module.weight_quantizer(module.weight)
+        elif matrix.precision == "fp8":
+            quantizer = getattr(module, f"{last}_weight_quantizers")[numbers[name]]
+            found[matrix.tensor] = quantizer(getattr(module, last)[numbers[name]])
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_exported_checkpoint_is_the_fake_quantised_model(
+    case: str,
+    folder_of: Callable[..., Path],
+    conversations: Callable[[int], Path],
+    quantize: Callable[..., tuple[int, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name, pattern, precision, low_layers = CASES[case]
+    source, to, data = folder_of(name, pattern, torch.float32), tmp_path / "fp8", conversations(40)
+    words = [f"from={source}", f"to={to}", f"precision={precision}", f"calibration.data={data}", *FEW]
+    words += ["precision_plan.kv_cache=fp8"]
+    work = job.prepare(compose("quantize", ["++precision_plan.kv_cache=fp8", *words[:-1]]))
+    kept: dict[str, Any] = {}
+    ids = torch.arange(40)[None] * 7 % 256
+
+    def keeps_logits(model: Any, *arguments: Any, **given: Any) -> None:
+        with torch.inference_mode():
+            kept["logits"] = model(ids, use_cache=False).logits
+            kept["weights"] = fake_quantised(model, work)
+        exporting(model, *arguments, **given)
+
+    exporting = export.export
+    monkeypatch.setattr(export, "export", keeps_logits)
+    code, told = quantize(*words)
+
+    assert code == 0, told
+    with torch.inference_mode():
+        before = job.load_model(source, work.conversion.format, "cpu")(ids, use_cache=False).logits
+        after = with_exported_scales(to, source, work)(ids, use_cache=False).logits
+    values = dequantised(to)
+    for tensor, wanted in kept["weights"].items():
+        torch.testing.assert_close(values[tensor], wanted, rtol=1e-6, atol=1e-7)
+    changed = (kept["logits"] - before).abs().mean()
+    assert changed > 1e-3
+    # Where an input lies between two FP8 numbers, a last bit decides; Mamba carries that on to all later tokens.
+    same = (after - kept["logits"]).abs().amax(-1) < 1e-4
+    assert same.all() if case == "dense" else same[:, :8].all()
+
+    made, old = load_file(to / "model.safetensors"), load_file(source / "model.safetensors")
+    low = {tensor for tensor, value in made.items() if value.dtype == torch.float8_e4m3fn}
+    assert low == {matrix.tensor for matrix in work.listed if matrix.precision == "fp8"}
+    assert {tensor.split(".")[2] for tensor in low} == low_layers
+    for tensor in low:
+        module = tensor.removesuffix(".weight")
+        assert made[f"{module}.weight_scale"].shape == made[f"{module}.input_scale"].shape == ()
+    rest = {tensor for tensor in made if tensor not in low and tensor.rpartition(".")[2] not in SCALES}
+    assert low | rest == set(old)
+    for tensor in rest:
+        assert made[tensor].dtype == old[tensor].dtype and torch.equal(made[tensor], old[tensor]), tensor
+    caches = {tensor for tensor in made if tensor.endswith(("k_scale", "v_scale"))}
+    assert len(caches) == 2 * pattern.count("*")
+    attention = [tensor for tensor in old if tensor.endswith("k_proj.weight")]
+    assert {f"{tensor.removesuffix('weight')}k_scale" for tensor in attention} <= caches
+
+
+def test_types_stay_and_what_vllm_reads_is_there(
+    folder_of: Callable[..., Path],
+    conversations: Callable[[int], Path],
+    quantize: Callable[..., tuple[int, str]],
+    tmp_path: Path,
+) -> None:
+    source, to = folder_of("nemotron3_nano_tiny", "MEM*E-"), tmp_path / "fp8"
+    words = [
+        f"from={source}",
+        f"to={to}",
+        "precision=nemotron3_selective",
+        f"calibration.data={conversations(40)}",
+        *FEW,
+    ]
+
+    code, told = quantize(*words)
+
+    assert code == 0, told
+    made = SafetensorsReader(to)
+    assert made.tensors["backbone.layers.0.mixer.A_log"].dtype == "float32"
+    assert made.tensors["backbone.layers.2.mixer.in_proj.weight"].dtype == "bfloat16"
+    config, quantization = (json.loads((to / name).read_text()) for name in ("config.json", export.QUANT_CONFIG))
+    assert {key: value for key, value in config.items() if key != "quantization_config"} == json.loads(
+        (source / "config.json").read_text()
+    )
+    details = quantization["quantization"]
+    assert details["quant_algo"] == details["kv_cache_quant_algo"] == "FP8"
+    assert details["exclude_modules"] == config["quantization_config"]["ignore"]
+    assert config["quantization_config"]["quant_method"] == "modelopt"
+    # Every module with a weight of two dimensions is either in FP8 or excluded by its name.
+    high = {name for name, stored in made.tensors.items() if stored.dtype != "F8_E4M3" and len(stored.shape) > 1}
+    assert {name.removesuffix(".weight") for name in high} == set(details["exclude_modules"])
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (to / name).read_bytes() == (source / name).read_bytes()
+    report = json.loads((to / "quantization.json").read_text())
+    assert (
+        report["bytes"]["after"]["fp8"] == report["bytes"]["predicted"]["fp8"] == report["bytes"]["before"]["fp8"] / 2
+    )
+    assert report["bytes"]["after"]["bf16"] == report["bytes"]["predicted"]["bf16"]
+    held_out = report["held_out"]
+    assert 0 < held_out["divergence"] < 0.5 and held_out["agreement"] > 0.5
+    assert abs(held_out["loss_after"] - held_out["loss_before"]) < 0.5
+    assert report["serve"] == ["vllm", "serve", str(to), "--kv-cache-dtype", "fp8"]
+    assert "perplexity" in (to / "quantization.md").read_text()
+
+    again, told = quantize(*words)
+    assert again == 0 and "is finished" in told
+    other, told = quantize(*words, "calibration.seed=7")
+    assert other == USER_ERROR and "holds something else" in told
+
+
+@pytest.mark.parametrize("precision", ["fp8_blockwise", "mxfp8"])
+def test_scales_of_blocks(
+    precision: str,
+    folder_of: Callable[..., Path],
+    conversations: Callable[[int], Path],
+    quantize: Callable[..., tuple[int, str]],
+    tmp_path: Path,
+) -> None:
+    source, to = folder_of("llama_nemotron_tiny", "*{kv=8}-"), tmp_path / "fp8"
+    words = [f"from={source}", f"to={to}", f"precision={precision}", f"calibration.data={conversations(20)}", *FEW]
+    refused, told = quantize(*words) if precision == "mxfp8" else (USER_ERROR, "calibration.held_out=0")
+    assert refused == USER_ERROR and "calibration.held_out=0" in told
+
+    code, told = quantize(*words, *(["calibration.held_out=0"] if precision == "mxfp8" else []))
+
+    assert code == 0, told
+    made = load_file(to / "model.safetensors")
+    up, scale = (made[f"model.layers.0.mlp.up_proj.{name}"] for name in ("weight", "weight_scale"))
+    old = load_file(source / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].float()
+    assert up.dtype == torch.float8_e4m3fn
+    if precision == "mxfp8":
+        assert scale.dtype == torch.uint8
+        whole = torch.exp2(scale.float() - 127).repeat_interleave(32, dim=1)
+    else:
+        whole = scale.reshape(up.shape[0] // 128, up.shape[1] // 128)
+        whole = whole.repeat_interleave(128, dim=0).repeat_interleave(128, dim=1)
+    assert (up.float() * whole - old).abs().max() <= old.abs().max() / 14  # half a step of E4M3
+    assert "model.layers.0.mlp.up_proj.input_scale" not in made
+
+
+def test_a_run_of_megatron_is_converted_first(
+    folder_of: Callable[..., Path],
+    conversations: Callable[[int], Path],
+    quantize: Callable[..., tuple[int, str]],
+    tmp_path: Path,
+) -> None:
+    source, megatron = folder_of("llama_nemotron_tiny"), tmp_path / "megatron"
+    hf.convert(hf.plan(source, megatron, hf.Settings()), hf.Settings(), progress=False)
+    words = ["precision=fp8_current", f"calibration.data={conversations(20)}", *FEW]
+
+    told = [
+        quantize(f"from={place}", f"to={tmp_path / name}", *words) for place, name in ((source, "a"), (megatron, "b"))
+    ]
+
+    assert [code for code, _ in told] == [0, 0], told
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name].view(torch.uint8), two[name].view(torch.uint8)) for name in one if one[name].dim())
+    assert not list(tmp_path.glob(".b.*"))
+    # Of DeciLM our modelling file was run, and the folder's own files went along.
+    assert (tmp_path / "b" / "modeling_decilm.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "words", "message"),
+    [
+        ("domyn_small_tiny", "*-", [], "precision_plan=null"),
+        ("domyn_small_tiny", "*-", ["precision=bf16"], "precision_plan=null"),
+        ("domyn_small_tiny", "*-", ["precision=fp8_current", "precision_plan.default=bf16"], "nothing in FP8"),
+        ("domyn_small_tiny", "*-", ["precision=fp8_current", "device=tpu9"], "device=tpu9"),
+        ("domyn_small_tiny", "*-", ["precision=fp8_current", "calibration.samples=0"], "samples=0"),
+        ("domyn_small_tiny", "*-", ["precision=fp8_current", "calibration.sample=3"], "sample"),
+        ("domyn_small_tiny", "*-", ["precision=fp8_current", "calibration.samples=90"], "20 different samples.*94"),
+        ("domyn_small_tiny", "*-", ["precision=fp8_current", "calibration.data=no.jsonl"], "calibration.data=no.jsonl"),
+        ("nemotron3_nano_tiny", "MM{heads=4}E*-", ["precision=fp8_current"], "no engine serves this class"),
+        ("nemotron3_nano_tiny", "ME*-", ["precision=fp8_blockwise"], "recipe=blockwise: vLLM has no experts"),
+        (
+            "nemotron3_nano_tiny",
+            "ME*-",
+            ["precision=fp8_current", 'precision_plan.rules=["E.fc2 bf16"]'],
+            "block 1 has experts' fc1 and fc2",
+        ),
+        ("domyn_small_tiny", "*-", ["precision=fp8_blockwise"], "q_proj.weight is 192x128, no multiple of 128"),
+    ],
+)
+def test_what_cannot_be_served_or_done_is_refused_before_any_work(
+    name: str,
+    pattern: str,
+    words: list[str],
+    message: str,
+    folder_of: Callable[..., Path],
+    conversations: Callable[[int], Path],
+    quantize: Callable[..., tuple[int, str]],
+    tmp_path: Path,
+) -> None:
+    import re
+
+    source = folder_of(name, pattern)
+    given = [f"from={source}", f"to={tmp_path / 'fp8'}", f"calibration.data={conversations(20)}", *FEW, *words]
+
+    code, told = quantize(*given)
+
+    assert code == USER_ERROR
+    assert re.search(message, told), told
+    assert not (tmp_path / "fp8").exists()
+
+
+def test_a_tensor_that_changed_is_found(
+    folder_of: Callable[..., Path], conversations: Callable[[int], Path], tmp_path: Path
+) -> None:
+    source = folder_of("domyn_small_tiny", "*-")
+    words = [
+        f"from={source}",
+        f"to={tmp_path / 'fp8'}",
+        "precision=fp8_current",
+        f"calibration.data={conversations(20)}",
+    ]
+    work = job.prepare(compose("quantize", words))
+    reader = SafetensorsReader(source)
+
+    with pytest.raises(CheckpointError, match=r"down_proj.*is bfloat16, the plan has it in FP8"):
+        export.check(source, source=reader, listed=work.listed, tensors=work.tensors)
+    none = [matrix for matrix in work.listed if matrix.precision != "fp8"]
+    sizes = export.check(source, source=reader, listed=none, tensors=work.tensors)
+    assert sizes["before"] == sizes["after"]
+
+    other = folder_of("domyn_small_tiny", "*-")
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"][3] += 1
+    from safetensors.torch import save_file
+
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    save_file(weights, changed / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight changed"):
+        export.check(changed, source=reader, listed=none, tensors=work.tensors)
