@@ -55,7 +55,7 @@ def check_servable(plan: Plan, description: Description, found: Format, listed: 
         raise ValueError(f"precision_plan.recipe={plan.recipe}: {wrong[0]} ({len(wrong)} such): use tensorwise")
     remarks = [*found.remarks(description)]
     if wrong:
-        remarks.append(f"vLLM's FP8 kernels pad such sizes or refuse them: {wrong[0]} ({len(wrong)} such)")
+        remarks.append(f"vLLM's FP8 kernels may pad such sizes or refuse them: {wrong[0]} ({len(wrong)} such)")
     if plan.recipe == "delayed":
         remarks.append("recipe delayed: after training there are no earlier steps; calibration gives the scales")
     if plan.recipe == "blockwise":

@@ -1,0 +1,67 @@
+"""vLLM's own classes on what we tell it: which modules are in FP8, and where scales of the cache go. Needs no GPU."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from nemo_ext.architecture.precision_plan import Plan, Rule
+from nemo_ext.quantization.generation import online_arguments
+from nemo_ext.quantization.modelopt import Matrix, excluded, matrices
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+CASES = {
+    "NemotronHForCausalLM": ("nemotron_h", "nemotron3_nano_30b", "", ["* bf16", "M>* bf16", "1 bf16", "head bf16"]),
+    "NemotronForCausalLM": ("nemotron", "domyn_small_10b", "", ["first 3 bf16", "6.qkv bf16", "head bf16"]),
+    "DeciLMForCausalLM": ("nemotron_nas", "llama_nemotron_tiny", "*-*{kv=2}-*-", ["1.fc1 bf16", "2 bf16", "head bf16"]),
+}
+
+
+def served(matrix: Matrix, packed: dict[str, list[str]]) -> str:
+    """What vLLM calls the module of a matrix: its own first word, a block's experts as one, q, k and v as one."""
+    name = re.sub(r"\.experts\..*", ".experts", matrix.module).replace("backbone.", "model.")
+    above, dot, leaf = name.rpartition(".")
+    return above + dot + next((whole for whole, parts in packed.items() if leaf in parts), leaf)
+
+
+@pytest.mark.parametrize("architecture", CASES)
+def test_vllm_has_in_fp8_what_the_plan_has(architecture: str, described: Callable[..., Any]) -> None:
+    from importlib import import_module
+
+    from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config
+
+    module, name, pattern, rules = CASES[architecture]
+    served_by = getattr(import_module(f"vllm.model_executor.models.{module}"), architecture)
+    packed = getattr(served_by, "packed_modules_mapping", {})
+    description, found, _ = described(name, pattern)
+    plan = Plan(default="fp8", kv_cache="fp8", rules=tuple(map(Rule.parse, rules)))
+    listed = matrices(plan, description, found)
+
+    cache = {"dynamic": False, "num_bits": 8, "type": "float"}
+    told = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": cache, "ignore": excluded(listed)}
+    config = ModelOptFp8Config.from_config(told)
+    if hasattr(served_by, "hf_to_vllm_mapper"):
+        config.apply_vllm_mapper(served_by.hf_to_vllm_mapper)
+    config.packed_modules_mapping = packed
+    ignored = online_arguments(plan, listed)["quantization_config"]["ignore"]
+
+    assert config.kv_cache_quant_method == "FP8"
+    for matrix in listed:
+        if matrix.weight.part == "embedding":
+            continue
+        high = matrix.precision != "fp8"
+        assert config.is_layer_excluded(served(matrix, packed)) == high, matrix.module
+        if matrix.weight.part not in ("head", "router", "conv1d", "linear"):  # never vLLM's to quantise
+            assert should_ignore_layer(served(matrix, packed), ignore=ignored, fused_mapping=packed) == high
+
+
+def test_scales_of_the_cache_go_to_the_attention() -> None:
+    from vllm.model_executor.model_loader.weight_utils import maybe_remap_kv_scale_name
+
+    for inside in ("layers.3.mixer", "layers.3.self_attn"):
+        for what in "kv":
+            wanted = f"model.{inside}.attn.{what}_scale"
+            assert maybe_remap_kv_scale_name(f"model.{inside}.{what}_proj.{what}_scale", {wanted: None}) == wanted
