@@ -150,6 +150,29 @@ def test_fp8_is_not_left_out_silently(word: str) -> None:
         check_machine(config)
 
 
+@pytest.mark.parametrize("scaling", ["tensorwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("form", ["e4m3", "hybrid"])
+def test_megatron_reads_the_recipe_for_transformer_engine(scaling: str, form: str) -> None:
+    """By the parser of its Transformer Engine layers, which needs no Transformer Engine."""
+    from megatron.core.enums import Fp8Recipe
+    from megatron.core.extensions.transformer_engine import TEQuantizationParams
+
+    sizes = Architecture.from_config(compose("describe", ["model=nemotron3_nano_tiny"]))
+    plan = Plan.from_config({"default": "fp8", "recipe": scaling, "format": form, "rules": ["* bf16"]})
+    config = Precision(plan, sizes).recipe_config(range(len(sizes.sizes)))
+
+    def read(name: str) -> Any:
+        found = get_quant_config_or_none(f"decoder.layers.{name}", config)
+        assert found is not None
+        return TEQuantizationParams.parse_from_config(found).training_recipe
+
+    low, high = read("0.mixer.in_proj"), read("3.self_attention.linear_qkv")
+    assert (low.fp8_quantization_recipe, low.fp8_format) == (Fp8Recipe(scaling), form)
+    assert low.override_nonquantized_autocast
+    assert high.fp8_quantization_recipe is None
+    assert high.override_quantized_autocast
+
+
 @pytest.mark.parametrize(("backend", "flags"), [("transformer_engine", ("e4m3", "blockwise")), ("local", (None, None))])
 def test_the_plan_sets_megatrons_flags_where_transformer_engine_runs(
     backend: str, flags: tuple[str | None, str | None]
