@@ -5,11 +5,12 @@ PIP_FLAGS ?= --quiet --disable-pip-version-check
 VENV := .venv
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
+READY_PTQ := $(VENV)/.ready-ptq
 
 # Test processes at work side by side: threads that spin while they wait would take each other's cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: train test slow lint
+.PHONY: train test slow ptq lint
 
 train: $(READY)
 	$(VENV)/bin/nemo-ext train
@@ -19,6 +20,9 @@ test: $(READY_DEV)
 
 slow: $(READY_DEV)
 	$(VENV)/bin/python -m pytest -m slow $(if $(MINUTES),--minutes $(MINUTES))
+
+ptq: $(READY_PTQ)
+	$(VENV)/bin/python -m pytest -m ptq
 
 lint: $(READY_DEV)
 	$(VENV)/bin/ruff check .
@@ -34,4 +38,8 @@ $(READY): pyproject.toml
 
 $(READY_DEV): $(READY)
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable '.[dev]'
+	@touch $@
+
+$(READY_PTQ): $(READY_DEV)
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable '.[ptq]'
 	@touch $@

@@ -165,6 +165,13 @@ ENGINES = (
         enables="DPO, GRPO and RLOO on one machine",
     ),
     Engine(
+        name="modelopt",
+        distribution="nvidia-modelopt",
+        module="modelopt",
+        imports=("modelopt.torch.quantization:quantize", "transformers"),
+        enables="FP8 checkpoints for vLLM (nemo-ext quantize)",
+    ),
+    Engine(
         name="vllm",
         distribution="vllm",
         module="vllm",

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from nemo_ext.architecture.precision_plan import Plan
+from nemo_ext.architecture.precision_plan import Plan, weight_bytes
 from nemo_ext.checkpoint import hf
 from nemo_ext.checkpoint.beside import read_json
 from nemo_ext.checkpoint.formats import Format
@@ -32,6 +32,7 @@ from nemo_ext.progress import notice, progress_of
 from nemo_ext.quantization import export, report
 from nemo_ext.quantization.calibration import CalibrationData, CalibrationSettings, batches, data_files, load
 from nemo_ext.quantization.comparison import Comparison, compare
+from nemo_ext.quantization.generation import serve_words
 from nemo_ext.quantization.modelopt import (
     Matrix,
     check_calibrated,
@@ -113,7 +114,7 @@ def run(config: Mapping[str, Any]) -> None:
     check_target(work.to)
     with only_writer(work.to):
         if was_published(work.to, work.identity()):
-            notice(f"{work.to}: is finished; {report.SERVE}: {' '.join(report.serve_words(work.to, work.plan))}")
+            notice(f"{work.to}: is finished; {report.SERVE}: {' '.join(serve_words(work.to, work.plan))}")
             return
         check_room(work.to, work.conversion.bytes)
         _quantise(work)
@@ -204,7 +205,7 @@ def _quantise(work: Work) -> None:
             to=work.to,
             architecture=work.conversion.format.architecture,
             plan=work.plan,
-            predicted=report.predicted(work.plan, architecture),
+            predicted=weight_bytes(work.plan, architecture),
             sizes=sizes,
             data=data,
             calibration=work.calibration,

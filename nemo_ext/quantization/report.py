@@ -6,13 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.architecture.model import Architecture
-from nemo_ext.architecture.precision_plan import Plan, weight_bytes
+from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.quantization.calibration import CalibrationData, CalibrationSettings
 from nemo_ext.quantization.comparison import Comparison
 from nemo_ext.quantization.generation import serve_words
-
-__all__ = ["JSON", "MARKDOWN", "SERVE", "Report", "predicted", "serve_words", "write"]
 
 JSON, MARKDOWN = "quantization.json", "quantization.md"
 SERVE = "serve it with"
@@ -46,11 +43,6 @@ class Report:
     calibration: CalibrationSettings
     comparison: Comparison | None
     remarks: Sequence[str]
-
-
-def predicted(plan: Plan, architecture: Architecture) -> dict[str, int]:
-    """Bytes by precision that the plan says."""
-    return weight_bytes(plan, architecture)
 
 
 def write(folder: Path, report: Report) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from nemo_ext.checkpoint.storage import CheckpointError
 from nemo_ext.config import USER_ERROR, compose
 from nemo_ext.quantization import export, job
 from nemo_ext.quantization.modelopt import parameters
+
+pytestmark = [
+    pytest.mark.ptq,
+    pytest.mark.skipif(find_spec("modelopt") is None, reason="needs ModelOpt: pip install 'nemo_ext[ptq]'"),
+]
 
 SCALES = export.SCALES
 FEW = ["calibration.samples=12", "calibration.held_out=4", "calibration.max_length=48", "device=cpu"]

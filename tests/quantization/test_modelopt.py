@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ from nemo_ext.quantization.modelopt import (
     parameters,
     quantize_config,
 )
+
+pytestmark = [
+    pytest.mark.ptq,
+    pytest.mark.skipif(find_spec("modelopt") is None, reason="needs ModelOpt: pip install 'nemo_ext[ptq]'"),
+]
 
 LEAVES = {
     **{f"{name}_proj": "qkv" for name in "qkv"},
