@@ -8,6 +8,7 @@ from typing import Any
 from nemo_ext import run_directory
 from nemo_ext.architecture.cost import active_params, total_params
 from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.evaluation import memory
 
 PLOT = "report.png"
@@ -99,6 +100,10 @@ def _markdown(
         ("tokens", f"{last['tokens']:,}"),
         ("training loss, last step", f"{last['loss']:.4f}"),
     ]
+    if config.get("precision_plan"):
+        plan = Plan.from_config(config["precision_plan"])
+        rules = ", ".join(rule.text for rule in plan.rules)
+        rows.insert(3, ("precision plan", f"{plan.default}, {plan.recipe}" + (f": {rules}" if rules else "")))
     if evaluations:
         first, final = evaluations[0], evaluations[-1]
         fall = 1 - final["val_loss"] / first["val_loss"]

@@ -37,9 +37,18 @@ def test_it_says_what_came_out(tmp_path: Path) -> None:
 
     assert "6.0000 at step 0 -> 3.0000 at step 3 (50% lower)" in text
     assert "3 of 200 (not finished)" in text
-    assert "2,450,568 (1,492,104 active)" in text
+    assert "2,455,248 (1,496,784 active)" in text
     assert "31.7%" not in text and "30.0%" in text
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_names_the_precision_plan(tmp_path: Path) -> None:
+    made_up_run(tmp_path, [5.0])
+    config = run_directory.read_config(tmp_path / run_directory.CONFIG)
+    config["precision_plan"] = {"default": "fp8", "recipe": "tensorwise", "rules": ["* bf16", "M>* bf16"]}
+    run_directory.write_config(tmp_path, config)
+
+    assert "| precision plan | fp8, tensorwise: * bf16, M>* bf16 |" in write_report(tmp_path).read_text()
 
 
 def test_a_pattern_does_not_break_the_table(tmp_path: Path) -> None:
