@@ -30,8 +30,11 @@ OPEN = (
 )
 """Sections beside `megatron` whose keys the user chooses."""
 
-FREE = ("megatron.", "precision_plan.", "filters.", "rl.", "trl.", "nemo_rl.set.", "tasks.", "environments.")
+FREE = ("megatron.", "filters.", "rl.", "trl.", "nemo_rl.set.", "tasks.", "environments.")
 """Beginnings of keys that may be new: who reads them knows what there is."""
+
+WITH_PRECISION_PLAN = ("train", "puzzle", "sensitivity", "describe", "quantize", "rl")
+"""Jobs that read `precision_plan`, whose keys may be new there: it is null without `precision=`."""
 
 PRESETS = ("preference_data", "rl", "sft_data")
 """Jobs with presets: hydra_conf has a folder of their name."""
@@ -157,7 +160,8 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
     for word in words:
         name, equals, value = word.partition("=")
         section = name.rpartition(".")[0]
-        if equals and (section in OPEN or name.startswith(FREE) or name == "filters"):
+        planned = section == "precision_plan" and job in WITH_PRECISION_PLAN
+        if equals and (section in OPEN or planned or name.startswith(FREE) or name == "filters"):
             spelled.append(f"++{word}")
         elif equals and name in OPEN:
             spelled += [f"~{name}", f"+{word}"]

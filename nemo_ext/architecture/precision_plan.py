@@ -281,12 +281,14 @@ def assigned(plan: Plan, architecture: Architecture) -> list[Assigned]:
     """Every weight's precision.
 
     Raises:
-        ValueError: a rule names a block that is not there, or selects nothing at all.
+        ValueError: a rule names a block that is not there, or a part that none of the blocks it names has.
     """
     kinds = [block.kind for block in architecture.sizes]
     for rule in plan.rules:
         if beyond := [number for number in rule.selector.numbers if number >= len(kinds)]:
             raise ValueError(f"rule {rule.text!r}: there is no block {beyond[0]}; they are 0 to {len(kinds) - 1}")
+        if rule.selector.numbers and not any(rule.selector.selects(weight, kinds) for weight in weights(architecture)):
+            raise ValueError(f"rule {rule.text!r}: no such block has a part {rule.selector.part}")
     found = []
     for weight in weights(architecture):
         given = next((rule for rule in plan.rules if rule.selector.selects(weight, kinds)), None)

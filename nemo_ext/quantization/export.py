@@ -17,7 +17,7 @@ from nemo_ext.checkpoint.beside import copy_extras, read_json
 from nemo_ext.checkpoint.safetensors_files import CONFIG, SafetensorsReader
 from nemo_ext.checkpoint.storage import CheckpointError
 from nemo_ext.progress import progress_of
-from nemo_ext.quantization.modelopt import Matrix, excluded
+from nemo_ext.quantization.modelopt import Matrix
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +42,7 @@ def export(
     *,
     source: SafetensorsReader,
     listed: Sequence[Matrix],
+    exclude: Sequence[str],
     names: Mapping[str, str],
     extras: Path,
     shard_gigabytes: float,
@@ -53,6 +54,7 @@ def export(
         folder: to write into.
         source: the checkpoint that the model was read from.
         listed: its matrices with their precisions.
+        exclude: modules outside FP8.
         names: what transformers calls the checkpoint's tensors.
         extras: folder with the tokenizer and what else goes beside the weights.
         shard_gigabytes: size of a file.
@@ -68,7 +70,7 @@ def export(
         )
     quantization = read_json(folder / QUANT_CONFIG), read_json(folder / CONFIG)["quantization_config"]
     copy_extras(extras, folder, code=extras == source.path)
-    _write_configs(folder, source.path, quantization, excluded(listed))
+    _write_configs(folder, source.path, quantization, exclude)
 
 
 def _own_types(

@@ -26,7 +26,7 @@ from nemo_ext.checkpoint.output import (
     was_published,
 )
 from nemo_ext.checkpoint.safetensors_files import CONFIG, SafetensorsReader
-from nemo_ext.checkpoint.storage import files_identity, fingerprint
+from nemo_ext.checkpoint.storage import CheckpointError, files_identity, fingerprint
 from nemo_ext.checkpoint.writing import HUGGING_FACE
 from nemo_ext.progress import notice, progress_of
 from nemo_ext.quantization import export, report
@@ -37,6 +37,7 @@ from nemo_ext.quantization.modelopt import (
     Matrix,
     check_calibrated,
     check_quantizers,
+    excluded,
     matrices,
     parameters,
     quantize_config,
@@ -114,6 +115,7 @@ def run(config: Mapping[str, Any]) -> None:
     check_target(work.to)
     with only_writer(work.to):
         if was_published(work.to, work.identity()):
+            shutil.rmtree(work.converted, ignore_errors=True)
             notice(f"{work.to}: is finished; {report.SERVE}: {' '.join(serve_words(work.to, work.plan))}")
             return
         check_room(work.to, work.conversion.bytes)
@@ -160,11 +162,15 @@ def resolved_device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        kind = torch.device(name).type
+        device = torch.device(name)
     except (RuntimeError, TypeError):
-        raise ValueError(f"device={name}: expected auto, cpu, cuda or cuda:1, say") from None
-    if kind == "cuda" and not torch.cuda.is_available():
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={name}: expected auto, cpu, cuda or cuda:1, say")
+    if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={name}: no CUDA here: device=cpu, which is slow but for small models")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={name}: there are {torch.cuda.device_count()} GPUs, from cuda:0")
     return name
 
 
@@ -192,6 +198,7 @@ def _quantise(work: Work) -> None:
         output.folder,
         source=source,
         listed=work.listed,
+        exclude=excluded(work.listed, work.conversion.format.outside["head"]),
         names=names,
         extras=source.path if work.conversion.to_format == HUGGING_FACE else beside,
         shard_gigabytes=work.conversion_settings.shard_gigabytes,
@@ -223,6 +230,10 @@ def _hugging_face(work: Work) -> SafetensorsReader:
         return reader
     assert work.conversion.to_format == HUGGING_FACE
     notice(f"{reader.path}: of Megatron, converted to {work.converted} first")
+    try:
+        hf.is_made(work.conversion, work.conversion_settings)
+    except CheckpointError:  # what an interrupted run made of another checkpoint
+        shutil.rmtree(work.converted)
     hf.convert(work.conversion, work.conversion_settings)
     return SafetensorsReader(work.converted)
 

@@ -196,11 +196,18 @@ def check_calibrated(model: "PreTrainedModel") -> None:
         )
 
 
-def excluded(listed: Sequence[Matrix]) -> list[str]:
-    """Modules outside FP8 as a checkpoint's `exclude_modules` has them, those of experts as one pattern."""
+def excluded(listed: Sequence[Matrix], head: str) -> list[str]:
+    """Modules outside FP8 as a checkpoint's `exclude_modules` has them, those of experts as one pattern.
+
+    Args:
+        listed: the checkpoint's matrices.
+        head: the output layer's module; with tied embeddings engines have it, but the checkpoint has no matrix of it.
+    """
     names = []
     for matrix in listed:
         if matrix.precision != "fp8":
             above, dot, _ = matrix.module.partition(".experts.")
             names.append(f"{above}.experts*" if dot else matrix.module)
+    if not any(matrix.weight.part == HEAD for matrix in listed):
+        names.append(head)
     return list(dict.fromkeys(names))

@@ -26,7 +26,7 @@ class Report:
         architecture: Hugging Face class.
         plan: of the weights.
         predicted: bytes of the matrices by precision, by the plan.
-        sizes: bytes `before` and `after` by precision, as they are on disk.
+        sizes: bytes on disk `before` and `after`, by the precision that the plan gives them.
         data: that was calibrated with.
         calibration: which it was.
         comparison: on held-out samples; None without any.

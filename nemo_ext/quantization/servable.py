@@ -5,7 +5,7 @@ Of its sources: vllm/model_executor/layers/quantization/modelopt.py.
 
 from collections.abc import Sequence
 
-from nemo_ext.architecture.precision_plan import RECIPES, Plan
+from nemo_ext.architecture.precision_plan import HEAD, RECIPES, Plan
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.checkpoint.formats import Format
 from nemo_ext.checkpoint.formats.own import BLOCKS
@@ -45,6 +45,8 @@ def check_servable(plan: Plan, description: Description, found: Format, listed: 
                 f"precision_plan.rules: block {block} has experts' fc1 and fc2 in different precisions: vLLM runs both "
                 "in one kernel: give them one rule"
             )
+    if any(matrix.weight.part == HEAD for matrix in low):
+        raise ValueError("precision_plan.rules: vLLM loads no output layer in FP8: add the rule head bf16")
     if plan.recipe == "blockwise" and any(matrix in experts for matrix in low):
         raise ValueError(
             "precision_plan.recipe=blockwise: vLLM has no experts with ModelOpt's blocks of 128x128: use tensorwise or "
@@ -59,7 +61,10 @@ def check_servable(plan: Plan, description: Description, found: Format, listed: 
     if plan.recipe == "delayed":
         remarks.append("recipe delayed: after training there are no earlier steps; calibration gives the scales")
     if plan.recipe == "blockwise":
-        remarks.append("recipe blockwise: ModelOpt has blocks for weights alone; inputs stay in BF16")
+        remarks.append(
+            "recipe blockwise: ModelOpt has blocks for weights alone; vLLM rounds inputs in blocks of 1x128 as they "
+            "come, which the comparison before and after leaves out"
+        )
     return remarks
 
 

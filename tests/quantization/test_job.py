@@ -274,6 +274,8 @@ def test_a_run_of_megatron_is_converted_first(
         ("domyn_small_tiny", "*-", ["precision=bf16"], "precision_plan=null"),
         ("domyn_small_tiny", "*-", ["precision=fp8_current", "precision_plan.default=bf16"], "nothing in FP8"),
         ("domyn_small_tiny", "*-", ["precision=fp8_current", "device=tpu9"], "device=tpu9"),
+        ("domyn_small_tiny", "*-", ["precision=fp8_current", "device=mps"], "device=mps: expected auto, cpu"),
+        ("domyn_small_tiny", "*-", ["precision=fp8_current", "precision_plan.rules=[]"], "add the rule head bf16"),
         ("domyn_small_tiny", "*-", ["precision=fp8_current", "calibration.samples=0"], "samples=0"),
         ("domyn_small_tiny", "*-", ["precision=fp8_current", "calibration.sample=3"], "sample"),
         ("domyn_small_tiny", "*-", ["precision=fp8_current", "calibration.samples=90"], "20 different samples.*94"),
@@ -283,7 +285,7 @@ def test_a_run_of_megatron_is_converted_first(
         (
             "nemotron3_nano_tiny",
             "ME*-",
-            ["precision=fp8_current", 'precision_plan.rules=["E.fc2 bf16"]'],
+            ["precision=fp8_current", 'precision_plan.rules=["E.fc2 bf16", "head bf16"]'],
             "block 1 has experts' fc1 and fc2",
         ),
         ("domyn_small_tiny", "*-", ["precision=fp8_blockwise"], "q_proj.weight is 192x128, no multiple of 128"),

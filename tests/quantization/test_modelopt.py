@@ -226,13 +226,20 @@ def test_excluded_modules_have_the_names_of_the_checkpoint(described: Callable[.
     description, found, _ = described("nemotron3_nano_tiny", "ME*")
     plan = Plan(default="fp8", rules=tuple(map(Rule.parse, ("E.fc1 bf16", "E.fc2 bf16", "M.in_proj fp32"))))
 
-    assert excluded(matrices(plan, description, found)) == [
+    assert excluded(matrices(plan, description, found), "lm_head") == [
         "backbone.embeddings",
         "backbone.layers.0.mixer.in_proj",
         "backbone.layers.0.mixer.conv1d",
         "backbone.layers.1.mixer.gate",
         "backbone.layers.1.mixer.experts*",
     ]
+
+
+def test_a_tied_output_layer_is_excluded_though_it_has_no_matrix(described: Callable[..., Any]) -> None:
+    description, found, _ = described("olmo1_tiny", "*-")
+    listed = matrices(Plan(default="fp8"), description, found)
+
+    assert excluded(listed, found.outside["head"]) == ["model.embed_tokens", "lm_head"]
 
 
 def test_selectors_of_the_plan_reach_the_checkpoint(described: Callable[..., Any], tmp_path: Path) -> None:
