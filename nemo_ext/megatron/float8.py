@@ -134,8 +134,8 @@ def float8_linear(inputs: Tensor, weight: Tensor, scaling: Scaling, *, gradients
     """
     if not inputs.numel():  # an expert without tokens
         return linear(inputs, weight)
-    found: Tensor = _Float8Linear.apply(inputs.flatten(0, -2), weight, scaling, gradients)
-    return found.unflatten(0, inputs.shape[:-1])
+    found: Tensor = _Float8Linear.apply(inputs.reshape(-1, inputs.shape[-1]), weight, scaling, gradients)
+    return found.view(*inputs.shape[:-1], len(weight))
 
 
 class _Float8Linear(torch.autograd.Function):

@@ -75,7 +75,7 @@ def _start(command: Sequence[str], environment: dict[str, str], logs: Path) -> s
 
 
 def _log(logs: Path, rank: int) -> Path:
-    return logs / f"stages_rank{rank}.log"
+    return logs / f"rank{rank}.log"
 
 
 def _last_line(log: Path) -> str:

@@ -35,12 +35,12 @@ def cheapest(units: Sequence[Unit], losses: Sequence[float], budget: float) -> t
 
     Args:
         units: to choose from.
-        losses: of each alone; what a unit wins by chance counts as nothing.
+        losses: of each alone, none negative.
         budget: in the same unit.
     """
     program = Program(
         objective=[np.array([0.0, float(unit.bytes)]) for unit in units],  # FP8, BF16
-        rows=[np.array([[max(loss, 0.0)], [0.0]]) for loss in losses],
+        rows=[np.array([[loss], [0.0]]) for loss in losses],
         lower=np.array([-np.inf]),
         upper=np.array([budget]),
     )
@@ -60,6 +60,8 @@ def propose(
 ) -> list[Proposal]:
     """Plans that were tried, the best one last: its measured loss keeps a budget with the fewest bytes in BF16.
 
+    A unit that loses nothing alone counts as losing a little: together such units may.
+
     Args:
         units: to choose from.
         losses: of each in FP8 alone, nats a token.
@@ -70,16 +72,17 @@ def propose(
     """
 
     def added(low: Sequence[Unit]) -> float:
-        return sum(max(loss, 0.0) for unit, loss in zip(units, losses, strict=True) if unit in low)
+        return sum(loss for unit, loss in zip(units, losses, strict=True) if unit in low)
 
-    total = added(units)
-    nothing, whole = Proposal((), 0.0, 0.0), Proposal(tuple(units), total, everything)
+    nothing, whole = Proposal((), 0.0, 0.0), Proposal(tuple(units), added(units), everything)
     known = {found.low: found for found in (nothing, whole)}
     if everything <= budget:
         return [whole]
+    counted = [max(loss, RESOLUTION * everything / len(units)) for loss in losses]
+    total = sum(counted)
     least, most, within = 0.0, total, min(budget, total / 2)
     while len(known) < attempts + 2 and most - least > RESOLUTION * total:
-        low = cheapest(units, losses, within)
+        low = cheapest(units, counted, within)
         if low not in known:
             known[low] = Proposal(low, added(low), measure(low))
         if known[low].measured <= budget:

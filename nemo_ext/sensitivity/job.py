@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.architecture.precision_plan import Plan
+from nemo_ext.checkpoint.beside import is_hugging_face
 from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 from nemo_ext.config import INTERRUPTED
 from nemo_ext.data.training import tokenize_streams, use_data
@@ -41,6 +42,8 @@ def run(config: dict[str, Any]) -> None:
     model = Path(chosen.model)
     if not model.exists():
         raise ValueError(f"sensitivity.model={model}: no such run or checkpoint")
+    if is_hugging_face(model):
+        raise ValueError(f"sensitivity.model={model}: of Hugging Face: `nemo-ext convert from={model} to=...` first")
     if config["precision_plan"] is None:
         config["precision_plan"] = DEFAULT_PLAN
     # Measured with torch's FP8 products everywhere, Transformer Engine or not.
@@ -49,10 +52,10 @@ def run(config: dict[str, Any]) -> None:
     check_backend(config, "local")
     architecture = description_of(model).architecture
     units(Plan.from_config(config["precision_plan"]), architecture, chosen.per)
-    use_data(config)
     workspace = Workspace(Path(config["run_dir"]))
     with only_run_in(workspace.run_dir):
         workspace.begin(config, checkpoint_folder(model))
+        use_data(config)
         write_config(workspace.run_dir, config)
         write_versions(workspace.run_dir, sys.argv)
         tokenize_streams(config.get("data"))
@@ -62,4 +65,4 @@ def run(config: dict[str, Any]) -> None:
             raise KeyboardInterrupt
         if code:
             sys.exit(code if code > 0 else 1)
-        notice(f"report: {write_report(workspace, chosen, config['precision_plan'], architecture)}")
+        notice(f"report: {write_report(workspace, chosen, config, architecture)}")

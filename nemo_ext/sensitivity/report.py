@@ -11,12 +11,12 @@ import yaml
 from nemo_ext.architecture.blocks import NAMES
 from nemo_ext.architecture.draw import COLOURS
 from nemo_ext.architecture.model import Architecture
-from nemo_ext.architecture.precision_plan import HEAD, Plan
+from nemo_ext.architecture.precision_plan import HEAD, Plan, Rule
 from nemo_ext.puzzle.score_file import read_lines
 from nemo_ext.run_directory import REPORT, write_text
 from nemo_ext.sensitivity.scores import EVERYTHING, REFERENCE, Sensitivity, lost
 from nemo_ext.sensitivity.settings import Settings
-from nemo_ext.sensitivity.units import Unit, bf16_rules, named_rule, units
+from nemo_ext.sensitivity.units import Unit, bf16_rules, named_rule, units, with_rules
 from nemo_ext.sensitivity.workspace import NANO, Workspace
 
 if TYPE_CHECKING:
@@ -33,28 +33,25 @@ LABELS = {
 _KEPT, _HEAD = "#22262b", "#5b6470"
 
 
-def write_report(
-    workspace: Workspace, chosen: Settings, section: Mapping[str, Any], architecture: Architecture
-) -> Path:
+def write_report(workspace: Workspace, chosen: Settings, config: Mapping[str, Any], architecture: Architecture) -> Path:
     """Writes report.md, its picture and the proposed plan; returns the report's path.
 
     Args:
         workspace: with all measurements.
         chosen: what was asked for.
-        section: `precision_plan` of the run.
+        config: of the job.
         architecture: of the model.
     """
-    plan = Plan.from_config(section)
+    plan = Plan.from_config(config["precision_plan"])
     every = units(plan, architecture, chosen.per)
     scores = {line.name: line for line in read_lines(workspace.scores, Sensitivity)}
     result = json.loads(workspace.result.read_text())
     low = set(result["tried"][-1]["fp8"])
     kept = [unit for unit in every if unit.selector not in low]
-    rules = [rule.text for rule in bf16_rules(kept)]
     named = named_rule(kept, plan, architecture) if kept else None
-    if named:
-        rules = [f"{selector} bf16" for selector in named]
-    _write_proposal(workspace.proposal, {**section, "rules": [*rules, *(section.get("rules") or ())]}, chosen)
+    rules = [Rule.parse(f"{selector} bf16") for selector in named] if named else bf16_rules(kept)
+    proposed = [rule.text for rule in with_rules(plan, rules).rules]
+    _write_proposal(workspace.proposal, {**config["precision_plan"], "rules": proposed}, chosen)
     _draw(workspace.run_dir / PICTURE, every, kept, scores, result, chosen)
     metric = "KL" if chosen.metric == "kl" else "loss"
     lines = [
@@ -63,7 +60,8 @@ def write_report(
         f"`nemo-ext train --config-dir {workspace.run_dir} precision=proposed ...` trains with it.",
         f"```yaml\n{workspace.proposal.read_text()}```",
         f"![{metric} of each {chosen.per} in FP8]({PICTURE})",
-        "## Plans beside each other\n\nOn validation data.",
+        "## Plans beside each other\n\nOn validation data; what is not in FP8 was measured in "
+        f"{'BF16' if config['megatron'].get('bf16') else 'FP32'}.",
         _plans(result["plans"]),
         f"## By group\n\n{metric} in nats a token on calibration data, of each {chosen.per} alone and of all together.",
         _groups(every, scores, chosen),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-REFERENCE, EVERYTHING = "bf16", "given"
+REFERENCE, EVERYTHING = "as it is", "given"
 """Lines of the model as it is, and of the plan that was given."""
 
 

@@ -1,9 +1,9 @@
 """The `sensitivity:` section of a config, checked. No torch."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.puzzle.settings import STRICT, Batches, checked
@@ -27,7 +27,7 @@ class Settings:
     model: str
     per: Literal["block", "part"] = "block"
     metric: Literal["kl", "loss"] = "kl"
-    share: PositiveFloat = 0.5
+    share: Annotated[float, Field(gt=0, le=1)] = 0.5
     nats: PositiveFloat | None = None
     attempts: PositiveInt = 8
     calibration: Batches = Batches(sequences=64)

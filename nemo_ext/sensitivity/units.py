@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision import BYTES
@@ -68,8 +69,16 @@ def _group(weight: Weight, kinds: Sequence[str]) -> str:
 
 def only(plan: Plan, low: Sequence[Unit], every: Sequence[Unit]) -> Plan:
     """The plan with these units in FP8, and the others of `every` in BF16."""
-    kept = [unit for unit in every if unit not in low]
-    return replace(plan, rules=(*bf16_rules(kept), *plan.rules))
+    return with_rules(plan, bf16_rules([unit for unit in every if unit not in low]))
+
+
+def with_rules(plan: Plan, rules: Sequence[Rule]) -> Plan:
+    """The plan with more rules for what it has in FP8.
+
+    They come after those of its own that select nothing for FP8, so that `2 bf16` leaves a router in FP32.
+    """
+    own = tuple(takewhile(lambda rule: rule.precision != "fp8", plan.rules))
+    return replace(plan, rules=(*own, *rules, *plan.rules[len(own) :]))
 
 
 def bf16_rules(kept: Sequence[Unit]) -> tuple[Rule, ...]:
@@ -89,9 +98,9 @@ NAMED = (("*",), ("*", "M>*"), ("M>*",), ("M",), ("E",), ("-",), ("first 1", "la
 
 
 def named_rule(kept: Sequence[Unit], plan: Plan, architecture: Architecture) -> tuple[str, ...] | None:
-    """The one of NAMED that keeps exactly these units, if any does."""
+    """The one of NAMED that keeps exactly these units, if any does; none for all that there are."""
     every = units(plan, architecture, "part" if any("." in unit.selector for unit in kept) else "block")
-    for selectors in NAMED:
+    for selectors in NAMED if len(kept) < len(every) else ():
         if {unit.selector for unit in kept} == {unit.selector for unit in kept_by(selectors, every, architecture)}:
             return selectors
     return None

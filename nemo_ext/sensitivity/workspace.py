@@ -8,6 +8,8 @@ from typing import Any
 
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan, weight_bytes
+from nemo_ext.checkpoint.storage import fingerprint
+from nemo_ext.checkpoint.torch_dist import TorchDistReader
 from nemo_ext.run_directory import CONFIG, write_text
 from nemo_ext.sensitivity.scores import Sensitivity
 
@@ -50,29 +52,30 @@ class Workspace:
         """Notes what scores are made of.
 
         Args:
-            config: of the job, data arguments filled in.
+            config: of the job, before data arguments are filled in.
             checkpoint: that is measured.
 
         Raises:
             ValueError: those that are there were made of something else.
         """
         section = config["sensitivity"]
-        data = {key: config["megatron"].get(key) for key in ("data_path", "split", "seq_length", "seed", "mock_data")}
+        flags = ("data_path", "train_data_path", "valid_data_path", "split", "seq_length", "seed", "mock_data")
         made_of = {
-            "checkpoint": str(checkpoint.resolve()),
+            "checkpoint": [str(checkpoint.resolve()), fingerprint(TorchDistReader(checkpoint))],
             "precision_plan": config["precision_plan"],
             "per": section["per"],
             "calibration": section["calibration"],
             "bf16": config["megatron"].get("bf16"),
-            "data": data,
+            "data": config.get("data"),
+            "flags": {key: config["megatron"].get(key) for key in flags},
         }
         record = self.run_dir / "made_of.json"
         if self.scores.is_file() and record.is_file():
             before = json.loads(record.read_text())
             if other := [key for key in made_of if before.get(key) != made_of[key]]:
+                was = "" if other[0] == "checkpoint" else f"={before.get(other[0])}, not {made_of[other[0]]}"
                 raise ValueError(
-                    f"{self.scores} holds scores with {other[0]}={before.get(other[0])}, not {made_of[other[0]]}: give "
-                    "another run_dir, or remove the folder"
+                    f"{self.scores} holds scores with another {other[0]}{was}: give another run_dir, or remove it"
                 )
         write_text(record, json.dumps(made_of, indent=1) + "\n")
 

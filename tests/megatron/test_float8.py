@@ -112,6 +112,12 @@ def test_an_expert_without_tokens_gets_no_gradient() -> None:
     assert not weight.grad.any()
 
 
+def test_a_single_token_has_no_other_dimensions() -> None:
+    inputs, weight = torch.randn(8), torch.randn(4, 8)
+    found = float8_linear(inputs, weight, SCALINGS["tensorwise"])
+    assert torch.equal(found, float8_linear(inputs[None], weight, SCALINGS["tensorwise"])[0])
+
+
 RULES = st.lists(
     st.sampled_from(
         ["* bf16", "M>* bf16", "first 2 bf16", "1,3 bf16", "1,3 fp8", "head bf16", "M.in_proj bf16", ".fc1 fp8"]
@@ -160,10 +166,11 @@ def test_the_model_computes_with_rounded_matrices(build: Callable[..., Any]) -> 
     torch.testing.assert_close(found.flatten(0, 1), rounded[0] @ rounded[1].T)
 
 
+@pytest.mark.slow
 def test_training_in_fp8_loses_next_to_nothing(
     train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    words = ["precision=bf16", "model=nemotron3_nano_tiny", "model.pattern=M*E-"]
+    words = ["precision=bf16", "model=olmo1_tiny"]  # whose sizes suit every scaling; its output layer is tied
     reference = train_ranks(tmp_path / "bf16", *words)
     for scaling in ("tensorwise", "blockwise"):
         plan = f"precision_plan={{default: fp8, format: hybrid, recipe: {scaling}}}"

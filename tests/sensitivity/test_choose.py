@@ -32,7 +32,7 @@ def least_bytes(units: Sequence[Unit], losses: Sequence[float], budget: float) -
 @settings(deadline=None)
 @given(SIZES, st.floats(1e-3, 3.0))
 def test_the_fewest_bytes_within_the_budget_stay_in_bf16(given: list[tuple[int, float]], budget: float) -> None:
-    units, losses = some([size for size, _ in given]), [loss for _, loss in given]
+    units, losses = some([size for size, _ in given]), [max(loss, 0.0) for _, loss in given]
 
     low = cheapest(units, losses, budget)
 
@@ -66,6 +66,15 @@ def test_a_budget_that_fp8_keeps_leaves_nothing_in_bf16() -> None:
     (found,) = propose(units, [0.1, 0.2], 0.5, measure, everything=0.4, attempts=3)
     assert found.low == tuple(units)
     assert found.added == pytest.approx(0.3)
+
+
+def test_what_loses_nothing_alone_is_chosen_by_its_bytes() -> None:
+    units = some([1, 50, 3])
+    together = {0: 0.0, 1: 0.02, 2: 0.08, 3: 0.5}
+
+    tried = propose(units, [-0.1, 0.0, -0.2], 0.1, lambda low: together[len(low)], everything=0.5, attempts=8)
+
+    assert [unit.selector for unit in tried[-1].low] == ["1", "2"]
 
 
 def test_where_losses_do_not_add_up_more_is_found_by_measuring() -> None:

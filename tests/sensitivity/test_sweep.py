@@ -41,7 +41,7 @@ def test_what_is_measured(parent: Parent, tmp_path: Path) -> None:
     precision = Precision(only(plan, every[:2], every), architecture)
     measurements = Measurements(parent, batches, tmp_path / "scores.jsonl")
 
-    as_it_is, low = measurements.of("bf16", None), measurements.of("two", precision)
+    as_it_is, low = measurements.of("as it is", None), measurements.of("two", precision)
 
     kl = loss = 0.0
     for tokens in batches:
@@ -75,6 +75,7 @@ def sensitivity(run_dir: Path, model: Path, *words: str, code: int = 0) -> str:
     return ended.stderr
 
 
+@pytest.mark.slow
 def test_the_job(train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
     model, run_dir = tmp_path / "model", tmp_path / "fp8"
     train_ranks(model, "model.pattern=M*E-")
@@ -83,13 +84,13 @@ def test_the_job(train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Pat
 
     scores = (run_dir / "scores.jsonl").read_text()
     names = [json.loads(line)["name"] for line in scores.splitlines()]
-    assert names[:6] == ["bf16", "given", "0", "1", "2", "3"]
+    assert names[:6] == ["as it is", "given", "0", "1", "2", "3"]
     assert {"all M>*", "all *", "all E", "all -"} <= set(names)
     result = json.loads((run_dir / "plans.json").read_text())
     best, plans = result["tried"][-1], {row["name"]: row for row in result["plans"]}
     assert best["measured"] <= result["budget"]
-    assert plans["bf16"]["kl"] == pytest.approx(0.0, abs=1e-9)
-    assert plans["given"]["bytes"]["bf16"] < plans["proposed"]["bytes"]["bf16"] < plans["bf16"]["bytes"]["bf16"]
+    assert plans["as it is"]["kl"] == pytest.approx(0.0, abs=1e-9)
+    assert plans["given"]["bytes"]["bf16"] < plans["proposed"]["bytes"]["bf16"] < plans["as it is"]["bytes"]["bf16"]
     assert (run_dir / "scores.png").stat().st_size > 10_000
     words = ["--config-dir", str(run_dir), "model=nemotron3_nano_tiny", "model.pattern=M*E-", "precision=proposed"]
     command = [sys.executable, "-m", "nemo_ext.cli", "describe", *words]
@@ -104,7 +105,14 @@ def test_the_job(train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Pat
     assert set(tight["tried"][-1]["fp8"]) <= set(best["fp8"])
 
     said = sensitivity(run_dir, model, "precision=mxfp8", code=2)
-    assert "holds scores with precision_plan=" in said
+    assert "holds scores with another precision_plan=" in said
+    said = sensitivity(run_dir, model, "megatron.seed=5", code=2)
+    assert "holds scores with another flags=" in said
+    said = sensitivity(run_dir, model, "sensitivity.share=1.5", code=2)
+    assert "sensitivity.share=1.5: input should be less than or equal to 1" in said
+    (weights,) = (model / "checkpoints").glob("iter_*10/__0_0.distcp")
+    os.utime(weights)
+    assert "another checkpoint: give another run_dir" in sensitivity(run_dir, model, code=2)
     said = sensitivity(run_dir, model, "precision=fp8_delayed", code=2)
     assert "precision_plan.recipe=delayed is Transformer Engine's" in said
 

@@ -56,3 +56,22 @@ def test_a_rule_that_people_use_is_recognised(per: str) -> None:
     assert {unit.block for unit in kept} == {5, 12, 19, 26, 33, 42, 4, 11, 18, 25, 32, 41}
     assert named_rule(kept, PLAN, NANO) == ("*", "M>*")
     assert named_rule(kept[1:], PLAN, NANO) is None
+
+
+@given(st.data())
+def test_routers_keep_their_precision_whatever_stays_in_bf16(data: st.DataObject) -> None:
+    model = TINY.with_pattern("ME*EM-")
+    plan = Plan.from_config({"default": "fp8", "rules": ["* bf16", ".router fp32", "head bf16"]})
+    every = units(plan, model, "block")
+    low = data.draw(st.lists(st.sampled_from(every), unique=True))
+
+    found = {each.precision for each in assigned(only(plan, low, every), model) if each.weight.part == "router"}
+
+    assert found == {"fp32"}
+
+
+def test_all_blocks_are_no_rule_by_position() -> None:
+    model = TINY.with_pattern("M*E-")
+    every = units(PLAN, model, "block")
+
+    assert named_rule(every, PLAN, model) is None
