@@ -3,13 +3,14 @@
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.architecture.precision_plan import HEAD, NO_FP8, Plan
+from nemo_ext.architecture.precision_plan import EMBEDDING, HEAD, NO_FP8, Plan
 from nemo_ext.quantization.modelopt import Matrix
 
+_NEVER = NO_FP8 | {HEAD}
 ONLINE = {
     "tensorwise": "fp8_per_tensor",
     "delayed": "fp8_per_tensor",
@@ -57,12 +58,17 @@ def high_modules(listed: Sequence[Matrix]) -> list[str]:
 
     What engines never have in FP8 is not among them: routers, convolutions, embedding and output layer.
     """
-    names = []
-    for matrix in listed:
-        if matrix.precision != "fp8" and matrix.weight.part not in NO_FP8 | {HEAD}:
-            name = re.sub(r"\.experts\..*", ".experts", matrix.module)
-            names.append(name[name.index("layers.") :])
-    return list(dict.fromkeys(names))
+    return _names(matrix for matrix in listed if matrix.precision != "fp8" and matrix.weight.part not in _NEVER)
+
+
+def never_quantised(listed: Sequence[Matrix]) -> list[str]:
+    """The routers, convolutions and output layer that `high_modules` leaves out, where an engine must be told."""
+    return _names(m for m in listed if m.precision != "fp8" and m.weight.part in _NEVER - {EMBEDDING})
+
+
+def _names(matrices: Iterable[Matrix]) -> list[str]:
+    names = (re.sub(r"\.experts\..*", ".experts", matrix.module) for matrix in matrices)
+    return list(dict.fromkeys(name[max(name.find("layers."), 0) :] for name in names))
 
 
 def cli_words(arguments: dict[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from nemo_ext.checkpoint.beside import is_hugging_face, read_json
 from nemo_ext.checkpoint.formats import read
 from nemo_ext.checkpoint.safetensors_files import CONFIG
 from nemo_ext.data.settings import nearest
-from nemo_ext.quantization.generation import high_modules
+from nemo_ext.quantization.generation import high_modules, never_quantised
 from nemo_ext.quantization.modelopt import matrices
 
 Where = Literal["generation", "training", "both"]
@@ -24,12 +24,14 @@ class Precision:
     Attributes:
         plan: of the weights.
         high: linear maps outside FP8, from `layers.` on.
+        never: routers, convolutions and the output layer likewise, where the plan has them outside FP8.
         head: whether the plan has the output layer in FP8.
         where: generation, training or both.
     """
 
     plan: Plan
     high: tuple[str, ...]
+    never: tuple[str, ...]
     head: bool
     where: Where
 
@@ -57,7 +59,13 @@ class Precision:
         if not any(matrix.precision == "fp8" for matrix in listed) and plan.kv_cache != "fp8":
             return None
         head = any(matrix.weight.part == HEAD and matrix.precision == "fp8" for matrix in listed)
-        return cls(plan=plan, high=tuple(high_modules(listed)), head=head, where=where or "generation")  # type: ignore[arg-type]
+        return cls(
+            plan=plan,
+            high=tuple(high_modules(listed)),
+            never=tuple(never_quantised(listed)),
+            head=head,
+            where=where or "generation",  # type: ignore[arg-type]
+        )
 
     def in_(self, place: str) -> bool:
         """Whether it counts in generation or in training."""

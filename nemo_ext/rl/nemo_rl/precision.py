@@ -49,7 +49,10 @@ def _generation(precision: Precision, algorithm: Algorithm, backend: str, has: H
         cannot("precision_plan.kv_cache", "NeMo-RL has an FP8 cache with FP8 weights alone; it is in BF16 instead")
         return
     put("precision_plan.default", f"{GENERATION}.precision", "fp8")
+    ignored = list(precision.high)
     if plan.recipe == "mxfp8" and has(f"{GENERATION}.is_mx"):
+        # By vLLM's ModelOpt path, which leaves nothing out by itself (NeMo-RL's recipes name lm_head and mlp.gate).
+        ignored += precision.never
         put("precision_plan.recipe", f"{GENERATION}.is_mx", True)
         # MXFP8 has no others; not to say so is an error in NeMo-RL.
         for what in ("weight", "activation"):
@@ -57,8 +60,8 @@ def _generation(precision: Precision, algorithm: Algorithm, backend: str, has: H
                 put("precision_plan.recipe", key, True)
     elif plan.recipe != "blockwise":
         cannot("precision_plan.recipe", f"this version generates in FP8 with blocks of 128x128, not {plan.recipe}")
-    if precision.high:
-        put("precision_plan.rules", f"{GENERATION}.{IGNORED}", list(precision.high))
+    if ignored:
+        put("precision_plan.rules", f"{GENERATION}.{IGNORED}", ignored)
     _cache(precision, algorithm, backend, put, cannot)
     if algorithm.loss.importance_correction.kind == "none" and algorithm.asynchronous is None:
         cannot(

@@ -133,6 +133,10 @@ def test_what_cannot_be_expressed_is_told(real: Checkout, planned: Callable[...,
     assert "with FP8 weights alone" in why(real, algorithm, alone)["precision_plan.kv_cache"]
     mx = real.keys("grpo").missing("policy.generation.vllm_cfg.is_mx") is None
     assert ("precision_plan.recipe" in why(real, algorithm, planned(recipe="mxfp8"))) != mx
+    ignored = render(algorithm, real, precision=planned(recipe="mxfp8")).settings["policy"]["generation"]["vllm_cfg"][
+        IGNORED
+    ]
+    assert ("lm_head" in ignored) == mx
 
 
 @pytest.mark.nemo_rl
