@@ -65,7 +65,7 @@ def test_every_block_has_its_own_sizes(build: Build) -> None:
     network = build("model.pattern='M{heads=4}*{kv=1}-{ffn=96}E{experts=4,ffn=64}M*-E'")
     layers = network.decoder.layers
 
-    assert layers[0].mixer.nheads == 4 and layers[4].mixer.nheads == 8
+    assert layers[0].mixer.nheads == 4 and layers[4].mixer.nheads == 16
     assert layers[1].self_attention.linear_qkv.weight.shape[0] == (6 + 2 * 1) * 32
     assert layers[5].self_attention.linear_qkv.weight.shape[0] == (6 + 2 * 2) * 32
     assert layers[2].mlp.linear_fc1.weight.shape[0] == 96 and layers[6].mlp.linear_fc1.weight.shape[0] == 512

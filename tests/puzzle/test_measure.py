@@ -138,7 +138,7 @@ def test_every_block_is_measured_once(opened: Opened, tmp_path: Path) -> None:
     kinds = {"-": "-{ffn=512}", "*": "*{heads=6,kv=2,head_dim=32,window=none}"}
     assert built == [
         *(kinds["-"], "-{ffn=256}", "-{linear}", kinds["*"], kinds["*"].replace("kv=2", "kv=1"), "*{linear}"),
-        *("M{heads=8,head_dim=32,state=32,groups=2}", "M{linear}", str(description.blocks[5]), "E{linear}"),
+        *("M{heads=16,head_dim=16,state=32,groups=2}", "M{linear}", str(description.blocks[5]), "E{linear}"),
     ]
     assert set(first) == {*built, OUTSIDE, "no_op"}
     assert sum(told) == len(distinct_blocks(variants(description.architecture, CHOICES))) + 1 == len(built) + 1

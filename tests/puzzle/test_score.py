@@ -39,7 +39,7 @@ def test_importance_finds_idle_parts(opened: Callable[..., Any]) -> None:
     layers: Any = parent.layers
     with torch.no_grad():
         layers[3].mlp.linear_fc2.weight[:, 7] = 0.0
-        layers[0].mixer.out_proj.weight[:, 32:64] = 0.0  # the second head
+        layers[0].mixer.out_proj.weight[:, 16:32] = 0.0  # the second head
         layers[2].mlp.router.expert_bias[5] = -100.0  # nobody chooses it
 
     measured = importance(parent, description, calibration())

@@ -41,7 +41,7 @@ def test_variants_of_each_kind() -> None:
     model = description("nemotron3_nano_tiny", 'model.pattern="M*E-"')
     mamba, attention, moe, mlp = variants(model.architecture, CHOICES)
 
-    assert [v.name for v in mamba] == ["keep", "heads6", "heads4", "heads2", "linear", "no_op"]
+    assert [v.name for v in mamba] == ["keep", "heads12", "heads8", "heads4", "linear", "no_op"]
     assert [v.name for v in attention] == ["keep", "kv1", "window16", "linear", "no_op"]
     assert [v.name for v in moe] == [
         *("keep", "experts6", "experts4", "experts2", "topk1", "ffn96", "ffn64", "linear", "no_op"),
@@ -156,7 +156,7 @@ def test_channels_that_do_nothing_are_the_first_to_go(model: str, layer: Callabl
 
 
 def test_measured_importance_decides_what_stays() -> None:
-    parent = description("nemotron3_nano_tiny", 'model.pattern="ME-"')
+    parent = description("nemotron3_nano_tiny", 'model.pattern="M{heads=8}E-"')
     mamba, moe, mlp = parent.blocks
     heads = torch.tensor([1.0, 9, 2, 8, 7, 1, 1, 6])  # two groups of four
     experts, channels = torch.tensor([0.0, 5, 1, 4, 2, 3, 0, 0]), torch.arange(512.0)
