@@ -47,56 +47,79 @@ def run(config_path: str) -> None:
     """
     config = read_config(Path(config_path))
     with process_group():
-        chosen, workspace = read_settings(config), Workspace(Path(config["run_dir"]))
-        description = description_of(Path(chosen.model))
-        built = stage_config(config, description, data_parallel.count())
-        model, made = build_model(built)
-        load_weights(model, checkpoint_folder(Path(chosen.model)))
-        parent = Parent(model, made)
-        plan, architecture = Plan.from_config(config["precision_plan"]), description.architecture
-        every = units(plan, architecture, chosen.per)
-        data = partial(_batches, built, parent)
-        on_training = Measurements(parent, data("train", chosen.calibration), workspace.scores)
-        scores = _score(on_training, every, lambda low: Precision(only(plan, low, every), architecture))
-        reference = scores[REFERENCE]
-        budget = chosen.nats or chosen.share * lost(scores[EVERYTHING], reference, chosen.metric)
+        Sweep(config).run()
 
-        def together(low: Sequence[Unit]) -> float:
-            name = "+".join(unit.selector for unit in low)
-            found = on_training.of(name, Precision(only(plan, low, every), architecture))
-            return lost(found, reference, chosen.metric)
 
-        with _progress("plans", chosen.attempts, "tried") as advance:
+class Sweep:
+    """One sweep on one rank.
+
+    Args:
+        config: composed, with `sensitivity`.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.chosen, self.workspace = read_settings(config), Workspace(Path(config["run_dir"]))
+        checkpoint = Path(self.chosen.model)
+        description = description_of(checkpoint)
+        self.built = stage_config(config, description, data_parallel.count())
+        model, made = build_model(self.built)
+        load_weights(model, checkpoint_folder(checkpoint))
+        self.parent = Parent(model, made)
+        self.plan, self.architecture = Plan.from_config(config["precision_plan"]), description.architecture
+        self.every = units(self.plan, self.architecture, self.chosen.per)
+
+    def run(self) -> None:
+        """Measures, chooses and compares; rank 0 writes what came of it."""
+        on_training = Measurements(self.parent, self._batches("train", self.chosen.calibration), self.workspace.scores)
+        scores = _score(on_training, self.every, lambda low: Precision(self._only(low), self.architecture))
+        losses = {name: lost(score, scores[REFERENCE], self.chosen.metric) for name, score in scores.items()}
+        budget = self.chosen.nats or self.chosen.share * losses[EVERYTHING]
+        tried = self._propose(on_training, scores[REFERENCE], losses, budget)
+        rows = self._compare(tried[-1], sorted(self.every, key=lambda unit: losses[unit.selector]))
+        content = {"budget": budget, "tried": [_tried(one) for one in tried], "plans": rows}
+        data_parallel.written(lambda: write_text(self.workspace.result, json.dumps(content, indent=1) + "\n"))
+
+    def _propose(
+        self, measurements: "Measurements", reference: Sensitivity, losses: Mapping[str, float], budget: float
+    ) -> list[Proposal]:
+        with _progress("plans", self.chosen.attempts, "tried") as advance:
 
             def measure(low: Sequence[Unit]) -> float:
-                found = together(low)
+                name = "+".join(unit.selector for unit in low)
+                found = measurements.of(name, Precision(self._only(low), self.architecture))
                 advance(1)
-                return found
+                return lost(found, reference, self.chosen.metric)
 
-            proposals = propose(
-                every,
-                [lost(scores[unit.selector], reference, chosen.metric) for unit in every],
+            return propose(
+                self.every,
+                [losses[unit.selector] for unit in self.every],
                 budget,
                 measure,
-                everything=lost(scores[EVERYTHING], reference, chosen.metric),
-                attempts=chosen.attempts,
+                everything=losses[EVERYTHING],
+                attempts=self.chosen.attempts,
             )
-        best = proposals[-1]
-        plans: dict[str, Plan | None] = {REFERENCE: None, EVERYTHING: plan, "proposed": only(plan, best.low, every)}
-        if kept := kept_by(("*", "M>*"), every, architecture):
-            plans[NANO] = only(plan, [unit for unit in every if unit not in kept], every)
-        if 0 < len(best.low) < len(every):
-            least = sorted(every, key=lambda unit: lost(scores[unit.selector], reference, chosen.metric))
-            plans["proposed turned round"] = only(plan, _turned_round(best, least), every)
-        on_validation = Measurements(parent, data("valid", chosen.evaluation), None)
+
+    def _compare(self, best: Proposal, least: Sequence[Unit]) -> list[dict[str, Any]]:
+        """The proposal beside other plans, on validation data; `least` are all units, the least sensitive first."""
+        plans: dict[str, Plan | None] = {REFERENCE: None, EVERYTHING: self.plan, "proposed": self._only(best.low)}
+        if kept := kept_by(("*", "M>*"), self.every, self.architecture):
+            plans[NANO] = self._only([unit for unit in self.every if unit not in kept])
+        if 0 < len(best.low) < len(self.every):
+            plans["proposed turned round"] = self._only(_turned_round(best, least))
+        measurements = Measurements(self.parent, self._batches("valid", self.chosen.evaluation), None)
+        rows = []
         with _progress("compare", len(plans), "plans") as advance:
-            rows = []
-            for name, each in plans.items():
-                found = on_validation.of(name, None if each is None else Precision(each, architecture))
-                rows.append(as_json(found, each, architecture))
+            for name, plan in plans.items():
+                found = measurements.of(name, None if plan is None else Precision(plan, self.architecture))
+                rows.append(as_json(found, plan, self.architecture))
                 advance(1)
-        content = {"budget": budget, "tried": [_tried(one) for one in proposals], "plans": rows}
-        data_parallel.written(lambda: write_text(workspace.result, json.dumps(content, indent=1) + "\n"))
+        return rows
+
+    def _only(self, low: Sequence[Unit]) -> Plan:
+        return only(self.plan, low, self.every)
+
+    def _batches(self, split: Any, of: Batches) -> list[Tensor]:
+        return TokenBatches(self.built, split, of.sequences, self.parent.device).batches(of.batch)
 
 
 def _turned_round(best: Proposal, least: Sequence[Unit]) -> list[Unit]:
@@ -186,10 +209,6 @@ def _score(
             found[name] = measurements.of(name, None if low is None else in_fp8(low))
             advance(1)
     return found
-
-
-def _batches(config: Mapping[str, Any], parent: Parent, split: Any, of: Batches) -> list[Tensor]:
-    return TokenBatches(config, split, of.sequences, parent.device).batches(of.batch)
 
 
 def _progress(label: str, total: int, unit: str) -> Any:
