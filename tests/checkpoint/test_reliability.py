@@ -470,9 +470,11 @@ def test_a_process_that_is_stopped_goes_on_where_it_was(
     words = [f"from={large[to_format]}", f"to={to}", "shard_gigabytes=0.002"]
     process = start(large[to_format], to, "shard_gigabytes=0.002")
     wait_for_parts(to, 3)
+    process.send_signal(signal.SIGSTOP)  # or it is finished before this one has looked
     with pytest.raises(CheckpointError, match="another process is writing it"):
         run(compose("convert", words))
     process.send_signal(signal_number)
+    process.send_signal(signal.SIGCONT)
     _, told = process.communicate(timeout=60)
 
     if signal_number == signal.SIGINT:
