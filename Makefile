@@ -22,7 +22,7 @@ slow: $(READY_DEV)
 	$(VENV)/bin/python -m pytest -m slow $(if $(MINUTES),--minutes $(MINUTES))
 
 ptq: $(READY_PTQ)
-	$(VENV)/bin/python -m pytest -m ptq
+	$(VENV)/bin/python -m pytest -m ptq tests/quantization
 
 lint: $(READY_DEV)
 	$(VENV)/bin/ruff check .
