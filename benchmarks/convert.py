@@ -27,7 +27,7 @@ from nemo_ext.checkpoint.description import from_config
 from nemo_ext.checkpoint.formats import choose
 from nemo_ext.checkpoint.parameters import Piece
 from nemo_ext.checkpoint.writing import HUGGING_FACE, Slot, Work, cut_into_parts, write_checkpoint
-from nemo_ext.config import compose
+from nemo_ext.job.config import compose
 
 
 def make_checkpoint(folder: Path, model: str, gigabytes: float, shard: float) -> float:

@@ -24,7 +24,7 @@ import torch
 from gpu_parts import PARTS, SMALL, Sizes
 from gpu_timing import Machine, Table
 
-from nemo_ext.progress import notice
+from nemo_ext.job.progress import notice
 
 PACKAGES = ("torch", "triton", "transformer-engine", "mamba-ssm")
 

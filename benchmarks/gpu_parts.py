@@ -206,10 +206,10 @@ def ffn(x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def ffn_fusion(sizes: Sizes, machine: Machine) -> Iterator[Table]:
-    """FFNs one after the other against the one that `nemo_ext.puzzle.fusion` makes of them."""
+    """FFNs one after the other against the one that `nemo_ext.puzzle.fusion.fusion` makes of them."""
     from nemo_ext.checkpoint.description import from_config
-    from nemo_ext.config import compose
-    from nemo_ext.puzzle.fusion import fuse_weights
+    from nemo_ext.job.config import compose
+    from nemo_ext.puzzle.fusion.fusion import fuse_weights
 
     hidden, width, count = sizes.fusion_hidden, sizes.fusion_ffn, sizes.fusion_blocks
     parts = [

@@ -30,7 +30,7 @@ CONTENDERS = ("ours", "trl", "trl, whole")
 
 def make_input(folder: Path, lengths: np.ndarray, *, trl: bool) -> None:
     """Write the same samples as a sample file and as a dataset."""
-    from nemo_ext.data.sample_files import write_samples
+    from nemo_ext.data.packs.sample_files import write_samples
 
     generator = np.random.default_rng(0)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -55,8 +55,8 @@ Run = Callable[[], Callable[[], float]]
 
 def ours(folder: Path, capacity: int) -> Run:
     """Sample files to packs on disk."""
-    from nemo_ext.data.packed_files import PackingSettings, write_packed
-    from nemo_ext.data.sample_files import open_samples
+    from nemo_ext.data.packs.packed_files import PackingSettings, write_packed
+    from nemo_ext.data.packs.sample_files import open_samples
 
     def run() -> Callable[[], float]:
         file = open_samples(folder / "samples", vocab_size=VOCAB_SIZE)

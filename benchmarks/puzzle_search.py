@@ -7,7 +7,7 @@ A problem has 126 blocks of 6 attention x 9 FFN variants, costs by arithmetic fr
 noise on the times, scores that grow with what is removed and with the block's sensitivity, and five limits that bind
 together.
 
-- ours: `nemo_ext.puzzle.search.solve`, everything from the problem to the solution.
+- ours: `nemo_ext.puzzle.choice.search.solve`, everything from the problem to the solution.
 - HiGHS: SciPy's `milp` on all variables, rows divided by their limits; the time of `milp` alone.
 - CBC: PuLP with one thread, rows and objective scaled as ours are (`--raw`: as they stand in the file); the time of
   `solve` alone, which writes and reads CBC's files, without building the model.
@@ -32,8 +32,8 @@ import scipy
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from nemo_ext.puzzle.problem import Candidate, Limit, Problem, read_problem, write_problem
-from nemo_ext.puzzle.search import solve
+from nemo_ext.puzzle.choice.problem import Candidate, Limit, Problem, read_problem, write_problem
+from nemo_ext.puzzle.choice.search import solve
 
 HIDDEN, HEADS, HEAD_DIM, FFN = 16384, 128, 128, 53248
 ATTENTION = {"kv8": 8, "kv4": 4, "kv2": 2, "kv1": 1, "linear": None, "none": 0}

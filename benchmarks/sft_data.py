@@ -35,8 +35,8 @@ CONTENDERS = ("filtered", "ours", "peer")
 
 def sentences() -> list[str]:
     """Sentences of the installed libraries' documentation."""
-    from nemo_ext.data.corpora import DocstringsSource
-    from nemo_ext.data.documents import ReadReport
+    from nemo_ext.data.text.corpora import DocstringsSource
+    from nemo_ext.data.text.documents import ReadReport
 
     source, report = DocstringsSource(packages=("torch", "numpy", "matplotlib", "rich")), ReadReport()
     texts = [
@@ -67,7 +67,7 @@ def make_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    from nemo_ext.data.sft.templates import Template
+    from nemo_ext.chat.template import Template
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -98,8 +98,8 @@ def ours(folder: Path, capacity: int, workers: int, *, filtered: bool) -> None:
             "filters.repetition=null",
             "near_duplicates=null",
         ]
-    from nemo_ext.config import compose
     from nemo_ext.data.sft.job import run
+    from nemo_ext.job.config import compose
 
     run(compose("sft_data", words))
 

@@ -5,14 +5,14 @@ import sys
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder's tokenize.py must not hide the standard library's
 
-from nemo_ext.config import run_job
+from nemo_ext.job.config import run_job
 
 
 def main() -> None:
     """Composes the config, prints the blend's audit and writes its files."""
 
     def job(config: dict[str, object]) -> None:
-        from nemo_ext.data.blend_job import audit
+        from nemo_ext.data.blends.job import audit
 
         audit(config)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder's tokenize.py must not hide the standard library's
 
-from nemo_ext.config import mistakes_are_one_line
+from nemo_ext.job.config import mistakes_are_one_line
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """NeMo Gym servers: `nemo-ext gym output=DIR`."""
 
-from nemo_ext.config import run_job
+from nemo_ext.job.config import run_job
 
 
 def main() -> None:

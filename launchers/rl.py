@@ -1,6 +1,6 @@
 """Reinforcement learning: `nemo-ext rl preset=domyn_math_grpo model=exports/mine tasks.train.path=tasks/math.jsonl`."""
 
-from nemo_ext.config import run_job
+from nemo_ext.job.config import run_job
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Tasks for RL: `nemo-ext rl_tasks generator=arithmetic count=2000 output=tasks/arithmetic.jsonl`."""
 
-from nemo_ext.config import run_job
+from nemo_ext.job.config import run_job
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 import sys
 
-from nemo_ext.config import run_job
+from nemo_ext.job.config import run_job
 
 
 def main() -> None:
@@ -10,7 +10,7 @@ def main() -> None:
 
     def job(config: dict[str, object]) -> None:
         from nemo_ext.data.sft.job import run
-        from nemo_ext.progress import notice
+        from nemo_ext.job.progress import notice
 
         try:
             notice(f"report: {run(config)}")

@@ -5,7 +5,7 @@ import sys
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder's tokenize.py must not hide the standard library's
 
-from nemo_ext.config import INTERRUPTED, mistakes_are_one_line
+from nemo_ext.job.config import INTERRUPTED, mistakes_are_one_line
 
 HELP = """\
 nemo-ext submit: checks a job on the login node, then hands it to Slurm. It goes on by itself after time limits, failed

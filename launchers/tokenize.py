@@ -5,15 +5,15 @@ import sys
 if __name__ == "__main__":
     sys.path.pop(0)  # this file must not hide the standard library's tokenize
 
-from nemo_ext.config import run_job
+from nemo_ext.job.config import run_job
 
 
 def main() -> None:
     """Composes the config and tokenises on this machine."""
 
     def job(config: dict[str, object]) -> None:
-        from nemo_ext.data.streams import blend_to_tokenize
-        from nemo_ext.data.tokenize import tokenize_blend
+        from nemo_ext.data.blends.streams import blend_to_tokenize
+        from nemo_ext.data.text.tokenize import tokenize_blend
 
         try:
             tokenize_blend(blend_to_tokenize(config))

@@ -19,15 +19,16 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from nemo_ext import memory_profile, run_directory
 from nemo_ext.architecture.model import Architecture
-from nemo_ext.config import INTERRUPTED
-from nemo_ext.data.blend import other_order
-from nemo_ext.data.blend_plan import MAX_EPOCHS
+from nemo_ext.data.blends.blend import other_order
+from nemo_ext.data.blends.plan import MAX_EPOCHS
 from nemo_ext.data.phases import data_paths, mixed_of, plan_of, resolved_path, segments, told_of_streams
 from nemo_ext.data.training import tokenize_streams, use_data
+from nemo_ext.job import run_directory
+from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.megatron.fp8 import remark, use_plan
 from nemo_ext.megatron.rank import end_with_parent
+from nemo_ext.memory import sampler
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -36,7 +37,7 @@ def prepare(config: dict[str, Any]) -> Path:
     """Checks a composed config, fills in the data arguments and writes it where every rank reads it.
 
     Args:
-        config: of `nemo_ext.config.compose("train", ...)`; changed in place.
+        config: of `nemo_ext.job.config.compose("train", ...)`; changed in place.
 
     Returns:
         Path of the written config, for `python -m nemo_ext.megatron.rank PATH`; with phases that of the next segment.
@@ -125,7 +126,7 @@ def checked_runs(config: dict[str, Any]) -> list[dict[str, Any]]:
     Args:
         config: after `use_plan`.
     """
-    memory_profile.interval(config)
+    sampler.interval(config)
     use_data(config)
     from nemo_ext.megatron.check import check
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_ext import run_directory
-from nemo_ext.config import compose
+from nemo_ext.job import run_directory
+from nemo_ext.job.config import compose
 from nemo_ext.megatron.cpu import mamba_modules
 
 # Megatron binds mamba_ssm's names when its mixer is first imported, by whichever test.
@@ -123,7 +123,7 @@ def random_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from nemo_ext.data.sft.templates import Template
+    from nemo_ext.chat.template import Template
 
     special = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|pad|>")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

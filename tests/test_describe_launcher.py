@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 import hydra_conf
-from nemo_ext.config import compose
 from nemo_ext.describe import describe, model_figures
+from nemo_ext.job.config import compose
 from nemo_ext.megatron.arguments import pattern_with_cuts
 
 RECIPE_FOLDER = Path(hydra_conf.__file__).parent / "recipe"

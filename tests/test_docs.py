@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_ext import run_directory
+from nemo_ext.job import run_directory
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -121,7 +121,7 @@ def test_the_checkpoint_page_runs_from_top_to_bottom(tmp_path: Path) -> None:
 
     from nemo_ext.checkpoint.description import from_config
     from nemo_ext.checkpoint.formats import choose
-    from nemo_ext.config import compose
+    from nemo_ext.job.config import compose
 
     description = from_config(compose("describe", ["model=olmo3_tiny"]))
     found, config = choose(description)

@@ -14,9 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
-from nemo_ext import launch, run_directory
+from nemo_ext import launch
 from nemo_ext.checkpoint import sound
-from nemo_ext.config import compose
+from nemo_ext.job import run_directory
+from nemo_ext.job.config import compose
 
 SMALL = (
     "data=mock",

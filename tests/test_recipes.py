@@ -21,10 +21,10 @@ from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.layout import check_layout as check_blocks
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import parse
-from nemo_ext.config import compose
-from nemo_ext.data.blend_plan import plan_blend
-from nemo_ext.data.hierarchy import Group
+from nemo_ext.data.blends.hierarchy import Group
+from nemo_ext.data.blends.plan import plan_blend
 from nemo_ext.data.phases import Phase, plan_of, segments
+from nemo_ext.job.config import compose
 
 CONFIGS = Path(hydra_conf.__file__).parent
 MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))

@@ -11,8 +11,8 @@ from hydra.core.hydra_config import HydraConfig
 from nemo_ext.checkpoint.hf import Plan, Settings, check_effect, convert, is_made, plan
 from nemo_ext.checkpoint.output import check_room, check_target, folder_to_make
 from nemo_ext.checkpoint.writing import HUGGING_FACE, cut_into_parts
-from nemo_ext.config import hydra_value
-from nemo_ext.progress import notice
+from nemo_ext.job.config import hydra_value
+from nemo_ext.job.progress import notice
 
 PLAIN_WIDTH = 200
 """Columns of the listing where it does not go to a terminal."""

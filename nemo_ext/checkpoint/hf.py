@@ -41,7 +41,7 @@ from nemo_ext.checkpoint.writing import (
     cut_into_parts,
     write_checkpoint,
 )
-from nemo_ext.progress import notice
+from nemo_ext.job.progress import notice
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -32,7 +32,7 @@ from nemo_ext.checkpoint.same_model import (
 from nemo_ext.checkpoint.storage import CheckpointError, Stored, check_finite, size_in_bytes
 from nemo_ext.checkpoint.torch_dist import TorchDistReader
 from nemo_ext.checkpoint.writing import HUGGING_FACE, MEGATRON, Slot, Work, cut_into_parts, write_checkpoint
-from nemo_ext.progress import notice
+from nemo_ext.job.progress import notice
 
 if TYPE_CHECKING:
     from torch import Tensor

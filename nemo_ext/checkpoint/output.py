@@ -13,7 +13,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from nemo_ext.checkpoint.storage import CheckpointError, listed
-from nemo_ext.progress import notice
+from nemo_ext.job.progress import notice
 
 RECORD = "conversion.json"
 LOCK = ".lock"

@@ -13,7 +13,7 @@ from nemo_ext.checkpoint.parameters import Piece
 from nemo_ext.checkpoint.safetensors_files import SafetensorsReader, shard_name, write_index, write_shard
 from nemo_ext.checkpoint.storage import CheckpointError, check_finite, checksum, listed, size_in_bytes, torch_dtype
 from nemo_ext.checkpoint.torch_dist import RELEASE, TorchDistReader, TorchDistWriter, write_tracker
-from nemo_ext.progress import notice, progress_of
+from nemo_ext.job.progress import notice, progress_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.data.blend_plan import MAX_EPOCHS, some_of
-from nemo_ext.data.mixed_lengths import MixedLengths, Reading, sequences_of
-from nemo_ext.data.settings import check_keys, checked_whole, nearest
-from nemo_ext.data.sizes import indexed_tokens
-from nemo_ext.data.tokenizers import load_tokenizer
+from nemo_ext.data.blends.plan import MAX_EPOCHS, some_of
+from nemo_ext.data.blends.sizes import indexed_tokens
+from nemo_ext.data.packs.mixed_lengths import MixedLengths, Reading, sequences_of
+from nemo_ext.data.text.tokenizers import load_tokenizer
 from nemo_ext.data.training import use_data
+from nemo_ext.job.settings import check_keys, checked_whole, nearest
 
 STYLES = ("linear", "cosine", "minus_sqrt", "constant")
 

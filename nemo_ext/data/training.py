@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.data.blend import use_blend
-from nemo_ext.data.hierarchy import read_tree
-from nemo_ext.data.mixed_lengths import MixedLengths
-from nemo_ext.data.packed_files import use_packed
+from nemo_ext.data.blends.blend import use_blend
+from nemo_ext.data.blends.hierarchy import read_tree
+from nemo_ext.data.packs.mixed_lengths import MixedLengths
+from nemo_ext.data.packs.packed_files import use_packed
 
 
 def use_data(config: dict[str, Any], *, tokens: int | None = None) -> None:
@@ -39,7 +39,7 @@ def tokenize_streams(data: Mapping[str, Any] | None) -> bool:
     manifests = [Path(f"{leaf.prefix}.json") for leaf in read_tree(data).leaves() if leaf.source is not None]
     if not manifests:
         return False
-    from nemo_ext.data.tokenize import tokenize_blend
+    from nemo_ext.data.text.tokenize import tokenize_blend
 
     before = [path.read_bytes() if path.is_file() else None for path in manifests]
     for manifest in tokenize_blend(data, workers=data.get("workers"), progress=True):

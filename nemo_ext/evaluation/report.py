@@ -5,11 +5,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-from nemo_ext import run_directory
 from nemo_ext.architecture.cost import active_params, total_params
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
-from nemo_ext.evaluation import memory
+from nemo_ext.job import run_directory
+from nemo_ext.memory import report as memory
 
 PLOT = "report.png"
 

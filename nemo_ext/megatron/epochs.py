@@ -17,8 +17,8 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 from torch import Tensor
 
-from nemo_ext.data.mixed_lengths import ALL, Documents
-from nemo_ext.data.seeds import digest, generator
+from nemo_ext.data.packs.mixed_lengths import ALL, Documents
+from nemo_ext.job.seeds import digest, generator
 
 ROUND = 100
 """Sequences at least in an order; what is lost is its end that fills no sequence, less than a hundredth."""

@@ -14,7 +14,7 @@ from megatron.training import get_args
 from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
-from nemo_ext.data.mixed_lengths import MixedLengths, Reading
+from nemo_ext.data.packs.mixed_lengths import MixedLengths, Reading
 from nemo_ext.megatron.distillation import KL, Distillation
 from nemo_ext.megatron.epochs import MockEpochs, StreamConfig, StreamEpochs
 from nemo_ext.megatron.mixed_lengths import mixed_rows
@@ -43,7 +43,7 @@ def build_datasets(
     In a run with phases (`drawn`) and in one of mixed lengths every epoch of a stream has an order of its own
     (`nemo_ext.megatron.epochs`).
 
-    A blend of packs (`nemo_ext.data.packed_files`) is known by its manifests. Where the trainer has set
+    A blend of packs (`nemo_ext.data.packs.packed_files`) is known by its manifests. Where the trainer has set
     `arguments.mixed_lengths` (`data.mixed_lengths` of the config), the sequences of the blend have two lengths.
 
     Args:

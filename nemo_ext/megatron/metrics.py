@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from megatron.core.timers import Timers
 
+from nemo_ext.job.run_directory import truncate_metrics
 from nemo_ext.megatron.forward_step import LOSS
-from nemo_ext.memory_profile import Phases
-from nemo_ext.run_directory import truncate_metrics
+from nemo_ext.memory.sampler import Phases
 
 
 class ScalarWriter(Protocol):

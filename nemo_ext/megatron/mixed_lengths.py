@@ -1,4 +1,4 @@
-"""Megatron's datasets of two sequence lengths over one blend, as rows of one length (`nemo_ext.data.mixed_lengths`)."""
+"""Megatron's datasets of two sequence lengths over one blend, as rows of one length (`data/packs/mixed_lengths.py`)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from megatron.core.datasets.utils import Split
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from nemo_ext.data.mixed_lengths import MixedLengths, Reading, RowSchedule, sequences_of
+from nemo_ext.data.packs.mixed_lengths import MixedLengths, Reading, RowSchedule, sequences_of
 from nemo_ext.megatron.packed import BOUNDS
 
 SEQUENCE = ("tokens", "labels", "loss_mask", "position_ids")

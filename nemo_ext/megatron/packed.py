@@ -19,8 +19,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
-from nemo_ext.data.packed_files import is_packed, one_tokenizer, read_packed_manifest
-from nemo_ext.data.seeds import generator
+from nemo_ext.data.packs.packed_files import is_packed, one_tokenizer, read_packed_manifest
+from nemo_ext.job.seeds import generator
 from nemo_ext.megatron.epochs import StreamConfig
 
 BOUNDS = "cu_seqlens"
@@ -28,7 +28,7 @@ BOUNDS = "cu_seqlens"
 
 
 class PackedSamples:
-    """The files of one set of packs (`nemo_ext.data.packed_files`).
+    """The files of one set of packs (`nemo_ext.data.packs.packed_files`).
 
     Args:
         prefix: of the files.

@@ -16,13 +16,14 @@ from typing import Any
 import psutil
 import torch
 
-from nemo_ext import memory_profile, run_directory
 from nemo_ext.architecture.cost import train_flops_per_token
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.data.phases import Plan, plan_of
+from nemo_ext.job import run_directory
 from nemo_ext.megatron.arguments import command_line, pattern_with_cuts
 from nemo_ext.megatron.cpu import runtime
 from nemo_ext.megatron.fp8 import Precision, check_backend
+from nemo_ext.memory import sampler
 
 PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12}
 """Dense BF16 FLOP/s by device name (NVIDIA data sheets); the first that fits counts."""
@@ -92,20 +93,20 @@ def main(config_path: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def profile_memory(config: Mapping[str, Any]) -> memory_profile.Phases:
+def profile_memory(config: Mapping[str, Any]) -> sampler.Phases:
     """Starts this node's memory sampler, on its first rank; gives what notes the phases, on the run's first rank."""
-    seconds = memory_profile.interval(config)
+    seconds = sampler.interval(config)
     if seconds is None:
-        return memory_profile.Phases(None)
-    folder = Path(config["run_dir"]) / memory_profile.FOLDER
-    phases = memory_profile.Phases(folder if os.environ.get("RANK", "0") == "0" else None)
+        return sampler.Phases(None)
+    folder = Path(config["run_dir"]) / sampler.FOLDER
+    phases = sampler.Phases(folder if os.environ.get("RANK", "0") == "0" else None)
     phases.begin("setup")
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        memory_profile.start(folder, root=memory_profile.root_of_ranks(), seconds=seconds)
+        sampler.start(folder, root=sampler.root_of_ranks(), seconds=seconds)
     return phases
 
 
-def note_phases(model: list[torch.nn.Module], *, memory_phases: memory_profile.Phases) -> list[torch.nn.Module]:
+def note_phases(model: list[torch.nn.Module], *, memory_phases: sampler.Phases) -> list[torch.nn.Module]:
     """A model hook, the first place where Megatron's timers are there: has them note the phases."""
     from megatron.training import get_timers
 

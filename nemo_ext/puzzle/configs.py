@@ -7,7 +7,7 @@ from typing import Any
 from nemo_ext.checkpoint.beside import config_beside
 from nemo_ext.checkpoint.description import Description, from_config, to_config
 from nemo_ext.checkpoint.torch_dist import checkpoint_folder
-from nemo_ext.config import iterations
+from nemo_ext.job.config import iterations
 from nemo_ext.puzzle.settings import Heal
 
 ONE_RANK = {

@@ -12,7 +12,7 @@ from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.architecture.precision import BYTES, bytes_per_number
-from nemo_ext.puzzle.problem import Limit, Problem, add_resource, seconds_at_throughput
+from nemo_ext.puzzle.choice.problem import Limit, Problem, add_resource, seconds_at_throughput
 
 REQUEST_SECONDS = "request_seconds"
 """The resource that a throughput limits: a batch of requests from their prompts to their last tokens."""

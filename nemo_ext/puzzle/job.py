@@ -1,7 +1,7 @@
 """The puzzle job: a parent, its block library and one child, stage by stage; the same command goes on where it was.
 
 Training runs (`parent`, `heal`) are those of `nemo-ext train`; stages that look into a model run in processes of their
-own (`nemo_ext.puzzle.rank`), as many as `launcher.nproc_per_node`; searching and reporting are done here.
+own (`nemo_ext.blockwise.rank`), as many as `launcher.nproc_per_node`; searching and reporting are done here.
 """
 
 import sys
@@ -13,20 +13,20 @@ from typing import Any
 
 from nemo_ext import launch
 from nemo_ext.checkpoint.description import Description
-from nemo_ext.config import INTERRUPTED
-from nemo_ext.data.settings import nearest
 from nemo_ext.data.training import tokenize_streams, use_data
-from nemo_ext.progress import notice
-from nemo_ext.puzzle.choose import Costs, choose, draw_front, state_problem
+from nemo_ext.job.config import INTERRUPTED
+from nemo_ext.job.progress import notice
+from nemo_ext.job.ranks import run_ranks
+from nemo_ext.job.run_directory import last_checkpoint, only_run_in, write_config, write_versions
+from nemo_ext.job.settings import nearest
+from nemo_ext.puzzle.choice.choose import Costs, choose, draw_front, state_problem
+from nemo_ext.puzzle.choice.problem import Problem
 from nemo_ext.puzzle.configs import description_of, healing_run, logits_saving_run, parent_run
-from nemo_ext.puzzle.local_ranks import run_ranks
-from nemo_ext.puzzle.problem import Problem
 from nemo_ext.puzzle.report import write_report
-from nemo_ext.puzzle.score_file import read_scores
 from nemo_ext.puzzle.settings import Settings, settings
-from nemo_ext.puzzle.shards import Shard, only_shard_in, refuse_beside_shards
+from nemo_ext.puzzle.stages.score_file import read_scores
+from nemo_ext.puzzle.stages.shards import Shard, only_shard_in, refuse_beside_shards
 from nemo_ext.puzzle.workspace import STAGES, Workspace
-from nemo_ext.run_directory import last_checkpoint, only_run_in, write_config, write_versions
 
 ON_RANKS = ("library", "distill", "score", "cost", "compare", "baselines", "realise", "fuse", "evaluate")
 
@@ -159,7 +159,7 @@ class Job:
         return stage if self.workspace.shard is None else f"{stage}, shard {self.workspace.shard}"
 
     def _on_ranks(self, stages: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "nemo_ext.puzzle.rank", str(self.workspace.config), *stages]
+        command = [sys.executable, "-m", "nemo_ext.blockwise.rank", str(self.workspace.config), *stages]
         code = run_ranks(command, int(self.config["launcher"]["nproc_per_node"]), self.workspace.config.parent)
         if code == INTERRUPTED:
             raise KeyboardInterrupt

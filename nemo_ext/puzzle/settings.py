@@ -20,10 +20,10 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
+from nemo_ext.puzzle.choice.problem import Limit
+from nemo_ext.puzzle.choice.search import GAP, TIME_LIMIT
 from nemo_ext.puzzle.cost import REQUEST_SECONDS, RESOURCES, Serving
-from nemo_ext.puzzle.problem import Limit
-from nemo_ext.puzzle.search import GAP, TIME_LIMIT
-from nemo_ext.puzzle.shards import SHARDED, Shard
+from nemo_ext.puzzle.stages.shards import SHARDED, Shard
 from nemo_ext.puzzle.variants import Choices
 
 THROUGHPUT = "throughput"

@@ -17,9 +17,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from nemo_ext.checkpoint.torch_dist import METADATA, checkpoint_folder
+from nemo_ext.job.run_directory import CONFIG, write_text
 from nemo_ext.puzzle.settings import Settings
-from nemo_ext.puzzle.shards import Shard
-from nemo_ext.run_directory import CONFIG, write_text
+from nemo_ext.puzzle.stages.shards import Shard
 
 STAGES: Mapping[str, tuple[str, ...]] = {
     "parent": (),

@@ -17,15 +17,15 @@ import numpy.typing as npt
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from nemo_ext.data.indexed_dataset import read_index
-from nemo_ext.data.packed_files import is_packed, read_packed_manifest
-from nemo_ext.data.seeds import digest, generator
+from nemo_ext.chat.sample import Sample
+from nemo_ext.chat.template import Template
+from nemo_ext.data.packs.packed_files import is_packed, read_packed_manifest
 from nemo_ext.data.sft.masks import ChatEncoder
-from nemo_ext.data.sft.sample import Sample
 from nemo_ext.data.sft.sources import ConversationReport, ConversationSource, load_conversations
-from nemo_ext.data.sft.templates import Template
-from nemo_ext.data.tokenizers import HuggingFaceTokenizer
-from nemo_ext.progress import notice, progress_of
+from nemo_ext.data.text.indexed_dataset import read_index
+from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer
+from nemo_ext.job.progress import notice, progress_of
+from nemo_ext.job.seeds import digest, generator
 
 Ids = npt.NDArray[np.int64]
 _PART_RECORDS = 5000

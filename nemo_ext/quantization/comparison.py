@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import exp
 from typing import TYPE_CHECKING
 
-from nemo_ext.progress import progress_of
+from nemo_ext.job.progress import progress_of
 from nemo_ext.quantization.calibration import Ids
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_ext.checkpoint.beside import copy_extras, read_json
 from nemo_ext.checkpoint.safetensors_files import CONFIG, SafetensorsReader
 from nemo_ext.checkpoint.storage import CheckpointError
-from nemo_ext.progress import progress_of
+from nemo_ext.job.progress import progress_of
 from nemo_ext.quantization.modelopt import Matrix
 
 if TYPE_CHECKING:

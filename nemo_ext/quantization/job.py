@@ -28,7 +28,7 @@ from nemo_ext.checkpoint.output import (
 from nemo_ext.checkpoint.safetensors_files import CONFIG, SafetensorsReader
 from nemo_ext.checkpoint.storage import CheckpointError, files_identity, fingerprint
 from nemo_ext.checkpoint.writing import HUGGING_FACE
-from nemo_ext.progress import notice, progress_of
+from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.quantization import export, report
 from nemo_ext.quantization.calibration import CalibrationData, CalibrationSettings, batches, data_files, load
 from nemo_ext.quantization.comparison import Comparison, compare

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nemo_ext.data.settings import check_keys, nearest
-from nemo_ext.data.sft.sample import Message
+from nemo_ext.chat.sample import Message
+from nemo_ext.job.settings import check_keys, nearest
 from nemo_ext.rl.response import Response
-from nemo_ext.rl.verifiers.verdict import Verdict
+from nemo_ext.rl.verdict import Verdict
 
 
 class Conversation(Protocol):

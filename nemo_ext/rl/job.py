@@ -6,10 +6,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.data.settings import check_keys, checked_whole, nearest
-from nemo_ext.progress import notice
+from nemo_ext.job.progress import notice
+from nemo_ext.job.run_directory import CHECKPOINTS, CONFIG, only_run_in, read_config
+from nemo_ext.job.settings import check_keys, checked_whole, nearest
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, algorithm_of, presets
-from nemo_ext.run_directory import CHECKPOINTS, CONFIG, only_run_in, read_config
 
 KEYS = (
     *("preset", "run_dir", "engine", "policy", "template", "tasks", "pairs", "environments", "trl", "nemo_rl"),

@@ -17,7 +17,7 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from nemo_ext.data.settings import check_keys, checked_whole, nearest
+from nemo_ext.job.settings import check_keys, checked_whole, nearest
 
 if TYPE_CHECKING:
     import aiohttp

@@ -5,7 +5,7 @@ settings and i alone: engines read it in order, and a run that is resumed goes o
 
 path: tasks.jsonl              all tasks in an order drawn anew every epoch, or in the file's with `shuffle: false`
 curriculum: DIRECTORY          the order that `nemo-ext curriculum` made
-directory and blend            shares of task files, in the tree of pre-training blends (`nemo_ext.data.hierarchy`):
+directory and blend            shares of task files, in the tree of pre-training blends (`data/blends/hierarchy.py`):
                                the stream `math` is `<directory>/math.jsonl`; shares, tiers, temperatures, caps and
                                epochs count tasks in place of tokens; every step has each stream's quota
 """
@@ -22,13 +22,13 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from nemo_ext.data.blends.division import divide
+from nemo_ext.data.blends.hierarchy import Group, Leaf, read_tree
+from nemo_ext.data.blends.sizes import Size
 from nemo_ext.data.curriculum.layout import CURRICULUM, STATS
 from nemo_ext.data.curriculum.schedule import fixed, quotas
-from nemo_ext.data.division import divide
-from nemo_ext.data.hierarchy import Group, Leaf, read_tree
-from nemo_ext.data.seeds import generator
-from nemo_ext.data.settings import check_keys, checked_whole
-from nemo_ext.data.sizes import Size
+from nemo_ext.job.seeds import generator
+from nemo_ext.job.settings import check_keys, checked_whole
 from nemo_ext.rl.task import Task
 
 _KEYS = ("path", "shuffle", "curriculum", "directory", "blend", "streams", "seed")

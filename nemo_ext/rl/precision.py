@@ -9,7 +9,7 @@ from nemo_ext.architecture.precision_plan import HEAD, Plan
 from nemo_ext.checkpoint.beside import is_hugging_face, read_json
 from nemo_ext.checkpoint.formats import read
 from nemo_ext.checkpoint.safetensors_files import CONFIG
-from nemo_ext.data.settings import nearest
+from nemo_ext.job.settings import nearest
 from nemo_ext.quantization.generation import high_modules, never_quantised
 from nemo_ext.quantization.modelopt import matrices
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nemo_ext.data.sft.sample import Message, Sample
-from nemo_ext.data.sft.templates import Template
+from nemo_ext.chat.sample import Message, Sample
+from nemo_ext.chat.template import Template
 from nemo_ext.rl.response import OPEN
 from nemo_ext.rl.task import Task
 

@@ -6,7 +6,7 @@ writing tokens of the judge's chat template, which its tokeniser would take for 
 
 import re
 
-from nemo_ext.data.seeds import digest
+from nemo_ext.job.seeds import digest
 
 # What may be one token (<|im_end|>, </s>, <SPECIAL_11>, <think>, [INST]) or a verdict ([[A]]).
 _TEMPLATE_TOKEN = re.compile(r"<(?=[|｜/]?[A-Za-z_▁|｜][^<>\n]{0,64}>)|\[(?=\[|/?[A-Z_]{1,32}\])")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nemo_ext.progress import notice
+from nemo_ext.job.progress import notice
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nemo_ext.data.sft.sample import ToolCall
+from nemo_ext.chat.sample import ToolCall
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -15,7 +15,7 @@ class Response:
         text: all that was generated, with the reasoning and its tags.
         thinking: between the tags; None where there is no trace, "" where it is empty.
         answer: what follows the trace; "" where a trace does not end.
-        tool_calls: those that the answer makes, where an engine or `nemo_ext.rl.tools` has parsed them.
+        tool_calls: those that the answer makes, where an engine or `nemo_ext.chat.tool_calls` has parsed them.
         tokens: generated tokens in all; None if nobody counted.
         thinking_tokens: those of the trace.
         finished: whether the model ended it; False if the limit cut it off.

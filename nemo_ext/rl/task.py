@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_ext.data.settings import check_keys
-from nemo_ext.data.sft.formats import thinking_mode, to_record, to_sample
-from nemo_ext.data.sft.sample import Message, Sample
+from nemo_ext.chat.formats import thinking_mode, to_record, to_sample
+from nemo_ext.chat.sample import Message, Sample
+from nemo_ext.job.settings import check_keys
 
 _KEYS = ("id", "environment", "prompt", "reference", "tools", "domain", "thinking")
 _REQUIRED = ("id", "environment", "prompt")

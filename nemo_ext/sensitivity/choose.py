@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_ext.puzzle.integer_program import Program, minimise
+from nemo_ext.puzzle.choice.integer_program import Program, minimise
 from nemo_ext.sensitivity.units import Unit
 
 GAP, SECONDS, RESOLUTION = 1e-6, 60.0, 1e-3

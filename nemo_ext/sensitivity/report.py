@@ -12,8 +12,8 @@ from nemo_ext.architecture.blocks import NAMES
 from nemo_ext.architecture.draw import COLOURS
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import HEAD, Plan, Rule
-from nemo_ext.puzzle.score_file import read_lines
-from nemo_ext.run_directory import REPORT, write_text
+from nemo_ext.job.run_directory import REPORT, write_text
+from nemo_ext.puzzle.stages.score_file import read_lines
 from nemo_ext.sensitivity.scores import EVERYTHING, REFERENCE, Sensitivity, lost
 from nemo_ext.sensitivity.settings import Settings
 from nemo_ext.sensitivity.units import Unit, bf16_rules, named_rule, units, with_rules

@@ -15,20 +15,20 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from nemo_ext.architecture.precision_plan import Plan
+from nemo_ext.blockwise import data_parallel
+from nemo_ext.blockwise.parent import Parent
+from nemo_ext.blockwise.token_batches import TokenBatches
 from nemo_ext.checkpoint.torch_dist import checkpoint_folder
+from nemo_ext.job.progress import progress_of
+from nemo_ext.job.run_directory import read_config, write_text
 from nemo_ext.megatron.float8_modules import in_float8
 from nemo_ext.megatron.fp8 import Precision
 from nemo_ext.megatron.session import build_model, load_weights
 from nemo_ext.megatron.session import data_parallel as process_group
-from nemo_ext.progress import progress_of
-from nemo_ext.puzzle import data_parallel
 from nemo_ext.puzzle.configs import description_of, stage_config
-from nemo_ext.puzzle.parent import Parent
-from nemo_ext.puzzle.score import loss_sums
-from nemo_ext.puzzle.score_file import append_lines, read_lines
 from nemo_ext.puzzle.settings import Batches
-from nemo_ext.puzzle.token_batches import TokenBatches
-from nemo_ext.run_directory import read_config, write_text
+from nemo_ext.puzzle.stages.score import loss_sums
+from nemo_ext.puzzle.stages.score_file import append_lines, read_lines
 from nemo_ext.sensitivity.choose import Proposal, propose
 from nemo_ext.sensitivity.scores import EVERYTHING, REFERENCE, Sensitivity, lost
 from nemo_ext.sensitivity.settings import read_settings

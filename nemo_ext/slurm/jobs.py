@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.data.hierarchy import read_tree
-from nemo_ext.data.settings import nearest
-from nemo_ext.run_directory import CHECKPOINTS, last_checkpoint
+from nemo_ext.data.blends.hierarchy import read_tree
+from nemo_ext.job.run_directory import CHECKPOINTS, last_checkpoint
+from nemo_ext.job.settings import nearest
 from nemo_ext.slurm.settings import Settings
 
 TASKS = (

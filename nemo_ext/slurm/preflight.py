@@ -13,14 +13,14 @@ from nemo_ext.architecture.cost import GpuCost, per_gpu
 from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
-from nemo_ext.data.hierarchy import read_tree
+from nemo_ext.data.blends.hierarchy import read_tree
 from nemo_ext.slurm.cluster import Cluster, Limit, duration
 from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG, inputs, nodes_and_gpus, record_of
 from nemo_ext.slurm.settings import Settings
 
 GIB = 1 << 30
 SETTINGS = {
-    "tokenize": ("nemo_ext.data.streams", "blend_to_tokenize"),
+    "tokenize": ("nemo_ext.data.blends.streams", "blend_to_tokenize"),
     "sft_data": ("nemo_ext.data.sft.settings", "read_settings"),
     "preference_data": ("nemo_ext.data.preference.job", "settings"),
     "curriculum": ("nemo_ext.data.curriculum.job", "settings"),

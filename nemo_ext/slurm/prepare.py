@@ -8,8 +8,8 @@ import json
 import sys
 from pathlib import Path
 
-from nemo_ext.config import check_recipe, compose, mistakes_are_one_line
-from nemo_ext.run_directory import CHECKPOINTS, last_checkpoint, read_config, write_text
+from nemo_ext.job.config import check_recipe, compose, mistakes_are_one_line
+from nemo_ext.job.run_directory import CHECKPOINTS, last_checkpoint, read_config, write_text
 
 
 def prepared(words: list[str]) -> dict[str, object]:

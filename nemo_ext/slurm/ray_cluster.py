@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from nemo_ext import memory_profile
+from nemo_ext.memory import sampler
 
 _FIRST_PORT, _BLOCK, _BLOCKS = 28_672, 64, 64
 """Up to 32767, the last port that Linux does not hand out by itself; NeMo-RL's own are 11001 to 28000."""
@@ -303,7 +303,7 @@ def ray_cluster(
         environment: of every step; workers have it too.
         container: `Container.runtime`. Pyxis makes a container for each step: the first node's share one by name, as
             the driver and its Ray need the same /tmp and /dev/shm.
-        memory: folder for samples of every node's memory (`nemo_ext.memory_profile`), and seconds between two.
+        memory: folder for samples of every node's memory (`nemo_ext.memory.sampler`), and seconds between two.
         wait: seconds for all nodes to join.
         grace: see `RayCluster`.
         say: takes progress.
@@ -625,7 +625,7 @@ def main() -> NoReturn:
     what, *words = sys.argv[1:]
     if what == "hold":
         job, up, memory, seconds, *more = words
-        with memory_profile.sampled(Path(memory), float(seconds) or None):
+        with sampler.sampled(Path(memory), float(seconds) or None):
             sys.exit(_hold(job, up, more))
     if what == "joined":
         _joined(words[0], float(words[1]), words[2:])

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from nemo_ext.run_directory import CONFIG, LOG, METRICS, last_checkpoint, newest, read_config
+from nemo_ext.job.run_directory import CONFIG, LOG, METRICS, last_checkpoint, newest, read_config
 from nemo_ext.slurm import attempts
 
 JOB = "job"

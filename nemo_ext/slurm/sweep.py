@@ -6,7 +6,7 @@ from itertools import product
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from nemo_ext.config import compose, hydra_value, hydra_words
+from nemo_ext.job.config import compose, hydra_value, hydra_words
 from nemo_ext.slurm.settings import split
 
 MULTIRUN = "--multirun"

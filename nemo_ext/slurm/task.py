@@ -7,11 +7,11 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_ext import memory_profile
-from nemo_ext.config import FAILED, INTERRUPTED, USER_ERROR, compose
-from nemo_ext.evaluation.memory import section
+from nemo_ext.job.config import FAILED, INTERRUPTED, USER_ERROR, compose
+from nemo_ext.job.run_directory import REPORT, write_config, write_text, write_versions
+from nemo_ext.memory import sampler
+from nemo_ext.memory.report import section
 from nemo_ext.rl.job import SAVE_BY
-from nemo_ext.run_directory import REPORT, write_config, write_text, write_versions
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.batch import Batch, Prepared, say
 from nemo_ext.slurm.jobs import record_of, saved_step
@@ -31,7 +31,7 @@ class Task(Batch):
         config: dict[str, Any] = compose(job, self.words)
         self.on_ray = job == "rl" and config["engine"] == "nemo_rl"
         self.record = record_of(job, config, self.settings)
-        self.seconds = memory_profile.interval(config)
+        self.seconds = sampler.interval(config)
         folder = self.record / attempts.FOLDER
         write_config(folder, config)
         write_versions(folder, sys.argv)
@@ -70,7 +70,7 @@ class Task(Batch):
                 logs=self.record / attempts.FOLDER,
                 environment=environment,
                 container=container.runtime if container.used else "none",
-                memory=None if self.seconds is None else (self.record / memory_profile.FOLDER, self.seconds),
+                memory=None if self.seconds is None else (self.record / sampler.FOLDER, self.seconds),
                 say=say,
             ) as self.cluster:
                 return self.cluster.run(command)

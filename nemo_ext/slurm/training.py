@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nemo_ext.config import FAILED, USER_ERROR
-from nemo_ext.run_directory import LOG, last_checkpoint
+from nemo_ext.job.config import FAILED, USER_ERROR
+from nemo_ext.job.run_directory import LOG, last_checkpoint
 from nemo_ext.slurm.batch import Batch, Prepared, say
 
 _FIRST_PORT, _PORTS = 10_000, 20_000

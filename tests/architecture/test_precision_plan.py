@@ -21,7 +21,7 @@ from nemo_ext.architecture.precision_plan import (
     weight_bytes,
     weights,
 )
-from nemo_ext.config import compose
+from nemo_ext.job.config import compose
 
 SELECTIVE = ("* bf16", "M>* bf16")
 

@@ -21,7 +21,7 @@ from nemo_ext.checkpoint.beside import extras_beside
 from nemo_ext.checkpoint.safetensors_files import INDEX, SafetensorsReader, shard_name, write_index, write_shard
 from nemo_ext.checkpoint.storage import CheckpointError
 from nemo_ext.checkpoint.torch_dist import METADATA, TorchDistReader
-from nemo_ext.config import USER_ERROR
+from nemo_ext.job.config import USER_ERROR
 
 Sections = dict[str, dict[str, Any]]
 Command = Callable[..., tuple[int, str]]

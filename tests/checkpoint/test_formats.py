@@ -13,7 +13,7 @@ import pytest
 from nemo_ext.architecture.block_configs import ffn_width
 from nemo_ext.checkpoint.description import differences, from_config, to_config
 from nemo_ext.checkpoint.formats import FORMATS, choose, named, read
-from nemo_ext.config import compose
+from nemo_ext.job.config import compose
 
 Sections = dict[str, dict[str, Any]]
 FAMILIES = [

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from nemo_ext.checkpoint import hf
-from nemo_ext.config import compose
+from nemo_ext.job.config import compose
 
 SETTINGS = hf.Settings()
 STANDING_STILL = (

@@ -22,7 +22,7 @@ from nemo_ext.checkpoint import merge as merging
 from nemo_ext.checkpoint.merge import Settings, average, merge, plan, table
 from nemo_ext.checkpoint.safetensors_files import SafetensorsReader
 from nemo_ext.checkpoint.torch_dist import TorchDistReader
-from nemo_ext.config import compose
+from nemo_ext.job.config import compose
 
 HIDDEN, FFN, VOCABULARY, LAYERS = 16, 24, 40, 2
 CONFIG = {

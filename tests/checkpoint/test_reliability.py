@@ -26,7 +26,7 @@ from nemo_ext.checkpoint.output import RECORD, only_writer, unfinished
 from nemo_ext.checkpoint.safetensors_files import SafetensorsReader
 from nemo_ext.checkpoint.storage import CheckpointError
 from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
-from nemo_ext.config import INTERRUPTED, compose
+from nemo_ext.job.config import INTERRUPTED, compose
 
 ROOT = Path(nemo_ext.__file__).parents[1]
 BOTH = ("huggingface", "megatron")

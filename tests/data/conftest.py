@@ -10,10 +10,10 @@ from hypothesis import settings
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from nemo_ext.data.documents import Document, ReadReport, Source, readable
-from nemo_ext.data.manifest import Manifest
-from nemo_ext.data.sources import load_source
-from nemo_ext.data.tokenizers import Tokenizer
+from nemo_ext.data.text.documents import Document, ReadReport, Source, readable
+from nemo_ext.data.text.manifest import Manifest
+from nemo_ext.data.text.sources import load_source
+from nemo_ext.data.text.tokenizers import Tokenizer
 
 # How long an example takes says nothing on a shared machine.
 settings.register_profile("data", deadline=None)

@@ -6,9 +6,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.data.division import divide, fill
-from nemo_ext.data.hierarchy import Group, Node, read_tree
-from nemo_ext.data.sizes import Size
+from nemo_ext.data.blends.division import divide, fill
+from nemo_ext.data.blends.hierarchy import Group, Node, read_tree
+from nemo_ext.data.blends.sizes import Size
 
 
 def sized(**tokens: int) -> dict[str, Size]:

@@ -7,7 +7,7 @@ import pytest
 
 import hydra_conf
 import nemo_ext
-from nemo_ext.config import compose
+from nemo_ext.job.config import compose
 
 ROOT = Path(nemo_ext.__file__).parents[1]
 RECIPES = sorted(

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.config import compose
-from nemo_ext.data.indexed_dataset import write_index
-from nemo_ext.data.packed_files import PackingSettings, write_packed
+from nemo_ext.data.packs.packed_files import PackingSettings, write_packed
+from nemo_ext.data.packs.sample_files import write_samples
 from nemo_ext.data.phases import Piece, data_paths, most_drawn, plan_of, segments, told_of_streams
-from nemo_ext.data.sample_files import write_samples
+from nemo_ext.data.text.indexed_dataset import write_index
+from nemo_ext.job.config import compose
 
 
 def config(phases: dict[str, Any], *, tokens: float, **megatron: Any) -> dict[str, Any]:

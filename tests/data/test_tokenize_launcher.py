@@ -9,8 +9,8 @@ import pytest
 
 import launchers
 import nemo_ext
-from nemo_ext.data.documents import Source
-from nemo_ext.data.manifest import read_manifest
+from nemo_ext.data.text.documents import Source
+from nemo_ext.data.text.manifest import read_manifest
 
 ROOT = Path(nemo_ext.__file__).parents[1]
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from nemo_ext.cli import main; main()"

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from nemo_ext import run_directory
-from nemo_ext.config import compose
 from nemo_ext.evaluation.report import write_report
+from nemo_ext.job import run_directory
+from nemo_ext.job.config import compose
 
 
 def made_up_run(run_dir: Path, losses: list[float | None]) -> None:

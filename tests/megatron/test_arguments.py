@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nemo_ext.architecture.pattern import parse
-from nemo_ext.config import compose
+from nemo_ext.job.config import compose
 from nemo_ext.megatron.arguments import command_line, parse_arguments, pattern_with_cuts, world_size
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.nn.functional import kl_div, log_softmax
 
-from nemo_ext import run_directory
-from nemo_ext.config import compose
+from nemo_ext.job import run_directory
+from nemo_ext.job.config import compose
 from nemo_ext.megatron.check import check
 from nemo_ext.megatron.divergence import kl_divergence
 from nemo_ext.megatron.session import load_weights, take_tensors

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_ext.config import compose
-from nemo_ext.data.blend import other_order
-from nemo_ext.data.indexed_dataset import write_index
-from nemo_ext.data.mixed_lengths import Reading
+from nemo_ext.data.blends.blend import other_order
+from nemo_ext.data.packs.mixed_lengths import Reading
+from nemo_ext.data.text.indexed_dataset import write_index
+from nemo_ext.job.config import compose
 
 LENGTH = 16
 

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan, assigned
-from nemo_ext.config import compose
+from nemo_ext.job.config import compose
 from nemo_ext.megatron.float8 import E4M3, E5M2, SCALINGS, float8_linear, product, quantise
 from nemo_ext.megatron.float8_modules import Float8Product, in_float8, use_float8
 from nemo_ext.megatron.fp8 import Precision

@@ -14,7 +14,7 @@ from megatron.core.quantization.utils import get_quant_config_or_none
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import parse
 from nemo_ext.architecture.precision_plan import Plan, assigned, weights
-from nemo_ext.config import compose
+from nemo_ext.job.config import compose
 from nemo_ext.megatron.check import check_machine
 from nemo_ext.megatron.fp8 import Precision, use_plan
 from nemo_ext.megatron.model import stage_blocks

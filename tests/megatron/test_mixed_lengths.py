@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_ext import run_directory
-from nemo_ext.config import compose
-from nemo_ext.data.indexed_dataset import write_index
-from nemo_ext.data.mixed_lengths import MixedLengths, RowSchedule
+from nemo_ext.data.packs.mixed_lengths import MixedLengths, RowSchedule
+from nemo_ext.data.text.indexed_dataset import write_index
+from nemo_ext.job import run_directory
+from nemo_ext.job.config import compose
 
 Train = Callable[..., list[dict[str, Any]]]
 

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_ext import run_directory
-from nemo_ext.config import compose
-from nemo_ext.data.packed_files import PackingSettings, use_packed, write_packed
-from nemo_ext.data.sample_files import write_samples
+from nemo_ext.data.packs.packed_files import PackingSettings, use_packed, write_packed
+from nemo_ext.data.packs.sample_files import write_samples
+from nemo_ext.job import run_directory
+from nemo_ext.job.config import compose
 
 Build = Callable[..., torch.nn.Module]
 
@@ -385,7 +385,7 @@ def test_packs_of_two_tokenizers_do_not_blend(megatron: None, tmp_path: Path) ->
 
 
 def test_a_later_phase_goes_on_in_the_packs(megatron: None, tmp_path: Path) -> None:
-    from nemo_ext.data.mixed_lengths import Reading
+    from nemo_ext.data.packs.mixed_lengths import Reading
     from nemo_ext.megatron.arguments import command_line, parse_arguments
     from nemo_ext.megatron.forward_step import build_datasets
 

@@ -14,10 +14,10 @@ import psutil
 import pytest
 import torch
 
-from nemo_ext import run_directory
-from nemo_ext.config import compose
-from nemo_ext.data.indexed_dataset import write_index
 from nemo_ext.data.phases import Plan, plan_of
+from nemo_ext.data.text.indexed_dataset import write_index
+from nemo_ext.job import run_directory
+from nemo_ext.job.config import compose
 from nemo_ext.launch import _check_same_past
 
 FLAGS = {

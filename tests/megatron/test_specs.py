@@ -7,7 +7,7 @@ import torch
 
 from nemo_ext.architecture.cost import total_params
 from nemo_ext.architecture.model import Architecture
-from nemo_ext.config import compose
+from nemo_ext.job.config import compose
 
 TINY = ("nemotron3_nano_tiny", "domyn_small_tiny", "llama_nemotron_tiny", "olmo1_tiny", "olmo3_tiny")
 Build = Callable[..., torch.nn.Module]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.config import compose
+from nemo_ext.job.config import compose
 from nemo_ext.megatron.arguments import uses_fused_squared_relu
 from nemo_ext.megatron.check import check_keys
 from nemo_ext.megatron.session import take_tensors

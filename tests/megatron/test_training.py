@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 
-from nemo_ext import run_directory
+from nemo_ext.job import run_directory
 
 Train = Callable[..., list[dict[str, Any]]]
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_ext.blockwise.parent import Parent
 from nemo_ext.checkpoint.description import Description, from_config
-from nemo_ext.config import compose
+from nemo_ext.job.config import compose
 from nemo_ext.megatron.session import build_model
-from nemo_ext.puzzle.parent import Parent
 from nemo_ext.puzzle.variants import Choices, variants
 
 CHOICES = Choices(ffn=(0.5,), ffn_multiple=8, kv=(0.5,), experts=(0.5,), expert_ffn=(), mamba_heads=(0.5,))

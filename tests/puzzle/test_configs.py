@@ -1,7 +1,7 @@
 """Configs of other models in the run of one."""
 
 from nemo_ext.checkpoint.description import from_config
-from nemo_ext.config import compose
+from nemo_ext.job.config import compose
 from nemo_ext.puzzle.configs import with_model
 
 

@@ -5,7 +5,7 @@ import pytest
 from nemo_ext.architecture import cost
 from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.model import Architecture
-from nemo_ext.config import compose
+from nemo_ext.job.config import compose
 from nemo_ext.puzzle.cost import RESOURCES, Serving, block_costs, expected_experts, outside_costs
 
 FAMILIES = ["nemotron3_nano_30b", "domyn_small_10b", "llama_nemotron_super_49b", "olmo1_1b", "olmo3_7b"]

@@ -9,8 +9,8 @@ import yaml
 from pydantic import TypeAdapter
 
 import hydra_conf
-from nemo_ext.config import compose
-from nemo_ext.puzzle.problem import Limit
+from nemo_ext.job.config import compose
+from nemo_ext.puzzle.choice.problem import Limit
 from nemo_ext.puzzle.settings import Settings, limit, settings
 
 SEARCH = {"shares": {"parameters": 0.6}}

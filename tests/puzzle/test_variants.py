@@ -11,8 +11,8 @@ from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.checkpoint.description import Description, from_config, to_config
 from nemo_ext.checkpoint.parameters import rows
-from nemo_ext.config import compose
-from nemo_ext.puzzle.initialise import Importance, initial_weights
+from nemo_ext.job.config import compose
+from nemo_ext.puzzle.stages.initialise import Importance, initial_weights
 from nemo_ext.puzzle.variants import Choices, Variant, variants
 
 FAMILIES = ["nemotron3_nano_tiny", "domyn_small_tiny", "llama_nemotron_tiny", "olmo1_tiny", "olmo3_tiny"]

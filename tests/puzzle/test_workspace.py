@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_ext.config import compose
+from nemo_ext.job.config import compose
 from nemo_ext.puzzle.settings import settings
 from nemo_ext.puzzle.workspace import STAGES, Workspace
 

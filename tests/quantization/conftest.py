@@ -12,10 +12,10 @@ import torch
 from tokenizers import AddedToken, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
+from nemo_ext.chat.template import Template
 from nemo_ext.checkpoint.description import Description, from_config
 from nemo_ext.checkpoint.formats import Format, choose
-from nemo_ext.config import compose
-from nemo_ext.data.sft.templates import Template
+from nemo_ext.job.config import compose
 
 TEMPLATE = "nemotron3_nano"
 VOCABULARY = 384

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_ext.data.indexed_dataset import read_index
-from nemo_ext.data.packed_files import PackingSettings, write_packed
-from nemo_ext.data.sample_files import write_samples
+from nemo_ext.data.packs.packed_files import PackingSettings, write_packed
+from nemo_ext.data.packs.sample_files import write_samples
 from nemo_ext.data.sft.job import run as sft_data
+from nemo_ext.data.text.indexed_dataset import read_index
 from nemo_ext.quantization.calibration import CalibrationSettings, batches, load
 
 VOCABULARY = 384
@@ -105,7 +105,7 @@ def test_the_choice_does_not_depend_on_the_order_of_the_file(
 def test_what_sft_data_writes_is_read(
     folder_of: Callable[..., Path], conversations: Callable[[int], Path], tmp_path: Path
 ) -> None:
-    from nemo_ext.config import compose
+    from nemo_ext.job.config import compose
 
     model, data = folder_of("domyn_small_tiny", "*-"), conversations(40)
     words = ["output=" + str(tmp_path / "sft"), "template=nemotron3_nano", f"tokenizer={model}", "workers=1"]

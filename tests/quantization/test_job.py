@@ -14,7 +14,7 @@ from launchers import quantize as launcher
 from nemo_ext.checkpoint import hf
 from nemo_ext.checkpoint.safetensors_files import SafetensorsReader
 from nemo_ext.checkpoint.storage import CheckpointError
-from nemo_ext.config import USER_ERROR, compose
+from nemo_ext.job.config import USER_ERROR, compose
 from nemo_ext.quantization import export, job
 from nemo_ext.quantization.modelopt import parameters
 

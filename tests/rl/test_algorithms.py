@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import hydra_conf
-from nemo_ext.config import compose
+from nemo_ext.job.config import compose
 from nemo_ext.rl.algorithms import PolicyGradient, Preference, Schedule, algorithm_of, load, presets
 from nemo_ext.rl.rendering import Rendered, around
 

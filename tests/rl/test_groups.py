@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from nemo_ext.data.sft.sample import Message
+from nemo_ext.chat.sample import Message
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.groups import Member, check_judges, group_reward
 from nemo_ext.rl.response import parse_response

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_ext.config import compose
 from nemo_ext.data.curriculum.job import run as run_curriculum
+from nemo_ext.job.config import compose
 from nemo_ext.rl.plan import plan_tasks
 
 

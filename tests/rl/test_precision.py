@@ -7,7 +7,7 @@ import pytest
 
 from nemo_ext.checkpoint.description import from_config
 from nemo_ext.checkpoint.formats import choose
-from nemo_ext.config import compose
+from nemo_ext.job.config import compose
 from nemo_ext.rl.precision import Precision
 
 

@@ -14,11 +14,11 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
-from nemo_ext.config import compose
+from nemo_ext.blockwise.parent import Parent
+from nemo_ext.job.config import compose
 from nemo_ext.megatron.float8_modules import in_float8
 from nemo_ext.megatron.fp8 import Precision
 from nemo_ext.megatron.session import build_model
-from nemo_ext.puzzle.parent import Parent
 from nemo_ext.sensitivity.sweep import Measurements
 from nemo_ext.sensitivity.units import only, units
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan, assigned
-from nemo_ext.config import compose
+from nemo_ext.job.config import compose
 from nemo_ext.sensitivity.units import kept_by, named_rule, only, units
 
 NANO = Architecture.from_config(compose("describe", ["model=nemotron3_nano_30b"]))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_ext.run_directory import last_checkpoint, read_metrics
+from nemo_ext.job.run_directory import last_checkpoint, read_metrics
 from nemo_ext.slurm import attempts
 
 REPOSITORY = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nemo_ext.run_directory import last_checkpoint
+from nemo_ext.job.run_directory import last_checkpoint
 from nemo_ext.slurm import attempts
 
 PAGE = Path(__file__).parents[2] / "docs" / "leonardo.md"

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 import hydra_conf
-from nemo_ext.config import compose
-from nemo_ext.run_directory import last_checkpoint
+from nemo_ext.job.config import compose
+from nemo_ext.job.run_directory import last_checkpoint
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.jobs import inputs, makes
 from nemo_ext.slurm.pipeline import read

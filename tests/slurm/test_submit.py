@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import hydra_conf
-from nemo_ext.config import compose
+from nemo_ext.job.config import compose
 from nemo_ext.slurm.preflight import Finding, findings
 from nemo_ext.slurm.settings import settings_of
 from nemo_ext.slurm.submit import SCRIPTS, checked, planned, submit

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nemo_ext.data.atomic_files import publish, unfinished
 from nemo_ext.data.curriculum.layout import (
     ARRAYS,
     CURRICULUM,
@@ -30,10 +29,11 @@ from nemo_ext.data.curriculum.schedule import fixed
 from nemo_ext.data.curriculum.select import Selection, select
 from nemo_ext.data.curriculum.settings import Settings, settings
 from nemo_ext.data.curriculum.write import OFF, marker, write_ordered
-from nemo_ext.data.documents import ReadReport
-from nemo_ext.data.workers import usable_cores
-from nemo_ext.progress import notice
-from nemo_ext.run_directory import only_run_in, write_text
+from nemo_ext.data.text.documents import ReadReport
+from nemo_ext.data.text.workers import usable_cores
+from nemo_ext.job.files import publish, unfinished
+from nemo_ext.job.progress import notice
+from nemo_ext.job.run_directory import only_run_in, write_text
 
 LEAST_TO_TEACH = 0.05
 """Of a domain in `adapted`."""

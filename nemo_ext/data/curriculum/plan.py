@@ -18,7 +18,7 @@ import numpy.typing as npt
 from nemo_ext.data.curriculum.pools import DomainPools, ordering_keys
 from nemo_ext.data.curriculum.prompts import Keys, Numbers
 from nemo_ext.data.curriculum.schedule import Floats, Ratios, means, quotas, start_of, wanted
-from nemo_ext.data.seeds import digest
+from nemo_ext.job.seeds import digest
 
 BLOCK = 4096
 

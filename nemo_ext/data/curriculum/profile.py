@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nemo_ext.data.atomic_files import publish, unfinished
 from nemo_ext.data.curriculum.prompts import Keys, Numbers
 from nemo_ext.data.curriculum.records import (
     Malformed,
@@ -33,7 +32,8 @@ from nemo_ext.data.curriculum.records import (
     value_at,
 )
 from nemo_ext.data.curriculum.settings import PROMPT, RolloutKeys
-from nemo_ext.data.documents import ReadReport
+from nemo_ext.data.text.documents import ReadReport
+from nemo_ext.job.files import publish, unfinished
 
 MERGE_ROWS = 1 << 20
 SUMS = ("rollouts", "successes", "reward", "tokens", "with_tokens")

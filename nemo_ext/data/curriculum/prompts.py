@@ -28,7 +28,7 @@ from nemo_ext.data.curriculum.records import (
     value_at,
 )
 from nemo_ext.data.curriculum.settings import LINE, PROMPT, PromptKeys
-from nemo_ext.data.documents import ReadReport
+from nemo_ext.data.text.documents import ReadReport
 
 Keys = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]

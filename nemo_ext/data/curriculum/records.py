@@ -18,10 +18,10 @@ from typing import IO, Any, cast
 
 import orjson
 
-from nemo_ext.data.atomic_files import publish, unfinished
-from nemo_ext.data.documents import EXAMPLES_PER_REASON, ReadReport
-from nemo_ext.data.workers import prepare_worker
-from nemo_ext.progress import progress_of
+from nemo_ext.data.text.documents import EXAMPLES_PER_REASON, ReadReport
+from nemo_ext.data.text.workers import prepare_worker
+from nemo_ext.job.files import publish, unfinished
+from nemo_ext.job.progress import progress_of
 
 PART_BYTES = 32 << 20
 PACKED = (".gz", ".zst")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from nemo_ext.data.seeds import uniform
+from nemo_ext.job.seeds import uniform
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]

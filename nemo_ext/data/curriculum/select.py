@@ -11,8 +11,8 @@ from nemo_ext.data.curriculum.profile import Profile
 from nemo_ext.data.curriculum.prompts import Keys, Numbers, Prompts
 from nemo_ext.data.curriculum.settings import Settings
 from nemo_ext.data.curriculum.write import AS_IT_IS, OFF, ON, Modes
-from nemo_ext.data.seeds import digest
-from nemo_ext.data.settings import nearest
+from nemo_ext.job.seeds import digest
+from nemo_ext.job.settings import nearest
 
 OFF_BITS = 0x9E3779B97F4A7C15
 

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveFlo
 from pydantic import ValidationError as PydanticError
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.data.settings import nearest
+from nemo_ext.job.settings import nearest
 
 STRICT = ConfigDict(extra="forbid")
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -18,10 +18,10 @@ import numpy.typing as npt
 import orjson
 import psutil
 
-from nemo_ext.data.atomic_files import publish, unfinished
 from nemo_ext.data.curriculum.prompts import Prompts
 from nemo_ext.data.curriculum.settings import Thinking
-from nemo_ext.progress import progress_of
+from nemo_ext.job.files import publish, unfinished
+from nemo_ext.job.progress import progress_of
 
 ROWS = 1 << 16
 MOST_OPEN = 128

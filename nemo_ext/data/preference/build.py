@@ -13,8 +13,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nemo_ext.data.atomic_files import publish, unfinished
-from nemo_ext.data.documents import ReadReport
+from nemo_ext.chat.formats import FormatError
+from nemo_ext.chat.template import Template
 from nemo_ext.data.preference.filters import Filters, Lengths, has_reasoning
 from nemo_ext.data.preference.genrm import GenrmSample, genrm_record, of_pair, swapped, to_genrm
 from nemo_ext.data.preference.group import Group, Pair, pair_digest, prompt_digest, tools_digest, trainer_messages
@@ -24,11 +24,11 @@ from nemo_ext.data.preference.pairs import delta, judged, ready, safety
 from nemo_ext.data.preference.records import merged, to_group
 from nemo_ext.data.preference.settings import SourceSettings
 from nemo_ext.data.preference.spread import Placed, gathered
-from nemo_ext.data.seeds import digest
-from nemo_ext.data.sft.formats import FormatError
-from nemo_ext.data.sft.templates import Template
-from nemo_ext.data.tokenizers import Tokenizer, load_tokenizer
-from nemo_ext.run_directory import write_text
+from nemo_ext.data.text.documents import ReadReport
+from nemo_ext.data.text.tokenizers import Tokenizer, load_tokenizer
+from nemo_ext.job.files import publish, unfinished
+from nemo_ext.job.run_directory import write_text
+from nemo_ext.job.seeds import digest
 
 _MAKERS: Mapping[str, Callable[..., list[Pair]]] = {"delta": delta, "judged": judged, "safety": safety, "pairs": ready}
 

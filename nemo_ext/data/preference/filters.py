@@ -11,8 +11,8 @@ from typing import NamedTuple
 from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from nemo_ext.chat.sample import Message
 from nemo_ext.data.preference.group import Pair, message_records
-from nemo_ext.data.sft.sample import Message
 from nemo_ext.data.sft.sources import Paths
 
 MULTI_TURN = "multi_turn"

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nemo_ext.chat.formats import FormatError
+from nemo_ext.chat.sample import Message
 from nemo_ext.data.preference.group import Group, Pair, trainer_messages
 from nemo_ext.data.preference.records import RecordKeys, completion, number, to_group
-from nemo_ext.data.sft.formats import FormatError
-from nemo_ext.data.sft.sample import Message
 
 LEAST_HELPFUL, MOST_HELPFUL = 1, 5
 FIRST_SUPERIOR, SECOND_SUPERIOR = 1, 6

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nemo_ext.data.sft.formats import to_record
-from nemo_ext.data.sft.sample import Message, Sample
-from nemo_ext.data.sft.templates import conversation
+from nemo_ext.chat.formats import to_record
+from nemo_ext.chat.sample import Message, Sample
+from nemo_ext.chat.template import conversation
 
 Side = Literal["", "strong", "weak"]
 

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from nemo_ext.data.documents import ReadReport
 from nemo_ext.data.preference.group import Generation, Group, Pair
 from nemo_ext.data.preference.pairs import balanced
+from nemo_ext.data.text.documents import ReadReport
 
 NO_TOOLS, WITH_TOOLS, PENALTY = GROUPS = ("no_tools", "with_tools", "hallucination_penalty")
 

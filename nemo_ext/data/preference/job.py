@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext import __version__
-from nemo_ext.data.documents import ReadReport
+from nemo_ext.chat.template import Template
 from nemo_ext.data.preference.build import Counts, Work, build, loaded, read_counts
 from nemo_ext.data.preference.mix import Line, is_validation, mixed
 from nemo_ext.data.preference.report import PLOT, Written, markdown, plot
@@ -19,12 +19,12 @@ from nemo_ext.data.preference.settings import Settings, SourceSettings, output_d
 from nemo_ext.data.preference.spread import readers, spread
 from nemo_ext.data.preference.write import SPLITS, read_lines, write_split
 from nemo_ext.data.sft.sources import outside
-from nemo_ext.data.sft.templates import Template
-from nemo_ext.data.tokenizers import load_tokenizer
-from nemo_ext.data.user_files import RecordSource
-from nemo_ext.data.workers import prepare_worker, usable_cores
-from nemo_ext.progress import notice, progress_of
-from nemo_ext.run_directory import REPORT, only_run_in, write_text
+from nemo_ext.data.text.documents import ReadReport
+from nemo_ext.data.text.tokenizers import load_tokenizer
+from nemo_ext.data.text.user_files import RecordSource
+from nemo_ext.data.text.workers import prepare_worker, usable_cores
+from nemo_ext.job.progress import notice, progress_of
+from nemo_ext.job.run_directory import REPORT, only_run_in, write_text
 
 _WORK = ".work"
 _BAD = ("malformed", "schema")

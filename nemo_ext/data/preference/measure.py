@@ -4,11 +4,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
+from nemo_ext.chat.sample import Message, Sample
+from nemo_ext.chat.template import Template
 from nemo_ext.data.preference.filters import Lengths, has_reasoning
 from nemo_ext.data.preference.group import Pair
-from nemo_ext.data.sft.sample import Message, Sample
-from nemo_ext.data.sft.templates import Template
-from nemo_ext.data.tokenizers import Tokenizer
+from nemo_ext.data.text.tokenizers import Tokenizer
 
 Texts = tuple[str, str, str]
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nemo_ext.data.documents import ReadReport
 from nemo_ext.data.preference.build import Row
-from nemo_ext.data.seeds import digest, uniform
+from nemo_ext.data.text.documents import ReadReport
+from nemo_ext.job.seeds import digest, uniform
 
 
 @dataclass(frozen=True, slots=True)

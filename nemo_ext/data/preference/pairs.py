@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from nemo_ext.data.documents import ReadReport
 from nemo_ext.data.preference.group import Generation, Group, Pair
-from nemo_ext.data.seeds import digest
+from nemo_ext.data.text.documents import ReadReport
+from nemo_ext.job.seeds import digest
 
 HARMFUL, HARMLESS = "harmful", "safe"
 SAFE, UNSAFE, REFUSAL = "safe", "unsafe", "refusal"

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nemo_ext.data.documents import ReadReport
+from nemo_ext.chat.formats import FormatError, checked_text, to_sample
+from nemo_ext.chat.sample import Message, Sample
 from nemo_ext.data.preference.group import Generation, Group, Side, message_records
-from nemo_ext.data.sft.formats import FormatError, checked_text, to_sample
-from nemo_ext.data.sft.sample import Message, Sample
 from nemo_ext.data.sft.sources import value_at
+from nemo_ext.data.text.documents import ReadReport
 
 PROMPT_KEYS = ("messages", "prompt", "context", "conversations")
 ANSWER_KEYS = ("response", "completion", "text", "message", "generation", "output")

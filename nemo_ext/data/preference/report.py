@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from nemo_ext.data.documents import ReadReport
 from nemo_ext.data.preference.build import Counts
+from nemo_ext.data.text.documents import ReadReport
 
 PLOT = "lengths.png"
 _LINEAR = 100

@@ -14,12 +14,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nemo_ext.data.documents import Part, ReadReport
+from nemo_ext.chat.formats import FormatError
 from nemo_ext.data.preference.records import RecordKeys, group_key
 from nemo_ext.data.preference.settings import SourceSettings
-from nemo_ext.data.sft.formats import FormatError
 from nemo_ext.data.sft.sources import without_nulls
-from nemo_ext.data.user_files import JsonlSource, ParquetSource, RecordSource
+from nemo_ext.data.text.documents import Part, ReadReport
+from nemo_ext.data.text.user_files import JsonlSource, ParquetSource, RecordSource
 
 PART_BYTES = 64 << 20
 MOST_PARTS = 128  # they are open at once

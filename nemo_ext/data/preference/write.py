@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from nemo_ext.data.atomic_files import publish, unfinished
 from nemo_ext.data.preference.formats import Columns, JsonObject, genrm_line, nemo_rl_record, trl_record
 from nemo_ext.data.preference.mix import Line
+from nemo_ext.job.files import publish, unfinished
 
 Parts = Sequence[Sequence[Path]]
 MOST_OPEN = 128

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from nemo_ext.data.settings import nearest
+from nemo_ext.job.settings import nearest
 
 
 def checked[T](kind: type[T], config: Mapping[str, Any], *, where: str) -> T:

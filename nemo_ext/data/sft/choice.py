@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nemo_ext.data.packed_files import PackingSettings
-from nemo_ext.data.seeds import digest
-from nemo_ext.data.settings import nearest
+from nemo_ext.chat.reasoning import ANY_TASK, Mode, ModeShares
+from nemo_ext.data.packs.packed_files import PackingSettings
 from nemo_ext.data.sft.filters.near_duplicates import Sketches, first_of_each
-from nemo_ext.data.sft.reasoning import ANY_TASK, Mode, ModeShares
 from nemo_ext.data.sft.sampling import copies, epochs
 from nemo_ext.data.sft.settings import SftSettings
 from nemo_ext.data.sft.shards import KINDS, Shard
-from nemo_ext.progress import notice
+from nemo_ext.job.progress import notice
+from nemo_ext.job.seeds import digest
+from nemo_ext.job.settings import nearest
 
 _UNITS: tuple[Mode, ...] = ("off", "fixed", "on")
 _BAD = ("malformed", "schema")

@@ -1,7 +1,7 @@
 """Conversations to packs: shards made by workers, then one pass that decides over all samples, packs and reports.
 
 OUTPUT/.work/              tokenised texts; kept, so that other sampling or packing starts from them
-OUTPUT/train.*, valid.*    packs (`nemo_ext.data.packed_files`)
+OUTPUT/train.*, valid.*    packs (`nemo_ext.data.packs.packed_files`)
 OUTPUT/report.md           what there is, what was left out and why
 """
 
@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext import __version__
-from nemo_ext.data.packed_files import PackedManifest, is_packed, write_packed
+from nemo_ext.data.packs.packed_files import PackedManifest, is_packed, write_packed
 from nemo_ext.data.sft.choice import Chosen, Table, check_bad_share, choose, summary, table_of
 from nemo_ext.data.sft.masks import ChatEncoder
 from nemo_ext.data.sft.report import write_report
 from nemo_ext.data.sft.settings import SftSettings, read_settings
 from nemo_ext.data.sft.shards import Piece, Work, config_text, encoder_of, is_finished, make_shard, open_shard
 from nemo_ext.data.sft.sources import outside
-from nemo_ext.data.tokenizers import HuggingFaceTokenizer
-from nemo_ext.data.workers import in_workers, usable_cores
-from nemo_ext.progress import notice, progress_of
-from nemo_ext.run_directory import only_run_in, write_text
+from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer
+from nemo_ext.data.text.workers import in_workers, usable_cores
+from nemo_ext.job.progress import notice, progress_of
+from nemo_ext.job.run_directory import only_run_in, write_text
 
 PART_RECORDS = 5000
 PART_BYTES = 32_000_000

@@ -19,10 +19,10 @@ import numpy.typing as npt
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
-from nemo_ext.data.settings import nearest
-from nemo_ext.data.sft.sample import Sample
-from nemo_ext.data.sft.templates import ControlTokens, Rendered, Template
-from nemo_ext.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from nemo_ext.chat.sample import Sample
+from nemo_ext.chat.template import ControlTokens, Rendered, Template
+from nemo_ext.data.text.tokenizers import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from nemo_ext.job.settings import nearest
 
 # What looks like a control token in a template, and must be one token of the model.
 _LOOKS_LIKE_CONTROL = re.compile(r"<\|[^<>|\s]+\|>")
@@ -203,13 +203,13 @@ def encode(
 
 @lru_cache(maxsize=8)
 def _encoder(template: Template, tokenizer: str) -> ChatEncoder:
-    from nemo_ext.data.tokenizers import load_tokenizer
+    from nemo_ext.data.text.tokenizers import load_tokenizer
 
     return ChatEncoder(template, load_tokenizer(json.loads(tokenizer)))
 
 
 def _rebuild(template: Template, tokenizer: dict[str, object]) -> ChatEncoder:
-    from nemo_ext.data.tokenizers import load_tokenizer
+    from nemo_ext.data.text.tokenizers import load_tokenizer
 
     return ChatEncoder(template, load_tokenizer(tokenizer), allow_missing=True)
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from nemo_ext.data.packed_files import PackedManifest
+from nemo_ext.data.packs.packed_files import PackedManifest
 from nemo_ext.data.sft.settings import SftSettings
 from nemo_ext.data.sft.shards import MODES
-from nemo_ext.run_directory import write_text
+from nemo_ext.job.run_directory import write_text
 
 if TYPE_CHECKING:
     from nemo_ext.data.sft.choice import Chosen, Table

@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from nemo_ext.data.division import fill
+from nemo_ext.data.blends.division import fill
 from nemo_ext.data.sft.settings import Sampling
 
 

@@ -1,6 +1,6 @@
 """One part of a source as tokenised texts: read, filtered, its reasoning controlled, rendered, encoded; by workers.
 
-FOLDER/NNNNNN.tokens, .loss, .lengths.npy   the texts (`nemo_ext.data.sample_files`)
+FOLDER/NNNNNN.tokens, .loss, .lengths.npy   the texts (`nemo_ext.data.packs.sample_files`)
 FOLDER/NNNNNN.npz                           what decisions over all samples need
 FOLDER/NNNNNN.json                          what was read, left out and changed; it comes last
 """
@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nemo_ext.data.atomic_files import publish, unfinished
-from nemo_ext.data.documents import Part
-from nemo_ext.data.sample_files import SampleFile, open_samples, write_samples
-from nemo_ext.data.seeds import digest
+from nemo_ext.chat.reasoning import Control, ReasoningReport, mode_of, stripped
+from nemo_ext.chat.sample import Sample
+from nemo_ext.chat.template import Template
+from nemo_ext.data.packs.sample_files import SampleFile, open_samples, write_samples
 from nemo_ext.data.sft.filters.base import Texts
 from nemo_ext.data.sft.filters.near_duplicates import Sketches
 from nemo_ext.data.sft.masks import ChatEncoder, Encoded
-from nemo_ext.data.sft.reasoning import Control, ReasoningReport, mode_of, stripped
-from nemo_ext.data.sft.sample import Sample
 from nemo_ext.data.sft.settings import SftSettings, read_settings
 from nemo_ext.data.sft.sources import ConversationReport
-from nemo_ext.data.sft.templates import Template
-from nemo_ext.data.tokenizers import load_tokenizer
-from nemo_ext.run_directory import write_text
+from nemo_ext.data.text.documents import Part
+from nemo_ext.data.text.tokenizers import load_tokenizer
+from nemo_ext.job.files import publish, unfinished
+from nemo_ext.job.run_directory import write_text
+from nemo_ext.job.seeds import digest
 
 MODES = ("off", "on")
 KINDS = ("off", "fixed", "on", "stripped")

@@ -18,9 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, ConfigDict
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.data.documents import Part, ReadReport
-from nemo_ext.data.sft.checked import checked
-from nemo_ext.data.sft.formats import (
+from nemo_ext.chat.formats import (
     MODE_LINE,
     Format,
     FormatError,
@@ -29,8 +27,10 @@ from nemo_ext.data.sft.formats import (
     to_sample,
     without_mode_line,
 )
-from nemo_ext.data.sft.sample import Sample
-from nemo_ext.data.user_files import JsonlSource, ParquetSource, RecordSource
+from nemo_ext.chat.sample import Sample
+from nemo_ext.data.sft.checked import checked
+from nemo_ext.data.text.documents import Part, ReadReport
+from nemo_ext.data.text.user_files import JsonlSource, ParquetSource, RecordSource
 
 _CHECKED_RECORDS = 1000
 _CHECKED_BYTES = 1 << 20
@@ -118,7 +118,7 @@ class ConversationSource:
         return inputs
 
     def parts(self, *, max_documents: int, max_size: int) -> Iterator[Part]:
-        """The files in pieces that are read on their own; see `nemo_ext.data.documents.Source.parts`."""
+        """The files in pieces that are read on their own; see `nemo_ext.data.text.documents.Source.parts`."""
         for name, path in self.files.inputs():
             if path.stat().st_size == 0:
                 yield Part(name=name, path=str(path), size=0, documents=0)

@@ -14,13 +14,13 @@ from typing import Any
 import yaml
 
 from nemo_ext import __version__
-from nemo_ext.data.settings import check_keys, checked_whole, nearest
-from nemo_ext.progress import notice
+from nemo_ext.job.progress import notice
+from nemo_ext.job.run_directory import write_text
+from nemo_ext.job.settings import check_keys, checked_whole, nearest
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.gym.rows import to_gym
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import generate
-from nemo_ext.run_directory import write_text
 
 SERVER = "nemo_ext"
 EXAMPLES = 5

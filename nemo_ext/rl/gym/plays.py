@@ -8,7 +8,7 @@ from typing import Any
 from nemo_ext.rl.environments import Conversation
 from nemo_ext.rl.gym.responses import Answered
 from nemo_ext.rl.response import Response
-from nemo_ext.rl.verifiers.verdict import Verdict
+from nemo_ext.rl.verdict import Verdict
 
 MAX_PLAYS = 50_000
 """That are kept; more conversations at once are no engine's."""

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from string import ascii_uppercase
 from typing import Any
 
-from nemo_ext.data.settings import check_keys, nearest
-from nemo_ext.data.sft.sample import Message, Role, ToolCall
+from nemo_ext.chat.sample import Message, Role, ToolCall
+from nemo_ext.chat.tool_calls import check_tools, read_openai_calls
+from nemo_ext.job.settings import check_keys, nearest
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.tools import check_tools, read_openai_calls
 
 PARAMETERS, METADATA = "responses_create_params", "verifier_metadata"
 _KEYS = ("id", "environment", "domain", "reference", "thinking")

@@ -27,7 +27,8 @@ from nemo_gym.rollout_collection import NG_FAILURE_CLASS_KEY
 from nemo_gym.server_utils import SESSION_ID_KEY
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
-from nemo_ext.data.settings import checked_whole, nearest
+from nemo_ext.chat.tool_calls import read_openai_calls
+from nemo_ext.job.settings import checked_whole, nearest
 from nemo_ext.rl.environments import Environment, make
 from nemo_ext.rl.episodes import References
 from nemo_ext.rl.gym.plays import NoPlayError, Play, Plays
@@ -36,8 +37,7 @@ from nemo_ext.rl.gym.rows import of_gym
 from nemo_ext.rl.response import Response
 from nemo_ext.rl.rewards.named import Facts, NamedReward, reward_of
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.tools import read_openai_calls
-from nemo_ext.rl.verifiers.verdict import Verdict
+from nemo_ext.rl.verdict import Verdict
 
 _MANY_TURNS = 10_000  # of tools that are called one by one: the agent's max_steps ends them
 # What Gym itself writes into a server's config.

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import yaml
 from omegaconf import OmegaConf
 
-from nemo_ext.data.settings import nearest
+from nemo_ext.job.settings import nearest
 
 Section = Literal["grpo", "dpo"]
 _EXAMPLES: Mapping[Section, str] = {"grpo": "grpo_math_1B.yaml", "dpo": "dpo.yaml"}

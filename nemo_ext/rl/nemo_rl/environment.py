@@ -13,7 +13,7 @@ import ray
 import torch
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 
-from nemo_ext.data.settings import check_keys
+from nemo_ext.job.settings import check_keys
 from nemo_ext.rl.episodes import KEYS as OWN
 from nemo_ext.rl.episodes import Episode, Episodes, Turn
 from nemo_ext.rl.prompts import Prompts

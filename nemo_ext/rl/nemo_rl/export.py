@@ -15,12 +15,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.data.sft.templates import Template
-from nemo_ext.progress import notice
+from nemo_ext.chat.template import Template
+from nemo_ext.job.progress import notice
+from nemo_ext.job.run_directory import write_text
 from nemo_ext.rl.nemo_rl import compat
 from nemo_ext.rl.nemo_rl.checkout import Checkout, Section
 from nemo_ext.rl.nemo_rl.render import ALL
-from nemo_ext.run_directory import write_text
 
 MODEL, FINISHED, LOG = "model", "finished.json", "convert.log"
 _BIN = "pytorch_model.bin"

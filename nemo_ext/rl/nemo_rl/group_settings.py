@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_ext.data.settings import check_keys, nearest
+from nemo_ext.job.settings import check_keys, nearest
 from nemo_ext.rl.groups import KEYS, group_reward
 from nemo_ext.rl.nemo_rl.group_rewards import Groups
 from nemo_ext.rl.nemo_rl.register import PREFIX

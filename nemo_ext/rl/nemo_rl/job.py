@@ -7,16 +7,16 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.config import INTERRUPTED
-from nemo_ext.data.settings import check_keys
-from nemo_ext.progress import notice
+from nemo_ext.job.config import INTERRUPTED
+from nemo_ext.job.progress import notice
+from nemo_ext.job.run_directory import CHECKPOINTS, write_config, write_versions
+from nemo_ext.job.settings import check_keys
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient
 from nemo_ext.rl.job import flat
 from nemo_ext.rl.nemo_rl.checkout import Checkout
 from nemo_ext.rl.nemo_rl.export import FINISHED, MODEL, finished_step, has_model, leave_model, saved_in
 from nemo_ext.rl.nemo_rl.render import render, section_of
 from nemo_ext.rl.precision import Precision
-from nemo_ext.run_directory import CHECKPOINTS, write_config, write_versions
 
 _KEYS = ("backend", "set")
 _OPTIONAL = ("fp8_in",)

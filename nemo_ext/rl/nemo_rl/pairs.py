@@ -13,8 +13,8 @@ from typing import Any
 import orjson
 import torch
 
-from nemo_ext.data.sft.formats import to_sample
-from nemo_ext.data.sft.templates import thinks
+from nemo_ext.chat.formats import to_sample
+from nemo_ext.chat.template import thinks
 from nemo_ext.rl.prompts import Prompts
 
 

@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 from torch.nn.functional import logsigmoid
 
-from nemo_ext.data.settings import nearest
+from nemo_ext.job.settings import nearest
 from nemo_ext.rl.nemo_rl import compat
 
 Distance = Literal["backward_kl", "forward_kl", "squared"]

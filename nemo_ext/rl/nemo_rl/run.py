@@ -13,8 +13,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.data.settings import check_keys, nearest
-from nemo_ext.progress import notice
+from nemo_ext.job.progress import notice
+from nemo_ext.job.settings import check_keys, nearest
 from nemo_ext.rl.environments import ENVIRONMENTS
 from nemo_ext.rl.episodes import KEYS as EPISODE_KEYS
 from nemo_ext.rl.episodes import Episodes

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nemo_ext.data.settings import nearest
+from nemo_ext.job.settings import nearest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

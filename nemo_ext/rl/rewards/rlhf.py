@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nemo_ext.data.sft.sample import Message
+from nemo_ext.chat.sample import Message
 from nemo_ext.rl.judge import Judge
 from nemo_ext.rl.response import Response
 from nemo_ext.rl.rewards.comparison import GroupRewards, LengthControl, circular_comparisons, group_rewards

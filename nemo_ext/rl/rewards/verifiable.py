@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from nemo_ext.rl.rewards.components import Component, Reward, combine
 from nemo_ext.rl.rewards.length import linear_length_penalty
-from nemo_ext.rl.verifiers.verdict import Outcome, Verdict
+from nemo_ext.rl.verdict import Outcome, Verdict
 
 DOMYN_CORRECTNESS: Mapping[Outcome, float] = {"correct": 1.0, "wrong": 0.0, "error": -0.8}
 DOMYN_MATH = (

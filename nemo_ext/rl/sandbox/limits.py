@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from nemo_ext.data.settings import check_keys
+from nemo_ext.job.settings import check_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Literal, TypeVar
 
-from nemo_ext.data.settings import checked_whole, nearest
+from nemo_ext.job.settings import checked_whole, nearest
 from nemo_ext.rl.sandbox.box import Box, Nursery, Run, Settings
 from nemo_ext.rl.sandbox.isolation import KINDS, BusyError, Isolation, Kind, SandboxError
 from nemo_ext.rl.sandbox.limits import Limits

@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nemo_ext.data.settings import checked_whole, nearest
+from nemo_ext.job.settings import checked_whole, nearest
 from nemo_ext.rl.task import Task
 
 GENERATORS: Mapping[str, str] = {

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from nemo_ext.data.settings import nearest
-from nemo_ext.data.sft.formats import FormatError, to_sample
-from nemo_ext.data.sft.sample import Message, Sample
+from nemo_ext.chat.formats import FormatError, to_sample
+from nemo_ext.chat.sample import Message, Sample
 from nemo_ext.data.sft.sources import ConversationReport, ConversationSource, value_at
+from nemo_ext.job.settings import nearest
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.rewards.genrm import instructed_messages
 from nemo_ext.rl.task import Task

@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from nemo_ext.data.settings import nearest
+from nemo_ext.job.settings import nearest
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, Preference
 from nemo_ext.rl.rendering import Rendered, around
 

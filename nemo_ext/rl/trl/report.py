@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.evaluation import memory
+from nemo_ext.job.run_directory import METRICS, REPORT, write_text
+from nemo_ext.memory import report as memory
 from nemo_ext.rl.algorithms import Algorithm
-from nemo_ext.run_directory import METRICS, REPORT, write_text
 
 PLOT = "reward.png"
 _PANELS = {

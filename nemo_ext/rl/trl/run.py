@@ -11,10 +11,11 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from nemo_ext import memory_profile
-from nemo_ext.data.settings import nearest
-from nemo_ext.data.sft.templates import Template
-from nemo_ext.progress import notice
+from nemo_ext.chat.template import Template
+from nemo_ext.job.progress import notice
+from nemo_ext.job.run_directory import CHECKPOINTS, METRICS, truncate_metrics, write_config, write_versions
+from nemo_ext.job.settings import nearest
+from nemo_ext.memory import sampler
 from nemo_ext.rl.algorithms import Algorithm, EnvironmentUse, PolicyGradient
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.episodes import Episodes
@@ -26,7 +27,6 @@ from nemo_ext.rl.task import Task
 from nemo_ext.rl.trl.render import render
 from nemo_ext.rl.trl.report import write_report
 from nemo_ext.rl.trl.rollouts import Rollouts
-from nemo_ext.run_directory import CHECKPOINTS, METRICS, truncate_metrics, write_config, write_versions
 
 MODEL, ROLLOUTS = "model", "rollouts.jsonl"
 BY_ADAPTER = ("lengths.prompt",)
@@ -39,9 +39,9 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
     Raises:
         ValueError: TRL is not there, or a setting, the model, the tasks or the pairs are at fault.
     """
-    seconds, folder = memory_profile.interval(config), Path(config["run_dir"]) / memory_profile.FOLDER
-    with memory_profile.sampled(folder, seconds):
-        phases = memory_profile.Phases(None if seconds is None else folder)
+    seconds, folder = sampler.interval(config), Path(config["run_dir"]) / sampler.FOLDER
+    with sampler.sampled(folder, seconds):
+        phases = sampler.Phases(None if seconds is None else folder)
         phases.begin("setup")
         try:
             trained = _train(config, algorithm, phases)
@@ -51,7 +51,7 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
         notice(f"report: {write_report(Path(config['run_dir']), algorithm)}")
 
 
-def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: memory_profile.Phases) -> bool:
+def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phases) -> bool:
     """As `run`; False if there was nothing left to do."""
     # Threads that spin while they wait take the verifiers' cores; read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

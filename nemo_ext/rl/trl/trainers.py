@@ -11,9 +11,9 @@ from datasets.exceptions import DatasetGenerationError
 from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from nemo_ext.data.settings import check_keys
-from nemo_ext.memory_profile import Phases
-from nemo_ext.progress import notice
+from nemo_ext.job.progress import notice
+from nemo_ext.job.settings import check_keys
+from nemo_ext.memory.sampler import Phases
 from nemo_ext.rl.algorithms import PolicyGradient, Preference
 from nemo_ext.rl.plan import PlannedTasks, TaskFile
 from nemo_ext.rl.trl.rollouts import Rollout, Rollouts

@@ -6,10 +6,10 @@ Nemotron 3 Nano, section 3.3.2. The judge and how lengths count are settings of 
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_ext.data.settings import check_keys
+from nemo_ext.job.settings import check_keys
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.response import Response
-from nemo_ext.rl.verifiers.verdict import Verdict
+from nemo_ext.rl.verdict import Verdict
 
 
 def check(reference: Mapping[str, Any]) -> None:

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from nemo_ext.data.settings import check_keys, checked_whole, nearest
+from nemo_ext.job.settings import check_keys, checked_whole, nearest
 from nemo_ext.rl.response import Response
 from nemo_ext.rl.sandbox.box import Box, Run
 from nemo_ext.rl.sandbox.isolation import SandboxError
 from nemo_ext.rl.sandbox.limits import Limits
-from nemo_ext.rl.verifiers.verdict import Verdict
+from nemo_ext.rl.verdict import Verdict
 
 if TYPE_CHECKING:
     from nemo_ext.rl.environments import Environment

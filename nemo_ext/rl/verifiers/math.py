@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from nemo_ext.data.settings import checked_whole, nearest
 from nemo_ext.data.sft.checked import checked
+from nemo_ext.job.settings import checked_whole, nearest
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.response import Response
+from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers.answers import bare, final_answer, last_boxed, unreadable
-from nemo_ext.rl.verifiers.verdict import Verdict
 from nemo_ext.rl.verifiers.workers import WorkerError, WorkerPool
 
 Format = Literal["boxed", "text", "bare"]

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nemo_ext.data.settings import check_keys
-from nemo_ext.data.sft.sample import ToolCall
+from nemo_ext.chat.sample import ToolCall
+from nemo_ext.chat.tool_calls import STYLES, Style, call_problem, calls_of, check_tools, read_openai_calls
+from nemo_ext.job.settings import check_keys
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.response import Response
-from nemo_ext.rl.tools import STYLES, Style, call_problem, calls_of, check_tools, read_openai_calls
-from nemo_ext.rl.verifiers.verdict import Verdict
+from nemo_ext.rl.verdict import Verdict
 
 Order = Literal["any", "as_given"]
 _DEPTH = 64
@@ -99,7 +99,7 @@ def environment(*, style: Style = "any") -> Environment:
     """The environment `tool_calls`.
 
     Args:
-        style: of calls in raw text; see `nemo_ext.rl.tools`.
+        style: of calls in raw text; see `nemo_ext.chat.tool_calls`.
 
     Raises:
         ValueError: there is no such style.

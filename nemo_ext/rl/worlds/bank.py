@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from nemo_ext.data.seeds import generator
+from nemo_ext.chat.tool_calls import Style
+from nemo_ext.job.seeds import generator
 from nemo_ext.rl.environments import Environment
-from nemo_ext.rl.tools import Style
 from nemo_ext.rl.worlds.world import Database, Row, Text, ToolError, World, world_environment
 
 TODAY = date(2025, 6, 18)
@@ -247,7 +247,7 @@ def environment(*, max_turns: int = 5, style: Style = "any") -> Environment:
 
     Args:
         max_turns: responses in one conversation at most; five in Domyn-Small, section 4.4.
-        style: of calls in raw text; see `nemo_ext.rl.tools`.
+        style: of calls in raw text; see `nemo_ext.chat.tool_calls`.
 
     Raises:
         ValueError: a setting that is none.

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import nemo_ext
-from nemo_ext.config import compose
 from nemo_ext.data.curriculum.job import run
 from nemo_ext.data.curriculum.layout import read_order
+from nemo_ext.job.config import compose
 
 ROOT = Path(nemo_ext.__file__).parents[1]
 Write = Callable[[Path, Any], Path]

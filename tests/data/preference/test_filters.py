@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_ext.chat.sample import Message, ToolCall
+from nemo_ext.chat.template import Template, names
 from nemo_ext.data.preference.filters import Filters, Lengths
 from nemo_ext.data.preference.group import Generation, Group, Pair
 from nemo_ext.data.preference.measure import lengths_of, texts_of
-from nemo_ext.data.sft.sample import Message, ToolCall
-from nemo_ext.data.sft.templates import Template, names
-from nemo_ext.data.tokenizers import ByteTokenizer
+from nemo_ext.data.text.tokenizers import ByteTokenizer
 
 PYTHON = {"type": "function", "function": {"name": "python", "parameters": {"type": "object", "properties": {}}}}
 SHORT = Lengths(1, 1, 2)

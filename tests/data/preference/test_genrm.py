@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_ext.chat.formats import FormatError
 from nemo_ext.data.preference.genrm import GenrmSample, genrm_record, swapped, to_genrm
 from nemo_ext.data.preference.records import RecordKeys
-from nemo_ext.data.sft.formats import FormatError
 
 KEYS = RecordKeys()
 

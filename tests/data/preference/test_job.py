@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import nemo_ext
-from nemo_ext.config import compose
 from nemo_ext.data.preference import build, job, spread
 from nemo_ext.data.preference.settings import settings
+from nemo_ext.job.config import compose
 
 ROOT = Path(nemo_ext.__file__).parents[1]
 PRESETS = sorted(path.stem for path in (ROOT / "hydra_conf/preference_data").glob("*.yaml"))

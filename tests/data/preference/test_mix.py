@@ -1,10 +1,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.data.documents import ReadReport
 from nemo_ext.data.preference.build import Row
 from nemo_ext.data.preference.mix import Line, is_validation, mixed
-from nemo_ext.data.seeds import digest
+from nemo_ext.data.text.documents import ReadReport
+from nemo_ext.job.seeds import digest
 
 
 def lines_of(source: int, contents: list[int]) -> list[Line]:

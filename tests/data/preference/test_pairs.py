@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.data.documents import ReadReport
+from nemo_ext.chat.sample import Message, ToolCall
 from nemo_ext.data.preference.group import Generation, Group, prompt_digest
 from nemo_ext.data.preference.hallucination import GROUPS, HallucinationRules, tool_hallucination
 from nemo_ext.data.preference.pairs import Rules, delta, grid, judged, safety
 from nemo_ext.data.preference.records import merged
-from nemo_ext.data.sft.sample import Message, ToolCall
+from nemo_ext.data.text.documents import ReadReport
 
 PYTHON = {"type": "function", "function": {"name": "python", "parameters": {"type": "object", "properties": {}}}}
 

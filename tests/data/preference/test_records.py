@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 
+from nemo_ext.chat.formats import FormatError
 from nemo_ext.data.preference.records import RecordKeys, group_key, to_group
-from nemo_ext.data.sft.formats import FormatError
 
 KEYS = RecordKeys()
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}, {"role": "user", "content": "So?"}]

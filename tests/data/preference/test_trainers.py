@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from nemo_ext.chat.template import Template
 from nemo_ext.data.preference import job
-from nemo_ext.data.sft.templates import Template
 
 datasets = pytest.importorskip("datasets", reason="needs datasets, which comes with trl")
 Write = Callable[..., Path]

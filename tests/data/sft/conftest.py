@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
-from nemo_ext.data.sft.sample import Message, Sample, ToolCall
-from nemo_ext.data.tokenizers import HuggingFaceTokenizer
+from nemo_ext.chat.sample import Message, Sample, ToolCall
+from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer
 
 SPECIAL = ["<|endoftext|>", "<unk>", "<|im_start|>", "<|im_end|>"]
 SPECIAL += ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_ext.config import compose
-from nemo_ext.data.packed_files import read_packed_manifest
+from nemo_ext.data.packs.packed_files import read_packed_manifest
 from nemo_ext.data.sft import job
 from nemo_ext.data.sft.choice import Chosen, Table
 from nemo_ext.data.sft.shards import MODES
+from nemo_ext.job.config import compose
 
 Run = Callable[..., tuple[Table, Chosen]]
 

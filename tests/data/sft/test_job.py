@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_ext.config import compose
-from nemo_ext.data.packed_files import read_packed_manifest
+from nemo_ext.chat.template import FOLDER
+from nemo_ext.data.packs.packed_files import read_packed_manifest
 from nemo_ext.data.sft import report
 from nemo_ext.data.sft.job import run
-from nemo_ext.data.sft.templates import FOLDER
-from nemo_ext.run_directory import only_run_in
+from nemo_ext.job.config import compose
+from nemo_ext.job.run_directory import only_run_in
 
 WORDS = ("the", "a", "model", "block", "layer", "learns", "token", "answer", "data", "train", "step", "loss", "rate")
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
 
+from nemo_ext.chat.sample import Message, Sample
+from nemo_ext.chat.template import Template, conversation, last_turn, names, thinks
 from nemo_ext.data.sft.masks import ChatEncoder, Encoded, encode
-from nemo_ext.data.sft.sample import Message, Sample
-from nemo_ext.data.sft.templates import Template, conversation, last_turn, names, thinks
-from nemo_ext.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
+from nemo_ext.data.text.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 
 TEMPLATES = names()
 load = lru_cache(Template.load)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_ext.config import compose
 from nemo_ext.data.sft.settings import read_settings
+from nemo_ext.job.config import compose
 
 FAMILIES = {
     "nemotron3_nano": "nemotron3_nano/sft",

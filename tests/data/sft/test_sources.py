@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_ext.data.sft.sample import ToolCall
+from nemo_ext.chat.sample import ToolCall
 from nemo_ext.data.sft.sources import ConversationReport, ConversationSource, Located, load_conversations
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_ext.data.sft.sample import Message, Sample
-from nemo_ext.data.sft.templates import Template
-from nemo_ext.data.tokenizers import ByteTokenizer
+from nemo_ext.chat.sample import Message, Sample
+from nemo_ext.chat.template import Template
+from nemo_ext.data.text.tokenizers import ByteTokenizer
 
 LETTERS = np.array(list("abcdefghij"))
 

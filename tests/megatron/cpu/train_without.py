@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from nemo_ext import run_directory
-from nemo_ext.config import compose
+from nemo_ext.job import run_directory
+from nemo_ext.job.config import compose
 from nemo_ext.megatron import trainer
 from nemo_ext.megatron.arguments import command_line, parse_arguments
 from nemo_ext.megatron.cpu import mamba_modules, patches, runtime

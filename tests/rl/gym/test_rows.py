@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_ext.data.sft.sample import Message, ToolCall
+from nemo_ext.chat.sample import Message, ToolCall
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.gym.rows import messages, of_gym, to_gym
 from nemo_ext.rl.task import Task

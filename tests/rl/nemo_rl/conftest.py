@@ -75,7 +75,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         additional_special_tokens=["<|im_start|>"],
     )
     folder = tmp_path_factory.mktemp("tokenizer")
-    fast.chat_template = (REPOSITORY / "nemo_ext/data/sft/chat_templates/nemotron3_nano.jinja").read_text()
+    fast.chat_template = (REPOSITORY / "nemo_ext/chat/templates/nemotron3_nano.jinja").read_text()
     fast.save_pretrained(folder)
     return folder
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_ext.config import compose
 from nemo_ext.data.curriculum.job import run
 from nemo_ext.data.curriculum.layout import read_order
+from nemo_ext.job.config import compose
 from nemo_ext.rl.nemo_rl.curriculum import VARIABLE, draw_step
 
 BATCH = 12

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_ext.config import compose
 from nemo_ext.data.curriculum.job import run as make_curriculum
 from nemo_ext.data.curriculum.layout import CURRICULUM
+from nemo_ext.job.config import compose
 from nemo_ext.rl.plan import TaskFile, check_references, plan_tasks
 
 

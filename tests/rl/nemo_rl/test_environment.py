@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from nemo_ext.data.sft.sample import Message
+from nemo_ext.chat.sample import Message
 from nemo_ext.rl.environments import ENVIRONMENTS, Environment
 from nemo_ext.rl.response import Response
-from nemo_ext.rl.verifiers.verdict import Verdict
+from nemo_ext.rl.verdict import Verdict
 
 pytestmark = pytest.mark.nemo_rl
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nemo_ext.data.sft.templates import Template
+from nemo_ext.chat.template import Template
 from nemo_ext.rl.job import SAVE_BY
 from nemo_ext.rl.nemo_rl import compat
 from nemo_ext.rl.nemo_rl.checkout import Checkout

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.data.sft.sample import Message
+from nemo_ext.chat.sample import Message
 from nemo_ext.rl.groups import Member, length_controlled
 from nemo_ext.rl.nemo_rl.group_rewards import Groups, lengths
 from nemo_ext.rl.nemo_rl.group_settings import groups_of

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_ext.config import compose
-from nemo_ext.data.sft.sample import Message, Sample
-from nemo_ext.data.sft.templates import Template
+from nemo_ext.chat.sample import Message, Sample
+from nemo_ext.chat.template import Template
+from nemo_ext.job.config import compose
 from nemo_ext.rl.job import run as run_job
 from nemo_ext.rl.nemo_rl.run import run
 from nemo_ext.rl.rewards.advantages import group_advantages

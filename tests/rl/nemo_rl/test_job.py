@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nemo_ext.config import INTERRUPTED, compose
-from nemo_ext.data.sft.sample import Sample
-from nemo_ext.data.sft.templates import Template
+from nemo_ext.chat.sample import Sample
+from nemo_ext.chat.template import Template
+from nemo_ext.job.config import INTERRUPTED, compose
 from nemo_ext.rl.job import run as run_job
 from nemo_ext.rl.nemo_rl.checkout import Checkout
 from nemo_ext.rl.nemo_rl.job import _save_format

@@ -11,7 +11,7 @@ import pytest
 
 from nemo_ext.checkpoint.description import from_config
 from nemo_ext.checkpoint.formats import choose
-from nemo_ext.config import compose
+from nemo_ext.job.config import compose
 from nemo_ext.rl.algorithms import Algorithm, Asynchronous, PolicyGradient, load
 from nemo_ext.rl.job import checked_algorithm
 from nemo_ext.rl.nemo_rl.checkout import Checkout

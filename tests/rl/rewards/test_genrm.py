@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_ext.chat.sample import Message
 from nemo_ext.data.preference.genrm import genrm_record, to_genrm
 from nemo_ext.data.preference.records import RecordKeys
-from nemo_ext.data.sft.sample import Message
 from nemo_ext.rl.rewards.comparison import Judgement
 from nemo_ext.rl.rewards.genrm import genrm_messages, genrm_reward, instructed_messages, parse_judgement
 

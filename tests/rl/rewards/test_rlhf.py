@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nemo_ext.data.sft.sample import Message
+from nemo_ext.chat.sample import Message
 from nemo_ext.rl import judge as judge_module
 from nemo_ext.rl.judge import Judge, JudgeSettings
 from nemo_ext.rl.response import Response, parse_response

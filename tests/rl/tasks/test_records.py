@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nemo_ext.config import compose
+from nemo_ext.job.config import compose
 from nemo_ext.rl.plan import TaskFile
 from nemo_ext.rl.tasks.job import run
 

@@ -8,7 +8,7 @@ from nemo_ext.rl.environments import Environment, make
 from nemo_ext.rl.response import parse_response
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import generate
-from nemo_ext.rl.verifiers.verdict import Verdict
+from nemo_ext.rl.verdict import Verdict
 
 NAMES = ("arithmetic", "tables", "schemas")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_ext.data.sft.sample import ToolCall
+from nemo_ext.chat.sample import ToolCall
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.response import Response, parse_response
 from nemo_ext.rl.task import Task

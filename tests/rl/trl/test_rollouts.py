@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_ext.data.sft.sample import Message, ToolCall
+from nemo_ext.chat.sample import Message, ToolCall
 from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.groups import group_reward
 from nemo_ext.rl.task import Task

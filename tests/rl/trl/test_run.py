@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from nemo_ext.config import compose
-from nemo_ext.data.sft.templates import Template
+from nemo_ext.chat.template import Template
+from nemo_ext.job.config import compose
 from nemo_ext.rl.algorithms import Algorithm
 from nemo_ext.rl.job import check_same_run, checked_algorithm, over_own_pairs, planned_tasks
 

@@ -19,8 +19,8 @@ from nemo_ext.rl.sandbox.limits import Limits
 from nemo_ext.rl.sandbox.prelude import preloaded, prelude, reusable
 from nemo_ext.rl.sandbox.sandbox import Sandbox
 from nemo_ext.rl.tasks import programs
+from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers import code
-from nemo_ext.rl.verifiers.verdict import Verdict
 
 SQUARE = {
     "language": "python",

@@ -10,8 +10,8 @@ import pytest
 
 from nemo_ext.rl.environments import Environment, make
 from nemo_ext.rl.response import parse_response
+from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers.math import MAX_DEPTH, _apart, check, prepared
-from nemo_ext.rl.verifiers.verdict import Verdict
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from typing import ClassVar, NamedTuple
 
 from pydantic import ConfigDict
 
+from nemo_ext.chat.sample import Sample
 from nemo_ext.data.sft.filters.words import Words
-from nemo_ext.data.sft.sample import Sample
 
 SETTINGS = ConfigDict(extra="forbid")
 

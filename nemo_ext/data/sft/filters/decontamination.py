@@ -17,10 +17,10 @@ import numpy.typing as npt
 from pydantic import BeforeValidator, ConfigDict, Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.data.documents import ReadReport
 from nemo_ext.data.sft.filters.base import SETTINGS, Drop, Filter, Texts
 from nemo_ext.data.sft.filters.words import Hashes, ngram_hashes, word_hashes
-from nemo_ext.data.user_files import JsonlSource, ParquetSource
+from nemo_ext.data.text.documents import ReadReport
+from nemo_ext.data.text.user_files import JsonlSource, ParquetSource
 
 USUAL_KEYS = ("question", "problem", "prompt", "query", "instruction", "input", "text")
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.data.settings import nearest
 from nemo_ext.data.sft.filters.base import SETTINGS, Drop, Filter, Text, Texts
+from nemo_ext.job.settings import nearest
 
 # What no identifier tells apart in a few sentences.
 CONFUSABLE: tuple[frozenset[str], ...] = tuple(

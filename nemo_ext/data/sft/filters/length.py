@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from nemo_ext.chat.sample import Sample
 from nemo_ext.data.sft.filters.base import SETTINGS, Drop, Filter, Texts
-from nemo_ext.data.sft.sample import Sample
-from nemo_ext.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
@@ -24,7 +24,7 @@ class Length(Filter):
         max_tokens: 32 600 is Domyn's, for sequences of 32 768; needs `tokenizer`.
         max_characters: likewise in characters.
         min_characters: least of the assistant's answers, all together.
-        tokenizer: as `nemo_ext.data.tokenizers.load_tokenizer` takes it: {kind: huggingface, path: ...}.
+        tokenizer: as `nemo_ext.data.text.tokenizers.load_tokenizer` takes it: {kind: huggingface, path: ...}.
     """
 
     name: ClassVar[str] = "length"

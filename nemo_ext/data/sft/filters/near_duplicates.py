@@ -17,9 +17,9 @@ import rensa
 from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.data.seeds import digest
 from nemo_ext.data.sft.filters.base import SETTINGS, Texts
 from nemo_ext.data.sft.filters.words import ngram_hashes
+from nemo_ext.job.seeds import digest
 
 _COMPARED = 64
 

@@ -15,8 +15,8 @@ from pydantic.dataclasses import dataclass
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
+from nemo_ext.chat.sample import Message, Sample
 from nemo_ext.data.sft.filters.base import SETTINGS, Drop, Filter, Texts
-from nemo_ext.data.sft.sample import Message, Sample
 
 _TAGS = ("<think>", "</think>")
 _SHOWN = 80

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_ext.chat.sample import Message, Sample
 from nemo_ext.data.sft.filters.base import Texts
-from nemo_ext.data.sft.sample import Message, Sample
 
 
 @pytest.fixture(scope="session")

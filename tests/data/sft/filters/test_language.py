@@ -3,9 +3,9 @@ from collections.abc import Callable
 
 import pytest
 
+from nemo_ext.chat.sample import Sample
 from nemo_ext.data.sft.filters.base import Texts
 from nemo_ext.data.sft.filters.language import Language
-from nemo_ext.data.sft.sample import Sample
 
 Make = Callable[..., Sample]
 

@@ -2,8 +2,8 @@ from collections.abc import Callable
 
 import pytest
 
+from nemo_ext.chat.sample import Message, Sample, ToolCall
 from nemo_ext.data.sft.filters.length import Length
-from nemo_ext.data.sft.sample import Message, Sample, ToolCall
 
 Make = Callable[..., Sample]
 BYTES = {"kind": "byte"}

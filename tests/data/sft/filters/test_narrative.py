@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from nemo_ext.chat.sample import Sample
 from nemo_ext.data.sft.filters.base import Texts
 from nemo_ext.data.sft.filters.narrative import Narrative
-from nemo_ext.data.sft.sample import Sample
 
 Make = Callable[..., Sample]
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_ext.chat.sample import Message, Sample, ToolCall
 from nemo_ext.data.sft.filters.base import Texts
 from nemo_ext.data.sft.filters.near_duplicates import NearDuplicates, Sketches, first_of_each
-from nemo_ext.data.sft.sample import Message, Sample, ToolCall
 
 Make = Callable[..., Texts]
 Prose = Callable[..., str]

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_ext.data.documents import ReadReport
+from nemo_ext.chat.sample import Message, Sample, ToolCall
 from nemo_ext.data.sft.filters.screen import load_filters
-from nemo_ext.data.sft.sample import Message, Sample, ToolCall
 from nemo_ext.data.sft.sources import Located
+from nemo_ext.data.text.documents import ReadReport
 
 
 def test_the_first_reason_counts_with_its_place(chat: Callable[..., Sample]) -> None:

@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 
+from nemo_ext.chat.sample import Message, Sample, ToolCall
 from nemo_ext.data.sft.filters.base import Texts
 from nemo_ext.data.sft.filters.structural import Structural
-from nemo_ext.data.sft.sample import Message, Sample, ToolCall
 
 ADD = {
     "type": "function",

@@ -1,0 +1,65 @@
+"""Batches of tokens from a config's blend, for calibration, distillation and evaluation: the same ones every time."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from nemo_ext.blockwise import data_parallel
+
+
+class TokenBatches:
+    """Sequences of one split of the blend, cut into batches.
+
+    Args:
+        config: of a training run, data arguments filled in (`nemo_ext.data.training.use_data`).
+        split: `train` or `valid`.
+        sequences: how many are wanted; of a smaller data set some come again.
+        device: where the tokens go.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], split: Literal["train", "valid"], sequences: int, device: torch.device
+    ) -> None:
+        from nemo_ext.megatron.arguments import command_line, parse_arguments
+        from nemo_ext.megatron.forward_step import build_datasets
+
+        arguments = parse_arguments(command_line(config), world_size=data_parallel.count())
+        wanted = {"train": [sequences, 0, 0], "valid": [0, sequences, 0]}[split]
+        train, valid, _ = build_datasets(arguments, wanted)
+        self.dataset = train if split == "train" else valid
+        self.sequences, self.device = sequences, device
+
+    def batch(self, first: int, size: int) -> Tensor:
+        """Tokens `[size, seq]` from a sequence on; the data begin again where they end."""
+        rows = [torch.as_tensor(self.dataset[(first + n) % len(self.dataset)]["tokens"]) for n in range(size)]
+        return torch.stack(rows).long().to(self.device)
+
+    def batches(self, size: int) -> list[Tensor]:
+        """This rank's share of all batches; the last one may be smaller.
+
+        Raises:
+            ValueError: fewer batches than ranks.
+        """
+        starts = range(0, self.sequences, size)
+        if len(starts) < data_parallel.count():
+            raise ValueError(
+                f"{self.sequences} sequences in batches of {size} are too few for {data_parallel.count()} ranks: give "
+                "every rank one batch at least"
+            )
+        return [self.batch(first, min(size, self.sequences - first)) for first in data_parallel.share(starts)]
+
+    def stream(self, step: int, size: int) -> Iterator[Tensor]:
+        """This rank's rows of one batch of `size` sequences after the other, from a step on.
+
+        Raises:
+            ValueError: a batch that the ranks cannot share equally.
+        """
+        ranks = data_parallel.count()
+        if size % ranks:
+            raise ValueError(f"batches of {size} sequences cannot be shared equally by {ranks} ranks")
+        each = size // ranks
+        while True:
+            yield self.batch(step * size + data_parallel.number() * each, each)
+            step += 1

@@ -1,0 +1,1 @@
+"""Conversations, as data, RL and quantisation see them."""

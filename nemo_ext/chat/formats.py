@@ -1,0 +1,380 @@
+"""Records of the usual chat formats as samples, and samples as records.
+
+`openai`    {messages: [{role, content, reasoning_content?, tool_calls?, tool_call_id?}], tools?}
+`sharegpt`  {conversations: [{from: human | gpt | system | tool | function_call ..., value}], system?, tools?}
+`nemo`      the same with `from: User | Assistant` and `mask`, as NeMo's chat SFT has it
+
+A record that does not fit is a `FormatError` that names the place in the record, such as `messages[3].role`. What a
+message holds beside these keys is ignored and counted. `<think>...</think>` at the start of an assistant's content
+becomes its reasoning, stripped of white space at both ends, unless the message has reasoning of its own. A trace of
+white space is none, as templates write `<think></think>` for the mode without reasoning.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+from nemo_ext.chat.sample import Message, Role, Sample, ToolCall
+from nemo_ext.job.settings import nearest
+
+Format = Literal["auto", "openai", "sharegpt", "nemo"]
+
+_OPENAI_ROLES: dict[str, str] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+_SHAREGPT_ROLES: dict[str, str] = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "function_call",
+}
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "function_call", *_REASONING}
+_TURN_KEYS = {"from", "value"}
+_THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+_THINKING_VALUES: dict[str, bool] = {
+    mode: on
+    for word, on in (("on", True), ("true", True), ("yes", True), ("off", False), ("false", False), ("no", False))
+    for mode in (word, f"thinking {word}", f"detailed thinking {word}")
+}
+# Domyn's and Llama-Nemotron's, which stand in a system message on a line of their own.
+_MODE_LINE = re.compile(r"^[ \t]*((?:detailed )?thinking (?:on|off))[ \t]*(?:\n|\Z)", re.IGNORECASE | re.MULTILINE)
+EMPTY_TRACE = "empty traces taken for none"
+MODE_LINE = "mode lines taken out of system messages"
+
+
+class FormatError(ValueError):
+    """A record that is no conversation; the message names the place in it."""
+
+
+def detect(record: Mapping[str, Any]) -> Literal["openai", "sharegpt", "nemo"]:
+    """The format of a record.
+
+    Raises:
+        FormatError: it has neither messages nor conversations.
+    """
+    if isinstance(record.get("messages"), Sequence):
+        return "openai"
+    turns = record.get("conversations")
+    if isinstance(turns, Sequence):
+        first = turns[0] if turns and isinstance(turns[0], Mapping) else {}
+        if "role" in first:
+            return "openai"
+        return "nemo" if "mask" in record or first.get("from") in ("User", "Assistant") else "sharegpt"
+    raise FormatError(f"neither messages nor conversations is a list; the keys are {sorted(map(str, record))}")
+
+
+def to_sample(
+    record: Mapping[str, Any],
+    *,
+    id: str,
+    format: Format = "auto",
+    source: str = "",
+    task: str = "",
+    language: str = "",
+    thinking: bool | None = None,
+    ignored: Counter[str] | None = None,
+    changed: Counter[str] | None = None,
+) -> Sample:
+    """A record as a sample.
+
+    Args:
+        format: `auto` looks at each record.
+        ignored: counts the keys of messages that mean nothing here, such as `messages[].name`.
+        changed: counts what was read otherwise than it stands there: empty traces.
+
+    Raises:
+        FormatError: naming the place in the record, what it holds and what it may hold.
+    """
+    kind = detect(record) if format == "auto" else format
+    key = "messages" if kind == "openai" and record.get("messages") is not None else "conversations"
+    turns = record.get(key)
+    if not isinstance(turns, Sequence) or isinstance(turns, str):
+        raise FormatError(f"{key}: expected a list, not {_kind(turns)}; the keys are {sorted(map(str, record))}")
+    if not turns:
+        raise FormatError(f"{key} is empty")
+    if kind == "openai":
+        messages = [_openai_message(turn, f"{key}[{index}]", ignored) for index, turn in enumerate(turns)]
+    else:
+        messages = _sharegpt_messages(record, turns, ignored)
+    for index, message in enumerate(messages):
+        if message.reasoning is not None and not message.reasoning.strip():
+            messages[index] = replace(message, reasoning=None)
+            if changed is not None:
+                changed[EMPTY_TRACE] += 1
+    for index, message in enumerate(messages[1:], start=1):
+        if message.role == "system":
+            raise FormatError(f"{key}[{index}]: a system message that is not the first")
+    return Sample(
+        id=id,
+        messages=tuple(messages),
+        tools=_tools(record.get("tools")),
+        source=source,
+        task=task,
+        language=language,
+        thinking=thinking,
+    )
+
+
+def to_record(sample: Sample) -> dict[str, Any]:
+    """A sample in the OpenAI format, arguments of calls as JSON text; `to_sample` gives it back."""
+    messages = []
+    for message in sample.messages:
+        record: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.reasoning is not None:
+            record["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            record["tool_calls"] = [_call_record(call) for call in message.tool_calls]
+        if message.tool_call_id is not None:
+            record["tool_call_id"] = message.tool_call_id
+        messages.append(record)
+    whole: dict[str, Any] = {"id": sample.id, "messages": messages}
+    if sample.tools:
+        whole["tools"] = [dict(tool) for tool in sample.tools]
+    for name in ("source", "task", "language"):
+        if value := getattr(sample, name):
+            whole[name] = value
+    if sample.thinking is not None:
+        whole["thinking"] = sample.thinking
+    return whole
+
+
+def thinking_mode(value: object, where: str) -> bool | None:
+    """A mode as data sets spell it: a truth value, `on`, `thinking off`, `detailed thinking on`.
+
+    Raises:
+        FormatError: anything else.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    mode = value.strip().lower() if isinstance(value, str) else ""
+    if mode in _THINKING_VALUES:
+        return _THINKING_VALUES[mode]
+    raise FormatError(f"{where}={value!r}: expected on, off, true or false")
+
+
+def without_mode_line(sample: Sample) -> Sample:
+    """The sample in the mode that a line of its system message says (`detailed thinking on`), without that line.
+
+    The template says the mode in its own way. A system message of nothing else goes.
+
+    Raises:
+        FormatError: two lines contradict each other, or the sample's mode.
+    """
+    first = sample.messages[0]
+    if first.role != "system" or not (lines := _MODE_LINE.findall(first.content)):
+        return sample
+    said = {_THINKING_VALUES[line.lower()] for line in lines} | ({sample.thinking} - {None})
+    if len(said) > 1:
+        raise FormatError(f"the system message says {lines[0]!r}, but it or the record says the other mode, too")
+    text = _MODE_LINE.sub("", first.content).strip("\n")
+    rest = (replace(first, content=text),) if text.strip() else ()
+    return replace(sample, messages=rest + sample.messages[1:], thinking=_THINKING_VALUES[lines[0].lower()])
+
+
+def _call_record(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"type": "function", "function": function} | ({} if call.id is None else {"id": call.id})
+
+
+def _openai_message(turn: Any, where: str, ignored: Counter[str] | None) -> Message:
+    if not isinstance(turn, Mapping):
+        raise FormatError(f"{where}: expected an object, not {_kind(turn)}")
+    role = _role(turn.get("role"), f"{where}.role", _OPENAI_ROLES)
+    if turn.get("weight") == 0:
+        raise FormatError(f"{where}.weight=0: which messages are trained on is the template's choice, not the data's")
+    if ignored is not None and not turn.keys() <= _MESSAGE_KEYS:
+        _count_ignored(turn, _MESSAGE_KEYS, "messages[]", ignored)
+    if role != "assistant":
+        if turn.get("tool_calls"):
+            raise FormatError(f"{where}.tool_calls: only an assistant calls tools, not role={turn['role']!r}")
+        text = _text(turn.get("content"), where, "content")
+        answered = _identifier(turn.get("tool_call_id"), f"{where}.tool_call_id")
+        return Message(role=cast(Role, role), content=text, tool_call_id=answered)
+    calls = _calls(turn.get("tool_calls"), f"{where}.tool_calls")
+    if legacy := turn.get("function_call"):
+        calls += _calls([legacy], f"{where}.function_call")
+    traces = {key: _text(turn[key], where, key) for key in _REASONING if turn.get(key) is not None}
+    given = {key: trace for key, trace in traces.items() if trace.strip()}
+    if len(set(given.values())) > 1:
+        raise FormatError(f"{where}: {' and '.join(given)} differ: keep one")
+    content = turn.get("content")
+    if content is None and ("content" in turn or calls or traces):
+        content = ""  # OpenAI writes null where there are only calls
+    text = _text(content, where, "content")
+    if given:
+        return Message(role="assistant", content=text, reasoning=next(iter(given.values())), tool_calls=calls)
+    answer, reasoning = _without_trace(text)
+    empty = "" if traces else None
+    return Message(
+        role="assistant", content=answer, reasoning=empty if reasoning is None else reasoning, tool_calls=calls
+    )
+
+
+def _sharegpt_messages(record: Mapping[str, Any], turns: Sequence[Any], ignored: Counter[str] | None) -> list[Message]:
+    mask = record.get("mask")
+    if mask is not None and _SHAREGPT_ROLES.get(str(mask).lower()) != "user":
+        raise FormatError(f"mask={mask!r}: only the user's turns can be masked, 'User'")
+    messages: list[Message] = []
+    if system := record.get("system"):
+        messages.append(Message(role="system", content=_text(system, "", "system")))
+    calling = False  # whether the last message may take more calls
+    for index, turn in enumerate(turns):
+        where = f"conversations[{index}]"
+        if not isinstance(turn, Mapping):
+            raise FormatError(f"{where}: expected an object, not {_kind(turn)}")
+        role = _role(turn.get("from"), f"{where}.from", _SHAREGPT_ROLES)
+        if ignored is not None and not turn.keys() <= _TURN_KEYS:
+            _count_ignored(turn, _TURN_KEYS, "conversations[]", ignored)
+        value = turn.get("value")
+        if role == "function_call":
+            calls = _calls(_decoded(value, f"{where}.value"), f"{where}.value")
+            before = messages.pop() if calling else Message(role="assistant")
+            messages.append(replace(before, tool_calls=before.tool_calls + calls))
+        elif role == "assistant":
+            answer, reasoning = _without_trace(_text(value, where, "value"))
+            messages.append(Message(role="assistant", content=answer, reasoning=reasoning))
+        elif role == "tool" and isinstance(value, Mapping):
+            messages.append(Message(role="tool", content=json.dumps(_decoded(value, where), ensure_ascii=False)))
+        else:
+            messages.append(Message(role=cast(Role, role), content=_text(value, where, "value")))
+        calling = role in ("assistant", "function_call")
+    return messages
+
+
+def _role(value: object, where: str, known: Mapping[str, str]) -> str:
+    if isinstance(value, str):
+        if (role := known.get(value) or known.get(value.lower())) is not None:
+            return role
+        raise FormatError(f"{where}={value!r}: {nearest(value.lower(), known)}")
+    raise FormatError(f"{where}: expected a role, not {_kind(value)}")
+
+
+def checked_text(value: object, where: str, key: str) -> str:
+    """The value if it is text that can be written to a file.
+
+    Raises:
+        FormatError: it is not.
+    """
+    if not isinstance(value, str):
+        raise FormatError(f"{_at(where, key)}: expected text, not {_kind(value)}")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise FormatError(f"{_at(where, key)}: {error.reason} at character {error.start}") from None
+    return value
+
+
+def _text(value: Any, where: str, key: str) -> str:
+    """Text, or the texts of a message in parts joined."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return checked_text(value, where, key)
+    texts = []
+    for index, part in enumerate(value):
+        kind = part.get("type", "text") if isinstance(part, Mapping) else _kind(part)
+        if not isinstance(part, Mapping) or kind != "text":
+            raise FormatError(f"{_at(where, key)}[{index}]: a part of type {kind!r}; only text can be trained on")
+        texts.append(_text(part.get("text"), f"{_at(where, key)}[{index}]", "text"))
+    return "".join(texts)
+
+
+def _without_trace(text: str) -> tuple[str, str | None]:
+    """The answer and the trace of an assistant's text; None if it has none at its start."""
+    if "<think>" in text and (found := _THINK.match(text)):
+        return text[found.end() :], found[1].strip()
+    return text, None
+
+
+def _calls(value: Any, where: str) -> tuple[ToolCall, ...]:
+    if value is None:
+        return ()
+    calls = []
+    for index, given in enumerate([value] if isinstance(value, Mapping) else _listed(value, where)):
+        here = f"{where}[{index}]"
+        if not isinstance(given, Mapping):
+            raise FormatError(f"{here}: expected an object, not {_kind(given)}")
+        function = given.get("function", given)
+        if not isinstance(function, Mapping):
+            raise FormatError(f"{here}.function: expected an object, not {_kind(function)}")
+        name = function.get("name")
+        if not isinstance(name, str) or not name:
+            raise FormatError(f"{here}.name: expected the name of a tool, not {name!r}")
+        arguments = _decoded(function.get("arguments"), f"{here}.arguments")
+        arguments = {} if arguments is None else arguments
+        if not isinstance(arguments, Mapping):
+            raise FormatError(f"{here}.arguments: expected an object, not {_kind(arguments)}")
+        checked_text(name, here, "name")
+        calls.append(ToolCall(name=name, arguments=arguments, id=_identifier(given.get("id"), f"{here}.id")))
+    return tuple(calls)
+
+
+def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
+    tools = []
+    for index, tool in enumerate(_listed(_decoded(value, "tools") or [], "tools")):
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise FormatError(f"tools[{index}]: expected {{type: function, function: {{name, parameters ...}}}}")
+        tools.append(tool if "function" in tool else {"type": "function", "function": tool})
+    return tuple(tools)
+
+
+def _decoded(value: Any, where: str) -> Any:
+    """JSON in text as what it means; anything else as it is. An empty text is nothing."""
+    if isinstance(value, str):
+        if not value.strip():
+            return None
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"{where}: text that is not JSON ({error})") from None
+    if value:
+        try:  # half a surrogate pair, or what Parquet has and JSON has not, such as a date
+            json.dumps(value, ensure_ascii=False).encode()
+        except (ValueError, TypeError, RecursionError) as error:
+            raise FormatError(f"{where}: {error}") from None
+    return value
+
+
+def _listed(value: Any, where: str) -> Sequence[Any]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise FormatError(f"{where}: expected a list, not {_kind(value)}")
+    return value
+
+
+def _identifier(value: Any, where: str) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    raise FormatError(f"{where}: expected text, not {_kind(value)}")
+
+
+def _count_ignored(turn: Mapping[str, Any], known: set[str], where: str, ignored: Counter[str]) -> None:
+    for key, value in turn.items():
+        if key not in known and value is not None:
+            ignored[f"{where}.{key}"] += 1
+
+
+def _at(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,327 @@
+"""Control of reasoning: which samples show a trace and how long a one, decided by the seed and the sample alone.
+
+`Control` works on one sample at a time: it pairs, strips and truncates, and settles the sample's mode. `ModeShares`
+then brings each task to its share of samples with thinking on; it has to see all samples before it can say which
+change.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from nemo_ext.chat.sample import Message, Sample
+from nemo_ext.job.seeds import digest, uniform
+from nemo_ext.job.settings import check_keys, checked_share, checked_whole
+
+ANY_TASK = "*"
+OFF = "#off"
+
+# `ChatEncoder.truncated`: a text cut to each of some budgets of tokens that it exceeds.
+Truncate = Callable[[str, Sequence[int]], Mapping[int, str]]
+Mode = Literal["on", "fixed", "off"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningSettings:
+    """What `Control` does. The shares are Nemotron 3 Nano's (section 3.1.5); it does not state the budgets (choice).
+
+    Attributes:
+        strip: share of the samples with reasoning that lose it and teach the mode without.
+        truncate: share of the traces that are cut to a budget, before the answer as it was.
+        budgets: tokens; a trace is cut to one of those it exceeds.
+        pair: share of the samples with reasoning that come twice, with it and without (Llama-Nemotron, section 3.2).
+        seed: of all decisions.
+    """
+
+    strip: float = 0.10
+    truncate: float = 0.03
+    budgets: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192, 16384)
+    pair: float = 0.0
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        for name in ("strip", "truncate", "pair"):
+            checked_share(f"reasoning.{name}", getattr(self, name))
+        checked_whole("reasoning.seed", self.seed)
+        if not self.budgets and self.truncate:
+            raise ValueError("reasoning.budgets is empty: name budgets in tokens, or set reasoning.truncate=0")
+        for budget in self.budgets:
+            checked_whole("reasoning.budgets", budget, least=1)
+
+    @classmethod
+    def of(cls, section: Mapping[str, Any]) -> "ReasoningSettings":
+        """From a config's section.
+
+        Raises:
+            ValueError: naming the key, what it holds and what it may hold.
+        """
+        check_keys(section, [known.name for known in fields(cls)], required=(), where="reasoning")
+        budgets = section.get("budgets", cls.budgets)
+        if not isinstance(budgets, list | tuple):
+            raise ValueError(f"reasoning.budgets must be a list of budgets in tokens, not {budgets!r}")
+        return cls(**{**section, "budgets": tuple(budgets)})
+
+
+@dataclass
+class ReasoningReport:
+    """What was done.
+
+    Attributes:
+        counts: samples in and out, and traces, by what happened to them.
+        truncated: traces cut, by budget.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    truncated: Counter[int] = field(default_factory=Counter)
+
+    def add(self, other: "ReasoningReport") -> None:
+        """Add what another worker did."""
+        self.counts += other.counts
+        self.truncated += other.truncated
+
+    def markdown(self) -> str:
+        """A table of the counts."""
+        rows = [(name, count) for name, count in sorted(self.counts.items())]
+        rows += [(f"traces cut to {budget:,} tokens", count) for budget, count in sorted(self.truncated.items())]
+        return "\n".join(["| what | count |", "|:--|--:|", *(f"| {name} | {count:,} |" for name, count in rows)])
+
+
+class Control:
+    """Pairs, strips and truncates samples.
+
+    Args:
+        settings: shares, budgets, seed.
+        truncate: `ChatEncoder.truncated` of the model's tokenizer; may be missing if no trace is to be cut.
+        off_answers: (source, id) -> what is answered in the mode without reasoning, for pairs; where it is not known,
+            the same answer without its reasoning.
+    """
+
+    def __init__(
+        self,
+        settings: ReasoningSettings,
+        *,
+        truncate: Truncate | None = None,
+        off_answers: Mapping[tuple[str, str], str] | None = None,
+    ) -> None:
+        if settings.truncate and truncate is None:
+            raise ValueError(
+                "reasoning.truncate cuts traces to tokens: give the tokenizer, or set reasoning.truncate=0"
+            )
+        self.settings = settings
+        self.report = ReasoningReport()
+        self._truncate = truncate
+        self._off_answers = off_answers or {}
+
+    def apply(self, sample: Sample) -> list[Sample]:
+        """The sample as it is trained on, in one mode or another, with `thinking` set; two of them for a pair.
+
+        The one without reasoning has the id of the other and `#off`.
+        """
+        counts = self.report.counts
+        counts["samples read"] += 1
+        made = self._made(sample)
+        counts["samples written"] += len(made)
+        for one in made:
+            counts[f"samples written with thinking {'on' if one.thinking else 'off'}"] += 1
+        return made
+
+    def _made(self, sample: Sample) -> list[Sample]:
+        counts = self.report.counts
+        if not any(message.reasoning is not None for message in sample.messages):
+            if sample.thinking:
+                counts["samples said to be on that had no trace, now off"] += 1
+            return [replace(sample, thinking=False)]
+        counts["samples with reasoning"] += 1
+        if sample.thinking is False:
+            counts["samples said to be off that had a trace, now without it"] += 1
+            if can_strip(sample):
+                return [stripped(sample)]
+            counts["samples that cannot lose their trace, now on"] += 1
+            return [self._cut(sample)]
+        if self._drawn(sample, "pair") < self.settings.pair:
+            off = self._off(sample)
+            if off is not None:
+                counts["samples paired"] += 1
+                return [self._cut(sample), off]
+            counts["samples not paired: nothing would be left of an answer"] += 1
+        elif self._drawn(sample, "strip") < self.settings.strip:
+            if can_strip(sample):
+                counts["samples stripped"] += 1
+                return [stripped(sample)]
+            counts["samples not stripped: nothing would be left of an answer"] += 1
+        return [self._cut(sample)]
+
+    def _off(self, sample: Sample) -> Sample | None:
+        answer = self._off_answers.get((sample.source, sample.id))
+        if answer is not None:
+            last = max(number for number, message in enumerate(sample.messages) if message.role == "assistant")
+            known = replace(sample.messages[last], content=answer, tool_calls=(), reasoning=None)
+            sample = replace(sample, messages=(*sample.messages[:last], known, *sample.messages[last + 1 :]))
+        return replace(stripped(sample), id=sample.id + OFF) if can_strip(sample) else None
+
+    def _cut(self, sample: Sample) -> Sample:
+        messages = tuple(self._cut_trace(sample, number, message) for number, message in enumerate(sample.messages))
+        return replace(sample, messages=messages, thinking=True)
+
+    def _cut_trace(self, sample: Sample, number: int, message: Message) -> Message:
+        if message.reasoning is None:
+            return message
+        self.report.counts["traces"] += 1
+        if self._drawn(sample, "truncate", number) >= self.settings.truncate or self._truncate is None:
+            return message
+        cuts = self._truncate(message.reasoning, self.settings.budgets)
+        possible = sorted(cuts)
+        if not possible:
+            self.report.counts["traces not cut: shorter than every budget"] += 1
+            return message
+        budget = possible[int(self._drawn(sample, "budget", number) * len(possible))]
+        self.report.truncated[budget] += 1
+        return replace(message, reasoning=cuts[budget])
+
+    def _drawn(self, sample: Sample, *purpose: str | int) -> float:
+        return uniform(self.settings.seed, sample.source, sample.id, "reasoning", *purpose)
+
+
+def can_strip(sample: Sample) -> bool:
+    """Whether every message with a trace still says or does something without it."""
+    return all(
+        message.reasoning is None or bool(message.content.strip()) or bool(message.tool_calls)
+        for message in sample.messages
+    )
+
+
+def stripped(sample: Sample) -> Sample:
+    """The sample without reasoning, in the mode without it."""
+    messages = tuple(m if m.reasoning is None else replace(m, reasoning=None) for m in sample.messages)
+    return replace(sample, messages=messages, thinking=False)
+
+
+class ModeShares:
+    """Collects what a plan needs: eight bytes a sample. Tasks without a target are left alone.
+
+    Args:
+        targets: task -> share of its samples, in number, with thinking on; `*` for every task that is not named.
+        seed: of the choice of samples.
+    """
+
+    def __init__(self, targets: Mapping[str, float], *, seed: int) -> None:
+        self.targets = {task: checked_share(f"thinking_shares.{task}", share) for task, share in targets.items()}
+        self.seed = checked_whole("seed", seed)
+        self._digests: dict[str, dict[Mode, array[int]]] = {}
+
+    def observe(self, sample: Sample) -> None:
+        """Take note of a sample that `Control` made, and that no filter dropped since."""
+        self.observe_digests(sample.task, mode_of(sample), [_digest(self.seed, sample)])
+
+    def observe_digests(self, task: str, mode: Mode, digests: Iterable[int]) -> None:
+        """Take note of samples of one task and mode by numbers drawn for them, by which `ModePlan.below` then goes."""
+        if self.target(task) is not None:
+            kinds = self._digests.setdefault(task, {"on": array("Q"), "fixed": array("Q"), "off": array("Q")})
+            kinds[mode].extend(digests)
+
+    def add(self, other: "ModeShares") -> None:
+        """Take note of what another worker observed."""
+        for task, kinds in other._digests.items():
+            for kind, digests in kinds.items():
+                self.observe_digests(task, kind, digests)
+
+    def target(self, task: str) -> float | None:
+        """The share that a task is brought to; None for none."""
+        return self.targets.get(task, self.targets.get(ANY_TASK))
+
+    def plan(self) -> "ModePlan":
+        """What to do so that each task has its share, to the nearest sample, and loses as few samples as that takes.
+
+        Too many on: samples are stripped; only where that is not enough, for want of an answer without the trace, are
+        some dropped. Too few on: samples without reasoning are dropped, since a trace cannot be made up.
+        """
+        below: dict[tuple[str, Mode], int] = {}
+        unreachable: list[str] = []
+        for task, kinds in sorted(self._digests.items()):
+            share = self.target(task)
+            assert share is not None
+            strip, drop_fixed, drop_off = _moves(len(kinds["on"]), len(kinds["fixed"]), len(kinds["off"]), share)
+            below[task, "on"] = _threshold(kinds["on"], strip)
+            below[task, "fixed"] = _threshold(kinds["fixed"], drop_fixed)
+            below[task, "off"] = _threshold(kinds["off"], drop_off)
+            if share > 0 and not kinds["on"] and not kinds["fixed"]:
+                unreachable.append(task)
+        return ModePlan(seed=self.seed, below=below, unreachable=unreachable)
+
+
+@dataclass
+class ModePlan:
+    """Which samples change: those whose digest is below a bound.
+
+    Attributes:
+        seed: of the digests.
+        below: (task, kind of sample) -> bound.
+        unreachable: tasks with a share above 0 that have no sample with reasoning, and were left alone.
+        report: what was done so far.
+    """
+
+    seed: int
+    below: dict[tuple[str, Mode], int]
+    unreachable: list[str]
+    report: ReasoningReport = field(default_factory=ReasoningReport)
+
+    def apply(self, sample: Sample) -> Sample | None:
+        """The sample, or without its reasoning, or None where it is dropped."""
+        mode = mode_of(sample)
+        bound = self.below.get((sample.task, mode), 0)
+        if not bound or _digest(self.seed, sample) >= bound:
+            return sample
+        if mode == "on":
+            self.report.counts[f"{sample.task or 'no task'}: stripped for its share"] += 1
+            return stripped(sample)
+        self.report.counts[f"{sample.task or 'no task'}: dropped for its share"] += 1
+        return None
+
+
+def mode_counts(samples: Iterable[Sample]) -> dict[str, tuple[int, int]]:
+    """Task -> its samples with thinking on and off."""
+    counts: dict[str, tuple[int, int]] = {}
+    for sample in samples:
+        on, off = counts.get(sample.task, (0, 0))
+        counts[sample.task] = (on, off + 1) if mode_of(sample) == "off" else (on + 1, off)
+    return counts
+
+
+def mode_of(sample: Sample) -> Mode:
+    """The sample's mode, or what its traces say where that was not decided; `fixed` is on and cannot be stripped."""
+    thinking = sample.thinking
+    if thinking is None:
+        thinking = any(message.reasoning is not None for message in sample.messages)
+    if not thinking:
+        return "off"
+    return "on" if can_strip(sample) else "fixed"
+
+
+def _digest(seed: int, sample: Sample) -> int:
+    return digest(seed, sample.source, sample.id, "thinking share")
+
+
+def _moves(on: int, fixed: int, off: int, share: float) -> tuple[int, int, int]:
+    """How many to strip, to drop of those that cannot be stripped, and to drop of those without reasoning."""
+    thinking, total = on + fixed, on + fixed + off
+    if thinking > share * total:
+        wanted = round(thinking - share * total)
+        if wanted <= on:
+            return wanted, 0, 0
+        # Those left on cannot be stripped, so some have to go.
+        return on, fixed - round(share * (off + on) / (1 - share)), 0
+    drop_off = total - round(thinking / share) if share and thinking else 0
+    return 0, 0, max(min(drop_off, off), 0)
+
+
+def _threshold(digests: "array[int]", count: int) -> int:
+    """A bound that `count` of the digests are below."""
+    if not count:
+        return 0
+    if count >= len(digests):
+        return 1 << 64
+    return int(np.partition(np.frombuffer(digests, dtype=np.uint64), count)[count])

@@ -1,0 +1,442 @@
+"""Tool calls in what a model wrote, in the format of each chat template.
+
+style            how a call is written
+nemotron3_nano   <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
+domyn, hermes    <tool_call>{"name": NAME, "arguments": {...}}</tool_call>
+llama_nemotron   <TOOLCALL>[{"name": NAME, "arguments": {...}}, ...]</TOOLCALL>
+olmo3            <function_calls>NAME(KEY=JSON, ...), one a line</function_calls>
+any              all of these; the tags tell which
+
+What `nemo_ext.chat.template` writes is read back. Nothing that a model writes raises, or takes more than linear
+time.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal, get_args
+
+import jsonschema
+from jsonschema.exceptions import SchemaError
+from referencing import Registry
+
+from nemo_ext.chat.sample import ToolCall
+from nemo_ext.rl.response import Response
+
+Style = Literal["any", "nemotron3_nano", "domyn", "hermes", "llama_nemotron", "olmo3"]
+STYLES: tuple[str, ...] = get_args(Style)
+
+MAX_CALLS = 64
+"""In one answer; a right answer of any environment here has far fewer."""
+
+_SPACE = re.compile(r"\s*")
+_NAME = re.compile(r"[\w.\-]+")
+_LITERALS = {"True": True, "False": False, "None": None}
+# Told by their first tag; after <tool_call> the next character tells the two formats apart.
+_TAGS = {"<tool_call>": "</tool_call>", "<TOOLCALL>": "</TOOLCALL>", "<function_calls>": "</function_calls>"}
+_STYLE_TAGS: dict[str, tuple[str, ...]] = {
+    "any": tuple(_TAGS),
+    "nemotron3_nano": ("<tool_call>",),
+    "domyn": ("<tool_call>",),
+    "hermes": ("<tool_call>",),
+    "llama_nemotron": ("<TOOLCALL>",),
+    "olmo3": ("<function_calls>",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCalls:
+    """An answer taken apart.
+
+    Attributes:
+        answer: the text without the calls.
+        calls: in order; those that could be read.
+        problems: what could not be read, and why.
+    """
+
+    answer: str
+    calls: tuple[ToolCall, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def parse_tool_calls(text: str, style: Style = "any", tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCalls:
+    """The calls in a text.
+
+    Args:
+        text: an answer, without its reasoning.
+        style: how the model's template writes calls.
+        tools: the declared ones, as OpenAI's `tools`; XML-style values are read as their schemas say, and as text
+            where they say nothing.
+
+    Raises:
+        ValueError: there is no such style.
+    """
+    if style not in STYLES:
+        raise ValueError(f"tool call style: unknown {style!r}: known: {', '.join(STYLES)}")
+    tags = _STYLE_TAGS[style]
+    opening = re.compile("|".join(map(re.escape, tags)))
+    plain: list[str] = []
+    calls: list[ToolCall] = []
+    problems: list[str] = []
+    position = 0
+    while (found := opening.search(text, position)) is not None:
+        plain.append(text[position : found.start()])
+        scanner = _Scanner(text, found.end())
+        try:
+            read = _reader(found[0], style, scanner)(scanner, tools)
+            scanner.skip_space()
+            scanner.expect(_TAGS[found[0]])
+            calls += read
+            position = scanner.position
+        except _Malformed as problem:
+            problems.append(f"{found[0]} at character {found.start()}: {problem}")
+            # From where reading ended, so that no character is read twice.
+            closing = text.find(_TAGS[found[0]], max(scanner.position, found.end()))
+            position = len(text) if closing < 0 else closing + len(_TAGS[found[0]])
+        if len(calls) + len(problems) > MAX_CALLS:
+            problems.append(f"more than {MAX_CALLS} calls: the rest is not read")
+            return ParsedCalls("".join(plain).strip(), tuple(calls[:MAX_CALLS]), tuple(problems))
+    plain.append(text[position:])
+    return ParsedCalls("".join(plain).strip(), tuple(calls), tuple(problems))
+
+
+def read_openai_calls(given: Any) -> ParsedCalls:
+    """The structured calls of an OpenAI message (`tool_calls`) or response (items of type `function_call`).
+
+    Args:
+        given: a list of {id, function: {name, arguments}} or of {call_id, name, arguments}; arguments are JSON text or
+            an object.
+    """
+    if given is None:
+        return ParsedCalls("")
+    calls: list[ToolCall] = []
+    problems: list[str] = []
+    for index, item in enumerate(given if isinstance(given, list | tuple) else [given]):
+        try:
+            calls.append(_openai_call(item))
+        except _Malformed as problem:
+            problems.append(f"tool_calls[{index}]: {problem}")
+    if len(calls) > MAX_CALLS:
+        problems.append(f"more than {MAX_CALLS} calls: the rest is not read")
+    return ParsedCalls("", tuple(calls[:MAX_CALLS]), tuple(problems))
+
+
+def calls_of(response: Response, tools: Sequence[Mapping[str, Any]] = (), style: Style = "any") -> ParsedCalls:
+    """A response's calls: those that the engine has parsed; else those in its answer, never in its reasoning."""
+    if response.tool_calls:
+        parsed = read_openai_calls(
+            [
+                {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+                for call in response.tool_calls
+            ]
+        )
+        return replace(parsed, answer=response.answer)
+    return parse_tool_calls(response.answer, style, tools)
+
+
+def check_tools(tools: Any, where: str) -> tuple[Mapping[str, Any], ...]:
+    """The declared tools as OpenAI's chat completions have them; given so or without `function`, as its responses do.
+
+    Raises:
+        ValueError: naming `where`.
+    """
+    if not isinstance(tools, list | tuple):
+        raise ValueError(f"{where} must be a list of tools, not {tools!r}")
+    made: list[Mapping[str, Any]] = []
+    for index, tool in enumerate(tools):
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(f"{where}[{index}] must be {{type: function, function: {{name, ...}}}}, not {tool!r}")
+        try:
+            _validator(_as_text(function.get("parameters") or {}))
+        except (SchemaError, TypeError, ValueError, RecursionError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"{where}[{index}].function.parameters: no JSON schema: {reason}") from None
+        made.append({"type": "function", "function": function})
+    return tuple(made)
+
+
+def call_problem(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Why a call does not fit the declared tools; "" if it does.
+
+    A schema's `pattern`, `patternProperties` and `uniqueItems` are not checked: what a model writes decides how long
+    they take.
+    """
+    declared = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    if call.name not in declared:
+        return f"no tool {_shown(call.name)} is declared"
+    try:
+        error = next(_validator(_as_text(declared[call.name])).iter_errors(dict(call.arguments)), None)
+    except Exception as problem:  # a schema that points nowhere, arguments nested too deep
+        return f"{call.name}: {type(problem).__name__}"
+    return "" if error is None else f"{call.name}: {_shown(error.json_path)}: {_shown(error.message)}"
+
+
+class _Malformed(Exception):
+    """A call that cannot be read."""
+
+
+class _Scanner:
+    """A position in a text that only moves forward."""
+
+    def __init__(self, text: str, position: int) -> None:
+        self.text = text
+        self.position = position
+
+    def skip_space(self) -> None:
+        match = _SPACE.match(self.text, self.position)
+        assert match is not None
+        self.position = match.end()
+
+    def at(self, word: str) -> bool:
+        return self.text.startswith(word, self.position)
+
+    def expect(self, word: str) -> None:
+        if not self.at(word):
+            seen = self.text[self.position : self.position + 20]
+            raise _Malformed(f"expected {word} instead of {seen!r}" if seen else f"ends before {word}")
+        self.position += len(word)
+
+    def until(self, word: str) -> str:
+        """What stands before a word, which is passed over."""
+        end = self.text.find(word, self.position)
+        if end < 0:
+            self.position = len(self.text)
+            raise _Malformed(f"ends before {word}")
+        before = self.text[self.position : end]
+        self.position = end + len(word)
+        return before
+
+    def name(self) -> str:
+        match = _NAME.match(self.text, self.position)
+        if match is None:
+            raise _Malformed(f"expected a name instead of {self.text[self.position : self.position + 20]!r}")
+        self.position = match.end()
+        return match[0]
+
+    def json(self) -> Any:
+        """A JSON value; its end is known even where it is refused."""
+        value, self.position, problem = _decode(self.text, self.position)
+        if problem:
+            raise _Malformed(problem)
+        return value
+
+
+def _reader(
+    tag: str, style: str, scanner: _Scanner
+) -> Callable[[_Scanner, Sequence[Mapping[str, Any]]], list[ToolCall]]:
+    if tag == "<TOOLCALL>":
+        return _json_calls
+    if tag == "<function_calls>":
+        return _function_calls
+    scanner.skip_space()
+    if style == "nemotron3_nano" or (style == "any" and scanner.at("<function=")):
+        return _xml_call
+    return _json_call
+
+
+def _json_call(scanner: _Scanner, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
+    scanner.skip_space()
+    return [_of_object(scanner.json())]
+
+
+def _json_calls(scanner: _Scanner, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
+    scanner.skip_space()
+    listed = scanner.json()
+    if not isinstance(listed, list):
+        raise _Malformed("expected a list of calls")
+    return [_of_object(item) for item in listed]
+
+
+def _function_calls(scanner: _Scanner, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
+    calls: list[ToolCall] = []
+    while True:
+        scanner.skip_space()
+        if scanner.at("</function_calls>"):
+            return calls
+        name = scanner.name()
+        scanner.expect("(")
+        arguments: dict[str, Any] = {}
+        scanner.skip_space()
+        while not scanner.at(")"):
+            if arguments:
+                scanner.expect(",")
+                scanner.skip_space()
+            key = scanner.name()
+            scanner.skip_space()
+            scanner.expect("=")
+            scanner.skip_space()
+            if key in arguments:
+                raise _Malformed(f"{name}: {key} is given twice")
+            arguments[key] = _literal(scanner)
+            scanner.skip_space()
+        scanner.expect(")")
+        calls.append(_call(name, arguments))
+
+
+def _literal(scanner: _Scanner) -> Any:
+    """JSON, or one of Python's words, which models that write such calls know from code."""
+    for word, value in _LITERALS.items():
+        if scanner.at(word):
+            scanner.expect(word)
+            return value
+    return scanner.json()
+
+
+def _xml_call(scanner: _Scanner, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
+    scanner.skip_space()
+    scanner.expect("<function=")
+    name = scanner.name()
+    scanner.expect(">")
+    schemas = _parameter_schemas(name, tools)
+    arguments: dict[str, Any] = {}
+    while True:
+        scanner.skip_space()
+        if scanner.at("</function>"):
+            scanner.expect("</function>")
+            return [_call(name, arguments)]
+        scanner.expect("<parameter=")
+        key = scanner.name()
+        scanner.expect(">")
+        if key in arguments:
+            raise _Malformed(f"{name}: {key} is given twice")
+        written = scanner.until("</parameter>").removeprefix("\n").removesuffix("\n")
+        arguments[key] = _typed(written, schemas.get(key), f"{name}: {key}")
+
+
+def _parameter_schemas(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    for tool in tools:
+        function = tool.get("function", tool)
+        if function.get("name") == name:
+            properties = (function.get("parameters") or {}).get("properties")
+            return properties if isinstance(properties, Mapping) else {}
+    return {}
+
+
+def _typed(written: str, schema: Any, where: str) -> Any:
+    """An XML-style value as its schema says: text is written as it is, anything else as JSON."""
+    if not isinstance(schema, Mapping):
+        return written
+    kinds, choices = schema.get("type"), schema.get("enum")
+    is_text = (
+        "string" in (kinds if isinstance(kinds, list) else [kinds])
+        or any(isinstance(choice, str) for choice in (choices if isinstance(choices, list) else []))
+        or _is_valid(written, schema)
+    )
+    value, end, problem = _decode(written, 0)
+    if not problem and not written[end:].strip() and not isinstance(value, str) and _is_valid(value, schema):
+        return value  # a schema that allows both: what reads as JSON is meant so
+    if is_text:
+        return written
+    if problem or written[end:].strip():
+        raise _Malformed(f"{where}: {_shown(written)} is not JSON" + (f" ({problem})" if problem else ""))
+    return value  # of the wrong type, which is for the schema's check to say
+
+
+def _is_valid(value: Any, schema: Mapping[str, Any]) -> bool:
+    try:
+        return _validator(_as_text(schema)).is_valid(value)
+    except Exception:  # no schema, or one that points elsewhere
+        return isinstance(value, str)
+
+
+def _openai_call(item: Any) -> ToolCall:
+    if not isinstance(item, Mapping):
+        raise _Malformed("expected an object")
+    function = item.get("function", item)
+    if not isinstance(function, Mapping):
+        raise _Malformed("function: expected an object")
+    name, arguments = function.get("name"), function.get("arguments")
+    if isinstance(arguments, str):
+        text = arguments.strip() or "{}"
+        arguments, end, problem = _decode(text, 0)
+        if problem or text[end:].strip():
+            raise _Malformed(f"arguments: {problem or 'more than one JSON value'}")
+    identifier = item.get("id") if "function" in item else item.get("call_id", item.get("id"))
+    call = _of_object({"name": name, "arguments": {} if arguments is None else arguments})
+    return replace(call, id=identifier) if isinstance(identifier, str) else call
+
+
+def _of_object(value: Any) -> ToolCall:
+    if not isinstance(value, Mapping) or set(value) != {"name", "arguments"}:
+        raise _Malformed("expected an object with name and arguments")
+    return _call(value["name"], value["arguments"])
+
+
+def _call(name: Any, arguments: Any) -> ToolCall:
+    if not isinstance(name, str) or not name:
+        raise _Malformed("name: expected the name of a tool")
+    if not isinstance(arguments, Mapping):
+        raise _Malformed(f"{_shown(name)}: arguments: expected an object")
+    try:
+        json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError, RecursionError):
+        raise _Malformed("arguments that are not JSON in UTF-8") from None
+    return ToolCall(name=name, arguments=arguments)
+
+
+def _decode(text: str, position: int) -> tuple[Any, int, str]:
+    """The JSON value at a position, where it ends or reading did, and what is wrong with it ("" if nothing).
+
+    Refused are what JSON does not have (NaN, Infinity, a key twice) and numbers that no float holds.
+    """
+    refused: list[str] = []
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(items)
+        if len(made) != len(items):
+            refused.append("a key stands twice in an object")
+        return made
+
+    def constant(word: str) -> None:
+        refused.append(f"{word} is not JSON")
+
+    def real(digits: str) -> float:
+        value = float(digits)
+        if not math.isfinite(value):
+            refused.append("a number is too large")
+        return value
+
+    def whole(digits: str) -> int:
+        if len(digits) > 300:  # Python itself refuses 4300
+            refused.append("a number is too large")
+            return 0
+        return int(digits)
+
+    decoder = json.JSONDecoder(object_pairs_hook=pairs, parse_constant=constant, parse_float=real, parse_int=whole)
+    try:
+        value, end = decoder.raw_decode(text, position)
+    except json.JSONDecodeError as error:
+        return None, max(error.pos, position), f"not JSON: {error.msg} at character {error.pos}"
+    except RecursionError:
+        return None, len(text), "nested too deep"
+    return value, end, refused[0] if refused else ""
+
+
+def _quick(schema: Any) -> Any:
+    """A schema without what may take very long."""
+    if isinstance(schema, Mapping):
+        slow = {"pattern": str, "patternProperties": Mapping, "uniqueItems": bool}
+        return {
+            key: _quick(value) for key, value in schema.items() if not (key in slow and isinstance(value, slow[key]))
+        }
+    return [_quick(item) for item in schema] if isinstance(schema, list | tuple) else schema
+
+
+def _as_text(schema: Any) -> str:
+    return json.dumps(schema, sort_keys=True)
+
+
+@lru_cache(maxsize=4096)
+def _validator(text: str) -> Any:
+    schema = _quick(json.loads(text))
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    kind.check_schema(schema)
+    return kind(schema, registry=Registry())  # which looks nothing up on the network
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:77] + "...")

@@ -1,0 +1,1 @@
+"""Which streams are trained on, in which shares."""

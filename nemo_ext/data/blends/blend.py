@@ -1,0 +1,171 @@
+"""From the config's blend to Megatron's data arguments."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.data.blends.hierarchy import Leaf, read_tree
+from nemo_ext.data.blends.plan import LIMITS, plan_blend, some_of
+from nemo_ext.data.blends.sizes import indexed_tokens
+from nemo_ext.data.packs.packed_files import is_packed
+from nemo_ext.data.text.manifest import read_manifest
+from nemo_ext.data.text.tokenizers import Tokenizer, load_tokenizer, megatron_arguments
+from nemo_ext.job.progress import notice
+
+
+def flattened(data: Mapping[str, Any], shares: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """The `data` section with its blend as a flat list of `streams`.
+
+    Args:
+        data: A `data` section; one with `streams` stays as it is, without what only a blend's plan reads.
+        shares: The streams' weights; without them all are 1, which will do for tokenising.
+
+    Raises:
+        ValueError: The blend is wrong.
+    """
+    rest = {key: value for key, value in data.items() if key not in ("blend", *LIMITS)}
+    if data.get("blend") is None:
+        return rest
+    streams = []
+    for leaf in read_tree(data).leaves():
+        weight = 1.0 if shares is None else float(shares[leaf.name])
+        streams.append({"name": leaf.name, "weight": weight, "prefix": str(leaf.prefix)})
+        if leaf.source is not None:
+            streams[-1]["source"] = leaf.source
+    return rest | {"streams": streams}
+
+
+def tokens_of_run(config: Mapping[str, Any]) -> int | None:
+    """Tokens that a training config reads of its `data`; None if it does not tell.
+
+    They are its steps times its batch, else `train.tokens`; of a run with phases those of the phases without own data.
+    """
+    phases = [phase for phase in (config.get("phases") or {}).values() if isinstance(phase, Mapping)]
+    if any(phase.get("data") is not None for phase in phases):
+        tokens = [phase.get("tokens") for phase in phases if phase.get("data") is None]
+        return round(sum(float(each) for each in tokens if isinstance(each, int | float))) or None
+    megatron = config.get("megatron") or {}
+    sizes = [megatron.get(key) for key in ("train_iters", "global_batch_size", "seq_length")]
+    if all(sizes):
+        steps, batch, length = (int(size) for size in sizes if size is not None)
+        return steps * batch * length
+    whole = (config.get("train") or {}).get("tokens")
+    return None if whole is None else round(float(whole))
+
+
+def use_blend(config: dict[str, Any], *, tokens: int | None = None) -> None:
+    """Fills Megatron's data and tokenizer arguments from `config["data"]`; arguments that the user set stay.
+
+    `config["data"]` becomes the flat blend that was used. Streams that will be read more often than `max_epochs` are
+    warned of.
+
+    Args:
+        config: of a training run, resolved.
+        tokens: that are read of this blend; None: those of the whole run.
+
+    Raises:
+        ValueError: for a stream without source whose tokenised files are missing or of another tokenizer, a blend that
+            is wrong (see `plan_blend`), no share for validation, or a tokenizer with more ids than the model has
+            embedding rows.
+    """
+    data, megatron = config["data"], config["megatron"]
+    tokenizer = load_tokenizer(data["tokenizer"])
+    for leaf in read_tree(data).leaves():
+        if leaf.source is not None and data.get("validation_share") == 0:
+            raise ValueError(f"data.validation_share=0: {leaf.name} would have nothing to validate on: set it above 0")
+        if leaf.source is None:
+            for split in ("train", "valid"):
+                missing = Path(f"{leaf.prefix}_{split}.idx")
+                if not missing.is_file():
+                    raise ValueError(
+                        f"{leaf.where}: {leaf.name}: {missing} does not exist; tokenise the stream first with a "
+                        "validation_share above 0 (`nemo-ext tokenize`), set its prefix, or choose data=local_text"
+                    )
+            _check_tokenizer(leaf, tokenizer)
+    plan = plan_blend(data, tokens_of_run(config) if tokens is None else tokens, before_tokenising=True)
+    if warning := plan.warning():
+        notice(f"data: {warning}")
+    for split in ("train", "valid"):
+        megatron.setdefault(f"{split}_data_path", plan.megatron_words(split))
+    config["data"] = flattened(data, {name: float(share) for name, share in plan.shares.items()})
+    if megatron.get("tokenizer_type") is None:
+        # Training needs only the number of ids and the end of document, so not even transformers.
+        megatron.update(megatron_arguments(tokenizer, ids_only=True))
+    rows = megatron.get("padded_vocab_size")
+    if rows is not None and tokenizer.vocab_size > int(rows):
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, the model {rows} embedding rows: choose the model's own "
+            "tokenizer, or set megatron.padded_vocab_size"
+        )
+
+
+def _check_tokenizer(leaf: Leaf, tokenizer: Tokenizer) -> None:
+    """Refuses files that another tokenizer made, where their manifest tells; files made elsewhere have none."""
+    if not Path(f"{leaf.prefix}.json").is_file():
+        return
+    manifest = read_manifest(leaf.prefix)
+    if manifest.tokenizer_identity != tokenizer.identity:
+        raise ValueError(
+            f"{leaf.where}: {leaf.name}: {leaf.prefix} was tokenised with another tokenizer than data.tokenizer "
+            f"({manifest.tokenizer}): tokenise it again, or set data.tokenizer"
+        )
+
+
+def other_order(before: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """One line where Megatron orders streams of a resumed run anew; None where all stay as they were.
+
+    Its GPTDataset shuffles all epochs of a run together, so a run that reads other epochs of a stream has another order
+    of all of them. Packs, mixed lengths and the phases of a run have an order that stays.
+
+    Args:
+        before: the config that the run was begun with, its data arguments filled in.
+        config: the one it is resumed with.
+    """
+    old, new = _epochs(before), _epochs(config)
+    changed = [
+        f"{name} {old[name][0]:.3g} -> {new[name][0]:.3g}"
+        for name in new
+        if name in old and old[name][1] != new[name][1]
+    ]
+    if not changed:
+        return None
+    return (
+        f"other epochs than when this run began, so that Megatron orders streams anew: {some_of(changed)}. Sequences "
+        "that were read may come again and others not at all; a run in phases keeps its order (docs/phases.md)"
+    )
+
+
+def _epochs(config: Mapping[str, Any]) -> dict[str, tuple[float, tuple[int, bool]]]:
+    """Of each training stream: its epochs, and what Megatron's order of it follows from.
+
+    That are the epochs begun, and whether the last is shuffled by itself (megatron/core/datasets/gpt_dataset.py,
+    `_build_document_sample_shuffle_indices`).
+    """
+    megatron = config["megatron"]
+    given = megatron.get("train_data_path") or ()
+    words = [given] if isinstance(given, str) else [str(word) for word in given]
+    steps, batch, length = (megatron.get(key) for key in ("train_iters", "global_batch_size", "seq_length"))
+    if not (words and steps and batch and length) or (config.get("data") or {}).get("mixed_lengths"):
+        return {}
+    pairs = [("1", words[0])] if len(words) == 1 else list(zip(words[::2], words[1::2], strict=False))
+    total = sum(float(weight) for weight, _ in pairs)
+    found = {}
+    for weight, prefix in pairs:
+        if not Path(f"{prefix}.idx").is_file() or is_packed(prefix):
+            continue
+        tokens, sequences = indexed_tokens(Path(f"{prefix}.idx")), int(steps) * int(batch)
+        read = sequences * int(length) * float(weight) / total / tokens
+        if len(pairs) > 1:
+            # Megatron's builder of blends takes half a percent more of each stream (`mid_level_dataset_surplus`).
+            sequences = math.ceil(math.ceil(sequences * float(weight) / total) * 1.005)
+        found[prefix] = read, _order(sequences, int(length), tokens)
+    return found
+
+
+def _order(sequences: int, length: int, tokens: int) -> tuple[int, bool]:
+    epochs = -(-(sequences * length + 1) // tokens)
+    if epochs == 1:
+        return 1, False
+    last = sequences - ((epochs - 1) * tokens - 1) // length
+    return epochs, last < int(0.8 * ((tokens - 1) // length))

@@ -1,0 +1,164 @@
+"""How a blend's tokens are divided down its tree: the rules of groups, and caps.
+
+Shares are exact fractions, so those of a blend sum to one however deep it is.
+"""
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+from nemo_ext.data.blends.hierarchy import Group, Leaf, Node
+from nemo_ext.data.blends.sizes import Size
+
+
+def divide(root: Group, sizes: Mapping[str, Size], *, tokens: int | None = None) -> dict[str, Fraction]:
+    """Each stream's share of the tokens, by name; they sum to one.
+
+    A group's tokens are divided by its rule: `shares` in proportion to the children's shares; `epochs` in proportion to
+    epochs x size; `temperature` to size^alpha (Conneau et al. 2020, section 3.1, on sentences; here on tokens); `tiers`
+    gives each tier its share, and what is left to the other tiers in proportion to children x decay^k, where k counts
+    those tiers from zero: each of their children gets `decay` times what a child of the tier above gets.
+
+    A child that would get more than its cap gets the cap, and the excess goes to its siblings in proportion to what
+    they have, until none exceeds its cap. A group can take no more than its children together, so where all of them
+    are capped the excess goes to the group's siblings.
+
+    Args:
+        root: The tree.
+        sizes: Of streams, by name; those that rules and caps need must be there.
+        tokens: Of the run; only caps need them.
+
+    Raises:
+        ValueError: A rule or cap needs a size, or caps need `tokens`; or the caps together are below `tokens`.
+    """
+    capped = _has_caps(root)
+    if capped and tokens is None:
+        raise ValueError(f"{_first_cap(root)}: cap_epochs needs the number of tokens of the run: give tokens=...")
+    budget = Fraction(tokens) if tokens is not None and capped else Fraction(1)
+    most = _capacity(root, sizes)
+    if most is not None and most < budget:
+        raise ValueError(
+            f"the blend's caps allow {int(most):,} tokens, the run takes {tokens:,}: raise cap_epochs, add streams, or "
+            "train on fewer tokens"
+        )
+    shares: dict[str, Fraction] = {}
+    _allot(root, budget, sizes, shares)
+    return {name: part / budget for name, part in shares.items()}
+
+
+def proportions(group: Group, sizes: Mapping[str, Size]) -> list[Fraction]:
+    """What each child gets of the group by its rule alone, without caps; they sum to one.
+
+    Raises:
+        ValueError: The rule needs a size that is not known.
+    """
+    if group.by == "tiers":
+        return _tiers(group)
+    if group.by == "shares":
+        parts = [_given(child) for child in group.children]
+    else:
+        why = f"its group divides by {group.by}"
+        measured = [Fraction(tokens_in(child, sizes, why=why)) for child in group.children]
+        if group.by == "epochs":
+            parts = [_given(child) * size for child, size in zip(group.children, measured, strict=True)]
+        else:
+            assert group.setting is not None
+            most, alpha = max(measured), float(group.setting)
+            parts = [Fraction(float(size / most) ** alpha) for size in measured]
+    return _scaled(parts)
+
+
+def tokens_in(node: Node, sizes: Mapping[str, Size], *, why: str) -> int:
+    """The size of a node: its stream's, or those of all its streams together.
+
+    Raises:
+        ValueError: One is not known, and `why` it is needed.
+    """
+    if isinstance(node, Group):
+        return sum(tokens_in(leaf, sizes, why=why) for leaf in node.leaves())
+    if node.name not in sizes:
+        raise ValueError(
+            f"{node.where}: the size of {node.name} is needed, because {why}, but there is no {node.prefix}_train.idx: "
+            "tokenise it first (`nemo-ext tokenize`), or give `tokens` to plan with"
+        )
+    return sizes[node.name].tokens
+
+
+def _tiers(group: Group) -> list[Fraction]:
+    assert group.setting is not None
+    left = 1 - sum(child.amount for child in group.children if child.amount is not None)
+    decaying = [child for child in group.children if child.amount is None]
+    weights = _scaled([_count(child) * group.setting**number for number, child in enumerate(decaying)])
+    parts = iter(weights)
+    return [left * next(parts) if child.amount is None else child.amount for child in group.children]
+
+
+def _count(node: Node) -> int:
+    return len(node.children) if isinstance(node, Group) else 1
+
+
+def _given(node: Node) -> Fraction:
+    assert node.amount is not None, node.where
+    return node.amount
+
+
+def _scaled(parts: Sequence[Fraction]) -> list[Fraction]:
+    total = sum(parts, start=Fraction(0))
+    return [part / total for part in parts]
+
+
+def _has_caps(node: Node) -> bool:
+    return _first_cap(node) is not None
+
+
+def _first_cap(node: Node) -> str | None:
+    if node.cap_epochs is not None:
+        return node.where
+    if isinstance(node, Group):
+        return next((where for child in node.children if (where := _first_cap(child)) is not None), None)
+    return None
+
+
+def _capacity(node: Node, sizes: Mapping[str, Size]) -> Fraction | None:
+    """The most tokens that the caps let a node take; None: any number."""
+    most = None
+    if isinstance(node, Group):
+        parts = [_capacity(child, sizes) for child in node.children]
+        bounded = [part for part in parts if part is not None]
+        if len(bounded) == len(parts):
+            most = sum(bounded, start=Fraction(0))
+    if node.cap_epochs is not None:
+        own = node.cap_epochs * tokens_in(node, sizes, why="it is under cap_epochs")
+        most = own if most is None else min(own, most)
+    return most
+
+
+def _allot(node: Node, budget: Fraction, sizes: Mapping[str, Size], shares: dict[str, Fraction]) -> None:
+    if isinstance(node, Leaf):
+        shares[node.name] = budget
+        return
+    limits = [_capacity(child, sizes) for child in node.children]
+    for child, part in zip(node.children, fill(budget, proportions(node, sizes), limits), strict=True):
+        _allot(child, part, sizes, shares)
+
+
+def fill(budget: Fraction, parts: Sequence[Fraction], limits: Sequence[Fraction | None]) -> list[Fraction]:
+    """`budget` divided in proportion to `parts`, none above its limit.
+
+    Args:
+        budget: At most the sum of the limits, if all have one.
+        parts: Above zero.
+        limits: None: no limit.
+    """
+    got: list[Fraction] = [Fraction(0)] * len(parts)
+    open_, left = list(range(len(parts))), budget
+    while open_:
+        rate = left / sum(parts[number] for number in open_)
+        full = {number for number in open_ if (limit := limits[number]) is not None and parts[number] * rate > limit}
+        for number in open_:
+            limit = limits[number]
+            got[number] = limit if number in full and limit is not None else parts[number] * rate
+        if not full:
+            break
+        left -= sum(got[number] for number in full)
+        open_ = [number for number in open_ if number not in full]
+    return got

@@ -1,0 +1,110 @@
+"""The job `nemo-ext blend`: the audit of a config's blends."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from nemo_ext.data.blends.blend import tokens_of_run
+from nemo_ext.data.blends.hierarchy import Leaf
+from nemo_ext.data.blends.plan import BlendPlan, plan_blend
+from nemo_ext.data.blends.report import print_table, write_blend
+from nemo_ext.data.phases import wanted_tokens
+
+
+def audit(config: Mapping[str, Any]) -> None:
+    """Prints what every stream gets and what is odd about it; with `output` writes report and blend files there.
+
+    A recipe's phases with data of their own are blends of their own, and have folders of their own in `output`.
+
+    Raises:
+        ValueError: There is no blend, it is wrong, or a stream is read more often than `refuse_epochs`.
+    """
+    data = config.get("data")
+    if data is not None and data.get("packed") is not None:
+        raise ValueError("this recipe reads packs, not a blend: report.md of `nemo-ext sft_data` has shares")
+    if data is None or (data.get("blend") is None and data.get("streams") is None):
+        raise ValueError("nothing to show: give data=NAME, recipe=NAME, or a blend in data.blend")
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 160  # a file or a pipe has room
+    limits = {key: config[key] for key in ("max_epochs", "refuse_epochs") if config.get(key) is not None}
+    plans = [(name, plan_blend({**own, **limits}, tokens)) for name, own, tokens in _blends(config)]
+    for name, plan in plans:
+        if config["require_files"]:
+            _check_files(plan)
+        words = (config.get("recipe"), name or Path(str(data["directory"])).name)
+        title = f"Blend of {', '.join(str(word) for word in words if word)}"
+        _show(plan, console, title)
+        if config["output"] is not None:
+            folder = Path(str(config["output"])) / (name if len(plans) > 1 else "")
+            try:
+                report = write_blend(plan, folder, title=title)
+            except OSError as error:
+                raise ValueError(f"output={config['output']}: {error.strerror}: choose another directory") from error
+            console.print(f"report: {report}", soft_wrap=True)
+    if often := _often_in_all([plan for _, plan in plans]):
+        console.print(
+            f"warning: read more than max_epochs in all phases together: {often}", style="red", soft_wrap=True
+        )
+
+
+def _blends(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], int | None]]:
+    """Name, section and tokens of each blend: of `data`, and of phases with data of their own.
+
+    Where `tokens` is another length of the run, its phases have as much of it as of their own.
+    """
+    tokens = config["tokens"]
+    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int | float)):
+        raise ValueError(f"tokens={tokens}: give the number of tokens of the run, such as 25e12")
+    phases = wanted_tokens(config)
+    shared = [name for name in phases if config["phases"][name].get("data") is None]
+    if len(shared) == len(phases):
+        yield "", config["data"], tokens_of_run(config) if tokens is None else round(tokens)
+        return
+    scale = 1.0 if tokens is None else tokens / sum(phases.values())
+    if shared:
+        yield "+".join(shared), config["data"], round(scale * sum(phases[name] for name in shared))
+    for name, own in phases.items():
+        if name not in shared:
+            yield name, config["phases"][name]["data"], round(scale * own)
+
+
+def _show(plan: BlendPlan, console: Console, title: str) -> None:
+    length = "" if plan.tokens is None else f" ({plan.tokens:,} tokens)"
+    console.print(title + length, style="italic", soft_wrap=True)
+    print_table(plan, console)
+    if warning := plan.warning():
+        console.print(f"warning: {warning}", style="red", soft_wrap=True)
+    for note in plan.notes():
+        console.print(f"note: {note}", soft_wrap=True)
+    if plan.tokens is None:
+        console.print("note: no epochs without the run's length: tokens=... or recipe=...", soft_wrap=True)
+
+
+def _check_files(plan: BlendPlan) -> None:
+    counted = {name for name, size in plan.sizes.items() if size.known == "files"}
+    missing = [leaf for leaf in plan.root.leaves() if leaf.name not in counted]
+    if missing:
+        raise ValueError(
+            f"{missing[0].where}: {missing[0].prefix}_train.idx does not exist"
+            + (f", nor do the files of {len(missing) - 1} others" if len(missing) > 1 else "")
+            + ": tokenise the streams first, or leave out require_files to plan without them"
+        )
+
+
+def _often_in_all(plans: Sequence[BlendPlan]) -> str:
+    """Streams that no blend reads too often, but all together do."""
+    total: dict[Path, float] = {}
+    alone: set[Path] = set()
+    for plan in plans:
+        for part in plan.parts:
+            if isinstance(part.node, Leaf) and part.epochs is not None:
+                total[part.node.prefix] = total.get(part.node.prefix, 0) + part.epochs
+                if part.epochs > plan.max_epochs:
+                    alone.add(part.node.prefix)
+    most = plans[0].max_epochs
+    return ", ".join(
+        f"{prefix.name} {epochs:.3g} times" for prefix, epochs in total.items() if epochs > most and prefix not in alone
+    )

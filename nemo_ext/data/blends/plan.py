@@ -1,0 +1,211 @@
+"""A blend against real sizes: what each stream gets of a run's tokens, how often it is read, what to know of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+from nemo_ext.data.blends.division import divide, proportions
+from nemo_ext.data.blends.hierarchy import Group, Leaf, Node, positive, read_tree
+from nemo_ext.data.blends.sizes import Size, size_of
+
+MAX_EPOCHS = 4.0
+"""Up to so many passes repeated text trains about as well as new text (Muennighoff et al. 2023, arXiv 2305.16264)."""
+
+LIMITS = ("max_epochs", "refuse_epochs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A node of a blend and what it gets.
+
+    Attributes:
+        node: The group or stream.
+        depth: 0 for the root.
+        share: Of the run's tokens; exact.
+        size: Tokens there are, None where a stream's is not known.
+        assumed: Some of `size` is assumed, not counted in files.
+        tokens: Of the run, None if its length is not known.
+        capped: Its share is its cap's.
+    """
+
+    node: Node
+    depth: int
+    share: Fraction
+    size: int | None
+    assumed: bool
+    tokens: float | None
+    capped: bool
+
+    @property
+    def epochs(self) -> float | None:
+        """Passes over it in the run."""
+        return None if self.size is None or self.tokens is None else self.tokens / self.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlendPlan:
+    """A blend against the sizes of its streams and the length of a run.
+
+    Attributes:
+        root: The tree.
+        sizes: Of the streams whose size is known, by name.
+        shares: Of all streams, by name; they sum to one exactly.
+        tokens: Of the run; None if not known.
+        max_epochs: Passes above which a stream is warned of.
+    """
+
+    root: Group
+    sizes: dict[str, Size]
+    shares: dict[str, Fraction]
+    tokens: int | None
+    max_epochs: float
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """All nodes from the root down, a group before its children."""
+        parts: list[Part] = []
+        self._describe(self.root, 0, parts)
+        return parts
+
+    def part(self, *path: str) -> Part:
+        """The part at these keys from the root down: `part("multilingual", "A")`.
+
+        Raises:
+            KeyError: There is none.
+        """
+        node: Node = self.root
+        for key in path:
+            children = node.children if isinstance(node, Group) else ()
+            node = {child.key: child for child in children}[key]
+        return next(part for part in self.parts if part.node is node)
+
+    def megatron_words(self, split: str) -> list[str]:
+        """Megatron's list for a split: weight, prefix, weight, prefix, ..."""
+        weights = {name: repr(float(share)) for name, share in self.shares.items()}
+        return [word for leaf in self.root.leaves() for word in (weights[leaf.name], f"{leaf.prefix}_{split}")]
+
+    def warning(self) -> str | None:
+        """One line on the streams that are read more often than `max_epochs`, the worst first; None without any."""
+        read = [(part.epochs or 0, part.node.name) for part in self.parts if isinstance(part.node, Leaf)]
+        often = sorted(((epochs, name) for epochs, name in read if epochs > self.max_epochs), reverse=True)
+        if not often:
+            return None
+        told = some_of([f"{name} {epochs:.3g} times" for epochs, name in often])
+        return (
+            f"read more than max_epochs={self.max_epochs:g} times: {told}; more text, smaller shares or cap_epochs help"
+        )
+
+    def notes(self) -> list[str]:
+        """What the shares do not show: sums that were normalised, wishes that were not met, sizes that are assumed."""
+        notes = []
+        for part in self.parts:
+            node = part.node
+            if isinstance(node, Group):
+                notes += [*self._normalised(node), *self._rising(node), *self._other_epochs(node)]
+        assumed = [name for name, size in self.sizes.items() if size.known == "assumed"]
+        unknown = [leaf.name for leaf in self.root.leaves() if leaf.name not in self.sizes]
+        if assumed:
+            notes.append(f"sizes assumed, not counted: {some_of(assumed)}")
+        if unknown:
+            notes.append(f"sizes not known (no files, no `tokens`), so their epochs are not either: {some_of(unknown)}")
+        return notes
+
+    def _describe(self, node: Node, depth: int, parts: list[Part]) -> None:
+        leaves = [node] if isinstance(node, Leaf) else list(node.leaves())
+        found = [self.sizes[leaf.name] for leaf in leaves if leaf.name in self.sizes]
+        share = sum((self.shares[leaf.name] for leaf in leaves), start=Fraction(0))
+        size = sum(size.tokens for size in found) if len(found) == len(leaves) else None
+        most = None if node.cap_epochs is None or size is None else node.cap_epochs * size
+        parts.append(
+            Part(
+                node=node,
+                depth=depth,
+                share=share,
+                size=size,
+                assumed=any(size.known == "assumed" for size in found),
+                tokens=None if self.tokens is None else float(share * self.tokens),
+                capped=self.tokens is not None and share * self.tokens == most,
+            )
+        )
+        for child in node.children if isinstance(node, Group) else ():
+            self._describe(child, depth + 1, parts)
+
+    def _normalised(self, group: Group) -> list[str]:
+        total = sum(child.amount for child in group.children if child.amount is not None)
+        alike = len({child.amount for child in group.children}) == 1
+        if group.by != "shares" or alike or total in (1, 100):
+            return []
+        return [f"{group.where}: the shares sum to {float(total):g} and are divided by it"]
+
+    def _rising(self, group: Group) -> list[str]:
+        """Tiers whose children get more than those of a tier above."""
+        if group.by != "tiers":
+            return []
+        counts = [len(child.children) if isinstance(child, Group) else 1 for child in group.children]
+        each = [part / count for part, count in zip(proportions(group, self.sizes), counts, strict=True)]
+        return [
+            f"{group.where}: a child of tier {below.key} gets more than one of tier {above.key} "
+            f"({float(low):.3g} of the tiers, {float(high):.3g})"
+            for above, below, high, low in zip(group.children, group.children[1:], each, each[1:], strict=False)
+            if low > high
+        ]
+
+    def _other_epochs(self, group: Group) -> list[str]:
+        """Epochs asked for that the run's length does not give: they are relative."""
+        if group.by != "epochs" or self.tokens is None:
+            return []
+        own = [part for part in self.parts if part.node in group.children]
+        off = [p for p in own if p.epochs and p.node.amount and abs(p.epochs / float(p.node.amount) - 1) > 0.05]
+        if not off:
+            return []
+        told = [f"{part.node.key} {float(part.node.amount or 0):g} -> {part.epochs:.3g}" for part in off]
+        return [f"{group.where}: epochs are relative, in this run {some_of(told)}"]
+
+
+def plan_blend(data: Mapping[str, Any], tokens: int | None = None, *, before_tokenising: bool = False) -> BlendPlan:
+    """The shares of a blend, by the sizes of what is tokenised.
+
+    Args:
+        data: A `data` section, see `read_tree`; `max_epochs` (default 4) warns of streams that are read more often,
+            `refuse_epochs` (default none) refuses them.
+        tokens: Of the run.
+        before_tokenising: Streams with a source will be tokenised, so damaged files of theirs only have no size.
+
+    Raises:
+        ValueError: The blend is wrong, a stream is empty, or one is read more often than `refuse_epochs`.
+    """
+    root = read_tree(data)
+    if tokens is not None and tokens <= 0:
+        raise ValueError(f"tokens={tokens}: a blend needs a positive number of tokens")
+    limits = {key: float(positive(f"data.{key}", data[key])) for key in LIMITS if data.get(key) is not None}
+    sizes = {}
+    for leaf in root.leaves():
+        try:
+            size = size_of(leaf.prefix, assumed=leaf.tokens)
+        except ValueError as error:
+            if leaf.source is not None and before_tokenising:
+                continue
+            raise ValueError(f"{leaf.where}: {error}") from error
+        if size is not None:
+            sizes[leaf.name] = size
+    shares = divide(root, sizes, tokens=tokens)
+    most, refused = limits.get("max_epochs", MAX_EPOCHS), limits.get("refuse_epochs")
+    plan = BlendPlan(root=root, sizes=sizes, shares=shares, tokens=tokens, max_epochs=most)
+    for part in plan.parts:
+        if refused is not None and isinstance(part.node, Leaf) and (part.epochs or 0) > refused:
+            raise ValueError(
+                f"{part.node.where}: {part.node.name} would be read {part.epochs:.3g} times, more than "
+                f"data.refuse_epochs={refused:g}: {_count(part.tokens)} tokens of {_count(part.size)}"
+            )
+    return plan
+
+
+def _count(tokens: float | None) -> str:
+    return "an unknown number" if tokens is None else f"{tokens:,.0f}"
+
+
+def some_of(names: list[str], most: int = 8) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,162 @@
+"""The audit of a blend: a table, a page with a picture, and the blend in the forms that trainers read. No torch."""
+
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from nemo_ext.data.blends.hierarchy import Leaf
+from nemo_ext.data.blends.plan import BlendPlan, Part
+from nemo_ext.job.run_directory import write_text
+
+_UNITS = ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"))
+
+
+def print_table(plan: BlendPlan, console: Console) -> None:
+    """Prints what every group and stream gets."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("stream", overflow="fold")
+    for name in ("share", "tokens", "there are", "epochs"):
+        table.add_column(name, justify="right", overflow="fold")
+    table.add_column("divided by", overflow="fold")
+    for part in plan.parts:
+        style = None if isinstance(part.node, Leaf) else "bold"
+        if _too_often(plan, part):
+            style = "red"
+        table.add_row("  " * part.depth + _label(part), *_cells(part), _rule(part), style=style)
+    console.print(table)
+
+
+def write_blend(plan: BlendPlan, folder: Path, *, title: str) -> Path:
+    """Writes the audit and the blend's files into a folder; returns the audit's path.
+
+    - `report.md`, `blend.png`: the audit.
+    - `blend.json`: lists for train, valid and test. Megatron-LM and Megatron-Bridge read it as
+      `--per-split-data-args-path` or `per_split_data_args_path` (checked: megatron-core 0.19.2, Bridge's
+      `data/loaders.py` of 2026).
+    - `blend.txt`: the training list alone, as `--data-args-path` takes it; also to paste after `--train-data-path`.
+    - `nemo_paths.json`: the same lists under the keys of NeMo 2's `PreTrainingDataModule(paths=...)`.
+
+    Raises:
+        ValueError: A prefix has white space, at which Megatron would cut `blend.txt`.
+    """
+    for leaf in plan.root.leaves():
+        if len(str(leaf.prefix).split()) != 1:
+            raise ValueError(
+                f"{leaf.where}: the prefix {str(leaf.prefix)!r} has white space, which Megatron's lists cannot"
+            )
+    train, valid = plan.megatron_words("train"), plan.megatron_words("valid")
+    pairs = [f"{weight} {prefix}" for weight, prefix in zip(train[::2], train[1::2], strict=True)]
+    write_text(folder / "blend.txt", "\n".join(pairs) + "\n")
+    # Both readers want every key, and there is no test split.
+    write_text(folder / "blend.json", json.dumps({"train": train, "valid": valid, "test": None}, indent=1) + "\n")
+    paths = {"train": train, "validation": valid, "test": valid}
+    write_text(folder / "nemo_paths.json", json.dumps(paths, indent=1) + "\n")
+    plot(plan, folder / "blend.png", title=title)
+    report = folder / "report.md"
+    write_text(report, markdown(plan, title=title))
+    return report
+
+
+def markdown(plan: BlendPlan, *, title: str) -> str:
+    """The audit as a page."""
+    out = io.StringIO()
+    length = "a run of unknown length" if plan.tokens is None else f"{plan.tokens:,} tokens"
+    leaves = [part for part in plan.parts if isinstance(part.node, Leaf)]
+    out.write(f"# {title}\n\n{len(leaves)} streams for {length}.\n\n")
+    if warning := plan.warning():
+        out.write(f"**Warning:** {warning}.\n\n")
+    out.writelines(f"- {note}\n" for note in plan.notes())
+    out.write("\n![shares and epochs](blend.png)\n\n## Shares\n\n")
+    out.write("| stream | share | tokens | there are | epochs | divided by |\n|---|--:|--:|--:|--:|---|\n")
+    for part in plan.parts:
+        name = _label(part) if isinstance(part.node, Leaf) else f"**{_label(part)}**"
+        out.write(f"| {'&emsp;' * part.depth}{name} | {' | '.join(_cells(part))} | {_rule(part)} |\n")
+    out.write(
+        f"\nEpochs are passes over a stream's training tokens, warned of above {plan.max_epochs:g}: up to four, "
+        "repeated text trains about as well as new text (Muennighoff et al. 2023, arXiv 2305.16264). * is an assumed "
+        "size, † a share at its cap.\n"
+    )
+    return out.getvalue()
+
+
+def plot(plan: BlendPlan, path: Path, *, title: str) -> None:
+    """Draws shares as bars down the tree and, where sizes and the run's length are known, epochs beside them."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    parts = plan.parts[1:]
+    epochs = any(part.epochs is not None for part in parts)
+    figure = Figure(figsize=(10 if epochs else 7, 1.4 + 0.24 * len(parts)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 2 if epochs else 1, sharey=True, squeeze=False)[0]
+    rows = range(len(parts))
+    leaf = [isinstance(part.node, Leaf) for part in parts]
+    colours = ["#1f4e8c" if is_leaf else "#c3cedd" for is_leaf in leaf]
+    bars = axes[0].barh(rows, [100 * float(part.share) for part in parts], color=colours, height=0.7)
+    axes[0].bar_label(bars, [f"{100 * float(part.share):.3g} %" for part in parts], padding=3, fontsize=8)
+    axes[0].set_xlabel("share of tokens (%)")
+    axes[0].margins(x=0.16)
+    labels = ["    " * (part.depth - 1) + _label(part) for part in parts]
+    axes[0].set_yticks(rows, labels, fontsize=8.5, ha="left")
+    axes[0].set_ylim(len(parts) - 0.4, -0.6)
+    # Names begin at one edge, so that the indentation shows the tree.
+    axes[0].tick_params(axis="y", length=0, pad=5.6 * max(map(len, labels)))
+    for label, is_leaf in zip(axes[0].get_yticklabels(), leaf, strict=True):
+        label.set_fontweight("normal" if is_leaf else "bold")
+    if epochs:
+        colours = ["#d1495b" if _too_often(plan, p) else colour for p, colour in zip(parts, colours, strict=True)]
+        white = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+        bars = axes[1].barh(rows, [part.epochs or 0 for part in parts], color=colours, height=0.7)
+        axes[1].bar_label(bars, [_cells(part)[3] for part in parts], padding=3, fontsize=8, bbox=white)
+        # Behind the numbers, which stay legible on it.
+        axes[1].axvline(plan.max_epochs, color="#d1495b", linewidth=1, linestyle="--", zorder=0.5)
+        axes[1].margins(x=0.16)
+        axes[1].set_xlabel(f"epochs (dashed: warned of above {plan.max_epochs:g})")
+        axes[1].tick_params(axis="y", length=0)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    for axis in axes:
+        axis.grid(axis="x", alpha=0.25)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+    temporary = path.with_name(f".{path.name}")
+    figure.savefig(temporary, dpi=110, format=path.suffix.removeprefix("."))
+    temporary.replace(path)
+
+
+def _cells(part: Part) -> tuple[str, str, str, str]:
+    """Share, tokens, size and epochs as text."""
+    size = "?" if part.size is None else _tokens(part.size) + ("*" if part.assumed else "")
+    epochs = "?" if part.epochs is None else f"{part.epochs:.3g}" if part.epochs < 1000 else f"{part.epochs:,.0f}"
+    return (
+        _percent(part) + ("†" if part.capped else ""),
+        "?" if part.tokens is None else _tokens(part.tokens),
+        size,
+        epochs,
+    )
+
+
+def _percent(part: Part) -> str:
+    return f"{100 * float(part.share):.4g} %"
+
+
+def _tokens(number: float) -> str:
+    unit, name = next((each for each in _UNITS if number >= each[0]), (1.0, ""))
+    return f"{number / unit:.4g}{name}"
+
+
+def _label(part: Part) -> str:
+    return part.node.name if isinstance(part.node, Leaf) else part.node.key or "all"
+
+
+def _rule(part: Part) -> str:
+    if isinstance(part.node, Leaf):
+        return ""
+    setting = {"temperature": "alpha", "tiers": "decay"}.get(part.node.by)
+    return part.node.by if setting is None else f"{part.node.by}, {setting} {float(part.node.setting or 0):g}"
+
+
+def _too_often(plan: BlendPlan, part: Part) -> bool:
+    return isinstance(part.node, Leaf) and part.epochs is not None and part.epochs > plan.max_epochs

@@ -1,0 +1,80 @@
+"""How many training tokens a stream has: from its files, or as a config assumes before there are any."""
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from nemo_ext.data.text.manifest import read_manifest
+
+_MAGIC = b"MMIDIDX\0\0"
+_HEADER = struct.Struct("<QBQQ")
+# megatron/core/datasets/indexed_dataset.py, DType: code -> bytes of an id.
+_WIDTHS = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Tokens to train on, and whether they are in `files` or `assumed` by the config."""
+
+    tokens: int
+    known: Literal["files", "assumed"]
+
+
+def size_of(prefix: Path, *, assumed: int | None = None) -> Size | None:
+    """The size of a stream's training split.
+
+    Args:
+        prefix: what its files begin with: `<prefix>_train.idx`, `<prefix>_train.bin`, and a manifest `<prefix>.json`
+            where this project made them.
+        assumed: tokens to count on where there are no files.
+
+    Returns:
+        None if there are neither files nor an assumption.
+
+    Raises:
+        ValueError: The files are empty, cut short, or no Megatron files.
+    """
+    index = Path(f"{prefix}_train.idx")
+    if index.is_file():
+        tokens = indexed_tokens(index)
+    elif Path(f"{prefix}.json").is_file():
+        tokens = read_manifest(prefix).splits["train"].tokens
+        if tokens:
+            raise ValueError(f"{prefix}.json tells of {tokens:,} training tokens, but {index} does not exist")
+    else:
+        return None if assumed is None else Size(tokens=assumed, known="assumed")
+    if not tokens:
+        raise ValueError(f"{prefix}: empty, no tokens to train on: leave it out, or tokenise text into it")
+    return Size(tokens=tokens, known="files")
+
+
+def indexed_tokens(index: Path) -> int:
+    """Tokens of a Megatron .bin by its .idx, whoever wrote them; takes the same time for a file of any size.
+
+    Raises:
+        ValueError: Not an .idx, cut short, or the .bin beside it is missing or of another size.
+    """
+    with open(index, "rb") as file:
+        head = file.read(len(_MAGIC) + _HEADER.size)
+        if len(head) < len(_MAGIC) + _HEADER.size or not head.startswith(_MAGIC):
+            raise ValueError(f"{index}: not an index of Megatron's .bin/.idx files")
+        version, code, sequences, documents = _HEADER.unpack(head[len(_MAGIC) :])
+        if version != 1 or code not in _WIDTHS:
+            raise ValueError(f"{index}: version {version} with ids of type {code}, which Megatron does not read")
+        if index.stat().st_size < len(head) + 12 * sequences + 8 * documents:
+            raise ValueError(f"{index}: cut short: tokenise or copy it again")
+        size = 0
+        if sequences:
+            # A sequence's length in ids, then for each its first byte in the .bin: the last one's end is the .bin's.
+            file.seek(len(head) + 4 * (sequences - 1))
+            (length,) = struct.unpack("<i", file.read(4))
+            file.seek(len(head) + 4 * sequences + 8 * (sequences - 1))
+            (start,) = struct.unpack("<q", file.read(8))
+            size = start + length * _WIDTHS[code]
+    data = index.with_suffix(".bin")
+    if sequences and not data.is_file():
+        raise ValueError(f"{data} does not exist, but its index {index} does")
+    if sequences and data.stat().st_size != size:
+        raise ValueError(f"{data} has {data.stat().st_size:,} bytes, {index} tells of {size:,}: copy them again")
+    return int(size // _WIDTHS[code])

@@ -1,0 +1,160 @@
+"""What a config asks to have tokenised: the streams of a blend, or a user's own files as a blend of one."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_ext.data.blends.blend import flattened
+from nemo_ext.data.blends.hierarchy import read_tree
+from nemo_ext.data.text.documents import Source
+from nemo_ext.data.text.sources import load_source
+from nemo_ext.data.text.tokenizers import Tokenizer, load_tokenizer, named_tokenizer
+from nemo_ext.job.settings import check_keys, checked_share, checked_whole
+
+_KIND_OF_SUFFIX = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".txt": "text",
+    ".md": "text",
+    ".rst": "text",
+}
+_OVER_BLEND = ("tokenizer", "validation_share", "workers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """A source whose tokenised files go to `<prefix>_train`, `<prefix>_valid`; `inputs` are the source's."""
+
+    name: str
+    prefix: Path
+    source: Source
+    inputs: list[tuple[str, Path]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blend:
+    """The streams that have a source, checked, and how to tokenise them (`workers` None: one for each core)."""
+
+    streams: list[Stream]
+    tokenizer: Tokenizer
+    validation_share: float
+    seed: int
+    workers: int | None
+
+
+def read_blend(config: Mapping[str, object]) -> Blend:
+    """Check everything in a blend, its weights too, which only sampling uses, and that its input can be read.
+
+    Args:
+        config: `directory`, `tokenizer` (see `load_tokenizer`), `streams`, and, if wanted, `validation_share`, `seed`
+            and `workers`. A stream is a mapping with `name`, `weight`, `source` (see `load_source`; without one the
+            stream's files are made elsewhere) and `prefix` (where they are; `<directory>/<name>` if left out). A tree,
+            `blend`, may stand in place of `streams`.
+
+    Raises:
+        ValueError: Anything is wrong or missing.
+    """
+    flat = flattened(config)
+    required = ("directory", "tokenizer", "streams")
+    known = (*required, "validation_share", "seed", "workers", "mixed_lengths")
+    check_keys(flat, known, required=required, where="data")
+    tokenizer, workers = flat["tokenizer"], flat.get("workers")
+    if not isinstance(tokenizer, Mapping):
+        raise ValueError(f"data.tokenizer must be a mapping such as {{kind: byte}}, not {tokenizer!r}")
+    return Blend(
+        tokenizer=load_tokenizer(tokenizer),
+        validation_share=checked_share("validation_share", flat.get("validation_share", 0.05), below_one=True),
+        seed=checked_whole("seed", flat.get("seed", 1234)),
+        workers=None if workers is None else checked_whole("workers", workers, least=1),
+        streams=[
+            _read_stream(leaf.name, leaf.prefix, leaf.source)
+            for leaf in read_tree(config).leaves()
+            if leaf.source is not None
+        ],
+    )
+
+
+def blend_to_tokenize(config: Mapping[str, object]) -> dict[str, object]:
+    """The blend that the config of `nemo-ext tokenize` asks for: `input` and `output`, or `data`.
+
+    Raises:
+        ValueError: It asks for neither or for both, or does not say where to write or how to read.
+    """
+    data = config["data"]
+    blend = flattened(data) if isinstance(data, Mapping) else {}
+    if config["input"] is not None:
+        if blend.get("streams"):
+            raise ValueError("input and a blend (data=..., data.streams) exclude each other: use two commands")
+        blend |= _blend_of_files(config["input"], config["output"], kind=config["kind"], text_key=config["text_key"])
+    else:
+        for key in ("output", "kind", "text_key"):
+            if config[key] is not None:
+                raise ValueError(f"{key}={config[key]} belongs to input=...; the streams of a blend have their own")
+        streams = blend.get("streams")
+        if not streams:
+            raise ValueError("nothing to tokenise: give input=FILE output=PREFIX, or a blend such as data=local_text")
+        if isinstance(streams, Sequence) and not any(isinstance(s, Mapping) and s.get("source") for s in streams):
+            raise ValueError(
+                "no stream of this blend has a source: add sources, or make each stream's files from your own with "
+                "input=FILE output=PREFIX, where PREFIX is the stream's prefix"
+            )
+    blend |= {key: config[key] for key in _OVER_BLEND if config[key] is not None}
+    tokenizer = blend.get("tokenizer") or "byte"
+    if isinstance(tokenizer, str):
+        blend["tokenizer"] = named_tokenizer(tokenizer)
+    return {key: value for key, value in blend.items() if value is not None}
+
+
+def _blend_of_files(given: object, output: object, *, kind: object, text_key: object) -> dict[str, object]:
+    """`directory` and `streams` of a blend of one stream."""
+    paths = [given] if isinstance(given, str) else given
+    if not isinstance(paths, Sequence) or not paths or not all(isinstance(path, str) and path for path in paths):
+        raise ValueError(f"input must be a file, a glob, a directory or a list of files and globs, not {given!r}")
+    if not isinstance(output, str):
+        raise ValueError("output is not set: output=PREFIX writes PREFIX_train.bin, PREFIX_valid.bin and others")
+    prefix = Path(output).expanduser()
+    if output.endswith("/") or prefix.is_dir():
+        raise ValueError(f"output={output} is a directory: give what the files begin with, e.g. {prefix / 'mine'}")
+    kind = _kind_of(paths) if kind is None else kind
+    source: dict[str, object] = {"kind": kind, "path": given}
+    if text_key is not None:
+        source["text_key"] = text_key
+    if kind == "tree" and prefix.absolute().is_relative_to(Path(paths[0]).expanduser().absolute()):
+        raise ValueError(f"output={output} is inside input={paths[0]}, which must not change: write elsewhere")
+    stream = {"name": prefix.name, "weight": 1, "prefix": str(prefix), "source": source}
+    return {"directory": str(prefix.parent), "streams": [stream]}
+
+
+def _kind_of(paths: Sequence[str]) -> str:
+    """The kind of source that one's own files are, by their names."""
+    kinds = set()
+    for path in map(Path, paths):
+        if path.expanduser().is_dir():
+            records = next((name for end in ("jsonl*", "parquet") for name in path.expanduser().glob(f"*.{end}")), None)
+            if records is not None:
+                raise ValueError(
+                    f"input={path} holds {records.name}: give input='{path}/*{records.suffix}' to read such files, or "
+                    "kind=tree to make every file one document"
+                )
+            kinds.add("tree")
+        else:
+            kind = _KIND_OF_SUFFIX.get(Path(re.sub(r"\.(gz|zst)$", "", path.name)).suffix)
+            if kind is None or (kind != "jsonl" and path.suffix in (".gz", ".zst")):
+                raise ValueError(f"input={path}: its name does not tell what it is: set kind to jsonl, parquet or text")
+            kinds.add(kind)
+    if len(kinds) > 1:
+        raise ValueError(f"input has files of different kinds ({', '.join(sorted(kinds))}): use a command for each")
+    return kinds.pop()
+
+
+def _read_stream(name: str, prefix: Path, config: object) -> Stream:
+    if not isinstance(config, Mapping):
+        raise ValueError(f"stream {name!r}: source must be a mapping with a kind, not {config!r}")
+    try:
+        source = load_source(config)
+        return Stream(name=name, prefix=prefix, source=source, inputs=source.check())
+    except ValueError as error:
+        raise ValueError(f"stream {name!r}: {error}") from error

@@ -1,0 +1,1 @@
+"""Samples in rows of one length."""

@@ -1,0 +1,134 @@
+"""Rows of one length of which some are one long sequence and the others are many short ones, at a given token ratio.
+
+Nemotron 3 Nano's long-context phase mixes sequences of 512 k and 4 k tokens (paper section 2.5). Every row has the same
+number of tokens, so the share of rows is the share of tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from nemo_ext.job.settings import check_keys, checked_share
+
+Documents = tuple[float, float]
+"""Part of a stream's documents: from and to, as shares of its tokens in a shuffled order."""
+
+ALL: Documents = (0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How streams are read: two readings of the same documents at the same length have the same order.
+
+    Attributes:
+        length: of the sequences, in tokens.
+        documents: part of every stream that they come from.
+    """
+
+    length: int
+    documents: Documents = ALL
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True))
+class MixedLengths:
+    """`data.mixed_lengths` of a training config.
+
+    Long and short sequences come from different documents: short ones from `short_share` of every stream's tokens.
+
+    Attributes:
+        short: length of the short sequences; divides the row's length (`megatron.seq_length`).
+        short_share: share of the tokens that is in short sequences.
+        rows_together: so many rows in a row are of one kind. With the data-parallel size here, ranks that work at the
+            same time have the same work.
+        document_boundaries: whether attention and Mamba stop at the end of a document too.
+    """
+
+    short: int
+    short_share: float
+    rows_together: int = 1
+    document_boundaries: bool = False
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "MixedLengths | None":
+        """The settings of a training config, checked against its sequence length and layout; None without them.
+
+        Raises:
+            ValueError: an unknown or missing key, or a value that does not fit.
+        """
+        given = (config.get("data") or {}).get("mixed_lengths")
+        if given is None:
+            return None
+        where = "data.mixed_lengths"
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{where} must be a mapping with short and short_share, not {given!r}")
+        check_keys(given, tuple(cls.__dataclass_fields__), required=("short", "short_share"), where=where)
+        checked_share(f"{where}.short_share", given["short_share"])
+        settings = cls(**given)
+        megatron = config["megatron"]
+        length = int(megatron["seq_length"])
+        if settings.short < 1 or length % settings.short or settings.short == length:
+            raise ValueError(
+                f"{where}.short={settings.short} must divide megatron.seq_length={length} into several sequences"
+            )
+        if settings.rows_together < 1:
+            raise ValueError(f"{where}.rows_together={settings.rows_together}: give one or more")
+        if int(megatron.get("micro_batch_size") or 1) != 1:
+            raise ValueError(f"{where}: set megatron.micro_batch_size=1, a row is a micro-batch")
+        parts = 2 * int(megatron.get("context_parallel_size") or 1)
+        if parts > 2 and settings.document_boundaries:
+            raise ValueError(
+                f"{where}.document_boundaries with context_parallel_size={parts // 2}: documents are not multiples of "
+                f"{parts} tokens; set it to false"
+            )
+        if parts > 2 and settings.short % parts:
+            raise ValueError(f"{where}.short={settings.short} must be a multiple of 2 x context_parallel_size={parts}")
+        return settings
+
+    @property
+    def schedule(self) -> "RowSchedule":
+        """Which rows are short."""
+        # By the decimal digits that were written: 0.1 is a tenth.
+        return RowSchedule(share=Fraction(repr(self.short_share)), together=self.rows_together)
+
+
+def sequences_of(rows: int, seq_length: int, mixed: MixedLengths | None) -> dict[Reading, int]:
+    """What is read for so many rows of `seq_length` tokens: the long and then the short sequences of mixed lengths."""
+    if mixed is None:
+        return {Reading(seq_length): rows}
+    short, share = mixed.schedule.short_before(rows), mixed.short_share
+    return {
+        Reading(seq_length, (share, 1.0)): rows - short,
+        Reading(mixed.short, (0.0, share)): short * (seq_length // mixed.short),
+    }
+
+
+@dataclass(frozen=True)
+class RowSchedule:
+    """Which rows hold short sequences: as evenly spread as whole rows can be, from the row's number alone.
+
+    Any stretch of n groups of rows has `share` x n short ones, to one group.
+
+    Attributes:
+        share: of the rows.
+        together: rows in a group; all of a group are of one kind.
+    """
+
+    share: Fraction
+    together: int = 1
+
+    def is_short(self, row: int) -> bool:
+        """Whether this row holds short sequences."""
+        group = row // self.together
+        return self._groups_before(group + 1) > self._groups_before(group)
+
+    def short_before(self, row: int) -> int:
+        """How many of the rows before this one hold short sequences."""
+        group, inside = divmod(row, self.together)
+        return self._groups_before(group) * self.together + (inside if self.is_short(row) else 0)
+
+    def _groups_before(self, group: int) -> int:
+        return group * self.share.numerator // self.share.denominator

@@ -1,0 +1,288 @@
+"""Packing: samples of many lengths into packs of one capacity, by best-fit decreasing.
+
+The longest sample comes first; each goes into the pack that it leaves the least room in, or opens a new one. Samples of
+one length are placed together: while a pack has room for another of them, it is the best fit for it. So the work grows
+with the number of (pack, length) pairs and not with the number of samples, and a million lengths take about a second.
+
+Where samples are short beside a pack, best fit makes packs of long samples alone and packs of short ones alone, which
+cost attention very different time. Even packs have the same mix of lengths each: the longest sample goes into the
+emptiest of as many packs as best fit needs, and only what then finds no room goes where it fits best.
+"""
+
+import heapq
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from nemo_ext.job.seeds import generator
+from nemo_ext.job.settings import checked_whole, nearest
+
+Lengths = npt.NDArray[np.int64]
+
+Longer = Literal["error", "drop", "truncate"]
+"""What to do with a sample longer than a pack: refuse them all, leave it out, or keep its beginning."""
+
+_MORE_PACKS = 0.01
+"""Share of packs that even ones may take more."""
+
+
+@dataclass(frozen=True)
+class Packs:
+    """Which samples lie in which pack.
+
+    Attributes:
+        samples: numbers of the samples, pack after pack.
+        starts: `[packs + 1]`, where each pack begins in `samples`.
+        capacity: of a pack, in tokens.
+        tokens: in all packs together, without padding.
+    """
+
+    samples: Lengths
+    starts: Lengths
+    capacity: int
+    tokens: int
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, pack: int) -> Lengths:
+        """Numbers of one pack's samples."""
+        if not 0 <= pack < len(self):  # without it, iteration would not end
+            raise IndexError(pack)
+        return self.samples[self.starts[pack] : self.starts[pack + 1]]
+
+    @property
+    def fill(self) -> float:
+        """Share of the packs' places that hold a token; 1.0 where there are no packs."""
+        return self.tokens / (len(self) * self.capacity) if len(self) else 1.0
+
+    def summary(self) -> str:
+        """One line for the user."""
+        if not len(self):
+            return "no packs"
+        sizes = np.diff(self.starts)
+        return (
+            f"{len(self.samples):,} samples in {len(self):,} packs of {self.capacity:,}: fill {self.fill:.2%}, "
+            f"{sizes.min():,} to {sizes.max():,} samples a pack, {sizes.mean():,.1f} on average"
+        )
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Samples that fit into a pack.
+
+    Attributes:
+        samples: numbers of the samples that are kept, ascending.
+        lengths: their lengths, cut to the capacity where they were longer.
+        dropped: how many were left out.
+        truncated: how many were cut.
+        truncated_tokens: how many tokens that cost.
+    """
+
+    samples: Lengths
+    lengths: Lengths
+    dropped: int = 0
+    truncated: int = 0
+    truncated_tokens: int = 0
+
+
+def fit(lengths: npt.ArrayLike, capacity: int, longer: Longer) -> Fitted:
+    """Samples without those that no pack can hold.
+
+    Raises:
+        ValueError: `longer` is `error` and a sample is longer than the capacity (naming the first), or is no known
+            word.
+    """
+    if longer not in get_args(Longer):
+        raise ValueError(f"longer={longer!r}: {nearest(str(longer), get_args(Longer))}")
+    given = np.asarray(lengths, dtype=np.int64)
+    everything = np.arange(len(given), dtype=np.int64)
+    over = given > capacity
+    count = int(over.sum())
+    if not count:
+        return Fitted(everything, given)
+    if longer == "error":
+        first = int(over.argmax())
+        raise ValueError(
+            f"{count:,} of {len(given):,} samples are longer than {capacity:,} tokens, first number {first} with "
+            f"{given[first]:,}: set longer=drop or longer=truncate, or a larger capacity"
+        )
+    if longer == "drop":
+        return Fitted(everything[~over], given[~over], dropped=count)
+    lost = int((given[over] - capacity).sum())
+    return Fitted(everything, np.minimum(given, capacity), truncated=count, truncated_tokens=lost)
+
+
+def pack(
+    lengths: npt.ArrayLike,
+    capacity: int,
+    *,
+    even: bool = False,
+    max_samples: int | None = None,
+    align: int = 1,
+    seed: int | None = None,
+) -> Packs:
+    """Best-fit decreasing.
+
+    Args:
+        lengths: of the samples in tokens, one or more each.
+        capacity: of a pack, in tokens.
+        even: makes packs with the same mix of lengths, if that takes no more than one pack in a hundred more.
+        max_samples: the most samples in a pack; None for no limit.
+        align: each sample takes up a multiple of this many places (context parallelism wants 2 x its size).
+        seed: shuffles the packs, and the samples of one length among each other; None keeps the order in which they
+            are made, longest samples first. The result depends on nothing else.
+
+    Returns:
+        Every sample once.
+
+    Raises:
+        ValueError: a length below one or above the capacity, or a setting that is no positive whole number.
+    """
+    checked_whole("capacity", capacity, least=1)
+    checked_whole("align", align, least=1)
+    if max_samples is not None:
+        checked_whole("max_samples", max_samples, least=1)
+    if capacity % align:
+        raise ValueError(f"capacity={capacity} must be a multiple of align={align}")
+    given = np.asarray(lengths, dtype=np.int64)
+    if given.ndim != 1:
+        raise ValueError(f"lengths must be a list of numbers, not of shape {given.shape}")
+    if len(given) and given.min() < 1:
+        raise ValueError(f"sample {int(given.argmin())} has length {given.min()}: leave empty samples out")
+    if len(given) and given.max() > capacity:
+        raise ValueError(
+            f"sample {int(given.argmax())} has {given.max():,} tokens, a pack {capacity:,}: use fit() before"
+        )
+    order = np.arange(len(given)) if seed is None else generator(seed, "samples of one length").permutation(len(given))
+    places = -(-given // align)
+    order = order[np.argsort(-places[order], kind="stable")]
+    room, most = capacity // align, max_samples or len(given) or 1
+    pack_of_sample = _place(places[order], capacity=room, max_samples=most)
+    packs = int(pack_of_sample.max(initial=-1)) + 1
+    if even:
+        spread = _spread(places[order], capacity=room, max_samples=most, packs=packs)
+        needed = int(spread.max(initial=-1)) + 1
+        if needed <= packs * (1 + _MORE_PACKS):
+            pack_of_sample, packs = spread, needed
+    if seed is not None:
+        pack_of_sample = generator(seed, "packs").permutation(packs)[pack_of_sample]
+    sizes = np.bincount(pack_of_sample)
+    starts = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=starts[1:])
+    samples = order[np.argsort(pack_of_sample, kind="stable")]
+    return Packs(samples=samples, starts=starts, capacity=capacity, tokens=int(given.sum()))
+
+
+def _place(
+    places: Lengths,
+    *,
+    capacity: int,
+    max_samples: int,
+    begun: Sequence[int] = (),
+    sizes: Sequence[int] = (),
+) -> Lengths:
+    """The pack of each sample by best fit.
+
+    Args:
+        places: that each sample takes up, descending.
+        capacity: of a pack, in places.
+        max_samples: the most in a pack.
+        begun: places taken in packs that there are already.
+        sizes: number of their samples.
+    """
+    pack_of_run, length_of_run = array("q"), array("q")
+    packs_by_room: dict[int, list[int]] = {}
+    rooms = _SortedNumbers(capacity)
+    counts = array("q", sizes)
+
+    def offer(number: int, room: int) -> None:
+        if room and counts[number] < max_samples:
+            packs_by_room.setdefault(room, []).append(number)
+            rooms.add(room)
+
+    for number, taken in enumerate(begun):
+        offer(number, capacity - taken)
+    wanted, repeated = np.unique(-places, return_counts=True)
+    for size, left in zip((-wanted).tolist(), repeated.tolist(), strict=True):
+        while left:
+            room = rooms.least_from(size)
+            if room is None:
+                room, number = capacity, len(counts)
+                counts.append(0)
+            else:
+                packs = packs_by_room[room]
+                number = packs.pop()
+                if not packs:
+                    rooms.remove(room)
+            placed = min(room // size, left, max_samples - counts[number])
+            pack_of_run.append(number)
+            length_of_run.append(placed)
+            left -= placed
+            counts[number] += placed
+            offer(number, room - placed * size)
+    return np.repeat(np.array(pack_of_run, dtype=np.int64), np.array(length_of_run, dtype=np.int64))
+
+
+def _spread(places: Lengths, *, capacity: int, max_samples: int, packs: int) -> Lengths:
+    """The pack of each sample: the emptiest of `packs` packs, and where that has no room the one that fits best."""
+    pack_of_sample = np.empty(len(places), dtype=np.int64)
+    taken, sizes = [0] * packs, [0] * packs
+    emptiest = [(0, number) for number in range(packs)]
+    left = array("q")
+    for sample, size in enumerate(places.tolist()):
+        before, number = emptiest[0]
+        if before + size > capacity:
+            left.append(sample)
+            continue
+        pack_of_sample[sample] = number
+        taken[number] = before + size
+        sizes[number] += 1
+        if sizes[number] < max_samples:
+            heapq.heapreplace(emptiest, (before + size, number))
+        else:
+            heapq.heapreplace(emptiest, (capacity, number))
+    rest = np.array(left, dtype=np.int64)
+    pack_of_sample[rest] = _place(places[rest], capacity=capacity, max_samples=max_samples, begun=taken, sizes=sizes)
+    return pack_of_sample
+
+
+class _SortedNumbers:
+    """A set of numbers from 0 to `largest` that gives the least one from a bound on: two levels of bits."""
+
+    def __init__(self, largest: int) -> None:
+        self._bits = max(1, (largest.bit_length() + 1) // 2)
+        self._mask = (1 << self._bits) - 1
+        self._words = [0] * ((largest >> self._bits) + 1)
+        self._filled = 0  # bit w: word w is not zero
+
+    def add(self, number: int) -> None:
+        word = number >> self._bits
+        self._words[word] |= 1 << (number & self._mask)
+        self._filled |= 1 << word
+
+    def remove(self, number: int) -> None:
+        word = number >> self._bits
+        self._words[word] &= ~(1 << (number & self._mask))
+        if not self._words[word]:
+            self._filled &= ~(1 << word)
+
+    def least_from(self, bound: int) -> int | None:
+        word = bound >> self._bits
+        bits = self._words[word] >> (bound & self._mask)
+        if bits:
+            return bound + _lowest(bits)
+        filled = self._filled >> (word + 1)
+        if not filled:
+            return None
+        word += 1 + _lowest(filled)
+        return (word << self._bits) + _lowest(self._words[word])
+
+
+def _lowest(bits: int) -> int:
+    """Number of the lowest bit that is set."""
+    return (bits & -bits).bit_length() - 1

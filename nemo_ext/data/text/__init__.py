@@ -1,0 +1,1 @@
+"""Documents into Megatron's indexed files."""

@@ -1,0 +1,209 @@
+"""Sources that any installation has, offline: code, docstrings and prose of Python and the installed packages."""
+
+import ast
+import email
+import os
+import re
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from nemo_ext.data.text.documents import Document, Part, ReadReport, Source
+from nemo_ext.data.text.user_files import file_text, matches, walk
+from nemo_ext.job.settings import nearest
+
+_HEADERS = (".h", ".hpp", ".cuh")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PythonStdlibSource(Source):
+    """The .py files of Python's standard library, without tests and what differs between machines."""
+
+    kind: ClassVar[str] = "python_stdlib"
+    _times_matter: ClassVar[bool] = False
+
+    def inputs(self) -> list[tuple[str, Path]]:
+        # pydoc_data is prose, read by package_docs; config-* and _sysconfigdata hold this build's paths.
+        skipped = ("test", "tests", "idlelib", "*-packages", "pydoc_data", "config-*", "__pycache__")
+        local = ("_sysconfigdata*.py", "sitecustomize.py", "usercustomize.py")
+        root = Path(sysconfig.get_path("stdlib"))
+        found = walk(root, lambda name: name.endswith(".py") and not matches(name, local), skip_directories=skipped)
+        return [(f"stdlib/{name}", path) for name, path in found]
+
+    def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
+        text = file_text(part, report)
+        if text is not None:
+            yield Document(part.name, text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstalledSource(Source):
+    """Files of the installed packages, without vendored copies and tests.
+
+    packages: Only these top-level modules and distributions (empty: all), which pins what a stream holds.
+    exclude_packages: By default this project, and installers, which differ with how an environment was made.
+    """
+
+    _times_matter: ClassVar[bool] = False
+    packages: tuple[str, ...] = ()
+    exclude_packages: tuple[str, ...] = (
+        "nemo_ext",
+        "hydra_conf",
+        "launchers",
+        "pip",
+        "setuptools",
+        "pkg_resources",
+        "_distutils_hack",
+    )
+
+    def inputs(self) -> list[tuple[str, Path]]:
+        wanted, unwanted = set(map(_package, self.packages)), set(map(_package, self.exclude_packages))
+        found: dict[str, Path] = {}
+        present: set[str] = set()
+        skipped = ("test", "tests", "_vendor", "vendor", "__pycache__")
+        for root in sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}):
+            for entry in sorted(os.listdir(root)):
+                package = _package(entry)
+                present.add(package)
+                chosen = package in wanted if wanted else package not in unwanted
+                if not chosen or entry.startswith("__editable__"):
+                    continue
+                if os.path.isdir(os.path.join(root, entry)):
+                    for name, path in walk(Path(root, entry), self._takes, skip_directories=skipped):
+                        found.setdefault(f"site-packages/{entry}/{name}", path)
+                elif self._takes(entry):
+                    found.setdefault(f"site-packages/{entry}", Path(root, entry))
+        for package in sorted(wanted - present):
+            raise ValueError(f"{self.kind} source: package {package!r} is not installed: {nearest(package, present)}")
+        if not found:
+            raise ValueError(f"{self.kind} source: nothing to read in packages={list(self.packages)}")
+        return sorted(found.items())
+
+    def _takes(self, name: str) -> bool:
+        """Whether a file is read, by its path in the package."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocstringsSource(InstalledSource):
+    """Docstrings of the installed packages: one document a module, each below the name it belongs to.
+
+    A docstring repeated within a module is given once.
+    """
+
+    kind: ClassVar[str] = "docstrings"
+
+    def _takes(self, name: str) -> bool:
+        return name.endswith(".py")
+
+    def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
+        source = file_text(part, report)
+        if source is None:
+            return
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a package's invalid escapes are not the reader's news
+                module = ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            report.skip("unparsable", f"{part.name}: {error}")
+            return
+        # Without the module's name, so that copies of a module below another name are byte-identical.
+        said: dict[str, str] = {}
+        for name, docstring in _docstrings(module, ""):
+            said.setdefault(docstring, f"{name}\n\n{docstring}\n" if name else f"{docstring}\n")
+        if said:
+            yield Document(part.name, "\n\n".join(said.values()))
+        else:
+            report.skip("no docstring")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackageDocsSource(InstalledSource):
+    """Prose of the installed packages: READMEs (from METADATA), change logs, licences, C++ header comments.
+
+    Of a header, the comments that read like sentences and are not its licence make one document. Unless
+    `packages` is given, there is also the language reference that Python's `help` shows, a document a topic.
+    """
+
+    kind: ClassVar[str] = "package_docs"
+    _PROSE: ClassVar[re.Pattern[str]] = re.compile(
+        r"(readme|change|history|news|authors|contribut|licen[sc]e|copying|notice|howto|guide)", re.IGNORECASE
+    )
+
+    def inputs(self) -> list[tuple[str, Path]]:
+        topics = Path(sysconfig.get_path("stdlib"), "pydoc_data", "topics.py")
+        found = super().inputs()
+        if topics.is_file() and not self.packages:
+            found.append(("stdlib/pydoc_data/topics.py", topics))
+        return found
+
+    def _takes(self, name: str) -> bool:
+        path = Path(name)
+        if path.suffix in (".md", ".rst", *_HEADERS) or name == "METADATA":
+            return True
+        # Of the other .txt files most are for machines: entry points, requirements, CMake, tables.
+        prose = self._PROSE.search(path.name) is not None
+        return prose and (path.suffix in ("", ".txt") or name.startswith("licenses/"))
+
+    def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
+        text = file_text(part, report)
+        if text is None:
+            return
+        if part.name.endswith("/METADATA"):
+            message = email.message_from_string(text)
+            yield Document(part.name, str(message.get_payload() or message.get("Description", "")))
+        elif part.name.endswith("/topics.py"):
+            for topic, body in _literal_topics(text).items():
+                yield Document(f"{part.name}#{topic}", body)
+        elif part.name.endswith(_HEADERS):
+            if comments := dict.fromkeys(_prose_comments(text)):
+                yield Document(part.name, "\n\n".join(comments) + "\n")
+            else:
+                report.skip("no prose comment")
+        else:
+            yield Document(part.name, text)
+
+
+def _package(entry: str) -> str:
+    """Package that an entry of site-packages belongs to: `Torch-2.1.dist-info` and `torch.py` are `torch`."""
+    if entry.endswith((".dist-info", ".egg-info")):
+        entry = entry.rsplit(".", 1)[0].split("-", 1)[0]
+    return re.sub(r"[-.]", "_", entry.removesuffix(".py")).lower()
+
+
+def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
+    """(qualified name, docstring) of a node and of every class and function in it, in source order."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        docstring = ast.get_docstring(node)
+        if docstring and not docstring.isspace():
+            yield name, docstring
+    # Only statements are visited: expressions hold no docstrings and are most of a tree.
+    for block in ("body", "orelse", "handlers", "finalbody"):
+        for child in getattr(node, block, None) or []:
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield from _docstrings(child, f"{name}.{child.name}" if name else child.name)
+            elif isinstance(child, ast.stmt | ast.ExceptHandler):
+                yield from _docstrings(child, name)
+
+
+def _literal_topics(source: str) -> dict[str, str]:
+    """The `topics` dictionary of pydoc_data.topics, read without running it."""
+    for statement in ast.parse(source).body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
+            return {str(topic): str(body) for topic, body in ast.literal_eval(statement.value).items()}
+    return {}
+
+
+def _prose_comments(source: str) -> Iterator[str]:
+    """Comments of C++ code, without their marks, that are a sentence or more and no licence."""
+    for comment in re.findall(r"/\*.*?\*/|(?:^[ \t]*//[^\n]*\n)+", source, re.DOTALL | re.MULTILINE):
+        lines = [re.sub(r"^\s*(/\*+[!<]*|//+[!<]*|\*(?!/)|) ?|\s*\**/?$", "", line) for line in comment.splitlines()]
+        text = "\n".join(lines).strip()
+        letters = sum(character.isalpha() or character.isspace() for character in text)
+        licence = re.search(r"copyright|licen[sc]e|warrant", text, re.IGNORECASE)
+        # Commented-out code and tables have far fewer letters than sentences.
+        if len(text) >= 120 and letters >= 0.85 * len(text) and not licence:
+            yield text

@@ -1,0 +1,132 @@
+"""The manifest `<prefix>.json` of a finished stream: what its files hold and what they were made from."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_ext.data.text.documents import ReadReport
+from nemo_ext.job.files import publish, unfinished
+from nemo_ext.job.progress import notice
+
+FORMAT_VERSION = 2
+SPLITS = ("train", "valid")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitCounts:
+    """What one split holds; `tokens` includes the eod of every document, `text_bytes` is UTF-8."""
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a finished stream holds and what it was made from. A split without documents has no files.
+
+    `report` counts by reason what was read and not used; `reached_max_bytes` tells that the source had more.
+    `prefix` is where the manifest was found and is not stored, so the files can be moved together.
+    """
+
+    prefix: str
+    config_hash: str
+    source: dict[str, object]
+    tokenizer: dict[str, object]
+    tokenizer_identity: str
+    vocab_size: int
+    eod: int
+    dtype: str
+    validation_share: float
+    seed: int
+    splits: dict[str, SplitCounts]
+    report: ReadReport
+    reached_max_bytes: bool
+
+    def split_prefix(self, split: str) -> str:
+        """The path without .bin/.idx that Megatron takes for "train" or "valid"."""
+        assert split in SPLITS, split
+        return f"{self.prefix}_{split}"
+
+    def contents(self) -> str:
+        """One line for the user: how much there is of what."""
+        train, valid = (self.splits[split] for split in SPLITS)
+        documents, tokens = train.documents + valid.documents, train.tokens + valid.tokens
+        if valid.documents:
+            shares = f"{train.documents:,} for training, {valid.documents:,} for validation"
+            return f"{documents:,} documents ({shares}), {tokens:,} tokens"
+        why = "validation_share is 0" if self.validation_share == 0 else "one document cannot be split"
+        return f"{documents:,} document{'s' * (documents > 1)}, {tokens:,} tokens; no validation files, because {why}"
+
+    def left_out(self) -> str:
+        """The end of that line: what was read and not used."""
+        full = f"; stopped at max_bytes={self.source['max_bytes']}" if self.reached_max_bytes else ""
+        return full + (f"; skipped {self.report.summary(examples=1)}" if self.report.skipped else "")
+
+
+def read_manifest(prefix: str | Path) -> Manifest:
+    """Read the manifest `<prefix>.json` of a finished stream.
+
+    Raises:
+        ValueError: There is none, or the file is damaged or not a manifest of this version.
+    """
+    path = Path(f"{prefix}.json")
+    values = _stored(path)
+    if values is None:
+        raise ValueError(f"{path}: no such manifest: tokenise the stream first")
+    if values.pop("format_version") != FORMAT_VERSION:
+        raise ValueError(f"{path}: made by another version: tokenise the stream again")
+    try:
+        values["splits"] = {split: SplitCounts(**values["splits"][split]) for split in SPLITS}
+        values["report"] = ReadReport(**values["report"])
+        return Manifest(prefix=str(prefix), **values)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}): remove it and tokenise the stream again") from error
+
+
+def finished_manifest(prefix: Path, config_hash: str) -> Manifest | None:
+    """The manifest, if the stream was finished with these settings and its files are whole; else says why not.
+
+    Raises:
+        ValueError: There is a file of that name that is not a manifest.
+    """
+    values = _stored(Path(f"{prefix}.json"))
+    if values is None:
+        return None
+    if values["config_hash"] != config_hash:
+        notice(f"{prefix}: made from other settings or input files, or by another version: starting over")
+        return None
+    manifest = read_manifest(prefix)
+    width = np.dtype(manifest.dtype).itemsize
+    for split, counts in manifest.splits.items():
+        data, index = (Path(f"{manifest.split_prefix(split)}.{end}") for end in ("bin", "idx"))
+        whole = data.exists() and index.exists() and data.stat().st_size == counts.tokens * width
+        if counts.documents and not whole:
+            notice(f"{manifest.split_prefix(split)}: .bin or .idx is missing or cut short: starting over")
+            return None
+    return manifest
+
+
+def write_manifest(manifest: Manifest, directory: Path) -> None:
+    """Write `<prefix>.json`, by way of `directory`."""
+    values = {"format_version": FORMAT_VERSION} | dataclasses.asdict(manifest)
+    del values["prefix"]
+    complete = unfinished(directory / "manifest.json")
+    complete.write_text(json.dumps(values, indent=2) + "\n")
+    publish(complete, Path(f"{manifest.prefix}.json"))
+
+
+def _stored(path: Path) -> dict[str, Any] | None:
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        values = None
+    if not isinstance(values, dict) or not values.keys() >= {"format_version", "config_hash"}:
+        raise ValueError(f"{path}: not a manifest of tokenised data: choose another prefix, or remove the file")
+    return values

@@ -1,0 +1,182 @@
+"""Shards: a stream in pieces that are tokenised on their own and kept in `<prefix>.shards/` until it is finished.
+
+A shard is two files: the ids of its documents one after the other, and their rows, which mark it as finished.
+"""
+
+import dataclasses
+import json
+import shutil
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from nemo_ext.data.text.documents import (
+    Document,
+    Part,
+    ReadReport,
+    Source,
+    document_digest,
+    readable,
+    split_position,
+)
+from nemo_ext.data.text.indexed_dataset import Ids, ids_type
+from nemo_ext.data.text.sources import load_source
+from nemo_ext.data.text.tokenizers import Tokenizer, load_tokenizer
+from nemo_ext.job.files import publish, unfinished
+from nemo_ext.job.progress import notice
+
+_BATCH_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardWork:
+    """What a worker process needs for any shard, in a form that is cheap to send."""
+
+    source: str
+    tokenizer: str
+    tokenizer_identity: str
+    seed: int
+    directory: Path
+
+
+@dataclass(frozen=True)
+class ShardRows:
+    """One row a document of a shard, in reading order; `positions` decide the split."""
+
+    lengths: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.uint64]
+    digests: npt.NDArray[np.uint8]
+    report: ReadReport
+
+
+def open_shards(directory: Path, plan_hash: str) -> None:
+    """Make the shards' directory, emptying it if another plan began it."""
+    plan = directory / "plan"
+    if directory.exists() and not (plan.exists() and plan.read_text() == plan_hash):
+        notice(f"{directory}: begun with other settings or input files: starting over")
+        shutil.rmtree(directory)
+    if not directory.exists():
+        directory.mkdir(parents=True)
+        complete = unfinished(plan)
+        complete.write_text(plan_hash)
+        publish(complete, plan)
+
+
+def cut(source: Source, *, max_documents: int, max_size: int) -> Iterator[list[Part]]:
+    """The parts of a source in lists of at most so many documents and bytes, or of one part."""
+    shard: list[Part] = []
+    documents = size = 0
+    for part in source.parts(max_documents=max_documents, max_size=max_size):
+        if shard and (documents + part.documents > max_documents or size + part.size > max_size):
+            yield shard
+            shard, documents, size = [], 0, 0
+        shard.append(part)
+        documents, size = documents + part.documents, size + part.size
+    if shard:
+        yield shard
+
+
+def is_finished(directory: Path, shard: int) -> bool:
+    """Whether a shard has been made."""
+    return _rows_path(directory, shard).exists()
+
+
+def tokenize_shard(work: ShardWork, shard: int, parts: Sequence[Part]) -> None:
+    """Read and tokenise one shard.
+
+    Raises:
+        ValueError: The tokenizer's files are not those that the work began with, or the source is at fault.
+    """
+    source, tokenizer = _loaded(work.source, work.tokenizer)
+    if tokenizer.identity != work.tokenizer_identity:
+        raise ValueError(f"tokenizer {work.tokenizer} changed while it was in use: run again")
+    end = np.array([tokenizer.eod], dtype=ids_type(tokenizer.vocab_size)).tobytes()
+    report = ReadReport()
+    lengths, sizes, positions = list[int](), list[int](), list[int]()
+    digests = bytearray()
+    tokens_path, rows_path = _tokens_path(work.directory, shard), _rows_path(work.directory, shard)
+    with open(unfinished(tokens_path), "wb") as file:
+        for batch in _batches(source, parts, report):
+            encoded = tokenizer.encode([document.text for document, _ in batch])
+            for (document, data), ids in zip(batch, encoded, strict=True):
+                file.write(ids.tobytes() + end)
+                lengths.append(len(ids) + 1)
+                sizes.append(len(data))
+                positions.append(split_position(work.seed, document.id))
+                digests += document_digest(data)
+    publish(unfinished(tokens_path), tokens_path)
+    with open(unfinished(rows_path), "wb") as file:
+        np.savez(
+            file,
+            lengths=np.array(lengths, dtype=np.int64),
+            sizes=np.array(sizes, dtype=np.int64),
+            positions=np.array(positions, dtype=np.uint64),
+            digests=np.frombuffer(digests, dtype=np.uint8).reshape(-1, 16),
+            report=np.frombuffer(json.dumps(dataclasses.asdict(report)).encode(), dtype=np.uint8),
+        )
+    publish(unfinished(rows_path), rows_path)
+
+
+def read_rows(directory: Path, shard: int) -> ShardRows:
+    """The rows of a finished shard.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    path = _rows_path(directory, shard)
+    try:
+        with np.load(path) as stored:
+            return ShardRows(
+                lengths=stored["lengths"],
+                sizes=stored["sizes"],
+                positions=stored["positions"],
+                digests=stored["digests"],
+                report=ReadReport(**json.loads(stored["report"].tobytes())),
+            )
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is damaged ({error}): remove {directory} and run again") from error
+
+
+def open_tokens(directory: Path, shard: int, dtype: type[np.uint16 | np.int32], count: int) -> Ids:
+    """The ids of a finished shard, mapped, of which there are `count`.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    path = _tokens_path(directory, shard)
+    if path.stat().st_size != count * np.dtype(dtype).itemsize:
+        raise ValueError(f"{path} is damaged: remove {directory} and run again")
+    return np.memmap(path, dtype=dtype, mode="r") if count else np.empty(0, dtype=dtype)
+
+
+@lru_cache(maxsize=1)
+def _loaded(source: str, tokenizer: str) -> tuple[Source, Tokenizer]:
+    return load_source(json.loads(source)), load_tokenizer(json.loads(tokenizer))
+
+
+def _batches(source: Source, parts: Sequence[Part], report: ReadReport) -> Iterator[list[tuple[Document, bytes]]]:
+    batch: list[tuple[Document, bytes]] = []
+    size = 0
+    for part in parts:
+        for document, data in readable(source, part, report):
+            batch.append((document, data))
+            size += len(data)
+            if size >= _BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _tokens_path(directory: Path, shard: int) -> Path:
+    return directory / f"{shard:05d}.tokens"
+
+
+def _rows_path(directory: Path, shard: int) -> Path:
+    return directory / f"{shard:05d}.npz"

@@ -1,0 +1,110 @@
+"""The last pass over the shards of a stream: what is kept, and which of it is for training and for validation.
+
+It sees every document in order, in one process, so the files are the same however the shards came to be.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from nemo_ext.data.text.documents import Admission, ReadReport, Source
+from nemo_ext.data.text.indexed_dataset import ids_type, write_index
+from nemo_ext.data.text.manifest import SPLITS, SplitCounts
+from nemo_ext.data.text.shards import open_tokens, read_rows
+from nemo_ext.job.files import publish, unfinished
+
+
+@dataclass(frozen=True)
+class Selection:
+    """For each shard, which of its documents are kept and which of them are for validation; `size` in bytes."""
+
+    kept: list[npt.NDArray[np.bool_]]
+    validation: list[npt.NDArray[np.bool_]]
+    report: ReadReport
+    size: int
+    full: bool
+
+    def of(self, split: str) -> list[npt.NDArray[np.bool_]]:
+        """For each shard, which of its documents are in the split."""
+        if split == "valid":
+            return self.validation
+        return [kept & ~held for kept, held in zip(self.kept, self.validation, strict=True)]
+
+
+def select(directory: Path, count: int, source: Source, validation_share: float) -> Selection:
+    """Go through the rows of all shards in order and decide what becomes of each document.
+
+    Raises:
+        ValueError: There are no documents, or too much of the source is malformed.
+    """
+    kept: list[npt.NDArray[np.bool_]] = []
+    validation: list[npt.NDArray[np.bool_]] = []
+    admission, report = Admission(source), ReadReport()
+    lowest, highest = (1 << 64, 0, 0), (-1, 0, 0)  # position, shard, row
+    for shard in range(count):
+        rows = read_rows(directory, shard)
+        report.add(rows.report)
+        admitted = [
+            admission.admit(digest.tobytes(), int(size), report)
+            for digest, size in zip(rows.digests, rows.sizes, strict=True)
+        ]
+        kept.append(np.array(admitted, dtype=np.bool_))
+        validation.append(kept[-1] & (rows.positions < np.uint64(int(validation_share * 2**64))))
+        for row in np.flatnonzero(kept[-1]):
+            here = int(rows.positions[row]), shard, int(row)
+            lowest, highest = min(lowest, here), max(highest, here)
+    source.finish(report)
+    documents = sum(int(flags.sum()) for flags in kept)
+    held_out = sum(int(flags.sum()) for flags in validation)
+    if documents == 0:
+        raise ValueError(f"{source.kind} source: no documents in {report.records} records: {report.summary()}")
+    if documents >= 2 and held_out == 0 and validation_share > 0:
+        validation[lowest[1]][lowest[2]] = True
+    if held_out == documents:
+        validation[highest[1]][highest[2]] = False
+    return Selection(kept, validation, report, admission.size, admission.full)
+
+
+def write_splits(
+    prefix: Path, directory: Path, selection: Selection, vocab_size: int, *, advance: Callable[[int], None]
+) -> dict[str, SplitCounts]:
+    """Write the selected documents as Megatron's files and put these in place.
+
+    Args:
+        advance: Called with the bytes of text that were written.
+    """
+    dtype = ids_type(vocab_size)
+    counts: dict[str, SplitCounts] = {}
+    written: list[Path] = []
+    for split in SPLITS:
+        data, index = Path(f"{prefix}_{split}.bin"), Path(f"{prefix}_{split}.idx")
+        # In the shards' directory, which is removed in the end: a killed run leaves nothing else behind.
+        lengths: list[npt.NDArray[np.int64]] = []
+        text_bytes = 0
+        with open(unfinished(directory / data.name), "wb") as file:
+            for shard, flags in enumerate(selection.of(split)):
+                rows = read_rows(directory, shard)
+                ends = np.concatenate(([0], np.cumsum(rows.lengths)))
+                stored = open_tokens(directory, shard, dtype, int(ends[-1]))
+                # Where a run of documents of this split begins and ends: most are long.
+                turns = np.flatnonzero(np.diff(flags, prepend=False, append=False))
+                for first, last in turns.reshape(-1, 2):
+                    file.write(stored[ends[first] : ends[last]])
+                lengths.append(rows.lengths[flags])
+                size = int(rows.sizes[flags].sum())
+                text_bytes += size
+                advance(size)
+        every = np.concatenate(lengths)
+        counts[split] = SplitCounts(documents=len(every), tokens=int(every.sum()), text_bytes=text_bytes)
+        if len(every):  # Megatron cannot open an empty .bin
+            write_index(unfinished(directory / index.name), every, dtype)
+            written += [data, index]
+    # An older manifest must not describe the new files, nor old files remain beside the new manifest.
+    for old in (".json", *(f"_{split}.{end}" for split in SPLITS for end in ("bin", "idx"))):
+        Path(f"{prefix}{old}").unlink(missing_ok=True)
+    for path in written:
+        publish(unfinished(directory / path.name), path)
+    return counts

@@ -1,0 +1,172 @@
+"""Text to Megatron's .bin/.idx files, in parallel and resumable.
+
+A stream is cut into shards, lists of parts of its source. Workers read and tokenise a shard each and leave it
+in `<prefix>.shards/`; then the shards are written in order into `<prefix>_train` and `<prefix>_valid`. What
+depends on more than one document (duplicates, `max_bytes`, the split) is decided in that last pass, so the files
+are the same byte for byte whatever the number of workers and however often the work was interrupted.
+
+Each file gets its own name only when it is complete, the manifest `<prefix>.json` last of all. A second run
+that would write the same prefix at the same time is refused.
+"""
+
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from nemo_ext.data.blends.streams import Blend, Stream, read_blend
+from nemo_ext.data.text.documents import Source
+from nemo_ext.data.text.indexed_dataset import ids_type
+from nemo_ext.data.text.manifest import FORMAT_VERSION, Manifest, finished_manifest, write_manifest
+from nemo_ext.data.text.shards import ShardWork, cut, open_shards
+from nemo_ext.data.text.splits import select, write_splits
+from nemo_ext.data.text.tokenizers import Tokenizer
+from nemo_ext.data.text.workers import complete_shards, usable_cores
+from nemo_ext.job.files import folder_for_one
+from nemo_ext.job.progress import notice, progress_of
+from nemo_ext.job.settings import checked_share, checked_whole
+
+_NO_LIMIT = sys.maxsize
+
+
+def tokenize_blend(
+    config: Mapping[str, object], *, workers: int | None = None, progress: bool = True
+) -> list[Manifest]:
+    """Tokenise every stream of a blend that has a source, after checking all of them.
+
+    Args:
+        config: A blend, see `read_blend`.
+        workers: Goes before the config's.
+        progress: Show a bar on a terminal, else a line now and then, both on stderr.
+
+    Returns:
+        The manifests of the streams with a source, in their order.
+
+    Raises:
+        ValueError: Anything in `config` is wrong or missing, before any work; input that cannot be read to its end, or
+            output that cannot be written.
+        RuntimeError: A worker process died.
+    """
+    try:
+        blend = read_blend(config if workers is None else {**config, "workers": workers})
+    except OSError as error:
+        raise ValueError(f"{error}: mend it and run the same command again") from error
+    made = []
+    for stream in blend.streams:
+        try:
+            made.append(_tokenize(stream, blend, progress=progress))
+        except OSError as error:  # a full disk, missing permissions: the user can mend it
+            raise ValueError(
+                f"{stream.prefix}: {error}: mend it and run the same command again, which goes on where it was"
+            ) from error
+    return made
+
+
+def tokenize_stream(
+    source: Source,
+    tokenizer: Tokenizer,
+    output_prefix: str | Path,
+    *,
+    validation_share: float = 0.05,
+    seed: int = 1234,
+    workers: int | None = None,
+    documents_per_shard: int = _NO_LIMIT,
+    progress: bool = True,
+) -> Manifest:
+    """Write `<output_prefix>_train.{bin,idx}`, `_valid.{bin,idx}` and the manifest `<output_prefix>.json`.
+
+    Run again after an interruption, it goes on with the shards that are missing; finished with the same
+    settings and input files, it only returns the manifest; with others it starts over and says so.
+
+    A document goes to validation when a hash of (seed, document id) falls below `validation_share`; a stream
+    of two or more documents has one in each split at least, unless the share is 0. Every document ends with eod.
+
+    Args:
+        workers: Processes (None: one for each core this process may use). One works without starting any;
+            more need a main module that can be imported (`if __name__ == "__main__":`).
+        documents_per_shard: Cut shards after so many documents, not only by size into about 64. It changes how
+            much work an interruption loses, not the files.
+        progress: Show a bar on a terminal, else a line now and then, both on stderr.
+
+    Raises:
+        ValueError: Wrong settings, a source that cannot be read or is malformed, or one without documents.
+        RuntimeError: A worker process died.
+    """
+    prefix = Path(output_prefix)
+    stream = Stream(name=prefix.name, prefix=prefix, source=source, inputs=source.check())
+    blend = Blend(
+        streams=[stream],
+        tokenizer=tokenizer,
+        validation_share=checked_share("validation_share", validation_share, below_one=True),
+        seed=checked_whole("seed", seed),
+        workers=None if workers is None else checked_whole("workers", workers, least=1),
+    )
+    documents = checked_whole("documents_per_shard", documents_per_shard, least=1)
+    return _tokenize(stream, blend, documents_per_shard=documents, progress=progress)
+
+
+def _tokenize(stream: Stream, blend: Blend, *, documents_per_shard: int = _NO_LIMIT, progress: bool = True) -> Manifest:
+    prefix, source, tokenizer = stream.prefix, stream.source, blend.tokenizer
+    fingerprint = source.fingerprint(stream.inputs)
+    config_hash = _hash(
+        {
+            "format_version": FORMAT_VERSION,
+            "source": source.describe(),
+            "input_files": fingerprint,
+            "tokenizer": tokenizer.identity,
+            "validation_share": blend.validation_share,
+            "seed": blend.seed,
+        }
+    )
+    directory = Path(f"{prefix}.shards")
+    finished = finished_manifest(prefix, config_hash)
+    if finished is not None:
+        shutil.rmtree(directory, ignore_errors=True)
+        notice(f"{stream.name}: already tokenised: {finished.contents()}")
+        return finished
+
+    with folder_for_one(prefix, "tokenising"):
+        total = sum(path.stat().st_size for _, path in stream.inputs)
+        wanted = total if source.max_bytes is None else min(total, source.max_bytes)
+        shard_size = min(max(wanted // 64, 1 << 20), 1 << 28)
+        open_shards(directory, _hash([config_hash, documents_per_shard, shard_size]))
+        work = ShardWork(
+            source=json.dumps(source.describe()),
+            tokenizer=json.dumps(tokenizer.describe()),
+            tokenizer_identity=tokenizer.identity,
+            seed=blend.seed,
+            directory=directory,
+        )
+        shards = cut(source, max_documents=documents_per_shard, max_size=shard_size)
+        with progress_of(f"{stream.name}: reading", total, enabled=progress) as advance:
+            count = complete_shards(work, shards, source, workers=blend.workers or usable_cores(), advance=advance)
+        if source.fingerprint(source.inputs()) != fingerprint:
+            raise ValueError(f"{prefix}: input files changed while they were read: run again when they are complete")
+        selection = select(directory, count, source, blend.validation_share)
+        with progress_of(f"{stream.name}: writing", selection.size, enabled=progress) as advance:
+            splits = write_splits(prefix, directory, selection, tokenizer.vocab_size, advance=advance)
+        manifest = Manifest(
+            prefix=str(prefix),
+            config_hash=config_hash,
+            source=json.loads(work.source),
+            tokenizer=json.loads(work.tokenizer),
+            tokenizer_identity=tokenizer.identity,
+            vocab_size=tokenizer.vocab_size,
+            eod=tokenizer.eod,
+            dtype=ids_type(tokenizer.vocab_size).__name__,
+            validation_share=blend.validation_share,
+            seed=blend.seed,
+            splits=splits,
+            report=selection.report,
+            reached_max_bytes=selection.full,
+        )
+        write_manifest(manifest, directory)
+        shutil.rmtree(directory, ignore_errors=True)
+    notice(f"{stream.name}: {manifest.contents()}{manifest.left_out()}")
+    return manifest
+
+
+def _hash(settings: object) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]

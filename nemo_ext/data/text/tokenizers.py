@@ -1,0 +1,216 @@
+"""Tokenizers for making training data: UTF-8 bytes, or any Hugging Face `tokenizer.json`.
+
+Both turn text into ids without special tokens; whoever writes a document ends it with `eod`. A tokenizer is
+rebuilt in another process from `describe()`, and `identity` tells whether two of them give the same ids.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nemo_ext.data.text.indexed_dataset import Ids, ids_type
+from nemo_ext.job.settings import nearest
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RustTokenizer
+
+COMMON_EOD = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
+
+
+class ByteTokenizer:
+    """The 256 bytes are ids 0 to 255 and the end of a document is id 256: no file, no unknown text.
+
+    The same as Megatron's NullTokenizer with vocab_size 257, whose eod is the last id
+    (megatron/core/tokenizers/text/libraries/null_tokenizer.py).
+    """
+
+    vocab_size = 257
+    eod = 256
+    identity = "byte-257"
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text, without eod."""
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(ids_type(self.vocab_size)) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids; eod is left out, and bytes that are not UTF-8 (a cut character) become U+FFFD."""
+        return bytes(token for token in ids if token != self.eod).decode(errors="replace")
+
+    def describe(self) -> dict[str, object]:
+        """The mapping that `load_tokenizer` turns back into this tokenizer."""
+        return {"kind": "byte"}
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json` read by the `tokenizers` library, which needs neither transformers nor the network.
+
+    The file's own truncation, padding and added special tokens are switched off: a training document is never
+    cut, and only `eod` is added. Text that spells a special token (`<|endoftext|>` in a web page) is encoded
+    as ordinary characters unless `parse_special_tokens`, which text with chat markers in it wants.
+
+    Args:
+        path: The file, or the directory that holds it.
+        eod: Name of the token that ends a document. Without it: `eos_token` of the tokenizer_config.json
+            beside the file, as Megatron and transformers have it, else the first of `COMMON_EOD` it has.
+        parse_special_tokens: Turn the names of special tokens in the text into these tokens.
+
+    Raises:
+        ValueError: The file is missing or unreadable, or has no such end-of-document token.
+    """
+
+    def __init__(self, path: str | Path, *, eod: str | None = None, parse_special_tokens: bool = False) -> None:
+        given = Path(path).expanduser()
+        self.path = given / "tokenizer.json" if given.is_dir() else given
+        self._tokenizer, content = _read_tokenizer(self.path)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = not parse_special_tokens
+        self.parse_special_tokens = parse_special_tokens
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.token_count = len(vocabulary)
+        self.eod_token = _end_token(vocabulary, self.path, eod)
+        self.eod = vocabulary[self.eod_token]
+        options = f"{self.eod_token}\0{parse_special_tokens}".encode()
+        self.identity = "huggingface-" + hashlib.sha256(content + b"\0" + options).hexdigest()[:16]
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text, without eod and other special tokens."""
+        # Batches of one keep to one core: how many are used is the caller's choice, by its number of processes.
+        encodings = [self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0] for text in texts]
+        return [np.array(encoding.ids, dtype=ids_type(self.vocab_size)) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids, as far as the tokenizer can restore it; eod is left out."""
+        kept = [int(token) for token in ids if token != self.eod]
+        return self._tokenizer.decode(kept, skip_special_tokens=False)
+
+    def describe(self) -> dict[str, object]:
+        """The mapping that `load_tokenizer` turns back into this tokenizer."""
+        return {
+            "kind": "huggingface",
+            "path": str(self.path),
+            "eod": self.eod_token,
+            "parse_special_tokens": self.parse_special_tokens,
+        }
+
+
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
+
+_KEYS: dict[str, tuple[str, ...]] = {"byte": (), "huggingface": ("path", "eod", "parse_special_tokens")}
+
+
+def named_tokenizer(name: str) -> dict[str, object]:
+    """What `load_tokenizer` wants of `byte`, or of the place of a Hugging Face tokenizer."""
+    return {"kind": "byte"} if name == "byte" else {"kind": "huggingface", "path": name}
+
+
+def load_tokenizer(config: Mapping[str, object]) -> Tokenizer:
+    """Build a tokenizer from `{"kind": "byte"}` or `{"kind": "huggingface", "path": ..., "eod": ...}`.
+
+    Raises:
+        ValueError: Unknown kind or key, a value of the wrong type, or a file that cannot be used.
+    """
+    kind = config.get("kind")
+    if not isinstance(kind, str) or kind not in _KEYS:
+        raise ValueError(f"unknown tokenizer kind {kind!r}: {nearest(str(kind), _KEYS)}")
+    for key in config:
+        if key != "kind" and key not in _KEYS[kind]:
+            raise ValueError(f"unknown key {key!r} of a {kind!r} tokenizer: {nearest(key, ['kind', *_KEYS[kind]])}")
+    if kind == "byte":
+        return ByteTokenizer()
+    path, eod, parse = config.get("path"), config.get("eod"), config.get("parse_special_tokens", False)
+    if not isinstance(path, str | Path) or not str(path):
+        raise ValueError(f"a 'huggingface' tokenizer needs path, the place of its tokenizer.json, not {path!r}")
+    if eod is not None and not isinstance(eod, str):
+        raise ValueError(f"tokenizer eod must be the name of a token, not {eod!r}")
+    if not isinstance(parse, bool):
+        raise ValueError(f"tokenizer parse_special_tokens must be true or false, not {parse!r}")
+    return HuggingFaceTokenizer(path, eod=eod, parse_special_tokens=parse)
+
+
+def megatron_arguments(tokenizer: Tokenizer, *, ids_only: bool = False) -> dict[str, object]:
+    """Megatron arguments (snake_case) under which its tokenizer has this vocabulary size and eod.
+
+    Training on tokenised files needs nothing else from a tokenizer. With `ids_only` a Hugging Face tokenizer
+    is replaced by Megatron's NullTokenizer of the same size and eod, which needs no transformers; without it,
+    Megatron loads the files with transformers, can turn ids into text and saves the files in checkpoints.
+
+    Raises:
+        ValueError: Megatron would take another eod or another vocabulary size from the tokenizer's directory.
+    """
+    if isinstance(tokenizer, ByteTokenizer) or ids_only:
+        arguments: dict[str, object] = {"tokenizer_type": "NullTokenizer", "vocab_size": tokenizer.vocab_size}
+        if tokenizer.eod != tokenizer.vocab_size - 1:
+            arguments["null_tokenizer_eod_id"] = tokenizer.eod
+        return arguments
+    directory = tokenizer.path.parent
+    # build_tokenizer hands the path to AutoTokenizer, which wants a directory with both files, and takes eod
+    # from eos_token (megatron/core/tokenizers/text/libraries/huggingface_tokenizer.py).
+    if tokenizer.path.name != "tokenizer.json":
+        raise ValueError(f"{tokenizer.path}: Megatron finds it only as tokenizer.json: rename it, or use ids_only")
+    named = _configured_eos(tokenizer.path)
+    if named != tokenizer.eod_token:
+        raise ValueError(
+            f"{directory / 'tokenizer_config.json'}: Megatron takes eod from its eos_token, which is {named!r}, "
+            f"but the data ends documents with {tokenizer.eod_token!r}: write that there, or use ids_only"
+        )
+    if tokenizer.token_count != tokenizer.vocab_size:
+        raise ValueError(
+            f"{tokenizer.path}: {tokenizer.token_count} tokens but ids up to {tokenizer.vocab_size - 1}: "
+            "Megatron would size the embedding by the first: use ids_only"
+        )
+    return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(directory)}
+
+
+def _read_tokenizer(path: Path) -> tuple["RustTokenizer", bytes]:
+    """The tokenizer in a file, and the file's bytes."""
+    try:
+        from tokenizers import Tokenizer as RustTokenizer
+    except ImportError as error:
+        raise ValueError(f"a 'huggingface' tokenizer needs: pip install tokenizers ({error})") from error
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(
+            f"tokenizer {path}: {os.strerror(error.errno or 0)}: give the path of a tokenizer.json"
+        ) from error
+    try:
+        return RustTokenizer.from_str(content.decode()), content
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(
+            f"tokenizer {path}: not a tokenizer.json that the tokenizers library reads ({error}). Convert a "
+            "SentencePiece or tiktoken model first: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        ) from error
+
+
+def _end_token(vocabulary: Mapping[str, int], path: Path, eod: str | None) -> str:
+    wanted = eod or _configured_eos(path)
+    if wanted is None:
+        wanted = next((name for name in COMMON_EOD if name in vocabulary), None)
+    if wanted is None:
+        raise ValueError(f"tokenizer {path}: none of {', '.join(COMMON_EOD)} is in it: name its eod token")
+    if wanted not in vocabulary:
+        special = [token for token in vocabulary if token.startswith("<")]
+        raise ValueError(f"tokenizer {path}: no token {wanted!r} for eod; {nearest(wanted, special[:50])}")
+    return wanted
+
+
+def _configured_eos(path: Path) -> str | None:
+    """`eos_token` of the tokenizer_config.json beside a tokenizer.json, if there is one."""
+    beside = path.parent / "tokenizer_config.json"
+    try:
+        config = json.loads(beside.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{beside}: cannot be read ({error}): mend or remove it") from error
+    token = config.get("eos_token") if isinstance(config, dict) else None
+    # Older files store an AddedToken as a mapping.
+    name = token.get("content") if isinstance(token, dict) else token
+    return name if isinstance(name, str) else None

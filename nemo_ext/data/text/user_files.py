@@ -1,0 +1,358 @@
+"""Sources that read the user's own files.
+
+`jsonl` and `parquet` hold many records a file; of `text` and `tree` (a directory of source files) every file is a
+document.
+"""
+
+import fnmatch
+import glob
+import gzip
+import importlib
+import io
+import itertools
+import json
+import os
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any, ClassVar, cast
+
+from nemo_ext.data.text.documents import Document, Part, ReadReport, Source
+from nemo_ext.job.settings import nearest
+
+_SAMPLE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordSource(Source):
+    """Files with many records each. More than `max_bad_share` of malformed ones is an error.
+
+    path: One path or glob, or several.
+    text_key: Key of the JSON object, or column of the table, that holds the text.
+    """
+
+    path: tuple[str, ...]
+    text_key: str = "text"
+    max_bad_share: float = 0.01
+
+    def inputs(self) -> list[tuple[str, Path]]:
+        return _named_files(self.path, self.kind)
+
+    def check_files(self) -> None:
+        """Raises ValueError if a file is missing or, as far as is cheap to see, not of this kind."""
+        self.inputs()
+
+    def records(self, part: Part, report: ReadReport) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Line or row number and content of every record of a part; what is none is counted as malformed."""
+        raise NotImplementedError
+
+    def place(self, part: Part, number: int) -> str:
+        """Where a record is, for people."""
+        raise NotImplementedError
+
+    def finish(self, report: ReadReport) -> None:
+        bad = report.skipped.get("malformed", 0)
+        if bad > self.max_bad_share * report.records:
+            raise ValueError(
+                f"{bad} of {report.records} records of the {self.kind} source are malformed, more than "
+                f"max_bad_share={self.max_bad_share}: {'; '.join(report.examples['malformed'])}. "
+                "Mend the files or raise max_bad_share"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonlSource(RecordSource):
+    """One JSON object a line, plain, .gz or .zst (.zst needs pyarrow); blank lines are ignored.
+
+    Plain files are read by several workers at once, a compressed file by one.
+    """
+
+    kind: ClassVar[str] = "jsonl"
+
+    def check(self) -> list[tuple[str, Path]]:
+        inputs = self.inputs()
+        for name, path in inputs:
+            report = ReadReport()
+            sample = Part(name=name, path=str(path), size=0, stop=_SAMPLE_BYTES)
+            if next(self.read(sample, report), None) is None and report.records:
+                raise ValueError(f"no line has a text: {report.examples['malformed'][0]}")
+        return inputs
+
+    def parts(self, *, max_documents: int, max_size: int) -> Iterator[Part]:
+        for name, path in self.inputs():
+            if path.suffix in (".gz", ".zst"):
+                yield Part(name=name, path=str(path), size=path.stat().st_size, documents=0)
+                continue
+            start = stop = lines = 0
+            first = 1
+            with open(path, "rb") as file:
+                for line in itertools.chain(file, [b""]):  # the empty line ends the last part
+                    enough = not line or lines >= max_documents or stop + len(line) - start > max_size
+                    if lines and enough:
+                        place = {"size": stop - start, "start": start, "stop": stop, "first": first}
+                        yield Part(name=name, path=str(path), documents=lines, **place)
+                        start, first, lines = stop, first + lines, 0
+                    stop += len(line)
+                    lines += 1
+
+    def place(self, part: Part, number: int) -> str:
+        return f"{part.path}:{number}"
+
+    def records(self, part: Part, report: ReadReport) -> Iterator[tuple[int, dict[str, Any]]]:
+        position = part.start
+        with _open_lines(part.path) as file:
+            if part.start:
+                file.seek(part.start)
+            for number, line in enumerate(_whole_lines(file, part.path), start=part.first):
+                position += len(line)
+                if not line.isspace():
+                    report.records += 1
+                    record, problem = _json_object(line)
+                    if record is None:
+                        report.skip("malformed", f"{self.place(part, number)}: {problem}")
+                    else:
+                        yield number, record
+                if part.stop and position >= part.stop:
+                    return
+
+    def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
+        for number, record in self.records(part, report):
+            text = record.get(self.text_key)
+            if isinstance(text, str):
+                yield Document(f"{part.name}:{number}", text)
+                continue
+            problem = f"no key {self.text_key!r}, there are {sorted(record)}: set text_key"
+            if self.text_key in record:
+                problem = f"{self.text_key!r} is not a string but a {type(text).__name__}"
+            report.skip("malformed", f"{self.place(part, number)}: {problem}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParquetSource(RecordSource):
+    """One row a document, streamed by row group; a null counts as malformed. Needs pyarrow."""
+
+    kind: ClassVar[str] = "parquet"
+
+    def check_files(self) -> None:
+        for _, path in self.inputs():
+            self._schema(path)
+
+    def check(self) -> list[tuple[str, Path]]:
+        types = _pyarrow().types
+        inputs = self.inputs()
+        for _, path in inputs:
+            texts = []
+            for item in self._schema(path):
+                kind = item.type.value_type if types.is_dictionary(item.type) else item.type
+                if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
+                    texts.append(item.name)
+            if self.text_key not in texts:
+                raise ValueError(
+                    f"{path}: no string column {self.text_key!r} (set text_key): {nearest(self.text_key, texts)}"
+                )
+        return inputs
+
+    def parts(self, *, max_documents: int, max_size: int) -> Iterator[Part]:
+        pyarrow = _pyarrow()
+        for name, path in self.inputs():
+            first = 1
+            with pyarrow.parquet.ParquetFile(path) as file:
+                for number in range(file.metadata.num_row_groups):
+                    group = file.metadata.row_group(number)
+                    place = {"size": group.total_byte_size, "start": number, "first": first}
+                    yield Part(name=name, path=str(path), documents=group.num_rows, **place)
+                    first += group.num_rows
+
+    def place(self, part: Part, number: int) -> str:
+        return f"{part.path}: row {number}"
+
+    def records(self, part: Part, report: ReadReport) -> Iterator[tuple[int, dict[str, Any]]]:
+        yield from self._rows(part, report)
+
+    def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
+        for number, row in self._rows(part, report, columns=[self.text_key]):
+            text = row[self.text_key]
+            if text is None:
+                report.skip("malformed", f"{self.place(part, number)}: {self.text_key!r} is null")
+            else:
+                yield Document(f"{part.name}:{number}", text)
+
+    def _schema(self, path: Path) -> Any:
+        pyarrow = _pyarrow()
+        try:
+            return pyarrow.parquet.read_schema(path)
+        except pyarrow.ArrowInvalid as error:
+            raise ValueError(f"{path}: not a readable Parquet file ({error}): make it again") from None
+
+    def _rows(
+        self, part: Part, report: ReadReport, *, columns: list[str] | None = None
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        pyarrow = _pyarrow()
+        number = part.first
+        try:
+            with pyarrow.parquet.ParquetFile(part.path) as file:
+                for batch in file.iter_batches(batch_size=1024, row_groups=[part.start], columns=columns):
+                    for row in _readable_rows(batch):
+                        report.records += 1
+                        if isinstance(row, UnicodeDecodeError):
+                            report.skip("malformed", f"{self.place(part, number)}: not UTF-8 ({row})")
+                        else:
+                            yield number, row
+                        number += 1
+        except (OSError, pyarrow.ArrowInvalid) as error:
+            raise ValueError(f"{part.path}: cannot be read to its end ({error}): copy or make it again") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSource(Source):
+    """Text files named one by one or by globs, one document each; one that is not UTF-8 text is an error."""
+
+    kind: ClassVar[str] = "text"
+    path: tuple[str, ...]
+
+    def inputs(self) -> list[tuple[str, Path]]:
+        return _named_files(self.path, self.kind)
+
+    def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
+        text = file_text(part, report)
+        if text is None:
+            raise ValueError(
+                f"text source: {report.summary()}: convert it to UTF-8 or use a 'tree' source, which skips it"
+            )
+        yield Document(part.name, text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeSource(Source):
+    """Files below a directory, one document a file; binary, undecodable and unreadable ones are counted.
+
+    A glob is compared with the file's path below `path` (where `*` also crosses `/`) and with its name; an
+    exclude glob also with every directory on the way. Links to directories are not followed.
+    """
+
+    kind: ClassVar[str] = "tree"
+    path: str
+    include: tuple[str, ...] = ("*",)
+    exclude: tuple[str, ...] = (".git", ".hg", ".svn", ".venv", "__pycache__", "node_modules")
+
+    def inputs(self) -> list[tuple[str, Path]]:
+        root = Path(self.path).expanduser()
+        if not root.is_dir():
+            raise ValueError(f"tree source: {root} is not a directory")
+        found = walk(
+            root,
+            lambda name: matches(name, self.include) and not matches(name, self.exclude),
+            skip_directories=self.exclude,
+        )
+        if not found:
+            raise ValueError(f"tree source: no file below {root} matches include={list(self.include)} and not exclude")
+        return found
+
+    def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
+        text = file_text(part, report)
+        if text is not None:
+            yield Document(part.name, text)
+
+
+def _named_files(patterns: Collection[str], kind: str) -> list[tuple[str, Path]]:
+    """Files behind paths and globs, each once, named by their path below their common directory."""
+    if not patterns:
+        raise ValueError(f"{kind} source: path is empty: name at least one file")
+    found: set[Path] = set()
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        if path.is_dir():
+            raise ValueError(f"{kind} source: {path} is a directory: name its files, e.g. {path / '*'}")
+        if path.is_file():
+            found.add(path.absolute())
+            continue
+        there = [Path(match) for match in glob.glob(str(path), recursive=True)]
+        if not there:
+            raise ValueError(f"{kind} source: no such file: {path}")
+        found.update(match.absolute() for match in there if match.is_file())
+    if not found:
+        raise ValueError(f"{kind} source: only directories match {list(patterns)}")
+    common = Path(os.path.commonpath([path.parent for path in found]))
+    return sorted((path.relative_to(common).as_posix(), path) for path in found)
+
+
+def walk(root: Path, takes: Callable[[str], bool], *, skip_directories: Collection[str]) -> list[tuple[str, Path]]:
+    """Files below `root` whose path below it is taken, as (that path, whole path), sorted."""
+    found = []
+    for directory, names, files in os.walk(root):
+        names[:] = [name for name in names if not matches(name, skip_directories)]
+        below = directory[len(str(root)) :].replace(os.sep, "/").lstrip("/")
+        for file in files:
+            name = f"{below}/{file}" if below else file
+            # The name comes first: there are many files, and a pipe among them must not be opened.
+            if takes(name) and os.path.isfile(os.path.join(directory, file)):
+                found.append((name, Path(directory, file)))
+    return sorted(found)
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a path or its last part fits one of the globs."""
+    last = name.rsplit("/", 1)[-1]
+    return any(fnmatch.fnmatchcase(text, pattern) for pattern in patterns for text in (name, last))
+
+
+def file_text(part: Part, report: ReadReport) -> str | None:
+    """Text of a UTF-8 file without its byte order mark, or None with the reason counted."""
+    report.records += 1
+    try:
+        data = Path(part.path).read_bytes()
+        if b"\0" not in data:
+            return data.decode().removeprefix("\ufeff")
+        report.skip("binary", part.path)
+    except UnicodeDecodeError as error:
+        report.skip("undecodable", f"{part.path}: byte {error.start}")
+    except OSError as error:
+        report.skip("unreadable", f"{part.path}: {error.strerror}")
+    return None
+
+
+def _json_object(line: bytes) -> tuple[dict[str, Any] | None, str]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return None, f"not JSON ({error})"
+    if not isinstance(record, dict):
+        return None, f"not a JSON object but a {type(record).__name__}"
+    return record, ""
+
+
+def _readable_rows(batch: Any) -> list[dict[str, Any] | UnicodeDecodeError]:
+    """The rows of a batch, the error in place of one with text that is not UTF-8."""
+    try:
+        return cast(list[dict[str, Any] | UnicodeDecodeError], batch.to_pylist())
+    except UnicodeDecodeError as error:
+        if len(batch) == 1:
+            return [error]
+        return [row for n in range(len(batch)) for row in _readable_rows(batch.slice(n, 1))]
+
+
+def _pyarrow() -> ModuleType:
+    try:
+        importlib.import_module("pyarrow.parquet")
+        return importlib.import_module("pyarrow")
+    except ImportError as error:
+        raise ValueError(f"Parquet and .zst files need pyarrow ({error}): pip install pyarrow") from error
+
+
+def _open_lines(path: str) -> IO[bytes]:
+    if path.endswith(".gz"):
+        return cast(IO[bytes], gzip.open(path, "rb"))
+    if path.endswith(".zst"):
+        return io.BufferedReader(_pyarrow().input_stream(path, compression="zstd"), buffer_size=1 << 20)
+    return open(path, "rb")
+
+
+def _whole_lines(file: IO[bytes], path: str) -> Iterator[bytes]:
+    """Lines of a file, with an error that names it when its compression is damaged."""
+    try:
+        while line := file.readline():
+            yield line
+    except (EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"{path}: cannot be read to its end ({error}): copy or compress it again") from error

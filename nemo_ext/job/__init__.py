@@ -1,0 +1,1 @@
+"""What every job is made of: config, settings, files, processes, progress."""

@@ -1,0 +1,100 @@
+"""Starting the ranks of a stage on this machine, so that what they have to say reaches the user as it is.
+
+torchrun would add a report of its own to every mistake, and keeps ranks alive when it is killed itself.
+"""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_ext.data.text.workers import usable_cores
+from nemo_ext.launch import rank_environment
+
+SECONDS_TO_STOP = 30.0
+SECONDS_TO_AGREE = 2.0
+
+
+def run_ranks(command: Sequence[str], ranks: int, logs: Path) -> int:
+    """Run a command as `ranks` processes and wait; if one fails the others are stopped.
+
+    Args:
+        command: of one rank.
+        ranks: how many; a single one gets no process group.
+        logs: folder for what ranks other than the first write.
+
+    Returns:
+        0, or the exit code of the rank that failed first.
+
+    Raises:
+        KeyboardInterrupt: after the ranks have stopped.
+    """
+    processes = [_start(command, environment, logs) for environment in _environments(ranks)]
+    try:
+        while True:
+            codes = [process.poll() for process in processes]
+            failed = next((rank for rank, code in enumerate(codes) if code), None)
+            if failed is not None:
+                _wait(processes, SECONDS_TO_AGREE)  # a mistake of the user's ends all of them
+                spoke = processes[0].poll()
+                _stop(processes, signal.SIGTERM)
+                if failed and not spoke:
+                    print(_last_line(_log(logs, failed)), file=sys.stderr)
+                return codes[failed] or 0
+            if None not in codes:
+                return 0
+            time.sleep(0.05)
+    except KeyboardInterrupt:
+        _stop(processes, signal.SIGINT)
+        raise
+
+
+def _environments(ranks: int) -> list[dict[str, str]]:
+    # Of a launcher that itself runs under torchrun or srun.
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    base = {name: value for name, value in rank_environment().items() if name not in names}
+    if ranks == 1:
+        return [base]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    base.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
+    return [base | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def _start(command: Sequence[str], environment: dict[str, str], logs: Path) -> subprocess.Popen[bytes]:
+    rank = int(environment.get("RANK", 0))
+    if not rank:
+        return subprocess.Popen(command, env=environment)
+    with _log(logs, rank).open("wb") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+
+def _log(logs: Path, rank: int) -> Path:
+    return logs / f"rank{rank}.log"
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return next((line for line in reversed(lines) if line.startswith("error: ")), f"error: a rank failed; see {log}")
+
+
+def _stop(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(number)
+    for process in _wait(processes, SECONDS_TO_STOP):
+        process.kill()
+        process.wait()
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[subprocess.Popen[bytes]]:
+    """Those that have not ended after so long."""
+    deadline = time.monotonic() + seconds
+    while (running := [process for process in processes if process.poll() is None]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return running

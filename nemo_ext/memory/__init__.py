@@ -1,0 +1,1 @@
+"""Memory over time: the sampler and its part of the report."""

@@ -1,0 +1,444 @@
+"""Memory of a run over time, sampled on every node: its processes, the host, /dev/shm, the GPUs. No torch.
+
+    python -m nemo_ext.memory.sampler DIR --root PID        samples PID and the processes below it until PID ends
+    python -m nemo_ext.memory.sampler DIR -- COMMAND ...    samples COMMAND while it runs, and ends with its exit code
+
+What Llama-Nemotron's authors (section 5.2.2) built to find what ran out of memory: psutil, what `df` says of /dev/shm,
+and NVML instead of PyTorch's own count. It is a process of its own, one on each node, because a thread would stand
+still with its rank. `DIR/NODE.jsonl` has the samples in bytes, `DIR/phases.jsonl` when a phase of the run began;
+`nemo_ext.memory.report` reads both.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from nemo_ext.job.progress import notice
+from nemo_ext.job.settings import check_keys
+from nemo_ext.megatron.rank import end_with_parent
+
+KEY = "memory_profile"
+"""Of a training run's config: `{seconds: 10}`, or null."""
+
+FOLDER = "memory"
+"""In a run directory."""
+
+PHASES = "phases.jsonl"
+
+SECONDS = 10.0
+"""Between two samples. A sample takes some ten milliseconds of one core."""
+
+TOLERANCE, LEAST_CHANGE = 0.01, 1 << 20
+"""A sample is written if a value changed by more than this share of itself and more than these bytes ..."""
+
+HELD = 30
+"""... or as the first after so many. Memory of training stands still for hours: the file of a week has a tenth of the
+lines that it had with every sample."""
+
+STOP = signal.SIGRTMIN
+"""Ends a sampler, which ignores what else a scheduler sends to all processes of a job."""
+
+_LOOK = 10.0
+"""Seconds after which it is seen that the root is gone, at the latest."""
+
+_TO_ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def interval(config: Mapping[str, Any]) -> float | None:
+    """Seconds between two samples by a run's `memory_profile`; None without it.
+
+    Raises:
+        ValueError: an unknown key, or no number of at least 0.1.
+    """
+    given = config.get(KEY)
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{KEY}={given!r}: write {KEY}.seconds={SECONDS:g}, or {KEY}=null to leave it out")
+    check_keys(given, ("seconds",), required=("seconds",), where=KEY)
+    seconds = given["seconds"]
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.1 <= seconds <= 3600:
+        raise ValueError(
+            f"{KEY}.seconds={seconds!r}: seconds between two samples, a number from 0.1 to 3600 (or {KEY}=null)"
+        )
+    return float(seconds)
+
+
+def start(directory: Path, *, root: int, seconds: float = SECONDS) -> subprocess.Popen[bytes] | None:
+    """Starts a sampler that ends with this process and with `root`; None, and a notice, where that fails.
+
+    Call it from the main thread: Linux ties a child to the thread that started it.
+    """
+    words = [str(directory), "--root", str(root), "--parent", str(os.getpid()), "--seconds", str(seconds)]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return subprocess.Popen(
+            [sys.executable, "-m", "nemo_ext.memory.sampler", *words],
+            stdin=subprocess.DEVNULL,
+            # What the run's pipes are read to the end by would wait for the sampler.
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError as error:
+        notice(f"no memory profile: {error}")
+        return None
+
+
+@contextmanager
+def sampled(directory: Path, seconds: float | None) -> Iterator[None]:
+    """Samples this process and those below it, for a job that runs in one process; None does nothing."""
+    process = None if seconds is None else start(directory, root=os.getpid(), seconds=seconds)
+    try:
+        yield
+    finally:
+        if process is not None:
+            process.send_signal(STOP)
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:  # a file system that hangs
+                process.kill()
+
+
+def root_of_ranks() -> int:
+    """The process above all ranks of this node, asked in one of them: torchrun, or with srun the step's daemon.
+
+    A container's runtime may stand between a rank and the daemon.
+    """
+    above = os.getppid()
+    if "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_PROCID" not in os.environ:
+        return above
+    with suppress(psutil.Error):
+        for process in psutil.Process().parents():
+            if process.name().startswith("slurmstepd"):
+                return process.pid
+    return above
+
+
+class Phases:
+    """Notes when a phase of the run begins. Errors of the file system are the profile's loss alone.
+
+    Args:
+        directory: of the samples; None notes nothing, as on all ranks but the first.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self._current: str | None = None
+        self._before: list[str | None] = []
+
+    def begin(self, phase: str | None) -> None:
+        """A phase begins and the one before it ends; None: the run is over."""
+        if phase == self._current:
+            return
+        self._current = phase
+        if self._directory is not None:
+            with suppress(OSError):
+                self._directory.mkdir(parents=True, exist_ok=True)
+                _append(self._directory / PHASES, {"time": round(time.time(), 3), "phase": phase})
+
+    def enter(self, phase: str) -> None:
+        """A phase begins that interrupts the one before it until `leave`."""
+        self._before.append(self._current)
+        self.begin(phase)
+
+    def leave(self) -> None:
+        """The phase that was interrupted goes on."""
+        if self._before:
+            self.begin(self._before.pop())
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """A phase between `enter` and `leave`."""
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.leave()
+
+
+class Gpus:
+    """The GPUs that NVML shows this process; none without a driver or `nvidia-ml-py`."""
+
+    def __init__(self) -> None:
+        self._devices: list[Any] = []
+        try:
+            self._nvml = import_module("pynvml")
+        except ImportError:
+            return
+        with suppress(Exception):  # a driver that is not there, or not as this binding knows it
+            self._nvml.nvmlInit()
+            self._devices = [
+                self._nvml.nvmlDeviceGetHandleByIndex(number) for number in range(self._nvml.nvmlDeviceGetCount())
+            ]
+
+    def memory(self, what: str) -> list[int | None]:
+        """Bytes `used` or `total` of each; None for one that does not answer."""
+        return [self._of(device, what) for device in self._devices]
+
+    def _of(self, device: Any, what: str) -> int | None:
+        try:
+            return int(getattr(self._nvml.nvmlDeviceGetMemoryInfo(device), what))
+        except self._nvml.NVMLError:
+            return None
+
+
+class Sampler:
+    """Measures.
+
+    Args:
+        root: process whose memory counts with that of all below it, this one apart.
+    """
+
+    def __init__(self, root: int) -> None:
+        self._gpus = Gpus()
+        self._root: psutil.Process | None = None
+        with suppress(psutil.NoSuchProcess):
+            self._root = psutil.Process(root)
+
+    def ended(self) -> bool:
+        """Whether the root is gone, or nothing but a name in the process table."""
+        try:
+            return self._root is None or not self._root.is_running() or self._root.status() == psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return True
+
+    def sample(self) -> dict[str, Any]:
+        """Bytes now: `rss` of all processes, `host` in use, `shm` used in /dev/shm, `gpu` for each GPU."""
+        sample = {"time": round(time.time(), 3), "rss": self._resident()}
+        memory = psutil.virtual_memory()
+        sample |= {"host": memory.total - memory.available, "shm": _shared("used")}
+        return _with_gpus(sample, self._gpus.memory("used"))
+
+    def totals(self) -> dict[str, Any]:
+        """Bytes that there are on this node."""
+        return _with_gpus({"host": psutil.virtual_memory().total, "shm": _shared("total")}, self._gpus.memory("total"))
+
+    def _resident(self) -> int:
+        total = 0
+        with suppress(psutil.Error):
+            assert self._root is not None
+            for process in (self._root, *self._root.children(recursive=True)):
+                if process.pid != os.getpid():
+                    with suppress(psutil.Error):
+                        total += process.memory_info().rss
+        return total
+
+
+class Record:
+    """The file of this node: a line for the start, then one for each sample that differs from the last line.
+
+    Args:
+        directory: of the samples.
+        seconds: between two of them.
+        totals: of `Sampler.totals`.
+    """
+
+    def __init__(self, directory: Path, *, seconds: float, totals: Mapping[str, Any]) -> None:
+        self.path = directory / f"{os.environ.get('SLURMD_NODENAME') or platform.node() or 'node'}.jsonl"
+        self._written: dict[str, Any] | None = None
+        self._highest: list[int] = []
+        self._held: list[dict[str, Any]] = []
+        self._failed = False
+        self._line({"start": round(time.time(), 3), "seconds": seconds, "total": totals})
+
+    def add(self, sample: dict[str, Any]) -> None:
+        """Writes the sample, or holds it back."""
+        last = self._written
+        if (
+            last is None
+            or len(self._held) + 1 >= HELD
+            or _changed(_values(last), _values(sample))
+            or self._rises(sample)
+        ):
+            self._write(sample)
+        else:
+            self._held.append(sample)
+
+    def _rises(self, sample: Mapping[str, Any]) -> bool:
+        """Whether a value is above all that were written: peaks are what the file is for."""
+        return any(
+            now is not None and now > most + LEAST_CHANGE
+            for most, now in zip(self._highest, _values(sample), strict=True)
+        )
+
+    def failed(self, error: Exception) -> None:
+        """Notes, once, why samples are missing."""
+        if not self._failed:
+            self._failed = self._line({"error": f"{type(error).__name__}: {error}"})
+
+    def close(self) -> None:
+        """Writes the newest sample, if it was held back."""
+        if self._held:
+            self._write(self._held[-1])
+
+    def _write(self, sample: dict[str, Any]) -> None:
+        self._held = []
+        # What could not be written is not taken as known, so that a gap remains a gap.
+        self._written = sample if self._line(sample) else None
+        values = [value or 0 for value in _values(sample)]
+        self._highest = [max(pair) for pair in zip(self._highest or values, values, strict=True)]
+
+    def _line(self, line: Mapping[str, Any]) -> bool:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _append(self.path, line)
+        except OSError:
+            return False
+        return True
+
+
+def _append(path: Path, line: Mapping[str, Any]) -> None:
+    """Appends a line in one write, on a line of its own even after half a line that a kill left."""
+    text = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+    with path.open("ab+", buffering=0) as stream:
+        if (size := stream.seek(0, os.SEEK_END)) > 0:
+            stream.seek(size - 1)
+            if stream.read(1) != b"\n":
+                text = b"\n" + text
+        stream.write(text)
+
+
+def _values(sample: Mapping[str, Any]) -> list[int | None]:
+    return [sample["rss"], sample["host"], sample["shm"], *sample.get("gpu", ())]
+
+
+def _changed(old: Sequence[int | None], new: Sequence[int | None]) -> bool:
+    for before, now in zip(old, new, strict=True):
+        if before is None or now is None:
+            if before is not now:
+                return True
+        elif abs(now - before) > max(LEAST_CHANGE, TOLERANCE * before):
+            return True
+    return False
+
+
+def _shared(what: str) -> int:
+    """Bytes `used` or `total` of /dev/shm; 0 where there is none."""
+    try:
+        return int(getattr(shutil.disk_usage("/dev/shm"), what))
+    except OSError:
+        return 0
+
+
+def _with_gpus(line: dict[str, Any], gpus: Sequence[int | None]) -> dict[str, Any]:
+    return {**line, "gpu": list(gpus)} if gpus else line
+
+
+def _follow(record: Record, sampler: Sampler, seconds: float, parent: int) -> None:
+    """Samples until the root, or the process that started this one, is gone."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, (*_TO_ALL, STOP))
+    end_with_parent(signal.SIGTERM)
+
+    def ended() -> bool:
+        return os.getppid() != parent or sampler.ended()
+
+    def told(number: int) -> bool:
+        return number == STOP or ended()
+
+    _sample(record, sampler, seconds, numbers=(*_TO_ALL, STOP), ended=ended, told=told)
+
+
+def _sample(
+    record: Record,
+    sampler: Sampler,
+    seconds: float,
+    *,
+    numbers: Sequence[int],
+    ended: Callable[[], bool],
+    told: Callable[[int], bool],
+) -> None:
+    """Samples until `ended`, asked before each sample, or until `told` of a signal (blocked, `numbers`) says so."""
+    due = time.monotonic()
+    while not ended():
+        try:
+            record.add(sampler.sample())
+        except Exception as error:  # never the run's concern
+            record.failed(error)
+        due = max(due + seconds, time.monotonic())
+        while (left := due - time.monotonic()) > 0:
+            got = signal.sigtimedwait(numbers, min(left, _LOOK))
+            if (got is not None and told(got.si_signo)) or (got is None and ended()):
+                record.close()
+                return
+    record.close()
+
+
+def _wrap(command: Sequence[str], directory: Path, seconds: float) -> int:
+    """Runs a command below this process and samples it; its exit code, 128 + N where signal N ended it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide the exit code
+    numbers = (*_TO_ALL, signal.SIGCONT, signal.SIGCHLD)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+    def in_child() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        end_with_parent(signal.SIGTERM)
+
+    try:
+        # In a session of its own: what is sent to this process' group would reach the command twice.
+        process = subprocess.Popen(command, start_new_session=True, preexec_fn=in_child)
+    except OSError as error:
+        print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
+        return 127 if isinstance(error, FileNotFoundError) else 126
+
+    def told(number: int) -> bool:
+        if number == signal.SIGCHLD:
+            return process.poll() is not None
+        process.send_signal(number)
+        return False
+
+    sampler = Sampler(process.pid)
+    record = Record(directory, seconds=seconds, totals=sampler.totals())
+    _sample(record, sampler, seconds, numbers=numbers, ended=lambda: process.poll() is not None, told=told)
+    code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+def main(words: Sequence[str]) -> int:
+    """The command; its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m nemo_ext.memory.sampler",
+        description="Samples the memory of processes, host, /dev/shm and GPUs into DIR/NODE.jsonl.",
+        usage="%(prog)s DIR [--seconds S] (--root PID | -- COMMAND ...)",
+    )
+    parser.add_argument("directory", metavar="DIR", type=Path)
+    parser.add_argument("--root", type=int, help="this process and those below it, until it ends")
+    parser.add_argument("--parent", type=int, help="end with this process too (the one that starts this)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="between two samples (%(default)g)")
+    words = list(words)
+    own, command = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    given = parser.parse_args(own)
+    try:
+        seconds = interval({KEY: {"seconds": given.seconds}})
+    except ValueError as error:
+        parser.error(str(error))
+    assert seconds is not None
+    if (given.root is None) == (not command):
+        parser.error("give either --root PID or -- COMMAND ...")
+    if command:
+        return _wrap(command, given.directory, seconds)
+    sampler = Sampler(given.root)
+    _follow(
+        Record(given.directory, seconds=seconds, totals=sampler.totals()),
+        sampler,
+        seconds,
+        given.parent or os.getppid(),
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

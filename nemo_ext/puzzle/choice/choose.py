@@ -1,0 +1,185 @@
+"""From scores and costs to choices: the search problem of a parent, its pool of solutions and its front. No torch."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nemo_ext.architecture.blocks import Block
+from nemo_ext.architecture.pattern import parse
+from nemo_ext.job.progress import notice
+from nemo_ext.job.run_directory import write_text
+from nemo_ext.puzzle.choice.pool import pool
+from nemo_ext.puzzle.choice.problem import Candidate, Limit, Problem, write_problem
+from nemo_ext.puzzle.choice.search import solve
+from nemo_ext.puzzle.choice.sweep import plot, sweep, write_csv
+from nemo_ext.puzzle.cost import OUTSIDE, REQUEST_SECONDS, RESOURCES, Serving, throughput_limit, with_request_seconds
+from nemo_ext.puzzle.settings import THROUGHPUT, Search, limit
+from nemo_ext.puzzle.stages.score_file import Score
+from nemo_ext.puzzle.variants import KEEP
+
+SIZES = ("memory_bytes", "weight_bytes", "parameters", "active_parameters")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Resources of every variant.
+
+    Attributes:
+        outside: of what stands outside the blocks.
+        variants: (1-based block, variant) -> the block, None for a no-op, and resources.
+    """
+
+    outside: Mapping[str, float]
+    variants: Mapping[tuple[int, str], tuple[Block | None, Mapping[str, float]]]
+
+    def write(self, file: Path) -> None:
+        """Write one line a variant, as CSV."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["block", "variant", "notation", *RESOURCES])
+        writer.writerow([OUTSIDE, "", "", *(self.outside[name] for name in RESOURCES)])
+        for (number, variant), (block, costs) in self.variants.items():
+            writer.writerow([number, variant, block or "", *(costs[name] for name in RESOURCES)])
+        write_text(file, text.getvalue())
+
+    @classmethod
+    def read(cls, file: Path) -> "Costs":
+        """What `write` wrote."""
+        with file.open(newline="") as opened:
+            rows = list(csv.DictReader(opened))
+        numbers = [{name: float(row[name]) for name in RESOURCES} for row in rows]
+        variants: dict[tuple[int, str], tuple[Block | None, Mapping[str, float]]] = {}
+        for row, costs in zip(rows[1:], numbers[1:], strict=True):
+            blocks = parse(row["notation"]).blocks if row["notation"] else (None,)
+            variants[int(row["block"]), row["variant"]] = (blocks[0], costs)
+        return cls(numbers[0], variants)
+
+
+def state_problem(scores: Sequence[Score], costs: Costs, chosen: Search, serving: Serving) -> Problem:
+    """The search problem: one candidate a variant, its score what it does to the metric beyond the parent's own.
+
+    Raises:
+        ValueError: a limit that leaves nothing for the blocks.
+    """
+    blocks: dict[int, list[Candidate]] = {}
+    kept = {score.block: getattr(score, chosen.metric) for score in scores if score.variant == KEEP}
+    for score in scores:
+        own = getattr(score, chosen.metric) - kept[score.block]
+        blocks.setdefault(score.block, []).append(
+            Candidate(score.variant, own, dict(costs.variants[score.block, score.variant][1]))
+        )
+    problem = Problem([blocks[number] for number in sorted(blocks)], outside=costs.outside)
+    wanted = {*chosen.shares, *chosen.limits, chosen.sweep.resource}
+    if wanted & {REQUEST_SECONDS, THROUGHPUT}:
+        problem = with_request_seconds(problem, new_tokens=serving.context - serving.prompt)
+    return problem.with_limits(_limits(problem, chosen, serving))
+
+
+def _limits(problem: Problem, chosen: Search, serving: Serving) -> dict[str, Limit]:
+    limits: dict[str, Limit] = {}
+    parent = problem.costs([0] * len(problem.blocks))
+
+    def add(name: str, bounds: Limit, unit: float) -> None:
+        # A resource may be limited both ways: the tighter bound counts.
+        before = limits.get(name, Limit())
+        limits[name] = Limit(
+            upper=min(before.upper, bounds.upper * unit),
+            lower=max(before.lower, bounds.lower * unit),
+        )
+
+    for name, given in chosen.shares.items():
+        add(name, limit(f"puzzle.search.shares.{name}", given), parent[name])
+    for name, given in chosen.limits.items():
+        bounds = limit(f"puzzle.search.limits.{name}", given, at_least=name == THROUGHPUT)
+        if name != THROUGHPUT:
+            add(name, bounds, 1.0)
+            continue
+        new_tokens = serving.context - serving.prompt
+        kept = throughput_limit(bounds.lower, serving=serving, new_tokens=new_tokens, outside=problem.outside)
+        add(REQUEST_SECONDS, kept, 1.0)
+    return limits
+
+
+def choose(problem: Problem, chosen: Search, folder: Path) -> None:
+    """Search, and write problem.json and choices.json into a folder.
+
+    Raises:
+        Infeasible: no choice keeps the limits.
+    """
+    write_problem(problem, folder / "problem.json")
+    found = pool(problem, chosen.pool, min_distance=chosen.min_distance, gap=chosen.gap, time_limit=chosen.time_limit)
+    for solution in found.solutions:
+        if solution.gap > chosen.gap:
+            notice(f"search: the time limit came first, the score may be {solution.gap:.1%} from the best")
+    resource, most = _reference(problem)
+    most = found.solutions[0].costs[resource] if most == math.inf else most
+    alone = None
+    if set(problem.limits) != {resource}:
+        # What baselines, which keep to this resource alone, compare with.
+        only = solve(problem.with_limits({resource: Limit(upper=most)}), chosen.gap, time_limit=chosen.time_limit)
+        alone = {"variants": problem.names(only.choice), "score": only.score}
+    choices = {
+        "resource": resource,
+        "most": most,
+        "alone": alone,
+        "choices": [
+            {
+                "variants": problem.names(each.choice),
+                "score": each.score,
+                "bound": each.bound,
+                "costs": each.costs,
+            }
+            for each in found.solutions
+        ],
+    }
+    write_text(folder / "choices.json", json.dumps(choices, indent=1) + "\n")
+
+
+def _reference(problem: Problem) -> tuple[str, float]:
+    """The resource at which baselines are compared, and the most of it: a size, so that any block that is cut saves."""
+    for name in SIZES:
+        if name in problem.limits and problem.limits[name].upper < math.inf:
+            return name, problem.limits[name].upper
+    return "parameters", math.inf
+
+
+def draw_front(problem: Problem, chosen: Search, folder: Path, *, title: str) -> bool:
+    """Search along `chosen.sweep`, and write pareto.csv and pareto.png into the folder of `choose`.
+
+    Returns:
+        Whether there was anything to draw.
+    """
+    resource = chosen.sweep.resource
+    if resource is None:
+        return False
+    parent = (0,) * len(problem.blocks)
+    own = problem.limits.get(resource, Limit())
+    whole = problem.costs(parent)[resource]
+    count, smallest = chosen.sweep.points, chosen.sweep.smallest
+    shares = [smallest + (1 - smallest) * step / max(1, count - 1) for step in range(count)]
+    # The limit on the swept resource itself would cut the front short.
+    free = problem.with_limits(
+        {name: bounds for name, bounds in problem.limits.items() if name != resource}
+        | {resource: replace(own, upper=whole, lower=-math.inf)}
+    )
+    try:
+        points = sweep(
+            free,
+            resource,
+            values=[whole * share for share in shares],
+            gap=chosen.gap,
+            time_limit=chosen.time_limit,
+        )
+    except TimeoutError:
+        notice("front: the time limit came before the front was found; raise puzzle.search.time_limit to draw it")
+        return False
+    write_csv(points, folder / "pareto.csv")
+    if any(point.solution for point in points):
+        first = json.loads((folder / "choices.json").read_text())["choices"][0]["variants"]
+        child = [[one.name for one in block].index(name) for block, name in zip(problem.blocks, first, strict=True)]
+        plot(points, folder / "pareto.png", problem=free, resource=resource, parent=parent, child=child, title=title)
+    return True

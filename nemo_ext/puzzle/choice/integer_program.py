@@ -1,0 +1,305 @@
+"""One variant a block at the least total, by SciPy's `milp` (HiGHS), on arrays alone.
+
+What is done before HiGHS sees the program is exact:
+- Variants dominated within their block are left out: another one has no worse objective and no worse rows.
+- Blocks with equal variants become one set of integer counts. Scores tell blocks apart, so this does nothing for an
+  ordinary search; it is what makes searches over costs alone (which limits conflict?) easy at 126 blocks.
+- Rows and the objective are scaled so that HiGHS's absolute tolerances mean the same for bytes and for seconds.
+- A large program is first solved over a core. The multipliers of its linear relaxation price every variant, and any
+  choice with a variant priced e above its block's cheapest is worse than the relaxation by at least e (Lagrangian
+  bound). Variants with small e are the core; the rest return only if the core's best choice does not rule them out.
+
+Ties: HiGHS runs on one thread with a fixed seed, so equal input gives equal output. Then, block by block, the best
+variant that keeps the rows is taken, the first among equals, and equal blocks get their variants in ascending order;
+neither can make the total worse.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, linprog, milp
+from scipy.sparse import csr_array
+
+from nemo_ext.puzzle.choice.problem import TOLERANCE
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+CORE = 500
+"""Variables in the first core, if that is more than `CORE_PER_GROUP` a group; smaller programs are solved whole."""
+
+CORE_PER_GROUP = 4
+
+_ROW_SIZE = 1e3
+"""Size of a row's bound for HiGHS: its absolute feasibility tolerance of 1e-6 then is `TOLERANCE` of the bound."""
+
+_OBJECTIVE_SIZE = 1e4
+"""Range of the objective for HiGHS."""
+
+_ABSOLUTE_GAP = 1e-6
+"""HiGHS ends here whatever the relative gap; a total that may be 0 needs it. Bounds this close count as reached."""
+
+_RETRIES = 20
+
+
+@dataclass(frozen=True)
+class Program:
+    """Choose one variant a block.
+
+    Attributes:
+        objective: One array [variants] a block; the sum over the chosen is minimised.
+        rows: One array [variants, rows] a block; each column's sum over the chosen has bounds.
+        lower: Least sums [rows], -inf for none.
+        upper: Largest sums [rows], inf for none.
+    """
+
+    objective: Sequence[Floats]
+    rows: Sequence[Floats]
+    lower: Floats
+    upper: Floats
+
+    def totals(self, choice: Sequence[int]) -> Floats:
+        """The rows' sums for a choice."""
+        return np.sum([row[index] for row, index in zip(self.rows, choice, strict=True)], axis=0)
+
+    def keeps(self, totals: Floats) -> NDArray[np.bool_]:
+        """Whether sums [..., rows] keep all bounds, within the tolerance."""
+        slack = TOLERANCE * self.sizes
+        return ((totals <= self.upper + slack) & (totals >= self.lower - slack)).all(axis=-1)
+
+    @cached_property
+    def spread(self) -> float:
+        """Between the least and the largest total that the objective alone allows."""
+        return float(sum(each.max() - each.min() for each in self.objective))
+
+    @cached_property
+    def sizes(self) -> Floats:
+        """What each row's tolerance is a share of: its bound, or its largest entry if the bound is far smaller."""
+        entries = np.max([np.abs(row).max(axis=0) for row in self.rows], axis=0)
+        bounds = [np.where(np.isfinite(bound), np.abs(bound), 0.0) for bound in (self.lower, self.upper)]
+        larger = np.maximum(*bounds)
+        sizes = np.where(larger > 1e-3 * entries, larger, entries)
+        return np.where(sizes > 0, sizes, 1.0)
+
+    def apart_from(self, choice: Sequence[int], distance: int) -> "Program":
+        """The program without the choices that differ from this one in fewer than `distance` blocks."""
+        same = [np.arange(len(each)) == index for each, index in zip(self.objective, choice, strict=True)]
+        return replace(
+            self,
+            rows=[np.column_stack([row, equal]) for row, equal in zip(self.rows, same, strict=True)],
+            lower=np.append(self.lower, -np.inf),
+            upper=np.append(self.upper, float(len(choice) - distance)),
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is known about a program.
+
+    Attributes:
+        choice: An index a block; None if there is none or none was found.
+        bound: No choice has a smaller total, up to 1e-10 of the objective's range; inf if there is no choice at all.
+    """
+
+    choice: tuple[int, ...] | None
+    bound: float
+
+    @property
+    def infeasible(self) -> bool:
+        """Whether it is proved that no choice keeps the rows."""
+        return self.choice is None and self.bound == np.inf
+
+
+def minimise(program: Program, *, gap: float, time_limit: float) -> Answer:
+    """Find a choice whose total is within the share `gap` of the best; a time limit may leave it farther off, or None.
+
+    Raises:
+        RuntimeError: HiGHS gave up for numerical reasons.
+    """
+    deadline = time.monotonic() + time_limit
+    tried = program
+    for _ in range(_RETRIES):
+        answer = _Reduced(tried).minimise(gap=gap, deadline=deadline)
+        if answer.choice is None or program.keeps(program.totals(answer.choice)):
+            break
+        # Within HiGHS's tolerance, not within ours: no choice at all, so cutting off this one loses nothing.
+        tried = tried.apart_from(answer.choice, 1)
+    else:
+        raise RuntimeError(
+            f"HiGHS returned {_RETRIES} choices that pass the limits by a rounding error: loosen a limit"
+        )
+    if answer.choice is None:
+        return answer
+    choice = _settle_ties(program, answer.choice)
+    total = math.fsum(float(each[index]) for each, index in zip(program.objective, choice, strict=True))
+    closed = total - answer.bound <= _ABSOLUTE_GAP / _OBJECTIVE_SIZE * program.spread
+    return Answer(choice, total if closed else answer.bound)
+
+
+class _Reduced:
+    """A program as HiGHS gets it: counts of variants in groups of equal blocks.
+
+    Variables stand group by group: `start[g]` ... `start[g + 1]`.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.members = _equal_blocks(program)
+        first = [blocks[0] for blocks in self.members]
+        self.variants = [undominated(program, block) for block in first]
+        self.count = np.array([len(blocks) for blocks in self.members], dtype=np.int64)
+        self.start = np.cumsum([0, *map(len, self.variants)])
+        objective = np.concatenate([program.objective[b][kept] for b, kept in zip(first, self.variants, strict=True)])
+        rows = np.concatenate([program.rows[b][kept] for b, kept in zip(first, self.variants, strict=True)])
+        ranges = np.maximum.reduceat(objective, self.start[:-1]) - np.minimum.reduceat(objective, self.start[:-1])
+        size = max(float(ranges @ self.count), 1e-9 * float(np.abs(objective).max()))
+        self.scale = _OBJECTIVE_SIZE / size if size > 0 else 1.0
+        self.objective: Floats = objective * self.scale
+        factor = _ROW_SIZE / program.sizes
+        # Half the tolerance, so that a sum equal to its bound but for rounding is not lost.
+        self.rows: Floats = rows * factor
+        self.lower: Floats = program.lower * factor - 0.5 * TOLERANCE * _ROW_SIZE
+        self.upper: Floats = program.upper * factor + 0.5 * TOLERANCE * _ROW_SIZE
+        self.blocks = len(program.objective)
+
+    @property
+    def group(self) -> Integers:
+        """The group of every variable."""
+        return np.repeat(np.arange(len(self.count)), np.diff(self.start))
+
+    def minimise(self, *, gap: float, deadline: float) -> Answer:
+        everything = np.arange(len(self.objective))
+        size = max(CORE, CORE_PER_GROUP * len(self.count))
+        if len(everything) <= size:
+            return self._answer(*self._solve(everything, gap=gap, deadline=deadline))
+        priced = self._price()
+        if priced is None:
+            return self._answer(*self._solve(everything, gap=gap, deadline=deadline))
+        excess, relaxed = priced
+        order = np.argsort(excess, kind="stable")
+        best, total, bound = None, np.inf, relaxed
+        while True:
+            left_out = relaxed + float(excess[order[size]]) if size < len(order) else np.inf
+            found, core_bound = self._solve(np.sort(order[:size]), gap=gap, deadline=deadline)
+            bound = max(bound, min(core_bound, left_out))
+            if found is not None and self.objective @ found < total:
+                best, total = found, float(self.objective @ found)
+            proved = best is not None and (total <= left_out or total - bound <= gap * abs(total))
+            if size >= len(order) or proved or time.monotonic() >= deadline:
+                return self._answer(best, bound)
+            # What is priced above a choice in hand cannot be part of a better one, so the next core is the last.
+            enough = np.searchsorted(excess[order], total - relaxed, side="right")
+            size = 4 * size if best is None else max(size + 1, int(enough))
+
+    def _price(self) -> tuple[Floats, float] | None:
+        """Each variable's price above the cheapest of its group, and the Lagrangian bound.
+
+        None if there is no solution, or HiGHS cannot tell, as it says of some relaxations that fail by a hair.
+
+        Any multipliers of the right sign give a true bound, so HiGHS's tolerances do not matter here.
+        """
+        above, below = np.isfinite(self.upper), np.isfinite(self.lower)
+        rows = np.concatenate([self.rows[:, above], -self.rows[:, below]], axis=1)
+        bounds = np.concatenate([self.upper[above], -self.lower[below]])
+        result = linprog(
+            self.objective,
+            A_ub=rows.T,
+            b_ub=bounds,
+            A_eq=self._one_each(np.arange(len(self.objective))),
+            b_eq=self.count,
+            bounds=(0, None),
+            method="highs",
+        )
+        if result.status != 0:
+            return None
+        multipliers = np.minimum(result.ineqlin.marginals, 0.0)
+        prices = self.objective - rows @ multipliers
+        cheapest = np.minimum.reduceat(prices, self.start[:-1])
+        return prices - cheapest[self.group], float(cheapest @ self.count + multipliers @ bounds)
+
+    def _solve(self, kept: Integers, *, gap: float, deadline: float) -> tuple[Integers | None, float]:
+        """The counts of all variables and the bound, both with only the variables in `kept` allowed."""
+        counts = np.zeros(len(self.objective), dtype=np.int64)
+        constraints = [LinearConstraint(self._one_each(kept), self.count, self.count)]
+        if len(self.upper):
+            constraints.append(LinearConstraint(self.rows[kept].T, self.lower, self.upper))
+        result = milp(
+            self.objective[kept],
+            integrality=np.ones(len(kept)),
+            bounds=Bounds(0, self.count[self.group[kept]]),
+            constraints=constraints,
+            options={"mip_rel_gap": gap, "time_limit": max(0.01, deadline - time.monotonic())},
+        )
+        if _is_infeasible(result):
+            return None, np.inf
+        if result.status not in (0, 1):
+            raise RuntimeError(f"HiGHS could not solve the program: {result.message}")
+        bound = -np.inf if result.mip_dual_bound is None else float(result.mip_dual_bound)
+        if result.x is None:
+            return None, bound
+        counts[kept] = np.rint(result.x).astype(np.int64)
+        assert (np.add.reduceat(counts, self.start[:-1]) == self.count).all(), "HiGHS broke 'one variant a block'"
+        return counts, bound
+
+    def _one_each(self, kept: Integers) -> csr_array:
+        """The equations [groups, variables] that every block gets one variant."""
+        return csr_array((np.ones(len(kept)), (self.group[kept], np.arange(len(kept)))), (len(self.count), len(kept)))
+
+    def _answer(self, counts: Integers | None, bound: float) -> Answer:
+        if counts is None:
+            return Answer(None, bound / self.scale)
+        choice = [0] * self.blocks
+        for number, (blocks, variants) in enumerate(zip(self.members, self.variants, strict=True)):
+            spread = np.repeat(variants, counts[self.start[number] : self.start[number + 1]])
+            for block, variant in zip(blocks, spread, strict=True):
+                choice[block] = int(variant)
+        return Answer(tuple(choice), bound / self.scale)
+
+
+def undominated(program: Program, block: int) -> Integers:
+    """The variants of a block that no other replaces at no loss, ascending; of equal ones the first."""
+    rows = program.rows[block]
+    keys = np.column_stack(
+        [program.objective[block], rows[:, np.isfinite(program.upper)], -rows[:, np.isfinite(program.lower)]]
+    )
+    no_worse = (keys[:, None, :] <= keys[None, :, :]).all(axis=2)  # [one, other]: one can stand for other
+    first = np.arange(len(keys))[:, None] < np.arange(len(keys))[None, :]
+    return np.flatnonzero(~(no_worse & (~no_worse.T | first)).any(axis=0))
+
+
+def _equal_blocks(program: Program) -> list[list[int]]:
+    """Blocks with the same variants in the same order, as lists of their indices."""
+    alike: dict[tuple[int, bytes, bytes], list[int]] = {}
+    for block, (objective, rows) in enumerate(zip(program.objective, program.rows, strict=True)):
+        alike.setdefault((len(objective), objective.tobytes(), rows.tobytes()), []).append(block)
+    return list(alike.values())
+
+
+def _settle_ties(program: Program, choice: tuple[int, ...]) -> tuple[int, ...]:
+    settled = list(choice)
+    totals, changed = program.totals(settled), True
+    while changed:
+        changed = False
+        for block, objective in enumerate(program.objective):
+            now = settled[block]
+            indices = np.arange(len(objective))
+            better = (objective < objective[now]) | ((objective == objective[now]) & (indices < now))
+            after = totals - program.rows[block][now] + program.rows[block]
+            able = np.flatnonzero(better & program.keeps(after))
+            if len(able):
+                settled[block] = int(able[np.argmin(objective[able])])
+                totals, changed = program.totals(settled), True
+    for blocks in _equal_blocks(program):
+        for block, variant in zip(blocks, sorted(settled[block] for block in blocks), strict=True):
+            settled[block] = variant
+    # Sums in another order may differ in the last digit.
+    return tuple(settled) if program.keeps(program.totals(settled)) else choice
+
+
+def _is_infeasible(result: OptimizeResult) -> bool:
+    # Every variable is bounded, so "unbounded or infeasible" (status 4) is infeasible.
+    return result.status == 2 or (result.status == 4 and "infeasible" in result.message.lower())

@@ -1,0 +1,283 @@
+"""What the search chooses from and within what limits: candidates for every block, limits on sums of their costs.
+
+A resource is any name that candidates carry a cost for: parameters, active_parameters, memory_bytes, cache_bytes,
+prefill_seconds, decode_seconds, attention_blocks. Its total is what stands outside the blocks plus the costs of the
+chosen variants.
+"""
+
+import difflib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.job.run_directory import write_text
+
+TOLERANCE = 1e-9
+"""A limit counts as kept when the total passes it by no more than this share: sums of floats are not exact.
+
+It is a share of what the limit leaves for the blocks, or of the largest cost if that is over 1000 times as large.
+"""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One variant of one block.
+
+    Attributes:
+        name: What the variant is, unique in its block.
+        score: What choosing it does to the model, as an increase of the loss; lower is better, negative is allowed.
+        costs: What it takes of each resource, in the resource's unit.
+    """
+
+    name: str
+    score: float
+    costs: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Bounds on the total of a resource, both inclusive.
+
+    Attributes:
+        upper: The most that the total may be.
+        lower: The least that it must be.
+    """
+
+    upper: float = math.inf
+    lower: float = -math.inf
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A search: exactly one candidate of every block is chosen.
+
+    Attributes:
+        blocks: The candidates of each.
+        limits: Resource -> bounds on its total.
+        outside: Resource -> what stands outside the blocks and counts too (embedding, runtime overhead); 0 without.
+
+    Raises:
+        ValueError: Naming the 1-based block number and the candidate: no blocks or an empty block, a name twice in a
+            block, a number that is not finite, a limit without bounds or with crossed ones, or a limit on a resource
+            that a candidate has no cost for.
+    """
+
+    blocks: Sequence[Sequence[Candidate]]
+    limits: Mapping[str, Limit] = field(default_factory=dict)
+    outside: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", tuple(tuple(block) for block in self.blocks))
+        object.__setattr__(self, "limits", dict(self.limits))
+        object.__setattr__(self, "outside", dict(self.outside))
+        if not self.blocks:
+            raise ValueError("the problem has no blocks: there is nothing to choose")
+        for number, block in enumerate(self.blocks, start=1):
+            _check_block(number, block)
+        for resource, amount in self.outside.items():
+            _check_number(amount, f"outside: {resource!r}")
+        for resource, limit in self.limits.items():
+            _check_limit(resource, limit)
+            self._check_resource(resource, f"the limit on {resource!r}")
+
+    def _check_resource(self, resource: str, wanted_by: str) -> None:
+        for number, block in enumerate(self.blocks, start=1):
+            for candidate in block:
+                if resource not in candidate.costs:
+                    where = f"block {number}, candidate {candidate.name!r}"
+                    raise ValueError(f"{where}: {wanted_by} needs its cost{_nearest(resource, candidate.costs)}")
+
+    @property
+    def resources(self) -> tuple[str, ...]:
+        """The resources that every candidate has a cost for, in the order of the first one's."""
+        candidates = [candidate for block in self.blocks for candidate in block]
+        return tuple(name for name in candidates[0].costs if all(name in other.costs for other in candidates))
+
+    def score(self, choice: Sequence[int]) -> float:
+        """The total score of a choice, one 0-based index a block."""
+        return math.fsum(block[index].score for block, index in zip(self.blocks, choice, strict=True))
+
+    def costs(self, choice: Sequence[int]) -> dict[str, float]:
+        """The totals of `resources` for a choice, what stands outside the blocks included."""
+        chosen = [block[index] for block, index in zip(self.blocks, choice, strict=True)]
+        return {
+            name: math.fsum([self.outside.get(name, 0.0), *(float(one.costs[name]) for one in chosen)])
+            for name in self.resources
+        }
+
+    def names(self, choice: Sequence[int]) -> tuple[str, ...]:
+        """The names of the chosen candidates."""
+        return tuple(block[index].name for block, index in zip(self.blocks, choice, strict=True))
+
+    def with_limits(self, limits: Mapping[str, Limit]) -> "Problem":
+        """The same blocks under other limits."""
+        return replace(self, limits=limits)
+
+
+def add_resource(problem: Problem, name: str, *, weights: Mapping[str, float]) -> Problem:
+    """Give every candidate, and the outside, a further resource: a weighted sum of those they have.
+
+    Examples: memory of weights and cache, `{"weight_bytes": 1, "cache_bytes_per_token": 600_000}`; latency of a
+    request, `{"prefill_seconds": 1, "decode_seconds": 512}`.
+
+    Raises:
+        ValueError: The name is taken, or a candidate lacks one of the resources.
+    """
+    if any(name in candidate.costs for block in problem.blocks for candidate in block):
+        raise ValueError(f"candidates already have a cost {name!r}: choose another name")
+    for resource in weights:
+        problem._check_resource(resource, f"the new resource {name!r}")
+
+    def added(costs: Mapping[str, float]) -> dict[str, float]:
+        return {**costs, name: math.fsum(weight * costs.get(key, 0.0) for key, weight in weights.items())}
+
+    blocks = [[replace(one, costs=added(one.costs)) for one in block] for block in problem.blocks]
+    return replace(problem, blocks=blocks, outside=added(problem.outside))
+
+
+def seconds_at_throughput(tokens_per_second: float, *, batch: int, tokens: int) -> float:
+    """The most seconds that a batch of `batch` sequences of `tokens` tokens each may take for a throughput.
+
+    A least throughput is thus the upper limit of a latency: batch * tokens / seconds >= tokens_per_second.
+    """
+    if not (0 < tokens_per_second < math.inf and batch > 0 and tokens > 0):
+        raise ValueError(
+            f"throughput, batch and tokens must be positive: got {tokens_per_second} tokens/s, {batch}, {tokens}"
+        )
+    return batch * tokens / tokens_per_second
+
+
+def write_problem(problem: Problem, path: Path) -> Path:
+    """Write a problem as JSON, one candidate a line; `read_problem` gives back an equal one."""
+
+    def line(candidate: Candidate) -> str:
+        row = {"name": candidate.name, "score": candidate.score, "costs": dict(candidate.costs)}
+        return "  " + json.dumps(row, allow_nan=False)
+
+    blocks = ",\n".join(" [\n" + ",\n".join(map(line, block)) + "\n ]" for block in problem.blocks)
+    limits = {
+        resource: {
+            key: value
+            for key, value, default in (
+                ("upper", limit.upper, math.inf),
+                ("lower", limit.lower, -math.inf),
+            )
+            if value != default
+        }
+        for resource, limit in problem.limits.items()
+    }
+    head = ",\n".join(
+        f'"{key}": {json.dumps(value, allow_nan=False)}'
+        for key, value in (("limits", limits), ("outside", dict(problem.outside)))
+    )
+    write_text(path, f'{{{head},\n"blocks": [\n{blocks}\n]}}\n')
+    return path
+
+
+def read_problem(path: Path) -> Problem:
+    """Read a problem file.
+
+    `{"limits": {resource: {upper, lower}}, "outside": {resource: amount}, "blocks": [[{name, score, costs}]]}`.
+
+    Raises:
+        ValueError: Naming the file and the 1-based block number, candidate and key at fault.
+    """
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not a number that a score, cost or limit can have")
+
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse, object_pairs_hook=_without_doubles)
+        _check_keys(loaded, required=("blocks",), optional=("limits", "outside"), where="the problem")
+        limits, outside, blocks = loaded.get("limits", {}), loaded.get("outside", {}), loaded["blocks"]
+        if not (isinstance(limits, dict) and isinstance(outside, dict) and isinstance(blocks, list)):
+            raise ValueError("expected `limits` and `outside` to be mappings, `blocks` a list of lists of candidates")
+        return Problem(
+            blocks=[_read_block(number, block) for number, block in enumerate(blocks, start=1)],
+            limits={resource: _read_limit(resource, limit) for resource, limit in limits.items()},
+            outside=outside,
+        )
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such problem file") from None
+    except ValueError as error:  # JSON's own included
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _read_block(number: int, block: object) -> list[Candidate]:
+    if not isinstance(block, list):
+        raise ValueError(f"block {number}: expected a list of candidates, got {block!r}")
+    candidates = []
+    for position, row in enumerate(block, start=1):
+        where = f"block {number}, candidate {position}"
+        _check_keys(row, required=("name", "score", "costs"), optional=(), where=where)
+        if not isinstance(row["name"], str) or not isinstance(row["costs"], dict):
+            raise ValueError(f"{where}: expected `name` to be text and `costs` a mapping, got {row!r}")
+        candidates.append(Candidate(row["name"], row["score"], row["costs"]))
+    return candidates
+
+
+def _read_limit(resource: str, limit: object) -> Limit:
+    _check_keys(limit, required=(), optional=("upper", "lower"), where=f"limit on {resource!r}")
+    assert isinstance(limit, dict)
+    for key, value in limit.items():
+        _check_number(value, f"limit on {resource!r}: {key}")
+    return Limit(**limit)
+
+
+def _check_keys(row: Any, *, required: tuple[str, ...], optional: tuple[str, ...], where: str) -> None:
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected a mapping, got {row!r}")
+    for key in row:
+        if key not in required + optional:
+            raise ValueError(f"{where}: unknown key {key!r}{_nearest(key, required + optional)}")
+    for key in required:
+        if key not in row:
+            raise ValueError(f"{where}: the key {key!r} is missing")
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is given twice in one mapping")
+    return row
+
+
+def _check_block(number: int, block: Sequence[Candidate]) -> None:
+    if not block:
+        raise ValueError(f"block {number} has no candidates: give it at least the parent's own")
+    seen: dict[str, int] = {}
+    for position, candidate in enumerate(block, start=1):
+        where = f"block {number}, candidate {candidate.name!r}"
+        if candidate.name in seen:
+            raise ValueError(f"{where}: the name stands twice, as candidate {seen[candidate.name]} and {position}")
+        seen[candidate.name] = position
+        _check_number(candidate.score, f"{where}: score")
+        for resource, cost in candidate.costs.items():
+            _check_number(cost, f"{where}: cost {resource!r}")
+
+
+def _check_limit(resource: str, limit: Limit) -> None:
+    where = f"limit on {resource!r}"
+    for side, unbounded in (("upper", math.inf), ("lower", -math.inf)):
+        if (bound := getattr(limit, side)) != unbounded:
+            _check_number(bound, f"{where}: {side}")
+    if limit.upper == math.inf and limit.lower == -math.inf:
+        raise ValueError(f"{where}: give it an upper or a lower bound, or leave it out")
+    if limit.lower > limit.upper:
+        raise ValueError(f"{where}: lower {limit.lower:g} is above upper {limit.upper:g}")
+
+
+def _check_number(value: object, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{what} must be a finite number, got {value!r}")
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.4)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"; there is {', '.join(names) or 'none'}{hint}"

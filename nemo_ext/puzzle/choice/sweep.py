@@ -1,0 +1,171 @@
+"""The front between score and one resource: the best choice under every one of several limits; as CSV and picture."""
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nemo_ext.job.run_directory import write_text
+from nemo_ext.puzzle.choice.problem import Limit, Problem
+from nemo_ext.puzzle.choice.search import GAP, TIME_LIMIT, Solution, find, relative_gap, to_program
+
+
+@dataclass(frozen=True)
+class Point:
+    """The best choice under one upper limit; `solution` is None where no choice keeps it."""
+
+    limit: float
+    solution: Solution | None
+
+
+def sweep(
+    problem: Problem, resource: str, *, values: Sequence[float], gap: float = GAP, time_limit: float = TIME_LIMIT
+) -> list[Point]:
+    """Solve the problem with each of `values` as the upper limit of a resource, its other limits unchanged.
+
+    Scores never rise with a looser limit. A choice that keeps the next tighter limit too is taken over without solving
+    again, and nothing is solved below the first limit that cannot be kept.
+
+    Args:
+        problem: Blocks, candidates and limits; a limit on `resource` gives its lower bound.
+        resource: What every candidate has a cost for.
+        values: Upper limits of its total, in its unit; repeated ones count once.
+        gap: How far each score may be from the best, as a share of it.
+        time_limit: Seconds for each.
+
+    Returns:
+        One point a value, ascending.
+
+    Raises:
+        TimeoutError: For some value no choice was found in time, nor that there is none.
+        ValueError: A candidate has no cost for `resource`, or `values` is empty or holds a number that is not finite.
+    """
+    if not values:
+        raise ValueError("values is empty: give the upper limits to solve for")
+    own = problem.limits.get(resource, Limit())
+    points: list[Point] = []
+    for value in sorted(set(values), reverse=True):
+        if value < own.lower:
+            points.append(Point(value, None))
+            continue
+        limited = problem.with_limits({**problem.limits, resource: replace(own, upper=value)})
+        looser = points[-1].solution if points else None
+        if points and looser is None:
+            solution = None
+        elif looser is not None and looser.costs[resource] <= value:
+            solution = replace(looser, seconds=0.0)
+        else:
+            solution = find(limited, to_program(limited), gap=gap, time_limit=time_limit)
+        points.append(Point(value, solution))
+    points.reverse()
+    return _monotone(points)
+
+
+def _monotone(points: list[Point]) -> list[Point]:
+    """Points with a tighter limit's choice where that is better: within the gap, solving may have found a worse one."""
+    better: list[Point] = []
+    for point in points:
+        tighter = better[-1].solution if better else None
+        own = point.solution
+        if tighter is not None and own is not None and tighter.score < own.score:
+            bound = min(own.bound, tighter.score)
+            own = replace(tighter, bound=bound, gap=relative_gap(tighter.score, bound), seconds=own.seconds)
+        better.append(Point(point.limit, own))
+    return better
+
+
+def write_csv(points: Sequence[Point], path: Path) -> Path:
+    """Write one line a limit: the limit, score, bound, gap, totals of the resources, and the choice's indices.
+
+    Lines of limits that no choice keeps have only the limit. Times are left out: equal searches give equal files.
+    """
+    solved = [point.solution for point in points if point.solution is not None]
+    resources = list(solved[0].costs) if solved else []
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["limit", "score", "bound", "gap", *resources, "choice"])
+    for point in points:
+        row: list[object] = [""] * (len(resources) + 4)
+        if (one := point.solution) is not None:
+            row = [
+                one.score,
+                one.bound,
+                one.gap,
+                *(one.costs[name] for name in resources),
+                " ".join(map(str, one.choice)),
+            ]
+        writer.writerow([point.limit, *row])
+    write_text(path, text.getvalue())
+    return path
+
+
+def plot(
+    points: Sequence[Point],
+    path: Path,
+    *,
+    problem: Problem,
+    resource: str,
+    parent: Sequence[int] | None = None,
+    child: Sequence[int] | None = None,
+    title: str = "",
+) -> Path:
+    """Draw score over the resource that the choices really take (PNG or SVG by suffix).
+
+    Args:
+        points: What `sweep` returned.
+        path: Where to.
+        problem: What was searched.
+        resource: The resource along the horizontal axis.
+        parent: The parent's choice, one index a block, to mark it.
+        child: The choice that was made, to mark it.
+        title: What stands above.
+
+    Raises:
+        ValueError: No point has a solution.
+    """
+    solved = [point.solution for point in points if point.solution is not None]
+    if not solved:
+        raise ValueError("no limit of the sweep can be kept, so there is nothing to draw")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    costs = [solution.costs[resource] for solution in solved]
+    looks = (("parent", parent, "*", "#d1495b", 13), ("child", child, "D", "#edae49", 8))
+    marks = [
+        (name, problem.costs(choice)[resource], problem.score(choice), marker, colour, size)
+        for name, choice, marker, colour, size in looks
+        if choice is not None
+    ]
+    unit, label = _axis(resource, max([*costs, *(mark[1] for mark in marks)]))
+    scores = [solution.score for solution in solved]
+    axis.plot([cost / unit for cost in costs], scores, "o-", color="#1f4e8c", markersize=4.5, label="best choice")
+    for name, cost, score, marker, colour, size in marks:
+        axis.plot([cost / unit], [score], marker, color=colour, markersize=size, label=name)
+    axis.set_xlabel(label)
+    axis.set_ylabel("score (increase of loss)")
+    axis.set_title(title, loc="left", fontsize=11)
+    axis.legend(frameon=False)
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    temporary = path.with_name(f".{path.name}")
+    figure.savefig(temporary, dpi=120, format=path.suffix.removeprefix("."))
+    temporary.replace(path)
+    return path
+
+
+def _axis(resource: str, most: float) -> tuple[float, str]:
+    """What one unit of the axis stands for, and its label; the unit follows from the resource's name."""
+    words, _, last = resource.rpartition("_")
+    units: tuple[tuple[float, str], ...] = ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands"), (1.0, "number"))
+    if last == "bytes":
+        units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes"))
+    elif last == "seconds":
+        units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+    else:
+        words = resource
+    unit, name = next((each for each in units if most >= each[0]), units[-1])
+    return unit, f"{(words or last).replace('_', ' ')} ({name})"

@@ -1,0 +1,1 @@
+"""FFN fusion: which blocks may run side by side, and their weights as one."""

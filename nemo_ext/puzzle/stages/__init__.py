@@ -1,0 +1,1 @@
+"""The stages that look into a model."""

@@ -1,0 +1,96 @@
+"""Blocks in Megatron's own inference: one layer of a parent, with the cache that it keeps while text is generated."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_ext.blockwise.parent import Parent
+
+
+class Inference:
+    """Part of a model in Megatron's static inference; `open_inference` makes one.
+
+    Args:
+        decoder: the stack, with the layers that are to run.
+        rotary: the model's rotary embedding for `length` tokens, None where it has none.
+        batch: sequences.
+        length: tokens of a sequence that the cache has room for.
+    """
+
+    def __init__(self, decoder: Any, rotary: Tensor | None, *, batch: int, length: int) -> None:
+        from megatron.core.inference.contexts import StaticInferenceContext
+
+        self.decoder, self.rotary = decoder, rotary
+        self.context = StaticInferenceContext(batch, length)
+
+    def __call__(self, hidden: Tensor, *, start: int) -> Tensor:
+        """Output `[seq, batch, hidden]` for the tokens from 0-based `start` on; those before are in the cache."""
+        self.at(start)
+        return self.decoder(hidden, None, inference_context=self.context, rotary_pos_emb=self.rotary)
+
+    def at(self, start: int) -> None:
+        """Sets the number of tokens that the cache holds."""
+        self.context.sequence_len_offset = start
+        self.context.decode_mode = start > 0
+
+    @property
+    def cache(self) -> list[Tensor]:
+        """What the layers have allocated: keys and values, or convolution and scan states."""
+        return [tensor for pair in self.context.key_value_memory_dict.values() for tensor in pair]
+
+    def fill(self) -> None:
+        """Random numbers for everything in the cache: what was only allocated may be slow to compute with."""
+        for tensor in self.cache:
+            tensor.normal_()
+
+
+@contextmanager
+def open_inference(parent: Parent, layer: torch.nn.Module | None, *, batch: int, length: int) -> Iterator[Inference]:
+    """While open, the parent's stack has this layer alone and no final norm; without a layer, the norm alone."""
+    from megatron.core.inference.utils import InferenceMode
+
+    decoder = parent.model.decoder
+    whole, norm = decoder.layers, decoder.post_layer_norm
+    decoder.layers = torch.nn.ModuleList([] if layer is None else [layer])
+    decoder.post_layer_norm = norm and layer is None
+    try:
+        with torch.no_grad(), InferenceMode.active(), _decodes_batches(layer):
+            yield Inference(decoder, _rotary(parent.model, length), batch=batch, length=length)
+    finally:
+        decoder.layers, decoder.post_layer_norm = whole, norm
+
+
+def _rotary(model: Any, length: int) -> Tensor | None:
+    """The embedding that HybridModel hands to all of its blocks; a model computes it once for all of them."""
+    if model.position_embedding_type not in ("rope", "yarn"):
+        return None
+    embedding = model.rotary_pos_emb(length)
+    return embedding[0] if isinstance(embedding, tuple) else embedding
+
+
+@contextmanager
+def _decodes_batches(layer: Any) -> Iterator[None]:
+    """Static decoding of more than one sequence by a Mamba-2 layer.
+
+    Megatron-Core 0.19's mixer hands `[1, batch, width]` to a step that takes `[batch, 1, width]`: without this, the
+    sequences of a batch are taken for the tokens of one (`MambaMixer._decode` in core/ssm/mamba_mixer.py).
+    """
+    mixer = getattr(layer, "mixer", None)
+    step = getattr(mixer, "_ssm_decode", None)
+    if mixer is None or step is None:
+        yield
+        return
+
+    def batch_first(projected: Tensor, conv_state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if projected.shape[0] == conv_state.shape[0]:
+            return step(projected, conv_state, *args, **kwargs)
+        return step(projected.transpose(0, 1), conv_state, *args, **kwargs).transpose(0, 1)
+
+    mixer._ssm_decode = batch_first
+    try:
+        yield
+    finally:
+        del mixer._ssm_decode

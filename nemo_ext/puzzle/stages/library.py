@@ -1,0 +1,184 @@
+"""The block library: the weights of every variant of every block, one file each, made once and found again.
+
+    FOLDER/block_003/ffn256.safetensors     tensors by their names in Megatron's checkpoint after `decoder.layers.N.`
+
+A variant that is there is not made again. `keep` and `no_op` need no file.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nemo_ext.blockwise import data_parallel
+from nemo_ext.blockwise.parent import Parent
+from nemo_ext.checkpoint.description import Description
+from nemo_ext.puzzle.stages.initialise import Importance, initial_weights
+from nemo_ext.puzzle.variants import KEEP, NO_OP, Variant
+
+BLOCK = "block"
+
+
+@dataclass(frozen=True)
+class Library:
+    """A folder of variants.
+
+    Attributes:
+        folder: where it is.
+    """
+
+    folder: Path
+
+    def file(self, variant: Variant) -> Path:
+        """Where a variant's weights are; 1-based like everything that people read."""
+        return self.folder / f"block_{variant.number + 1:03d}" / f"{variant.name}.safetensors"
+
+    def has(self, variant: Variant) -> bool:
+        """Whether a variant is there, or needs no weights of its own."""
+        return variant.name in (KEEP, NO_OP) or self.file(variant).is_file()
+
+    def write(self, variant: Variant, tensors: dict[str, Tensor], **notes: str) -> None:
+        """Write a variant's weights, and notes with them; the file has its name when it is complete."""
+        file = self.file(variant)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_name(f".{file.name}")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            unfinished,
+            metadata={**notes, BLOCK: str(variant.block), "format": "pt"},
+        )
+        unfinished.replace(file)
+
+    def read(self, variant: Variant) -> dict[str, Tensor]:
+        """A variant's weights.
+
+        Raises:
+            ValueError: it is not there, or was made of another block.
+        """
+        if (made_of := self.notes(variant).get(BLOCK)) != str(variant.block):
+            raise ValueError(
+                f"{self.file(variant)} holds {made_of}, not {variant.block}: remove it, or use another folder"
+            )
+        return load_file(self.file(variant))
+
+    def notes(self, variant: Variant) -> dict[str, str]:
+        """What was written with a variant's weights.
+
+        Raises:
+            ValueError: it is not there.
+        """
+        if not self.file(variant).is_file():
+            raise ValueError(f"{self.file(variant)}: not in the library: run the stage `library` first")
+        with safe_open(self.file(variant), framework="pt") as opened:
+            found: dict[str, str] = opened.metadata()
+        return found
+
+    def layer(self, parent: Parent, variant: Variant) -> torch.nn.Module | None:
+        """The layer of a variant, ready to stand in its block's place; None for a no-op."""
+        if variant.block is None:
+            return None
+        if variant.name == KEEP:
+            return parent.layers[variant.number]
+        return parent.layer(variant.number, variant.block, self.read(variant))
+
+
+def build(
+    parent: Parent,
+    description: Description,
+    found: Sequence[Sequence[Variant]],
+    library: Library,
+    *,
+    calibration: Sequence[Tensor],
+    advance: Callable[[int], None] = lambda count: None,
+) -> int:
+    """Make the variants that are not there yet; returns how many.
+
+    Args:
+        parent: the model.
+        description: of the model.
+        found: of `variants`.
+        library: where they go.
+        calibration: this rank's tokens `[batch, seq]` on which importance is measured; empty to go by the norms of
+            weights.
+        advance: told of every variant that is dealt with.
+    """
+    missing = data_parallel.agreed(lambda: [(v.number, v.name) for each in found for v in each if not library.has(v)])
+    measured = importance(parent, description, calibration) if missing and calibration else {}
+
+    def make() -> None:
+        for each in found:
+            tensors: dict[str, Tensor] | None = None
+            for variant in each:
+                if (variant.number, variant.name) in missing:
+                    assert variant.block is not None
+                    tensors = tensors or {name: t.cpu() for name, t in parent.tensors(variant.number).items()}
+                    block = description.blocks[variant.number]
+                    made = initial_weights(
+                        block, variant.block, tensors, description.architecture, measured.get(variant.number)
+                    )
+                    library.write(variant, made)
+                advance(1)
+
+    data_parallel.written(make)
+    return len(missing)
+
+
+def importance(parent: Parent, description: Description, calibration: Sequence[Tensor]) -> dict[int, Importance]:
+    """How much channels, experts and heads of every block do on calibration data.
+
+    MLP channels: mean of |activation| x norm of the column that carries it on (Puzzle, section 3.2). Mamba-2 heads:
+    root mean square of the head's output x norm of its columns. Experts: the router mass that they get.
+
+    Returns:
+        By 0-based number; attention blocks have none.
+    """
+    sums: dict[int, Tensor] = {}
+    with ExitStack() as hooks, torch.no_grad():
+        for number, module, measure in _measured_modules(parent, description):
+
+            def add(module: Any, args: Any, output: Any, number: int = number, measure: Any = measure) -> None:
+                value = measure(args, output)
+                sums[number] = sums.get(number, torch.zeros_like(value)) + value
+
+            hooks.callback(module.register_forward_hook(add).remove)
+        for tokens in calibration:
+            parent.hidden(tokens)
+    found = {}
+    for number, own in sums.items():
+        total = data_parallel.summed(own).cpu()
+        block = description.blocks[number]
+        layer: Any = parent.layers[number]
+        if block.kind == "-":
+            found[number] = Importance(channels=total * _columns(layer.mlp.linear_fc2))
+        elif block.kind == "M":
+            heads, head_dim = block.size("heads"), block.size("head_dim")
+            columns = _columns(layer.mixer.out_proj).reshape(heads, head_dim)
+            found[number] = Importance(heads=(total.sqrt().reshape(heads, head_dim) * columns).sum(1))
+        else:
+            found[number] = Importance(experts=total)
+    return found
+
+
+def _measured_modules(parent: Parent, description: Description) -> Iterator[tuple[int, Any, Any]]:
+    for number, block in enumerate(description.blocks):
+        layer: Any = parent.layers[number]
+        if block.is_linear or block.kind == "*":
+            continue
+        if block.kind == "-":
+            yield number, layer.mlp.linear_fc2, lambda args, output: args[0].float().abs().flatten(0, -2).sum(0)
+        elif block.kind == "M":
+            yield number, layer.mixer.out_proj, lambda args, output: args[0].float().square().flatten(0, -2).sum(0)
+        elif block.kind == "E":
+            # The router gives the weight of every expert for every token, `[tokens, experts]`, first.
+            yield number, layer.mlp.router, lambda args, output: output[0].float().flatten(0, -2).sum(0)
+
+
+def _columns(linear: Any) -> Tensor:
+    weight: Tensor = linear.weight
+    return weight.float().norm(dim=0).cpu()

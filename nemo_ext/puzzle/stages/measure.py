@@ -1,0 +1,375 @@
+"""What blocks take on this machine: seconds of prefill and of a decoding step, bytes of weights, cache and activations.
+
+Every distinct block is built once as Megatron's own layer, run in Megatron's static inference (a key-value cache for
+attention, convolution and scan states for Mamba-2) at a serving shape, timed with `torch.utils.benchmark`, and freed.
+Seconds are the median over repetitions and the spread their interquartile range. Weights and hidden states may be any:
+time does not depend on them but for MoE routing, for which the layer's own router sees random hidden states.
+
+What is timed is eager Megatron, not a serving engine: small blocks wait for kernel launches, a windowed block's cache
+is as long as the context, keys are rotated again at every step, and weights may stay in the device's cache between
+repetitions. Results are lines of JSON under a first line that says on what machine, of what model and at what shape
+they were taken; a file of other conditions is refused, because a search needs one number a block, all comparable.
+"""
+
+import importlib.util
+import json
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_ext.architecture.blocks import Block
+from nemo_ext.blockwise.parent import Parent
+from nemo_ext.checkpoint.description import Description
+from nemo_ext.job.run_directory import write_text
+from nemo_ext.puzzle.cost import OUTSIDE, Serving
+from nemo_ext.puzzle.stages.inference import Inference, open_inference
+from nemo_ext.puzzle.stages.initialise import initial_weights
+from nemo_ext.puzzle.variants import KEEP, NO_OP, Variant
+
+ROUNDS = 5
+"""Repetitions at least, however long one takes: a spread of fewer says nothing."""
+
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+MODEL_WIDE = (
+    *("hidden_size", "transformer_impl", "normalization", "gated_linear_unit", "add_bias_linear", "add_qkv_bias"),
+    *("qk_layernorm", "attention_output_gate", "fp32_residual_connection", "flash_decode", "apply_rope_fusion"),
+    *("bias_activation_fusion", "bias_dropout_fusion", "moe_latent_size", "moe_grouped_gemm", "moe_permute_fusion"),
+    *("moe_token_dispatcher_type", "moe_router_score_function", "moe_router_num_groups", "moe_shared_expert_gate"),
+)
+"""Fields of Megatron's config on which a block's time depends and that its notation does not say."""
+
+STACK_WIDE = (
+    *("norm_affine", "norm_placement", "qk_norm_scope", "fused_squared_relu", "position_embedding_type"),
+    "rotary_percent",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one block takes.
+
+    Attributes:
+        block: with all of its values, in the notation; `outside`, or `no_op`.
+        prefill_seconds: a whole batch of prompts, median.
+        prefill_spread: interquartile range of the same.
+        decode_seconds: one token of every sequence of the batch at full context, median.
+        decode_spread: interquartile range of the same.
+        weight_bytes: of the layer's parameters.
+        cache_bytes: what Megatron allocated for the batch: full context for windows too, in the model's precision.
+        activation_bytes: the most that prefill held beside weights, cache and input; None where there is no GPU.
+    """
+
+    block: str
+    prefill_seconds: float
+    prefill_spread: float
+    decode_seconds: float
+    decode_spread: float
+    weight_bytes: int
+    cache_bytes: int
+    activation_bytes: int | None
+
+
+NOTHING = Measured(
+    block=NO_OP,
+    prefill_seconds=0.0,
+    prefill_spread=0.0,
+    decode_seconds=0.0,
+    decode_spread=0.0,
+    weight_bytes=0,
+    cache_bytes=0,
+    activation_bytes=0,
+)
+"""What a no-op takes."""
+
+
+def block_key(block: Block | None) -> str:
+    """How a block is called in results: its notation, `no_op` for none."""
+    return NO_OP if block is None else str(block)
+
+
+def distinct_blocks(found: Sequence[Sequence[Variant]]) -> dict[str, Variant]:
+    """Key -> the first variant that is this block, no-ops left out; equal blocks of other depths take as long."""
+    distinct: dict[str, Variant] = {}
+    for variant in (variant for each in found for variant in each):
+        if variant.block is not None:
+            distinct.setdefault(block_key(variant.block), variant)
+    return distinct
+
+
+def measure_blocks(
+    parent: Parent,
+    found: Sequence[Sequence[Variant]],
+    layer_of: Callable[[Variant], torch.nn.Module | None],
+    serving: Serving,
+    file: Path,
+    *,
+    min_seconds: float = 0.2,
+    advance: Callable[[int], None] = lambda count: None,
+) -> dict[str, Measured]:
+    """Measure every distinct block, and what stands outside, that has no line in `file` yet.
+
+    Args:
+        parent: the model, in the precision to measure in.
+        found: of `variants`.
+        layer_of: the layer of a variant (`Library.layer`, or `initial_layer` where there is no library).
+        serving: batch, prompt, context and precision; `cache_precision`, `flops` and `bandwidth` have no say here.
+        file: measured.jsonl.
+        min_seconds: how long each of the two numbers is repeated for, at least `ROUNDS` times.
+        advance: told of every distinct block that is dealt with, and of the outside: `distinct_blocks` plus one.
+
+    Returns:
+        By `block_key`, with `no_op` and `outside`.
+
+    Raises:
+        ValueError: a precision that is not the parent's or not to be had here; a line of `file` that is no
+            measurement, or a file of another machine, model or shape.
+    """
+    taken_under = conditions(parent, serving)
+    known = read_measured(file, taken_under)
+
+    def dealt_with(key: str, measure: Callable[[], Measured]) -> None:
+        if key not in known:
+            known[key] = measure()
+            _write(file, taken_under, known)
+        advance(1)
+
+    distinct = distinct_blocks(found)
+    for key, variant in distinct.items():
+        dealt_with(key, partial(_measure_variant, parent, layer_of, variant, serving, min_seconds))
+    dealt_with(OUTSIDE, partial(_measure_outside, parent, serving, min_seconds))
+    return {key: known[key] for key in [*distinct, OUTSIDE]} | {NO_OP: NOTHING}
+
+
+def measured_costs(analytic: Mapping[str, float], measured: Measured) -> dict[str, float]:
+    """The costs of a block (`cost.block_costs`, `cost.outside_costs`) with measured seconds in place of the roofline's.
+
+    Bytes stay those of the cost model: a serving engine's cache ends at the window, Megatron's static one does not.
+    """
+    seconds = {"prefill_seconds": measured.prefill_seconds, "decode_seconds": measured.decode_seconds}
+    return {**analytic, **seconds}
+
+
+def initial_layer(parent: Parent, description: Description, variant: Variant) -> torch.nn.Module | None:
+    """A variant's layer without a library, its weights cut out of the parent's; None for a no-op.
+
+    Args:
+        parent: the model.
+        description: of the model.
+        variant: of one of its blocks.
+    """
+    if variant.block is None:
+        return None
+    if variant.name == KEEP:
+        return parent.layers[variant.number]
+    block, tensors = description.blocks[variant.number], parent.tensors(variant.number)
+    made = initial_weights(block, variant.block, tensors, description.architecture)
+    return parent.layer(variant.number, variant.block, made)
+
+
+def _measure_variant(
+    parent: Parent,
+    layer_of: Callable[[Variant], torch.nn.Module | None],
+    variant: Variant,
+    serving: Serving,
+    min_seconds: float,
+) -> Measured:
+    layer = layer_of(variant)
+    assert layer is not None
+    config = parent.model_config.transformer
+    dtype = torch.float32 if config.fp32_residual_connection else config.params_dtype
+    device = next(parent.model.parameters()).device
+    prompt = torch.randn(serving.prompt, serving.batch, config.hidden_size, dtype=dtype, device=device)
+    with open_inference(parent, layer, batch=serving.batch, length=serving.context) as inference:
+        return _measure(
+            block_key(variant.block),
+            inference,
+            lambda: inference(prompt, start=0),
+            lambda: inference(prompt[:1], start=serving.context - 1),
+            weights=layer,
+            min_seconds=min_seconds,
+        )
+
+
+def _measure_outside(parent: Parent, serving: Serving, min_seconds: float) -> Measured:
+    """Embedding of all tokens, final norm, logits of every sequence's last token: the model without its blocks."""
+    model = parent.model
+    device = next(model.parameters()).device
+    tokens = torch.randint(model.vocab_size, (serving.batch, serving.prompt), device=device)
+    positions = torch.arange(serving.prompt, device=device).expand_as(tokens)
+    with open_inference(parent, None, batch=serving.batch, length=serving.context) as inference:
+
+        def run(count: int, start: int) -> Tensor:
+            inference.at(start)
+            these = tokens[:, :count], positions[:, :count]
+            return model(*these, None, inference_context=inference.context, runtime_gather_output=True)
+
+        return _measure(
+            OUTSIDE,
+            inference,
+            lambda: run(serving.prompt, 0),
+            lambda: run(1, serving.context - 1),
+            weights=model,
+            min_seconds=min_seconds,
+        )
+
+
+def _measure(
+    key: str,
+    inference: Inference,
+    prefill: Callable[[], Tensor],
+    decode: Callable[[], Tensor],
+    *,
+    weights: torch.nn.Module,
+    min_seconds: float,
+) -> Measured:
+    # Megatron compiles its fused functions, and torch gives up after a number of shapes: without this a block's time
+    # would depend on the blocks before it.
+    torch.compiler.reset()
+    prefill()
+    inference.fill()
+    decode()
+    activation = _peak_bytes(prefill)
+    prefill_seconds, prefill_spread = median_seconds(prefill, min_seconds)
+    inference.fill()
+    decode_seconds, decode_spread = median_seconds(decode, min_seconds)
+    return Measured(
+        block=key,
+        prefill_seconds=prefill_seconds,
+        prefill_spread=prefill_spread,
+        decode_seconds=decode_seconds,
+        decode_spread=decode_spread,
+        weight_bytes=sum(parameter.nbytes for parameter in weights.parameters()),
+        cache_bytes=sum(tensor.nbytes for tensor in inference.cache),
+        activation_bytes=activation,
+    )
+
+
+def median_seconds(run: Callable[[], Tensor], min_seconds: float) -> tuple[float, float]:
+    """Median and interquartile range of one run; the timer waits for the device."""
+    from torch.utils.benchmark import Measurement, Timer
+
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    rounds = [timer.blocked_autorange(min_run_time=min_seconds / ROUNDS) for _ in range(ROUNDS)]
+    (repeated,) = Measurement.merge(rounds)
+    return repeated.median, repeated.iqr
+
+
+def _peak_bytes(run: Callable[[], Tensor]) -> int | None:
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def conditions(parent: Parent, serving: Serving) -> dict[str, Any]:
+    """All that measurements depend on beside the block: machine, versions, shape, model.
+
+    Raises:
+        ValueError: a precision that is not the parent's or not to be had here; a context too short to decode in.
+    """
+    config = parent.model_config.transformer
+    own = "fp8" if config.fp8 else PRECISIONS.get(config.params_dtype)
+    if serving.precision == "fp8" and importlib.util.find_spec("transformer_engine") is None:
+        raise ValueError(
+            "puzzle.serving.precision=fp8 needs Transformer Engine, which is not installed here: measure in bf16, or "
+            "install it on a machine with CUDA"
+        )
+    if serving.precision != own:
+        raise ValueError(
+            f"puzzle.serving.precision={serving.precision}, but the parent is in {own or config.params_dtype}: blocks "
+            f"are measured in the parent's precision ({', '.join([*PRECISIONS.values(), 'fp8'])}): make the two agree"
+        )
+    if serving.context < 2:
+        raise ValueError(f"puzzle.serving.context={serving.context}: decoding needs a token before the one it decodes")
+    model = {name: getattr(config, name, None) for name in MODEL_WIDE}
+    model |= {name: getattr(parent.model_config, name, None) for name in STACK_WIDE}
+    model |= {
+        "activation": getattr(config.activation_func, "__name__", str(config.activation_func)),
+        "vocab_size": parent.model.vocab_size,
+        "tied_embeddings": parent.model.share_embeddings_and_output_weights,
+    }
+    return {
+        **_machine(),
+        **{name: getattr(serving, name) for name in ("batch", "prompt", "context", "precision")},
+        "model": {name: value for name, value in model.items() if value is not None},
+    }
+
+
+def _machine() -> dict[str, Any]:
+    import megatron.core
+
+    cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if cuda else _processor(),
+        # A GPU's time does not depend on how many threads the host computes with.
+        "threads": None if cuda else torch.get_num_threads(),
+        "torch": torch.__version__,
+        "megatron_core": megatron.core.__version__,
+    }
+
+
+def _processor() -> str:
+    """The CPU's name; Linux has it in /proc alone."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{named or platform.processor() or platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def read_measured(file: Path, taken_under: Mapping[str, Any]) -> dict[str, Measured]:
+    """The measurements of a file, by `block_key`; a last line that a kill cut short is left out.
+
+    Raises:
+        ValueError: they were taken under other conditions, or a line is no measurement.
+    """
+    if not file.is_file():
+        return {}
+    first, *lines = file.read_text().splitlines() or [""]
+    _check_conditions(file, first, taken_under)
+    known = {}
+    for number, line in enumerate(lines, start=2):
+        try:
+            measured = Measured(**json.loads(line))
+        except (json.JSONDecodeError, TypeError) as error:
+            if number == len(lines) + 1:
+                break
+            raise ValueError(f"{file}:{number}: not a measurement ({error}): remove the line") from None
+        known[measured.block] = measured
+    return known
+
+
+def _check_conditions(file: Path, line: str, wanted: Mapping[str, Any]) -> None:
+    try:
+        there = json.loads(line)["conditions"]
+        found, here = _flat(there), _flat(json.loads(json.dumps(wanted)))
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{file}:1: not the conditions of measurements: name another file") from None
+    differences = [
+        f"{name} {found.get(name)!r} there, {here.get(name)!r} here"
+        for name in {**here, **found}
+        if found.get(name) != here.get(name)
+    ]
+    if differences:
+        raise ValueError(
+            f"{file} was measured under other conditions ({'; '.join(differences)}): name another file, or remove it"
+        )
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {**{name: value for name, value in values.items() if name != "model"}, **values["model"]}
+
+
+def _write(file: Path, taken_under: Mapping[str, Any], known: Mapping[str, Measured]) -> None:
+    lines = [{"conditions": taken_under}, *(asdict(measured) for measured in known.values())]
+    write_text(file, "".join(json.dumps(line) + "\n" for line in lines))

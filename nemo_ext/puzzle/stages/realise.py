@@ -1,0 +1,89 @@
+"""The child that a choice of variants makes: its description, and its checkpoint out of parent and library."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from nemo_ext.architecture.blocks import Block
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.pattern import Pattern
+from nemo_ext.checkpoint.description import Description
+from nemo_ext.checkpoint.parameters import Piece, rows
+from nemo_ext.checkpoint.torch_dist import TorchDistReader
+from nemo_ext.checkpoint.writing import Slot, Work
+from nemo_ext.puzzle.stages.library import Library
+from nemo_ext.puzzle.variants import KEEP, Variant
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def child(parent: Description, choice: Sequence[Variant]) -> Description:
+    """The description of a child.
+
+    Args:
+        parent: the description of the parent.
+        choice: one variant for each of its blocks, in order.
+
+    Raises:
+        ValueError: not one for each block, or a child without any block.
+    """
+    if [variant.number for variant in choice] != list(range(len(parent.blocks))):
+        raise ValueError(f"a child needs one variant for each of the {len(parent.blocks)} blocks, in their order")
+    blocks = tuple(_shortened(parent.architecture, v.block) for v in choice if v.block is not None)
+    if not blocks:
+        raise ValueError("a child without any block: every chosen variant is a no-op")
+    architecture = parent.architecture.with_pattern(Pattern(blocks))
+    routed = any(block.kind == "E" and not block.is_linear for block in blocks)
+    return replace(
+        parent,
+        architecture=architecture,
+        router=parent.router if routed else None,
+        hf_layers=None,
+        hf_layer_count=None,
+    )
+
+
+def _shortened(architecture: Architecture, block: Block) -> Block:
+    """The block without the values that the model gives it anyway."""
+    values = dict(block.values)
+    for name, _ in block.values:
+        # Where the model gives windows by number, a block that moves up keeps its own.
+        if name == "window" and architecture.window_attn_skip_freq is not None:
+            continue
+        without = Block(block.kind, tuple((key, value) for key, value in values.items() if key != name))
+        if architecture.resolved(without, layer=1) == block:
+            values = dict(without.values)
+    return Block(block.kind, tuple(values.items()))
+
+
+def realise(reader: TorchDistReader, parent: Description, choice: Sequence[Variant], library: Library) -> list[Work]:
+    """The work that writes a child's checkpoint: kept blocks from the parent's, others from the library.
+
+    Args:
+        reader: the parent's checkpoint.
+        parent: its description.
+        choice: one variant for each block.
+        library: initial or trained weights.
+    """
+    kept = [variant for variant in choice if variant.block is not None]
+    work = []
+    for row in rows(child(parent, choice), stacked_experts=True):
+        for piece in row.pieces:
+            variant = None if row.block is None else kept[row.block]
+            work.append(_work(reader, library, variant, piece, row.block))
+    return work
+
+
+def _work(reader: TorchDistReader, library: Library, variant: Variant | None, piece: Piece, number: int | None) -> Work:
+    name = piece.key if number is None else piece.key.removeprefix(f"decoder.layers.{number}.")
+    if variant is None or variant.name == KEEP:
+        source = name if variant is None else f"decoder.layers.{variant.number}.{name}"
+        return Work((Slot(piece, reader.tensors[source].dtype),), lambda: [reader.read(source)], (source,))
+    dtype = reader.tensors["embedding.word_embeddings.weight"].dtype
+    return Work((Slot(piece, dtype),), partial(_from_library, library, variant, name), (str(library.file(variant)),))
+
+
+def _from_library(library: Library, variant: Variant, name: str) -> "list[Tensor]":
+    return [library.read(variant)[name]]

@@ -1,0 +1,119 @@
+"""Replace-one-block scores: what the whole parent loses when one block is replaced by one of its variants.
+
+For every variant: the KL divergence of the parent's next-token distribution from the changed model's, the language
+model loss, and the cosine distance of the last hidden states, means over all tokens of the calibration set. Blocks
+before the replaced one are not run for it: their outputs are kept. Results are lines of JSON;
+what is there is not scored again.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, cross_entropy, kl_div, log_softmax
+
+from nemo_ext.blockwise import data_parallel
+from nemo_ext.blockwise.parent import Parent
+from nemo_ext.puzzle.stages.score_file import Score, append_scores, read_scores
+from nemo_ext.puzzle.variants import Variant
+
+
+def score_blocks(
+    parent: Parent,
+    found: Sequence[Sequence[Variant]],
+    layer_of: Callable[[Variant], torch.nn.Module | None],
+    calibration: Sequence[Tensor],
+    file: Path,
+    *,
+    advance: Callable[[int], None] = lambda count: None,
+) -> list[Score]:
+    """Score every variant that has no line in `file` yet; a block's lines are written together.
+
+    Args:
+        parent: the model.
+        found: of `variants`.
+        layer_of: the layer of a variant, None for a no-op (`Library.layer`).
+        calibration: this rank's tokens `[batch, seq]`; the next token is the label.
+        file: scores.jsonl.
+        advance: told of every variant that is dealt with.
+
+    Raises:
+        ValueError: a line of `file` that is not a score, or of another calibration set.
+    """
+    if not calibration:
+        raise ValueError("the calibration set is empty: scores need tokens")
+    total = sum(tokens.shape[0] * (tokens.shape[1] - 1) for tokens in calibration)
+    total = int(data_parallel.summed(torch.tensor(total)))
+    known = data_parallel.agreed(lambda: {(score.block, score.variant): score for score in read_scores(file)})
+    other = next((score for score in known.values() if score.tokens != total), None)
+    if other is not None:
+        raise ValueError(
+            f"{file} holds scores of {other.tokens} tokens, the calibration set has {total}: remove the file"
+        )
+    cache = _Cache(parent, calibration)
+    for each in found:
+        new = [variant for variant in each if (variant.number + 1, variant.name) not in known]
+        if new:
+            scored = _score_block(parent, new, layer_of, cache, total)
+            data_parallel.written(partial(append_scores, file, scored))
+            known |= {(score.block, score.variant): score for score in scored}
+        advance(len(each))
+    return [known[variant.number + 1, variant.name] for each in found for variant in each]
+
+
+class _Cache:
+    """Every calibration batch's input of one block, moved on block by block, and what the output layer sees of it."""
+
+    def __init__(self, parent: Parent, calibration: Sequence[Tensor]) -> None:
+        self.parent, self.calibration = parent, calibration
+        self.number = 0
+        self.inputs: list[Tensor] = []
+        self.last: list[Tensor] = []
+
+    def at(self, number: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Tokens `[batch, seq]`, the input of a block and what the output layer sees, `[seq, batch, hidden]` both."""
+        if not self.inputs:
+            for tokens in self.calibration:
+                with self.parent.recorded() as record:
+                    self.last.append(self.parent.hidden(tokens))
+                self.inputs.append(record[0][0])
+        for block in range(self.number, number):
+            layer = self.parent.layers[block]
+            self.inputs = [self.parent.block_output(block, hidden, layer) for hidden in self.inputs]
+        self.number = number
+        return zip(self.calibration, self.inputs, self.last, strict=True)
+
+
+def _score_block(
+    parent: Parent,
+    new: Sequence[Variant],
+    layer_of: Callable[[Variant], torch.nn.Module | None],
+    cache: _Cache,
+    total: int,
+) -> list[Score]:
+    number = new[0].number
+    layers = {variant.name: layer_of(variant) for variant in new}
+    sums = {name: torch.zeros(3, dtype=torch.double) for name in layers}
+    with torch.no_grad():
+        for tokens, hidden, last in cache.at(number):
+            reference = log_softmax(parent.logits_of(last)[:, :-1].float(), -1)
+            for name, layer in layers.items():
+                changed = parent.hidden_from(number, hidden, {number: layer})
+                made = parent.logits_of(changed)[:, :-1]
+                sums[name] += loss_sums(reference, made, tokens[:, 1:], last[:-1], changed[:-1]).cpu()
+    scores = []
+    for variant in new:
+        kl, loss, cosine = (data_parallel.summed(sums[variant.name]) / total).tolist()
+        scores.append(Score(block=number + 1, variant=variant.name, kl=kl, loss=loss, cosine=cosine, tokens=total))
+    return scores
+
+
+def loss_sums(reference: Tensor, logits: Tensor, labels: Tensor, hidden: Tensor, changed: Tensor) -> Tensor:
+    """Sums over tokens: KL, loss, cosine distance."""
+    found = log_softmax(logits.float(), -1)
+    divergence = kl_div(found, reference, log_target=True, reduction="sum")
+    loss = cross_entropy(found.flatten(0, 1), labels.flatten(), reduction="sum")
+    distance = (1 - cosine_similarity(hidden.float(), changed.float(), dim=-1)).sum()
+    return torch.stack([divergence.double(), loss.double(), distance.double()])

@@ -1,0 +1,466 @@
+"""The stages that look into a model, on one rank: library, distill, score, cost, compare, realise, fuse, evaluate.
+
+Ranks share out the data (`data_parallel`); rank 0 writes. Each stage takes up what an interrupted one left.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from nemo_ext.architecture.block_configs import to_block_configs
+from nemo_ext.architecture.blocks import Block
+from nemo_ext.architecture.pattern import format as format_pattern
+from nemo_ext.blockwise import data_parallel
+from nemo_ext.blockwise.parent import Parent, Replaced
+from nemo_ext.blockwise.token_batches import TokenBatches
+from nemo_ext.checkpoint.beside import EXTRAS, copy_extras, extras_beside, write_model_file
+from nemo_ext.checkpoint.description import Description, megatron_arguments, to_config
+from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
+from nemo_ext.checkpoint.writing import MEGATRON, Work, cut_into_parts, write_checkpoint
+from nemo_ext.job.progress import notice, progress_of
+from nemo_ext.job.run_directory import read_config, write_text
+from nemo_ext.megatron.session import build_model, load_weights
+from nemo_ext.megatron.session import data_parallel as process_group
+from nemo_ext.puzzle.choice.baselines import CannotReach, greedy, uniform
+from nemo_ext.puzzle.choice.choose import Costs
+from nemo_ext.puzzle.configs import description_of, stage_config
+from nemo_ext.puzzle.cost import RESOURCES, block_costs, outside_costs
+from nemo_ext.puzzle.fusion.dependency import draw_dependency, measure_dependency
+from nemo_ext.puzzle.fusion.fusion import Group, fuse, fused, plan, runs
+from nemo_ext.puzzle.settings import Batches, Settings, settings
+from nemo_ext.puzzle.stages import evaluate
+from nemo_ext.puzzle.stages.distill import distill, trainable
+from nemo_ext.puzzle.stages.library import Library, build
+from nemo_ext.puzzle.stages.measure import (
+    OUTSIDE,
+    block_key,
+    distinct_blocks,
+    initial_layer,
+    measure_blocks,
+    measured_costs,
+)
+from nemo_ext.puzzle.stages.realise import child, realise
+from nemo_ext.puzzle.stages.score import score_blocks
+from nemo_ext.puzzle.stages.score_file import collect_scores, read_scores
+from nemo_ext.puzzle.stages.shards import LOCKS, Shard
+from nemo_ext.puzzle.variants import Variant, variants
+from nemo_ext.puzzle.workspace import Workspace
+
+SHARD_GIGABYTES = 5.0
+
+
+def run(config_path: str, names: Sequence[str]) -> None:
+    """Carry out stages on this rank, those that are finished excepted.
+
+    Args:
+        config_path: of the composed config, data arguments filled in.
+        names: of `workspace.STAGES`, in order.
+
+    Raises:
+        ValueError: a stage was done otherwise before, or its settings do not fit the model or the data.
+    """
+    config = read_config(Path(config_path))
+    with process_group():
+        stages = Stages(config)
+        for name in names:
+            if not data_parallel.agreed(partial(stages.workspace.is_finished, name)):
+                data_parallel.written(partial(stages.workspace.begin, name))
+                empty = getattr(stages, name)() is False
+                data_parallel.written(partial(stages.workspace.finish, name, empty=empty))
+
+
+class Stages:
+    """The stages of one child.
+
+    Args:
+        config: composed, with `puzzle`.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.chosen: Settings = settings(config["puzzle"])
+        self.workspace = Workspace.of(config, self.chosen)
+        self.description = description_of(self.workspace.parent)
+        self.found = variants(self.description.architecture, self.chosen.variants)
+
+    @cached_property
+    def parent(self) -> Parent:
+        """The parent's model with its weights."""
+        return self.open(self.workspace.parent, self.description)
+
+    def open(self, checkpoint: Path, description: Description) -> Parent:
+        """The model of a checkpoint, whole on this rank."""
+        model, made = build_model(stage_config(self.config, description, data_parallel.count()))
+        load_weights(model, checkpoint_folder(checkpoint))
+        return Parent(model, made)
+
+    def tokens(self, split: Any, of: Batches) -> list[torch.Tensor]:
+        """This rank's batches of the calibration or the validation set."""
+        return self._token_batches(split, of.sequences).batches(of.batch)
+
+    def _token_batches(self, split: Any, sequences: int) -> TokenBatches:
+        # Megatron's first reader of a data set writes its index for those after it, who must not find half of it:
+        # ranks wait for rank 0 anyway, shards for each other here.
+        alone: AbstractContextManager[object] = nullcontext()
+        if self.workspace.shard is not None and data_parallel.number() == 0:
+            alone = FileLock(self.workspace.run_dir / LOCKS / "data.lock")
+        with alone:
+            return TokenBatches(self._data_config, split, sequences, self.parent.device)
+
+    @property
+    def _data_config(self) -> dict[str, Any]:
+        return stage_config(self.config, self.description, data_parallel.count())
+
+    @cached_property
+    def calibration(self) -> list[torch.Tensor]:
+        """This rank's share of the calibration set."""
+        return self.tokens("train", self.chosen.calibration)
+
+    @cached_property
+    def validation(self) -> list[torch.Tensor]:
+        """This rank's share of the validation set."""
+        return self.tokens("valid", self.chosen.evaluation)
+
+    @cached_property
+    def best(self) -> Library:
+        """The weights of every variant: trained ones if they were trained."""
+        return Library(self.workspace.trained if self.chosen.distill.steps else self.workspace.initial)
+
+    def library(self) -> None:
+        """Make every variant from the parent's weights."""
+        total = sum(map(len, self.found))
+        with _progress("library", total, "variants") as advance:
+            build(
+                self.parent,
+                self.description,
+                self.found,
+                Library(self.workspace.initial),
+                calibration=self.calibration,
+                advance=advance,
+            )
+
+    def distill(self) -> None:
+        """Train every variant to give its block's output."""
+        training = self.chosen.distill
+        if not training.steps:
+            return
+        shard = self.workspace.shard
+        found = self._share([trainable([each]) for each in self.found])
+        if shard is None or any(found):
+            initial, trained = Library(self.workspace.initial), Library(self.workspace.trained)
+            self._distill(found, initial, trained, "distill", shard)
+
+    def _share(self, found: Sequence[Sequence[Variant]]) -> Sequence[Sequence[Variant]]:
+        """Those that are dealt with here."""
+        shard = self.workspace.shard
+        if shard is None:
+            return found
+        own = shard.share(found)
+        if not any(own):
+            _say(f"shard {shard}: there are only {sum(map(len, found))} variants, so it has nothing to do")
+        return own
+
+    def _distill(
+        self,
+        found: Sequence[Sequence[Variant]],
+        initial: Library,
+        trained: Library,
+        label: str,
+        shard: Shard | None = None,
+    ) -> None:
+        training = self.chosen.distill
+        data = self._token_batches("train", training.steps * training.batch)
+        with _progress(label, training.steps * len(trainable(found)), "steps") as advance:
+            distill(
+                self.parent,
+                found,
+                initial,
+                trained,
+                lambda step: data.stream(step, training.batch),
+                training,
+                shard=shard,
+                advance=advance,
+            )
+
+    def score(self) -> None:
+        """Score every variant in its block's place."""
+        scores, whole = self.workspace.scores, self.workspace.shard is None
+        order = [(variant.number + 1, variant.name) for each in self.found for variant in each]
+        found = self._share(self.found)
+        if whole:
+            data_parallel.written(lambda: collect_scores(scores, self.workspace.scores_of_shards(), order))
+        else:  # a run without shards may have begun
+            done = data_parallel.agreed(lambda: {(score.block, score.variant) for score in read_scores(scores)})
+            found = [[v for v in each if (v.number + 1, v.name) not in done] for each in found]
+        if not any(found):
+            return
+        with _progress("score", sum(map(len, found)), "variants") as advance:
+            score_blocks(
+                self.parent,
+                found,
+                partial(self.best.layer, self.parent),
+                self.calibration,
+                self.workspace.own_scores,
+                advance=advance,
+            )
+        if whole:
+            data_parallel.written(lambda: collect_scores(scores, [], order))
+
+    def cost(self) -> None:
+        """What every variant takes of each resource."""
+        serving, architecture = self.chosen.serving, self.description.architecture
+        costs = Costs(
+            outside_costs(architecture, serving),
+            {
+                (v.number + 1, v.name): (v.block, block_costs(architecture, v.block, serving))
+                for each in self.found
+                for v in each
+            },
+        )
+        if not self.chosen.measure.enabled:
+            data_parallel.written(lambda: costs.write(self.workspace.costs))
+            return
+        parent = self.parent  # on every rank: loading it is work for all of them
+        data_parallel.written(lambda: self._measured(parent, costs).write(self.workspace.costs))
+
+    def _measured(self, parent: Parent, costs: Costs) -> Costs:
+        """The same with latencies that are timed on this machine, one rank alone."""
+        with _progress("cost", len(distinct_blocks(self.found)) + 1, "blocks") as advance:
+            measured = measure_blocks(
+                parent,
+                self.found,
+                partial(initial_layer, parent, self.description),
+                self.chosen.serving,
+                self.workspace.measured,
+                min_seconds=self.chosen.measure.min_seconds,
+                advance=advance,
+            )
+        return Costs(
+            measured_costs(costs.outside, measured[OUTSIDE]),
+            {
+                key: (block, measured_costs(own, measured[block_key(block)]))
+                for key, (block, own) in costs.variants.items()
+            },
+        )
+
+    def compare(self) -> None:
+        """Try the choices of the search; the one with the least loss on calibration data becomes the child.
+
+        What is reported are losses on validation data, which have no part in choosing.
+        """
+        choices = json.loads((self.workspace.folder / "choices.json").read_text())["choices"]
+        rows: list[dict[str, Any]] = [self._row("parent", [each[0] for each in self.found], self.best)]
+        for number, each in enumerate(choices, start=1):
+            picked = self._named(each["variants"])
+            calibration = None
+            if len(choices) > 1:
+                calibration = evaluate.loss(self.parent, self.calibration, self._replaced(picked, self.best))
+            row = self._row(f"choice {number}", picked, self.best)
+            rows.append(row | {"score": each["score"], "calibration_loss": calibration})
+        best = min(rows[1:], key=lambda row: row["calibration_loss"]) if len(choices) > 1 else rows[1]
+        data_parallel.written(lambda: _write_json(self.workspace.folder / "comparison.json", rows))
+        data_parallel.written(lambda: _write_json(self.workspace.folder / "choice.json", best))
+
+    def _row(self, name: str, picked: Sequence[Variant], library: Library) -> dict[str, Any]:
+        blocks = [variant.block for variant in picked]
+        return {
+            "name": name,
+            "loss": evaluate.loss(self.parent, self.validation, self._replaced(picked, library)),
+            "costs": {resource: self._total(blocks, resource) for resource in RESOURCES},
+            "variants": [variant.name for variant in picked],
+            "pattern": format_pattern(child(self.description, picked).architecture.pattern),
+        }
+
+    def _named(self, names: Sequence[str]) -> list[Variant]:
+        """One variant a block, by their names."""
+        return [next(v for v in each if v.name == name) for each, name in zip(self.found, names, strict=True)]
+
+    def _replaced(self, picked: Sequence[Variant], library: Library) -> Replaced:
+        return {v.number: library.layer(self.parent, v) for v in picked if v is not self.found[v.number][0]}
+
+    def _total(self, blocks: Sequence[Block | None], resource: str) -> float:
+        """A resource of the whole model with these blocks."""
+        architecture, serving = self.description.architecture, self.chosen.serving
+        each = (block_costs(architecture, block, serving)[resource] for block in blocks)
+        return sum(each, outside_costs(architecture, serving)[resource])
+
+    def baselines(self) -> bool:
+        """Try what a search has to beat at the same cost, and what it finds where it has to keep to that alone."""
+        if not self.chosen.baselines:
+            return False
+        choices = json.loads((self.workspace.folder / "choices.json").read_text())
+        most = choices["most"]
+        cost = partial(self._total, resource=choices["resource"])
+        scores = {(score.block, score.variant): score for score in read_scores(self.workspace.scores)}
+        metric = self.chosen.search.metric
+
+        def narrow() -> tuple[list[Variant], Library]:
+            picked = uniform(self.description.blocks, cost, most)
+            folder = self.workspace.folder / "baselines"
+            initial, trained = Library(folder / "initial"), Library(folder / "trained")
+            pairs = [[each[0], variant] for each, variant in zip(self.found, picked, strict=True)]
+            build(self.parent, self.description, pairs, initial, calibration=self.calibration)
+            if self.chosen.distill.steps:
+                self._distill(pairs, initial, trained, "uniform pruning")
+            return picked, trained if self.chosen.distill.steps else initial
+
+        def drop() -> tuple[list[Variant], Library]:
+            return greedy(self.found, lambda v: getattr(scores[v.number + 1, v.name], metric), cost, most), self.best
+
+        rows = []
+        if (alone := choices["alone"]) is not None:
+            picked = self._named(alone["variants"])
+            name = f"search with {choices['resource']} limited alone"
+            rows.append(self._row(name, picked, self.best) | {"score": alone["score"]})
+        for name, make in (("uniform width pruning", narrow), ("greedy dropping", drop)):
+            try:
+                rows.append(self._row(name, *make()))
+            except CannotReach as reason:
+                rows.append({"name": name, "cannot": str(reason)})
+        data_parallel.written(lambda: _write_json(self.workspace.folder / "baselines.json", rows))
+        return True
+
+    def realise(self) -> None:
+        """Write the child's checkpoint, notation and block_configs."""
+        names = json.loads((self.workspace.folder / "choice.json").read_text())["variants"]
+        picked = self._named(names)
+        made = child(self.description, picked)
+        reader = TorchDistReader(checkpoint_folder(self.workspace.parent))
+        work = realise(reader, self.description, picked, self.best)
+        self._write(self.workspace.weights, work, made, {"choice": names})
+        data_parallel.written(lambda: _write_json(self.workspace.folder / "child.json", _as_json(made)))
+
+    def _write(self, to: Path, work: Sequence[Work], made: Description, identity: dict[str, Any]) -> None:
+        source = self.workspace.parent
+        extras = extras_beside(source, checkpoint_folder(source))
+
+        def finish(folder: Path) -> None:
+            name = f"{self.config['model']['name']}_{self.workspace.child}"
+            write_model_file(folder, to_config(made), name=name, comment=f"A child of {source}.")
+            if extras is not None:
+                (folder / EXTRAS).mkdir(exist_ok=True)
+                copy_extras(extras, folder / EXTRAS, code=True)
+
+        def write() -> None:
+            write_checkpoint(
+                to,
+                MEGATRON,
+                cut_into_parts(work, SHARD_GIGABYTES),
+                identity={**identity, "model": to_config(made)},
+                finish=finish,
+                arguments=megatron_arguments(made.architecture),
+            )
+
+        data_parallel.written(write)
+
+    def fuse(self) -> bool:
+        """Measure how the child's blocks depend on each other, and fuse its runs of FFN blocks."""
+        given = self.chosen.fuse
+        made = description_of(self.workspace.weights)
+        if not given.enabled:
+            return False
+        opened = self.open(self.workspace.weights, made)
+        file = self.workspace.folder / "dependency.jsonl"
+        with _progress("dependency", (len(made.blocks) - 1) * len(self.calibration), "passes") as advance:
+            matrix = measure_dependency(opened, self.calibration, file, advance=advance)
+        groups: list[Group] = []
+        if made.architecture.norm_placement != "input":
+            nothing = "norms on outputs cannot be folded into FFN blocks, so nothing is fused"
+        elif not runs(made):
+            nothing = "no two FFN blocks follow each other, so there is nothing to fuse"
+        else:
+            nothing = "the limits leave nothing to fuse"
+            groups = plan(
+                made,
+                dependency=matrix,
+                largest_dependency=given.largest_dependency,
+                keep_last=given.keep_last,
+                max_width=given.max_width,
+                max_bytes=given.max_bytes,
+                precision=self.chosen.serving.precision,
+                max_blocks=given.max_blocks,
+                max_groups=given.max_groups,
+            )
+        picture = self.workspace.folder / "dependency.png"
+        title = f"{self.workspace.child}: how much blocks depend on earlier ones"
+        pattern = made.architecture.pattern
+        data_parallel.written(lambda: draw_dependency(matrix, picture, pattern=pattern, groups=groups, title=title))
+        if not groups:
+            _say(f"fuse: {nothing}")
+            return False
+        reader = TorchDistReader(checkpoint_folder(self.workspace.weights))
+        self._write(
+            self.workspace.fused,
+            fuse(reader, made, groups),
+            fused(made, groups),
+            {"groups": [[group.first, group.last] for group in groups]},
+        )
+        return True
+
+    def evaluate(self) -> None:
+        """Loss and speed of the child in every state, beside the parent's, in one run."""
+        states = {
+            "parent": self.workspace.parent,
+            "child": self.workspace.weights,
+            "fused": self.workspace.fused,
+            "healed": self.workspace.healed,
+            "trained on": self.workspace.pretrained,
+        }
+        rows = []
+        tokens = self.validation[0]
+        for name, checkpoint in states.items():
+            if not checkpoint.is_dir():
+                continue
+            description = description_of(checkpoint)
+            opened = self.parent if name == "parent" else self.open(checkpoint, description)
+            seconds, spread = evaluate.forward_seconds(opened, tokens)
+            rows.append(
+                {
+                    "name": name,
+                    "loss": evaluate.loss(opened, self.validation),
+                    "blocks": len(description.blocks),
+                    "forward_seconds": seconds,
+                    "forward_spread": spread,
+                    "tokens": tokens.numel(),
+                    "costs": {r: self._total(description.blocks, r) for r in RESOURCES},
+                    "pattern": format_pattern(description.architecture.pattern),
+                }
+            )
+        data_parallel.written(lambda: _write_json(self.workspace.folder / "evaluation.json", rows))
+
+
+def _as_json(made: Description) -> dict[str, Any]:
+    """A child as notation, and as Puzzle's block_configs where they can express it."""
+    pattern = made.architecture.pattern
+    sizes = to_config(made)["megatron"]
+    result: dict[str, Any] = {"pattern": format_pattern(pattern), "block_configs": None}
+    try:
+        result["block_configs"] = to_block_configs(
+            pattern,
+            hidden_size=sizes["hidden_size"],
+            num_attention_heads=sizes.get("num_attention_heads", 1),
+            num_query_groups=sizes.get("num_query_groups"),
+            ffn_hidden_size=sizes.get("ffn_hidden_size"),
+        )
+    except ValueError as error:
+        result["block_configs_missing"] = str(error)
+    return result
+
+
+def _write_json(file: Path, content: Any) -> None:
+    write_text(file, json.dumps(content, indent=1) + "\n")
+
+
+def _say(text: str) -> None:
+    if data_parallel.number() == 0:
+        notice(text)
+
+
+def _progress(label: str, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
+    return progress_of(label, total, unit=unit, enabled=data_parallel.number() == 0)

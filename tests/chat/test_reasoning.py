@@ -1,0 +1,244 @@
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_ext.chat.reasoning import Control, ModeShares, ReasoningReport, ReasoningSettings, mode_counts, stripped
+from nemo_ext.chat.sample import Message, Sample, ToolCall
+from nemo_ext.chat.template import Template
+from nemo_ext.data.sft.masks import ChatEncoder
+from nemo_ext.data.text.tokenizers import ByteTokenizer
+
+NOTHING = ReasoningSettings(strip=0, truncate=0)
+
+
+def chat(name: str, *, trace: str | None = "trace", answer: str = "answer", task: str = "math") -> Sample:
+    said = (Message(role="user", content="question"), Message(role="assistant", content=answer, reasoning=trace))
+    return Sample(id=name, messages=said, source="made", task=task)
+
+
+def first_characters(text: str, budgets: Sequence[int]) -> dict[int, str]:
+    return {budget: text[:budget] for budget in budgets if len(text) > budget}
+
+
+def controlled(samples: list[Sample], settings: ReasoningSettings) -> tuple[list[Sample], ReasoningReport]:
+    control = Control(settings, truncate=first_characters)
+    return [made for sample in samples for made in control.apply(sample)], control.report
+
+
+def within_binomial_error(count: int, total: int, share: float) -> bool:
+    return abs(count - share * total) <= 5 * math.sqrt(total * share * (1 - share)) + 1
+
+
+SAMPLES = st.lists(
+    st.builds(
+        lambda trace, answer, task, thinking: replace(
+            chat("", trace=trace, answer=answer, task=task), thinking=thinking
+        ),
+        st.sampled_from([None, "short", "a much longer trace"]),
+        st.sampled_from(["answer", ""]),
+        st.sampled_from(["math", "chat", ""]),
+        st.sampled_from([None, True, False]),
+    ),
+    max_size=60,
+).map(lambda samples: [replace(sample, id=str(number)) for number, sample in enumerate(samples)])
+SETTINGS = st.builds(
+    ReasoningSettings,
+    strip=st.floats(0, 1),
+    truncate=st.floats(0, 1),
+    pair=st.floats(0, 1),
+    seed=st.integers(0, 5),
+    budgets=st.just((3, 8)),
+)
+
+
+@given(samples=SAMPLES, settings=SETTINGS, data=st.data())
+def test_order_and_workers_do_not_matter(
+    samples: list[Sample], settings: ReasoningSettings, data: st.DataObject
+) -> None:
+    made, report = controlled(samples, settings)
+    shuffled = data.draw(st.permutations(samples))
+    parts = [controlled(shuffled[::2], settings), controlled(shuffled[1::2], settings)]
+    parts[0][1].add(parts[1][1])
+
+    assert sorted(map(repr, made)) == sorted(map(repr, parts[0][0] + parts[1][0]))
+    assert parts[0][1] == report
+
+
+@given(samples=SAMPLES, settings=SETTINGS)
+def test_nothing_is_lost_and_only_traces_change(samples: list[Sample], settings: ReasoningSettings) -> None:
+    made, report = controlled(samples, settings)
+    first = [sample for sample in made if not sample.id.endswith("#off")]
+
+    assert [sample.id for sample in first] == [sample.id for sample in samples]
+    for before, after in zip(samples, first, strict=True):
+        assert stripped(before) == stripped(after)
+        for was, now in zip(before.messages, after.messages, strict=True):
+            assert now.reasoning is None or (was.reasoning or "").startswith(now.reasoning)
+    for sample in made:
+        assert sample.thinking is any(message.reasoning is not None for message in sample.messages)
+    pairs = [sample for sample in made if sample.id.endswith("#off")]
+    assert all(sample.thinking is False for sample in pairs)
+    assert len(pairs) == report.counts["samples paired"]
+    assert report.counts["samples written"] == len(made)
+
+
+def test_shares_of_the_paper() -> None:
+    samples = [chat(str(number), trace="x" * 3000) for number in range(10_000)]
+    made, report = controlled(samples, ReasoningSettings())
+    assert within_binomial_error(report.counts["samples stripped"], len(samples), 0.10)
+    on = [sample for sample in made if sample.thinking]
+    lengths = Counter(len(sample.messages[1].reasoning or "") for sample in on)
+    cut = len(on) - lengths.pop(3000)
+    assert within_binomial_error(cut, len(on), 0.03)
+    assert set(lengths) == {256, 512, 1024, 2048}  # of the budgets, those that the trace exceeds
+    assert all(within_binomial_error(count, cut, 1 / 4) for count in lengths.values())
+    assert all(sample.messages[1].content == "answer" for sample in made)
+
+
+def test_decisions_of_one_purpose_say_nothing_about_another() -> None:
+    samples = [chat(str(number), trace="x" * 3000) for number in range(10_000)]
+    _, report = controlled(samples, ReasoningSettings(strip=0.5, truncate=0.5, pair=0.5))
+
+    assert within_binomial_error(report.counts["samples paired"], 10_000, 0.5)
+    assert within_binomial_error(report.counts["samples stripped"], 10_000 - report.counts["samples paired"], 0.5)
+    assert within_binomial_error(report.truncated.total(), report.counts["traces"], 0.5)
+
+
+def test_another_seed_source_or_id_decides_otherwise() -> None:
+    samples = [chat(str(number)) for number in range(200)]
+
+    def modes(samples: list[Sample], seed: int = 1) -> list[bool | None]:
+        made, _ = controlled(samples, ReasoningSettings(strip=0.5, truncate=0, seed=seed))
+        return [sample.thinking for sample in made]
+
+    assert modes(samples) == modes(samples)
+    assert modes(samples) != modes(samples, seed=2)
+    assert modes(samples) != modes([replace(sample, source="other") for sample in samples])
+
+
+def test_an_answer_that_is_all_trace_keeps_it() -> None:
+    made, report = controlled([chat("a", answer=" ")], ReasoningSettings(strip=1, truncate=0))
+    assert [sample.thinking for sample in made] == [True]
+    assert report.counts["samples not stripped: nothing would be left of an answer"] == 1
+
+    call = Message(role="assistant", reasoning="trace", tool_calls=(ToolCall(name="f"),))
+    made, _ = controlled([replace(chat("a"), messages=(call,))], ReasoningSettings(strip=1, truncate=0))
+    assert made[0].messages == (replace(call, reasoning=None),)
+
+
+def test_a_mode_that_the_data_contradict_is_put_right_and_counted() -> None:
+    said_on, said_off = replace(chat("a", trace=None), thinking=True), replace(chat("b"), thinking=False)
+
+    made, report = controlled([said_on, said_off], NOTHING)
+
+    assert [sample.thinking for sample in made] == [False, False]
+    assert made[1].messages[1].reasoning is None
+    assert report.counts["samples said to be on that had no trace, now off"] == 1
+    assert report.counts["samples said to be off that had a trace, now without it"] == 1
+
+
+def test_a_pair_takes_the_answer_known_for_the_mode_without_reasoning() -> None:
+    control = Control(replace(NOTHING, pair=1), off_answers={("made", "a"): "brief answer"})
+
+    on, off = control.apply(chat("a"))
+
+    assert (on.id, on.thinking, on.messages[1].content, on.messages[1].reasoning) == ("a", True, "answer", "trace")
+    assert (off.id, off.thinking, off.messages[1].content, off.messages[1].reasoning) == (
+        "a#off",
+        False,
+        "brief answer",
+        None,
+    )
+
+
+def test_a_budget_is_in_tokens_of_the_model() -> None:
+    encoder = ChatEncoder(Template.load("domyn"), ByteTokenizer())
+    control = Control(ReasoningSettings(strip=0, truncate=1, budgets=(5, 100)), truncate=encoder.truncated)
+
+    (made,) = control.apply(chat("a", trace="größe"))
+
+    assert made.messages[1].reasoning == "grö"  # six bytes would be "größ" without its last half
+    assert control.report.truncated == {5: 1}
+
+
+@given(
+    on=st.integers(0, 60),
+    fixed=st.integers(0, 20),
+    off=st.integers(0, 60),
+    share=st.sampled_from([0.0, 0.15, 0.23, 0.5, 0.538, 0.9, 1.0]),
+)
+def test_a_task_is_brought_to_its_share_at_the_least_cost(on: int, fixed: int, off: int, share: float) -> None:
+    samples = [chat(f"on{n}") for n in range(on)] + [chat(f"fixed{n}", answer="") for n in range(fixed)]
+    samples += [chat(f"off{n}", trace=None) for n in range(off)]
+    samples = controlled(samples, NOTHING)[0] + [chat("other", task="chat")]
+    shares = ModeShares({"math": share}, seed=3)
+    halves = [ModeShares({"math": share}, seed=3) for _ in range(2)]
+    for number, sample in enumerate(reversed(samples)):
+        shares.observe(sample)
+        halves[number % 2].observe(sample)
+    halves[0].add(halves[1])
+
+    plan = shares.plan()
+    kept = [sample for sample in map(plan.apply, samples) if sample is not None]
+
+    assert halves[0].plan().below == plan.below
+    assert kept[-1] == samples[-1]
+    thinking, without = mode_counts(kept).get("math", (0, 0))
+    dropped = on + fixed + off - thinking - without
+    assert dropped == sum(count for what, count in plan.report.counts.items() if "dropped" in what)
+    if on + fixed == 0 and share > 0:
+        assert plan.unreachable == (["math"] if off else [])
+        assert (thinking, without) == (0, off)
+    elif on + fixed > share * (on + fixed + off):
+        if round((on + fixed) - share * (on + fixed + off)) <= on:  # enough of them can be stripped
+            assert dropped == 0
+            assert abs(thinking - share * (thinking + without)) <= 0.5
+        else:
+            assert without == on + off
+            assert abs(thinking - share * without / (1 - share)) <= 0.5
+    else:
+        assert thinking == on + fixed
+        assert abs(thinking / share - (thinking + without)) <= 0.5 if share else True
+
+
+def test_a_mode_that_was_not_decided_is_that_of_the_traces() -> None:
+    shares = ModeShares({"*": 0.5}, seed=0)
+    samples = [chat(f"on{n}") for n in range(6)] + [chat(f"off{n}", trace=None) for n in range(2)]
+    for sample in samples:
+        assert sample.thinking is None
+        shares.observe(sample)
+
+    plan = shares.plan()
+
+    assert plan.unreachable == []
+    assert mode_counts(plan.apply(sample) or sample for sample in samples) == {"math": (4, 4)}
+
+
+def test_tasks_without_a_target_take_the_stars() -> None:
+    shares = ModeShares({"math": 1.0, "*": 0.0}, seed=0)
+    samples, _ = controlled([chat("a"), chat("b", task="chat")], NOTHING)
+    for sample in samples:
+        shares.observe(sample)
+
+    plan = shares.plan()
+
+    assert [plan.apply(sample) for sample in samples] == [samples[0], stripped(samples[1])]
+    assert "chat: stripped for its share | 1" in plan.report.markdown()
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match="reasoning: unknown key 'budget': did you mean 'budgets'"):
+        ReasoningSettings.of({"budget": [1]})
+    with pytest.raises(ValueError, match=r"reasoning\.strip must be a share from 0 to 1, not 10"):
+        ReasoningSettings.of({"strip": 10})
+    with pytest.raises(ValueError, match=r"reasoning\.budgets must be a whole number of at least 1, not 0"):
+        ReasoningSettings.of({"budgets": [0]})
+    with pytest.raises(ValueError, match="give the tokenizer"):
+        Control(ReasoningSettings())
+    with pytest.raises(ValueError, match=r"thinking_shares\.math must be a share from 0 to 1, not 15"):
+        ModeShares({"math": 15}, seed=0)

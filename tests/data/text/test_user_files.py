@@ -1,0 +1,275 @@
+import gzip
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_ext.data.text.documents import Document, Part, ReadReport, Source
+from nemo_ext.data.text.sources import load_source
+
+Read = Callable[[Source], tuple[list[Document], ReadReport]]
+
+
+def write_jsonl(path: Path, records: Iterable[object]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def read(source: Source, part: Part) -> list[Document]:
+    return list(source.read(part, ReadReport()))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "text", "parquet"])
+def test_a_missing_file_is_named(tmp_path: Path, kind: str) -> None:
+    source = load_source({"kind": kind, "path": str(tmp_path / "nowhere.x")})
+
+    with pytest.raises(ValueError, match=r"nowhere\.x"):
+        source.check()
+
+
+def test_a_directory_or_a_glob_without_files_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a directory: name its files"):
+        load_source({"kind": "text", "path": str(tmp_path)}).check()
+    with pytest.raises(ValueError, match=r"no such file: .*\*\.txt"):
+        load_source({"kind": "text", "path": str(tmp_path / "*.txt")}).check()
+    with pytest.raises(ValueError, match="is not a directory"):
+        load_source({"kind": "tree", "path": str(tmp_path / "nowhere")}).check()
+
+
+# ------------------------------------------------------------------------------------------ jsonl
+
+
+def test_jsonl_ids_are_file_and_line_and_blank_lines_are_ignored(tmp_path: Path, read_all: Read) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a.jsonl").write_text('{"body": "one"}\n\n{"body": "two"}\r\n{"body": "no newline at the end"}')
+    (tmp_path / "b" / "a.jsonl").write_text('{"body": "four", "other": 1}\n')
+    source = load_source({"kind": "jsonl", "path": str(tmp_path / "**" / "*.jsonl"), "text_key": "body"})
+
+    documents, report = read_all(source)
+
+    assert documents == [
+        Document("a.jsonl:1", "one"),
+        Document("a.jsonl:3", "two"),
+        Document("a.jsonl:4", "no newline at the end"),
+        Document("b/a.jsonl:1", "four"),
+    ]
+    assert report.records == 4
+    assert report.skipped == {}
+
+
+def test_compressed_jsonl_reads_as_the_plain_file(tmp_path: Path, read_all: Read) -> None:
+    plain = write_jsonl(tmp_path / "a.json", [{"text": f"text {number} é"} for number in range(1000)])
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    with pa.output_stream(str(tmp_path / "a.json.zst"), compression="zstd") as file:
+        file.write(plain.read_bytes())
+
+    def texts(name: str) -> list[str]:
+        return [document.text for document in read_all(load_source({"kind": "jsonl", "path": name}))[0]]
+
+    assert texts(str(plain)) == texts(f"{plain}.gz") == texts(f"{plain}.zst")
+    assert len(texts(str(plain))) == 1000
+
+
+def test_a_damaged_compressed_file_is_named(tmp_path: Path, read_all: Read) -> None:
+    line = json.dumps({"text": os.urandom(50_000).hex()}).encode() + b"\n"
+    whole = gzip.compress(line)
+    (tmp_path / "cut.json.gz").write_bytes(whole[:-1000])
+    (tmp_path / "changed.json.gz").write_bytes(whole[:20_000] + bytes(2_000) + whole[22_000:])
+    (tmp_path / "not.json.gz").write_bytes(line)
+    with pa.output_stream(str(tmp_path / "cut.json.zst"), compression="zstd") as file:
+        file.write(line)
+    os.truncate(tmp_path / "cut.json.zst", 10_000)
+    (tmp_path / "not.json.zst").write_bytes(line)
+
+    for name in ("cut.json.gz", "changed.json.gz", "not.json.gz", "cut.json.zst", "not.json.zst"):
+        with pytest.raises(ValueError, match=rf"{name}: cannot be read to its end"):
+            read_all(load_source({"kind": "jsonl", "path": str(tmp_path / name)}))
+
+
+@settings(max_examples=60)
+@given(
+    texts=st.lists(st.one_of(st.none(), st.text(st.characters(codec="utf-8"), min_size=1, max_size=30)), max_size=20),
+    max_documents=st.integers(1, 8),
+    max_size=st.integers(1, 200),
+)
+def test_jsonl_documents_do_not_depend_on_where_it_is_cut(
+    texts: list[str | None], max_documents: int, max_size: int
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "a.jsonl")
+        lines = ["\n" if text is None else json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts]
+        path.write_bytes("".join(lines).encode())
+        source = load_source({"kind": "jsonl", "path": str(path)})
+
+        whole = [
+            document for part in source.parts(max_documents=10**9, max_size=10**9) for document in read(source, part)
+        ]
+        parts = list(source.parts(max_documents=max_documents, max_size=max_size))
+        cut = [document for part in parts for document in read(source, part)]
+
+    expected = [Document(f"a.jsonl:{line}", text) for line, text in enumerate(texts, 1) if text is not None]
+    assert whole == cut == expected
+    assert sum(part.size for part in parts) == len("".join(lines).encode())
+    assert all(part.documents <= max_documents for part in parts)
+
+
+def test_malformed_lines_are_counted_with_their_place(tmp_path: Path, read_all: Read) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"good {number}"} for number in range(1000)])
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[6] = b'{"text": "cut off\n'
+    lines[7] = b"[1]\n"
+    lines[8] = b'{"txt": "x"}\n'
+    lines[9] = b'{"text": 3}\n'
+    lines[10] = b'{"text": "\\ud800"}\n'
+    lines[11] = b'{"text": "\xff"}\n'
+    lines[12] = b'{"text": " \\n"}\n'
+    path.write_bytes(b"".join(lines))
+
+    documents, report = read_all(load_source({"kind": "jsonl", "path": str(path)}))
+
+    assert len(documents) == 993
+    assert report.records == 1000
+    assert report.skipped == {"malformed": 6, "empty": 1}
+    assert [example.split(":")[1] for example in report.examples["malformed"]] == ["7", "8", "9", "10", "11"]
+    assert "no key 'text', there are ['txt']: set text_key" in report.examples["malformed"][2]
+    assert report.examples["empty"] == ["a.jsonl:13"]
+
+
+def test_too_many_malformed_lines_are_an_error(tmp_path: Path, read_all: Read) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "good"}] * 98 + [{"text": None}] * 2)
+    config = {"kind": "jsonl", "path": str(path)}
+
+    with pytest.raises(ValueError, match=r"2 of 100 records .* max_bad_share=0.01: .*a\.jsonl:99: 'text' is not a str"):
+        read_all(load_source(config))
+    assert len(read_all(load_source(config | {"max_bad_share": 0.02, "deduplicate": False}))[0]) == 98
+
+
+def test_check_finds_a_wrong_text_key_before_any_work(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"content": "x", "id": 1}] * 5)
+
+    with pytest.raises(ValueError, match=r"no line has a text: .*no key 'text', there are \['content', 'id'\]"):
+        load_source({"kind": "jsonl", "path": str(path)}).check()
+
+
+# ---------------------------------------------------------------------------------------- parquet
+
+
+def test_parquet_is_read_by_row_group(tmp_path: Path, read_all: Read) -> None:
+    path = tmp_path / "a.parquet"
+    texts = [f"row {number}" for number in range(250)]
+    pq.write_table(pa.table({"body": texts, "id": list(range(250))}), path, row_group_size=100)
+    source = load_source({"kind": "parquet", "path": str(path), "text_key": "body"})
+
+    source.check()
+    parts = list(source.parts(max_documents=10, max_size=10))
+    documents, report = read_all(source)
+
+    assert [part.documents for part in parts] == [100, 100, 50]
+    assert documents == [Document(f"a.parquet:{row}", text) for row, text in enumerate(texts, 1)]
+    assert report.records == 250
+
+
+def test_parquet_nulls_are_counted_and_dictionaries_are_text(tmp_path: Path, read_all: Read) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": pa.array(["a", None, "b"]).dictionary_encode()}), path)
+    source = load_source({"kind": "parquet", "path": str(path), "max_bad_share": 0.5})
+
+    source.check()
+    documents, report = read_all(source)
+
+    assert [document.text for document in documents] == ["a", "b"]
+    assert report.skipped == {"malformed": 1}
+    assert report.examples["malformed"] == [f"{path}: row 2: 'text' is null"]
+
+
+def test_parquet_text_that_is_not_utf8_is_counted_with_its_row(tmp_path: Path, read_all: Read) -> None:
+    path = tmp_path / "a.parquet"
+    texts = pa.array([b"one", b"t\xffwo", b"three"], pa.binary())
+    bad = pa.StringArray.from_buffers(3, texts.buffers()[1], texts.buffers()[2])  # unchecked
+    pq.write_table(pa.table({"text": bad}), path)
+    source = load_source({"kind": "parquet", "path": str(path), "max_bad_share": 0.5})
+
+    documents, report = read_all(source)
+
+    assert documents == [Document("a.parquet:1", "one"), Document("a.parquet:3", "three")]
+    assert report.records == 3 and report.skipped == {"malformed": 1}
+    assert report.examples["malformed"][0].startswith(f"{path}: row 2: not UTF-8")
+
+
+def test_a_wrong_parquet_column_or_file_is_named(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"texts": ["a"], "id": [1]}), tmp_path / "a.parquet")
+    (tmp_path / "b.parquet").write_bytes(b"not parquet at all")
+
+    with pytest.raises(ValueError, match=r"no string column 'text' .*did you mean 'texts'\? known: texts$"):
+        load_source({"kind": "parquet", "path": str(tmp_path / "a.parquet")}).check()
+    with pytest.raises(ValueError, match=r"b\.parquet: not a readable Parquet file"):
+        load_source({"kind": "parquet", "path": str(tmp_path / "b.parquet")}).check()
+
+
+# --------------------------------------------------------------------------------- text and trees
+
+
+def test_text_files_are_one_document_each(tmp_path: Path, read_all: Read) -> None:
+    for name, text in (("b.txt", "second\r\nline"), ("a.txt", "\ufefffirst"), ("c.md", "not named")):
+        (tmp_path / name).write_bytes(text.encode())
+    source = load_source({"kind": "text", "path": [str(tmp_path / "*.txt"), str(tmp_path / "a.txt")]})
+
+    assert read_all(source)[0] == [Document("a.txt", "first"), Document("b.txt", "second\r\nline")]
+
+
+def test_a_named_text_file_that_is_not_text_is_an_error(tmp_path: Path, read_all: Read) -> None:
+    (tmp_path / "a.txt").write_bytes("caf\u00e9".encode("latin-1"))
+
+    with pytest.raises(ValueError, match=r"undecodable \(.*a\.txt: byte 3\): convert it to UTF-8"):
+        read_all(load_source({"kind": "text", "path": str(tmp_path / "a.txt")}))
+
+
+def test_a_tree_reads_what_its_globs_choose_and_counts_the_rest(tmp_path: Path, read_all: Read) -> None:
+    files = {
+        "main.py": b"print(1)\n",
+        "pkg/module.py": b"x = 1\n",
+        "pkg/empty.py": b"",
+        "pkg/binary.py": b"\x00\x01",
+        "pkg/latin.py": "caf\u00e9".encode("latin-1"),
+        "pkg/generated/out.py": b"y = 2\n",
+        "node_modules/left.py": b"z = 3\n",
+        "notes.txt": b"not chosen",
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "broken.py").symlink_to(tmp_path / "nowhere")
+    source = load_source(
+        {"kind": "tree", "path": str(tmp_path), "include": "*.py", "exclude": ["node_modules", "pkg/generated/*"]}
+    )
+
+    documents, report = read_all(source)
+
+    assert documents == [Document("main.py", "print(1)\n"), Document("pkg/module.py", "x = 1\n")]
+    assert report.skipped == {"binary": 1, "undecodable": 1, "empty": 1}
+    assert report.examples["binary"] == [str(tmp_path / "pkg/binary.py")]
+
+
+def test_a_tree_without_a_matching_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+
+    with pytest.raises(ValueError, match=r"no file below .* matches include=\['\*\.py'\]"):
+        load_source({"kind": "tree", "path": str(tmp_path), "include": ["*.py"]}).check()
+
+
+def test_the_fingerprint_tells_that_a_file_changed(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    source = load_source({"kind": "jsonl", "path": str(path)})
+    before = source.fingerprint(source.inputs())
+
+    assert source.fingerprint(source.inputs()) == before
+    write_jsonl(path, [{"text": "b"}])
+    os.utime(path, ns=(0, 0))  # the same size at another time
+    assert source.fingerprint(source.inputs()) != before

@@ -1,0 +1,123 @@
+"""Composition: resolvers, overrides, missing values."""
+
+import subprocess
+import sys
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from nemo_ext.job.config import check_recipe, compose, hydra_value, hydra_words, iterations, multiply
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(None, None), (0, 0), (1, 1), (25e12, 993411), (503_316_480_000, 20000)]
+)
+def test_iterations_come_nearest_to_the_tokens(tokens: float | None, expected: int | None) -> None:
+    assert iterations(tokens, 8192, 3072) == expected
+
+
+def test_negative_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="zero or more"):
+        iterations(-1, 8, 8)
+
+
+def test_a_product_is_whole_where_it_can_be() -> None:
+    assert multiply(0.05, 100) == 5 and isinstance(multiply(0.05, 100), int)
+    assert multiply(0.05, 10) == 0.5
+
+
+def test_any_megatron_argument_can_be_added_and_a_pattern_needs_no_quotes() -> None:
+    config = compose("train", ["megatron.lr_warmup_init=1e-7", "model.pattern=(*{kv=1}-)x2"])
+
+    assert config["megatron"]["lr_warmup_init"] == 1e-7
+    assert config["model"]["pattern"] == "(*{kv=1}-)x2"
+
+
+def test_limits_given_whole_replace_the_recipes() -> None:
+    shares = compose("puzzle", ["puzzle.search.shares={parameters: 0.5}"])["puzzle"]["search"]["shares"]
+    assert shares == {"parameters": 0.5}
+    shares = compose("puzzle", ["puzzle.search.shares.parameters=0.5"])["puzzle"]["search"]["shares"]
+    assert shares == {"memory_bytes": 0.6, "attention_blocks": 0.75, "parameters": 0.5}
+
+
+def test_quoted_patterns_stay_as_they_are() -> None:
+    assert hydra_words(["model.pattern='M*'", "run_dir=x"]) == ["model.pattern='M*'", "run_dir=x"]
+
+
+@pytest.mark.parametrize(
+    ("job", "word", "found"),
+    [
+        ("sft_data", "filters.repetition.ngram=20", {"repetition": {"ngram": 20}}),
+        ("sft_data", "filters.narrative={files: n.txt}", {"narrative": {"files": "n.txt"}}),
+        ("sft_data", "filters.length.max_tokens=900", {"length": {"max_tokens": 900}}),
+        ("sft_data", "filters.language.by_source.news=[de]", {"language": {"by_source": {"news": ["de"]}}}),
+        ("sft_data", "filters.repetition=null", {"repetition": None}),
+        ("sft_data", "filters={repetition: {ngram: 20}}", {"repetition": {"ngram": 20}}),
+        ("sft_data", "filters.structurel={}", {"structurel": {}}),  # which the job refuses, with the nearest
+        ("preference_data", "filters.max_tokens=900", {"max_tokens": 900}),
+        ("curriculum", "filters.drop_from=0.5", {"drop_from": 0.5}),
+    ],
+)
+def test_filters_are_set_on_the_command_line(job: str, word: str, found: dict[str, object]) -> None:
+    before, after = (compose(job, ["output=o", *words])["filters"] for words in ((), (word,)))
+
+    assert after == before | found
+
+
+ENDS = """
+import sys
+from nemo_ext.job.config import run_job
+def job(config):
+    {body}
+sys.argv = ["x", "output=o"]
+run_job("curriculum", job, resumable={resumable})
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "resumable", "code", "line"),
+    [
+        ("raise OSError(28, 'no space', 'made/train.bin')", True, 1, "error: No space left on device: made/train.bin"),
+        ("raise OSError(27, 'no name')", False, 1, "error: File too large"),
+        ("raise KeyboardInterrupt", False, 130, "interrupted"),
+        ("raise KeyboardInterrupt", True, 130, "interrupted: the same command goes on"),
+    ],
+)
+def test_a_job_that_cannot_go_on_ends_with_one_line(body: str, resumable: bool, code: int, line: str) -> None:
+    program = ENDS.format(body=body, resumable=resumable)
+
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", f"{line}\n")
+
+
+@given(st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1))
+@example("1e5")
+@example("null")
+@example("a b,c=d")
+@example("it's \\'quoted\\\" \\")
+def test_any_text_is_a_value(text: str) -> None:
+    assert OverridesParser.create().parse_override(f"key={hydra_value(text)}").value() == text
+
+
+@pytest.mark.parametrize("plain", ["/models/olmo-3_7b.v2", "../runs/mine", "./x", "checkpoints"])
+def test_plain_paths_are_not_quoted(plain: str) -> None:
+    assert hydra_value(plain) == plain
+
+
+def test_missing_values_are_named() -> None:
+    with pytest.raises(ValueError, match=r"train\.tokens"):
+        compose("train", ["train.tokens=???"])
+
+
+def test_a_recipe_that_is_not_there_is_named_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="did you mean nemotron3_nano/pretrain"):
+        check_recipe(["recipe=nemotron3_nano/pretrian"])
+
+
+def test_the_recipe_wins_over_the_model_and_the_command_line_over_both() -> None:
+    assert compose("train", ["recipe=domyn_small/cpt"])["megatron"]["rotary_base"] == 500_000
+    assert compose("train", ["recipe=domyn_small/cpt", "megatron.rotary_base=7"])["megatron"]["rotary_base"] == 7
+    assert compose("train", ["recipe=domyn_small/cpt", "model=domyn_small_tiny"])["model"]["name"] == "domyn_small_tiny"

@@ -1,0 +1,131 @@
+"""Problems: what is refused, sums of resources, files."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_ext.puzzle.choice.problem import (
+    Candidate,
+    Limit,
+    Problem,
+    add_resource,
+    read_problem,
+    seconds_at_throughput,
+    write_problem,
+)
+
+
+def small() -> Problem:
+    return Problem(
+        blocks=[
+            [
+                Candidate("keep", 0.0, {"bytes": 3, "seconds": 0.5}),
+                Candidate("no_op", 0.25, {"bytes": 0, "seconds": 0.0}),
+            ],
+            [
+                Candidate("keep", 0.0, {"bytes": 3, "seconds": 0.5}),
+                Candidate("half", -0.1, {"seconds": 0.3, "bytes": 1}),
+            ],
+        ],
+        limits={"bytes": Limit(upper=4.5), "seconds": Limit(lower=0.1)},
+        outside={"bytes": 1.0},
+    )
+
+
+def test_totals_and_names_of_a_choice() -> None:
+    assert small().costs((1, 1)) == {"bytes": 2.0, "seconds": 0.3}
+    assert small().score((1, 1)) == pytest.approx(0.15)
+    assert small().names((1, 1)) == ("no_op", "half")
+
+
+def test_a_resource_that_some_candidates_lack_has_no_total() -> None:
+    blocks = [[Candidate("a", 0.0, {"bytes": 1, "heads": 2}), Candidate("b", 0.0, {"bytes": 2})]]
+    assert Problem(blocks).resources == ("bytes",)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "limits", "message"),
+    [
+        ([], {}, "no blocks"),
+        ([[Candidate("a", 0.0, {})], []], {}, "block 2 has no candidates"),
+        ([[Candidate("a", 0.0, {}), Candidate("a", 1.0, {})]], {}, "block 1, candidate 'a': the name stands twice"),
+        ([[Candidate("a", math.nan, {})]], {}, "block 1, candidate 'a': score must be a finite number, got nan"),
+        ([[Candidate("a", 0.0, {"bytes": math.inf})]], {}, "cost 'bytes' must be a finite number, got inf"),
+        ([[Candidate("a", True, {})]], {}, "score must be a finite number, got True"),
+        (
+            [[Candidate("a", 0.0, {"memory_bytes": 1.0, "decode_seconds": 1.0})]],
+            {"memory_byte": Limit(upper=1.0)},
+            r"block 1, candidate 'a': the limit on 'memory_byte' needs its cost.*did you mean 'memory_bytes'\?",
+        ),
+        ([[Candidate("a", 0.0, {"bytes": 1})]], {"bytes": Limit()}, "limit on 'bytes': give it an upper or a lower"),
+        ([[Candidate("a", 0.0, {"bytes": 1})]], {"bytes": Limit(upper=1, lower=2)}, "lower 2 is above upper 1"),
+        ([[Candidate("a", 0.0, {"bytes": 1})]], {"bytes": Limit(upper=math.nan)}, "upper must be a finite number"),
+        ([[Candidate("a", 0.0, {"bytes": 1})]], {"bytes": Limit(upper=-math.inf)}, "upper must be a finite number"),
+    ],
+)
+def test_what_is_refused(blocks: Any, limits: dict[str, Limit], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Problem(blocks, limits)
+
+
+def test_a_weighted_sum_is_a_resource_like_others() -> None:
+    problem = add_resource(small(), "latency", weights={"seconds": 10.0, "bytes": 1.0})
+    assert problem.costs((0, 1))["latency"] == pytest.approx(8.0 + 4.0 + 1.0)  # blocks and outside
+    with pytest.raises(ValueError, match="already have a cost 'latency'"):
+        add_resource(problem, "latency", weights={"seconds": 1.0})
+    with pytest.raises(ValueError, match=r"new resource 'x' needs its cost.*did you mean 'seconds'"):
+        add_resource(problem, "x", weights={"second": 1.0})
+
+
+def test_a_throughput_is_a_limit_on_seconds() -> None:
+    assert seconds_at_throughput(6400.0, batch=256, tokens=50) == 2.0
+    with pytest.raises(ValueError, match="must be positive"):
+        seconds_at_throughput(0.0, batch=1, tokens=1)
+
+
+def test_files_come_back_equal(tmp_path: Path) -> None:
+    path = write_problem(small(), tmp_path / "problem.json")
+    assert read_problem(path) == small()
+    assert json.loads(path.read_text())["limits"] == {
+        "bytes": {"upper": 4.5},
+        "seconds": {"lower": 0.1},
+    }
+
+
+GOOD = '{"name": "a", "score": 0.5, "costs": {"bytes": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "the problem: expected a mapping"),
+        ("{", "Expecting property name"),
+        ("{}", "the key 'blocks' is missing"),
+        ('{"blocks": 3}', "`blocks` a list"),
+        ('{"block": []}', "unknown key 'block'.*did you mean 'blocks'"),
+        ('{"blocks": [3]}', "block 1: expected a list"),
+        (f'{{"blocks": [[{GOOD}], [3]]}}', "block 2, candidate 1: expected a mapping"),
+        (GOOD.join(['{"blocks": [[', ']], "limits": {"bytes": {"max": 1}}}']), "limit on 'bytes': unknown key 'max'"),
+        (GOOD.join(['{"blocks": [[', ']], "limits": {"bytes": {"upper": "1"}}}']), "limit on 'bytes': upper must be"),
+        ('{"blocks": [[{"name": "a", "costs": {}}]]}', "block 1, candidate 1: the key 'score' is missing"),
+        ('{"blocks": [[{"name": "a", "score": NaN, "costs": {}}]]}', "NaN is not a number"),
+        ('{"blocks": [[{"name": "a", "score": 1e999, "costs": {}}]]}', "score must be a finite number, got inf"),
+        ('{"blocks": [[{"name": "a", "score": "1", "costs": {}}]]}', "score must be a finite number, got '1'"),
+        ('{"blocks": [[{"name": 1, "score": 1, "costs": {}}]]}', "`name` to be text"),
+        ('{"blocks": [[{"name": "a", "score": 1, "costs": {"b": 1, "b": 2}}]]}', "'b' is given twice"),
+    ],
+)
+def test_files_that_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "problem.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_problem(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such problem file"):
+        read_problem(tmp_path / "none.json")

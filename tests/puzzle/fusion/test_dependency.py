@@ -1,0 +1,286 @@
+"""The dependency matrix: against leaving blocks out by hand, and from a file that is there already."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from math import isnan, nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cosine_similarity
+
+from nemo_ext.architecture.pattern import parse
+from nemo_ext.blockwise.parent import Parent
+from nemo_ext.job.config import compose
+from nemo_ext.megatron.session import build_model
+from nemo_ext.puzzle.fusion import dependency
+from nemo_ext.puzzle.fusion.dependency import (
+    checksum,
+    cosine_distance,
+    distance_sums,
+    draw_dependency,
+    measure_dependency,
+    read_dependency,
+)
+from nemo_ext.puzzle.fusion.fusion import Group
+
+BEGINNINGS = {"png": b"\x89PNG", "svg": b"<?xml"}
+
+
+@pytest.fixture
+def parent(megatron: None) -> Callable[..., Parent]:
+    def make(model: str = "llama_nemotron_tiny", pattern: str = "*---*-") -> Parent:
+        overrides = ["run_dir=unused", "data=mock", f"model={model}", "precision=fp32", f'model.pattern="{pattern}"']
+        torch.manual_seed(0)
+        made = Parent(*build_model(compose("train", overrides)))
+        with torch.no_grad():
+            for parameter in made.model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)  # untrained blocks add next to nothing
+        return made
+
+    return make
+
+
+def calibration(batches: int = 2, seed: int = 5) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 384, (2, 12), generator=generator) for _ in range(batches)]
+
+
+def by_hand(parent: Parent, tokens: torch.Tensor) -> list[list[float]]:
+    """One pass of the whole model without block i for every i, cosines in fp64."""
+
+    def contributions(without: int | None) -> list[torch.Tensor]:
+        with torch.no_grad(), parent.recorded() as record:
+            parent.logits(tokens, {} if without is None else {without: None})
+        added = [output.double() - hidden.double() for hidden, output in record]
+        if without is not None:
+            added.insert(without, torch.zeros_like(added[0]))
+        return added
+
+    whole = contributions(None)
+    count = len(parent.layers)
+    matrix = [[nan] * count for _ in range(count)]
+    for i in range(count):
+        changed = contributions(i)
+        for j in range(i + 1, count):
+            matrix[i][j] = (1 - cosine_similarity(whole[j], changed[j], dim=-1)).mean().item()
+    return matrix
+
+
+@pytest.mark.parametrize(
+    ("model", "pattern"),
+    [("llama_nemotron_tiny", "*---*-"), ("nemotron3_nano_tiny", "M*-E-"), ("domyn_small_tiny", "*--{linear}-")],
+)
+def test_rows_are_what_leaving_a_block_out_changes(
+    model: str, pattern: str, parent: Callable[..., Parent], tmp_path: Path
+) -> None:
+    opened, data = parent(model, pattern), calibration()
+    with torch.no_grad():
+        before = opened.logits(data[0])
+
+    matrix = measure_dependency(opened, data, tmp_path / "dependency.jsonl")
+
+    expected = by_hand(opened, torch.cat(data))
+    assert max(max(distance for distance in row if not isnan(distance)) for row in matrix[:-1]) > 0.01
+    for found, row in zip(matrix, expected, strict=True):
+        assert found == pytest.approx(row, rel=1e-4, abs=1e-6, nan_ok=True)
+    with torch.no_grad():
+        assert torch.equal(opened.logits(data[0]), before)  # nothing stayed left out
+
+
+def test_blocks_that_matter_are_run_and_measured_alone(parent: Callable[..., Parent], tmp_path: Path) -> None:
+    opened, data = parent(), calibration()
+    ran: list[int] = []
+    opened.layers[4].register_forward_hook(lambda *given: ran.append(4))
+    whole = measure_dependency(opened, data, tmp_path / "whole.jsonl")
+    ran.clear()
+
+    matrix = measure_dependency(opened, data, tmp_path / "dependency.jsonl", numbers=range(1, 4))
+
+    assert not ran
+    pairs = {(i, j) for i in range(6) for j in range(6) if not isnan(matrix[i][j])}
+    assert pairs == {(1, 2), (1, 3), (2, 3)}
+    assert all(matrix[i][j] == pytest.approx(whole[i][j], rel=1e-5) for i, j in pairs)
+
+
+def test_what_the_file_has_is_not_measured_again(
+    parent: Callable[..., Parent], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, data, file = parent(), calibration(), tmp_path / "dependency.jsonl"
+    whole = measure_dependency(opened, data, tmp_path / "whole.jsonl")
+    measured: list[dict[int, Any]] = []
+
+    def spy(parent: Parent, later: Any, *args: Any, **kwargs: Any) -> Any:
+        measured.append(later)
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return distance_sums(parent, later, *args, **kwargs)
+
+    monkeypatch.setattr(dependency, "distance_sums", spy)
+    with pytest.raises(KeyboardInterrupt):
+        measure_dependency(opened, data, file, together=2)
+    passes: list[int] = []
+    matrix = measure_dependency(opened, data, file, together=9, advance=passes.append)
+
+    assert [sorted(later) for later in measured] == [[0, 1], [2, 3], [2, 3, 4]]
+    assert passes[0] == 2 * len(data) and sum(passes) == 5 * len(data)
+    assert len(file.read_text().splitlines()) == 5
+    for found, row in zip(matrix, whole, strict=True):
+        assert found == pytest.approx(row, nan_ok=True)
+    assert str(read_dependency(file)) == str(matrix)
+
+
+def test_runs_one_after_the_other_add_to_one_file(parent: Callable[..., Parent], tmp_path: Path) -> None:
+    opened, data, file = parent(pattern="--*---"), calibration(1), tmp_path / "dependency.jsonl"
+    whole = measure_dependency(opened, data, tmp_path / "whole.jsonl")
+
+    measure_dependency(opened, data, file, numbers=range(2))
+    measure_dependency(opened, data, file, numbers=range(3, 6))
+    measure_dependency(opened, data, file, numbers=(0, 4))  # row 1 has a pair already and gets another
+
+    matrix = read_dependency(file)
+    pairs = {(i, j) for i in range(6) for j in range(6) if not isnan(matrix[i][j])}
+    assert pairs == {(0, 1), (0, 4), (3, 4), (3, 5), (4, 5)}
+    assert all(matrix[i][j] == pytest.approx(whole[i][j]) for i, j in pairs)
+
+
+def test_shares_of_the_calibration_set_add_up(parent: Callable[..., Parent]) -> None:
+    opened, data, later = parent(), calibration(3), {0: [2, 3], 2: [3]}
+
+    whole, tokens = distance_sums(opened, later, data)
+    shares = [distance_sums(opened, later, share) for share in (data[:1], data[1:])]
+
+    assert tokens == sum(count for _, count in shares) == 72
+    for number in later:
+        assert sum(sums[number] for sums, _ in shares).tolist() == pytest.approx(whole[number].tolist())
+    assert sum(map(checksum, (data[:1], data[1:]))) % 2**32 == checksum(data) == checksum([torch.cat(data)])
+    assert checksum(data) != checksum(calibration(3, seed=6))
+
+
+RANK = """
+import sys
+from pathlib import Path
+
+import torch
+
+from nemo_ext.megatron.cpu import mamba_modules
+
+mamba_modules.install()
+from nemo_ext.job.config import compose
+from nemo_ext.megatron.session import build_model, data_parallel
+from nemo_ext.blockwise.data_parallel import share
+from nemo_ext.puzzle.fusion.dependency import measure_dependency
+from nemo_ext.blockwise.parent import Parent
+
+folder = Path(sys.argv[1])
+with data_parallel():
+    parent = Parent(*build_model(compose("train", sys.argv[2:])))
+    parent.model.load_state_dict(torch.load(folder / "weights.pt"), strict=False)
+    matrix = measure_dependency(parent, share(torch.load(folder / "calibration.pt")), folder / "dependency.jsonl")
+    torch.save(matrix, folder / f"matrix{torch.distributed.get_rank()}.pt")
+"""
+
+
+@pytest.mark.slow
+def test_ranks_with_shares_of_the_calibration_set_write_what_one_would(
+    parent: Callable[..., Parent], tmp_path: Path
+) -> None:
+    opened, data = parent(pattern="*--"), calibration(3)
+    overrides = ["run_dir=unused", "data=mock", "model=llama_nemotron_tiny", "precision=fp32", 'model.pattern="*--"']
+    torch.save(data, tmp_path / "calibration.pt")
+    torch.save(dict(opened.model.named_parameters()), tmp_path / "weights.pt")
+    (tmp_path / "rank.py").write_text(RANK)
+
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(tmp_path / "rank.py"), str(tmp_path), *overrides]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
+    whole = measure_dependency(opened, data, tmp_path / "whole.jsonl")
+    for rank in range(2):
+        for found, row in zip(torch.load(tmp_path / f"matrix{rank}.pt"), whole, strict=True):
+            assert found == pytest.approx(row, rel=1e-5, nan_ok=True)
+    # The ranks' file is one of the whole calibration set: nothing of it is measured again.
+    lines = (tmp_path / "dependency.jsonl").read_text()
+    measure_dependency(opened, data, tmp_path / "dependency.jsonl")
+    assert (tmp_path / "dependency.jsonl").read_text() == lines
+
+
+def test_a_file_of_something_else_is_refused(parent: Callable[..., Parent], tmp_path: Path) -> None:
+    opened, data, file = parent(pattern="*--"), calibration(), tmp_path / "dependency.jsonl"
+    measure_dependency(opened, data, file)
+
+    with pytest.raises(ValueError, match=r"48 tokens .* these are 3 blocks and 24 tokens"):
+        measure_dependency(opened, data[:1], file)
+    with pytest.raises(ValueError, match="remove the file"):
+        measure_dependency(opened, calibration(seed=6), file)
+    with pytest.raises(ValueError, match=r"measured with 3 blocks .* these are 4 blocks"):
+        measure_dependency(parent(pattern="*--*"), data, file)
+    file.write_text(file.read_text() + '{"block": 3}\n')
+    with pytest.raises(ValueError, match=r"dependency\.jsonl:3: not a row"):
+        read_dependency(file)
+
+
+def test_bad_arguments_are_refused(parent: Callable[..., Parent], tmp_path: Path) -> None:
+    opened, file = parent(pattern="*--"), tmp_path / "dependency.jsonl"
+
+    with pytest.raises(ValueError, match="calibration set is empty"):
+        measure_dependency(opened, [], file)
+    with pytest.raises(ValueError, match="blocks 0 to 2"):
+        measure_dependency(opened, calibration(), file, numbers=[1, 3])
+    with pytest.raises(ValueError, match="together=0"):
+        measure_dependency(opened, calibration(), file, together=0)
+    with pytest.raises(ValueError, match="measure it first"):
+        read_dependency(file)
+
+
+def test_small_distances_keep_their_digits() -> None:
+    first = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    second = first + 1e-5 * torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+
+    exact = 1 - cosine_similarity(first.double(), second.double(), dim=-1)
+    assert cosine_distance(first, second).tolist() == pytest.approx(exact.tolist(), rel=1e-2)
+    assert cosine_distance(first, -first).tolist() == pytest.approx([2.0] * 4)
+    assert cosine_distance(first, first).eq(0).all()
+    assert cosine_distance(first * 0, first * 0).eq(0).all()
+
+
+@pytest.mark.parametrize("suffix", BEGINNINGS)
+def test_a_picture_of_any_size(suffix: str, tmp_path: Path) -> None:
+    pattern = parse("*-" * 40 + "-" * 46)
+    matrix = [[1 / (j - i) if j > i else nan for j in range(126)] for i in range(126)]
+
+    path = draw_dependency(matrix, tmp_path / f"d.{suffix}", pattern=pattern, groups=[Group(80, 99)], title="126")
+
+    assert path.read_bytes().startswith(BEGINNINGS[suffix])
+    assert [file.name for file in tmp_path.iterdir()] == [f"d.{suffix}"]
+
+
+def test_a_picture_says_which_blocks_it_shows(tmp_path: Path) -> None:
+    """Blocks of which nothing was measured are not in it, and fused ones are outlined."""
+    matrix = [[nan] * 6 for _ in range(6)]
+    matrix[2][3] = matrix[2][4] = matrix[3][4] = 0.25
+
+    path = draw_dependency(matrix, tmp_path / "d.svg", pattern=parse("*-----"), groups=[Group(2, 3)])
+
+    text = path.read_text()
+    assert [f"<!-- {number} \N{EN DASH} -->" in text for number in range(1, 7)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert "<!-- fused -->" in text and "attention" not in text and "not measured" not in text
+
+
+def test_a_picture_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw_dependency([[nan] * 2] * 2, tmp_path / "d.png", pattern=parse("--"))
+    with pytest.raises(ValueError, match="2 rows, the model 3 blocks"):
+        draw_dependency([[nan] * 2] * 2, tmp_path / "d.png", pattern=parse("---"))

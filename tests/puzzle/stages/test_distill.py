@@ -1,0 +1,177 @@
+"""Block-wise distillation and the child that comes of it."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_ext.checkpoint.description import megatron_arguments, to_config
+from nemo_ext.checkpoint.torch_dist import TorchDistReader
+from nemo_ext.checkpoint.writing import MEGATRON, cut_into_parts, write_checkpoint
+from nemo_ext.megatron.session import load_weights
+from nemo_ext.puzzle.stages.distill import Training, distill, trainable
+from nemo_ext.puzzle.stages.library import Library, build
+from nemo_ext.puzzle.stages.realise import child, realise
+
+
+def data(start: int) -> Iterator[torch.Tensor]:
+    for step in itertools.count(start):
+        yield torch.randint(0, 384, (4, 16), generator=torch.Generator().manual_seed(step))
+
+
+@pytest.mark.slow
+def test_every_kind_of_variant_learns(opened: Callable[..., Any], tmp_path: Path) -> None:
+    parent, description, found = opened("nemotron3_nano_tiny", 'model.pattern="M*E-"')
+    before = {name: tensor.clone() for name, tensor in parent.model.state_dict().items() if hasattr(tensor, "clone")}
+    library, trained = Library(tmp_path / "library"), Library(tmp_path / "trained")
+    build(parent, description, found, library, calibration=[])
+
+    results = distill(parent, found, library, trained, data, Training(steps=40, lr=3e-3))
+
+    assert [(r.block, r.variant) for r in results] == [(v.number + 1, v.name) for v in trainable(found)]
+    for result in results:
+        # Fewer of independent random heads or experts have next to nothing to learn from random tokens.
+        if not result.variant.startswith(("kv", "experts")):
+            assert result.last < 0.9 * result.first, result
+    after = parent.model.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())  # the parent stays as it is
+
+
+@pytest.mark.parametrize("call", range(2, 15, 3))
+def test_groups_and_interruptions_change_nothing(call: int, opened: Callable[..., Any], tmp_path: Path) -> None:
+    parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="*-"')
+    library = Library(tmp_path / "library")
+    build(parent, description, found, library, calibration=[])
+    whole, parts = Library(tmp_path / "whole"), Library(tmp_path / "parts")
+    calls, steps = 0, 0
+
+    def stop(count: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise KeyboardInterrupt
+
+    def count(number: int) -> None:
+        nonlocal steps
+        steps += number
+
+    every = distill(parent, found, library, whole, data, Training(steps=5))
+    training = Training(steps=5, together=1, save_interval=2)
+    with pytest.raises(KeyboardInterrupt):
+        distill(parent, found, library, parts, data, training, advance=stop)
+    first = {file: file.stat().st_mtime_ns for file in parts.folder.rglob("*.safetensors")}
+    again = distill(parent, found, library, parts, data, training, advance=count)
+
+    assert all(file.stat().st_mtime_ns == time for file, time in first.items())
+    assert steps == 5 * len(trainable(found))
+    assert again == every
+    assert not (parts.folder / "in_training.pt").exists()
+    for variant in trainable(found):
+        one, other = whole.read(variant), parts.read(variant)
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_group_killed_while_its_files_are_written_is_written_again(
+    opened: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="*-"')
+    library, trained = Library(tmp_path / "library"), Library(tmp_path / "trained")
+    build(parent, description, found, library, calibration=[])
+    last = trainable(found)[-1]
+    write = Library.write
+
+    def full(self: Library, variant: Any, *args: Any, **notes: str) -> None:
+        if variant == last:
+            raise OSError("disk full")
+        write(self, variant, *args, **notes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Library, "write", full)
+        with pytest.raises(OSError, match="disk full"):
+            distill(parent, found, library, trained, data, Training(steps=3))
+    assert not trained.has(last)
+
+    def nothing(start: int) -> Iterator[torch.Tensor]:
+        return iter(()) if start == 3 else data(start)  # all steps are done
+
+    distill(parent, found, library, trained, nothing, Training(steps=3))
+    assert all(trained.has(variant) for variant in trainable(found))
+
+
+def test_a_checkpoint_of_another_training_is_refused(opened: Callable[..., Any], tmp_path: Path) -> None:
+    parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="-"')
+    library, trained = Library(tmp_path / "library"), Library(tmp_path / "trained")
+    build(parent, description, found, library, calibration=[])
+    with pytest.raises(ValueError, match="data end after 2"):
+        distill(
+            parent,
+            found,
+            library,
+            trained,
+            lambda start: itertools.islice(data(0), 2),
+            Training(steps=3, save_interval=1),
+        )
+    with pytest.raises(ValueError, match="is of another training"):
+        distill(parent, found, library, trained, data, Training(steps=4))
+
+
+def test_too_little_data_is_told(opened: Callable[..., Any], tmp_path: Path) -> None:
+    parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="-"')
+    library = Library(tmp_path / "library")
+    build(parent, description, found, library, calibration=[])
+    with pytest.raises(ValueError, match="wants 3 batches, the data end after 2"):
+        distill(
+            parent,
+            found,
+            library,
+            Library(tmp_path / "t"),
+            lambda start: itertools.islice(data(0), 2),
+            Training(steps=3),
+        )
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["nemotron3_nano_tiny", *(pytest.param(m, marks=pytest.mark.slow) for m in ("llama_nemotron_tiny", "olmo3_tiny"))],
+)
+def test_a_child_s_checkpoint_computes_what_the_replaced_parent_does(
+    model: str, opened: Callable[..., Any], build_sections: Callable[..., Any], tmp_path: Path
+) -> None:
+    from megatron.core import dist_checkpointing
+
+    parent, description, found = opened(model)
+    library = Library(tmp_path / "library")
+    build(parent, description, found, library, calibration=[])
+    choice = [each[number % len(each)] for number, each in enumerate(found)]
+    (tmp_path / "parent").mkdir()
+    dist_checkpointing.save(parent.model.sharded_state_dict(), str(tmp_path / "parent"))
+
+    made = child(description, choice)
+    write_checkpoint(
+        tmp_path / "child",
+        MEGATRON,
+        cut_into_parts(realise(TorchDistReader(tmp_path / "parent"), description, choice, library), 1e-3),
+        identity={"choice": [variant.name for variant in choice]},
+        finish=lambda folder: None,
+        arguments=megatron_arguments(made.architecture),
+        progress=False,
+    )
+    model_ = build_sections(to_config(made)).eval()
+    load_weights(model_, tmp_path / "child" / "release")
+
+    tokens = next(data(0))
+    with torch.no_grad():
+        expected = parent.logits(tokens, {v.number: library.layer(parent, v) for v in choice})
+        got = model_(tokens, torch.arange(16).expand(4, -1), None)
+    assert (got - expected).abs().max() <= 1e-4
+
+
+def test_a_child_needs_every_block_once(opened: Callable[..., Any]) -> None:
+    _, description, found = opened("llama_nemotron_tiny", 'model.pattern="*-"')
+    with pytest.raises(ValueError, match="one variant for each of the 2 blocks"):
+        child(description, [found[1][0], found[0][0]])
+    with pytest.raises(ValueError, match="every chosen variant is a no-op"):
+        child(description, [each[-1] for each in found])

@@ -1,0 +1,117 @@
+"""The library and replace-one-block scores on small random models."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from nemo_ext.puzzle.stages.library import Library, build, importance
+from nemo_ext.puzzle.stages.score import score_blocks
+from nemo_ext.puzzle.stages.score_file import parent_loss, read_scores
+
+
+def calibration() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, 384, (2, 16), generator=generator) for _ in range(3)]
+
+
+def test_the_library_is_made_once_and_knows_its_blocks(opened: Callable[..., Any], tmp_path: Path) -> None:
+    parent, description, found = opened("nemotron3_nano_tiny", 'model.pattern="M*E-"')
+    library = Library(tmp_path)
+
+    first = build(parent, description, found, library, calibration=calibration())
+    again = build(parent, description, found, library, calibration=calibration())
+
+    assert first == sum(len(each) - 2 for each in found)  # keep and no_op have no weights of their own
+    assert again == 0
+    assert (tmp_path / "block_004" / "ffn256.safetensors").is_file()
+    (tmp_path / "block_004" / "ffn256.safetensors").rename(tmp_path / "block_004" / "linear.safetensors")
+    with pytest.raises(ValueError, match=r"holds -\{ffn=256\}, not -\{linear\}"):
+        library.read(next(v for v in found[3] if v.name == "linear"))
+
+
+def test_importance_finds_idle_parts(opened: Callable[..., Any]) -> None:
+    parent, description, _ = opened("nemotron3_nano_tiny", 'model.pattern="M*E-"')
+    layers: Any = parent.layers
+    with torch.no_grad():
+        layers[3].mlp.linear_fc2.weight[:, 7] = 0.0
+        layers[0].mixer.out_proj.weight[:, 16:32] = 0.0  # the second head
+        layers[2].mlp.router.expert_bias[5] = -100.0  # nobody chooses it
+
+    measured = importance(parent, description, calibration())
+
+    assert set(measured) == {0, 2, 3}
+    assert (measured[3].channels == 0).nonzero().flatten().tolist() == [7]
+    assert (measured[0].heads == 0).nonzero().flatten().tolist() == [1]
+    assert (measured[2].experts == 0).nonzero().flatten().tolist() == [5]
+
+
+def test_scores_are_those_of_the_whole_model(opened: Callable[..., Any], tmp_path: Path) -> None:
+    parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="*-*-"')
+    library = Library(tmp_path / "library")
+    build(parent, description, found, library, calibration=[])
+    tokens = torch.cat(calibration())
+
+    scores = score_blocks(parent, found, lambda v: library.layer(parent, v), calibration(), tmp_path / "scores.jsonl")
+
+    by_name = {(score.block, score.variant): score for score in scores}
+    assert len(scores) == sum(map(len, found))
+    with torch.no_grad():
+        whole = parent.logits(tokens)
+        for variant in (v for each in found for v in each):
+            logits = parent.logits(tokens, {variant.number: library.layer(parent, variant)})
+            loss = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).item()
+            p, q = (each[:, :-1].log_softmax(-1) for each in (whole, logits))
+            score = by_name[variant.number + 1, variant.name]
+            assert score.loss == pytest.approx(loss, rel=1e-5)
+            assert score.kl == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-3, abs=1e-7)
+    for number in range(4):
+        kept = by_name[number + 1, "keep"]
+        assert kept.kl == pytest.approx(0, abs=1e-7) and kept.cosine == pytest.approx(0, abs=1e-6)
+        assert by_name[number + 1, "no_op"].kl > 1e-4
+    assert parent_loss(scores) == by_name[1, "keep"].loss
+
+
+def test_scoring_goes_on_after_a_kill_with_the_same_result(opened: Callable[..., Any], tmp_path: Path) -> None:
+    parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="*-*"')
+    library = Library(tmp_path / "library")
+    build(parent, description, found, library, calibration=[])
+    asked: list[str] = []
+
+    def layer_of(variant: Any) -> Any:
+        asked.append(f"{variant.number}{variant.name}")
+        if len(asked) == 8:
+            raise KeyboardInterrupt
+        return library.layer(parent, variant)
+
+    whole = score_blocks(parent, found, lambda v: library.layer(parent, v), calibration(), tmp_path / "whole.jsonl")
+    with pytest.raises(KeyboardInterrupt):
+        score_blocks(parent, found, layer_of, calibration(), tmp_path / "scores.jsonl")
+    done = read_scores(tmp_path / "scores.jsonl")
+    with open(tmp_path / "scores.jsonl", "a") as file:
+        file.write('{"block": 2, "vari')  # what a kill leaves of a line
+    resumed = score_blocks(parent, found, layer_of, calibration(), tmp_path / "scores.jsonl")
+
+    assert [score.block for score in done] == [1] * len(found[0])
+    assert resumed == whole
+    assert len(asked) == 8 + sum(map(len, found[1:])) and asked.count("0keep") == 1
+    assert (tmp_path / "scores.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text()
+
+
+def test_scores_of_another_calibration_set_are_not_mixed(opened: Callable[..., Any], tmp_path: Path) -> None:
+    parent, _, found = opened("llama_nemotron_tiny", 'model.pattern="-"')
+    file = tmp_path / "scores.jsonl"
+    keep = [[found[0][0]]]
+    score_blocks(parent, keep, lambda v: parent.layers[v.number], calibration(), file)
+
+    with pytest.raises(ValueError, match="holds scores of 90 tokens, the calibration set has 30"):
+        score_blocks(parent, keep, lambda v: parent.layers[v.number], calibration()[:1], file)
+    with pytest.raises(ValueError, match="calibration set is empty"):
+        score_blocks(parent, keep, lambda v: parent.layers[v.number], [], file)
+    file.write_text("nonsense\n" + json.dumps({"block": 1}) + "\n")
+    with pytest.raises(ValueError, match=r"scores\.jsonl:1: not a score"):
+        read_scores(file)
