@@ -4,7 +4,6 @@ The parent process never trains. It writes the resolved config into the run dire
 `nemo_ext.megatron.rank`, watches metrics.jsonl, and turns Ctrl-C into a checkpoint.
 """
 
-import os
 import signal
 import subprocess
 import sys
@@ -26,8 +25,9 @@ from nemo_ext.data.phases import data_paths, mixed_of, plan_of, resolved_path, s
 from nemo_ext.data.training import tokenize_streams, use_data
 from nemo_ext.job import run_directory
 from nemo_ext.job.config import INTERRUPTED
+from nemo_ext.job.files import only_run_in
+from nemo_ext.job.ranks import end_with_parent, rank_environment
 from nemo_ext.megatron.fp8 import remark, use_plan
-from nemo_ext.megatron.rank import end_with_parent
 from nemo_ext.memory import sampler
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -72,7 +72,7 @@ def train(config: dict[str, Any]) -> None:
             f"launcher.nodes={launcher['nodes']}: this command starts ranks on this machine only. For one machine add "
             "scale=laptop and a tiny model; on a cluster see docs/clusters.md"
         )
-    with run_directory.only_run_in(run_dir):
+    with only_run_in(run_dir):
         from nemo_ext.checkpoint.sound import fall_back
 
         if told := fall_back(run_dir / run_directory.CHECKPOINTS):
@@ -251,17 +251,6 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
             file=sys.stderr,
         )
         sys.exit(1)
-
-
-def rank_environment() -> dict[str, str]:
-    """The environment of ranks on this machine; what the user set stays."""
-    return {
-        # torchrun kills ranks half a minute after a SIGTERM: too soon for a long step and its checkpoint.
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600",
-        # Threads that spin while they wait for each other cost most of a machine's speed as soon as anything else runs.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        **os.environ,
-    }
 
 
 def _end_with_launcher() -> None:

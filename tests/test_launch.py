@@ -18,6 +18,7 @@ from nemo_ext import launch
 from nemo_ext.checkpoint import sound
 from nemo_ext.job import run_directory
 from nemo_ext.job.config import compose
+from nemo_ext.job.files import write_text
 
 SMALL = (
     "data=mock",
@@ -241,7 +242,7 @@ def fake_ranks(monkeypatch: pytest.MonkeyPatch, *ends: int) -> list[dict[str, An
     def ranks(run_dir: Path, *others: object) -> None:
         given.append(run_directory.read_config(run_dir / run_directory.CONFIG))
         tracker = run_dir / run_directory.CHECKPOINTS / "latest_checkpointed_iteration.txt"
-        run_directory.write_text(tracker, str(next(steps)))
+        write_text(tracker, str(next(steps)))
 
     monkeypatch.setattr(launch, "_run_ranks", ranks)
     monkeypatch.setattr(sound, "fall_back", lambda checkpoints: None)  # there are no checkpoints behind the tracker

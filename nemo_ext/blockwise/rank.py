@@ -1,9 +1,4 @@
-"""The process of one rank of Puzzle's stages: what the job starts, alone or under `torchrun`.
-
-    torchrun --nproc-per-node N -m nemo_ext.blockwise.rank RUN_DIR/CHILD/config.yaml library distill score cost
-
-Every rank has the whole parent; data are shared out. Finished stages are passed over, interrupted ones go on.
-"""
+"""The process of one rank of work on a model opened up: what a job starts, alone or under `torchrun`."""
 
 import contextlib
 import logging
@@ -15,9 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from nemo_ext.job.config import INTERRUPTED, USER_ERROR
-from nemo_ext.megatron.rank import end_with_parent
-
-LOG = "stages.log"
+from nemo_ext.job.ranks import end_with_parent
 
 
 def main(config_path: str, log_name: str, work: Callable[[str], None]) -> int:
@@ -52,14 +45,3 @@ def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def stages(config_path: str) -> None:
-    """Carries out the stages that the command line names; Megatron is imported now."""
-    from nemo_ext.puzzle.stages.stages import run
-
-    run(config_path, sys.argv[2:])
-
-
-if __name__ == "__main__":
-    leave(main(sys.argv[1], LOG, stages))

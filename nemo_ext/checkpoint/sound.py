@@ -4,7 +4,7 @@ import zipfile
 from pathlib import Path
 
 from nemo_ext.checkpoint.torch_dist import METADATA, TRACKER, CheckpointError, whole_files
-from nemo_ext.job.run_directory import write_text
+from nemo_ext.job.files import write_text
 
 COMMON = "common.pt"
 BROKEN = ".broken"

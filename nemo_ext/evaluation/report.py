@@ -9,6 +9,7 @@ from nemo_ext.architecture.cost import active_params, total_params
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.job import run_directory
+from nemo_ext.job.files import write_text
 from nemo_ext.memory import report as memory
 
 PLOT = "report.png"
@@ -34,7 +35,7 @@ def write_report(run_dir: Path) -> Path:
     text = _markdown(config, steps, evaluations, run_dir)
     if memory_section := memory.section(run_dir):
         text += f"\n{memory_section}"
-    run_directory.write_text(path, text)
+    write_text(path, text)
     return path
 
 

@@ -1,4 +1,4 @@
-"""Files that get their name when they are complete."""
+"""Files that get their name when they are complete, and folders that one process at a time writes in."""
 
 import os
 import shutil
@@ -6,7 +6,39 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nemo_ext.job.run_directory import only_run_in
+from filelock import FileLock, Timeout
+
+
+@contextmanager
+def only_run_in(directory: Path, key: str = "run_dir", *, wait: float = 0.0) -> Iterator[None]:
+    """Makes the directory and keeps a second run out of it while this one lives.
+
+    Args:
+        directory: where a job writes.
+        key: by which the user chose it.
+        wait: seconds for another run to leave it.
+
+    Raises:
+        ValueError: another run is in it, or it cannot be written.
+    """
+    lock = FileLock(directory / ".lock")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=wait)
+    except Timeout:
+        raise ValueError(f"{directory}: another run is using this directory; wait for it or choose {key}=...") from None
+    except OSError as error:
+        raise ValueError(f"{key}={directory}: {error.strerror}; choose a directory that can be written") from error
+    with lock:
+        yield
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file under a temporary name and renames it, so that no reader sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
 
 
 def unfinished(path: Path) -> Path:

@@ -3,6 +3,9 @@
 torchrun would add a report of its own to every mistake, and keeps ranks alive when it is killed itself.
 """
 
+import contextlib
+import ctypes
+import os
 import signal
 import socket
 import subprocess
@@ -11,8 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_ext.data.text.workers import usable_cores
-from nemo_ext.launch import rank_environment
+from nemo_ext.job.workers import usable_cores
 
 SECONDS_TO_STOP = 30.0
 SECONDS_TO_AGREE = 2.0
@@ -98,3 +100,21 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[
     while (running := [process for process in processes if process.poll() is None]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return running
+
+
+def rank_environment() -> dict[str, str]:
+    """The environment of ranks on this machine; what the user set stays."""
+    return {
+        # torchrun kills ranks half a minute after a SIGTERM: too soon for a long step and its checkpoint.
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600",
+        # Threads that spin while they wait for each other cost most of a machine's speed as soon as anything else runs.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        **os.environ,
+    }
+
+
+def end_with_parent(number: int) -> None:
+    """Has Linux send this process a signal when the thread that started it ends; elsewhere does nothing."""
+    pr_set_pdeathsig = 1
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)

@@ -2,18 +2,17 @@
 
 import importlib.metadata
 import json
-import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock, Timeout
+
+from nemo_ext.job.files import write_text
 
 CONFIG = "config.yaml"
 VERSIONS = "versions.json"
@@ -24,38 +23,6 @@ CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 
 PACKAGES = ("nemo_ext", "megatron-core", "torch", "transformer-engine", "mamba-ssm", "hydra-core", "numpy")
-
-
-@contextmanager
-def only_run_in(directory: Path, key: str = "run_dir", *, wait: float = 0.0) -> Iterator[None]:
-    """Makes the directory and keeps a second run out of it while this one lives.
-
-    Args:
-        directory: where a job writes.
-        key: by which the user chose it.
-        wait: seconds for another run to leave it.
-
-    Raises:
-        ValueError: another run is in it, or it cannot be written.
-    """
-    lock = FileLock(directory / ".lock")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=wait)
-    except Timeout:
-        raise ValueError(f"{directory}: another run is using this directory; wait for it or choose {key}=...") from None
-    except OSError as error:
-        raise ValueError(f"{key}={directory}: {error.strerror}; choose a directory that can be written") from error
-    with lock:
-        yield
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file under a temporary name and renames it, so that no reader sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
 
 
 def write_config(run_dir: Path, config: Mapping[str, Any]) -> Path:

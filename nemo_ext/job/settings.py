@@ -1,8 +1,14 @@
 """Checks of what a user wrote in a config: every message names the key, what it holds and what it may hold."""
 
 import difflib
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+STRICT = ConfigDict(extra="forbid")
+"""For pydantic dataclasses that are parts of others: a key that is not a field is an error."""
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
@@ -10,6 +16,58 @@ def nearest(word: str, words: Iterable[str]) -> str:
     known = sorted(words)
     close = difflib.get_close_matches(word, known, n=1)
     return (f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(known)}"
+
+
+def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "") -> T:
+    """An instance of a dataclass, pydantic's or another, whose fields are a section of a composed config.
+
+    Types are strict: neither "5" nor true is a whole number, as neither is for `checked_whole`.
+
+    Args:
+        kind: the dataclass; its `__post_init__` may raise ValueError too.
+        section: its fields by name.
+        where: the section's place in the config, which messages begin with; empty at the top.
+
+    Raises:
+        ValueError: naming the key, what it holds and what it may hold.
+    """
+    adapter = TypeAdapter(kind)
+    fields = _fields(adapter.json_schema(), ())
+    prefix = f"{where}: " if where else ""
+    for key in section:  # before types: a wrong name also leaves the right one out
+        if key not in fields:
+            raise ValueError(f"{prefix}unknown key {key!r}: {nearest(str(key), fields)}")
+    try:
+        return adapter.validate_json(json.dumps(dict(section)), strict=True)
+    except ValidationError as error:
+        first = min(error.errors(), key=lambda found: found["type"] != "unexpected_keyword_argument")
+    key = ".".join(map(str, first["loc"]))
+    if first["type"] == "value_error":
+        said = str(first["ctx"]["error"])
+        raise ValueError(said if where and said.startswith(where) else prefix + said)
+    if first["type"] == "unexpected_keyword_argument":
+        known = _fields(adapter.json_schema(), first["loc"][:-1])
+        raise ValueError(f"{prefix}unknown key {key!r}: {nearest(str(first['loc'][-1]), known)}")
+    if first["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
+        raise ValueError(f"{prefix}the key {key!r} is missing")
+    raise ValueError(f"{prefix}{key}={first['input']!r}: {first['msg'][:1].lower()}{first['msg'][1:]}")
+
+
+def _fields(schema: Mapping[str, Any], place: Sequence[str | int]) -> list[str]:
+    """Names of the fields at a place of a JSON schema, as far as the schema says which part that is."""
+    definitions = schema.get("$defs", {})
+
+    def resolved(part: Mapping[str, Any]) -> Mapping[str, Any]:
+        parts = [part, *part.get("anyOf", ()), *part.get("allOf", ())]
+        refs = [each["$ref"].rpartition("/")[2] for each in parts if "$ref" in each]
+        return definitions[refs[0]] if refs else part
+
+    part = resolved(schema)
+    for step in place:
+        part = resolved(
+            part.get("properties", {}).get(step) or part.get("additionalProperties") or part.get("items", {})
+        )
+    return list(part.get("properties", ()))
 
 
 def check_keys(config: Mapping[str, object], known: Sequence[str], *, required: Sequence[str], where: str) -> None:

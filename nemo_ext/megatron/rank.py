@@ -6,8 +6,6 @@ It imports nothing heavy before it runs: Megatron's checkpoint writer starts a h
 again.
 """
 
-import contextlib
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -54,13 +52,6 @@ def guard_helper() -> None:
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL)
-
-
-def end_with_parent(number: int) -> None:
-    """Has Linux send this process a signal when the thread that started it ends; elsewhere does nothing."""
-    pr_set_pdeathsig = 1
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
 
 
 if __name__ == "__mp_main__":

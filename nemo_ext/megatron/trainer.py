@@ -20,6 +20,7 @@ from nemo_ext.architecture.cost import train_flops_per_token
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.data.phases import Plan, plan_of
 from nemo_ext.job import run_directory
+from nemo_ext.job.files import write_text
 from nemo_ext.megatron.arguments import command_line, pattern_with_cuts
 from nemo_ext.megatron.cpu import runtime
 from nemo_ext.megatron.fp8 import Precision, check_backend
@@ -173,7 +174,7 @@ def validate_at_start(
     arguments.consumed_valid_samples = consumed
     if LOSS in losses and arguments.rank == arguments.world_size - 1:
         line = {"step": 0, "tokens": 0, "val_loss": losses[LOSS].item()}
-        run_directory.write_text(run_dir / run_directory.METRICS, json.dumps(line) + "\n")
+        write_text(run_dir / run_directory.METRICS, json.dumps(line) + "\n")
     return model
 
 

@@ -27,8 +27,8 @@ from typing import Any
 import psutil
 
 from nemo_ext.job.progress import notice
+from nemo_ext.job.ranks import end_with_parent
 from nemo_ext.job.settings import check_keys
-from nemo_ext.megatron.rank import end_with_parent
 
 KEY = "memory_profile"
 """Of a training run's config: `{seconds: 10}`, or null."""

@@ -1,7 +1,7 @@
 """The puzzle job: a parent, its block library and one child, stage by stage; the same command goes on where it was.
 
 Training runs (`parent`, `heal`) are those of `nemo-ext train`; stages that look into a model run in processes of their
-own (`nemo_ext.blockwise.rank`), as many as `launcher.nproc_per_node`; searching and reporting are done here.
+own (`nemo_ext.puzzle.rank`), as many as `launcher.nproc_per_node`; searching and reporting are done here.
 """
 
 import sys
@@ -15,9 +15,10 @@ from nemo_ext import launch
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.data.training import tokenize_streams, use_data
 from nemo_ext.job.config import INTERRUPTED
+from nemo_ext.job.files import only_run_in
 from nemo_ext.job.progress import notice
 from nemo_ext.job.ranks import run_ranks
-from nemo_ext.job.run_directory import last_checkpoint, only_run_in, write_config, write_versions
+from nemo_ext.job.run_directory import last_checkpoint, write_config, write_versions
 from nemo_ext.job.settings import nearest
 from nemo_ext.puzzle.choice.choose import Costs, choose, draw_front, state_problem
 from nemo_ext.puzzle.choice.problem import Problem
@@ -159,7 +160,7 @@ class Job:
         return stage if self.workspace.shard is None else f"{stage}, shard {self.workspace.shard}"
 
     def _on_ranks(self, stages: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "nemo_ext.blockwise.rank", str(self.workspace.config), *stages]
+        command = [sys.executable, "-m", "nemo_ext.puzzle.rank", str(self.workspace.config), *stages]
         code = run_ranks(command, int(self.config["launcher"]["nproc_per_node"]), self.workspace.config.parent)
         if code == INTERRUPTED:
             raise KeyboardInterrupt

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.architecture.draw import draw_blocks
-from nemo_ext.job.run_directory import write_text
+from nemo_ext.job.files import write_text
 from nemo_ext.puzzle.configs import checkpoints_of, description_of
 from nemo_ext.puzzle.settings import Settings
 from nemo_ext.puzzle.workspace import Workspace

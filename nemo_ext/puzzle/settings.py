@@ -1,25 +1,21 @@
 """The `puzzle:` section of a config, checked. No torch."""
 
-import difflib
-import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     StringConstraints,
-    TypeAdapter,
-    ValidationError,
 )
 from pydantic.dataclasses import dataclass
 
+from nemo_ext.job.settings import STRICT, check_keys, checked, nearest
 from nemo_ext.puzzle.choice.problem import Limit
 from nemo_ext.puzzle.choice.search import GAP, TIME_LIMIT
 from nemo_ext.puzzle.cost import REQUEST_SECONDS, RESOURCES, Serving
@@ -28,7 +24,6 @@ from nemo_ext.puzzle.variants import Choices
 
 THROUGHPUT = "throughput"
 Name = Annotated[str, StringConstraints(pattern=r"^[\w-]+$")]
-STRICT = ConfigDict(extra="forbid")
 
 
 def limit(where: str, given: Any, *, at_least: bool = False) -> Limit:
@@ -38,8 +33,7 @@ def limit(where: str, given: Any, *, at_least: bool = False) -> Limit:
         ValueError: anything else.
     """
     if isinstance(given, Mapping):
-        for key in given:
-            _known(f"{where}.{key}", str(key), ("lower", "upper"))
+        check_keys(given, ("lower", "upper"), required=(), where=where)
         if not given:
             raise ValueError(f"{where}: give it a number, or lower or upper")
         bounds = {key: _number(f"{where}.{key}", value) for key, value in given.items()}
@@ -58,11 +52,10 @@ def _number(where: str, value: Any) -> float:
     return float(value)
 
 
-def _known(key: str, name: str, known: tuple[str, ...]) -> None:
+def _check_resource(where: str, name: str, more: Iterable[str] = ()) -> None:
+    known = (*RESOURCES, REQUEST_SECONDS, *more)
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else "."
-        raise ValueError(f"{key}: there is no {name!r}{hint} Known: {', '.join(known)}")
+        raise ValueError(f"puzzle.search.{where}: unknown resource {name!r}: {nearest(name, known)}")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -128,7 +121,7 @@ class Sweep:
 
     def __post_init__(self) -> None:
         if self.resource is not None:
-            _known("puzzle.search.sweep.resource", self.resource, (*RESOURCES, REQUEST_SECONDS))
+            _check_resource("sweep.resource", self.resource)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -164,7 +157,7 @@ class Search:
         for where, given in (("shares", self.shares), ("limits", self.limits)):
             for name, value in given.items():
                 own = [THROUGHPUT] if where == "limits" else []
-                _known(f"puzzle.search.{where}.{name}", name, (*RESOURCES, REQUEST_SECONDS, *own))
+                _check_resource(where, name, own)
                 limit(f"puzzle.search.{where}.{name}", value, at_least=name == THROUGHPUT)
 
 
@@ -268,26 +261,3 @@ def settings(section: Mapping[str, Any]) -> Settings:
         ValueError: naming the key under `puzzle.`, what it holds and what it may hold.
     """
     return checked(Settings, section, "puzzle")
-
-
-def checked[T](kind: type[T], section: Mapping[str, Any], name: str) -> T:
-    """A section of a composed config as a pydantic dataclass.
-
-    Raises:
-        ValueError: naming the key under `name`, what it holds and what it may hold.
-    """
-    adapter = TypeAdapter(kind)
-    try:
-        return adapter.validate_json(json.dumps(section), strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-    if first["type"] == "value_error":  # of a class's own check, which names the key
-        raise ValueError(str(first["ctx"]["error"]))
-    key = ".".join(map(str, (name, *first["loc"])))
-    if first["type"] == "unexpected_keyword_argument":
-        inner: Any = adapter.json_schema()
-        for step in first["loc"][:-1]:
-            inner = inner["properties"][step]
-            inner = adapter.json_schema()["$defs"][inner["$ref"].rpartition("/")[2]]
-        _known(key, str(first["loc"][-1]), tuple(inner["properties"]))
-    raise ValueError(f"{key}={first['input']!r}: {first['msg'][:1].lower()}{first['msg'][1:]}")

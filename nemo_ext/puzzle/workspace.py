@@ -17,7 +17,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from nemo_ext.checkpoint.torch_dist import METADATA, checkpoint_folder
-from nemo_ext.job.run_directory import CONFIG, write_text
+from nemo_ext.job.files import write_text
+from nemo_ext.job.run_directory import CONFIG
 from nemo_ext.puzzle.settings import Settings
 from nemo_ext.puzzle.stages.shards import Shard
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.architecture.precision_plan import Plan
-from nemo_ext.data.sft.checked import checked
-from nemo_ext.job.settings import checked_whole
+from nemo_ext.job.settings import checked, checked_whole
 from nemo_ext.quantization.calibration import CalibrationSettings
 
 

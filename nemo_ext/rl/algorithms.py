@@ -14,8 +14,7 @@ from omegaconf import OmegaConf
 from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.data.sft.checked import checked
-from nemo_ext.job.settings import nearest
+from nemo_ext.job.settings import checked, nearest
 from nemo_ext.rl.environments import ENVIRONMENTS
 
 STRICT = ConfigDict(extra="forbid")

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_ext.chat.sample import Message
-from nemo_ext.data.sft.checked import checked
 from nemo_ext.job.progress import notice
-from nemo_ext.job.settings import check_keys, nearest
+from nemo_ext.job.settings import check_keys, checked, nearest
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.judge import Judge, JudgeSettings
 from nemo_ext.rl.response import Response

@@ -6,8 +6,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from nemo_ext.job.files import only_run_in
 from nemo_ext.job.progress import notice
-from nemo_ext.job.run_directory import CHECKPOINTS, CONFIG, only_run_in, read_config
+from nemo_ext.job.run_directory import CHECKPOINTS, CONFIG, read_config
 from nemo_ext.job.settings import check_keys, checked_whole, nearest
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, algorithm_of, presets
 

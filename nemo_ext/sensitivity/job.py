@@ -9,9 +9,10 @@ from nemo_ext.checkpoint.beside import is_hugging_face
 from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 from nemo_ext.data.training import tokenize_streams, use_data
 from nemo_ext.job.config import INTERRUPTED
+from nemo_ext.job.files import only_run_in
 from nemo_ext.job.progress import notice
 from nemo_ext.job.ranks import run_ranks
-from nemo_ext.job.run_directory import only_run_in, write_config, write_versions
+from nemo_ext.job.run_directory import write_config, write_versions
 from nemo_ext.puzzle.configs import description_of
 from nemo_ext.sensitivity.report import write_report
 from nemo_ext.sensitivity.settings import read_settings

@@ -12,7 +12,8 @@ from nemo_ext.architecture.blocks import NAMES
 from nemo_ext.architecture.draw import COLOURS
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import HEAD, Plan, Rule
-from nemo_ext.job.run_directory import REPORT, write_text
+from nemo_ext.job.files import write_text
+from nemo_ext.job.run_directory import REPORT
 from nemo_ext.puzzle.stages.score_file import read_lines
 from nemo_ext.sensitivity.scores import EVERYTHING, REFERENCE, Sensitivity, lost
 from nemo_ext.sensitivity.settings import Settings

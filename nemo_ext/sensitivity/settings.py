@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.puzzle.settings import STRICT, Batches, checked
+from nemo_ext.job.settings import STRICT, checked
+from nemo_ext.puzzle.settings import Batches
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

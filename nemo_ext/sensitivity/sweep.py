@@ -19,8 +19,9 @@ from nemo_ext.blockwise import data_parallel
 from nemo_ext.blockwise.parent import Parent
 from nemo_ext.blockwise.token_batches import TokenBatches
 from nemo_ext.checkpoint.torch_dist import checkpoint_folder
+from nemo_ext.job.files import write_text
 from nemo_ext.job.progress import progress_of
-from nemo_ext.job.run_directory import read_config, write_text
+from nemo_ext.job.run_directory import read_config
 from nemo_ext.megatron.float8_modules import in_float8
 from nemo_ext.megatron.fp8 import Precision
 from nemo_ext.megatron.session import build_model, load_weights

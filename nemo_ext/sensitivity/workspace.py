@@ -10,7 +10,8 @@ from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan, weight_bytes
 from nemo_ext.checkpoint.storage import fingerprint
 from nemo_ext.checkpoint.torch_dist import TorchDistReader
-from nemo_ext.job.run_directory import CONFIG, write_text
+from nemo_ext.job.files import write_text
+from nemo_ext.job.run_directory import CONFIG
 from nemo_ext.sensitivity.scores import Sensitivity
 
 LOG = "sensitivity.log"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from nemo_ext.job.run_directory import write_text
+from nemo_ext.job.files import write_text
 
 FOLDER = "slurm"
 ATTEMPTS = "attempts.json"

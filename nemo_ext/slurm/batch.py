@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from nemo_ext.job.config import FAILED, USER_ERROR, mistakes_are_one_line
-from nemo_ext.job.run_directory import write_text
+from nemo_ext.job.files import write_text
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.cluster import duration
 from nemo_ext.slurm.jobs import script_name

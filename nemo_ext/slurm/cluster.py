@@ -10,8 +10,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.data.sft.checked import checked
-from nemo_ext.job.settings import nearest
+from nemo_ext.job.settings import checked, nearest
 
 STRICT = ConfigDict(extra="forbid")
 _TIME = re.compile(r"(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)")

@@ -10,10 +10,9 @@ from hydra.errors import HydraException
 from pydantic.dataclasses import dataclass as checked_dataclass
 from rich.console import Console
 
-from nemo_ext.data.sft.checked import checked
 from nemo_ext.job.config import compose, config_folders, hydra_value
-from nemo_ext.job.run_directory import write_text
-from nemo_ext.job.settings import nearest
+from nemo_ext.job.files import write_text
+from nemo_ext.job.settings import checked, nearest
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.cluster import STRICT
 from nemo_ext.slurm.jobs import makes, script_name

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from nemo_ext.job.config import check_recipe, compose, mistakes_are_one_line
-from nemo_ext.job.run_directory import CHECKPOINTS, last_checkpoint, read_config, write_text
+from nemo_ext.job.files import write_text
+from nemo_ext.job.run_directory import CHECKPOINTS, last_checkpoint, read_config
 
 
 def prepared(words: list[str]) -> dict[str, object]:

@@ -8,9 +8,8 @@ from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 import hydra_conf
-from nemo_ext.data.sft.checked import checked
 from nemo_ext.job.config import compose, config_folders
-from nemo_ext.job.settings import nearest
+from nemo_ext.job.settings import checked, nearest
 from nemo_ext.slurm.cluster import STRICT, Cluster, duration
 
 OWN = ("job", "account", "time")

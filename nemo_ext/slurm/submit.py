@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from nemo_ext.job.config import check_recipe, compose
-from nemo_ext.job.run_directory import write_text
+from nemo_ext.job.files import write_text
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.jobs import nodes_and_gpus, record_of, script_name, shard_record
 from nemo_ext.slurm.preflight import Finding, findings

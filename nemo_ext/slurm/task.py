@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_ext.job.config import FAILED, INTERRUPTED, USER_ERROR, compose
-from nemo_ext.job.run_directory import REPORT, write_config, write_text, write_versions
+from nemo_ext.job.files import write_text
+from nemo_ext.job.run_directory import REPORT, write_config, write_versions
 from nemo_ext.memory import sampler
 from nemo_ext.memory.report import section
 from nemo_ext.rl.job import SAVE_BY

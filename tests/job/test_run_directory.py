@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from nemo_ext.job import run_directory
+from nemo_ext.job.files import only_run_in
 
 
 def test_a_config_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -47,17 +48,17 @@ def test_versions_name_what_ran(tmp_path: Path) -> None:
 
 
 def test_a_second_run_is_kept_out_of_a_directory(tmp_path: Path) -> None:
-    first, second = (run_directory.only_run_in(tmp_path / "made", "output") for _ in range(2))
+    first, second = (only_run_in(tmp_path / "made", "output") for _ in range(2))
 
     with first, pytest.raises(ValueError, match=r"choose output=\.\.\."), second:
         pass
 
-    with run_directory.only_run_in(tmp_path / "made", "output"):
+    with only_run_in(tmp_path / "made", "output"):
         pass
 
 
 def test_a_directory_that_cannot_be_made_is_said_by_its_key(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
-    with pytest.raises(ValueError, match=r"^output=.*file: "), run_directory.only_run_in(tmp_path / "file", "output"):
+    with pytest.raises(ValueError, match=r"^output=.*file: "), only_run_in(tmp_path / "file", "output"):
         pass

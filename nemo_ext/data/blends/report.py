@@ -9,7 +9,7 @@ from rich.table import Table
 
 from nemo_ext.data.blends.hierarchy import Leaf
 from nemo_ext.data.blends.plan import BlendPlan, Part
-from nemo_ext.job.run_directory import write_text
+from nemo_ext.job.files import write_text
 
 _UNITS = ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"))
 

@@ -30,10 +30,9 @@ from nemo_ext.data.curriculum.select import Selection, select
 from nemo_ext.data.curriculum.settings import Settings, settings
 from nemo_ext.data.curriculum.write import OFF, marker, write_ordered
 from nemo_ext.data.text.documents import ReadReport
-from nemo_ext.data.text.workers import usable_cores
-from nemo_ext.job.files import publish, unfinished
+from nemo_ext.job.files import only_run_in, publish, unfinished, write_text
 from nemo_ext.job.progress import notice
-from nemo_ext.job.run_directory import only_run_in, write_text
+from nemo_ext.job.workers import usable_cores
 
 LEAST_TO_TEACH = 0.05
 """Of a domain in `adapted`."""

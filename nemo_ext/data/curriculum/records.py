@@ -10,18 +10,16 @@ import hashlib
 import io
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import IO, Any, cast
 
 import orjson
 
 from nemo_ext.data.text.documents import EXAMPLES_PER_REASON, ReadReport
-from nemo_ext.data.text.workers import prepare_worker
 from nemo_ext.job.files import publish, unfinished
 from nemo_ext.job.progress import progress_of
+from nemo_ext.job.workers import in_workers
 
 PART_BYTES = 32 << 20
 PACKED = (".gz", ".zst")
@@ -177,26 +175,11 @@ def read_parts[Result](
     """What `read` gives for each part, in their order; `read` must be picklable."""
     total = sum(part.size for part in parts)
     with progress_of(label, total) as advance:
-        if workers == 1 or len(parts) == 1 or total < PART_BYTES // 4:
-            for part in parts:
-                yield read(part)
-                advance(part.size)
-            return
-        # spawn: a fork of a process with threads in it may hang.
-        pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=prepare_worker)
-        try:
-            waiting: list[tuple[Part, Future[Result]]] = []
-            following = iter(parts)
-            while True:
-                while len(waiting) < 2 * workers and (further := next(following, None)) is not None:
-                    waiting.append((further, pool.submit(read, further)))
-                if not waiting:
-                    return
-                part, future = waiting.pop(0)
-                yield future.result()
-                advance(part.size)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        few = len(parts) == 1 or total < PART_BYTES // 4
+        for part, result in in_workers(read, parts, workers=1 if few else workers, ordered=True):
+            assert result is not None
+            yield result
+            advance(part.size)
 
 
 def unpacked(files: Sequence[Path], folder: Path) -> list[Path]:

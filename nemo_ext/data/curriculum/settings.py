@@ -1,17 +1,14 @@
 """The settings of `nemo-ext curriculum`, checked. No torch."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import field, fields, is_dataclass
-from typing import Annotated, Any, Literal, get_type_hints
+from dataclasses import field
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter
-from pydantic import ValidationError as PydanticError
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.job.settings import nearest
+from nemo_ext.job.settings import STRICT, checked
 
-STRICT = ConfigDict(extra="forbid")
 Share = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
 Paths = tuple[Text, ...]
@@ -149,23 +146,9 @@ def settings(config: Mapping[str, Any]) -> Settings:
             given[name] = [given[name]]
         elif given.get(name) is None:
             given.pop(name, None)
-    try:
-        checked = TypeAdapter(Settings).validate_json(json.dumps(given), strict=True)
-    except PydanticError as error:
-        first = error.errors()[0]
-    else:
-        _check(checked)
-        return checked
-    where = ".".join(map(str, first["loc"]))
-    if first["type"] == "unexpected_keyword_argument":
-        owner: Any = Settings
-        for step in first["loc"][:-1]:
-            owner = get_type_hints(owner)[str(step)]
-        assert is_dataclass(owner)
-        raise ValueError(f"unknown key {where}: {nearest(str(first['loc'][-1]), [one.name for one in fields(owner)])}")
-    if first["type"] == "missing":
-        raise ValueError(f"not set: {where}; give it as {where}=VALUE on the command line")
-    raise ValueError(f"{where}={first['input']!r}: {first['msg'][:1].lower()}{first['msg'][1:]}")
+    chosen = checked(Settings, given)
+    _check(chosen)
+    return chosen
 
 
 def _check(given: Settings) -> None:

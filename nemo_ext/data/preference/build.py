@@ -26,8 +26,7 @@ from nemo_ext.data.preference.settings import SourceSettings
 from nemo_ext.data.preference.spread import Placed, gathered
 from nemo_ext.data.text.documents import ReadReport
 from nemo_ext.data.text.tokenizers import Tokenizer, load_tokenizer
-from nemo_ext.job.files import publish, unfinished
-from nemo_ext.job.run_directory import write_text
+from nemo_ext.job.files import publish, unfinished, write_text
 from nemo_ext.job.seeds import digest
 
 _MAKERS: Mapping[str, Callable[..., list[Pair]]] = {"delta": delta, "judged": judged, "safety": safety, "pairs": ready}

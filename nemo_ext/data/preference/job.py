@@ -4,9 +4,8 @@ import dataclasses
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ from nemo_ext.data.sft.sources import outside
 from nemo_ext.data.text.documents import ReadReport
 from nemo_ext.data.text.tokenizers import load_tokenizer
 from nemo_ext.data.text.user_files import RecordSource
-from nemo_ext.data.text.workers import prepare_worker, usable_cores
+from nemo_ext.job.files import only_run_in, write_text
 from nemo_ext.job.progress import notice, progress_of
-from nemo_ext.job.run_directory import REPORT, only_run_in, write_text
+from nemo_ext.job.run_directory import REPORT
+from nemo_ext.job.workers import in_workers, usable_cores
 
 _WORK = ".work"
 _BAD = ("malformed", "schema")
@@ -84,7 +84,9 @@ def _built(
     records = _spread(source, files, place, counts.records)
     outputs = [path.with_name(path.name.replace("records", "pairs")) for path in records]
     with progress_of(f"{source.name}: pairs", len(records), unit="parts") as advance:
-        for _ in _each(work, list(zip(records, outputs, strict=True)), given.workers or usable_cores()):
+        tasks = list(zip(records, outputs, strict=True))
+        workers = min(given.workers or usable_cores(), len(tasks))
+        for _ in in_workers(partial(_build, work), tasks, workers=workers):
             advance(1)
     built = []
     for path in outputs:
@@ -133,19 +135,8 @@ def _spread(source: SourceSettings, files: Mapping[str, RecordSource], place: Pa
     return paths
 
 
-def _each(work: Work, tasks: Sequence[tuple[Path, Path]], workers: int) -> Iterator[None]:
-    if workers == 1 or len(tasks) == 1:
-        for records, output in tasks:
-            build(work, records, output)
-            yield
-        return
-    # spawn: a fork of a process with torch's threads in it may hang.
-    pool = ProcessPoolExecutor(min(workers, len(tasks)), get_context("spawn"), initializer=prepare_worker)
-    try:
-        for future in as_completed([pool.submit(build, work, *task) for task in tasks]):
-            yield future.result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+def _build(work: Work, task: tuple[Path, Path]) -> None:
+    build(work, *task)
 
 
 def _write(given: Settings, chosen: Sequence[Line], parts: Sequence[Sequence[Path]], output: Path) -> Written:

@@ -15,10 +15,9 @@ from nemo_ext.data.preference.filters import Filters
 from nemo_ext.data.preference.hallucination import CALL_PATTERNS, GROUPS, HallucinationRules
 from nemo_ext.data.preference.pairs import Rules
 from nemo_ext.data.preference.records import RecordKeys
-from nemo_ext.data.sft.checked import checked
 from nemo_ext.data.sft.sources import Paths
 from nemo_ext.data.text.tokenizers import load_tokenizer
-from nemo_ext.job.settings import check_keys, checked_share, checked_whole, nearest
+from nemo_ext.job.settings import check_keys, checked, checked_share, checked_whole, nearest
 
 Kind = Literal["delta", "judged", "tool_hallucination", "safety", "pairs", "genrm"]
 OUTPUTS = ("trl", "nemo_rl")

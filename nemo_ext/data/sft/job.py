@@ -23,9 +23,9 @@ from nemo_ext.data.sft.settings import SftSettings, read_settings
 from nemo_ext.data.sft.shards import Piece, Work, config_text, encoder_of, is_finished, make_shard, open_shard
 from nemo_ext.data.sft.sources import outside
 from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer
-from nemo_ext.data.text.workers import in_workers, usable_cores
+from nemo_ext.job.files import only_run_in, write_text
 from nemo_ext.job.progress import notice, progress_of
-from nemo_ext.job.run_directory import only_run_in, write_text
+from nemo_ext.job.workers import in_workers, usable_cores
 
 PART_RECORDS = 5000
 PART_BYTES = 32_000_000

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from nemo_ext.data.packs.packed_files import PackedManifest
 from nemo_ext.data.sft.settings import SftSettings
 from nemo_ext.data.sft.shards import MODES
-from nemo_ext.job.run_directory import write_text
+from nemo_ext.job.files import write_text
 
 if TYPE_CHECKING:
     from nemo_ext.data.sft.choice import Chosen, Table

@@ -10,12 +10,11 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from nemo_ext.chat.reasoning import ModeShares, ReasoningSettings
 from nemo_ext.data.packs.packed_files import PackingSettings
-from nemo_ext.data.sft.checked import checked
 from nemo_ext.data.sft.filters.near_duplicates import NearDuplicates
 from nemo_ext.data.sft.filters.screen import Screen, load_filters
 from nemo_ext.data.sft.sources import ConversationSource, load_conversations
 from nemo_ext.data.text.tokenizers import named_tokenizer
-from nemo_ext.job.settings import check_keys, checked_share, checked_whole
+from nemo_ext.job.settings import check_keys, checked, checked_share, checked_whole
 
 KEYS = (
     *("preset", "output", "tokenizer", "template", "turns", "sources", "filters", "near_duplicates", "duplicate_ids"),

@@ -26,8 +26,7 @@ from nemo_ext.data.sft.settings import SftSettings, read_settings
 from nemo_ext.data.sft.sources import ConversationReport
 from nemo_ext.data.text.documents import Part
 from nemo_ext.data.text.tokenizers import load_tokenizer
-from nemo_ext.job.files import publish, unfinished
-from nemo_ext.job.run_directory import write_text
+from nemo_ext.job.files import publish, unfinished, write_text
 from nemo_ext.job.seeds import digest
 
 MODES = ("off", "on")

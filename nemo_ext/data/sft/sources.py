@@ -28,9 +28,9 @@ from nemo_ext.chat.formats import (
     without_mode_line,
 )
 from nemo_ext.chat.sample import Sample
-from nemo_ext.data.sft.checked import checked
 from nemo_ext.data.text.documents import Part, ReadReport
 from nemo_ext.data.text.user_files import JsonlSource, ParquetSource, RecordSource
+from nemo_ext.job.settings import checked
 
 _CHECKED_RECORDS = 1000
 _CHECKED_BYTES = 1 << 20

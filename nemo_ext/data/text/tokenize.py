@@ -20,13 +20,14 @@ from nemo_ext.data.blends.streams import Blend, Stream, read_blend
 from nemo_ext.data.text.documents import Source
 from nemo_ext.data.text.indexed_dataset import ids_type
 from nemo_ext.data.text.manifest import FORMAT_VERSION, Manifest, finished_manifest, write_manifest
+from nemo_ext.data.text.shard_workers import complete_shards
 from nemo_ext.data.text.shards import ShardWork, cut, open_shards
 from nemo_ext.data.text.splits import select, write_splits
 from nemo_ext.data.text.tokenizers import Tokenizer
-from nemo_ext.data.text.workers import complete_shards, usable_cores
 from nemo_ext.job.files import folder_for_one
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.settings import checked_share, checked_whole
+from nemo_ext.job.workers import usable_cores
 
 _NO_LIMIT = sys.maxsize
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.pattern import parse
+from nemo_ext.job.files import write_text
 from nemo_ext.job.progress import notice
-from nemo_ext.job.run_directory import write_text
 from nemo_ext.puzzle.choice.pool import pool
 from nemo_ext.puzzle.choice.problem import Candidate, Limit, Problem, write_problem
 from nemo_ext.puzzle.choice.search import solve

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.job.run_directory import write_text
+from nemo_ext.job.files import write_text
 
 TOLERANCE = 1e-9
 """A limit counts as kept when the total passes it by no more than this share: sums of floats are not exact.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nemo_ext.job.run_directory import write_text
+from nemo_ext.job.files import write_text
 from nemo_ext.puzzle.choice.problem import Limit, Problem
 from nemo_ext.puzzle.choice.search import GAP, TIME_LIMIT, Solution, find, relative_gap, to_program
 

@@ -27,7 +27,7 @@ from nemo_ext.architecture.draw import COLOURS
 from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.blockwise import data_parallel
 from nemo_ext.blockwise.parent import Parent
-from nemo_ext.job.run_directory import write_text
+from nemo_ext.job.files import write_text
 from nemo_ext.puzzle.fusion.fusion import Dependency, Group
 
 if TYPE_CHECKING:

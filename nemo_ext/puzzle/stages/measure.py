@@ -26,7 +26,7 @@ from torch import Tensor
 from nemo_ext.architecture.blocks import Block
 from nemo_ext.blockwise.parent import Parent
 from nemo_ext.checkpoint.description import Description
-from nemo_ext.job.run_directory import write_text
+from nemo_ext.job.files import write_text
 from nemo_ext.puzzle.cost import OUTSIDE, Serving
 from nemo_ext.puzzle.stages.inference import Inference, open_inference
 from nemo_ext.puzzle.stages.initialise import initial_weights

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from nemo_ext.job.run_directory import only_run_in
+from nemo_ext.job.files import only_run_in
 from nemo_ext.puzzle.variants import Variant
 
 SHARDED = ("distill", "score")

@@ -23,8 +23,9 @@ from nemo_ext.checkpoint.beside import EXTRAS, copy_extras, extras_beside, write
 from nemo_ext.checkpoint.description import Description, megatron_arguments, to_config
 from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
 from nemo_ext.checkpoint.writing import MEGATRON, Work, cut_into_parts, write_checkpoint
+from nemo_ext.job.files import write_text
 from nemo_ext.job.progress import notice, progress_of
-from nemo_ext.job.run_directory import read_config, write_text
+from nemo_ext.job.run_directory import read_config
 from nemo_ext.megatron.session import build_model, load_weights
 from nemo_ext.megatron.session import data_parallel as process_group
 from nemo_ext.puzzle.choice.baselines import CannotReach, greedy, uniform

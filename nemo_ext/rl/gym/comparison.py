@@ -15,8 +15,7 @@ from nemo_gym.global_config import ROLLOUT_INDEX_KEY_NAME, TASK_INDEX_KEY_NAME
 from pydantic import Field, PrivateAttr
 
 from nemo_ext.chat.sample import Message
-from nemo_ext.data.sft.checked import checked
-from nemo_ext.job.settings import checked_whole, nearest
+from nemo_ext.job.settings import checked, checked_whole, nearest
 from nemo_ext.rl.gym.cohorts import Cohorts
 from nemo_ext.rl.gym.responses import last_turn, read_answer
 from nemo_ext.rl.gym.rows import PARAMETERS, messages

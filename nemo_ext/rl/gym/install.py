@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from nemo_ext import __version__
+from nemo_ext.job.files import write_text
 from nemo_ext.job.progress import notice
-from nemo_ext.job.run_directory import write_text
 from nemo_ext.job.settings import check_keys, checked_whole, nearest
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.gym.rows import to_gym

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.chat.template import Template
+from nemo_ext.job.files import write_text
 from nemo_ext.job.progress import notice
-from nemo_ext.job.run_directory import write_text
 from nemo_ext.rl.nemo_rl import compat
 from nemo_ext.rl.nemo_rl.checkout import Checkout, Section
 from nemo_ext.rl.nemo_rl.render import ALL

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.job.run_directory import METRICS, REPORT, write_text
+from nemo_ext.job.files import write_text
+from nemo_ext.job.run_directory import METRICS, REPORT
 from nemo_ext.memory import report as memory
 from nemo_ext.rl.algorithms import Algorithm
 

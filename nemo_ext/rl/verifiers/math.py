@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from nemo_ext.data.sft.checked import checked
-from nemo_ext.job.settings import checked_whole, nearest
+from nemo_ext.job.settings import checked, checked_whole, nearest
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.response import Response
 from nemo_ext.rl.verdict import Verdict

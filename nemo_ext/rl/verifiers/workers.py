@@ -116,7 +116,7 @@ class WorkerPool:
             ValueError: a number that is not positive.
         """
         if workers is None:
-            from nemo_ext.data.text.workers import usable_cores  # here, since workers import this module too
+            from nemo_ext.job.workers import usable_cores  # here, since workers import this module too
 
             workers = min(8, usable_cores())
         for name, value in {"time_limit": time_limit, "workers": workers, "memory": memory}.items():

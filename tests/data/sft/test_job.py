@@ -18,7 +18,7 @@ from nemo_ext.data.packs.packed_files import read_packed_manifest
 from nemo_ext.data.sft import report
 from nemo_ext.data.sft.job import run
 from nemo_ext.job.config import compose
-from nemo_ext.job.run_directory import only_run_in
+from nemo_ext.job.files import only_run_in
 
 WORDS = ("the", "a", "model", "block", "layer", "learns", "token", "answer", "data", "train", "step", "loss", "rate")
 

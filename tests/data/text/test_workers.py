@@ -135,7 +135,7 @@ def test_ctrl_c_while_workers_start_reaches_none_of_them(tmp_path: Path) -> None
     script = tmp_path / "run.py"
     script.write_text(
         "import os, signal\n"
-        "from nemo_ext.data.text.workers import in_workers\n"
+        "from nemo_ext.job.workers import in_workers\n"
         "if __name__ == '__mp_main__':\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"  # a worker that has not come to prepare_worker yet
         "if __name__ == '__main__':\n"

@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 from nemo_ext.architecture.blocks import Block
 from nemo_ext.job.config import compose
-from nemo_ext.job.run_directory import only_run_in
+from nemo_ext.job.files import only_run_in
 from nemo_ext.puzzle.job import Job
 from nemo_ext.puzzle.settings import settings
 from nemo_ext.puzzle.stages.distill import Training, distill, trainable

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.data.sft.checked import checked
 from nemo_ext.data.sft.filters.base import Filter, Texts
 from nemo_ext.data.sft.filters.decontamination import Decontamination
 from nemo_ext.data.sft.filters.language import Language
@@ -15,7 +14,7 @@ from nemo_ext.data.sft.filters.repetition import Repetition
 from nemo_ext.data.sft.filters.structural import Structural
 from nemo_ext.data.sft.sources import Located
 from nemo_ext.data.text.documents import ReadReport
-from nemo_ext.job.settings import nearest
+from nemo_ext.job.settings import checked, nearest
 
 # In this order: what is cheap and certain comes first.
 FILTERS: tuple[type[Filter], ...] = (Structural, Length, Narrative, Repetition, Decontamination, Language)

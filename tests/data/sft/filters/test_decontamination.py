@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from nemo_ext.chat.sample import Sample
-from nemo_ext.data.sft.checked import checked
 from nemo_ext.data.sft.filters.base import Texts
 from nemo_ext.data.sft.filters.decontamination import Decontamination
+from nemo_ext.job.settings import checked
 
 Make = Callable[..., Sample]
 Prose = Callable[..., str]

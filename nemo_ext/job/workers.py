@@ -1,4 +1,4 @@
-"""Making the shards of a stream, in this process or in several."""
+"""Work in several processes, which end with the one that started them."""
 
 import os
 import signal
@@ -6,12 +6,9 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from multiprocessing import connection, get_context, parent_process
 
-from nemo_ext.data.text.documents import Admission, Part, ReadReport, Source
-from nemo_ext.data.text.shards import ShardWork, is_finished, read_rows, tokenize_shard
 from nemo_ext.job.progress import notice
 
 
@@ -21,70 +18,22 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def complete_shards(
-    work: ShardWork,
-    shards: Iterator[list[Part]],
-    source: Source,
-    *,
-    workers: int,
-    advance: Callable[[int], None],
-) -> int:
-    """Make the shards that are missing, as far as `max_bytes` needs them; return how many are in use.
-
-    Args:
-        advance: Called with the bytes of input of every shard that is ready.
-
-    Raises:
-        RuntimeError: A worker process died.
-    """
-    ready: set[int] = set()
-    frontier = 0
-    admission, ignored = Admission(source), ReadReport()
-    with closing(_ready_shards(work, shards, workers=workers)) as results:
-        for index, parts in results:
-            advance(sum(part.size for part in parts))
-            ready.add(index)
-            while frontier in ready:
-                ready.remove(frontier)
-                if source.max_bytes is not None:
-                    rows = read_rows(work.directory, frontier)
-                    for digest, size in zip(rows.digests, rows.sizes, strict=True):
-                        admission.admit(digest.tobytes(), int(size), ignored)
-                frontier += 1
-                if admission.full:
-                    return frontier
-    return frontier
-
-
-def _ready_shards(work: ShardWork, shards: Iterator[list[Part]], *, workers: int) -> Generator[tuple[int, list[Part]]]:
-    """Yield each shard when its files are there, in any order, tokenising those that are not."""
-
-    def is_there(shard: tuple[int, list[Part]]) -> bool:
-        return is_finished(work.directory, shard[0])
-
-    with closing(in_workers(partial(_tokenize, work), enumerate(shards), workers=workers, skip=is_there)) as results:
-        for shard, _ in results:
-            yield shard
-
-
-def _tokenize(work: ShardWork, shard: tuple[int, list[Part]]) -> None:
-    tokenize_shard(work, *shard)
-
-
 def in_workers[Item, Result](
     do: Callable[[Item], Result],
     items: Iterable[Item],
     *,
     workers: int,
     skip: Callable[[Item], bool] = lambda item: False,
+    ordered: bool = False,
 ) -> Generator[tuple[Item, Result | None]]:
-    """Each item with what `do` makes of it, in any order; what is to be skipped comes with None.
+    """Each item with what `do` makes of it; what is to be skipped comes with None.
 
     Args:
         do: what is done, in a process that spawned; with one worker here.
         items: read as they are needed.
         workers: processes.
         skip: whether an item is done already.
+        ordered: results come in the order of the items, else as soon as they are there.
 
     Raises:
         RuntimeError: a worker process died.
@@ -99,14 +48,16 @@ def in_workers[Item, Result](
     try:
         for item in items:
             if skip(item):
+                while ordered and running:
+                    yield from _collect(running, ordered)
                 yield item, None
                 continue
             with _without_ctrl_c():
                 running[pool.submit(do, item)] = item
             if len(running) >= 2 * workers:
-                yield from _collect(running)
+                yield from _collect(running, ordered)
         while running:
-            yield from _collect(running)
+            yield from _collect(running, ordered)
     except KeyboardInterrupt:
         notice("stopping: the shards under way are finished first, and all are kept for the next run")
         raise
@@ -130,8 +81,9 @@ def _without_ctrl_c() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
-def _collect[Item, Result](running: dict[Future[Result], Item]) -> Iterator[tuple[Item, Result]]:
-    for future in wait(running, return_when=FIRST_COMPLETED).done:
+def _collect[Item, Result](running: dict[Future[Result], Item], ordered: bool) -> Iterator[tuple[Item, Result]]:
+    done = {next(iter(running))} if ordered else wait(running, return_when=FIRST_COMPLETED).done
+    for future in done:
         item = running.pop(future)
         yield item, future.result()
 
