@@ -26,7 +26,8 @@ from nemo_ext.data.training import tokenize_streams, use_data
 from nemo_ext.job import run_directory
 from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.job.files import only_run_in
-from nemo_ext.job.ranks import end_with_parent, rank_environment
+from nemo_ext.job.parent import end_with_parent
+from nemo_ext.job.ranks import rank_environment
 from nemo_ext.megatron.fp8 import remark, use_plan
 from nemo_ext.memory import sampler
 

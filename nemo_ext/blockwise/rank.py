@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from nemo_ext.job.config import INTERRUPTED, USER_ERROR
-from nemo_ext.job.ranks import end_with_parent
+from nemo_ext.job.parent import end_with_parent
 
 
 def main(config_path: str, log_name: str, work: Callable[[str], None]) -> int:

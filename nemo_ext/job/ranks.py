@@ -3,8 +3,6 @@
 torchrun would add a report of its own to every mistake, and keeps ranks alive when it is killed itself.
 """
 
-import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -111,10 +109,3 @@ def rank_environment() -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",
         **os.environ,
     }
-
-
-def end_with_parent(number: int) -> None:
-    """Has Linux send this process a signal when the thread that started it ends; elsewhere does nothing."""
-    pr_set_pdeathsig = 1
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)

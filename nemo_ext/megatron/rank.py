@@ -13,6 +13,8 @@ import sys
 import traceback
 from typing import NoReturn
 
+from nemo_ext.job.parent import end_with_parent
+
 
 def run(config_path: str) -> NoReturn:
     """Trains as the config says and ends the process: 0, the code of a SystemExit, or 1 with a traceback."""

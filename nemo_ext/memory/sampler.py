@@ -26,8 +26,8 @@ from typing import Any
 
 import psutil
 
+from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.progress import notice
-from nemo_ext.job.ranks import end_with_parent
 from nemo_ext.job.settings import check_keys
 
 KEY = "memory_profile"
