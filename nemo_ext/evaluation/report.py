@@ -10,6 +10,7 @@ from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.job import run_directory
 from nemo_ext.job.files import write_text
+from nemo_ext.job.report import new_figure, save_figure, tidy
 from nemo_ext.memory import report as memory
 
 PLOT = "report.png"
@@ -41,11 +42,8 @@ def write_report(run_dir: Path) -> Path:
 
 def plot(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path, *, title: str) -> None:
     """Draws loss, learning rate and speed over tokens into one picture (PNG or SVG by suffix)."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(figsize=(9, 7))
     loss, rate, speed = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1.2, 1.2))
     unit, name = _token_unit(steps[-1]["tokens"])
     tokens = [line["tokens"] / unit for line in steps]
@@ -76,11 +74,8 @@ def plot(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: P
     speed.set_ylabel("tokens / s")
     speed.set_xlabel(f"trained tokens ({name})")
     for axis in (loss, rate, speed):
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, dpi=120, format=path.suffix.removeprefix("."))
-    temporary.replace(path)
+        tidy(axis)
+    save_figure(figure, path)
 
 
 def _markdown(

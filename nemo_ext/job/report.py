@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table in Markdown, without a line break at its end."""
     lines = [heading, ["---"] * len(heading), *rows]
     return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
@@ -29,7 +29,7 @@ def new_figure(**sizes: Any) -> "Figure":
     return figure
 
 
-def tidy(axes: "Axes", *, grid: str | None = "both") -> None:
+def tidy(axes: "Axes", *, grid: Literal["x", "y", "both"] | None = "both") -> None:
     """Takes away an axis's upper and right frame and draws a faint grid (`x`, `y`, `both` or None)."""
     if grid is not None:
         axes.grid(axis=grid, alpha=0.25)

@@ -10,6 +10,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from nemo_ext.job.report import new_figure, save_figure, tidy
 from nemo_ext.memory.sampler import FOLDER, HELD, PHASES
 
 PLOT = "memory.png"
@@ -198,13 +199,10 @@ def section(run_dir: Path) -> str:
 
 def plot(nodes: Sequence[Node], phases: Sequence[tuple[float, str | None]], path: Path) -> None:
     """Draws resident memory, /dev/shm and the fullest GPU over time, phases behind them (PNG or SVG by suffix)."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
     titles = {"rss": "processes, resident", "shm": "/dev/shm", "gpu": "fullest GPU"}
     shown = [name for name in titles if any(np.isfinite(node.values[name]).any() for node in nodes)]
-    figure = Figure(figsize=(9, 2.2 * len(shown) + 0.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(figsize=(9, 2.2 * len(shown) + 0.6))
     axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     first, last = min(node.time[0] for node in nodes), max(node.time[-1] for node in nodes)
     unit, unit_name = _time_unit(last - first)
@@ -241,14 +239,11 @@ def plot(nodes: Sequence[Node], phases: Sequence[tuple[float, str | None]], path
         axis.set_xlim(0, max((last - first) / unit, 1e-9))
         axis.set_ylabel(size_name)
         axis.set_title(titles[name], loc="left", fontsize=10)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
+        tidy(axis)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=min(9, len(labels)), frameon=False, fontsize=8)
     axes[-1].set_xlabel(f"{unit_name} since the first sample")
-    temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, dpi=120, format=path.suffix.removeprefix("."))
-    temporary.replace(path)
+    save_figure(figure, path)
 
 
 def _lines(path: Path) -> list[Mapping[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from nemo_ext.architecture.draw import draw_blocks
 from nemo_ext.job.files import write_text
+from nemo_ext.job.report import markdown_table
 from nemo_ext.puzzle.configs import checkpoints_of, description_of
 from nemo_ext.puzzle.settings import Settings
 from nemo_ext.puzzle.workspace import Workspace
@@ -93,7 +94,7 @@ def _states(rows: Sequence[Mapping[str, Any]]) -> str:
     head = ["", "loss", "blocks in sequence", "parameters", "active", "cache", "prefill*", "decode*", "measured**"]
     tokens = parent["tokens"]
     return (
-        f"{_table(head, cells)}\n\n\\* speed beside the parent by the roofline of `puzzle.serving`. \\*\\* speed of a "
+        f"{markdown_table(head, cells)}\n\n\\* speed beside the parent by the roofline of `puzzle.serving`. \\*\\* speed of a "
         f"forward pass over {tokens:,} tokens, measured on this machine one after the other in one run (parent: "
         f"{parent['forward_seconds'] * 1000:.1f} ms; ± half the range of the middle half of the repetitions)."
     )
@@ -115,7 +116,7 @@ def _comparison(rows: Sequence[Mapping[str, Any]], resource: str) -> str:
     ]
     head = ["before fusion and healing", "loss", "beside the parent", resource.replace("_", " "), "score"]
     return (
-        f"## What was tried\n\n{_table(head, cells)}\n\nThe choices keep to all limits; pruning, dropping and the "
+        f"## What was tried\n\n{markdown_table(head, cells)}\n\nThe choices keep to all limits; pruning, dropping and the "
         f"search beside them to that on {resource.replace('_', ' ')} alone."
     )
 
@@ -147,8 +148,3 @@ def _next(workspace: Workspace) -> str:
         f"nemo-ext train --config-dir {made} model={model.stem} "
         f"megatron.pretrained_checkpoint={checkpoints_of(newest)} ...\n```"
     )
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

@@ -13,6 +13,7 @@ from nemo_ext.architecture.draw import COLOURS
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import HEAD, Plan, Rule
 from nemo_ext.job.files import write_text
+from nemo_ext.job.report import markdown_table, new_figure, save_figure
 from nemo_ext.job.run_directory import REPORT
 from nemo_ext.puzzle.stages.score_file import read_lines
 from nemo_ext.sensitivity.scores import EVERYTHING, REFERENCE, Sensitivity, lost
@@ -110,7 +111,7 @@ def _plans(rows: Sequence[Mapping[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    return _table(["plan", "KL, nats a token", "loss", "bytes in BF16", "bytes of all matrices"], table)
+    return markdown_table(["plan", "KL, nats a token", "loss", "bytes in BF16", "bytes of all matrices"], table)
 
 
 def _group_name(group: str) -> str:
@@ -135,7 +136,7 @@ def _groups(every: Sequence[Unit], scores: Mapping[str, Sensitivity], chosen: Se
                 f"{together / bytes_ * 1e6:.2e}",
             ]
         )
-    return _table(["group", "number", "median", "largest", "together", "together, a MB of BF16"], rows)
+    return markdown_table(["group", "number", "median", "largest", "together", "together, a MB of BF16"], rows)
 
 
 def _by_group(every: Sequence[Unit], scores: Mapping[str, Sensitivity], chosen: Settings) -> dict[str, list[float]]:
@@ -177,12 +178,7 @@ def _most(every: Sequence[Unit], kept: Sequence[Unit], scores: Mapping[str, Sens
         ]
         for unit in ranked
     ]
-    return _table([chosen.per, "kind", "KL", "loss", "bytes in BF16", "proposed"], rows)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return markdown_table([chosen.per, "kind", "KL", "loss", "bytes in BF16", "proposed"], rows)
 
 
 def _draw(
@@ -193,17 +189,12 @@ def _draw(
     result: Mapping[str, Any],
     chosen: Settings,
 ) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(min(24.0, max(9.0, 4.5 + 0.22 * len(every))), 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(figsize=(min(24.0, max(9.0, 4.5 + 0.22 * len(every))), 4.2))
     left, right = figure.subplots(1, 2, width_ratios=[max(2.0, len(every) / 14), 1.6])
     _draw_units(left, every, kept, scores, chosen)
     _draw_plans(right, result["plans"], chosen)
-    temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, dpi=120, format="png")
-    temporary.replace(path)
+    save_figure(figure, path)
 
 
 def _draw_units(

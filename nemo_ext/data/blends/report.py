@@ -10,6 +10,7 @@ from rich.table import Table
 from nemo_ext.data.blends.hierarchy import Leaf
 from nemo_ext.data.blends.plan import BlendPlan, Part
 from nemo_ext.job.files import write_text
+from nemo_ext.job.report import new_figure, save_figure
 
 _UNITS = ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"))
 
@@ -84,13 +85,10 @@ def markdown(plan: BlendPlan, *, title: str) -> str:
 
 def plot(plan: BlendPlan, path: Path, *, title: str) -> None:
     """Draws shares as bars down the tree and, where sizes and the run's length are known, epochs beside them."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
     parts = plan.parts[1:]
     epochs = any(part.epochs is not None for part in parts)
-    figure = Figure(figsize=(10 if epochs else 7, 1.4 + 0.24 * len(parts)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(figsize=(10 if epochs else 7, 1.4 + 0.24 * len(parts)))
     axes = figure.subplots(1, 2 if epochs else 1, sharey=True, squeeze=False)[0]
     rows = range(len(parts))
     leaf = [isinstance(part.node, Leaf) for part in parts]
@@ -121,9 +119,7 @@ def plot(plan: BlendPlan, path: Path, *, title: str) -> None:
         axis.grid(axis="x", alpha=0.25)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
-    temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, dpi=110, format=path.suffix.removeprefix("."))
-    temporary.replace(path)
+    save_figure(figure, path, dpi=110)
 
 
 def _cells(part: Part) -> tuple[str, str, str, str]:

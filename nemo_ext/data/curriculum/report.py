@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from nemo_ext.data.curriculum.plan import Candidates, Plan
 from nemo_ext.data.curriculum.schedule import Floats
+from nemo_ext.job.report import new_figure, save_figure, tidy
 
 PLOT = "plot.png"
 COLOURS = ("#1f4e8c", "#d1495b", "#2f7d5c", "#edae49", "#7a5195", "#3d8fb0", "#8a6d3b", "#666666")
@@ -80,12 +81,9 @@ def markdown(title: str, facts: Mapping[str, str], domains: Sequence[Sequence[st
 
 def plot(steps: Steps, path: Path, *, first_step: int, batch: int, title: str) -> None:
     """Draw target, mean and spread of the pass rate over the steps, and the domains' shares (PNG)."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(figsize=(9, 7))
     rate, off, share = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1.2))
     width = -(-len(steps.mean) // DRAWN_STEPS)
     number = first_step + _means(np.arange(len(steps.mean), dtype=np.float64), width)
@@ -110,11 +108,8 @@ def plot(steps: Steps, path: Path, *, first_step: int, batch: int, title: str) -
     share.xaxis.set_major_locator(MaxNLocator(integer=True))
     share.legend(frameon=False, ncols=min(6, len(steps.domains)), fontsize=9, loc="lower left")
     for axis in (rate, off, share):
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, dpi=120, format="png")
-    temporary.replace(path)
+        tidy(axis)
+    save_figure(figure, path)
 
 
 def _means(values: npt.NDArray[Any], width: int) -> Floats:

@@ -1,7 +1,7 @@
 """What the pairs are, for a reader: counts by source, kind, task and language, what was left out and why, lengths."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import numpy as np
 
 from nemo_ext.data.preference.build import Counts
 from nemo_ext.data.text.documents import ReadReport
+from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
 
 PLOT = "lengths.png"
 _LINEAR = 100
@@ -57,7 +58,7 @@ def markdown(
     title: str, facts: Mapping[str, str], counts: Mapping[str, Counts], written: Written, *, unit: str, plotted: bool
 ) -> str:
     """The page."""
-    said = [f"# {title}\n", _table(("", ""), facts.items())]
+    said = [f"# {title}\n", markdown_table(("", ""), facts.items()) + "\n"]
     pairs = {key: count for key, count in written.rows.items() if key[1] != "genrm"}
     samples = {key: count for key, count in written.rows.items() if key[1] == "genrm"}
     for name, rows in (("Pairs", pairs), ("Reward model samples", samples)):
@@ -70,19 +71,19 @@ def markdown(
                 by[key[index] or "(none)"] += count
             total = by.total()
             table = [(label, f"{count:,}", f"{100 * count / total:.1f} %") for label, count in by.most_common()]
-            said.append(_table((heading, name.lower(), "share"), table))
+            said.append(markdown_table((heading, name.lower(), "share"), table) + "\n")
     if pairs:
         models = [
             (chosen or "(none)", rejected or "(none)", f"{count:,}")
             for (chosen, rejected), count in written.models.most_common(20)
         ]
-        said.append(_table(("chosen model", "rejected model", "pairs"), models))
+        said.append(markdown_table(("chosen model", "rejected model", "pairs"), models) + "\n")
         said.append(f"## Lengths\n\nMeans in {unit}.\n")
         means = [
             (source, *(f"{value / sums[3]:,.0f}" for value in sums[:3]))
             for source, sums in sorted(written.lengths.items())
         ]
-        said.append(_table(("source", "prompt", "chosen", "rejected"), means))
+        said.append(markdown_table(("source", "prompt", "chosen", "rejected"), means) + "\n")
         if plotted:
             said.append(f"![chosen minus rejected length]({PLOT})\n")
     said.append("## Left out\n")
@@ -93,27 +94,24 @@ def markdown(
     ):
         reports: dict[str, ReadReport] = {source: reason_of(one) for source, one in counts.items()}
         rows_left = [
-            (source, reason, f"{count:,}", "; ".join(_quoted(place) for place in report.examples.get(reason, [])[:3]))
+            (source, reason, f"{count:,}", "; ".join(report.examples.get(reason, [])[:3]))
             for source, report in reports.items()
             for reason, count in sorted(report.skipped.items())
         ]
         seen = ", ".join(f"{source} {report.records:,}" for source, report in reports.items())
         said.append(f"Of {what} seen ({seen}):\n")
-        said.append(_table(("source", "reason", what, "examples"), rows_left) if rows_left else "none\n")
+        said.append(markdown_table(("source", "reason", what, "examples"), rows_left) + "\n" if rows_left else "none\n")
     return "\n".join(said)
 
 
 def plot(counts: Mapping[str, Counts], path: Path, *, unit: str) -> bool:
     """Draw how the answers' lengths differ before and after the filters (PNG); False if there is nothing to draw."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
     drawn = {name: one for name, one in counts.items() if one.before}
     if not drawn:
         return False
-    figure = Figure(figsize=(8, 1.2 + 2.2 * len(drawn)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(figsize=(8, 1.2 + 2.2 * len(drawn)))
     axes = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
     largest = max(abs(value) for one in drawn.values() for value in one.before)
     edges = _edges(largest)
@@ -130,16 +128,13 @@ def plot(counts: Mapping[str, Counts], path: Path, *, unit: str) -> bool:
         axis.set_xscale("symlog", linthresh=_LINEAR)
         axis.set_ylabel("pairs")
         axis.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.2)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
+        tidy(axis)
     ticks = [0, _LINEAR, *(10**power for power in range(3, 8) if 10**power <= edges[-1])]
     axes[-1].set_xticks(sorted({sign * tick for tick in ticks for sign in (-1, 1)}))
     axes[-1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes[-1].minorticks_off()
     axes[-1].set_xlabel(f"{unit} of the chosen answer minus {unit} of the rejected one")
-    temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, dpi=120, format="png")
-    temporary.replace(path)
+    save_figure(figure, path)
     return True
 
 
@@ -151,13 +146,3 @@ def _edges(largest: int) -> np.ndarray[Any, Any]:
     beyond = _LINEAR * 10 ** (np.arange(1, 10 * decades + 1) / 10)
     right = np.concatenate([np.arange(0, _LINEAR + 1, 10), beyond])
     return np.concatenate([-right[:0:-1], right])
-
-
-def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(heading) + " |", "|" + "---|" * len(heading)]
-    lines += ["| " + " | ".join(_quoted(cell) for cell in row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
-
-
-def _quoted(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

@@ -12,6 +12,7 @@ from nemo_ext.data.packs.packed_files import PackedManifest
 from nemo_ext.data.sft.settings import SftSettings
 from nemo_ext.data.sft.shards import MODES
 from nemo_ext.job.files import write_text
+from nemo_ext.job.report import new_figure, save_figure
 
 if TYPE_CHECKING:
     from nemo_ext.data.sft.choice import Chosen, Table
@@ -152,13 +153,10 @@ def _cell(text: str) -> str:
 
 def _plot(table: "Table", chosen: "Chosen", settings: SftSettings, path: Path) -> None:
     """Lengths of texts as a histogram, and each task's tokens by mode."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     rows = chosen.train
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(figsize=(10, 4.2))
     lengths, tasks = figure.subplots(1, 2, width_ratios=(1.2, 1))
     most = int(table.lengths[rows].max())
     bins = np.geomspace(max(1, int(table.lengths[rows].min())), most + 1, 50)
@@ -188,4 +186,4 @@ def _plot(table: "Table", chosen: "Chosen", settings: SftSettings, path: Path) -
     tasks.legend(frameon=False)
     for axis in (lengths, tasks):
         axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path, dpi=130)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_ext.job.files import write_text
+from nemo_ext.job.report import new_figure, save_figure, tidy
 from nemo_ext.puzzle.choice.problem import Limit, Problem
 from nemo_ext.puzzle.choice.search import GAP, TIME_LIMIT, Solution, find, relative_gap, to_program
 
@@ -127,11 +128,8 @@ def plot(
     solved = [point.solution for point in points if point.solution is not None]
     if not solved:
         raise ValueError("no limit of the sweep can be kept, so there is nothing to draw")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(figsize=(8, 5))
     axis = figure.subplots()
     costs = [solution.costs[resource] for solution in solved]
     looks = (("parent", parent, "*", "#d1495b", 13), ("child", child, "D", "#edae49", 8))
@@ -149,11 +147,8 @@ def plot(
     axis.set_ylabel("score (increase of loss)")
     axis.set_title(title, loc="left", fontsize=11)
     axis.legend(frameon=False)
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
-    temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, dpi=120, format=path.suffix.removeprefix("."))
-    temporary.replace(path)
+    tidy(axis)
+    save_figure(figure, path)
     return path
 
 

@@ -28,6 +28,7 @@ from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.blockwise import data_parallel
 from nemo_ext.blockwise.parent import Parent
 from nemo_ext.job.files import write_text
+from nemo_ext.job.report import new_figure, save_figure
 from nemo_ext.puzzle.fusion.fusion import Dependency, Group
 
 if TYPE_CHECKING:
@@ -266,12 +267,9 @@ def draw_dependency(
     if not pairs:
         raise ValueError("nothing of the dependency matrix was measured, so there is nothing to draw")
     numbers = sorted({number for pair in pairs for number in pair} | {n for group in groups for n in group.blocks})
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import PowerNorm
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.6, 7.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(figsize=(8.6, 7.4))
     axis = figure.subplots()
     shown = [[matrix[i][j] if j > i else nan for j in numbers] for i in numbers]
     missing = [[1.0 if j > i and not isfinite(matrix[i][j]) else nan for j in numbers] for i in numbers]
@@ -286,9 +284,7 @@ def draw_dependency(
     _add_legend(axis, pattern, numbers, missing=len(pairs) < len(numbers) * (len(numbers) - 1) / 2, fused=bool(groups))
     _label(axis, pattern, numbers)
     axis.set_title(title, loc="left", fontsize=11)
-    temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, dpi=150, format=path.suffix.removeprefix("."))
-    temporary.replace(path)
+    save_figure(figure, path, dpi=150)
     return path
 
 

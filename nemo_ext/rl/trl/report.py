@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.job.files import write_text
+from nemo_ext.job.report import save_figure
 from nemo_ext.job.run_directory import METRICS, REPORT
 from nemo_ext.memory import report as memory
 from nemo_ext.rl.algorithms import Algorithm
@@ -64,5 +65,5 @@ def _plot(path: Path, logs: Sequence[Mapping[str, Any]]) -> None:
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path, dpi=130)
     pyplot.close(figure)
