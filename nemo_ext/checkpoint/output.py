@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from nemo_ext.checkpoint.storage import CheckpointError, listed
+from nemo_ext.job.made_of import digest
 from nemo_ext.job.progress import notice
 
 RECORD = "conversion.json"
@@ -103,7 +103,7 @@ def _remove_temporary(folder: Path) -> None:
 
 def plan_hash(plan: dict[str, Any]) -> str:
     """What identifies a plan."""
-    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+    return digest(plan)
 
 
 def was_published(path: Path, plan: dict[str, Any]) -> bool:

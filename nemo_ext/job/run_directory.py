@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from nemo_ext.job.files import write_text
+from nemo_ext.job.records import read_records
 
 CONFIG = "config.yaml"
 VERSIONS = "versions.json"
@@ -72,17 +73,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: if another line is not JSON.
     """
-    if not path.exists():
-        return []
-    lines = path.read_text().splitlines()
-    whole = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            whole.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number != len(lines):
-                raise ValueError(f"{path}:{number}: not JSON; restore the file or remove this line") from None
-    return whole
+    return read_records(path, dict[str, Any], what="a line of metrics")
 
 
 def newest(metrics: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:

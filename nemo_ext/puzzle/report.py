@@ -94,7 +94,8 @@ def _states(rows: Sequence[Mapping[str, Any]]) -> str:
     head = ["", "loss", "blocks in sequence", "parameters", "active", "cache", "prefill*", "decode*", "measured**"]
     tokens = parent["tokens"]
     return (
-        f"{markdown_table(head, cells)}\n\n\\* speed beside the parent by the roofline of `puzzle.serving`. \\*\\* speed of a "
+        f"{markdown_table(head, cells)}\n\n"
+        "\\* speed beside the parent by the roofline of `puzzle.serving`. \\*\\* speed of a "
         f"forward pass over {tokens:,} tokens, measured on this machine one after the other in one run (parent: "
         f"{parent['forward_seconds'] * 1000:.1f} ms; ± half the range of the middle half of the repetitions)."
     )
@@ -116,7 +117,8 @@ def _comparison(rows: Sequence[Mapping[str, Any]], resource: str) -> str:
     ]
     head = ["before fusion and healing", "loss", "beside the parent", resource.replace("_", " "), "score"]
     return (
-        f"## What was tried\n\n{markdown_table(head, cells)}\n\nThe choices keep to all limits; pruning, dropping and the "
+        f"## What was tried\n\n{markdown_table(head, cells)}\n\n"
+        "The choices keep to all limits; pruning, dropping and the "
         f"search beside them to that on {resource.replace('_', ' ')} alone."
     )
 

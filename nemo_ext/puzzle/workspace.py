@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 
 from nemo_ext.checkpoint.torch_dist import METADATA, checkpoint_folder
 from nemo_ext.job.files import write_text
+from nemo_ext.job.made_of import differing, told
 from nemo_ext.job.run_directory import CONFIG
 from nemo_ext.puzzle.settings import Settings
 from nemo_ext.puzzle.stages.shards import Shard
@@ -203,9 +204,9 @@ class Workspace:
         if stage in RENEWED or record.get("empty"):
             return False
         what = f"{file}: {stage} was {'done' if finished else 'begun'}"
-        changed = _differing(record["settings"], now["settings"])
+        changed = differing(record["settings"], now["settings"])
         if changed:
-            raise ValueError(f"{what} with other settings ({'; '.join(changed)}): {self._advice(stage)}")
+            raise ValueError(f"{what} with other settings ({told(changed)}): {self._advice(stage)}")
         raise ValueError(f"{what} from results that were replaced since: {self._advice(stage)}")
 
     def begin(self, stage: str) -> None:
@@ -274,10 +275,10 @@ class Workspace:
         return {"settings": settings, "made_from": {need: _digest(self.record(need)) for need in STAGES[stage]}}
 
     def _check_parent(self, record: Mapping[str, Any]) -> None:
-        changed = _differing(record["checkpoint"], _fingerprint(checkpoint_folder(self.parent)))
+        changed = differing(record["checkpoint"], _fingerprint(checkpoint_folder(self.parent)))
         if changed:
             raise ValueError(
-                f"{self.parent}: the parent changed since the library was begun ({'; '.join(changed)}): "
+                f"{self.parent}: the parent changed since the library was begun ({told(changed)}): "
                 f"{self._advice('parent')}"
             )
 
@@ -337,16 +338,3 @@ def _decides(config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str,
         "export": part("export"),
         "report": {},
     }
-
-
-def _differing(old: Any, new: Any, key: str = "") -> list[str]:
-    """What differs, each by its dotted key."""
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        inner = [_differing(old.get(name), new.get(name), f"{key}.{name}" if key else name) for name in {**old, **new}]
-        return [each for found in inner for each in found]
-    return [] if old == new else [f"{key}: {_short(old)} -> {_short(new)}"]
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) < 100 else f"{text[:97]}..."

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.job.files import only_run_in
+from nemo_ext.job.made_of import differing, flat, told
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import CHECKPOINTS, CONFIG, read_config
 from nemo_ext.job.settings import check_keys, checked_whole, nearest
@@ -61,24 +62,18 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     Raises:
         ValueError: naming each key, what it was and what it is.
     """
-    old, new = (flat({key: config.get(key) for key in SAME}) for config in (before, now))
-    # A section without keys is none.
-    changed = (key for key in old.keys() | new.keys() if (old.get(key) or None) != (new.get(key) or None))
+    changed = differing(*({key: config.get(key) for key in SAME} for config in (before, now)))
     # Where a file's share is bounded by epochs, more steps are another plan from the first step on.
-    bounded = any(key.endswith("cap_epochs") for key in new if key.startswith("tasks.train."))
-    keys = sorted(key for key in changed if not key.startswith(OF_THE_MACHINE) and (bounded or key != STEPS))
-    if keys:
-        told = ", ".join(f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in keys)
-        raise ValueError(f"{now['run_dir']}: began with other settings: {told}; keep them, or give another run_dir=...")
-
-
-def flat(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Values by their dotted paths, whether they were written nested or dotted."""
-    found: dict[str, Any] = {}
-    for key, value in section.items():
-        nested = isinstance(value, Mapping) and value
-        found |= flat(value, f"{above}{key}.") if nested else {f"{above}{key}": value}
-    return found
+    bounded = any(key.endswith("cap_epochs") for key in flat((now.get("tasks") or {}).get("train") or {}))
+    kept = {
+        key: change
+        for key, change in changed.items()
+        if not key.startswith(OF_THE_MACHINE) and (bounded or key != STEPS)
+    }
+    if kept:
+        raise ValueError(
+            f"{now['run_dir']}: began with other settings: {told(kept)}; keep them, or give another run_dir=..."
+        )
 
 
 def planned_tasks(config: Mapping[str, Any], algorithm: Algorithm) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from nemo_ext.architecture.draw import COLOURS
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import HEAD, Plan, Rule
 from nemo_ext.job.files import write_text
+from nemo_ext.job.records import read_lines
 from nemo_ext.job.report import markdown_table, new_figure, save_figure
 from nemo_ext.job.run_directory import REPORT
-from nemo_ext.puzzle.stages.score_file import read_lines
 from nemo_ext.sensitivity.scores import EVERYTHING, REFERENCE, Sensitivity, lost
 from nemo_ext.sensitivity.settings import Settings
 from nemo_ext.sensitivity.units import Unit, bf16_rules, named_rule, units, with_rules
@@ -46,7 +46,7 @@ def write_report(workspace: Workspace, chosen: Settings, config: Mapping[str, An
     """
     plan = Plan.from_config(config["precision_plan"])
     every = units(plan, architecture, chosen.per)
-    scores = {line.name: line for line in read_lines(workspace.scores, Sensitivity)}
+    scores = {line.name: line for line in read_lines(workspace.scores, Sensitivity, what="a score")}
     result = json.loads(workspace.result.read_text())
     low = set(result["tried"][-1]["fp8"])
     kept = [unit for unit in every if unit.selector not in low]

@@ -21,6 +21,7 @@ from nemo_ext.blockwise.token_batches import TokenBatches
 from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 from nemo_ext.job.files import write_text
 from nemo_ext.job.progress import progress_of
+from nemo_ext.job.records import append_lines, read_lines
 from nemo_ext.job.run_directory import read_config
 from nemo_ext.megatron.float8_modules import in_float8
 from nemo_ext.megatron.fp8 import Precision
@@ -29,7 +30,6 @@ from nemo_ext.megatron.session import data_parallel as process_group
 from nemo_ext.puzzle.configs import description_of, stage_config
 from nemo_ext.puzzle.settings import Batches
 from nemo_ext.puzzle.stages.score import loss_sums
-from nemo_ext.puzzle.stages.score_file import append_lines, read_lines
 from nemo_ext.sensitivity.choose import Proposal, propose
 from nemo_ext.sensitivity.scores import EVERYTHING, REFERENCE, Sensitivity, lost
 from nemo_ext.sensitivity.settings import read_settings
@@ -164,7 +164,9 @@ class Measurements:
         self.last: list[Tensor] = []
         self.known: dict[str, Sensitivity] = {}
         if file is not None:
-            self.known = {line.name: line for line in data_parallel.agreed(partial(read_lines, file, Sensitivity))}
+            self.known = {
+                line.name: line for line in data_parallel.agreed(partial(read_lines, file, Sensitivity, what="a score"))
+            }
 
     def of(self, name: str, precision: Precision | None) -> Sensitivity:
         """A plan's, measured if there is no line of it yet; None is the model as it is."""
@@ -172,7 +174,7 @@ class Measurements:
             kl, loss = self._measure(precision)
             self.known[name] = Sensitivity(name, kl, loss, self.tokens)
             if self.file is not None:
-                data_parallel.written(partial(append_lines, self.file, [self.known[name]], Sensitivity))
+                data_parallel.written(partial(append_lines, self.file, [self.known[name]], Sensitivity, what="a score"))
         return self.known[name]
 
     @torch.no_grad()

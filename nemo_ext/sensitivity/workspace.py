@@ -10,7 +10,7 @@ from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan, weight_bytes
 from nemo_ext.checkpoint.storage import fingerprint
 from nemo_ext.checkpoint.torch_dist import TorchDistReader
-from nemo_ext.job.files import write_text
+from nemo_ext.job.made_of import differing, note, told
 from nemo_ext.job.run_directory import CONFIG
 from nemo_ext.sensitivity.scores import Sensitivity
 
@@ -72,13 +72,15 @@ class Workspace:
         }
         record = self.run_dir / "made_of.json"
         if self.scores.is_file() and record.is_file():
-            before = json.loads(record.read_text())
-            if other := [key for key in made_of if before.get(key) != made_of[key]]:
-                was = "" if other[0] == "checkpoint" else f"={before.get(other[0])}, not {made_of[other[0]]}"
+            changed = differing(json.loads(record.read_text()), made_of)
+            if any(key.startswith("checkpoint") for key in changed):
+                changed = {"checkpoint": "another one"}
+            if changed:
                 raise ValueError(
-                    f"{self.scores} holds scores with another {other[0]}{was}: give another run_dir, or remove it"
+                    f"{self.scores} holds scores of something else ({told(changed)}): "
+                    "give another run_dir, or remove it"
                 )
-        write_text(record, json.dumps(made_of, indent=1) + "\n")
+        note(record, made_of)
 
 
 def as_json(score: Sensitivity, plan: Plan | None, architecture: Architecture) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """`nemo-ext preference_data`: files of generations -> pairs -> filters -> TRL's and NeMo-RL's files and a report."""
 
 import dataclasses
-import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from nemo_ext.data.text.documents import ReadReport
 from nemo_ext.data.text.tokenizers import load_tokenizer
 from nemo_ext.data.text.user_files import RecordSource
 from nemo_ext.job.files import only_run_in, write_text
+from nemo_ext.job.made_of import digest
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.run_directory import REPORT
 from nemo_ext.job.workers import in_workers, usable_cores
@@ -194,5 +194,4 @@ def _fingerprint(work: Work, files: Mapping[str, RecordSource]) -> str:
         settled["template"] = Template.load(work.template).source
     if (tokenizer := json.loads(work.tokenizer)) is not None:
         settled["tokenizer"] = load_tokenizer(tokenizer).identity
-    text = json.dumps([__version__, settled, inputs], sort_keys=True)
-    return f"{work.source.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return f"{work.source.name}-{digest([__version__, settled, inputs])[:12]}"

@@ -5,7 +5,6 @@ OUTPUT/train.*, valid.*    packs (`nemo_ext.data.packs.packed_files`)
 OUTPUT/report.md           what there is, what was left out and why
 """
 
-import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from nemo_ext.data.sft.shards import Piece, Work, config_text, encoder_of, is_fi
 from nemo_ext.data.sft.sources import outside
 from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer
 from nemo_ext.job.files import only_run_in, write_text
+from nemo_ext.job.made_of import digest
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.workers import in_workers, usable_cores
 
@@ -100,7 +100,7 @@ def _shard_folder(
     decides = {key: value for key, value in config.items() if key not in LATER}
     files = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in read]
     rest = [__version__, tokenizer.identity, template.source, template.variables, bool(settings.thinking_shares)]
-    made_of = hashlib.sha256(json.dumps([decides, files, rest], sort_keys=True).encode()).hexdigest()
+    made_of = digest([decides, files, rest])
     note = folder / "made_of.json"
     if note.is_file():
         if json.loads(note.read_text()) != made_of:

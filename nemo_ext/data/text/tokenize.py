@@ -9,7 +9,6 @@ Each file gets its own name only when it is complete, the manifest `<prefix>.jso
 that would write the same prefix at the same time is refused.
 """
 
-import hashlib
 import json
 import shutil
 import sys
@@ -25,6 +24,7 @@ from nemo_ext.data.text.shards import ShardWork, cut, open_shards
 from nemo_ext.data.text.splits import select, write_splits
 from nemo_ext.data.text.tokenizers import Tokenizer
 from nemo_ext.job.files import folder_for_one
+from nemo_ext.job.made_of import digest
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.settings import checked_share, checked_whole
 from nemo_ext.job.workers import usable_cores
@@ -170,4 +170,4 @@ def _tokenize(stream: Stream, blend: Blend, *, documents_per_shard: int = _NO_LI
 
 
 def _hash(settings: object) -> str:
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    return digest(settings)[:16]

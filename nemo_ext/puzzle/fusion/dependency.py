@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from math import isfinite, nan
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import torch
@@ -28,6 +28,7 @@ from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.blockwise import data_parallel
 from nemo_ext.blockwise.parent import Parent
 from nemo_ext.job.files import write_text
+from nemo_ext.job.records import read_records
 from nemo_ext.job.report import new_figure, save_figure
 from nemo_ext.puzzle.fusion.fusion import Dependency, Group
 
@@ -210,17 +211,12 @@ def read_rows(file: Path) -> list[Row]:
     Raises:
         ValueError: a line is not a row.
     """
-    if not file.is_file():
-        return []
-    rows = []
-    for number, line in enumerate(file.read_text().splitlines(), start=1):
-        try:
-            values = json.loads(line)
-            distances = {int(later): float(distance) for later, distance in values.pop("distances").items()}
-            rows.append(Row(distances=distances, **values))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{file}:{number}: not a row of a dependency matrix ({error}): remove the line") from None
-    return rows
+    return read_records(file, _row, what="a row of a dependency matrix")
+
+
+def _row(record: dict[str, Any]) -> Row:
+    distances = {int(later): float(distance) for later, distance in record.pop("distances").items()}
+    return Row(distances=distances, **record)
 
 
 def read_dependency(file: Path) -> list[list[float]]:

@@ -27,6 +27,7 @@ from nemo_ext.architecture.blocks import Block
 from nemo_ext.blockwise.parent import Parent
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.job.files import write_text
+from nemo_ext.job.records import read_records
 from nemo_ext.puzzle.cost import OUTSIDE, Serving
 from nemo_ext.puzzle.stages.inference import Inference, open_inference
 from nemo_ext.puzzle.stages.initialise import initial_weights
@@ -335,18 +336,10 @@ def read_measured(file: Path, taken_under: Mapping[str, Any]) -> dict[str, Measu
     """
     if not file.is_file():
         return {}
-    first, *lines = file.read_text().splitlines() or [""]
-    _check_conditions(file, first, taken_under)
-    known = {}
-    for number, line in enumerate(lines, start=2):
-        try:
-            measured = Measured(**json.loads(line))
-        except (json.JSONDecodeError, TypeError) as error:
-            if number == len(lines) + 1:
-                break
-            raise ValueError(f"{file}:{number}: not a measurement ({error}): remove the line") from None
-        known[measured.block] = measured
-    return known
+    with file.open() as opened:
+        _check_conditions(file, opened.readline(), taken_under)
+    measured = read_records(file, lambda record: Measured(**record), what="a measurement", first=2)
+    return {each.block: each for each in measured}
 
 
 def _check_conditions(file: Path, line: str, wanted: Mapping[str, Any]) -> None:

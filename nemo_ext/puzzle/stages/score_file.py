@@ -1,16 +1,13 @@
 """The file of replace-one-block scores: one line of JSON a variant. No torch."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nemo_ext.job.files import write_text
+from nemo_ext.job.records import append_lines, read_lines
 from nemo_ext.puzzle.variants import KEEP
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True)
@@ -40,34 +37,12 @@ def read_scores(file: Path) -> list[Score]:
     Raises:
         ValueError: another line is not a score.
     """
-    return read_lines(file, Score)
-
-
-def read_lines[T](file: Path, kind: Callable[..., T]) -> list[T]:
-    """The same for lines of any dataclass."""
-    if not file.is_file():
-        return []
-    scores = []
-    lines = file.read_text().splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            values: Mapping[str, object] = json.loads(line)
-            scores.append(kind(**values))
-        except (json.JSONDecodeError, TypeError) as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{file}:{number}: not a score ({error}): remove the line") from None
-    return scores
+    return read_lines(file, Score, what="a score")
 
 
 def append_scores(file: Path, scores: Sequence[Score]) -> None:
     """Add lines, after whatever whole lines there are."""
-    append_lines(file, scores, Score)
-
-
-def append_lines[T: "DataclassInstance"](file: Path, lines: Sequence[T], kind: type[T]) -> None:
-    """The same for lines of any dataclass."""
-    write_text(file, "".join(json.dumps(asdict(line)) + "\n" for line in [*read_lines(file, kind), *lines]))
+    append_lines(file, scores, Score, what="a score")
 
 
 def collect_scores(file: Path, parts: Sequence[Path], order: Sequence[tuple[int, str]]) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.job.config import INTERRUPTED
+from nemo_ext.job.made_of import flat
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import CHECKPOINTS, write_config, write_versions
 from nemo_ext.job.settings import check_keys
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient
-from nemo_ext.rl.job import flat
 from nemo_ext.rl.nemo_rl.checkout import Checkout
 from nemo_ext.rl.nemo_rl.export import FINISHED, MODEL, finished_step, has_model, leave_model, saved_in
 from nemo_ext.rl.nemo_rl.render import render, section_of

@@ -291,12 +291,12 @@ def test_a_run_goes_on_with_its_own_settings_or_with_more_steps() -> None:
 
     check_same_run(before, compose("rl", [*words[:-1], "rl.schedule.steps=8", "save_every=1"]))
     check_same_run(before, compose("rl", [*words, "nemo_rl.set.cluster.num_nodes=4"]))
-    with pytest.raises(ValueError, match=r"rl\.loss\.clip_high was 0\.272, is 0\.3"):
+    with pytest.raises(ValueError, match=r"rl\.loss\.clip_high: 0\.272 -> 0\.3"):
         check_same_run(before, compose("rl", [*words, "rl.loss.clip_high=0.3"]))
-    with pytest.raises(ValueError, match=r"trl\.learning_rate was None, is 0\.1"):
+    with pytest.raises(ValueError, match=r"trl\.learning_rate: null -> 0\.1"):
         check_same_run(before, compose("rl", [*words, "trl.learning_rate=0.1"]))
     capped = [*words[:2], "tasks.train={directory: d, blend: {a: {share: 1, cap_epochs: 3}}}"]
-    with pytest.raises(ValueError, match=r"rl\.schedule\.steps was 4, is 8"):
+    with pytest.raises(ValueError, match=r"rl\.schedule\.steps: 4 -> 8"):
         check_same_run(compose("rl", [*capped, "rl.schedule.steps=4"]), compose("rl", [*capped, "rl.schedule.steps=8"]))
 
 

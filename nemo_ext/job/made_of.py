@@ -1,0 +1,59 @@
+"""Whether an output belongs to these settings: what decided it is noted beside it, and compared when a job comes back.
+
+Settings that a user can read are compared key by key (`differing`); inputs and long plans by their `digest`.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.job.files import write_text
+
+LONGEST = 60
+"""Characters of a value in a message."""
+
+
+def digest(made_of: object) -> str:
+    """64 hexadecimal digits that tell this from any other JSON; the order of keys does not matter."""
+    return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
+
+
+def flat(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Values by their dotted keys, whether they were written nested or dotted."""
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        nested = isinstance(value, Mapping) and value
+        found |= flat(value, f"{above}{key}.") if nested else {f"{above}{key}": value}
+    return found
+
+
+def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """What differs between two sections: `before -> now`, by dotted key; a key that is absent equals null and {}."""
+    old, new = flat(before), flat(_as_json(now))
+    return {
+        key: f"{_short(old.get(key))} -> {_short(new.get(key))}"
+        for key in dict.fromkeys((*old, *new))
+        if (old.get(key) if old.get(key) != {} else None) != (new.get(key) if new.get(key) != {} else None)
+    }
+
+
+def told(changed: Mapping[str, str]) -> str:
+    """What differs, in one line."""
+    return "; ".join(f"{key}: {change}" for key, change in changed.items())
+
+
+def note(record: Path, made_of: Mapping[str, Any]) -> None:
+    """Writes what an output is made of."""
+    write_text(record, json.dumps(made_of, indent=1) + "\n")
+
+
+def _as_json(section: Mapping[str, Any]) -> dict[str, Any]:
+    as_json: dict[str, Any] = json.loads(json.dumps(section))
+    return as_json
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

@@ -1,0 +1,51 @@
+"""Files of records, one line of JSON each, that grow while a job runs and may be cut short by a kill."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_ext.job.files import write_text
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+def read_records[T](file: Path, make: Callable[[dict[str, Any]], T], *, what: str, first: int = 1) -> list[T]:
+    """What `make` gives for each record of a file; none where there is no file.
+
+    A last line that a kill cut short is left out.
+
+    Args:
+        file: the file.
+        make: of a record; TypeError, KeyError or ValueError where it is none.
+        what: a record is, for the message.
+        first: number of the first line that is one.
+
+    Raises:
+        ValueError: another line is not a record.
+    """
+    if not file.is_file():
+        return []
+    found = []
+    lines = file.read_text().splitlines()[first - 1 :]
+    for number, line in enumerate(lines, start=first):
+        try:
+            found.append(make(json.loads(line)))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if number == first + len(lines) - 1:
+                break
+            raise ValueError(f"{file}:{number}: not {what} ({error}): remove the line") from None
+    return found
+
+
+def read_lines[T](file: Path, kind: Callable[..., T], *, what: str) -> list[T]:
+    """The records of a file as instances of a dataclass (`read_records`)."""
+    return read_records(file, lambda record: kind(**record), what=what)
+
+
+def append_lines[T: "DataclassInstance"](file: Path, lines: Sequence[T], kind: type[T], *, what: str) -> None:
+    """Adds records, after whatever whole lines there are."""
+    known = read_lines(file, kind, what=what)
+    write_text(file, "".join(json.dumps(asdict(line)) + "\n" for line in [*known, *lines]))
