@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.rl.response import parse_response
+from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.sandbox.sandbox import Sandbox
 from nemo_ext.rl.tasks import programs
 from nemo_ext.rl.verifiers import code

@@ -12,7 +12,7 @@ def main() -> None:
     """Composes the config and tokenises on this machine."""
 
     def job(config: dict[str, object]) -> None:
-        from nemo_ext.data.blends.streams import blend_to_tokenize
+        from nemo_ext.data.text.streams import blend_to_tokenize
         from nemo_ext.data.text.tokenize import tokenize_blend
 
         try:

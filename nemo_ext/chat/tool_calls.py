@@ -23,8 +23,8 @@ import jsonschema
 from jsonschema.exceptions import SchemaError
 from referencing import Registry
 
+from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import ToolCall
-from nemo_ext.rl.response import Response
 
 Style = Literal["any", "nemotron3_nano", "domyn", "hermes", "llama_nemotron", "olmo3"]
 STYLES: tuple[str, ...] = get_args(Style)

@@ -24,8 +24,8 @@ from nemo_ext.puzzle.choice.choose import Costs, choose, draw_front, state_probl
 from nemo_ext.puzzle.choice.problem import Problem
 from nemo_ext.puzzle.configs import description_of, healing_run, logits_saving_run, parent_run
 from nemo_ext.puzzle.report import write_report
+from nemo_ext.puzzle.score_file import read_scores
 from nemo_ext.puzzle.settings import Settings, settings
-from nemo_ext.puzzle.stages.score_file import read_scores
 from nemo_ext.puzzle.stages.shards import Shard, only_shard_in, refuse_beside_shards
 from nemo_ext.puzzle.workspace import STAGES, Workspace
 

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import Message
 from nemo_ext.job.settings import check_keys, nearest
-from nemo_ext.rl.response import Response
 from nemo_ext.rl.verdict import Verdict
 
 

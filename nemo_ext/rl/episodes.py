@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+from nemo_ext.chat.response import Response, parse_response
 from nemo_ext.chat.sample import Message
 from nemo_ext.chat.tool_calls import STYLES, Style, parse_tool_calls
 from nemo_ext.job.settings import check_keys, checked_whole, nearest
 from nemo_ext.rl.environments import Conversation, make
 from nemo_ext.rl.prompts import Prompts
-from nemo_ext.rl.response import Response, parse_response
 from nemo_ext.rl.rewards.components import Reward
 from nemo_ext.rl.rewards.named import Facts, reward_of
 from nemo_ext.rl.task import Task

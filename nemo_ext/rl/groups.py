@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import Message
 from nemo_ext.job.progress import notice
 from nemo_ext.job.settings import check_keys, checked, nearest
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.judge import Judge, JudgeSettings
-from nemo_ext.rl.response import Response
 from nemo_ext.rl.rewards.comparison import LengthControl, control_lengths
 from nemo_ext.rl.rewards.genrm import genrm_messages
 from nemo_ext.rl.rewards.rlhf import SHOWN, Show, rlhf_rewards

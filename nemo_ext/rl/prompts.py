@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nemo_ext.chat.response import OPEN
 from nemo_ext.chat.sample import Message, Sample
 from nemo_ext.chat.template import Template
-from nemo_ext.rl.response import OPEN
 from nemo_ext.rl.task import Task
 
 _ANSWER = "\ue000"  # of the private use area, so no template writes it

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from nemo_ext.chat.response import Response, parse_response
 from nemo_ext.chat.sample import Message, Sample, ToolCall
 from nemo_ext.chat.template import Template, names
 from nemo_ext.chat.tool_calls import (
@@ -19,7 +20,6 @@ from nemo_ext.chat.tool_calls import (
     parse_tool_calls,
     read_openai_calls,
 )
-from nemo_ext.rl.response import Response, parse_response
 
 TOOLS = (
     {

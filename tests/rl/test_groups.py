@@ -3,10 +3,10 @@ from typing import Any
 
 import pytest
 
+from nemo_ext.chat.response import parse_response
 from nemo_ext.chat.sample import Message
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.groups import Member, check_judges, group_reward
-from nemo_ext.rl.response import parse_response
 
 PROMPT = (Message(role="user", content="Say something."),)
 

@@ -17,8 +17,8 @@ from nemo_ext.puzzle.choice.problem import Candidate, Limit, Problem, write_prob
 from nemo_ext.puzzle.choice.search import solve
 from nemo_ext.puzzle.choice.sweep import plot, sweep, write_csv
 from nemo_ext.puzzle.cost import OUTSIDE, REQUEST_SECONDS, RESOURCES, Serving, throughput_limit, with_request_seconds
+from nemo_ext.puzzle.score_file import Score
 from nemo_ext.puzzle.settings import THROUGHPUT, Search, limit
-from nemo_ext.puzzle.stages.score_file import Score
 from nemo_ext.puzzle.variants import KEEP
 
 SIZES = ("memory_bytes", "weight_bytes", "parameters", "active_parameters")

@@ -16,7 +16,7 @@ from torch.nn.functional import cosine_similarity, cross_entropy, kl_div, log_so
 
 from nemo_ext.blockwise import data_parallel
 from nemo_ext.blockwise.parent import Parent
-from nemo_ext.puzzle.stages.score_file import Score, append_scores, read_scores
+from nemo_ext.puzzle.score_file import Score, append_scores, read_scores
 from nemo_ext.puzzle.variants import Variant
 
 

@@ -34,6 +34,7 @@ from nemo_ext.puzzle.configs import description_of, stage_config
 from nemo_ext.puzzle.cost import RESOURCES, block_costs, outside_costs
 from nemo_ext.puzzle.fusion.dependency import draw_dependency, measure_dependency
 from nemo_ext.puzzle.fusion.fusion import Group, fuse, fused, plan, runs
+from nemo_ext.puzzle.score_file import collect_scores, read_scores
 from nemo_ext.puzzle.settings import Batches, Settings, settings
 from nemo_ext.puzzle.stages import evaluate
 from nemo_ext.puzzle.stages.distill import distill, trainable
@@ -48,7 +49,6 @@ from nemo_ext.puzzle.stages.measure import (
 )
 from nemo_ext.puzzle.stages.realise import child, realise
 from nemo_ext.puzzle.stages.score import score_blocks
-from nemo_ext.puzzle.stages.score_file import collect_scores, read_scores
 from nemo_ext.puzzle.stages.shards import LOCKS, Shard
 from nemo_ext.puzzle.variants import Variant, variants
 from nemo_ext.puzzle.workspace import Workspace

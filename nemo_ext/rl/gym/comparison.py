@@ -14,6 +14,7 @@ from nemo_gym.base_resources_server import SimpleResourcesServer
 from nemo_gym.global_config import ROLLOUT_INDEX_KEY_NAME, TASK_INDEX_KEY_NAME
 from pydantic import Field, PrivateAttr
 
+from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import Message
 from nemo_ext.job.settings import checked, checked_whole, nearest
 from nemo_ext.rl.gym.cohorts import Cohorts
@@ -21,7 +22,6 @@ from nemo_ext.rl.gym.responses import last_turn, read_answer
 from nemo_ext.rl.gym.rows import PARAMETERS, messages
 from nemo_ext.rl.gym.server import OwnConfig, VerifyRequest, VerifyResponse, failure
 from nemo_ext.rl.judge import Judge, JudgeSettings
-from nemo_ext.rl.response import Response
 from nemo_ext.rl.rewards.comparison import LengthControl
 from nemo_ext.rl.rewards.rlhf import SHOWN, rlhf_rewards
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_ext.chat.response import Response
 from nemo_ext.rl.environments import Conversation
 from nemo_ext.rl.gym.responses import Answered
-from nemo_ext.rl.response import Response
 from nemo_ext.rl.verdict import Verdict
 
 MAX_PLAYS = 50_000

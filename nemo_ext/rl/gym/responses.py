@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nemo_ext.chat.response import CLOSE, OPEN, Response, parse_response
 from nemo_ext.chat.sample import ToolCall
 from nemo_ext.chat.tool_calls import MAX_CALLS, read_openai_calls
-from nemo_ext.rl.response import CLOSE, OPEN, Response, parse_response
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

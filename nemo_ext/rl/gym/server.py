@@ -27,6 +27,7 @@ from nemo_gym.rollout_collection import NG_FAILURE_CLASS_KEY
 from nemo_gym.server_utils import SESSION_ID_KEY
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
+from nemo_ext.chat.response import Response
 from nemo_ext.chat.tool_calls import read_openai_calls
 from nemo_ext.job.settings import checked_whole, nearest
 from nemo_ext.rl.environments import Environment, make
@@ -34,7 +35,6 @@ from nemo_ext.rl.episodes import References
 from nemo_ext.rl.gym.plays import NoPlayError, Play, Plays
 from nemo_ext.rl.gym.responses import Answered, last_turn, read_answer
 from nemo_ext.rl.gym.rows import of_gym
-from nemo_ext.rl.response import Response
 from nemo_ext.rl.rewards.named import Facts, NamedReward, reward_of
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.verdict import Verdict

@@ -25,9 +25,9 @@ from unittest.mock import patch
 
 import torch
 
+from nemo_ext.chat.response import CLOSE, parse_response
 from nemo_ext.rl.groups import GroupReward, Member
 from nemo_ext.rl.nemo_rl import compat
-from nemo_ext.rl.response import CLOSE, parse_response
 
 Baseline = Literal["mean", "leave_one_out"]
 Normalise = Literal["std", "unbiased_std", "none"]

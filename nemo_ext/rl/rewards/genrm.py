@@ -9,11 +9,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from nemo_ext.chat.response import parse_response
 from nemo_ext.chat.sample import Message
 from nemo_ext.data.preference.genrm import FIRST_SUPERIOR, LEAST_HELPFUL, MOST_HELPFUL, SECOND_SUPERIOR
 from nemo_ext.data.preference.group import trainer_messages
 from nemo_ext.rl.quotation import nonce, plain, quote
-from nemo_ext.rl.response import parse_response
 from nemo_ext.rl.rewards.comparison import Judgement
 from nemo_ext.rl.rewards.components import Reward
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from nemo_ext.rl.response import Response
+from nemo_ext.chat.response import Response
 
 
 def linear_length_penalty(tokens: int, *, max_tokens: int = 8192, at_max: float = -0.25) -> float:

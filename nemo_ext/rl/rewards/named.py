@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_ext.chat.response import Response
 from nemo_ext.job.settings import check_keys, nearest
-from nemo_ext.rl.response import Response
 from nemo_ext.rl.rewards.components import Reward
+from nemo_ext.rl.rewards.format import domyn_format, think_tags
 from nemo_ext.rl.rewards.genrm import genrm_reward
 from nemo_ext.rl.rewards.verifiable import accuracy_format_reward, domyn_math_reward, outcome_reward
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.verdict import Verdict
-from nemo_ext.rl.verifiers.format import domyn_format, think_tags
 
 
 @dataclass(frozen=True)

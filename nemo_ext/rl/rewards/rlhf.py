@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import Message
 from nemo_ext.rl.judge import Judge
-from nemo_ext.rl.response import Response
 from nemo_ext.rl.rewards.comparison import GroupRewards, LengthControl, circular_comparisons, group_rewards
 from nemo_ext.rl.rewards.genrm import genrm_messages, instructed_messages, parse_judgement
 

@@ -1,6 +1,6 @@
 """Rewards of single responses from a verifier's verdict and the format, as the papers put them together.
 
-Format scores are those of `nemo_ext.rl.verifiers.format`; the caller knows the mode that the prompt asks for.
+Format scores are those of `nemo_ext.rl.rewards.format`; the caller knows the mode that the prompt asks for.
 """
 
 from collections.abc import Mapping

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from nemo_ext.chat.response import parse_response
 from nemo_ext.chat.sample import Message
 from nemo_ext.job.seeds import generator
-from nemo_ext.rl.response import parse_response
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import level_of
 from nemo_ext.rl.verifiers.instruction_rules import sentences

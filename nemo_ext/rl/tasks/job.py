@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.chat.formats import to_record
+from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import Message, Sample, ToolCall
 from nemo_ext.data.sft.sources import ConversationReport
 from nemo_ext.job.files import write_text
 from nemo_ext.job.seeds import uniform
 from nemo_ext.job.settings import check_keys, checked_share, checked_whole
 from nemo_ext.rl.environments import make
-from nemo_ext.rl.response import Response
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import GENERATORS, generate
 from nemo_ext.rl.tasks.records import tasks_of

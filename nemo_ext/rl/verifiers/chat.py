@@ -6,9 +6,9 @@ Nemotron 3 Nano, section 3.3.2. The judge and how lengths count are settings of 
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_ext.chat.response import Response
 from nemo_ext.job.settings import check_keys
 from nemo_ext.rl.environments import Environment
-from nemo_ext.rl.response import Response
 from nemo_ext.rl.verdict import Verdict
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from nemo_ext.chat.response import Response
 from nemo_ext.job.settings import check_keys, checked_whole, nearest
-from nemo_ext.rl.response import Response
 from nemo_ext.rl.sandbox.box import Box, Run
 from nemo_ext.rl.sandbox.isolation import SandboxError
 from nemo_ext.rl.sandbox.limits import Limits

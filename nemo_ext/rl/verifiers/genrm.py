@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_ext.chat.response import Response
 from nemo_ext.job.settings import check_keys
 from nemo_ext.rl.environments import Environment
-from nemo_ext.rl.response import Response
 from nemo_ext.rl.rewards.comparison import NO_PREFERENCE
 from nemo_ext.rl.rewards.genrm import parse_judgement, true_judgement
 from nemo_ext.rl.verdict import Verdict

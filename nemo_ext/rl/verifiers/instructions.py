@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from nemo_ext.chat.response import Response
 from nemo_ext.job.settings import check_keys, checked_whole, nearest
 from nemo_ext.rl.environments import Environment
-from nemo_ext.rl.response import Response
 from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers.instruction_rules import LANGUAGES, RELATIONS, RULES, words
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from nemo_ext.chat.response import Response, parse_response
 from nemo_ext.job.settings import check_keys, checked_whole
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.judge import Judge, JudgeSettings
 from nemo_ext.rl.quotation import nonce, quote
-from nemo_ext.rl.response import Response, parse_response
 from nemo_ext.rl.verdict import Verdict
 
 CORRECT, INCORRECT = "[[correct]]", "[[incorrect]]"

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_ext.chat.response import Response
 from nemo_ext.job.settings import check_keys, checked_whole
 from nemo_ext.rl.environments import Environment
-from nemo_ext.rl.response import Response
 from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers.workers import WorkerError, WorkerPool
 

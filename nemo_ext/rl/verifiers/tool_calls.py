@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import ToolCall
 from nemo_ext.chat.tool_calls import STYLES, Style, call_problem, calls_of, check_tools, read_openai_calls
 from nemo_ext.job.settings import check_keys
 from nemo_ext.rl.environments import Environment
-from nemo_ext.rl.response import Response
 from nemo_ext.rl.verdict import Verdict
 
 Order = Literal["any", "as_given"]

@@ -12,13 +12,13 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import Message
 from nemo_ext.chat.tool_calls import Style, call_problem, calls_of, check_tools
 from nemo_ext.data.preference.group import Generation
 from nemo_ext.data.preference.hallucination import HallucinationRules
 from nemo_ext.job.settings import check_keys
 from nemo_ext.rl.environments import Environment, make
-from nemo_ext.rl.response import Response
 from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers.tool_calls import check_style
 

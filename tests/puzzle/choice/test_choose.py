@@ -11,8 +11,8 @@ from nemo_ext.job.config import compose
 from nemo_ext.puzzle.choice.choose import Costs, choose, draw_front, state_problem
 from nemo_ext.puzzle.choice.search import Infeasible
 from nemo_ext.puzzle.cost import Serving, block_costs, outside_costs, request_seconds
+from nemo_ext.puzzle.score_file import Score
 from nemo_ext.puzzle.settings import Search, Sweep
-from nemo_ext.puzzle.stages.score_file import Score
 from nemo_ext.puzzle.variants import KEEP, Choices, Variant, variants
 
 SERVING = Serving(batch=4, prompt=64, context=128)

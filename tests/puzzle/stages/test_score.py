@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from nemo_ext.puzzle.score_file import parent_loss, read_scores
 from nemo_ext.puzzle.stages.library import Library, build, importance
 from nemo_ext.puzzle.stages.score import score_blocks
-from nemo_ext.puzzle.stages.score_file import parent_loss, read_scores
 
 
 def calibration() -> list[torch.Tensor]:

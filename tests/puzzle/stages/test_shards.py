@@ -23,11 +23,11 @@ from nemo_ext.architecture.blocks import Block
 from nemo_ext.job.config import compose
 from nemo_ext.job.files import only_run_in
 from nemo_ext.puzzle.job import Job
+from nemo_ext.puzzle.score_file import append_scores, collect_scores, read_scores
 from nemo_ext.puzzle.settings import settings
 from nemo_ext.puzzle.stages.distill import Training, distill, trainable
 from nemo_ext.puzzle.stages.library import Library, build
 from nemo_ext.puzzle.stages.score import score_blocks
-from nemo_ext.puzzle.stages.score_file import append_scores, collect_scores, read_scores
 from nemo_ext.puzzle.stages.shards import Shard, only_shard_in, refuse_beside_shards
 from nemo_ext.puzzle.variants import KEEP, LINEAR, NO_OP, Variant
 from nemo_ext.puzzle.workspace import Workspace

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import Message
 from nemo_ext.rl.environments import ENVIRONMENTS, Environment
-from nemo_ext.rl.response import Response
 from nemo_ext.rl.verdict import Verdict
 
 pytestmark = pytest.mark.nemo_rl

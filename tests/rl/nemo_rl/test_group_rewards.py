@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import Message
 from nemo_ext.rl.groups import Member, length_controlled
 from nemo_ext.rl.nemo_rl.group_rewards import Groups, lengths
 from nemo_ext.rl.nemo_rl.group_settings import groups_of
-from nemo_ext.rl.response import Response
 from nemo_ext.rl.rewards.advantages import group_advantages
 from nemo_ext.rl.rewards.comparison import LengthControl
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.rl.response import parse_response
+from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.rewards.length import linear_length_penalty, overlong_mask, overlong_penalty
 
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from nemo_ext.chat.response import Response, parse_response
 from nemo_ext.chat.sample import Message
 from nemo_ext.rl import judge as judge_module
 from nemo_ext.rl.judge import Judge, JudgeSettings
-from nemo_ext.rl.response import Response, parse_response
 from nemo_ext.rl.rewards.comparison import GroupRewards, LengthControl
 from nemo_ext.rl.rewards.genrm import instructed_messages
 from nemo_ext.rl.rewards.rlhf import rlhf_rewards

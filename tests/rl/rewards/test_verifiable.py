@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.rl.response import parse_response
+from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.rewards.components import reward_range
+from nemo_ext.rl.rewards.format import domyn_format, think_tags
 from nemo_ext.rl.rewards.verifiable import DOMYN_MATH, accuracy_format_reward, domyn_math_reward, outcome_reward
 from nemo_ext.rl.verdict import Verdict
-from nemo_ext.rl.verifiers.format import domyn_format, think_tags
 
 CORRECT, WRONG, ERROR = Verdict.correct(), Verdict.wrong("7"), Verdict.error("time limit")
 HALF = Verdict.wrong("3 of 6 tests", score=0.5)

@@ -1,7 +1,7 @@
 """Prompts with instructions, each with a text that keeps them."""
 
+from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.environments import make
-from nemo_ext.rl.response import parse_response
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import generate
 from nemo_ext.rl.tasks.instructions import solution

@@ -4,8 +4,8 @@ from importlib import import_module
 
 import pytest
 
+from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.environments import Environment, make
-from nemo_ext.rl.response import parse_response
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import generate
 from nemo_ext.rl.verdict import Verdict

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from nemo_ext.chat.response import Response, parse_response
 from nemo_ext.chat.sample import ToolCall
 from nemo_ext.rl.environments import make
-from nemo_ext.rl.response import Response, parse_response
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import generate
 from nemo_ext.rl.worlds import bank, workplace

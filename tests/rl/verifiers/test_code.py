@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nemo_ext.chat.response import Response, parse_response
 from nemo_ext.rl.environments import make
-from nemo_ext.rl.response import Response, parse_response
 from nemo_ext.rl.sandbox.isolation import SandboxError
 from nemo_ext.rl.sandbox.limits import Limits
 from nemo_ext.rl.sandbox.prelude import preloaded, prelude, reusable

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.environments import Environment, make
-from nemo_ext.rl.response import parse_response
+from nemo_ext.rl.rewards.format import domyn_format, think_tags
 from nemo_ext.rl.verdict import Verdict
-from nemo_ext.rl.verifiers.format import domyn_format, think_tags
 
 MEGABYTE = 1_000_000
 REFERENCES = {

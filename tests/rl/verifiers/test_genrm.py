@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.environments import make
-from nemo_ext.rl.response import parse_response
 from nemo_ext.rl.rewards.named import Facts, reward_of
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.verifiers.genrm import check, verify

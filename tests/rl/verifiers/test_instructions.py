@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_ext.chat.response import Response, parse_response
 from nemo_ext.rl.environments import make
-from nemo_ext.rl.response import Response, parse_response
 from nemo_ext.rl.verifiers.instruction_rules import RULES, language_of, sentences, words
 from nemo_ext.rl.verifiers.instructions import MAX_CHARACTERS, MOST, check, verify
 

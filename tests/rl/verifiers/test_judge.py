@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_ext.chat.response import Response, parse_response
 from nemo_ext.rl import environments
 from nemo_ext.rl import judge as judge_module
-from nemo_ext.rl.response import Response, parse_response
 from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers.judge import check, parse_verdict, question
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.environments import Environment, make
-from nemo_ext.rl.response import parse_response
 from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers.math import MAX_DEPTH, _apart, check, prepared
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.environments import make
-from nemo_ext.rl.response import parse_response
 from nemo_ext.rl.verifiers.multiple_choice import check, verify
 
 CITIES = ["Paris", "New York", "Rome", "Oslo"]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.environments import Environment, make
-from nemo_ext.rl.response import parse_response
 from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers.structured_output import NotJsonError, check, depth, parse, strictly, unfenced
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from nemo_ext.chat.response import Response, parse_response
 from nemo_ext.chat.sample import ToolCall
 from nemo_ext.chat.tool_calls import read_openai_calls
 from nemo_ext.rl.environments import make
-from nemo_ext.rl.response import Response, parse_response
 from nemo_ext.rl.verifiers.tool_calls import Order, check, verify
 
 TOOLS = [

@@ -5,10 +5,10 @@ from typing import Any, cast
 
 import pytest
 
+from nemo_ext.chat.response import Response, parse_response
 from nemo_ext.chat.sample import ToolCall
 from nemo_ext.data.preference.hallucination import CALL_PATTERNS
 from nemo_ext.rl.environments import make
-from nemo_ext.rl.response import Response, parse_response
 from nemo_ext.rl.verdict import Verdict
 
 TOOLS = [{"type": "function", "function": {"name": "ring", "parameters": {"type": "object", "properties": {}}}}]

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
+from nemo_ext.chat.response import Response, parse_response
 from nemo_ext.chat.sample import ToolCall
 from nemo_ext.rl.environments import Conversation
-from nemo_ext.rl.response import Response, parse_response
 from nemo_ext.rl.worlds.world import Database, Text, ToolError, World, check, world_environment
 
 TABLES: dict[str, dict[str, dict[str, Any]]] = {

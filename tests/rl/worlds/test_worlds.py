@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import ToolCall
 from nemo_ext.chat.tool_calls import call_problem, check_tools
 from nemo_ext.rl.environments import make
-from nemo_ext.rl.response import Response
 from nemo_ext.rl.worlds import bank, workplace
 from nemo_ext.rl.worlds.world import ToolError, World
 

@@ -3,7 +3,7 @@ r"""Whether a response has the form that was asked for: <think> tags on or off, 
 The papers word it differently: Llama-Nemotron asks for both tags, Domyn counts closing tags and boxes.
 """
 
-from nemo_ext.rl.response import CLOSE, OPEN, Response
+from nemo_ext.chat.response import CLOSE, OPEN, Response
 from nemo_ext.rl.verifiers.answers import boxes
 
 

@@ -1,7 +1,7 @@
 import pytest
 
-from nemo_ext.rl.response import parse_response
-from nemo_ext.rl.verifiers.format import closes_once, domyn_format, one_boxed, think_tags
+from nemo_ext.chat.response import parse_response
+from nemo_ext.rl.rewards.format import closes_once, domyn_format, one_boxed, think_tags
 
 TRACE = "<think>because</think>"
 
