@@ -12,8 +12,8 @@ def main() -> None:
     """Composes the config and tokenises on this machine."""
 
     def job(config: dict[str, object]) -> None:
-        from nemo_ext.data.text.streams import blend_to_tokenize
-        from nemo_ext.data.text.tokenize import tokenize_blend
+        from nemo_ext.data.streams import blend_to_tokenize
+        from nemo_ext.data.tokenize import tokenize_blend
 
         try:
             tokenize_blend(blend_to_tokenize(config))

@@ -39,7 +39,7 @@ def tokenize_streams(data: Mapping[str, Any] | None) -> bool:
     manifests = [Path(f"{leaf.prefix}.json") for leaf in read_tree(data).leaves() if leaf.source is not None]
     if not manifests:
         return False
-    from nemo_ext.data.text.tokenize import tokenize_blend
+    from nemo_ext.data.tokenize import tokenize_blend
 
     before = [path.read_bytes() if path.is_file() else None for path in manifests]
     for manifest in tokenize_blend(data, workers=data.get("workers"), progress=True):

@@ -20,7 +20,7 @@ from nemo_ext.slurm.settings import Settings
 
 GIB = 1 << 30
 SETTINGS = {
-    "tokenize": ("nemo_ext.data.text.streams", "blend_to_tokenize"),
+    "tokenize": ("nemo_ext.data.streams", "blend_to_tokenize"),
     "sft_data": ("nemo_ext.data.sft.settings", "read_settings"),
     "preference_data": ("nemo_ext.data.preference.job", "settings"),
     "curriculum": ("nemo_ext.data.curriculum.job", "settings"),

@@ -8,8 +8,8 @@ import pytest
 from nemo_ext.data.blends.sizes import Size, indexed_tokens, size_of
 from nemo_ext.data.text.documents import Source
 from nemo_ext.data.text.indexed_dataset import write_index
-from nemo_ext.data.text.tokenize import tokenize_stream
 from nemo_ext.data.text.tokenizers import load_tokenizer
+from nemo_ext.data.tokenize import tokenize_stream
 
 
 def foreign(prefix: Path, lengths: list[int], *, split: str = "train") -> Path:

@@ -4,7 +4,7 @@ The papers word it differently: Llama-Nemotron asks for both tags, Domyn counts 
 """
 
 from nemo_ext.chat.response import CLOSE, OPEN, Response
-from nemo_ext.rl.verifiers.answers import boxes
+from nemo_ext.rl.answers import boxes
 
 
 def think_tags(response: Response, *, thinking: bool, opened: bool = False) -> float:

@@ -14,9 +14,9 @@ from typing import Any, Literal, get_args
 
 from nemo_ext.chat.response import Response
 from nemo_ext.job.settings import checked, checked_whole, nearest
+from nemo_ext.rl.answers import bare, final_answer, last_boxed, unreadable
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.verdict import Verdict
-from nemo_ext.rl.verifiers.answers import bare, final_answer, last_boxed, unreadable
 from nemo_ext.rl.verifiers.workers import WorkerError, WorkerPool
 
 Format = Literal["boxed", "text", "bare"]

@@ -7,9 +7,9 @@ from typing import Any, Literal, get_args
 
 from nemo_ext.chat.response import Response
 from nemo_ext.job.settings import check_keys, nearest
+from nemo_ext.rl.answers import MAX_CHOICE, bare, boxes, final_answer, final_line, named_choices, normal
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.verdict import Verdict
-from nemo_ext.rl.verifiers.answers import MAX_CHOICE, bare, boxes, final_answer, final_line, named_choices, normal
 
 Format = Literal["any", "boxed", "text", "letter"]
 MAX_CHOICES = len(string.ascii_uppercase)

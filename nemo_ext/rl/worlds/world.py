@@ -20,9 +20,9 @@ from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import Message, ToolCall
 from nemo_ext.chat.tool_calls import Style, calls_of, read_openai_calls
 from nemo_ext.job.settings import check_keys, checked_whole, nearest
+from nemo_ext.rl.answers import final_answer, final_line, last_boxed
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.verdict import Verdict
-from nemo_ext.rl.verifiers.answers import final_answer, final_line, last_boxed
 from nemo_ext.rl.verifiers.tool_calls import check_style
 
 Row = Mapping[str, Any]

@@ -11,8 +11,8 @@ from nemo_ext.data.blends.plan import plan_blend
 from nemo_ext.data.blends.report import write_blend
 from nemo_ext.data.text.indexed_dataset import write_index
 from nemo_ext.data.text.sources import load_source
-from nemo_ext.data.text.tokenize import tokenize_stream
 from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer
+from nemo_ext.data.tokenize import tokenize_stream
 from nemo_ext.data.training import tokenize_streams
 
 Section = Callable[..., dict[str, Any]]

@@ -8,8 +8,8 @@ import pytest
 
 from nemo_ext.data.text.documents import Source
 from nemo_ext.data.text.manifest import Manifest
-from nemo_ext.data.text.tokenize import tokenize_stream
 from nemo_ext.data.text.tokenizers import ByteTokenizer, Tokenizer
+from nemo_ext.data.tokenize import tokenize_stream
 
 Write = Callable[..., Source]
 Draw = Callable[[int], list[str]]

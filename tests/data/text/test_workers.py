@@ -12,15 +12,15 @@ import pytest
 import nemo_ext
 from nemo_ext.data.text.documents import Source
 from nemo_ext.data.text.sources import load_source
-from nemo_ext.data.text.tokenize import tokenize_stream
 from nemo_ext.data.text.tokenizers import ByteTokenizer, HuggingFaceTokenizer
+from nemo_ext.data.tokenize import tokenize_stream
 
 ROOT = str(Path(nemo_ext.__file__).parents[1])
 
 SCRIPT = """
 import sys
 from nemo_ext.data.text.sources import load_source
-from nemo_ext.data.text.tokenize import tokenize_stream
+from nemo_ext.data.tokenize import tokenize_stream
 from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer
 
 if __name__ == "__main__":
@@ -154,7 +154,7 @@ def test_a_main_script_that_workers_cannot_import_is_explained(tmp_path: Path, j
     jsonl(tmp_path / "in.jsonl", ["a", "b"])
     script = f"""
 from nemo_ext.data.text.sources import load_source
-from nemo_ext.data.text.tokenize import tokenize_stream
+from nemo_ext.data.tokenize import tokenize_stream
 from nemo_ext.data.text.tokenizers import ByteTokenizer
 source = load_source({{"kind": "jsonl", "path": {str(tmp_path / "in.jsonl")!r}}})
 tokenize_stream(source, ByteTokenizer(), {str(tmp_path / "out")!r}, workers=2)

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_ext.rl.verifiers.answers import bare, boxes, final_answer, last_boxed, named_choices, unreadable
+from nemo_ext.rl.answers import bare, boxes, final_answer, last_boxed, named_choices, unreadable
 
 CHOICES = {"A": "Paris", "B": "New York", "C": "a", "D": "12"}
 

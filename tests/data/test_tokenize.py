@@ -9,12 +9,12 @@ from omegaconf import OmegaConf
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers
 
-from nemo_ext.data.text import tokenize
+from nemo_ext.data import tokenize
 from nemo_ext.data.text.documents import Source
 from nemo_ext.data.text.manifest import Manifest
 from nemo_ext.data.text.sources import load_source
-from nemo_ext.data.text.tokenize import tokenize_blend, tokenize_stream
 from nemo_ext.data.text.tokenizers import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from nemo_ext.data.tokenize import tokenize_blend, tokenize_stream
 
 Write = Callable[..., Source]
 Draw = Callable[[int], list[str]]

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from nemo_ext.data.streams import blend_to_tokenize, read_blend
 from nemo_ext.data.text.documents import Source
-from nemo_ext.data.text.streams import blend_to_tokenize, read_blend
-from nemo_ext.data.text.tokenize import tokenize_blend
 from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer
 from nemo_ext.data.text.user_files import JsonlSource, ParquetSource, TextSource, TreeSource
+from nemo_ext.data.tokenize import tokenize_blend
 
 Write = Callable[..., Source]
 

@@ -1,0 +1,178 @@
+"""Which room may import which, read from the files themselves: no process, no import."""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import nemo_ext
+
+PACKAGE = Path(nemo_ext.__file__).parent
+PAGE = PACKAGE.parent / "docs" / "architecture.md"
+
+ROOMS = (
+    *("job", "architecture", "chat", "memory", "data", "checkpoint", "megatron", "evaluation", "launch"),
+    *("blockwise", "puzzle", "sensitivity", "quantization", "rl", "slurm", "engines", "describe", "doctor", "cli"),
+)
+"""From the ground up: a room imports from those before it."""
+
+ENGINES = {
+    "megatron": ("megatron", "blockwise", "puzzle", "sensitivity"),
+    "mamba_ssm": ("megatron",),
+    "transformer_engine": ("megatron",),
+    "modelopt": ("quantization",),
+    "trl": ("rl.trl",),
+    "nemo_rl": ("rl.nemo_rl",),
+    "nemo_gym": ("rl.gym",),
+    "ray": ("rl.nemo_rl", "slurm"),
+    "nemo": ("megatron",),
+    "vllm": (),
+}
+"""Frameworks, and the only rooms that import them."""
+
+NO_TORCH = ("job", "architecture", "chat", "data", "memory", "launch", "evaluation", "describe", "doctor", "engines")
+NO_TORCH += ("cli", "slurm", "sensitivity.job", "puzzle.job", "quantization.job", "checkpoint.convert", "rl.job")
+NO_TORCH += ("rl.verifiers", "rl.rewards", "rl.tasks", "rl.worlds", "rl.sandbox", "rl.trl.render", "rl.nemo_rl.render")
+"""Importing these imports no torch, nor anything of ours that does."""
+
+
+def test_rooms_import_only_from_those_before_them() -> None:
+    wrong = [
+        f"{module} imports {other}"
+        for module in modules()
+        for other in ours(module, everywhere=True)
+        if place(module) < place(other)
+    ]
+
+    assert not wrong
+
+
+def test_no_two_folders_import_each_other() -> None:
+    """Siblings in one folder; a folder and what lies directly in the one above it belong together."""
+    edges = {
+        (folder(module), folder(other))
+        for module in modules()
+        for other in ours(module, everywhere=True)
+        if folder(module) != folder(other) and folder(module).rpartition(".")[0] == folder(other).rpartition(".")[0]
+    }
+
+    assert not [pair for pair in edges if pair[::-1] in edges]
+
+
+def test_no_modules_import_each_other() -> None:
+    for module in modules():
+        assert module not in closure(module) or module == "", f"{module} imports itself by way of others"
+
+
+def test_an_engine_is_imported_only_in_its_rooms() -> None:
+    wrong = [
+        f"{module} imports {engine}"
+        for module in modules()
+        for engine in others(module, everywhere=True) & ENGINES.keys()
+        if not any(within(module, room) for room in ENGINES[engine])
+    ]
+
+    assert not wrong
+
+
+def test_what_runs_before_a_job_imports_no_torch() -> None:
+    wrong = {
+        module: found
+        for module in modules()
+        if any(within(module, room) for room in NO_TORCH)
+        if (found := [each for each in (module, *closure(module)) if "torch" in others(each, everywhere=False)])
+    }
+
+    assert not wrong
+
+
+def test_the_map_names_every_folder_and_file_that_is_there() -> None:
+    """docs/architecture.md's list of rooms."""
+    said = set(re.findall(r"[\w.]+/|[\w]+\.py", PAGE.read_text().split("```")[1]))
+    there = {f"{path.name}/" for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    there |= {path.name for path in PACKAGE.glob("*.py") if path.name != "__init__.py"}
+    for room in ("job", "architecture", "blockwise", "chat", "puzzle", "rl", "data"):
+        there |= {f"{path.name}/" for path in (PACKAGE / room).iterdir() if (path / "__init__.py").is_file()}
+        there |= {path.name for path in (PACKAGE / room).glob("*.py") if path.name != "__init__.py"}
+    every = {path.name for path in PACKAGE.rglob("*.py")} | {f"{p.name}/" for p in PACKAGE.rglob("*") if p.is_dir()}
+
+    assert not there - said, "not on the map"
+    assert not {name for name in said if name.endswith(".py")} - every, "on the map, but nowhere"
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of ours by its dotted name below `nemo_ext`; a package by its folder's."""
+    named = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        named[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return named
+
+
+@cache
+def imported(module: str, *, everywhere: bool) -> frozenset[str]:
+    """Dotted names that a module imports: anywhere, or while it is imported itself."""
+    found = set()
+    for node in _statements(ast.parse(modules()[module].read_text()), everywhere=everywhere):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(found)
+
+
+def _statements(tree: ast.AST, *, everywhere: bool) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        yield node
+        function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        if not typing_only and (everywhere or not function):
+            yield from _statements(node, everywhere=everywhere)
+
+
+@cache
+def ours(module: str, *, everywhere: bool) -> frozenset[str]:
+    """Our modules among them, without `nemo_ext` itself."""
+    found = set()
+    for name in imported(module, everywhere=everywhere):
+        top, _, rest = name.partition(".")
+        while top == "nemo_ext" and rest and rest not in modules():
+            rest = rest.rpartition(".")[0]
+        if top == "nemo_ext" and rest:
+            found.add(rest)
+    return frozenset(found - {module})
+
+
+def others(module: str, *, everywhere: bool) -> set[str]:
+    """Top-level names of everything else."""
+    return {name.partition(".")[0] for name in imported(module, everywhere=everywhere)} - {"nemo_ext"}
+
+
+@cache
+def closure(module: str) -> frozenset[str]:
+    """Our modules that importing this one imports."""
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        for other in ours(waiting.pop(), everywhere=False) - found:
+            found.add(other)
+            waiting.append(other)
+    return frozenset(found)
+
+
+def place(module: str) -> int:
+    """The place of a module's room; `nemo_ext` itself is above all."""
+    room = module.partition(".")[0]
+    return ROOMS.index(room) if room else len(ROOMS)
+
+
+def folder(module: str) -> str:
+    """The folder that a module lies in, dotted; a package is its own."""
+    return module if modules()[module].name == "__init__.py" else module.rpartition(".")[0]
+
+
+def within(module: str, room: str) -> bool:
+    """Whether a module is a room or in it."""
+    return module == room or module.startswith(f"{room}.")
