@@ -36,6 +36,8 @@ RECIPES: dict[str, int] = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "m
 cuBLAS, 128 of blockwise scaling's tiles, 32 of MXFP8's blocks."""
 FORMATS = ("e4m3", "hybrid")
 PRECISIONS = ("fp8", "bf16", "fp32")
+NANO_IN_BF16 = ("*", "M>*")
+"""Blocks that Nemotron 3 Nano keeps in BF16: attention, and the Mamba blocks that feed it (paper, section on FP8)."""
 
 
 @dataclass(frozen=True, slots=True)

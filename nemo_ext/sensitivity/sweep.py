@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-from nemo_ext.architecture.precision_plan import Plan
+from nemo_ext.architecture.precision_plan import NANO_IN_BF16, Plan
 from nemo_ext.blockwise import data_parallel
 from nemo_ext.blockwise.parent import Parent
 from nemo_ext.blockwise.token_batches import TokenBatches
@@ -103,7 +103,7 @@ class Sweep:
     def _compare(self, best: Proposal, least: Sequence[Unit]) -> list[dict[str, Any]]:
         """The proposal beside other plans, on validation data; `least` are all units, the least sensitive first."""
         plans: dict[str, Plan | None] = {REFERENCE: None, EVERYTHING: self.plan, "proposed": self._only(best.low)}
-        if kept := kept_by(("*", "M>*"), self.every, self.architecture):
+        if kept := kept_by(NANO_IN_BF16, self.every, self.architecture):
             plans[NANO] = self._only([unit for unit in self.every if unit not in kept])
         if 0 < len(best.low) < len(self.every):
             plans["proposed turned round"] = self._only(_turned_round(best, least))

@@ -6,7 +6,7 @@ from itertools import takewhile
 
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision import BYTES
-from nemo_ext.architecture.precision_plan import HEAD, Plan, Rule, Weight, assigned
+from nemo_ext.architecture.precision_plan import HEAD, NANO_IN_BF16, Plan, Rule, Weight, assigned
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ def bf16_rules(kept: Sequence[Unit]) -> tuple[Rule, ...]:
     return tuple(Rule.parse(f"{text} bf16") for text in texts)
 
 
-NAMED = (("*",), ("*", "M>*"), ("M>*",), ("M",), ("E",), ("-",), ("first 1", "last 1"), ("first 2", "last 2"))
-"""Rules by which people keep blocks in BF16; the second is Nemotron 3 Nano's (paper, section on FP8)."""
+NAMED = (("*",), NANO_IN_BF16, ("M>*",), ("M",), ("E",), ("-",), ("first 1", "last 1"), ("first 2", "last 2"))
+"""Rules by which people keep blocks in BF16."""
 
 
 def named_rule(kept: Sequence[Unit], plan: Plan, architecture: Architecture) -> tuple[str, ...] | None:

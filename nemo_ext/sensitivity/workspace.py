@@ -16,7 +16,7 @@ from nemo_ext.sensitivity.scores import Sensitivity
 
 LOG = "sensitivity.log"
 NANO = "attention and what feeds it"
-"""Nemotron 3 Nano's rule, `* bf16` and `M>* bf16`."""
+"""The plan of `precision_plan.NANO_IN_BF16` in reports."""
 
 
 @dataclass(frozen=True)
