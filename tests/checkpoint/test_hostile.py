@@ -6,6 +6,7 @@ Each of them makes a file when it runs; that the file is not there afterwards is
 import io
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,15 +107,21 @@ def marker(tmp_path: Path) -> Path:
     return tmp_path / "ran"
 
 
-@pytest.fixture
-def checkpoints(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Those of the steps 10 and 20, each with a tensor and an object."""
-    folder = tmp_path / "checkpoints"
+    folder = tmp_path_factory.mktemp("whole")
     for step in (10, 20):
         writer = FileSystemWriter(folder / f"iter_{step:07d}")
         save({"w": torch.full((8,), float(step)), "state": f"of step {step}"}, storage_writer=writer, no_dist=True)
     (folder / TRACKER).write_text("20")
     return folder
+
+
+@pytest.fixture
+def checkpoints(whole: Path, tmp_path: Path) -> Path:
+    """A copy to spoil."""
+    return Path(shutil.copytree(whole, tmp_path / "checkpoints"))
 
 
 @pytest.mark.parametrize("kind", RUNS)
