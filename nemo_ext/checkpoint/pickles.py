@@ -1,4 +1,4 @@
-"""Pickled parts of Megatron's checkpoints as data: nothing that they name runs but torch's and Megatron's plain records.
+"""Pickled parts of Megatron's checkpoints as data: nothing that they name runs but plain records of torch and Megatron.
 
 torch reads `.metadata` with an unrestricted unpickler (FileSystemReader.read_metadata), and objects among the shards
 without `weights_only` (DefaultLoadPlanner.load_bytes): either runs whatever a file names.

@@ -13,7 +13,6 @@ from nemo_ext.checkpoint.foreign_code import foreign_code, may_run_code
 from nemo_ext.config import compose
 from nemo_ext.rl.job import run
 from nemo_ext.rl.nemo_rl.export import leave_model
-from tests.rl.nemo_rl.test_export import checkpoint, master_of
 
 OURS = "modeling_decilm.py"
 MAPPED = {"auto_map": {"AutoConfig": "configuration_decilm.DeciLMConfig", "AutoModel": "modeling_decilm.DeciLMModel"}}
@@ -89,9 +88,9 @@ def test_a_tokenizer_with_code_is_asked_about_after_training(
 ) -> None:
     """NeMo-RL's checkpoint has a tokenizer of its own, whose code transformers would import."""
     ran = tmp_path / "ran"
-    weights = checkpoint(tmp_path, 3)
-    (weights / ".metadata").unlink()
-    (weights / "consolidated").mkdir()
+    weights = tmp_path / "checkpoints" / "step_3" / "policy" / "weights"
+    (weights / "consolidated").mkdir(parents=True)
+    (weights.parents[1] / "training_info.json").write_text("{}")
     (weights / "consolidated" / "model.safetensors").write_bytes(b"")
     (weights / "consolidated" / "config.json").write_text("{}")
     tokenizer = weights.parent / "tokenizer"
@@ -102,7 +101,12 @@ def test_a_tokenizer_with_code_is_asked_about_after_training(
     (tokenizer / "own.py").write_text(code)
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
 
-    leave_model(tmp_path, 3, master_of(tmp_path), "dpo", tmp_path)
+    master = {
+        "checkpointing": {"checkpoint_dir": str(tmp_path / "checkpoints")},
+        "policy": {"model_name": "model", "tokenizer": {"name": "model"}},
+        "dpo": {"max_num_steps": 3},
+    }
+    leave_model(tmp_path, 3, master, "dpo", tmp_path)
 
     assert "would run own.py" in capsys.readouterr().err
     assert not ran.exists() and not (tmp_path / "model").exists()
