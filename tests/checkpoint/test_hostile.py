@@ -238,6 +238,15 @@ def test_objects_among_the_shards_run_nothing(marker: Path, checkpoints: Path) -
     assert not marker.exists()
 
 
+def test_the_user_may_let_an_object_through(marker: Path, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = with_object(checkpoints, Calls(os.system, f"touch {marker}"))
+    monkeypatch.setenv(FORCED, "0")
+
+    check_objects(newest, whole_files(newest))
+
+    assert not marker.exists()
+
+
 @pytest.mark.parametrize("zipped", [True, False])
 def test_the_common_state_runs_nothing(zipped: bool, marker: Path, checkpoints: Path) -> None:
     newest = checkpoints / "iter_0000020"
