@@ -143,15 +143,16 @@ def _check_objects(config: Mapping[str, Any]) -> None:
     Call it when Megatron has been imported, which tells torch then what its own data are.
     """
     from nemo_ext.checkpoint.pickles import check_objects
-    from nemo_ext.checkpoint.torch_dist import TRACKER, checkpoint_folder, whole_files
+    from nemo_ext.checkpoint.torch_dist import CheckpointError, checkpoint_folder, whole_files
 
     own = Path(config["run_dir"]) / run_directory.CHECKPOINTS
     given = (own, config["megatron"].get("pretrained_checkpoint"), (config.get("distillation") or {}).get("teacher"))
     for path in (Path(str(each)) for each in given if each):
-        # Without a tracker Megatron has its own words for what is missing.
-        if any((place / TRACKER).is_file() for place in (path, path / run_directory.CHECKPOINTS)):
+        try:
             folder = checkpoint_folder(path)
-            check_objects(folder, whole_files(folder))
+        except CheckpointError:
+            continue  # there is none, for which Megatron has its own words
+        check_objects(folder, whole_files(folder))
 
 
 def target_of(megatron: Mapping[str, Any]) -> tuple[int, str]:
