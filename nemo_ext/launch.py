@@ -132,10 +132,29 @@ def checked_runs(config: dict[str, Any]) -> list[dict[str, Any]]:
     from nemo_ext.megatron.check import check
 
     check(config)
+    _check_objects(config)
     runs = segments(config, data_paths(config))
     for run in runs if len(runs) > 1 else ():
         check(run)
     return runs
+
+
+def _check_objects(config: Mapping[str, Any]) -> None:
+    """Refuses checkpoints of which Megatron would run more than its own data, before it loads them.
+
+    Call it when Megatron has been imported, which tells torch then what its own data are.
+    """
+    from nemo_ext.checkpoint.pickles import check_objects
+    from nemo_ext.checkpoint.torch_dist import CheckpointError, checkpoint_folder, whole_files
+
+    own = Path(config["run_dir"]) / run_directory.CHECKPOINTS
+    given = (own, config["megatron"].get("pretrained_checkpoint"), (config.get("distillation") or {}).get("teacher"))
+    for path in (Path(str(each)) for each in given if each):
+        try:
+            folder = checkpoint_folder(path)
+        except CheckpointError:
+            continue  # there is none, for which Megatron has its own words
+        check_objects(folder, whole_files(folder))
 
 
 def target_of(megatron: Mapping[str, Any]) -> tuple[int, str]:

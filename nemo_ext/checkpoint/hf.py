@@ -27,7 +27,7 @@ from nemo_ext.checkpoint.beside import (
     write_model_file,
 )
 from nemo_ext.checkpoint.description import Description, differences, from_config, megatron_arguments, to_config
-from nemo_ext.checkpoint.formats import Entry, Format, choose, read
+from nemo_ext.checkpoint.formats import Entry, Format, choose, ignored, read
 from nemo_ext.checkpoint.parameters import Piece
 from nemo_ext.checkpoint.safetensors_files import CONFIG, SafetensorsReader
 from nemo_ext.checkpoint.storage import CheckpointError, check_tensors, files_identity, fingerprint, torch_dtype
@@ -146,7 +146,10 @@ def _plan_from_hf(source: Path, to: Path, settings: Settings, config: Mapping[st
             f"iteration={settings.iteration} is for a run of Megatron, {source} is Hugging Face's: leave it out"
         )
     reader = SafetensorsReader(source)
-    found, description = read(read_json(source / CONFIG))
+    given = read_json(source / CONFIG)
+    found, description = read(given)
+    off = ignored(given)
+    remarks = [f"config.json: {', '.join(off)}: switched off and known to nothing here, so ignored"] if off else []
     wanted = _with_changes(to_config(description), config)
     if wanted is not None:
         description = _agreed(description, from_config(wanted), settings)
@@ -154,7 +157,8 @@ def _plan_from_hf(source: Path, to: Path, settings: Settings, config: Mapping[st
     expected = {n: s for e in entries for n, s in zip(e.names, e.shapes, strict=True)}
     check_tensors(reader, expected, ignored=_harmless(reader, description, found))
     if settings.to_format == HUGGING_FACE:
-        return _plan_to_hf(reader, entries, to, settings, description, settings.files_from or source)
+        made = _plan_to_hf(reader, entries, to, settings, description, settings.files_from or source)
+        return replace(made, remarks=[*remarks, *made.remarks])
     if settings.architecture is not None:
         raise ValueError(f"architecture={settings.architecture} is for writing Hugging Face checkpoints: leave it out")
     return Plan(
@@ -166,7 +170,7 @@ def _plan_from_hf(source: Path, to: Path, settings: Settings, config: Mapping[st
         config={},
         work=[_work(reader, entry, entry.pieces, settings) for entry in entries],
         extras=settings.files_from or source,
-        remarks=_padding(description),
+        remarks=[*remarks, *_padding(description)],
     )
 
 
@@ -394,6 +398,7 @@ def convert(plan: Plan, settings: Settings, *, progress: bool = True) -> Path:
         finite=settings.check_finite,
         verify=settings.verify,
         progress=progress,
+        remarks=plan.remarks,
     )
 
 

@@ -56,6 +56,10 @@ class Output:
         self.done[part] = value
         self._write_record()
 
+    def clear(self) -> None:
+        """Remove what was begun; the folder itself goes with the lock."""
+        _empty(self.folder)
+
     def _write_record(self) -> None:
         _replace(self.folder / RECORD, json.dumps({"plan": self._plan, "done": self.done}))
 

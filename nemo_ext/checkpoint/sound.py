@@ -3,10 +3,10 @@
 import zipfile
 from pathlib import Path
 
+from nemo_ext.checkpoint.pickles import COMMON
 from nemo_ext.checkpoint.torch_dist import METADATA, TRACKER, CheckpointError, whole_files
 from nemo_ext.job.files import write_text
 
-COMMON = "common.pt"
 BROKEN = ".broken"
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_ext.checkpoint.parameters import Piece
+from nemo_ext.checkpoint.pickles import COMMON, METADATA, Unsafe, first_words, loads, read_metadata
 from nemo_ext.checkpoint.storage import CheckpointError, Stored, listed
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """Megatron's name for weights without a training state."""
-METADATA = ".metadata"
 VERSION = 3.0
 """Megatron's `checkpoint_version`: below 2 it would reorder queries, keys and values."""
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
@@ -81,16 +81,16 @@ def whole_files(path: Path) -> Metadata:
     Raises:
         CheckpointError: unreadable metadata, or a file that is missing or cut short.
     """
-    from torch.distributed.checkpoint import FileSystemReader
-
     ends: dict[str, int] = {}
+    metadata = read_metadata(path)
     try:
-        metadata = FileSystemReader(path).read_metadata()
         for info in metadata.storage_data.values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    except Exception as error:  # a broken pickle raises almost anything
-        raise CheckpointError(f"{path / METADATA}: cannot be read ({_first_words(error)}): copy it again") from error
+    except (AttributeError, TypeError) as error:  # what a flipped bit makes of it
+        raise CheckpointError(f"{path / METADATA}: cannot be read ({first_words(error)}): copy it again") from error
     for name, end in ends.items():
+        if Path(name).name != name:
+            raise Unsafe(f"{path / METADATA}: names {name}, which is not in its folder: do not use this checkpoint")
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"{file}: missing, though {METADATA} names it")
@@ -159,7 +159,7 @@ class TorchDistReader:
                         raise reason from None
                     where = listed(sorted(self._files_of(name)))
                     raise CheckpointError(
-                        f"{self.path}: {name} cannot be read from {where} ({_first_words(reason)}): copy the "
+                        f"{self.path}: {name} cannot be read from {where} ({first_words(reason)}): copy the "
                         "checkpoint again"
                     ) from error
             self._last = name, wanted[name]
@@ -262,12 +262,12 @@ class TorchDistWriter:
 
         # Objects are stored as a list, like every shard that Megatron saves; None: nothing to restore.
         common = self._write_plan(len(self._plans) - 1, lambda index: _saved([None]))
-        made = [pickle.loads(bytes.fromhex(result)) for result in (*results, common)]
+        made = [loads(bytes.fromhex(result), self.folder) for result in (*results, common)]
         self._writer.finish(self._metadata, made)
         arguments = {**arguments, "no_save_optim": True, "no_save_rng": True}
         arguments |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
         common_state = {"args": Namespace(**arguments), "checkpoint_version": VERSION, "iteration": 0}
-        (self.folder / "common.pt").write_bytes(_saved(common_state).getvalue())
+        (self.folder / COMMON).write_bytes(_saved(common_state).getvalue())
         (self.folder / "metadata.json").write_text(
             json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
         )
@@ -276,11 +276,6 @@ class TorchDistWriter:
 def write_tracker(checkpoints: Path) -> None:
     """Name the release checkpoint as the newest."""
     (checkpoints / TRACKER).write_text(RELEASE)
-
-
-def _first_words(error: Exception) -> str:
-    """The kind of an error and the beginning of what it says; torch says pages."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
 
 
 def _reason(error: BaseException) -> BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ def write_checkpoint(
     finite: bool = True,
     verify: bool = True,
     progress: bool = True,
+    remarks: Sequence[str] = (),
 ) -> Path:
     """Make a checkpoint folder; the same call after an interruption goes on where it was.
 
@@ -107,6 +109,7 @@ def write_checkpoint(
         finite: refuse NaN and infinity.
         verify: read everything again at the end and compare checksums.
         progress: show it, on stderr.
+        remarks: what stays in the folder's record for people.
 
     Raises:
         CheckpointError: NaN or infinity, a full disk, a folder that holds something else, another process that is
@@ -125,7 +128,7 @@ def write_checkpoint(
         # A finished part that was lost since, in a power failure for example, is made again.
         output.done = {n: done for n, done in output.done.items() if has_size(target.file(n), done["size"])}
         check_room(to, sum(w.bytes for n, part in enumerate(parts) if n not in output.done for w in part))
-        with progress_of("writing", total, enabled=progress) as advance:
+        with _leavings_told(output), progress_of("writing", total, enabled=progress) as advance:
             for number, part in enumerate(parts):
                 if number in output.done:
                     advance(sum(work.bytes for work in part))
@@ -139,8 +142,23 @@ def write_checkpoint(
         if verify:
             with progress_of("verifying", total, enabled=progress) as advance:
                 _verify(target.reader(), parts, output, advance)
-        output.publish(identity)
+        output.publish({**identity, "remarks": list(remarks)})
     return to
+
+
+@contextlib.contextmanager
+def _leavings_told(output: Output) -> Iterator[None]:
+    """Where tensors are refused: leave nothing but whole parts, and say where these are."""
+    try:
+        yield
+    except CheckpointError as error:
+        if not output.done:
+            output.clear()
+            raise
+        raise CheckpointError(
+            f"{error}. {len(output.done)} finished parts are in {output.folder}: the command goes on after them when "
+            "this is mended; else remove the folder"
+        ) from error
 
 
 def already_made(to: Path, to_format: str, parts: Sequence[Sequence[Work]], *, identity: dict[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_ext.checkpoint.pickles import only_data
 from nemo_ext.megatron.cpu import runtime
 from nemo_ext.megatron.fp8 import Precision
 
@@ -25,6 +26,7 @@ def data_parallel(seed: int = 1) -> Iterator[None]:
     An existing process group is used as it is.
     """
     runtime.enable()
+    only_data()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

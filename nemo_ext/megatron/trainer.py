@@ -18,6 +18,7 @@ import torch
 
 from nemo_ext.architecture.cost import train_flops_per_token
 from nemo_ext.architecture.model import Architecture
+from nemo_ext.checkpoint.pickles import only_data
 from nemo_ext.data.phases import Plan, plan_of
 from nemo_ext.job import run_directory
 from nemo_ext.job.files import write_text
@@ -37,6 +38,7 @@ def main(config_path: str) -> None:
     memory_phases = profile_memory(config)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asked for under tensor and context parallelism
     stand_ins = runtime.enable()  # before anything imports Megatron, which binds these names once
+    only_data()
     if not torch.cuda.is_available():
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(config["launcher"]["nproc_per_node"])))
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from nemo_ext.architecture.draw import draw_blocks
@@ -41,7 +42,7 @@ def write_report(workspace: Workspace, chosen: Settings) -> Path:
         _states(rows),
         _comparison(comparison, json.loads((folder / "choices.json").read_text())["resource"]),
         *_pictures(folder),
-        _blocks(workspace),
+        _blocks(rows),
         _next(workspace),
     ]
     path = folder / REPORT
@@ -87,8 +88,7 @@ def _states(rows: Sequence[Mapping[str, Any]]) -> str:
                 f"{costs['cache_bytes'] / whole['cache_bytes']:.0%}" if whole["cache_bytes"] else "-",
                 f"{whole['prefill_seconds'] / costs['prefill_seconds']:.2f}x",
                 f"{whole['decode_seconds'] / costs['decode_seconds']:.2f}x",
-                f"{parent['forward_seconds'] / row['forward_seconds']:.2f}x "
-                f"(±{row['forward_spread'] / row['forward_seconds'] / 2:.0%})",
+                _measured(row, parent),
             ]
         )
     head = ["", "loss", "blocks in sequence", "parameters", "active", "cache", "prefill*", "decode*", "measured**"]
@@ -96,9 +96,22 @@ def _states(rows: Sequence[Mapping[str, Any]]) -> str:
     return (
         f"{markdown_table(head, cells)}\n\n"
         "\\* speed beside the parent by the roofline of `puzzle.serving`. \\*\\* speed of a "
-        f"forward pass over {tokens:,} tokens, measured on this machine one after the other in one run (parent: "
-        f"{parent['forward_seconds'] * 1000:.1f} ms; ± half the range of the middle half of the repetitions)."
+        f"forward pass over {tokens:,} tokens on this machine, in turn with the parent "
+        f"({parent['forward_seconds'] * 1000:.1f} ms): the median round and, in brackets, the slowest and the "
+        "fastest. Noise: rounds on either side of 1x, or two ranges that overlap."
     )
+
+
+def _measured(row: Mapping[str, Any], parent: Mapping[str, Any]) -> str:
+    """The speed beside the parent with its spread over rounds, marked where it may be none."""
+    if row is parent:
+        return "1x"
+    rounds = row.get("speedups")
+    if rounds is None:  # measured before rounds were kept: the middle half of the repetitions
+        doubt = sum(each["forward_spread"] / each["forward_seconds"] / 2 for each in (parent, row))
+        rounds = [parent["forward_seconds"] / row["forward_seconds"] * (1 + sign * doubt) for sign in (-1, 0, 1)]
+    noise = ", noise" if min(rounds) <= 1 <= max(rounds) else ""
+    return f"{median(rounds):.2f}x ({min(rounds):.2f} to {max(rounds):.2f}{noise})"
 
 
 def _comparison(rows: Sequence[Mapping[str, Any]], resource: str) -> str:
@@ -135,9 +148,13 @@ def _pictures(folder: Path) -> list[str]:
     return [f"{text}\n\n![{name}]({name})" for name, text in found.items() if (folder / name).is_file()]
 
 
-def _blocks(workspace: Workspace) -> str:
-    child = json.loads((workspace.folder / "child.json").read_text())
-    return f"`{child['pattern']}`"
+def _blocks(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The child's notation as it is now, and as the search chose it where fusion made another of it."""
+    last, chosen = rows[-1], next(row for row in rows if row["name"] == "child")
+    text = f"{last['blocks']} blocks: `{last['pattern']}`"
+    if chosen["pattern"] == last["pattern"]:
+        return text
+    return f"{text}\n\nBefore fusion, {chosen['blocks']} blocks: `{chosen['pattern']}`"
 
 
 def _next(workspace: Workspace) -> str:

@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from nemo_ext.checkpoint.foreign_code import may_run_code
 from nemo_ext.job.files import only_run_in
 from nemo_ext.job.made_of import differing, flat, told
 from nemo_ext.job.progress import notice
@@ -17,8 +18,8 @@ KEYS = (
     *("preset", "run_dir", "engine", "policy", "template", "tasks", "pairs", "environments", "trl", "nemo_rl"),
     *("on_inexpressible", "micro_batch", "save_every", "memory_profile", "seed"),
 )
-OPTIONAL = ("precision_plan", "megatron")
-"""Set by precision=..., which is for other jobs too: `megatron` is not read here."""
+OPTIONAL = ("precision_plan", "megatron", "trust_remote_code")
+"""The first two are set by precision=..., which is for other jobs too: `megatron` is not read here."""
 SAME = (
     "precision_plan",
     "engine",
@@ -47,7 +48,10 @@ def run(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: naming the key, what it holds and what it may hold; an engine that is not there or cannot do it.
     """
-    algorithm = over_own_pairs(config, checked_algorithm(config))
+    algorithm = checked_algorithm(config)
+    if Path(config["policy"]).expanduser().is_dir():
+        may_run_code(config["policy"], config)
+    algorithm = over_own_pairs(config, algorithm)
     config = {**config, "tasks": planned_tasks(config, algorithm)}
     run_dir = Path(config["run_dir"])
     with only_run_in(run_dir):
@@ -139,6 +143,8 @@ def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:
         # The user's, who need not know that the preset counts epochs.
         given["schedule"] = {**given["schedule"], "epochs": None, "examples": None}
     algorithm = algorithm_of(given, where="rl")
+    if not isinstance(config.get("trust_remote_code", False), bool):
+        raise ValueError(f"trust_remote_code={config['trust_remote_code']!r}: set it to true or false")
     for key, least in (("micro_batch", 1), ("save_every", 1), ("seed", 0)):
         checked_whole(key, config[key], least=least)
     section, other = ("tasks", "pairs") if isinstance(algorithm, PolicyGradient) else ("pairs", "tasks")

@@ -10,8 +10,9 @@ from nemo_ext.checkpoint.formats.dense import LLAMA, NEMOTRON, OLMO, OLMO3
 from nemo_ext.checkpoint.formats.format import CannotExpress, Entry, Format, Keys
 from nemo_ext.checkpoint.formats.hybrid import NEMOTRON_H
 from nemo_ext.checkpoint.formats.own import BLOCKS
+from nemo_ext.checkpoint.formats.rest import ignored_keys
 
-__all__ = ["FORMATS", "CannotExpress", "Entry", "Format", "choose", "named", "read"]
+__all__ = ["FORMATS", "CannotExpress", "Entry", "Format", "choose", "ignored", "named", "read"]
 
 FORMATS = {made.architecture: made for made in (NEMOTRON, NEMOTRON_H, LLAMA, OLMO, OLMO3, DECILM, BLOCKS)}
 """By class name; a model is written in the first that can express it."""
@@ -54,12 +55,28 @@ def read(config: Mapping[str, Any]) -> tuple[Format, Description]:
     """The format and the model of a config.json.
 
     Raises:
-        ValueError: an unknown architecture, or a setting that Megatron cannot express.
+        ValueError: an unknown architecture, or a setting that Megatron cannot express or that nothing here knows.
     """
+    found, description, _ = _read(config)
+    return found, description
+
+
+def ignored(config: Mapping[str, Any]) -> list[str]:
+    """Keys of a config.json that are switched off and that nothing here knows.
+
+    Raises:
+        ValueError: as `read`.
+    """
+    return _read(config)[2]
+
+
+def _read(config: Mapping[str, Any]) -> tuple[Format, Description, list[str]]:
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or len(architectures) != 1:
         raise ValueError(f"config.json: architectures={architectures!r}: expected one class name")
     if config.get("quantization_config"):
         raise ValueError("config.json: quantization_config: a quantised checkpoint; convert the one it was made from")
     found = named(str(architectures[0]))
-    return found, found.read(Keys(config))
+    keys = Keys(config)
+    description = found.read(keys)
+    return found, description, ignored_keys(config, keys.read, found.known, found.architecture)

@@ -380,4 +380,5 @@ OLMO3 = Format(
     modules={"*": ATTENTION | QK_NORM, "-": MLP},
     norms={"*": "post_attention_layernorm", "-": "post_feedforward_layernorm"},
     layers=attention_with_mlp,
+    known=frozenset(("sliding_window", "rope_theta", "rope_scaling")),  # without windows; beside rope_parameters
 )

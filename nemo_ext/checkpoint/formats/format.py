@@ -51,6 +51,7 @@ class Format:
         stacked_experts: whether a block's experts are one tensor.
         code: files of `nemo_ext.checkpoint.remote_code` that a checkpoint carries.
         remarks: what a user of an exported description should know.
+        known: keys of config.json that decide nothing in Megatron, or only in blocks that a model may lack.
     """
 
     architecture: str
@@ -66,6 +67,7 @@ class Format:
     stacked_experts: bool = False
     code: tuple[str, ...] = ()
     remarks: Callable[[Description], list[str]] = lambda description: []
+    known: frozenset[str] = frozenset()
 
     def entries(self, description: Description) -> Iterator[Entry]:
         """The whole mapping of a model, in its order.
@@ -120,13 +122,20 @@ def attention_with_mlp(blocks: Sequence[Block]) -> tuple[list[int], int]:
 
 
 class Keys:
-    """A config.json while it is read: every message names the key."""
+    """A config.json while it is read: every message names the key.
+
+    Attributes:
+        values: all of it.
+        read: keys that were asked for.
+    """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
+        self.read: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value, or `default` where the key is absent or null."""
+        self.read.add(key)
         value = self.values.get(key)
         return default if value is None else value
 

@@ -34,6 +34,24 @@ MOE = {
     "shared_down": "mixer.shared_experts.down_proj",
 }
 _TYPES = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "moe": "E", "mlp": "-"}
+KNOWN = frozenset(
+    (
+        # how transformers computes, and how it begins a model
+        *("chunk_size", "expand", "use_mamba_kernels", "mamba_ssm_cache_dtype", "residual_in_fp32", "norm_eps"),
+        *("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual", "moe_shared_expert_overlap"),
+        # attention has no positions; multi-token prediction without layers
+        *("rope_theta", "partial_rotary_factor", "rope_scaling", "rope_parameters", "mtp_layers_block_type"),
+        # the same as hybrid_override_pattern
+        *("num_hidden_layers", "layers_block_type", "layer_types"),
+        # of blocks that a pattern may lack
+        *("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window", "intermediate_size"),
+        *("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "use_conv_bias"),
+        *("mamba_hidden_act", "time_step_limit", "n_routed_experts", "num_experts_per_tok", "n_shared_experts"),
+        *("moe_intermediate_size", "moe_shared_expert_intermediate_size", "routed_scaling_factor", "norm_topk_prob"),
+        *("n_group", "topk_group"),
+    )
+)
+"""Keys of NemotronHConfig that are not read for every model."""
 
 
 def router_is_sigmoid(description: Description) -> None:
@@ -240,4 +258,5 @@ NEMOTRON_H = Format(
     modules={"*": ATTENTION, "-": MLP, "M": MAMBA, "E": MOE},
     norms=dict.fromkeys("*-ME", "norm"),
     layers=one_layer_a_block,
+    known=KNOWN,
 )

@@ -131,6 +131,11 @@ def _read_block(number: int, values: dict[str, Any]) -> Block:
         raise ValueError(
             f"config.json: block {number}: kind={values.get('kind')!r}: expected one of {', '.join(kinds)}"
         )
+    unknown = sorted(values.keys() - {"kind", "linear", BIAS, *SIZES[kind]})
+    if unknown:
+        raise ValueError(
+            f"config.json: block {number}: {', '.join(unknown)}: {KINDS[kind]} blocks have no such setting"
+        )
     if values.get("linear"):
         return Block.of(kind, linear=True)
     flags = {BIAS: True} if values.get("bias") else {}
@@ -160,6 +165,7 @@ BLOCKS = Format(
     norms=dict.fromkeys("*-ME", "norm"),
     linear=dict.fromkeys("*-ME", "mixer"),
     layers=one_layer_a_block,
+    known=frozenset(("num_hidden_layers", "routed_scaling_factor", "norm_topk_prob", "rope_scaling_on_windowed")),
     stacked_experts=True,
     code=("configuration_nemo_ext_blocks.py", "modeling_nemo_ext_blocks.py"),
     remarks=lambda description: [

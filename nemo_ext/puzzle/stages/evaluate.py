@@ -1,6 +1,7 @@
 """The language model loss of a parent with some blocks replaced, on validation data."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from nemo_ext.blockwise import data_parallel
 from nemo_ext.blockwise.parent import Parent, Replaced
-from nemo_ext.puzzle.stages.measure import median_seconds
+from nemo_ext.puzzle.stages.measure import seconds_in_turn
 
 
 def loss(parent: Parent, batches: Sequence[Tensor], replaced: Replaced | None = None) -> float:
@@ -29,12 +30,15 @@ def loss(parent: Parent, batches: Sequence[Tensor], replaced: Replaced | None = 
     return float(summed[0] / summed[1])
 
 
-def forward_seconds(parent: Parent, tokens: Tensor) -> tuple[float, float]:
-    """Median time of one forward pass over tokens `[batch, seq]`, and its interquartile range."""
+def forward_seconds(parent: Parent, other: Parent, tokens: Tensor) -> tuple[list[float], list[float]]:
+    """Seconds of a forward pass over tokens `[batch, seq]` of two models that take turns: of each in every round."""
 
-    def forward() -> Tensor:
+    def forward(model: Parent) -> Tensor:
         with torch.no_grad():
-            return parent.logits(tokens)
+            return model.logits(tokens)
 
-    forward()
-    return median_seconds(forward, min_seconds=1.0)
+    runs = [partial(forward, model) for model in (parent, other)]
+    for run in runs:
+        run()
+    first, second = seconds_in_turn(runs, min_seconds=1.0)
+    return first, second

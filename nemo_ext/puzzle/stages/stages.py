@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -420,14 +421,14 @@ class Stages:
                 continue
             description = description_of(checkpoint)
             opened = self.parent if name == "parent" else self.open(checkpoint, description)
-            seconds, spread = evaluate.forward_seconds(opened, tokens)
+            beside, seconds = evaluate.forward_seconds(self.parent, opened, tokens)
             rows.append(
                 {
                     "name": name,
                     "loss": evaluate.loss(opened, self.validation),
                     "blocks": len(description.blocks),
-                    "forward_seconds": seconds,
-                    "forward_spread": spread,
+                    "forward_seconds": median(seconds),
+                    "speedups": [parent / own for parent, own in zip(beside, seconds, strict=True)],
                     "tokens": tokens.numel(),
                     "costs": {r: self._total(description.blocks, r) for r in RESOURCES},
                     "pattern": format_pattern(description.architecture.pattern),

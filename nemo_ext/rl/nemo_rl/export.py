@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.chat.template import Template
+from nemo_ext.checkpoint.foreign_code import may_run_code
 from nemo_ext.job.files import write_text
 from nemo_ext.job.progress import notice
 from nemo_ext.rl.nemo_rl import compat
@@ -98,6 +99,7 @@ def leave_model(
     section: Section,
     root: Path,
     template: str | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> None:
     """Note that training ended with a step and convert the chosen checkpoint to RUN_DIR/model.
 
@@ -110,6 +112,7 @@ def leave_model(
         section: which one.
         root: the checkout.
         template: that the model was trained with (see `Template.load`); None for its tokenizer's own.
+        config: of the job, for `trust_remote_code`.
     """
     if _noted(run_dir) != _record(step, master, section):
         # A model that is there is of other steps; gone first, so that beside the note there is no other's.
@@ -123,7 +126,7 @@ def leave_model(
     shutil.rmtree(unfinished, ignore_errors=True)
     notice(f"{best.path}: converting to {run_dir / MODEL}")
     try:
-        _convert(best, unfinished, master["policy"], root, run_dir / LOG, template)
+        _convert(best, unfinished, master["policy"], root, run_dir / LOG, template, config or {})
         unfinished.rename(run_dir / MODEL)
     except BaseException as error:  # Of which torch's CheckpointException is one.
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -152,7 +155,15 @@ def command(saved: Saved, to: Path, root: Path) -> str:
     return f"cd {shlex.quote(str(root))} && {shlex.join([*words, *options])}"
 
 
-def _convert(saved: Saved, to: Path, policy: Mapping[str, Any], root: Path, log: Path, template: str | None) -> None:
+def _convert(
+    saved: Saved,
+    to: Path,
+    policy: Mapping[str, Any],
+    root: Path,
+    log: Path,
+    template: str | None,
+    config: Mapping[str, Any],
+) -> None:
     if kind := _adapters(policy):
         raise ValueError(f"only adapters were trained ({kind}), which docs/design-docs/checkpointing.md converts")
     own_tokenizer = saved.path / "policy" / "tokenizer"
@@ -177,7 +188,8 @@ def _convert(saved: Saved, to: Path, policy: Mapping[str, Any], root: Path, log:
         overrides = policy.get("hf_overrides") or policy.get("hf_config_overrides") or {}
         compat.convert_dcp(saved.weights, to, str(policy["model_name"]), tokenizer, overrides)
         _as_safetensors(to)
-    reads = import_module("transformers").AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=True)
+    trusted = may_run_code(tokenizer, config)
+    reads = import_module("transformers").AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trusted)
     if template is not None:
         reads.chat_template = Template.load(template).source
     reads.save_pretrained(to)

@@ -7,6 +7,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
+from nemo_ext.checkpoint.foreign_code import may_run_code
 from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.job.made_of import flat
 from nemo_ext.job.progress import notice
@@ -30,10 +31,12 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
 
     Raises:
         ValueError: NeMo-RL is not there, lacks a key or cannot do what the algorithm says, or the tasks or pairs are
-            at fault.
+            at fault, or the model has Python files of others and `trust_remote_code` is not set.
     """
     checkout = Checkout(os.environ.get("NEMO_RL_ROOT"))
     given, master = settings_of(config, algorithm, checkout)
+    for name in dict.fromkeys((master["policy"]["model_name"], master["policy"]["tokenizer"]["name"])):
+        may_run_code(str(name), config)  # NeMo-RL's workers do not ask
     section, run_dir = section_of(algorithm), Path(config["run_dir"])
     write_config(run_dir, config)
     write_versions(run_dir, sys.argv)
@@ -56,7 +59,7 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
             notice(f"stopped at step {end.step} of {steps} as checkpoint_must_save_by told it; {goes_on}")
             sys.exit(INTERRUPTED)
         step = end.step
-    leave_model(run_dir, step, master, section, checkout.root, config["template"])
+    leave_model(run_dir, step, master, section, checkout.root, config["template"], config)
 
 
 def settings_of(

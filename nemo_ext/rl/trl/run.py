@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.chat.template import Template
+from nemo_ext.checkpoint.foreign_code import may_run_code
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import CHECKPOINTS, METRICS, truncate_metrics, write_config, write_versions
 from nemo_ext.job.settings import nearest
@@ -66,7 +67,8 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
     folder = Path(config["policy"]).expanduser()
     if not (folder / "config.json").is_file():
         raise ValueError(f"model={folder}: no config.json there; `nemo-ext convert to_format=huggingface` writes one")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    trusted = may_run_code(str(folder), config)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"model={folder}: its tokenizer has no eos_token, so no response would end")
     if tokenizer.pad_token_id is None:
@@ -83,6 +85,8 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
     checkpoint = _last_checkpoint(run_dir / CHECKPOINTS)
     own = _own_settings(config, algorithm, resumed=checkpoint is not None)
     settings = {**rendered.settings, **own, **(config["trl"] or {})}
+    if trusted:
+        settings["model_init_kwargs"] = {"trust_remote_code": True, **(settings.get("model_init_kwargs") or {})}
     write_config(run_dir, config)
     write_versions(run_dir, sys.argv)
     if isinstance(algorithm, PolicyGradient):

@@ -1,0 +1,62 @@
+"""Keys of a config.json that a format does not read: which may be ignored, and which would change the model unseen.
+
+Three kinds: those of transformers and of trainers around the model, which say nothing about it, pass; any other that
+is switched off (null, false, zero, empty, a factor of one) is ignored and told; any other is refused. So a setting of a
+model that nobody here has heard of is never lost in silence.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+AROUND = frozenset(
+    (
+        # transformers' PreTrainedConfig
+        *("architectures", "model_type", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache"),
+        *("return_dict", "output_attentions", "output_hidden_states", "torchscript", "use_bfloat16", "pruned_heads"),
+        *("chunk_size_feed_forward", "is_encoder_decoder", "is_decoder", "tokenizer_class", "tf_legacy_loss"),
+        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
+        *("prefix", "initializer_range", "pretraining_tp", "max_position_embeddings", "gradient_checkpointing"),
+        # generation, which stood in config.json before it had a file of its own
+        *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "temperature"),
+        *("diversity_penalty", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences"),
+        *("output_scores", "return_dict_in_generate", "exponential_decay_length_penalty", "suppress_tokens"),
+        *("begin_suppress_tokens", "remove_invalid_values", "num_logits_to_keep", "output_router_logits"),
+    )
+)
+"""Keys beside the model."""
+_AROUND = re.compile(r"_.*|.*_(token|token_id|token_ids|token_index|version|implementation|dropout)|unsloth_.*")
+"""Others: private names, token ids, versions, dropout, which is for training."""
+_FACTOR = re.compile(r".*(scale|scaling|multiplier|factor)$")
+
+
+def ignored_keys(
+    config: Mapping[str, Any], read: Collection[str], known: Collection[str], architecture: str
+) -> list[str]:
+    """Keys that nothing reads and that are switched off, in their order.
+
+    Args:
+        config: config.json.
+        read: keys that the format read.
+        known: keys of the format's class that decide nothing in Megatron, or only in blocks that this model lacks.
+        architecture: the class, for the message.
+
+    Raises:
+        ValueError: a key that is neither read, nor known, nor switched off.
+    """
+    rest = [key for key in config if key not in read and key not in known and key not in AROUND]
+    rest = [key for key in rest if not _AROUND.fullmatch(key)]
+    on = [f"{key}={config[key]!r}" for key in rest if not _is_off(key, config[key])]
+    if on:
+        raise ValueError(
+            f"config.json: {', '.join(on)}: {architecture} has no such setting here, and a model that needs it would "
+            "come out as another. Where it says nothing about the model, delete it from config.json"
+        )
+    return rest
+
+
+def _is_off(key: str, value: Any) -> bool:
+    if _FACTOR.fullmatch(key) and not isinstance(value, bool) and value is not None:
+        return bool(value == 1)
+    return not value

@@ -1,0 +1,199 @@
+"""Pickled parts of Megatron's checkpoints as data: nothing that they name runs but plain records of torch and Megatron.
+
+torch reads `.metadata` with an unrestricted unpickler (FileSystemReader.read_metadata), and objects among the shards
+without `weights_only` (DefaultLoadPlanner.load_bytes): either runs whatever a file names.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_ext.checkpoint.storage import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.distributed.checkpoint.metadata import Metadata
+
+METADATA = ".metadata"
+COMMON = "common.pt"
+FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+"""torch's switch that makes every `torch.load` of a process refuse what is no data."""
+_CHECKPOINT = "torch.distributed.checkpoint"
+_RECORDS = {
+    f"{_CHECKPOINT}.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata"),
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ),
+    f"{_CHECKPOINT}.filesystem": ("_StorageInfo",),
+    f"{_CHECKPOINT}.storage": ("WriteResult",),
+    f"{_CHECKPOINT}.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),  # torch before 2.4
+    "torch": ("Size",),
+    "collections": ("OrderedDict",),
+    "pathlib": ("Path", "PosixPath", "PurePosixPath"),
+}
+"""All that metadata of torch 2 and Megatron-Core are made of, besides Python's own containers and torch's types."""
+
+
+class Unsafe(CheckpointError):
+    """A pickled file names something that is no data."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        import torch
+
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return lambda layout: torch.serialization._get_layout(layout)  # attributes set on this one are lost with it
+        if name in _RECORDS.get(module, ()):
+            return super().find_class(module, name)
+        # Types are objects, not classes; getattr reads no dotted name, which a pickle may have.
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"names {module}.{name}")
+
+
+def loads(data: bytes, file: Path) -> Any:
+    """What a pickle of checkpoint records holds.
+
+    Args:
+        data: the pickle.
+        file: where it is from, for messages.
+
+    Raises:
+        Unsafe: it names anything else; nothing of it ran.
+        CheckpointError: it cannot be read.
+    """
+    try:
+        with _classes_unchanged():
+            return _Unpickler(io.BytesIO(data)).load()
+    except Exception as error:  # a broken pickle raises almost anything
+        if isinstance(error, pickle.UnpicklingError) and str(error).startswith(("names ", "sets ")):
+            raise Unsafe(
+                f"{file}: {error}, which no checkpoint's records need: it may be there to run a program on your "
+                "machine. Nothing of it ran: do not use this checkpoint"
+            ) from None
+        raise CheckpointError(f"{file}: cannot be read ({first_words(error)}): copy it again") from error
+
+
+@contextmanager
+def _classes_unchanged() -> Iterator[None]:
+    """A pickle may set attributes of whatever it can name, classes too, which would outlive it."""
+    import importlib
+
+    classes = {
+        kind
+        for module, names in _RECORDS.items()
+        for name in names
+        if isinstance(kind := getattr(importlib.import_module(module), name, None), type)
+    }
+    before = {kind: dict(vars(kind)) for kind in classes}
+    changed = False
+    try:
+        yield
+    finally:
+        for kind, attributes in before.items():
+            now = dict(vars(kind))
+            for name in now.keys() - attributes.keys():
+                changed = True
+                delattr(kind, name)
+            for name in attributes:
+                if name not in now or now[name] is not attributes[name]:
+                    changed = True
+                    setattr(kind, name, attributes[name])
+    if changed:
+        raise pickle.UnpicklingError("sets attributes of a class")
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The metadata of a checkpoint.
+
+    Args:
+        folder: the one with `.metadata`.
+
+    Raises:
+        CheckpointError: as `loads`.
+    """
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    file = folder / METADATA
+    found = loads(file.read_bytes(), file)
+    if not isinstance(found, Metadata):
+        raise CheckpointError(f"{file}: holds {type(found).__name__}, not metadata: copy it again")
+    return found
+
+
+def first_words(error: Exception) -> str:
+    """The kind of an error and the beginning of what it says; torch says pages."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
+
+
+def check_objects(folder: Path, metadata: Metadata) -> None:
+    """Read what a checkpoint holds besides tensors (random states, arguments of the run) as data alone.
+
+    What Megatron calls data it tells torch when it is imported: without Megatron much of its own is refused. Nothing
+    is looked at where the user lets objects be anything (see `only_data`).
+
+    Args:
+        folder: the one with `.metadata`.
+        metadata: of it.
+
+    Raises:
+        Unsafe: naming the file and what it would have run.
+    """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    if os.environ.get(FORCED) == "0":
+        return
+    if (folder / COMMON).is_file():
+        _check_data(folder / COMMON, (folder / COMMON).read_bytes(), "")
+    for index, info in metadata.storage_data.items():
+        if not isinstance(metadata.state_dict_metadata.get(index.fqn), TensorStorageMetadata):
+            file = folder / info.relative_path
+            with file.open("rb") as opened:
+                opened.seek(info.offset)
+                _check_data(file, opened.read(info.length), f" ({index.fqn})")
+
+
+def _check_data(file: Path, data: bytes, what: str) -> None:
+    import torch
+
+    try:
+        torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # pages for what is refused, almost anything for what is broken
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        reason = f"names {named[1]}" if named else first_words(error)
+        raise Unsafe(
+            f"{file}{what}: {reason}, which neither torch nor Megatron knows as data: it may be there to run a program "
+            "on your machine. Nothing of it ran. `nemo-ext convert` takes the weights alone out of a checkpoint, and "
+            f"reads none of this; if you know what it is, {FORCED}=0 lets it through"
+        ) from None
+
+
+def only_data() -> None:
+    """From now on this process reads checkpoints as data, whoever asks for them; Megatron's loader too.
+
+    `TORCH_FORCE_WEIGHTS_ONLY_LOAD=0` in the environment lets objects among the shards be anything again.
+    """
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    if "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD" not in os.environ:  # torch takes one of the two
+        os.environ.setdefault(FORCED, "1")
+
+    def read(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
+        if kwargs.get("rank") is not None:
+            raise CheckpointError(f"{self.path}: metadata of single ranks are not read")
+        metadata = read_metadata(Path(self.path))
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    setattr(FileSystemReader, "read_metadata", read)  # noqa: B010

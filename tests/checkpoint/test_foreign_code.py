@@ -1,0 +1,112 @@
+"""Which Python files of a model's folder run, and which are asked about first."""
+
+import json
+import shutil
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from nemo_ext.checkpoint.foreign_code import foreign_code, may_run_code
+from nemo_ext.job.config import compose
+from nemo_ext.rl.job import run
+from nemo_ext.rl.nemo_rl.export import leave_model
+
+OURS = "modeling_decilm.py"
+MAPPED = {"auto_map": {"AutoConfig": "configuration_decilm.DeciLMConfig", "AutoModel": "modeling_decilm.DeciLMModel"}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model with our modelling files."""
+    made = tmp_path / "model"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(MAPPED))
+    for name in ("configuration_decilm.py", OURS):
+        shutil.copyfile(str(files("nemo_ext.checkpoint.remote_code") / name), made / name)
+    return made
+
+
+def test_our_own_files_need_no_question(folder: Path) -> None:
+    assert may_run_code(str(folder), {}) is True
+
+
+def test_a_folder_without_code_is_told_to_run_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "notes.py").write_text("")
+
+    assert may_run_code(str(tmp_path), {}) is False
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        (OURS, "\nimport os\n"),  # one of ours with a line of another
+        ("helper.py", "import os\n"),  # what ours could be made to import
+        ("package/helper.py", "import os\n"),
+    ],
+)
+def test_other_files_are_asked_about(file: str, text: str, folder: Path) -> None:
+    (folder / file).parent.mkdir(exist_ok=True)
+    with (folder / file).open("a") as opened:
+        opened.write(text)
+
+    with pytest.raises(ValueError, match=rf"would run {file} of this folder .* set trust_remote_code=true"):
+        may_run_code(str(folder), {"trust_remote_code": False})
+
+    assert may_run_code(str(folder), {"trust_remote_code": True}) is True
+
+
+@pytest.mark.parametrize("config", ["config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("named", ["somebody/model--code.Class", [None, "somebody/model--code.Class"]])
+def test_code_of_other_repositories_is_asked_about(config: str, named: Any, folder: Path) -> None:
+    (folder / config).write_text(json.dumps({"auto_map": {"AutoTokenizer": named}}))
+
+    assert foreign_code(folder) == ["somebody/model--code.Class"]
+
+
+def test_what_would_be_downloaded_is_asked_about() -> None:
+    with pytest.raises(ValueError, match="somebody/model: no folder on this machine"):
+        may_run_code("somebody/model", {})
+
+
+@pytest.mark.parametrize("engine", ["trl", "nemo_rl"])
+def test_training_asks_before_anything_begins(engine: str, folder: Path, tmp_path: Path) -> None:
+    (folder / "helper.py").write_text("")
+    words = ["preset=rl_zero", f"engine={engine}", f"model={folder}", f"run_dir={tmp_path / 'run'}"]
+
+    with pytest.raises(ValueError, match=r"helper\.py .* trust_remote_code=true"):
+        run(compose("rl", [*words, "tasks.train.path=tasks.jsonl"]))
+
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_with_code_is_asked_about_after_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NeMo-RL's checkpoint has a tokenizer of its own, whose code transformers would import."""
+    ran = tmp_path / "ran"
+    weights = tmp_path / "checkpoints" / "step_3" / "policy" / "weights"
+    (weights / "consolidated").mkdir(parents=True)
+    (weights.parents[1] / "training_info.json").write_text("{}")
+    (weights / "consolidated" / "model.safetensors").write_bytes(b"")
+    (weights / "consolidated" / "config.json").write_text("{}")
+    tokenizer = weights.parent / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["own.Own", None]}}))
+    (tokenizer / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    code = f"open({str(ran)!r}, 'w').close()\nfrom transformers import PreTrainedTokenizer as Own\n"
+    (tokenizer / "own.py").write_text(code)
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+    master = {
+        "checkpointing": {"checkpoint_dir": str(tmp_path / "checkpoints")},
+        "policy": {"model_name": "model", "tokenizer": {"name": "model"}},
+        "dpo": {"max_num_steps": 3},
+    }
+    leave_model(tmp_path, 3, master, "dpo", tmp_path)
+
+    assert "would run own.py" in capsys.readouterr().err
+    assert not ran.exists() and not (tmp_path / "model").exists()

@@ -1,0 +1,327 @@
+"""Pickles that run a program when they are read, in every place of a checkpoint where a reader meets one.
+
+Each of them makes a file when it runs; that the file is not there afterwards is the test.
+"""
+
+import io
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter, load, save
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from nemo_ext.checkpoint import hf, merge
+from nemo_ext.checkpoint.pickles import COMMON, FORCED, Unsafe, check_objects, only_data, read_metadata
+from nemo_ext.checkpoint.sound import fall_back
+from nemo_ext.checkpoint.storage import CheckpointError
+from nemo_ext.checkpoint.torch_dist import METADATA, TRACKER, TorchDistReader, TorchDistWriter, whole_files
+from nemo_ext.data.curriculum.layout import read_order
+from nemo_ext.launch import _check_objects
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
+
+
+class Calls:
+    """Pickled as a call."""
+
+    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return self.call
+
+
+def text(word: str) -> bytes:
+    return b"X" + len(word).to_bytes(4, "little") + word.encode()
+
+
+def named(module: str, name: str) -> bytes:
+    """Opcodes that push what a module calls so; the name may have dots."""
+    return text(module) + text(name) + b"\x93"
+
+
+def called(function: bytes, *arguments: bytes) -> bytes:
+    return function + b"(" + b"".join(arguments) + b"tR"
+
+
+def of_opcodes(opcodes: bytes) -> bytes:
+    return b"\x80\x04" + opcodes + b"."
+
+
+def touch(marker: Path) -> bytes:
+    return text(f"touch {marker}")
+
+
+RUNS: dict[str, Callable[[Path], bytes]] = {
+    "os.system": lambda marker: pickle.dumps(Calls(os.system, f"touch {marker}")),
+    "an old protocol": lambda marker: pickle.dumps(Calls(os.system, f"touch {marker}"), protocol=0),
+    "eval": lambda marker: pickle.dumps(Calls(eval, f"open({str(marker)!r}, 'w').close()")),
+    "exec": lambda marker: pickle.dumps(Calls(exec, f"open({str(marker)!r}, 'w').close()")),
+    "a chain of getattr": lambda marker: of_opcodes(
+        called(
+            called(
+                named("builtins", "getattr"),
+                called(named("builtins", "__import__"), text("os")),
+                text("system"),
+            ),
+            touch(marker),
+        )
+    ),
+    "dots through a module that is needed": lambda marker: of_opcodes(
+        called(named("torch.distributed.checkpoint.filesystem", "os.system"), touch(marker))
+    ),
+    "dots through pathlib": lambda marker: of_opcodes(called(named("pathlib", "os.system"), touch(marker))),
+    "dots through torch": lambda marker: of_opcodes(called(named("torch", "serialization.os.system"), touch(marker))),
+    "torch.load inside": lambda marker: pickle.dumps(
+        Calls(torch.storage._load_from_bytes, saved(Calls(os.system, f"touch {marker}")))
+    ),
+    "in a storage record": lambda marker: pickle.dumps(
+        Metadata({}, storage_data={MetadataIndex("w"): Calls(os.system, f"touch {marker}")})
+    ),
+    "as a record's state": lambda marker: of_opcodes(
+        named("torch.distributed.checkpoint.metadata", "StorageMeta")
+        + b")\x81"
+        + called(named("os", "system"), touch(marker))
+        + b"b"
+    ),
+    "in a key": lambda marker: pickle.dumps(Metadata({"w": 1}, planner_data={Calls(os.system, f"touch {marker}"): 0})),
+}
+"""Pickles by what they do."""
+
+
+def saved(value: object, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer, **options)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    return tmp_path / "ran"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Those of the steps 10 and 20, each with a tensor and an object."""
+    folder = tmp_path_factory.mktemp("whole")
+    for step in (10, 20):
+        writer = FileSystemWriter(folder / f"iter_{step:07d}")
+        save({"w": torch.full((8,), float(step)), "state": f"of step {step}"}, storage_writer=writer, no_dist=True)
+    (folder / TRACKER).write_text("20")
+    return folder
+
+
+@pytest.fixture
+def checkpoints(whole: Path, tmp_path: Path) -> Path:
+    """A copy to spoil."""
+    return Path(shutil.copytree(whole, tmp_path / "checkpoints"))
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_the_pickles_here_do_run_where_nothing_stops_them(kind: str, marker: Path) -> None:
+    with suppress(TypeError, AttributeError, pickle.UnpicklingError):  # what the call returns is no state of a record
+        pickle.loads(RUNS[kind](marker))
+
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_metadata_run_nothing(kind: str, marker: Path, checkpoints: Path) -> None:
+    newest = checkpoints / "iter_0000020"
+    (newest / METADATA).write_bytes(RUNS[kind](marker))
+
+    with pytest.raises(Unsafe, match=r"iter_0000020/\.metadata: names .*Nothing of it ran"):
+        read_metadata(newest)
+
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        lambda checkpoints: hf.plan(checkpoints, checkpoints / "out", hf.Settings()),
+        lambda checkpoints: hf.plan(checkpoints.parent, checkpoints / "out", hf.Settings(iteration=20)),
+        lambda checkpoints: merge.plan([checkpoints] * 2, checkpoints / "out", merge.Settings()),
+        lambda checkpoints: TorchDistReader(checkpoints / "iter_0000020"),
+        lambda checkpoints: _check_objects({"run_dir": str(checkpoints.parent), "megatron": {}}),
+        lambda checkpoints: _check_objects(
+            {"run_dir": str(checkpoints / "new"), "megatron": {"pretrained_checkpoint": str(checkpoints)}}
+        ),
+        lambda checkpoints: _check_objects(
+            {
+                "run_dir": str(checkpoints / "new"),
+                "megatron": {},
+                "distillation": {"teacher": str(checkpoints.parent)},
+            }
+        ),
+    ],
+    ids=["convert", "convert a run", "merge", "reader", "resume", "start from", "teacher"],
+)
+def test_commands_refuse_metadata_that_run_something(
+    command: Callable[[Path], object], marker: Path, checkpoints: Path
+) -> None:
+    (checkpoints / "iter_0000020" / METADATA).write_bytes(RUNS["in a storage record"](marker))
+
+    with pytest.raises(ValueError, match=r"names \w+\.system, which no checkpoint's records need"):
+        command(checkpoints)
+
+    assert not marker.exists()
+
+
+def test_a_resumed_run_goes_on_from_the_one_before(marker: Path, checkpoints: Path) -> None:
+    (checkpoints / "iter_0000020" / METADATA).write_bytes(RUNS["os.system"](marker))
+
+    said = fall_back(checkpoints)
+
+    assert said is not None and "Nothing of it ran" in said and "going on from iter_0000010" in said
+    assert not marker.exists()
+
+
+def test_a_class_keeps_its_attributes(checkpoints: Path) -> None:
+    before = dict(vars(MetadataIndex))
+    index = named("torch.distributed.checkpoint.metadata", "MetadataIndex")
+    sets = index + b"N}" + text("fqn") + named("pathlib", "Path") + b"s" + text("__hash__") + text("x") + b"s\x86b"
+    (checkpoints / "iter_0000020" / METADATA).write_bytes(of_opcodes(sets))
+
+    with pytest.raises(Unsafe, match="sets attributes of a class"):
+        read_metadata(checkpoints / "iter_0000020")
+
+    assert dict(vars(MetadataIndex)) == before
+
+
+@pytest.mark.parametrize("content", [b"\x80\x04X\x01\x00\x00\x00aQ.", b"\x80\x04N.", b"", b"\x80"], ids=repr)
+def test_other_pickles_are_no_metadata(content: bytes, checkpoints: Path) -> None:
+    (checkpoints / "iter_0000020" / METADATA).write_bytes(content)
+
+    with pytest.raises(CheckpointError, match=r"\.metadata: .*copy it again"):
+        whole_files(checkpoints / "iter_0000020")
+
+
+def test_metadata_name_files_of_their_folder_alone(checkpoints: Path) -> None:
+    newest = checkpoints / "iter_0000020"
+    metadata = read_metadata(newest)
+    for info in metadata.storage_data.values():
+        info.relative_path = f"../iter_0000010/{info.relative_path}"
+    (newest / METADATA).write_bytes(pickle.dumps(metadata))
+
+    with pytest.raises(Unsafe, match=r"names \.\./iter_0000010/\S+, which is not in its folder"):
+        whole_files(newest)
+
+
+def with_object(checkpoints: Path, value: object) -> Path:
+    """The newest checkpoint, with another object among its shards."""
+    newest = checkpoints / "iter_0000020"
+    save({"w": torch.zeros(8), "state": value}, storage_writer=FileSystemWriter(newest), no_dist=True)
+    return newest
+
+
+def test_objects_of_a_whole_checkpoint_pass(checkpoints: Path) -> None:
+    for newest in (checkpoints / "iter_0000020", with_object(checkpoints, [None, {"seed": torch.arange(3)}])):
+        check_objects(newest, whole_files(newest))
+
+
+def test_objects_among_the_shards_run_nothing(marker: Path, checkpoints: Path) -> None:
+    newest = with_object(checkpoints, Calls(os.system, f"touch {marker}"))
+
+    with pytest.raises(Unsafe, match=r"\.distcp \(state\): names \w+\.system"):
+        _check_objects({"run_dir": str(checkpoints.parent), "megatron": {}})
+
+    assert TorchDistReader(newest).read("w").eq(0).all()  # the weights alone need none of it
+    assert not marker.exists()
+
+
+def test_the_user_may_let_an_object_through(marker: Path, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = with_object(checkpoints, Calls(os.system, f"touch {marker}"))
+    monkeypatch.setenv(FORCED, "0")
+
+    check_objects(newest, whole_files(newest))
+
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_the_common_state_runs_nothing(zipped: bool, marker: Path, checkpoints: Path) -> None:
+    newest = checkpoints / "iter_0000020"
+    evil = saved({"args": Calls(os.system, f"touch {marker}")}, _use_new_zipfile_serialization=zipped)
+    (newest / COMMON).write_bytes(evil)
+
+    with pytest.raises(Unsafe, match=r"common\.pt: names \w+\.system"):
+        check_objects(newest, whole_files(newest))
+
+    assert not marker.exists()
+
+
+def test_a_script_of_torch_in_place_of_the_common_state_runs_nothing(checkpoints: Path) -> None:
+    newest = checkpoints / "iter_0000020"
+    torch.jit.save(torch.jit.script(torch.nn.Identity()), newest / COMMON)
+
+    with pytest.raises(Unsafe, match="Nothing of it ran"):
+        check_objects(newest, whole_files(newest))
+
+
+@pytest.fixture
+def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process as a rank is."""
+    monkeypatch.setattr(FileSystemReader, "read_metadata", FileSystemReader.read_metadata)  # put back afterwards
+    monkeypatch.setenv(FORCED, "1")
+    only_data()
+
+
+def test_torch_itself_runs_the_object_without_the_guard(marker: Path, checkpoints: Path) -> None:
+    newest = with_object(checkpoints, Calls(os.system, f"touch {marker}"))
+
+    load({"w": torch.zeros(8), "state": None}, storage_reader=FileSystemReader(newest), no_dist=True)
+
+    assert marker.exists()
+
+
+@pytest.mark.usefixtures("guarded")
+@pytest.mark.parametrize("where", ["object", "metadata"])
+def test_torch_itself_runs_nothing_in_a_rank(where: str, marker: Path, checkpoints: Path) -> None:
+    newest = checkpoints / "iter_0000020"
+    if where == "object":
+        with_object(checkpoints, Calls(os.system, f"touch {marker}"))
+    else:
+        (newest / METADATA).write_bytes(RUNS["os.system"](marker))
+
+    with pytest.raises(CheckpointException):
+        load({"w": torch.zeros(8), "state": None}, storage_reader=FileSystemReader(newest), no_dist=True)
+
+    assert not marker.exists()
+
+
+@pytest.mark.usefixtures("guarded")
+def test_a_rank_reads_a_whole_checkpoint_as_torch_does(checkpoints: Path) -> None:
+    state: dict[str, Any] = {"w": torch.zeros(8), "state": None}
+
+    load(state, storage_reader=FileSystemReader(checkpoints / "iter_0000020"), no_dist=True)
+
+    assert state["w"].eq(20).all() and state["state"] == "of step 20"
+
+
+def test_the_record_of_an_interrupted_conversion_runs_nothing(marker: Path, tmp_path: Path) -> None:
+    writer = TorchDistWriter(tmp_path / "release", [])
+
+    with pytest.raises(Unsafe, match=r"names \w+\.system"):
+        writer.finish([RUNS["os.system"](marker).hex()], {})
+
+    assert not marker.exists()
+
+
+def test_arrays_run_nothing(marker: Path, tmp_path: Path) -> None:
+    order = tmp_path / "domains" / "order.npz"
+    order.parent.mkdir()
+    np.savez(order, domain=np.zeros((1, 1)), names=np.array([Calls(os.system, f"touch {marker}")], dtype=object))
+
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        read_order(tmp_path)
+
+    assert not marker.exists()

@@ -1,0 +1,167 @@
+"""What a conversion refuses or ignores of a config.json, and what it leaves behind where it refuses a tensor."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from nemo_ext.checkpoint import hf
+from nemo_ext.checkpoint.formats import ignored, read
+from nemo_ext.checkpoint.output import RECORD, unfinished
+from nemo_ext.checkpoint.storage import CheckpointError
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+}
+NANO: dict[str, Any] = {
+    **{"architectures": ["NemotronHForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "chunk_size": 128},
+    **{"conv_kernel": 4, "expand": 2, "head_dim": 128, "hidden_dropout": 0.0, "hidden_size": 2688, "n_group": 1},
+    **{"hybrid_override_pattern": "MEMEM*E", "initializer_range": 0.02, "intermediate_size": 1856, "n_groups": 8},
+    **{"layer_norm_epsilon": 1e-05, "mamba_head_dim": 64, "mamba_hidden_act": "silu", "mamba_num_heads": 64},
+    **{"mamba_proj_bias": False, "mamba_ssm_cache_dtype": "float32", "max_position_embeddings": 262144},
+    **{"mlp_bias": False, "mlp_hidden_act": "relu2", "model_type": "nemotron_h", "moe_intermediate_size": 1856},
+    **{"moe_shared_expert_intermediate_size": 3712, "n_routed_experts": 128, "n_shared_experts": 1},
+    **{"norm_eps": 1e-05, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 6},
+    **{"num_hidden_layers": 7, "num_key_value_heads": 2, "num_logits_to_keep": 1, "pad_token_id": 0},
+    **{"partial_rotary_factor": 1.0, "rescale_prenorm_residual": True, "residual_in_fp32": False, "rope_theta": 10000},
+    **{"routed_scaling_factor": 2.5, "sliding_window": None, "ssm_state_size": 128, "tie_word_embeddings": False},
+    **{"time_step_floor": 0.0001, "time_step_limit": [0.0, float("inf")], "time_step_max": 0.1, "time_step_min": 0.001},
+    **{"topk_group": 1, "torch_dtype": "bfloat16", "transformers_version": "4.55.4", "use_bias": False},
+    **{"use_cache": True, "use_conv_bias": True, "use_mamba_kernels": True, "vocab_size": 131072},
+    "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [
+        ("NemotronForCausalLM", "NemotronConfig"),
+        ("NemotronHForCausalLM", "NemotronHConfig"),
+        ("LlamaForCausalLM", "LlamaConfig"),
+        ("OlmoForCausalLM", "OlmoConfig"),
+        ("Olmo3ForCausalLM", "Olmo3Config"),
+    ],
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_all_that_transformers_writes_is_known(architecture: str, kind: str, whole: bool) -> None:
+    config = getattr(transformers, kind)(architectures=[architecture])
+
+    assert ignored(json.loads(config.to_json_string(use_diff=not whole))) == []
+
+
+def test_a_config_of_transformers_4_is_known() -> None:
+    assert ignored(NANO) == []
+    assert ignored({**NANO, "hybrid_override_pattern": "M*M*"}) == []  # sizes of experts that it no longer has
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("logit_softcapping", 30.0), ("final_logit_softcapping", 30.0), ("attn_sink", True), ("attention_sinks", 4)),
+        *(("logit_scale", 0.0625), ("embedding_multiplier", 12.0), ("residual_multiplier", 0.22), ("q_lora_rank", 512)),
+        *(("sliding_window", 4096), ("use_qk_norm", True), ("qkv_bias", True), ("num_local_experts", 8)),
+        *(("rope_local_base_freq", 1e4), ("norm_type", "layer"), ("layer_types", ["full_attention"]), ("mystery", 1)),
+        *(("logit_scale", 0), ("num_nextn_predict_layers", 1), ("alibi", True), ("parallel_attn", True)),
+    ],
+)
+def test_settings_of_a_model_that_nothing_here_has_are_refused(key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"config\.json: {key}=.*delete it from config\.json"):
+        read({**CONFIG, key: value})
+
+
+def test_every_such_setting_is_named() -> None:
+    with pytest.raises(ValueError, match=r"logit_softcapping=30\.0, attn_sink=True: LlamaForCausalLM"):
+        read({**CONFIG, "logit_softcapping": 30.0, "attn_sink": True})
+
+
+def test_settings_that_are_switched_off_are_listed() -> None:
+    off = {"final_logit_softcapping": None, "attn_sink": False, "q_lora_rank": 0, "logit_scale": 1.0, "layer_types": []}
+
+    assert ignored({**CONFIG, **off}) == list(off)
+
+
+@pytest.mark.parametrize("key", ["image_token_id", "_experiment", "torchao_version", "unsloth_fixed", "resid_dropout"])
+def test_what_trainers_write_beside_a_model_passes(key: str) -> None:
+    assert ignored({**CONFIG, key: 1}) == []
+
+
+def test_a_block_of_our_own_format_has_no_other_settings() -> None:
+    block = {"kind": "mlp", "intermediate_size": 24, "multiplier": 2.0}
+    config = {"architectures": ["NemoExtBlocksForCausalLM"], "vocab_size": 40, "hidden_size": 16, "blocks": [block]}
+
+    with pytest.raises(ValueError, match="block 1: multiplier: mlp blocks have no such setting"):
+        read(config)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A small Llama, with a key that is switched off."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "attn_sink": False}))
+    weights = {}
+    for entry in (found := read(CONFIG))[0].entries(found[1]):
+        weights |= {name: torch.ones(shape) for name, shape in zip(entry.names, entry.shapes, strict=True)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("to_format", ["megatron", "huggingface"])
+def test_what_was_ignored_is_told_and_stays_in_the_record(to_format: str, model: Path, tmp_path: Path) -> None:
+    settings = hf.Settings(to_format=to_format)
+    plan = hf.plan(model, tmp_path / "out", settings)
+
+    hf.convert(plan, settings, progress=False)
+
+    told = "config.json: attn_sink: switched off and known to nothing here, so ignored"
+    assert told in plan.remarks
+    assert told in json.loads((tmp_path / "out" / RECORD).read_text())["remarks"]
+    assert hf.is_made(hf.plan(model, tmp_path / "out", settings), settings)
+
+
+def spoil(model: Path, name: str) -> None:
+    from safetensors.torch import load_file
+
+    weights = load_file(model / "model.safetensors")
+    weights[name][0] = float("nan")
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("to_format", ["megatron", "huggingface"])
+def test_nan_in_the_first_part_leaves_nothing(to_format: str, model: Path, tmp_path: Path) -> None:
+    spoil(model, "model.norm.weight")
+    settings = hf.Settings(to_format=to_format)
+
+    with pytest.raises(CheckpointError, match=r"NaN or infinite.*check_finite=false to take it as it is$"):
+        hf.convert(hf.plan(model, tmp_path / "out", settings), settings, progress=False)
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+@pytest.mark.parametrize("to_format", ["megatron", "huggingface"])
+def test_nan_in_a_later_part_says_where_the_finished_ones_are(to_format: str, model: Path, tmp_path: Path) -> None:
+    spoil(model, "model.layers.1.mlp.down_proj.weight")
+    settings = hf.Settings(to_format=to_format, shard_gigabytes=1e-9)
+    left = unfinished(tmp_path / "out")
+
+    with pytest.raises(CheckpointError, match=r"finished parts are in \S+: the command goes on") as said:
+        hf.convert(hf.plan(model, tmp_path / "out", settings), settings, progress=False)
+
+    assert str(left) in str(said.value) and left.is_dir()
+    settings = hf.Settings(to_format=to_format, shard_gigabytes=1e-9, check_finite=False)
+    hf.convert(hf.plan(model, tmp_path / "out", settings), settings, progress=False)
+    assert not left.exists()
