@@ -23,6 +23,7 @@ from nemo_ext.config import FAILED, USER_ERROR, mistakes_are_one_line
 from nemo_ext.run_directory import write_text
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.cluster import duration
+from nemo_ext.slurm.ends import first_error
 from nemo_ext.slurm.jobs import script_name
 from nemo_ext.slurm.settings import Settings, settings_of, split
 from nemo_ext.slurm.status import queued
@@ -121,6 +122,8 @@ class Batch(ABC):
             _keep_record(record)
             at = "" if ready.step is None else f": step {ready.step}{of}"
             say(f"start {len(began)} of {record}{at}, nodes {began[-1].nodes}")
+            log = ready.log or _output()
+            written = log.stat().st_size if log is not None and log.exists() else 0
             self.working = True
             code = FAILED if self.stopped else self.work()  # it was told to stop while it composed
             self.working = False
@@ -134,6 +137,8 @@ class Batch(ABC):
                 attempts.end(record, step=step, reason="cancelled")
                 say(f"cancelled: {_saved_in(record, step)}the same command goes on")
                 return 128 + signal.SIGTERM
+            if log is not None and code and not reason.startswith(attempts.TIME_LIMIT):
+                reason = ": ".join(filter(None, (reason, first_error(log, written))))
             return self._again(ready, step, reason, mistake=code == USER_ERROR)
 
     def _refuse_second(self, record: Path) -> None:
@@ -217,6 +222,7 @@ class Batch(ABC):
         if stop is None and not keeping.requeue:
             stop = "slurm.requeue=false"
         if stop is not None:
+            attempts.end(record, step=step, reason=reason, given_up=stop)
             at = "" if step is None else f" at step {step}"
             log = "" if ready.log is None else f"; log: {ready.log}"
             say(f"stopped{at}: {reason}; not queued again: {stop}{log}")
@@ -225,10 +231,17 @@ class Batch(ABC):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what requeueing sends to this process
         done = subprocess.run(["scontrol", "requeue", self.name], capture_output=True, text=True, check=False)
         if done.returncode:
+            attempts.end(record, step=step, reason=reason, given_up=f"scontrol requeue: {done.stderr.strip()}")
             say(f"scontrol requeue: {done.stderr.strip()}; the same sbatch command goes on")
             return FAILED
         time.sleep(600)  # Slurm ends this process
         return FAILED
+
+
+def _output() -> Path | None:
+    """The job's output, if that is a file."""
+    place = Path("/proc/self/fd/1")
+    return place if place.is_file() else None
 
 
 def _saved_in(record: Path, step: int | None) -> str:
