@@ -48,6 +48,30 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ]
 
 
+TASKS = ("job=rl_tasks", "generator=arithmetic", "output=t.jsonl", "cluster=testbed")
+
+
+@pytest.mark.parametrize("place", ["/proc/nope", "/dev/null/below", "/proc/self/fd"])
+def test_a_run_directory_that_cannot_be_made_is_refused(place: str) -> None:
+    (said,) = errors(*TASKS, f"slurm.folder={place}", paths=True)
+
+    assert said.startswith(f"run_dir={place}: ")
+    assert said.endswith("; choose a directory that can be written")
+
+
+def test_what_slurm_reads_in_a_path_is_escaped_or_refused(tmp_path: Path) -> None:
+    (percent,) = (
+        word for word in planned([*TASKS, f'slurm.folder="{tmp_path}/100%j é"']).command() if "--output=" in word
+    )
+
+    assert percent == f"--output={tmp_path}/100%%j é/slurm/%j.out"
+    assert not errors(*TASKS, f'slurm.folder="{tmp_path}/100%j é"', paths=True)
+    assert not list(tmp_path.iterdir()), "looking leaves nothing"
+    for name in ("back\\slash", "new\nline"):
+        (said,) = errors(*TASKS, f'slurm.folder="{tmp_path}/{name}"', paths=True)
+        assert "a backslash, a line break or another control character; choose another" in said
+
+
 def test_gpus_are_kept_on_nodes_of_another_size() -> None:
     eight = planned(["recipe=olmo3/7b_pretrain", "cluster=leonardo"])
     said = planned(["recipe=olmo3/7b_pretrain", "cluster=leonardo", "launcher.nodes=2", "launcher.nproc_per_node=4"])
