@@ -4,6 +4,7 @@ import json
 import pwd
 import re
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -108,7 +109,8 @@ def why(folder: Path, job: str) -> str:
     said = _STATES.get(state, "")
     if not said and state == "FAILED":
         code, _, number = asked.get("ExitCode", "").partition(":")
-        said = f"exit code {code}" if number in ("", "0") else f"killed by signal {number}"
+        names = {str(each.value): each.name for each in signal.Signals}
+        said = f"exit code {code}" if number in ("", "0") else f"killed by {names.get(number, f'signal {number}')}"
     if state == "TIMEOUT" and asked.get("TimeLimit"):
         said += f" of {asked['TimeLimit']}"
     if not said:

@@ -113,6 +113,8 @@ def _end(run_dir: Path, job: str, starts: Sequence[attempts.Attempt]) -> str:
     if reason.startswith(attempts.TIME_LIMIT) and last.counted and not last.progressed:
         reason += "; nothing new was saved"
     if last.given_up:
+        if last.reason in last.given_up:
+            return f"not queued again: {last.given_up}"
         return f"{reason}; not queued again: {last.given_up}"
     # It was queued again, and something took it out before its next start.
     after = ends.why(folder, job)

@@ -97,7 +97,7 @@ def test_the_first_error_of_the_last_start(tmp_path: Path, text: str, error: str
             None,
             "cancelled by Slurm: a job that it waited for failed",
         ),
-        ({"state": "FAILED", "reason": "JobLaunchFailure", "code": "0:9"}, MEMORY, "killed by signal 9: out of memory"),
+        ({"state": "FAILED", "reason": "JobLaunchFailure", "code": "0:9"}, MEMORY, "killed by SIGKILL: out of memory"),
         ({"state": "FAILED", "reason": "NonZeroExitCode", "code": "1:0"}, RANKS, "exit code 1: FileNotFoundError: "),
         ({"state": "NODE_FAIL", "reason": "NodeDown"}, None, "node failure"),
         ({"state": "TIMEOUT", "reason": "TimeLimit", "code": "0:15"}, "", "time limit of 00:10:00"),
@@ -130,12 +130,15 @@ def state(folder: Path) -> str:
 
 
 def test_a_run_says_why_it_stopped(said: Path, tmp_path: Path) -> None:
-    given_up = started(tmp_path / "a", reason="a rank failed (exit code 1): ValueError: x", given_up="max_idle=3")
+    failed = "a rank failed (exit code 1): ValueError: x"
+    given_up = started(tmp_path / "a", reason=failed, given_up="max_restarts=3")
+    idle = started(tmp_path / "d", reason=failed, given_up=f"3 starts without a new checkpoint ({failed})")
     killed = started(tmp_path / "b")
     (killed / "slurm" / "7.out").write_text("2026-11-22 13:00:00 start 1 of b: step 0\n")
     queued_again = started(tmp_path / "c", reason="time limit (SIGUSR2)")
 
-    assert state(given_up) == "stopped: a rank failed (exit code 1): ValueError: x; not queued again: max_idle=3"
+    assert state(given_up) == "stopped: a rank failed (exit code 1): ValueError: x; not queued again: max_restarts=3"
+    assert state(idle) == f"stopped: not queued again: 3 starts without a new checkpoint ({failed})"
     assert "its output ends: 2026-11-22 13:00:00 start 1 of b: step 0; nothing new was saved" in state(killed)
     assert state(queued_again) == "stopped: time limit (SIGUSR2); nothing new was saved"
     said.write_text(JOB.format(state="CANCELLED", reason="BeginTime", code="0:0", nodes="(null)"))

@@ -9,7 +9,9 @@ import pytest
 import yaml
 
 import hydra_conf
+from launchers.submit import main
 from nemo_ext.config import compose
+from nemo_ext.slurm.jobs import JOBS
 from nemo_ext.slurm.preflight import Finding, findings
 from nemo_ext.slurm.settings import settings_of
 from nemo_ext.slurm.submit import SCRIPTS, checked, planned, submit
@@ -200,6 +202,15 @@ def test_other_jobs_are_asked_too(monkeypatch: pytest.MonkeyPatch, words: list[s
     monkeypatch.delenv("NEMO_RL_ROOT", raising=False)
 
     assert any(said in text for text in errors("cluster=leonardo", *words))
+
+
+def test_help_names_every_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["nemo-ext submit", "--help"])
+
+    main()
+
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"job of nemo-ext: train (if not given), {', '.join(JOBS[1:])} pipeline" in said
 
 
 def row(recipe: str) -> str:
