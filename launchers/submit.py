@@ -45,7 +45,10 @@ def main() -> None:
         jobs = f"of nemo-ext: train (if not given), {', '.join(JOBS[1:])}"
         print(HELP.replace("{jobs}", fill(jobs, 119, initial_indent="  job".ljust(17), subsequent_indent=" " * 17)))
         return
-    from nemo_ext.slurm.submit import submit
+    if any(word.startswith("pipeline=") for word in words):
+        from nemo_ext.slurm.pipeline import submit
+    else:
+        from nemo_ext.slurm.submit import submit
 
     try:
         with mistakes_are_one_line():

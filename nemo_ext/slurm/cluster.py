@@ -10,8 +10,8 @@ from typing import Any, Literal
 from pydantic import ConfigDict, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from nemo_ext.data.checked import checked
 from nemo_ext.data.settings import nearest
-from nemo_ext.data.sft.checked import checked
 
 STRICT = ConfigDict(extra="forbid")
 _TIME = re.compile(r"(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)")

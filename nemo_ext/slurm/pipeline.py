@@ -11,8 +11,8 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from rich.console import Console
 
 from nemo_ext.config import compose, config_folders, hydra_value
+from nemo_ext.data.checked import checked
 from nemo_ext.data.settings import nearest
-from nemo_ext.data.sft.checked import checked
 from nemo_ext.run_directory import write_text
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.cluster import STRICT

@@ -9,8 +9,8 @@ from pydantic.dataclasses import dataclass
 
 import hydra_conf
 from nemo_ext.config import compose, config_folders
+from nemo_ext.data.checked import checked
 from nemo_ext.data.settings import nearest
-from nemo_ext.data.sft.checked import checked
 from nemo_ext.slurm.cluster import STRICT, Cluster, duration
 
 OWN = ("job", "account", "time")

@@ -211,10 +211,6 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
     Raises:
         ValueError: what the user can mend.
     """
-    if any(word.startswith("pipeline=") for word in words):
-        from nemo_ext.slurm import pipeline
-
-        return pipeline.submit(words, dry_run=dry_run)
     console = Console(highlight=False, soft_wrap=True)
     submission = planned(words)
     tell(console, submission, found := checked(submission))

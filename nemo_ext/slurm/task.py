@@ -13,9 +13,9 @@ from nemo_ext.evaluation.memory import section
 from nemo_ext.rl.job import SAVE_BY
 from nemo_ext.run_directory import REPORT, write_config, write_text, write_versions
 from nemo_ext.slurm import attempts
-from nemo_ext.slurm.batch import Batch, Prepared, say
 from nemo_ext.slurm.jobs import record_of, saved_step
 from nemo_ext.slurm.ray_cluster import ClusterError, RayCluster, ray_cluster
+from nemo_ext.slurm.start import Batch, Prepared, say
 
 
 @dataclass

@@ -77,7 +77,7 @@ def test_every_command_is_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr("nemo_ext.slurm.batch.Batch.seconds_left", lambda self: None)
+    monkeypatch.setattr("nemo_ext.slurm.start.Batch.seconds_left", lambda self: None)
 
     text = "\n".join(rendered(tmp_path)) + "\n"
     for place, name in ((str(SCRIPTS), "SCRIPTS"), (str(tmp_path), "HERE"), (sys.executable, "PYTHON")):
