@@ -211,7 +211,9 @@ def _distinct(table: Table, settings: SftSettings, dropped: dict[str, int], exam
     for reason, found in (("duplicate id", again & ~other), ("duplicate id of another sample", other)):
         if count := int(found.sum()):
             dropped[reason] = count
-            examples[reason] = _places(table, settings, ((each, int(first[each])) for each in np.flatnonzero(found)))
+            examples[reason] = _places(
+                table, settings, ((int(each), int(first[each])) for each in np.flatnonzero(found))
+            )
     if other.any():
         notice(
             f"warning: {int(other.sum()):,} samples have the id of an earlier one of their source but say something "
