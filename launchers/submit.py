@@ -1,6 +1,7 @@
 """Submit: `nemo-ext submit recipe=domyn_small/cpt cluster=leonardo account=X`, a checked job for Slurm."""
 
 import sys
+from textwrap import fill
 
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder's tokenize.py must not hide the standard library's
@@ -18,8 +19,7 @@ nodes and broken checkpoints (docs/clusters.md). The same command again goes on 
   nemo-ext submit --multirun recipe=olmo1/1b megatron.lr=1e-4,2e-4 run_dir=$WORK/sweep cluster=leonardo
   nemo-ext submit pipeline=domyn_small run_dir=$WORK/domyn start=... cpt.megatron.lr=1e-5 cluster=leonardo account=IscrX
 
-  job            of nemo-ext: train (if not given), rl, puzzle, convert, tokenize, sft_data, preference_data, rl_tasks,
-                 curriculum, blend, merge
+{jobs}
   pipeline       a file of hydra_conf/pipeline: jobs that follow each other (docs/pipelines.md); STAGE.key=value and
                  JOB.key=value go to a stage, or to all of a job; finished stages are left out
   --multirun     every combination of comma-separated values is a run, all of them one array
@@ -40,9 +40,15 @@ def main() -> None:
     """Submits, or says in one line why not."""
     words = sys.argv[1:]
     if {"-h", "--help"} & set(words):
-        print(HELP)
+        from nemo_ext.slurm.jobs import JOBS
+
+        jobs = f"of nemo-ext: train (if not given), {', '.join(JOBS[1:])}"
+        print(HELP.replace("{jobs}", fill(jobs, 119, initial_indent="  job".ljust(17), subsequent_indent=" " * 17)))
         return
-    from nemo_ext.slurm.submit import submit
+    if any(word.startswith("pipeline=") for word in words):
+        from nemo_ext.slurm.pipeline import submit
+    else:
+        from nemo_ext.slurm.submit import submit
 
     try:
         with mistakes_are_one_line():

@@ -141,11 +141,17 @@ def _tokenize(stream: Stream, blend: Blend, *, documents_per_shard: int = _NO_LI
             directory=directory,
         )
         shards = cut(source, max_documents=documents_per_shard, max_size=shard_size)
-        with progress_of(f"{stream.name}: reading", total, enabled=progress) as advance:
-            count = complete_shards(work, shards, source, workers=blend.workers or usable_cores(), advance=advance)
-        if source.fingerprint(source.inputs()) != fingerprint:
-            raise ValueError(f"{prefix}: input files changed while they were read: run again when they are complete")
-        selection = select(directory, count, source, blend.validation_share)
+        try:
+            with progress_of(f"{stream.name}: reading", total, enabled=progress) as advance:
+                count = complete_shards(work, shards, source, workers=blend.workers or usable_cores(), advance=advance)
+            if source.fingerprint(source.inputs()) != fingerprint:
+                raise ValueError(
+                    f"{prefix}: input files changed while they were read: run again when they are complete"
+                )
+            selection = select(directory, count, source, blend.validation_share)
+        except ValueError:  # input that is refused: once it is mended, these are not its shards
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
         with progress_of(f"{stream.name}: writing", selection.size, enabled=progress) as advance:
             splits = write_splits(prefix, directory, selection, tokenizer.vocab_size, advance=advance)
         manifest = Manifest(

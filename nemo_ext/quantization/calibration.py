@@ -187,7 +187,7 @@ def _of_conversations(settings: CalibrationSettings, model: Path) -> tuple[list[
     seen = set[int]()
     with progress_of("conversations", size) as advance:
         for part in source.parts(max_documents=_PART_RECORDS, max_size=_PART_BYTES):
-            for sample, _ in source.read(part, report):
+            for sample, *_ in source.read(part, report):
                 rank = digest(settings.seed, "calibration", sample.id)
                 if rank in seen:
                     continue

@@ -29,6 +29,7 @@ class Attempt:
         last_step: of the newest checkpoint at its end.
         reason: of its end; "" while it runs.
         counted: whether the job's progress shows in steps; if not, a start that ran to its time limit got on.
+        given_up: why the job was not queued again after it; "" if it was.
     """
 
     job: str
@@ -40,6 +41,7 @@ class Attempt:
     last_step: int | None = None
     reason: str = ""
     counted: bool = True
+    given_up: str = ""
 
     @property
     def progressed(self) -> bool:
@@ -80,10 +82,10 @@ def begin(run_dir: Path, *, job: str, restart: int, nodes: str, step: int | None
     return attempts
 
 
-def end(run_dir: Path, *, step: int | None, reason: str) -> list[Attempt]:
+def end(run_dir: Path, *, step: int | None, reason: str, given_up: str = "") -> list[Attempt]:
     """Note the end of the newest start."""
     *before, last = read(run_dir)
-    attempts = [*before, replace(last, ended=time.time(), last_step=step, reason=reason)]
+    attempts = [*before, replace(last, ended=time.time(), last_step=step, reason=reason, given_up=given_up)]
     write(run_dir, attempts)
     return attempts
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from nemo_ext.architecture.cost import GpuCost, per_gpu
@@ -204,11 +205,20 @@ def _inputs(config: Mapping[str, Any], settings: Settings, coming: Sequence[Path
         if not is_there(path, coming):
             yield Finding("error", f"{key}={path}: not there; {how}")
     record = record_of(settings.job, config, settings)
-    above = record.resolve()
-    while not above.exists():
-        above = above.parent
-    if not os.access(above, os.W_OK):
-        yield Finding("error", f"run_dir={record}: {above} cannot be written")
+    if any(character == "\\" or not character.isprintable() for character in str(record.resolve())):
+        yield Finding(
+            "error",
+            f"run_dir={str(record)!r}: sbatch cannot open an output below it, as its path has a backslash, a line "
+            "break or another control character; choose another",
+        )
+        return
+    above = next(place for place in (record.resolve(), *record.resolve().parents) if place.exists())
+    try:
+        # Not os.access: to root all is writable, /proc and what is mounted read-only too.
+        with TemporaryDirectory(prefix=".nemo_ext-", dir=above):
+            pass
+    except OSError as error:
+        yield Finding("error", f"run_dir={record}: {error.strerror} in {above}; choose a directory that can be written")
 
 
 def _container(cluster: Cluster) -> Iterator[Finding]:

@@ -232,8 +232,7 @@ class RayCluster:
                             self.say(f"Ray: {node} has joined, {len(names) - len(missing)} of {len(names)}")
                     if not said and missing and time.monotonic() < end and not self._one_ends(seconds=3):
                         raise ClusterError(f"Ray cannot be asked for its nodes; the end of {log}:\n{_last_lines(log)}")
-                ended = any(step.process.poll() is not None for step in self._steps)
-                if missing and (ended or time.monotonic() > end):
+                if missing and (self.lost() or time.monotonic() > end):
                     raise ClusterError(self._absent(list(missing), seconds))
             with suppress(subprocess.TimeoutExpired):
                 asking.wait(timeout=_STOP_SECONDS)
@@ -244,9 +243,9 @@ class RayCluster:
     def _one_ends(self, seconds: float) -> bool:
         """Whether a node's step has ended, or does so soon: who asks may notice before Slurm."""
         end = time.monotonic() + seconds
-        while not (ended := any(step.process.poll() is not None for step in self._steps)) and time.monotonic() < end:
+        while not self.lost() and time.monotonic() < end:
             time.sleep(0.1)
-        return ended
+        return bool(self.lost())
 
     def _absent(self, missing: Sequence[str], seconds: float) -> str:
         blamed = [step for step in self._steps if step.process.poll() is not None]
@@ -314,27 +313,21 @@ def ray_cluster(
     open_files()
     logs.mkdir(parents=True, exist_ok=True)
     restart = environment.get("SLURM_RESTART_COUNT", "0")
-    ports, places = Ports.free(job, restart), _places(nodes)
-    address = f"{_own_address(places)}:{ports.first}"
+    ports, addresses = Ports.free(job, restart), [_address(node) for node in nodes]
+    # By which the other nodes reach this one: a name's own address is often 127.0.1.1 on the machine itself.
+    address = f"{_address_towards(addresses[-1])}:{ports.first}"
     given = {name: value for name, value in environment.items() if name not in _SHAPES}
     given |= _variables(given, address)
     shared = (f"--container-name=ray-{job}",) if container == "pyxis" else ()
     made = RayCluster(srun, given, (*_STEP_OPTIONS, f"--nodelist={nodes[0]}", *shared), grace, say)
     try:
         for number, node in enumerate(nodes):
-            place = [each for each, _ in places[:number]].count(places[number][0])
+            head, place = not number, addresses[:number].count(addresses[number])
             words = node_words(
-                node,
-                job=job,
-                restart=restart,
-                place=place,
-                address=address,
-                ports=ports,
-                head=not number,
-                memory=memory,
+                node, job=job, restart=restart, place=place, address=address, ports=ports, head=head, memory=memory
             )
-            head = ports.head_variables() if number == 0 else {}
-            made._start(words, node, logs / f"ray-{node}.log", head, *(shared if number == 0 else ()))
+            variables, options = (ports.head_variables(), shared) if head else ({}, ())
+            made._start(words, node, logs / f"ray-{node}.log", variables, *options)
         made._wait(address, wait, logs / "ray-joined.log")
         say(f"Ray: {len(nodes)} nodes at {address}")
         yield made
@@ -426,12 +419,8 @@ def _variables(given: Mapping[str, str], address: str) -> dict[str, str]:
     }
 
 
-def _places(nodes: Sequence[str]) -> list[tuple[str, str]]:
-    """IP address and name of each node; of a name that does not resolve Slurm says the address."""
-    return [(_address(node), node) for node in nodes]
-
-
 def _address(node: str) -> str:
+    """IP address; of a name that does not resolve Slurm says it."""
     with suppress(OSError):
         return socket.gethostbyname(node)
     asked = ["scontrol", "show", "node", node, "--oneliner"]
@@ -441,11 +430,6 @@ def _address(node: str) -> str:
         return socket.gethostbyname(named)
     except OSError as error:
         raise ClusterError(f"node {node}: {named}: {error}") from None
-
-
-def _own_address(places: Sequence[tuple[str, str]]) -> str:
-    """By which the other nodes reach this one: a name's own address is often 127.0.1.1 on the machine itself."""
-    return _address_towards(places[-1][0])
 
 
 def _address_towards(host: str) -> str:

@@ -1,5 +1,6 @@
 """`nemo-ext status`, `logs` and `cancel`: what Slurm and the run directories say of runs. Works without slurmdbd."""
 
+import getpass
 import json
 import re
 import shutil
@@ -12,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from nemo_ext.job.run_directory import CONFIG, LOG, METRICS, last_checkpoint, newest, read_config
-from nemo_ext.slurm import attempts
+from nemo_ext.slurm import attempts, ends
+from nemo_ext.slurm.jobs import saved_step
 
 JOB = "job"
 """In a run's folder `slurm`: the id of the job that was submitted last."""
@@ -20,6 +22,13 @@ PARENTS = "after.txt"
 """There too: the folders of those that it waits for."""
 PIPELINE = "pipeline.yaml"
 """In the folder of a pipeline: its stages."""
+_TO_DO = {
+    "JobHeldUser": "`scontrol release {job}` lets it go",
+    "JobHeldAdmin": "an administrator holds it",
+    "launch failed requeued held": "its node could not start it; `scontrol release {job}` tries again",
+    "DependencyNeverSatisfied": "a job that it waits for failed: cancel it, mend that one, submit again",
+}
+"""What a job waits for that does not come by itself, by Slurm's reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +78,12 @@ def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
     elif job in queue:
         state = queue[job]
     elif job and job not in {each.job for each in starts} and (parent := _unfinished_parent(run_dir)) is not None:
-        state = f"not started: {parent.name} is {status_of(parent, queue).state}"
-    elif starts and starts[-1].reason:
-        state = f"stopped: {starts[-1].reason}"
+        # What waits for a job that goes on was itself taken out of the queue.
+        own = ends.why(folder, job) if job_of(parent) in queue else ""
+        state = f"not started: {own}; {parent.name} is " if own else f"not started: {parent.name} is "
+        state += status_of(parent, queue).state
     else:
-        state = "stopped: not in the queue, and no end was noted" if starts or job else "not submitted"
+        state = f"stopped: {_end(run_dir, job, starts)}" if starts or job else "not submitted"
     return Status(
         run_dir=run_dir,
         job=job,
@@ -84,6 +94,31 @@ def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
         seconds_left=left,
         restarts=max(0, len(starts) - 1),
     )
+
+
+def _end(run_dir: Path, job: str, starts: Sequence[attempts.Attempt]) -> str:
+    """Why a run is no longer in the queue."""
+    folder = run_dir / attempts.FOLDER
+    last = starts[-1] if starts and starts[-1].job == job else None
+    if last is None or last.ended is None:
+        text = ends.why(folder, job) or ends.unknown(folder, job)
+        if last is not None and last.counted:
+            saved = max(saved_step(kind, run_dir) or 0 for kind in ("train", "rl"))
+            text += f"; step {saved} is saved" if saved > last.first_step else "; nothing new was saved"
+        return text
+    if last.reason == "cancelled":
+        by = ends.why(folder, job)
+        return by if by.startswith(last.reason) else last.reason
+    reason = last.reason
+    if reason.startswith(attempts.TIME_LIMIT) and last.counted and not last.progressed:
+        reason += "; nothing new was saved"
+    if last.given_up:
+        if last.reason in last.given_up:
+            return f"not queued again: {last.given_up}"
+        return f"{reason}; not queued again: {last.given_up}"
+    # It was queued again, and something took it out before its next start.
+    after = ends.why(folder, job)
+    return reason if not after or after in reason else f"{reason}; then {after}"
 
 
 def _target(run_dir: Path) -> int | None:
@@ -131,6 +166,8 @@ def queued() -> dict[str, str]:
     jobs = {}
     for line in done.stdout.splitlines():
         job, state, reason = line.split("|", 2)
+        if (hint := _TO_DO.get(reason)) is not None:
+            reason = f"{reason}: {hint.format(job=job)}"
         jobs[job] = state.lower() + (f" ({reason})" if reason not in ("None", "") else "")
     return jobs
 
@@ -210,7 +247,8 @@ def cancel(run_dir: Path) -> list[str]:
     Raises:
         ValueError: there is none in the queue.
     """
-    jobs, queue = [job_of(each) for each in runs_below([run_dir])], queued()
+    runs, queue = runs_below([run_dir]), queued()
+    jobs = [job_of(each) for each in runs]
     waiting = [job for job in jobs if job in queue]
     if not waiting:
         raise ValueError(f"{run_dir}: no job in the queue; the last was {jobs[-1]}")
@@ -218,6 +256,9 @@ def cancel(run_dir: Path) -> list[str]:
     done = subprocess.run(["scancel", *reversed(waiting)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise ValueError(f"scancel {' '.join(waiting)}: {done.stderr.strip()}")
+    for run, job in zip(runs, jobs, strict=True):
+        if job in waiting:
+            ends.note(run / attempts.FOLDER, job, by=getpass.getuser())
     return waiting
 
 

@@ -70,6 +70,8 @@ class Submission:
         ranks = gpus if job == "train" else 1
         limit = settings.time or (cluster.limit.time if cluster.limit else None)
         tasks = len(self.records)
+        # To Slurm a % in the path begins a pattern such as %j.
+        output = str(self.base.resolve() / attempts.FOLDER).replace("%", "%%")
         given = {
             "job-name": job if self.base.name == job else f"{job}-{self.base.name.removeprefix(f'{job}-')}",
             "account": settings.account,
@@ -84,7 +86,7 @@ class Submission:
             "array": None if tasks == 1 else f"0-{tasks - 1}",
             "dependency": f"afterok:{':'.join(self.after)}" if self.after else None,
             "kill-on-invalid-dep": "yes" if self.after else None,
-            "output": self.base.resolve() / attempts.FOLDER / ("%j.out" if tasks == 1 else "%A_%a.out"),
+            "output": f"{output}/{'%j' if tasks == 1 else '%A_%a'}.out",
             "export": f"ALL,NEMO_EXT_PYTHON={sys.executable}",
         }
         options = [f"--{name}={value}" for name, value in given.items() if value is not None]
@@ -209,10 +211,6 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
     Raises:
         ValueError: what the user can mend.
     """
-    if any(word.startswith("pipeline=") for word in words):
-        from nemo_ext.slurm import pipeline
-
-        return pipeline.submit(words, dry_run=dry_run)
     console = Console(highlight=False, soft_wrap=True)
     submission = planned(words)
     tell(console, submission, found := checked(submission))

@@ -14,9 +14,9 @@ from nemo_ext.memory import sampler
 from nemo_ext.memory.report import section
 from nemo_ext.rl.job import SAVE_BY
 from nemo_ext.slurm import attempts
-from nemo_ext.slurm.batch import Batch, Prepared, say
 from nemo_ext.slurm.jobs import record_of, saved_step
 from nemo_ext.slurm.ray_cluster import ClusterError, RayCluster, ray_cluster
+from nemo_ext.slurm.start import Batch, Prepared, say
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nemo_ext.job.config import FAILED, USER_ERROR
 from nemo_ext.job.run_directory import LOG, last_checkpoint
-from nemo_ext.slurm.batch import Batch, Prepared, say
+from nemo_ext.slurm.start import Batch, Prepared, say
 
 _FIRST_PORT, _PORTS = 10_000, 20_000
 """Below what Linux hands out by itself, 32768."""

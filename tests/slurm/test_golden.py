@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from nemo_ext.slurm.submit import SCRIPTS, planned
 from nemo_ext.slurm.task import Task
 from nemo_ext.slurm.training import Training
 
+REPOSITORY = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "commands.txt"
 SUBMITTED = {
     "training": ["recipe=domyn_small/cpt", "account=X", "run_dir=runs/cpt"],
@@ -75,7 +77,7 @@ def test_every_command_is_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr("nemo_ext.slurm.batch.Batch.seconds_left", lambda self: None)
+    monkeypatch.setattr("nemo_ext.slurm.start.Batch.seconds_left", lambda self: None)
 
     text = "\n".join(rendered(tmp_path)) + "\n"
     for place, name in ((str(SCRIPTS), "SCRIPTS"), (str(tmp_path), "HERE"), (sys.executable, "PYTHON")):
@@ -83,3 +85,18 @@ def test_every_command_is_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     if os.environ.get("NEMO_EXT_WRITE"):
         GOLDEN.write_text(text)
     assert text == GOLDEN.read_text()
+
+
+@pytest.mark.parametrize("script", sorted((REPOSITORY / "slurm").glob("*.sbatch")), ids=lambda script: script.stem)
+def test_the_signal_before_the_limit_does_not_kill_a_script_that_has_no_handler_yet(
+    script: Path, tmp_path: Path
+) -> None:
+    """Slurm sends it at once where the limit is shorter than the margin."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nkill -USR2 $$\necho lives\n")
+    python.chmod(0o755)
+
+    words = ["bash", str(script), "rl_tasks"]
+    done = subprocess.run(words, env={"NEMO_EXT_PYTHON": str(python)}, capture_output=True, text=True, check=False)
+
+    assert done.stdout == "lives\n"

@@ -9,7 +9,9 @@ import pytest
 import yaml
 
 import hydra_conf
+from launchers.submit import main
 from nemo_ext.job.config import compose
+from nemo_ext.slurm.jobs import JOBS
 from nemo_ext.slurm.preflight import Finding, findings
 from nemo_ext.slurm.settings import settings_of
 from nemo_ext.slurm.submit import SCRIPTS, checked, planned, submit
@@ -46,6 +48,30 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         *(str(SCRIPTS / "train.sbatch"), "cluster=leonardo", "account=X", 'slurm.options=["--mail-type=END"]'),
         *("recipe=domyn_small/cpt", "run_dir=r"),
     ]
+
+
+TASKS = ("job=rl_tasks", "generator=arithmetic", "output=t.jsonl", "cluster=testbed")
+
+
+@pytest.mark.parametrize("place", ["/proc/nope", "/dev/null/below", "/proc/self/fd"])
+def test_a_run_directory_that_cannot_be_made_is_refused(place: str) -> None:
+    (said,) = errors(*TASKS, f"slurm.folder={place}", paths=True)
+
+    assert said.startswith(f"run_dir={place}: ")
+    assert said.endswith("; choose a directory that can be written")
+
+
+def test_what_slurm_reads_in_a_path_is_escaped_or_refused(tmp_path: Path) -> None:
+    (percent,) = (
+        word for word in planned([*TASKS, f'slurm.folder="{tmp_path}/100%j é"']).command() if "--output=" in word
+    )
+
+    assert percent == f"--output={tmp_path}/100%%j é/slurm/%j.out"
+    assert not errors(*TASKS, f'slurm.folder="{tmp_path}/100%j é"', paths=True)
+    assert not list(tmp_path.iterdir()), "looking leaves nothing"
+    for name in ("back\\slash", "new\nline"):
+        (said,) = errors(*TASKS, f'slurm.folder="{tmp_path}/{name}"', paths=True)
+        assert "a backslash, a line break or another control character; choose another" in said
 
 
 def test_gpus_are_kept_on_nodes_of_another_size() -> None:
@@ -176,6 +202,15 @@ def test_other_jobs_are_asked_too(monkeypatch: pytest.MonkeyPatch, words: list[s
     monkeypatch.delenv("NEMO_RL_ROOT", raising=False)
 
     assert any(said in text for text in errors("cluster=leonardo", *words))
+
+
+def test_help_names_every_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["nemo-ext submit", "--help"])
+
+    main()
+
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"job of nemo-ext: train (if not given), {', '.join(JOBS[1:])} pipeline" in said
 
 
 def row(recipe: str) -> str:

@@ -23,7 +23,7 @@ from nemo_ext.data.curriculum.layout import (
 from nemo_ext.data.curriculum.plan import Candidates, Plan, make_plan
 from nemo_ext.data.curriculum.profile import Profile, read_profile, rows_of, write_profile
 from nemo_ext.data.curriculum.prompts import Keys, Numbers, Prompts, left_out, read_prompts
-from nemo_ext.data.curriculum.records import find_files, unpacked
+from nemo_ext.data.curriculum.records import _pyarrow, find_files, unpacked
 from nemo_ext.data.curriculum.report import LATE, PLOT, Steps, as_json, markdown, plot, steps_of
 from nemo_ext.data.curriculum.schedule import fixed
 from nemo_ext.data.curriculum.select import Selection, select
@@ -51,6 +51,7 @@ def run(config: Mapping[str, Any]) -> None:
         raise ValueError(f"output={given.output}: is a file; give a directory")
     if given.previous and Path(given.previous).expanduser().resolve() == output.resolve():
         raise ValueError(f"output={given.output}: is the previous curriculum's directory; give another")
+    _pyarrow()  # hours of rollouts may be read before the first file of it
     with only_run_in(output, "output"):
         _run(given, output)
 

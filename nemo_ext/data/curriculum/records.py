@@ -244,5 +244,7 @@ def _pyarrow() -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ValueError(f"profiles, Parquet and .zst files need pyarrow ({error}): pip install pyarrow") from error
+        raise ValueError(
+            f"pass rates are kept as Parquet, which needs: pip install 'nemo_ext[data]' ({error})"
+        ) from error
     return pyarrow

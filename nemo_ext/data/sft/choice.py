@@ -1,8 +1,9 @@
 """What of all shards is trained on: one copy of each sample, what fits, each task's share of thinking, the budget."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from nemo_ext.data.sft.filters.near_duplicates import Sketches, first_of_each
 from nemo_ext.data.sft.sampling import copies, epochs
 from nemo_ext.data.sft.settings import SftSettings
 from nemo_ext.data.sft.shards import KINDS, Shard
+from nemo_ext.data.text.documents import EXAMPLES_PER_REASON, Part
 from nemo_ext.job.progress import notice
 from nemo_ext.job.seeds import digest
 from nemo_ext.job.settings import nearest
@@ -70,6 +72,7 @@ class Chosen:
         dropped: reason -> samples left out in this pass over all of them; texts that are longer than a pack.
         changed: what -> samples brought to another mode.
         shares: task -> the share of its samples to be on, and how many are on and off now, of training and validation.
+        examples: reason -> where the first of those samples are, and what they repeat.
     """
 
     train: Numbers
@@ -78,6 +81,7 @@ class Chosen:
     dropped: dict[str, int] = field(default_factory=dict)
     changed: Counter[str] = field(default_factory=Counter)
     shares: dict[str, tuple[float, int, int]] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
 
 
 def table_of(shards: Sequence[Shard], packing: PackingSettings) -> Table:
@@ -139,8 +143,8 @@ def choose(table: Table, settings: SftSettings) -> Chosen:
             left, or a budget that cannot be reached.
     """
     dropped: dict[str, int] = {}
-    changed = Counter[str]()
-    keep = _distinct(table, settings, dropped)
+    changed, examples = Counter[str](), dict[str, list[str]]()
+    keep = _distinct(table, settings, dropped, examples)
     packing = settings.packing
     fits = (table.lengths <= packing.capacity) | (packing.longer != "drop")
     rows, shares = _balanced(table, settings, keep[table.samples], fits, dropped, changed)
@@ -161,8 +165,15 @@ def choose(table: Table, settings: SftSettings) -> Chosen:
         times[members] = copies(over, again, tokens[members])
     train = np.repeat(train, times[table.samples[train]])
     if not len(train):
-        raise ValueError("no sample is left to train on; the counts of what was left out: " + summary(table, dropped))
-    return Chosen(train, valid, passes, dropped, changed, shares)
+        shown = dict[str, str]()
+        for places in (examples, *(shard.report["examples"] for shard in table.shards)):
+            shown |= {reason: found[0] for reason, found in places.items() if found and reason not in shown}
+        first = "; ".join(f"{reason}: {place}" for reason, place in sorted(shown.items()))
+        raise ValueError(
+            f"no sample is left to train on; the counts of what was left out: {summary(table, dropped)}; the first "
+            f"of each: {first or 'none'}"
+        )
+    return Chosen(train, valid, passes, dropped, changed, shares, examples)
 
 
 def summary(table: Table, dropped: Mapping[str, int]) -> str:
@@ -173,7 +184,21 @@ def summary(table: Table, dropped: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items())) or "none"
 
 
-def _distinct(table: Table, settings: SftSettings, dropped: dict[str, int]) -> Flags:
+def _places(table: Table, settings: SftSettings, pairs: Iterable[tuple[int, int]]) -> list[str]:
+    """Where samples are, each with the one that it repeats."""
+    ends = np.cumsum([len(shard.ids) for shard in table.shards])
+
+    def place(sample: int) -> str:
+        number = int(np.searchsorted(ends, sample, side="right"))
+        shard = table.shards[number]
+        record = int(shard.numbers[sample - ends[number]])  # from the shard's end
+        source = settings.sources[shard.report["source"]]
+        return source.files.place(Part(name=source.name, path=shard.report["file"], size=0), record)
+
+    return [f"{place(sample)} is {place(of)}" for sample, of in islice(pairs, EXAMPLES_PER_REASON)]
+
+
+def _distinct(table: Table, settings: SftSettings, dropped: dict[str, int], examples: dict[str, list[str]]) -> Flags:
     """[samples] whether it is the first of its id and near no other before it."""
     first = first_of_each(table.ids)
     again = first != np.arange(len(first))
@@ -186,6 +211,9 @@ def _distinct(table: Table, settings: SftSettings, dropped: dict[str, int]) -> F
     for reason, found in (("duplicate id", again & ~other), ("duplicate id of another sample", other)):
         if count := int(found.sum()):
             dropped[reason] = count
+            examples[reason] = _places(
+                table, settings, ((int(each), int(first[each])) for each in np.flatnonzero(found))
+            )
     if other.any():
         notice(
             f"warning: {int(other.sum()):,} samples have the id of an earlier one of their source but say something "
@@ -198,6 +226,8 @@ def _distinct(table: Table, settings: SftSettings, dropped: dict[str, int]) -> F
         found = settings.near_duplicates.duplicate_of(Sketches(sketches.bands[order], sketches.slots[order]))
         if count := int((found >= 0).sum()):
             dropped["near duplicate"] = count
+            pairs = ((int(order[each]), int(order[found[each]])) for each in np.flatnonzero(found >= 0))
+            examples["near duplicate"] = _places(table, settings, pairs)
         keep[order[found >= 0]] = False
     return keep
 

@@ -19,7 +19,7 @@ from nemo_ext.data.sft.choice import Chosen, Table, check_bad_share, choose, sum
 from nemo_ext.data.sft.masks import ChatEncoder
 from nemo_ext.data.sft.report import write_report
 from nemo_ext.data.sft.settings import SftSettings, read_settings
-from nemo_ext.data.sft.shards import Piece, Work, config_text, encoder_of, is_finished, make_shard, open_shard
+from nemo_ext.data.sft.shards import FORMAT, Piece, Work, config_text, encoder_of, is_finished, make_shard, open_shard
 from nemo_ext.data.sft.sources import outside
 from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer
 from nemo_ext.job.files import only_run_in, write_text
@@ -40,12 +40,18 @@ def run(config: Mapping[str, Any]) -> Path:
     """Make packs and a report of the composed config; returns the report's path.
 
     Raises:
-        ValueError: anything in the config, a source that cannot be read, or nothing left to train on.
+        ValueError: anything in the config, a source that cannot be read, output that cannot be written, or nothing
+            left to train on.
         RuntimeError: a worker died.
     """
     settings = read_settings(config)
     with only_run_in(settings.output, "output"):
-        return _run(config, settings)
+        try:
+            return _run(config, settings)
+        except OSError as error:  # a full disk, missing permissions: the user can mend it
+            raise ValueError(
+                f"{settings.output}: {error}: mend it and run the same command again, which goes on where it was"
+            ) from error
 
 
 def _run(config: Mapping[str, Any], settings: SftSettings) -> Path:
@@ -99,7 +105,14 @@ def _shard_folder(
     outside(folder, [*read, *named, Path(settings.template)])
     decides = {key: value for key, value in config.items() if key not in LATER}
     files = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in read]
-    rest = [__version__, tokenizer.identity, template.source, template.variables, bool(settings.thinking_shares)]
+    rest = [
+        __version__,
+        FORMAT,
+        tokenizer.identity,
+        template.source,
+        template.variables,
+        bool(settings.thinking_shares),
+    ]
     made_of = digest([decides, files, rest])
     note = folder / "made_of.json"
     if note.is_file():

@@ -100,7 +100,11 @@ def _amounts(
 
 
 def _left_out(settings: SftSettings, table: "Table", chosen: "Chosen") -> str:
-    counts, examples, ignored = Counter[str](chosen.dropped), dict[str, list[str]](), Counter[str]()
+    counts, examples, ignored = (
+        Counter[str](chosen.dropped),
+        {reason: [*places] for reason, places in chosen.examples.items()},
+        Counter[str](),
+    )
     for shard in table.shards:
         counts.update(shard.report["skipped"])
         ignored.update(shard.report["ignored"])

@@ -29,6 +29,8 @@ from nemo_ext.data.text.tokenizers import load_tokenizer
 from nemo_ext.job.files import publish, unfinished, write_text
 from nemo_ext.job.seeds import digest
 
+FORMAT = 2
+"""Of these files; shards of another one are made again."""
 MODES = ("off", "on")
 KINDS = ("off", "fixed", "on", "stripped")
 """`Mode` of the sample that a row is of; `stripped` rows are what one that is on becomes without its reasoning."""
@@ -76,6 +78,7 @@ class Shard:
         file: tokens and masks of the rows.
         ids: [samples] uint64, digests of source and id.
         contents: [samples] uint64, digests of the messages.
+        numbers: [samples] of their records in the file.
         sketches: of the samples, None where near duplicates stay.
         samples: [rows] the sample that a row is of.
         modes: [rows] an index into `MODES`.
@@ -89,6 +92,7 @@ class Shard:
     file: SampleFile
     ids: npt.NDArray[np.uint64]
     contents: npt.NDArray[np.uint64]
+    numbers: npt.NDArray[np.int64]
     sketches: Sketches | None
     samples: npt.NDArray[np.int64]
     modes: npt.NDArray[np.int64]
@@ -140,8 +144,8 @@ def _base(folder: Path, index: int) -> Path:
 
 def _controlled(
     work: Work, piece: Piece, report: ConversationReport, reasoning: ReasoningReport
-) -> Iterator[tuple[Texts, list[Sample]]]:
-    """The samples of a part that no filter leaves out, each with what is made of it."""
+) -> Iterator[tuple[int, Texts, list[Sample]]]:
+    """The samples of a part that no filter leaves out, each with its record's number and what is made of it."""
     settings, encoder = work.settings, encoder_of(work.config)
     control = None
     if settings.reasoning is not None:
@@ -152,7 +156,8 @@ def _controlled(
     for located in settings.sources[piece.source].read(piece.part, report, mode_lines=mode_lines):
         texts = settings.screen.kept(located, screened)
         if texts is not None:
-            yield texts, [located.sample] if control is None else control.apply(located.sample)
+            made = [located.sample] if control is None else control.apply(located.sample)
+            yield located.number, texts, made
     screened.records = 0  # were counted when they were read
     report.add(screened)
 
@@ -167,6 +172,7 @@ class _Writer:
     reasoning: ReasoningReport = field(default_factory=ReasoningReport)
     ids: list[int] = field(default_factory=list)
     contents: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
     waiting: list[Texts] = field(default_factory=list)
     sketches: list[Sketches] = field(default_factory=list)
     rows: dict[str, list[int]] = field(
@@ -180,6 +186,7 @@ class _Writer:
         self._sketch()
         arrays: dict[str, Any] = {name: np.array(values, dtype=np.int64) for name, values in self.rows.items()}
         arrays |= {name: np.array(getattr(self, name), dtype=np.uint64) for name in ("ids", "contents")}
+        arrays["numbers"] = np.array(self.numbers, dtype=np.int64)
         if self.work.settings.near_duplicates is not None:
             joined = Sketches.joined(self.sketches)
             arrays |= {"bands": joined.bands, "slots": joined.slots}
@@ -192,6 +199,7 @@ class _Writer:
             json.dumps(
                 {
                     "source": self.piece.source,
+                    "file": self.piece.part.path,
                     "records": self.report.records,
                     "skipped": self.report.skipped,
                     "examples": self.report.examples,
@@ -205,7 +213,7 @@ class _Writer:
         )
 
     def _texts(self) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
-        for texts, made in _controlled(self.work, self.piece, self.report, self.reasoning):
+        for number, texts, made in _controlled(self.work, self.piece, self.report, self.reasoning):
             encoded = []
             for sample in made:
                 try:
@@ -214,7 +222,7 @@ class _Writer:
                     self.report.skip("template", str(error))
             if not encoded:
                 continue
-            self._note(texts)
+            self._note(number, texts)
             for sample, kind, text in encoded:
                 self._note_row(sample, kind, text)
                 yield text.ids, text.mask
@@ -231,8 +239,9 @@ class _Writer:
             for text in encoder.encode(version, turns=settings.turns)
         ]
 
-    def _note(self, texts: Texts) -> None:
+    def _note(self, number: int, texts: Texts) -> None:
         sample = texts.sample
+        self.numbers.append(number)
         self.ids.append(digest(0, sample.source, sample.id))
         said = [(each.role, each.reasoning or "", each.content, repr(each.tool_calls)) for each in sample.messages]
         self.contents.append(digest(0, *(text for each in said for text in each)))

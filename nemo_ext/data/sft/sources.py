@@ -39,10 +39,11 @@ Paths = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isi
 
 
 class Located(NamedTuple):
-    """A sample and where it is, for people."""
+    """A sample, where it is, for people, and the number of its record in its file."""
 
     sample: Sample
     where: str
+    number: int = 0
 
 
 @plain_dataclass
@@ -144,7 +145,7 @@ class ConversationSource:
             except FormatError as error:
                 report.skip("schema", f"{where}: {error}")
                 continue
-            yield Located(sample, where)
+            yield Located(sample, where, number)
 
     def _sample(self, record: Mapping[str, Any], report: ConversationReport, *, mode_lines: bool) -> Sample:
         if self.files.kind == "parquet":

@@ -60,6 +60,9 @@ def select(directory: Path, count: int, source: Source, validation_share: float)
     documents = sum(int(flags.sum()) for flags in kept)
     held_out = sum(int(flags.sum()) for flags in validation)
     if documents == 0:
+        if not report.records and not report.skipped:
+            named = ", ".join(str(path) for _, path in source.inputs()[:3])
+            raise ValueError(f"{source.kind} source: no documents: {named} is empty, or has blank lines alone")
         raise ValueError(f"{source.kind} source: no documents in {report.records} records: {report.summary()}")
     if documents >= 2 and held_out == 0 and validation_share > 0:
         validation[lowest[1]][lowest[2]] = True

@@ -338,7 +338,7 @@ def _pyarrow() -> ModuleType:
         importlib.import_module("pyarrow.parquet")
         return importlib.import_module("pyarrow")
     except ImportError as error:
-        raise ValueError(f"Parquet and .zst files need pyarrow ({error}): pip install pyarrow") from error
+        raise ValueError(f"Parquet and .zst files need: pip install 'nemo_ext[data]' ({error})") from error
 
 
 def _open_lines(path: str) -> IO[bytes]:

@@ -42,7 +42,7 @@ def tasks_of(environment: str, paths: Sequence[str], report: ConversationReport)
 
 
 def _chats(source: ConversationSource, part: Any, report: ConversationReport) -> Iterator[tuple[Task, str]]:
-    for sample, where in source.read(part, report):
+    for sample, where, _ in source.read(part, report):
         prompt = _prompt(sample)
         if not prompt or not prompt[-1].content.strip():
             report.skip("without a prompt", where)

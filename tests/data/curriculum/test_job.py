@@ -45,6 +45,14 @@ def rates_of(problems: Path) -> dict[str, float]:
     return {f"p{n}": solved[f"p{n}"] / 8 for n in range(300)}
 
 
+def test_without_pyarrow_it_says_how_to_get_it_before_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+
+    with pytest.raises(ValueError, match=r"pip install 'nemo_ext\[data\]'"):
+        curriculum(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_rollouts_and_prompts_become_a_curriculum(problems: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = curriculum(problems)
 

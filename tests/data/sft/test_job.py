@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -101,6 +102,8 @@ def test_every_sample_is_trained_on_or_counted(prepared: Callable[..., dict[str,
     written = made.read_text()
     assert "| a | 65 |" in written and "| b | 20 |" in written
     assert "a.jsonl:61" in written and "did you mean 'user'" in written
+    assert f"| near duplicate | 1 | {tmp_path}/a.jsonl:64 is {tmp_path}/a.jsonl:5 |" in written
+    assert f"| duplicate id | 1 | {tmp_path}/a.jsonl:63 is {tmp_path}/a.jsonl:4 |" in written
     assert (tmp_path / "out" / "report.png").stat().st_size > 10_000
     assert "samples stripped" in written
 
@@ -282,6 +285,23 @@ def test_shares_of_thinking_and_a_budget(prepared: Callable[..., dict[str, Any]]
 def test_mistakes_are_named(prepared: Callable[..., dict[str, Any]], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(prepared(**changes))
+
+
+def test_a_full_disk_is_named_with_what_to_do(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, hard))
+    try:
+        with pytest.raises(ValueError, match=r"/out: .*: mend it and run the same command again, which goes on"):
+            run(prepared())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    run(prepared())
+
+
+def test_an_empty_file_is_named(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"no sample is left.* 1 empty file; .*empty file: /.*/empty\.jsonl"):
+        run(prepared(sources=[{"name": "e", "path": str(tmp_path / "empty.jsonl")}]))
 
 
 def test_a_corrupt_file_is_refused(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

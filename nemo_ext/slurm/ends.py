@@ -1,0 +1,185 @@
+"""Why a job is no longer in the queue: what Slurm still knows of it, and the first error in what it printed."""
+
+import json
+import pwd
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from nemo_ext.job.files import write_text
+
+CANCELLED = "cancelled.json"
+"""In a run's folder `slurm`: who cancelled its newest job with `nemo-ext cancel`, and when."""
+_STATES = {
+    "TIMEOUT": "time limit",
+    "OUT_OF_MEMORY": "out of memory",
+    "NODE_FAIL": "node failure",
+    "BOOT_FAIL": "node failure: it did not boot",
+    "PREEMPTED": "preempted by another job",
+    "DEADLINE": "Slurm's deadline passed",
+}
+_NO_OUTPUT = "0:53"
+"""The exit code that slurmd gives to a job whose output it cannot open."""
+_TRACEBACK = "Traceback (most recent call last):"
+_START = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d start \d+ of ")
+_OWN = re.compile(r"(?:\d+: )?error: (.*)")
+_MEMORY = re.compile(r"exceeded \w*\s?memory limit|oom[_-]kill|Out Of Memory", re.IGNORECASE)
+_NODE = re.compile(r"error: Node failure on (\S+)")
+_ENDED = re.compile(r"error: \*\*\* (?:JOB|STEP) \S+ ON \S+ CANCELLED AT (\S+)(?: DUE TO ([A-Z ]+))?")
+_KILLED = re.compile(r"srun: error: (.*(?:Killed|Segmentation fault|Bus error|Aborted).*)")
+_LONGEST = 300
+
+
+def first_error(log: Path, position: int = 0) -> str:
+    """The first error that a log has of its last start, in one line; "" for none.
+
+    That of an exception's traceback, of any rank, or of a line "error: ..."; memory that Slurm or the kernel found
+    exceeded comes before these, as what it killed has ranks elsewhere fail. Where there is none of them, what Slurm
+    says of the end.
+
+    Args:
+        log: of ranks, or the job's output.
+        position: in bytes, where to begin.
+    """
+    if not log.is_file():
+        return ""
+    found: dict[str, str] = {}
+    prefix: str | None = None
+    with log.open("rb") as stream:
+        stream.seek(position)
+        for raw in stream:
+            line = raw.decode(errors="replace").rstrip()
+            if _START.match(line):
+                found, prefix = {}, None
+            elif prefix is not None and line.startswith(prefix) and line[len(prefix) :].strip():
+                said = line[len(prefix) :]
+                if not said[0].isspace():
+                    found.setdefault("error", said)
+                    prefix = None
+            elif line.endswith(_TRACEBACK) and "error" not in found:
+                prefix = line.removesuffix(_TRACEBACK)
+            elif own := _OWN.match(line):
+                found.setdefault("error", own[1])
+            elif "error: " in line:
+                _of_slurm(line, found)
+    best = next((found[kind] for kind in ("memory", "error", "node", "ended", "killed") if kind in found), "")
+    return best if len(best) <= _LONGEST else f"{best[:_LONGEST]} ..."
+
+
+def _of_slurm(line: str, found: dict[str, str]) -> None:
+    if _MEMORY.search(line):
+        found.setdefault("memory", f"out of memory ({line.partition('error: ')[2]})")
+    elif node := _NODE.search(line):
+        found["node"] = f"node failure ({node[1]})"
+    elif ended := _ENDED.search(line):
+        due = (ended[2] or "").strip().lower()
+        if due == "job requeue":
+            found.pop("ended", None)
+        else:
+            found["ended"] = f"{due.split(',')[0]} at {ended[1]}" if due else f"cancelled at {ended[1]}"
+    elif killed := _KILLED.search(line):
+        more = ": out of its node's memory, if nobody killed it" if killed[1].endswith("Killed") else ""
+        found.setdefault("killed", killed[1] + more)
+
+
+def why(folder: Path, job: str) -> str:
+    """Why a job ended, in one line; "" if neither Slurm nor its output says.
+
+    Args:
+        folder: `slurm` of the run.
+        job: its id.
+    """
+    asked = _asked(job)
+    output = folder / f"{job}.out"
+    error = first_error(output)
+    state = asked.get("JobState", "").partition(" ")[0].rstrip("+")
+    if state == "CANCELLED" or not state:
+        by = noted(folder, job) or (_cancelled(asked) if state else "")
+        if by:
+            return f"cancelled {by}".strip()
+        return error
+    if asked.get("ExitCode") == _NO_OUTPUT:
+        return (
+            f"the output file could not be opened on its node: {asked.get('StdOut') or output}; "
+            "make its folder, on a disk that all nodes have"
+        )
+    said = _STATES.get(state, "")
+    if not said and state == "FAILED":
+        code, _, number = asked.get("ExitCode", "").partition(":")
+        names = {str(each.value): each.name for each in signal.Signals}
+        said = f"exit code {code}" if number in ("", "0") else f"killed by {names.get(number, f'signal {number}')}"
+    if state == "TIMEOUT" and asked.get("TimeLimit"):
+        said += f" of {asked['TimeLimit']}"
+    if not said:
+        return error
+    # Slurm's line in the output says the same again, with the time.
+    return said if not error or error.startswith(said.partition(" of ")[0]) else f"{said}: {error}"
+
+
+def unknown(folder: Path, job: str) -> str:
+    """What is left to say where `why` knows nothing."""
+    output = folder / f"{job}.out"
+    if not output.is_file():
+        return (
+            f"Slurm has forgotten job {job}, and there is no {output}: cancelled while it was queued, or that file "
+            "could not be opened on its node"
+        )
+    lines = [line.strip() for line in output.read_text(errors="replace").splitlines() if line.strip()]
+    last = f"its output ends: {lines[-1][:_LONGEST]}" if lines else f"{output} is empty"
+    return f"killed, or its node failed: Slurm has forgotten job {job}, and {last}"
+
+
+def note(folder: Path, job: str, *, by: str) -> None:
+    """That somebody cancels a job now."""
+    at = time.strftime("%Y-%m-%dT%H:%M:%S")
+    write_text(folder / CANCELLED, json.dumps({"job": job, "by": by, "at": at}) + "\n")
+
+
+def noted(folder: Path, job: str) -> str:
+    """Who cancelled the job and when, "by NAME at TIME"; "" if that was not noted."""
+    path = folder / CANCELLED
+    said = json.loads(path.read_text()) if path.is_file() else {}
+    return f"by {said['by']} at {said['at']}" if said.get("job") == job else ""
+
+
+def _cancelled(asked: dict[str, str]) -> str:
+    """By whom, when, and whether it had begun."""
+    if asked.get("Reason") == "DependencyNeverSatisfied":
+        return "by Slurm: a job that it waited for failed"
+    number = asked.get("By", "")
+    words = []
+    if number.isdecimal():
+        try:
+            words.append(f"by {pwd.getpwuid(int(number)).pw_name}")
+        except KeyError:
+            words.append(f"by user {number}")
+    if asked.get("EndTime", "Unknown") != "Unknown":
+        words.append(f"at {asked['EndTime']}")
+    if asked.get("NodeList") in ("(null)", "None assigned"):
+        words.append("while it was queued" + (" and held" if asked.get("Reason", "").startswith("JobHeld") else ""))
+    return " ".join(words) or "by somebody"
+
+
+def _asked(job: str) -> dict[str, str]:
+    """What Slurm says of a job that has ended: its controller for some minutes, its accounting, where it has one."""
+    said: dict[str, str] = {}
+    if shutil.which("scontrol"):
+        asked = ["scontrol", "show", "job", job, "--oneliner"]
+        shown = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+        for name in ("JobState", "Reason", "ExitCode", "TimeLimit", "EndTime", "NodeList", "StdOut"):
+            # A path may have spaces.
+            if found := re.search(rf"(?:^| ){name}=(.*?)(?= \w+(?::\w+)*=|\s*$)", shown, re.MULTILINE):
+                said[name] = found[1]
+    if said.get("JobState", "CANCELLED") == "CANCELLED" and shutil.which("sacct"):
+        names = ("State", "ExitCode", "Timelimit", "End", "NodeList")
+        asked = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", f"--format={','.join(names)}"]
+        lines = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines()
+        if lines and lines[-1].count("|") == len(names) - 1:
+            state, code, limit, end, nodes = lines[-1].split("|")
+            word, _, by = state.partition(" by ")
+            told = {"JobState": word, "ExitCode": code, "TimeLimit": limit, "EndTime": end, "NodeList": nodes, "By": by}
+            said = {**told, **said}
+    return said

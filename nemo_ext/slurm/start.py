@@ -1,0 +1,262 @@
+"""One start of a job on its first node: its record, Slurm's signals, and whether it is queued again.
+
+SIGUSR2, which Slurm sends before the time limit, has the work save; then the job is queued again. So has the limit
+itself, should the signal not come. A start that fails is tried again as long as new checkpoints come of it. What a
+node's failure killed Slurm queues again itself.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nemo_ext.job.config import FAILED, USER_ERROR
+from nemo_ext.job.files import write_text
+from nemo_ext.slurm import attempts
+from nemo_ext.slurm.cluster import duration
+from nemo_ext.slurm.ends import first_error
+from nemo_ext.slurm.settings import Settings
+from nemo_ext.slurm.status import queued
+
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
+_SIGNAL_SECONDS = 600
+"""Before the limit: when Slurm sends SIGUSR2, as the scripts ask for; `nemo-ext submit` asks for `slurm.margin`."""
+_LATE = 30
+"""Seconds before the limit, from which on Slurm ends a job because of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What one start is about to do.
+
+    Attributes:
+        record: the folder whose `slurm` has the record of starts.
+        step: of the newest checkpoint; None where none are counted.
+        target: steps in all; None likewise.
+        notice: what the user should know, or "".
+        log: of the work, if it is not the job's output.
+    """
+
+    record: Path
+    step: int | None
+    target: int | None
+    notice: str = ""
+    log: Path | None = None
+
+
+@dataclass
+class Batch(ABC):
+    """One start of a job.
+
+    Attributes:
+        settings: of site and queue.
+        words: of the job.
+        stopped: the signals that ended it, if any did.
+    """
+
+    settings: Settings
+    words: list[str]
+    stopped: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.job = os.environ.get("SLURM_JOB_ID", "")
+        if not self.job:
+            raise ValueError("SLURM_JOB_ID is not set: start this with sbatch, or `nemo-ext submit`")
+        array = os.environ.get("SLURM_ARRAY_JOB_ID")
+        # One task of an array has the array's own number, so to Slurm's commands its number is the whole array.
+        self.name = self.job if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+        self.working = False
+        self.restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        self.began, self.limit = time.time(), self.seconds_left()
+
+    @abstractmethod
+    def prepare(self) -> Prepared:
+        """Compose and check."""
+
+    @abstractmethod
+    def work(self) -> int:
+        """Do it, to its end or until it is interrupted; the exit code."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Have the work save and end."""
+
+    @abstractmethod
+    def saved(self) -> int | None:
+        """The step of the newest checkpoint; None where none are counted."""
+
+    @abstractmethod
+    def verdict(self, code: int) -> str | None:
+        """Why the work ended with this code before it was done; None if all is done that was asked for."""
+
+    @abstractmethod
+    def conclude(self) -> None:
+        """After the last step."""
+
+    def run(self) -> int:
+        """Work until the run is finished or this start has to end; the exit code."""
+        for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGALRM):
+            signal.signal(number, self._stop)
+        while True:
+            ready = self.prepare()
+            record, of = ready.record, "" if ready.target is None else f" of {ready.target}"
+            if ready.notice:
+                say(ready.notice)
+            if ready.step is not None and ready.target is not None and ready.step >= ready.target:
+                return self._finish(record, f"step {ready.step}{of} is saved in {record}")
+            self._refuse_second(record)
+            began = attempts.begin(
+                record, job=self.name, restart=self.restart, nodes=os.environ["SLURM_JOB_NODELIST"], step=ready.step
+            )
+            _keep_record(record)
+            at = "" if ready.step is None else f": step {ready.step}{of}"
+            say(f"start {len(began)} of {record}{at}, nodes {began[-1].nodes}")
+            log = ready.log or _output()
+            written = log.stat().st_size if log is not None and log.exists() else 0
+            self.working = True
+            code = FAILED if self.stopped else self.work()  # it was told to stop while it composed
+            self.working = False
+            step, reason = self.saved(), self.verdict(code)
+            if reason is None:
+                attempts.end(record, step=step, reason="done")
+                if ready.target is None:
+                    return self._finish(record, f"{self.settings.job}, {record}")
+                continue  # with phases there is a next segment
+            if self.stopped == [signal.SIGTERM] or self._is_cancelled():
+                attempts.end(record, step=step, reason="cancelled")
+                say(f"cancelled: {_saved_in(record, step)}the same command goes on")
+                return 128 + signal.SIGTERM
+            if log is not None and code and not reason.startswith(attempts.TIME_LIMIT):
+                reason = ": ".join(filter(None, (reason, first_error(log, written))))
+            return self._again(ready, step, reason, mistake=code == USER_ERROR)
+
+    def _refuse_second(self, record: Path) -> None:
+        """Two jobs would write each other's checkpoints.
+
+        Raises:
+            ValueError: another job of this run is running.
+        """
+        before = attempts.read(record)
+        if before and before[-1].ended is None and before[-1].job != self.name and before[-1].job in queued():
+            raise ValueError(f"{record}: job {before[-1].job} is running in it; wait for it, or cancel it")
+
+    def _finish(self, record: Path, text: str) -> int:
+        attempts.finish(record, step=self.saved(), words=self.words)
+        self.conclude()
+        say(f"finished: {text}")
+        return 0
+
+    def srun(self, words: Sequence[str], *options: str) -> list[str]:
+        """The command that runs Python with these words on nodes, in the container if there is one."""
+        cluster = self.settings.cluster
+        python = "python" if cluster.container.used else sys.executable
+        inside = cluster.inside([python, *words], cluster.variables())
+        return ["srun", *options, *cluster.srun_options(), *inside]
+
+    def environment(self) -> dict[str, str]:
+        """Of srun, which all processes get."""
+        given = self.settings.cluster.variables()
+        if "SLURM_CPUS_PER_TASK" in os.environ:
+            given["SRUN_CPUS_PER_TASK"] = os.environ["SLURM_CPUS_PER_TASK"]  # srun no longer takes it from sbatch
+        return {**os.environ, **given}
+
+    def _stop(self, number: int, frame: object) -> None:
+        left = self.seconds_left() if number == signal.SIGUSR2 else None
+        if left is not None and self.margin() < left <= max(_SIGNAL_SECONDS, self.settings.slurm.margin) + 60:
+            signal.alarm(int(left - self.margin()))  # of a short job, for which the script's time is too early
+            return
+        self.stopped.append(signal.SIGUSR2 if number == signal.SIGALRM else number)
+        if len(self.stopped) == 1:
+            say(f"{signal.Signals(number).name}: what runs finishes its step and saves")
+            if self.working:
+                self.interrupt()
+
+    def signal_steps(self, name: str) -> None:
+        """Send a signal to what srun runs: not to srun, which would kill it; without --batch not to this process."""
+        subprocess.run(["scancel", f"--signal={name}", self.name], check=False)
+
+    def seconds_left(self) -> float | None:
+        """Of this start; None without a limit."""
+        return self._asked()[1]
+
+    def _is_cancelled(self) -> bool:
+        """Whether Slurm is ending the job before its time; what is queued again then would come back to life."""
+        state, left = self._asked()
+        return state == "COMPLETING" and left is not None and left > _LATE
+
+    def _asked(self) -> tuple[str, float | None]:
+        """The job's state, and the seconds that are left to this start; None without a limit."""
+        asked = ["squeue", "--noheader", f"--jobs={self.name}", "--format=%T|%L"]
+        said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+        state, _, left = said.partition("|")
+        try:
+            return state, duration(left).total_seconds()
+        except ValueError:
+            return state, None
+
+    def margin(self) -> float:
+        """Seconds before the limit for the last checkpoint; a quarter of a short one."""
+        margin = self.settings.slurm.margin
+        return margin if self.limit is None else min(margin, self.limit / 4)
+
+    def _again(self, ready: Prepared, step: int | None, reason: str, *, mistake: bool) -> int:
+        """Queue the job once more, or say why not."""
+        record = ready.record
+        ended = attempts.end(record, step=step, reason=reason)
+        keeping = self.settings.slurm
+        # What an earlier job met may be mended by now.
+        own = [each for each in ended if each.job == self.name]
+        stop = "it would end so again" if mistake else None
+        stop = stop or attempts.verdict(own, max_restarts=keeping.max_restarts, max_idle=keeping.max_idle)
+        if stop is None and not keeping.requeue:
+            stop = "slurm.requeue=false"
+        if stop is not None:
+            attempts.end(record, step=step, reason=reason, given_up=stop)
+            at = "" if step is None else f" at step {step}"
+            log = "" if ready.log is None else f"; log: {ready.log}"
+            say(f"stopped{at}: {reason}; not queued again: {stop}{log}")
+            return USER_ERROR if mistake else FAILED
+        say(f"{_saved_in(record, step)}{reason}; queued again")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what requeueing sends to this process
+        done = subprocess.run(["scontrol", "requeue", self.name], capture_output=True, text=True, check=False)
+        if done.returncode:
+            attempts.end(record, step=step, reason=reason, given_up=f"scontrol requeue: {done.stderr.strip()}")
+            say(f"scontrol requeue: {done.stderr.strip()}; the same sbatch command goes on")
+            return FAILED
+        time.sleep(600)  # Slurm ends this process
+        return FAILED
+
+
+def _output() -> Path | None:
+    """The job's output, if that is a file."""
+    place = Path("/proc/self/fd/1")
+    return place if place.is_file() else None
+
+
+def _saved_in(record: Path, step: int | None) -> str:
+    return "" if step is None else f"step {step} is saved in {record}; "
+
+
+def _keep_record(record: Path) -> None:
+    """The script, the command and the environment of this start."""
+    folder = record / attempts.FOLDER
+    script = os.environ.get("NEMO_EXT_SCRIPT", "")
+    if script and Path(script).is_file():
+        shutil.copyfile(script, folder / "script.sbatch")
+    shown = {
+        name: "(left out)" if any(word in name.upper() for word in _SECRET) else value
+        for name, value in sorted(os.environ.items())
+    }
+    write_text(folder / "environment.txt", "".join(f"{name}={value}\n" for name, value in shown.items()))
+    write_text(folder / "command.txt", " ".join(sys.argv) + "\n")
+
+
+def say(text: str) -> None:
+    """A line of the job's output, with the time."""
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", flush=True)

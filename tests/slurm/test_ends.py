@@ -1,0 +1,170 @@
+"""Why a job ended, in the words that Slurm 22 and our ranks printed on the cluster of test_batch."""
+
+import getpass
+import os
+from pathlib import Path
+
+import pytest
+
+from nemo_ext.slurm import attempts, ends, status
+from nemo_ext.slurm.ends import first_error, why
+
+RANKS = """\
+0:  iteration 3/ 40 | error: none so far
+1: Traceback (most recent call last):
+0: [rank0]: Traceback (most recent call last):
+1:   File "rank.py", line 3, in <module>
+0: [rank0]:   File "rank.py", line 3, in <module>
+0: [rank0]: FileNotFoundError: [Errno 2] No such file or directory: 'data_train.idx'
+1:     raise ConnectionError(
+1: ConnectionError: rank 0 is gone
+srun: error: n1: task 0: Exited with exit code 1
+"""
+MEMORY = """\
+2026-11-22 13:00:00 start 1 of runs/a, nodes n1
+0: Traceback (most recent call last):
+0: torch.distributed.DistBackendError: NCCL error
+slurmstepd-n1: error: StepId=4.batch exceeded memory limit (574062592 > 314572800), being killed
+slurmstepd-n1: error: *** JOB 4 ON n1 CANCELLED AT 2026-11-22T13:41:30 ***
+"""
+JOB = "JobId=7 JobName=train r JobState={state} Reason={reason} Dependency=(null) RunTime=00:00:01 TimeLimit=00:10:00 "
+JOB += "EndTime=2026-11-22T13:41:33 NodeList={nodes} NumNodes=1 ExitCode={code} StdOut=/no such/7.out Power="
+
+
+@pytest.fixture
+def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What scontrol says; there is no accounting, and no job in the queue."""
+    programs, said = tmp_path / "bin", tmp_path / "said.txt"
+    programs.mkdir()
+    for name, does in (
+        ("scontrol", f"cat {said}"),
+        ("squeue", ":"),
+        ("sacct", "echo accounting is disabled >&2; exit 1"),
+    ):
+        (programs / name).write_text(f"#!/bin/sh\n{does}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    said.write_text("slurm_load_jobs error: Invalid job id specified\n")
+    return said
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (RANKS, "FileNotFoundError: [Errno 2] No such file or directory: 'data_train.idx'"),
+        (MEMORY, "out of memory (StepId=4.batch exceeded memory limit (574062592 > 314572800), being killed)"),
+        ("error: run_dir=/proc/nope: no\n", "run_dir=/proc/nope: no"),
+        (
+            "srun: error: Node failure on n2\nslurmstepd-n2: error: *** JOB 9 ON n2 CANCELLED AT 2026-11-22T13:41:33 "
+            "DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n",
+            "node failure (n2)",
+        ),
+        (
+            "slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-22T13:43:00 DUE TO TIME LIMIT ***\n",
+            "time limit at 2026-11-22T13:43:00",
+        ),
+        ("slurmstepd-n1: error: *** JOB 3 ON n1 CANCELLED AT 13:41 ***\n", "cancelled at 13:41"),
+        ("slurmstepd-n1: error: *** JOB 3 ON n1 CANCELLED AT 13:41 DUE TO JOB REQUEUE ***\n", ""),
+        ("srun: error: n1: task 0: Killed\n", "n1: task 0: Killed: out of its node's memory, if nobody killed it"),
+        (f"{MEMORY}2026-11-22 13:50:00 start 2 of runs/a, nodes n1\nall is well\n", ""),
+        ("a step\n", ""),
+    ],
+)
+def test_the_first_error_of_the_last_start(tmp_path: Path, text: str, error: str) -> None:
+    log = tmp_path / "7.out"
+    log.write_text(text)
+
+    assert first_error(log) == error
+    assert first_error(log, len(text)) == ""
+
+
+@pytest.mark.parametrize(
+    ("facts", "output", "expected"),
+    [
+        (
+            {"state": "FAILED", "reason": "JobLaunchFailure", "code": "0:53"},
+            None,
+            "the output file could not be opened on its node: /no such/7.out; make its folder, on a disk that all",
+        ),
+        (
+            {"state": "CANCELLED", "reason": "JobHeldUser", "nodes": "(null)"},
+            None,
+            "cancelled at 2026-11-22T13:41:33 while it was queued and held",
+        ),
+        ({"state": "CANCELLED", "reason": "None"}, "", "cancelled at 2026-11-22T13:41:33"),
+        (
+            {"state": "CANCELLED", "reason": "DependencyNeverSatisfied", "nodes": "(null)"},
+            None,
+            "cancelled by Slurm: a job that it waited for failed",
+        ),
+        ({"state": "FAILED", "reason": "JobLaunchFailure", "code": "0:9"}, MEMORY, "killed by SIGKILL: out of memory"),
+        ({"state": "FAILED", "reason": "NonZeroExitCode", "code": "1:0"}, RANKS, "exit code 1: FileNotFoundError: "),
+        ({"state": "NODE_FAIL", "reason": "NodeDown"}, None, "node failure"),
+        ({"state": "TIMEOUT", "reason": "TimeLimit", "code": "0:15"}, "", "time limit of 00:10:00"),
+        ({"state": "OUT_OF_MEMORY", "reason": "OutOfMemory", "code": "0:125"}, "", "out of memory"),
+    ],
+)
+def test_slurm_says_why(said: Path, tmp_path: Path, facts: dict[str, str], output: str | None, expected: str) -> None:
+    said.write_text(JOB.format(**{"nodes": "n1", "code": "0:0", **facts}) + "\n")
+    if output is not None:
+        (tmp_path / "7.out").write_text(output)
+
+    assert why(tmp_path, "7").startswith(expected)
+
+
+def test_accounting_says_who_cancelled(said: Path, tmp_path: Path) -> None:
+    (said.parent / "bin" / "sacct").write_text("#!/bin/sh\necho 'CANCELLED by 0|0:0|01:00:00|2026-11-22T13:41:33|n1'\n")
+
+    assert why(tmp_path, "7") == "cancelled by root at 2026-11-22T13:41:33"
+
+
+def started(folder: Path, **end: str) -> Path:
+    attempts.begin(folder, job="7", restart=0, nodes="n1", step=0)
+    if end:
+        attempts.end(folder, step=0, **end)
+    return folder
+
+
+def state(folder: Path) -> str:
+    return status.status_of(folder, {}).state
+
+
+def test_a_run_says_why_it_stopped(said: Path, tmp_path: Path) -> None:
+    failed = "a rank failed (exit code 1): ValueError: x"
+    given_up = started(tmp_path / "a", reason=failed, given_up="max_restarts=3")
+    idle = started(tmp_path / "d", reason=failed, given_up=f"3 starts without a new checkpoint ({failed})")
+    killed = started(tmp_path / "b")
+    (killed / "slurm" / "7.out").write_text("2026-11-22 13:00:00 start 1 of b: step 0\n")
+    queued_again = started(tmp_path / "c", reason="time limit (SIGUSR2)")
+
+    assert state(given_up) == "stopped: a rank failed (exit code 1): ValueError: x; not queued again: max_restarts=3"
+    assert state(idle) == f"stopped: not queued again: 3 starts without a new checkpoint ({failed})"
+    assert "its output ends: 2026-11-22 13:00:00 start 1 of b: step 0; nothing new was saved" in state(killed)
+    assert state(queued_again) == "stopped: time limit (SIGUSR2); nothing new was saved"
+    said.write_text(JOB.format(state="CANCELLED", reason="BeginTime", code="0:0", nodes="(null)"))
+    assert state(queued_again).endswith("then cancelled at 2026-11-22T13:41:33 while it was queued")
+    said.write_text(JOB.format(state="TIMEOUT", reason="TimeLimit", code="0:15", nodes="n1"))
+    assert state(killed) == "stopped: time limit of 00:10:00; nothing new was saved"
+
+
+def test_a_newer_jobs_end_counts(said: Path, tmp_path: Path) -> None:
+    """It never began: that of the start before it is not its reason."""
+    run = started(tmp_path / "a", reason="time limit (SIGUSR2)")
+    (run / "slurm" / status.JOB).write_text("12\n")
+    said.write_text(JOB.format(state="FAILED", reason="JobLaunchFailure", code="0:53", nodes="n1"))
+
+    assert state(run).startswith("stopped: the output file could not be opened on its node")
+
+
+def test_who_cancelled_with_our_command_is_noted(said: Path, tmp_path: Path) -> None:
+    run = started(tmp_path / "a")
+    (said.parent / "bin" / "squeue").write_text("#!/bin/sh\necho '7|PENDING|JobHeldUser'\n")
+    (said.parent / "bin" / "scancel").write_text("#!/bin/sh\n")
+    (said.parent / "bin" / "scancel").chmod(0o755)
+    queue = status.queued()
+    assert queue == {"7": "pending (JobHeldUser: `scontrol release 7` lets it go)"}
+
+    status.cancel(run)
+
+    assert state(run).startswith(f"stopped: cancelled by {getpass.getuser()} at 20")
+    assert ends.noted(run / "slurm", "8") == ""
