@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -24,6 +25,7 @@ PACKAGE = "pkg://hydra_conf"
 FAILED = 1
 USER_ERROR = 2
 INTERRUPTED = 130
+FULL_ERROR = "HYDRA_FULL_ERROR"
 OPEN = (
     *("puzzle.search.shares", "puzzle.search.limits", "puzzle.heal.megatron"),
     *("reasoning", "thinking_shares", "sampling", "packing", "near_duplicates"),
@@ -71,14 +73,17 @@ def compose(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
         overrides: as on the command line, e.g. `["recipe=olmo3/7b_pretrain", "megatron.lr=1e-4"]`; `--config-dir` too.
 
     Raises:
-        ValueError: if a mandatory value is missing.
-        hydra.errors.ConfigCompositionException: if an override does not fit.
+        ValueError: if a mandatory value is missing, an override does not fit or a file cannot be read.
     """
     register_resolvers()
     folders, words = config_folders(overrides)
     search = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"] if folders else []
-    with hydra.initialize_config_module("hydra_conf", version_base="1.3"):
-        return named_blends(plain(hydra.compose(config_name, overrides=[*search, *hydra_words(words, config_name)])))
+    overrides = [*search, *hydra_words(words, config_name)]
+    try:
+        with hydra.initialize_config_module("hydra_conf", version_base="1.3"):
+            return named_blends(plain(hydra.compose(config_name, overrides=overrides)))
+    except (HydraException, yaml.YAMLError) as error:
+        raise ValueError(mistake(error, config_name)) from error
 
 
 def config_folders(words: Sequence[str]) -> tuple[list[Path], list[str]]:
@@ -114,6 +119,8 @@ def named_blends(config: dict[str, Any]) -> dict[str, Any]:
                 phase["data"] = plain(hydra.compose("tokenize", overrides=words))["data"]
             except MissingConfigException as error:
                 raise ValueError(f"phases.{name}.data={phase['data']}: {str(error).splitlines()[0]}") from error
+            except (HydraException, yaml.YAMLError) as error:
+                raise ValueError(f"phases.{name}.data={phase['data']}: {mistake(error, 'tokenize')}") from error
     return config
 
 
@@ -211,6 +218,55 @@ def check_recipe(words: Sequence[str]) -> None:
             raise ValueError(f"recipe={name}: no such recipe{hint} There are {', '.join(known)}")
 
 
+MISPLACED = {
+    (
+        "tokenize",
+        "max_bad_share",
+    ): "it is of a source: in place of input=FILE output=DIR/NAME give data.directory=DIR and "
+    "'data.streams=[{name: NAME, weight: 1, source: {kind: jsonl, path: FILE, max_bad_share: 0.05}}]'",
+}
+"""Where keys go that users give to the wrong place, by job and key."""
+
+
+def mistake(error: Exception, job: str) -> str:
+    """One line on a config that cannot be composed: what is wrong, where, and what to do.
+
+    Args:
+        error: of Hydra or of YAML.
+        job: whose config it is.
+    """
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        place = f"{error.problem_mark.name}, line {error.problem_mark.line + 1}"
+        return f"{place}: {error.problem}: mend the file, which must be plain YAML"
+    unknown = re.match(r"Could not override '([^']+)'", str(error))
+    if unknown and isinstance(error.__cause__, OmegaConfBaseException):
+        why = str(error.__cause__).splitlines()[0]
+        if "is not in struct" in why:
+            key = unknown[1]
+            command = "submit" if job in ("slurm", "pipeline") else job
+            why = MISPLACED.get(
+                (job, key), f"{command} has no such key; `nemo-ext {command} --help` names those it has"
+            )
+        return f"{unknown[0]}: {why}"
+    return " ".join(str(error).split())
+
+
+@contextmanager
+def full_errors() -> Iterator[Callable[[], None]]:
+    """Hydra raises what it would print; gives the function that makes it print again."""
+    before = os.environ.get(FULL_ERROR)
+
+    def as_before() -> None:
+        if before is None:
+            os.environ.pop(FULL_ERROR, None)
+
+    os.environ[FULL_ERROR] = before or "1"
+    try:
+        yield as_before
+    finally:
+        as_before()
+
+
 @contextmanager
 def mistakes_are_one_line() -> Iterator[None]:
     """Ends the process with one line on stderr and code 2 after what the user can mend."""
@@ -245,6 +301,7 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
     def guarded(config: DictConfig) -> None:
         nonlocal composed
         composed = True
+        print_errors()
         try:
             job(named_blends(plain(config)))
         except ValueError as error:
@@ -261,8 +318,14 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
 
     main = hydra.main(config_path=PACKAGE, config_name=config_name, version_base="1.3")(guarded)
     try:
-        main()
+        with full_errors() as print_errors:
+            main()
         sys.stdout.flush()
+    except (HydraException, yaml.YAMLError) as error:
+        if composed:
+            raise
+        print(f"error: {mistake(error, config_name)}", file=sys.stderr)
+        sys.exit(USER_ERROR)
     except BrokenPipeError:
         _drop_output()
     except KeyboardInterrupt:
