@@ -10,7 +10,7 @@ import importlib.resources
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,9 @@ FREE = ("megatron.", "filters.", "rl.", "trl.", "nemo_rl.set.", "tasks.", "envir
 
 WITH_PRECISION_PLAN = ("train", "puzzle", "sensitivity", "describe", "quantize", "rl")
 """Jobs that read `precision_plan`, whose keys may be new there: it is null without `precision=`."""
+
+WITH_STREAMS = ("train", "puzzle", "sensitivity", "tokenize", "blend")
+"""Jobs that read `streams`: what is trained on in place of the recipe's data."""
 
 PRESETS = ("preference_data", "rl", "sft_data")
 """Jobs with presets: hydra_conf has a folder of their name."""
@@ -81,7 +84,7 @@ def compose(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     overrides = [*search, *hydra_words(words, config_name)]
     try:
         with hydra.initialize_config_module("hydra_conf", version_base="1.3"):
-            return named_blends(plain(hydra.compose(config_name, overrides=overrides)))
+            return named_blends(own_streams(plain(hydra.compose(config_name, overrides=overrides))))
     except (HydraException, yaml.YAMLError) as error:
         raise ValueError(mistake(error, config_name)) from error
 
@@ -105,6 +108,44 @@ def config_folders(words: Sequence[str]) -> tuple[list[Path], list[str]]:
             raise ValueError(f"{name}: {folder} is no folder")
         folders.append(folder)
     return folders, rest
+
+
+def own_streams(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with `streams`, a flat list or a tree, in place of all data that the recipe and its phases name.
+
+    Their files are in `data_root`, unless they have a prefix. The tokenizer stays, and how documents are split.
+
+    Raises:
+        ValueError: there are synthetic data too, or no tokenizer.
+    """
+    given = config.pop("streams", None)
+    if given is None:
+        return config
+    if (config.get("megatron") or {}).get("mock_data"):
+        raise ValueError("streams and data=mock exclude each other: take one away")
+    data = config.get("data") or {}
+    kept = ("tokenizer", "validation_share", "seed", "workers", "max_epochs", "refuse_epochs")
+    config["data"] = {
+        "directory": config["data_root"],
+        "blend": None,
+        "streams": None,
+        **{key: data[key] for key in kept if data.get(key) is not None},
+        "streams" if isinstance(given, list) else "blend": given,
+    }
+    if "phases" in config and "tokenizer" not in config["data"]:
+        raise ValueError(
+            "streams: this recipe names no tokenizer: say by which they were tokenised, such as "
+            "'data.tokenizer={kind: huggingface, path: FOLDER}'"
+        )
+    return config | ({"phases": without_data(config["phases"])} if config.get("phases") else {})
+
+
+def without_data(phases: Mapping[str, Any]) -> dict[str, Any]:
+    """The phases of a run, all on the run's own data."""
+    return {
+        name: {key: value for key, value in phase.items() if key != "data"} if isinstance(phase, dict) else phase
+        for name, phase in phases.items()
+    }
 
 
 def named_blends(config: dict[str, Any]) -> dict[str, Any]:
@@ -161,8 +202,15 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
     `megatron.KEY=value` may add a key: Hydra knows only those that a file names, Megatron's parser knows them all.
     The sections of `OPEN` are open too. One given whole (`puzzle.search.shares={parameters: 0.6}`) replaces what the
     recipe has there, where Hydra would merge the two; `filters` given whole leave those that they do not name.
+    `streams` given whole replaces that of a file, too.
     The value of `model.pattern` is quoted: our notation's braces and parentheses mean something else to Hydra.
+
+    Raises:
+        ValueError: `streams` and a folder that they are not read from.
     """
+    names = [word.partition("=")[0] for word in words]
+    if "streams" in names and "data.directory" in names:
+        raise ValueError("data.directory is of the recipe's data: streams lie in data_root, or where their prefix says")
     spelled = []
     for word in words:
         name, equals, value = word.partition("=")
@@ -170,6 +218,8 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
         planned = section == "precision_plan" and job in WITH_PRECISION_PLAN
         if equals and (section in OPEN or planned or name.startswith(FREE) or name == "filters"):
             spelled.append(f"++{word}")
+        elif equals and name == "streams" and job in WITH_STREAMS:
+            spelled += ["streams=null", word]
         elif equals and name in OPEN:
             spelled += [f"~{name}", f"+{word}"]
         elif name == "preset" and job in PRESETS:
@@ -291,10 +341,10 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
     register_resolvers()
     try:
         check_recipe(sys.argv[1:])
+        sys.argv = [sys.argv[0], *hydra_words(sys.argv[1:], config_name)]
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
-    sys.argv = [sys.argv[0], *hydra_words(sys.argv[1:], config_name)]
 
     composed = False
 
@@ -303,7 +353,7 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
         composed = True
         print_errors()
         try:
-            job(named_blends(plain(config)))
+            job(named_blends(own_streams(plain(config))))
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(USER_ERROR)
