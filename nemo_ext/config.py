@@ -274,6 +274,8 @@ MISPLACED = {
         "max_bad_share",
     ): "it is of a source: in place of input=FILE output=DIR/NAME give data.directory=DIR and "
     "'data.streams=[{name: NAME, weight: 1, source: {kind: jsonl, path: FILE, max_bad_share: 0.05}}]'",
+    ("train", "data.streams"): "this recipe's data are a tree or packs: streams=[...] replaces those of any recipe",
+    ("train", "data.blend"): "this recipe's data are a list or packs: streams={...} replaces those of any recipe",
 }
 """Where keys go that users give to the wrong place, by job and key."""
 

@@ -53,6 +53,11 @@ def test_a_config_that_cannot_be_composed_is_one_line(
     assert told.count("\n") == 1
 
 
+def test_streams_over_a_tree_say_what_replaces_it() -> None:
+    with pytest.raises(ValueError, match=r"'data.streams': .* streams=\[\.\.\.\] replaces those of any"):
+        compose("train", ["recipe=olmo1/1b", "data.streams=[]"])
+
+
 def test_a_bad_key_of_a_stage_names_the_stage(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "queued", dict)
     said = r"^stages\.first: Could not override 'megatrn.lr': train has no such key; .*$"
