@@ -38,6 +38,8 @@ LONG = ("train", "puzzle")
 
 QUICK = [line for line in commands() if shlex.split(line)[1] not in LONG or "--" in line]
 TRAINING = [line for line in commands() if line not in QUICK and shlex.split(line)[1] == "train"]
+OWN_TEXT = [line for line in commands() if "output=data/mine" in line or "streams='{mine: 1}'" in line]
+"""README's tokenising of one's own text, and the run on it."""
 
 
 def run(line: str, folder: Path, *more: str) -> str:
@@ -59,13 +61,24 @@ def test_python_examples(page: str, code: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", QUICK)
 def test_quick_commands(line: str, tmp_path: Path) -> None:
-    shutil.copy(ROOT / "README.md", tmp_path)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("images"))
 
     assert run(line, tmp_path) or "tokenize" in line
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", TRAINING)
+def test_one_s_own_text_is_tokenised_and_trained_on(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("images"))
+    tokenize, train = OWN_TEXT
+
+    run(tokenize, tmp_path)
+    run(train, tmp_path, "train.tokens=32768")
+
+    assert run_directory.read_metrics(tmp_path / "runs" / "mine_text" / "metrics.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", [line for line in TRAINING if line not in OWN_TEXT])
 def test_training_commands(line: str, tmp_path: Path) -> None:
     """As written, but stopped after eight steps' worth of tokens on data that is made once."""
     run(line, tmp_path, "train.tokens=32768", f"data_root={ROOT / 'data'}")

@@ -56,6 +56,8 @@ VALUES: dict[str, dict[str, str]] = {
 FLAGS = frozenset({LINEAR, BIAS})
 NONE_ALLOWED = frozenset({("*", "window"), ("E", "shared")})
 """Values that may be `none`, stored as 0: a window (full attention) and shared experts (there are none)."""
+MAX_VALUE = 2**31 - 1
+"""Of a size: no tensor that Megatron's kernels index has a longer side."""
 
 
 def unknown_value(kind: str, name: str) -> str:
@@ -111,6 +113,8 @@ class Block:
             raise ValueError(f"value {name!r} of {self.kind!r} must be an integer, got {value!r}")
         if value < 0 or (value == 0 and (self.kind, name) not in NONE_ALLOWED):
             raise ValueError(f"value {name!r} of {self.kind!r} must be a positive integer, got {value}")
+        if value > MAX_VALUE:
+            raise ValueError(f"value {name!r} of {self.kind!r} must be at most {MAX_VALUE}, got {value}")
         return value
 
     @classmethod

@@ -17,11 +17,13 @@ from difflib import get_close_matches
 from itertools import pairwise
 from string import ascii_letters, digits
 
-from nemo_ext.architecture.blocks import FLAGS, LINEAR, NAMES, NONE_ALLOWED, VALUES, Block, unknown_value
+from nemo_ext.architecture.blocks import FLAGS, LINEAR, MAX_VALUE, NAMES, NONE_ALLOWED, VALUES, Block, unknown_value
 
 CUT = "|"
 MAX_BLOCKS = 2048
 """More blocks than any model has: a mistyped repeat is an error, not a machine out of memory."""
+MAX_DEPTH = 32
+"""Groups inside each other: more is a mistake, and would end in Python's own limit on recursion."""
 _SHOWN = 100
 
 
@@ -113,6 +115,7 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
+        self.depth = 0
 
     def pattern(self) -> list[Block | str]:
         items = self.items(opened=None)
@@ -130,8 +133,12 @@ class _Reader:
                 if self.peek() == "x":
                     raise self.error("a pipeline cut cannot be repeated: expected a block, '(' or '|'")
             elif character == "(":
+                self.depth += 1
+                if self.depth > MAX_DEPTH:
+                    raise self.error(f"more than {MAX_DEPTH} groups inside each other: take brackets away")
                 self.at += 1
                 inner = self.items(opened=start)
+                self.depth -= 1
                 if self.peek() != ")":
                     raise self.error("expected ')' to close this group", start)
                 if not inner:
@@ -153,7 +160,8 @@ class _Reader:
         number = self.word(digits)
         if not number:
             raise self.error("expected a repeat count after 'x'")
-        count = int(number)
+        # Python refuses to read a number of thousands of digits.
+        count = int(number) if len(number.lstrip("0")) <= len(str(MAX_BLOCKS)) else MAX_BLOCKS + 1
         if count == 0:
             raise self.error("a repeat count must be at least 1; leave the block out for a no-op", position)
         if count * len(items) > MAX_BLOCKS:
@@ -202,9 +210,11 @@ class _Reader:
         none = (kind, name) in NONE_ALLOWED
         if none and word == "none":
             return 0
-        if not word or not set(word) <= set(digits) or int(word) == 0:
+        if not word or not set(word) <= set(digits) or not word.strip("0"):
             hint = f", or none ({kind}{{{name}=none}})" if none else ""
             raise self.error(f"expected a positive integer for {name!r}{hint}", position)
+        if len(word.lstrip("0")) > len(str(MAX_VALUE)) or int(word) > MAX_VALUE:
+            raise self.error(f"{name!r} is more than {MAX_VALUE}: write a smaller number", position)
         return int(word)
 
     def peek(self) -> str:

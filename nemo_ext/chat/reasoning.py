@@ -1,8 +1,7 @@
 """Control of reasoning: which samples show a trace and how long a one, decided by the seed and the sample alone.
 
 `Control` works on one sample at a time: it pairs, strips and truncates, and settles the sample's mode. `ModeShares`
-then brings each task to its share of samples with thinking on; it has to see all samples before it can say which
-change.
+then plans how each task comes to its share of samples with thinking on, once the modes of all samples are known.
 """
 
 from array import array
@@ -14,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from nemo_ext.chat.sample import Message, Sample
-from nemo_ext.job.seeds import digest, uniform
+from nemo_ext.job.seeds import uniform
 from nemo_ext.job.settings import check_keys, checked_share, checked_whole
 
 ANY_TASK = "*"
@@ -96,17 +95,9 @@ class Control:
     Args:
         settings: shares, budgets, seed.
         truncate: `ChatEncoder.truncated` of the model's tokenizer; may be missing if no trace is to be cut.
-        off_answers: (source, id) -> what is answered in the mode without reasoning, for pairs; where it is not known,
-            the same answer without its reasoning.
     """
 
-    def __init__(
-        self,
-        settings: ReasoningSettings,
-        *,
-        truncate: Truncate | None = None,
-        off_answers: Mapping[tuple[str, str], str] | None = None,
-    ) -> None:
+    def __init__(self, settings: ReasoningSettings, *, truncate: Truncate | None = None) -> None:
         if settings.truncate and truncate is None:
             raise ValueError(
                 "reasoning.truncate cuts traces to tokens: give the tokenizer, or set reasoning.truncate=0"
@@ -114,7 +105,6 @@ class Control:
         self.settings = settings
         self.report = ReasoningReport()
         self._truncate = truncate
-        self._off_answers = off_answers or {}
 
     def apply(self, sample: Sample) -> list[Sample]:
         """The sample as it is trained on, in one mode or another, with `thinking` set; two of them for a pair.
@@ -156,11 +146,6 @@ class Control:
         return [self._cut(sample)]
 
     def _off(self, sample: Sample) -> Sample | None:
-        answer = self._off_answers.get((sample.source, sample.id))
-        if answer is not None:
-            last = max(number for number, message in enumerate(sample.messages) if message.role == "assistant")
-            known = replace(sample.messages[last], content=answer, tool_calls=(), reasoning=None)
-            sample = replace(sample, messages=(*sample.messages[:last], known, *sample.messages[last + 1 :]))
         return replace(stripped(sample), id=sample.id + OFF) if can_strip(sample) else None
 
     def _cut(self, sample: Sample) -> Sample:
@@ -205,29 +190,17 @@ class ModeShares:
 
     Args:
         targets: task -> share of its samples, in number, with thinking on; `*` for every task that is not named.
-        seed: of the choice of samples.
     """
 
-    def __init__(self, targets: Mapping[str, float], *, seed: int) -> None:
+    def __init__(self, targets: Mapping[str, float]) -> None:
         self.targets = {task: checked_share(f"thinking_shares.{task}", share) for task, share in targets.items()}
-        self.seed = checked_whole("seed", seed)
         self._digests: dict[str, dict[Mode, array[int]]] = {}
-
-    def observe(self, sample: Sample) -> None:
-        """Take note of a sample that `Control` made, and that no filter dropped since."""
-        self.observe_digests(sample.task, mode_of(sample), [_digest(self.seed, sample)])
 
     def observe_digests(self, task: str, mode: Mode, digests: Iterable[int]) -> None:
         """Take note of samples of one task and mode by numbers drawn for them, by which `ModePlan.below` then goes."""
         if self.target(task) is not None:
             kinds = self._digests.setdefault(task, {"on": array("Q"), "fixed": array("Q"), "off": array("Q")})
             kinds[mode].extend(digests)
-
-    def add(self, other: "ModeShares") -> None:
-        """Take note of what another worker observed."""
-        for task, kinds in other._digests.items():
-            for kind, digests in kinds.items():
-                self.observe_digests(task, kind, digests)
 
     def target(self, task: str) -> float | None:
         """The share that a task is brought to; None for none."""
@@ -250,7 +223,7 @@ class ModeShares:
             below[task, "off"] = _threshold(kinds["off"], drop_off)
             if share > 0 and not kinds["on"] and not kinds["fixed"]:
                 unreachable.append(task)
-        return ModePlan(seed=self.seed, below=below, unreachable=unreachable)
+        return ModePlan(below=below, unreachable=unreachable)
 
 
 @dataclass
@@ -258,37 +231,12 @@ class ModePlan:
     """Which samples change: those whose digest is below a bound.
 
     Attributes:
-        seed: of the digests.
         below: (task, kind of sample) -> bound.
         unreachable: tasks with a share above 0 that have no sample with reasoning, and were left alone.
-        report: what was done so far.
     """
 
-    seed: int
     below: dict[tuple[str, Mode], int]
     unreachable: list[str]
-    report: ReasoningReport = field(default_factory=ReasoningReport)
-
-    def apply(self, sample: Sample) -> Sample | None:
-        """The sample, or without its reasoning, or None where it is dropped."""
-        mode = mode_of(sample)
-        bound = self.below.get((sample.task, mode), 0)
-        if not bound or _digest(self.seed, sample) >= bound:
-            return sample
-        if mode == "on":
-            self.report.counts[f"{sample.task or 'no task'}: stripped for its share"] += 1
-            return stripped(sample)
-        self.report.counts[f"{sample.task or 'no task'}: dropped for its share"] += 1
-        return None
-
-
-def mode_counts(samples: Iterable[Sample]) -> dict[str, tuple[int, int]]:
-    """Task -> its samples with thinking on and off."""
-    counts: dict[str, tuple[int, int]] = {}
-    for sample in samples:
-        on, off = counts.get(sample.task, (0, 0))
-        counts[sample.task] = (on, off + 1) if mode_of(sample) == "off" else (on + 1, off)
-    return counts
 
 
 def mode_of(sample: Sample) -> Mode:
@@ -299,10 +247,6 @@ def mode_of(sample: Sample) -> Mode:
     if not thinking:
         return "off"
     return "on" if can_strip(sample) else "fixed"
-
-
-def _digest(seed: int, sample: Sample) -> int:
-    return digest(seed, sample.source, sample.id, "thinking share")
 
 
 def _moves(on: int, fixed: int, off: int, share: float) -> tuple[int, int, int]:

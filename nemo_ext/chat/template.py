@@ -179,6 +179,9 @@ class Template:
                 add_generation_prompt=add_generation_prompt,
                 **self.variables,
             )
+        except (ArithmeticError, RecursionError, ValueError) as error:
+            # The sandbox refuses ranges above jinja2.sandbox.MAX_RANGE before it makes them.
+            raise ValueError(f"sample {sample.id}: chat template {self.name}: {error}: mend the template") from error
         except (jinja2.TemplateError, TypeError, AttributeError, KeyError, IndexError) as error:
             raise ValueError(f"sample {sample.id}: chat template {self.name}: {error}") from error
         return replace(_read(text), thinking=mode)

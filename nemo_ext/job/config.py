@@ -10,12 +10,13 @@ import importlib.resources
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -24,6 +25,7 @@ PACKAGE = "pkg://hydra_conf"
 FAILED = 1
 USER_ERROR = 2
 INTERRUPTED = 130
+FULL_ERROR = "HYDRA_FULL_ERROR"
 OPEN = (
     *("puzzle.search.shares", "puzzle.search.limits", "puzzle.heal.megatron"),
     *("reasoning", "thinking_shares", "sampling", "packing", "near_duplicates"),
@@ -35,6 +37,9 @@ FREE = ("megatron.", "filters.", "rl.", "trl.", "nemo_rl.set.", "tasks.", "envir
 
 WITH_PRECISION_PLAN = ("train", "puzzle", "sensitivity", "describe", "quantize", "rl")
 """Jobs that read `precision_plan`, whose keys may be new there: it is null without `precision=`."""
+
+WITH_STREAMS = ("train", "puzzle", "sensitivity", "tokenize", "blend")
+"""Jobs that read `streams`: what is trained on in place of the recipe's data."""
 
 PRESETS = ("preference_data", "rl", "sft_data")
 """Jobs with presets: hydra_conf has a folder of their name."""
@@ -71,14 +76,17 @@ def compose(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
         overrides: as on the command line, e.g. `["recipe=olmo3/7b_pretrain", "megatron.lr=1e-4"]`; `--config-dir` too.
 
     Raises:
-        ValueError: if a mandatory value is missing.
-        hydra.errors.ConfigCompositionException: if an override does not fit.
+        ValueError: if a mandatory value is missing, an override does not fit or a file cannot be read.
     """
     register_resolvers()
     folders, words = config_folders(overrides)
     search = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"] if folders else []
-    with hydra.initialize_config_module("hydra_conf", version_base="1.3"):
-        return named_blends(plain(hydra.compose(config_name, overrides=[*search, *hydra_words(words, config_name)])))
+    overrides = [*search, *hydra_words(words, config_name)]
+    try:
+        with hydra.initialize_config_module("hydra_conf", version_base="1.3"):
+            return named_blends(own_streams(plain(hydra.compose(config_name, overrides=overrides))))
+    except (HydraException, yaml.YAMLError) as error:
+        raise ValueError(mistake(error, config_name)) from error
 
 
 def config_folders(words: Sequence[str]) -> tuple[list[Path], list[str]]:
@@ -102,6 +110,44 @@ def config_folders(words: Sequence[str]) -> tuple[list[Path], list[str]]:
     return folders, rest
 
 
+def own_streams(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with `streams`, a flat list or a tree, in place of all data that the recipe and its phases name.
+
+    Their files are in `data_root`, unless they have a prefix. The tokenizer stays, and how documents are split.
+
+    Raises:
+        ValueError: there are synthetic data too, or no tokenizer.
+    """
+    given = config.pop("streams", None)
+    if given is None:
+        return config
+    if (config.get("megatron") or {}).get("mock_data"):
+        raise ValueError("streams and data=mock exclude each other: take one away")
+    data = config.get("data") or {}
+    kept = ("tokenizer", "validation_share", "seed", "workers", "max_epochs", "refuse_epochs")
+    config["data"] = {
+        "directory": config["data_root"],
+        "blend": None,
+        "streams": None,
+        **{key: data[key] for key in kept if data.get(key) is not None},
+        "streams" if isinstance(given, list) else "blend": given,
+    }
+    if "phases" in config and "tokenizer" not in config["data"]:
+        raise ValueError(
+            "streams: this recipe names no tokenizer: say by which they were tokenised, such as "
+            "'data.tokenizer={kind: huggingface, path: FOLDER}'"
+        )
+    return config | ({"phases": without_data(config["phases"])} if config.get("phases") else {})
+
+
+def without_data(phases: Mapping[str, Any]) -> dict[str, Any]:
+    """The phases of a run, all on the run's own data."""
+    return {
+        name: {key: value for key, value in phase.items() if key != "data"} if isinstance(phase, dict) else phase
+        for name, phase in phases.items()
+    }
+
+
 def named_blends(config: dict[str, Any]) -> dict[str, Any]:
     """The config with the blends in the place of names: `phases.NAME.data` may be a file of the `data` group.
 
@@ -114,6 +160,8 @@ def named_blends(config: dict[str, Any]) -> dict[str, Any]:
                 phase["data"] = plain(hydra.compose("tokenize", overrides=words))["data"]
             except MissingConfigException as error:
                 raise ValueError(f"phases.{name}.data={phase['data']}: {str(error).splitlines()[0]}") from error
+            except (HydraException, yaml.YAMLError) as error:
+                raise ValueError(f"phases.{name}.data={phase['data']}: {mistake(error, 'tokenize')}") from error
     return config
 
 
@@ -154,8 +202,15 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
     `megatron.KEY=value` may add a key: Hydra knows only those that a file names, Megatron's parser knows them all.
     The sections of `OPEN` are open too. One given whole (`puzzle.search.shares={parameters: 0.6}`) replaces what the
     recipe has there, where Hydra would merge the two; `filters` given whole leave those that they do not name.
+    `streams` given whole replaces that of a file, too.
     The value of `model.pattern` is quoted: our notation's braces and parentheses mean something else to Hydra.
+
+    Raises:
+        ValueError: `streams` and a folder that they are not read from.
     """
+    names = [word.partition("=")[0] for word in words]
+    if "streams" in names and "data.directory" in names:
+        raise ValueError("data.directory is of the recipe's data: streams lie in data_root, or where their prefix says")
     spelled = []
     for word in words:
         name, equals, value = word.partition("=")
@@ -163,6 +218,8 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
         planned = section == "precision_plan" and job in WITH_PRECISION_PLAN
         if equals and (section in OPEN or planned or name.startswith(FREE) or name == "filters"):
             spelled.append(f"++{word}")
+        elif equals and name == "streams" and job in WITH_STREAMS:
+            spelled += ["streams=null", word]
         elif equals and name in OPEN:
             spelled += [f"~{name}", f"+{word}"]
         elif name == "preset" and job in PRESETS:
@@ -211,6 +268,57 @@ def check_recipe(words: Sequence[str]) -> None:
             raise ValueError(f"recipe={name}: no such recipe{hint} There are {', '.join(known)}")
 
 
+MISPLACED = {
+    (
+        "tokenize",
+        "max_bad_share",
+    ): "it is of a source: in place of input=FILE output=DIR/NAME give data.directory=DIR and "
+    "'data.streams=[{name: NAME, weight: 1, source: {kind: jsonl, path: FILE, max_bad_share: 0.05}}]'",
+    ("train", "data.streams"): "this recipe's data are a tree or packs: streams=[...] replaces those of any recipe",
+    ("train", "data.blend"): "this recipe's data are a list or packs: streams={...} replaces those of any recipe",
+}
+"""Where keys go that users give to the wrong place, by job and key."""
+
+
+def mistake(error: Exception, job: str) -> str:
+    """One line on a config that cannot be composed: what is wrong, where, and what to do.
+
+    Args:
+        error: of Hydra or of YAML.
+        job: whose config it is.
+    """
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        place = f"{error.problem_mark.name}, line {error.problem_mark.line + 1}"
+        return f"{place}: {error.problem}: mend the file, which must be plain YAML"
+    unknown = re.match(r"Could not override '([^']+)'", str(error))
+    if unknown and isinstance(error.__cause__, OmegaConfBaseException):
+        why = str(error.__cause__).splitlines()[0]
+        if "is not in struct" in why:
+            key = unknown[1]
+            command = "submit" if job in ("slurm", "pipeline") else job
+            why = MISPLACED.get(
+                (job, key), f"{command} has no such key; `nemo-ext {command} --help` names those it has"
+            )
+        return f"{unknown[0]}: {why}"
+    return " ".join(str(error).split())
+
+
+@contextmanager
+def full_errors() -> Iterator[Callable[[], None]]:
+    """Hydra raises what it would print; gives the function that makes it print again."""
+    before = os.environ.get(FULL_ERROR)
+
+    def as_before() -> None:
+        if before is None:
+            os.environ.pop(FULL_ERROR, None)
+
+    os.environ[FULL_ERROR] = before or "1"
+    try:
+        yield as_before
+    finally:
+        as_before()
+
+
 @contextmanager
 def mistakes_are_one_line() -> Iterator[None]:
     """Ends the process with one line on stderr and code 2 after what the user can mend."""
@@ -235,18 +343,19 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
     register_resolvers()
     try:
         check_recipe(sys.argv[1:])
+        sys.argv = [sys.argv[0], *hydra_words(sys.argv[1:], config_name)]
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
-    sys.argv = [sys.argv[0], *hydra_words(sys.argv[1:], config_name)]
 
     composed = False
 
     def guarded(config: DictConfig) -> None:
         nonlocal composed
         composed = True
+        print_errors()
         try:
-            job(named_blends(plain(config)))
+            job(named_blends(own_streams(plain(config))))
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(USER_ERROR)
@@ -261,8 +370,14 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
 
     main = hydra.main(config_path=PACKAGE, config_name=config_name, version_base="1.3")(guarded)
     try:
-        main()
+        with full_errors() as print_errors:
+            main()
         sys.stdout.flush()
+    except (HydraException, yaml.YAMLError) as error:
+        if composed:
+            raise
+        print(f"error: {mistake(error, config_name)}", file=sys.stderr)
+        sys.exit(USER_ERROR)
     except BrokenPipeError:
         _drop_output()
     except KeyboardInterrupt:

@@ -215,7 +215,7 @@ def check_machine(config: Mapping[str, Any]) -> None:
 
     megatron = config["megatron"]
     chosen = resolve_backend(config["model"].get("backend") or "auto")
-    backend(chosen)
+    backend(chosen, setting="model.backend")
     options = hybrid_stack(norm_placement=config["model"].get("norm_placement", "input")).params["options"]
     check_pattern(options, [block.kind for block in parse(config["model"]["pattern"]).blocks], 0)
     check_backend(config, chosen)

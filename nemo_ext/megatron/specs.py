@@ -82,8 +82,12 @@ class LocalBackend(LocalSpecProvider):
         return SDPACoreAttention
 
 
-def backend(transformer_impl: str) -> BackendSpecProvider:
+def backend(transformer_impl: str, *, setting: str = "transformer_impl") -> BackendSpecProvider:
     """The provider of linear, norm and attention classes.
+
+    Args:
+        transformer_impl: Megatron's name of the back end.
+        setting: what the caller's user chose it by.
 
     Raises:
         ValueError: if Transformer Engine is asked for and is not installed.
@@ -92,8 +96,8 @@ def backend(transformer_impl: str) -> BackendSpecProvider:
         return LocalBackend()
     if transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
         raise ValueError(
-            "transformer_impl=transformer_engine, but Transformer Engine is not installed here: set "
-            "model.backend=local, or install it (`pip install transformer-engine[pytorch]` on a machine with CUDA)"
+            f"{setting}=transformer_engine, but Transformer Engine is not installed here: set {setting}=local, or "
+            "install it (`pip install transformer-engine[pytorch]` on a machine with CUDA)"
         )
     return get_backend(transformer_impl)
 
@@ -212,7 +216,7 @@ class BlockStack(HybridStack):
         post_layer_norm: bool = True,
         **kwargs: Any,
     ) -> None:
-        check_pattern(options, layer_type_list, pp_layer_offset)
+        check_pattern(options, layer_type_list, pp_layer_offset, last=kwargs.get("post_process", True))
         super().__init__(
             config,
             stack_submodules(config, options),
@@ -228,12 +232,21 @@ class BlockStack(HybridStack):
             )
 
 
-def check_pattern(options: StackOptions, layer_type_list: list[str], offset: int) -> None:
+_SAME_PATTERN = "pass the same pattern to hybrid_stack() and to --hybrid-layer-pattern"
+
+
+def check_pattern(options: StackOptions, layer_type_list: list[str], offset: int, *, last: bool = False) -> None:
     """Refuses a model that the options do not fit.
 
+    Args:
+        options: of the stack.
+        layer_type_list: the symbols of a pipeline stage.
+        offset: the blocks before it.
+        last: whether it is the last stage, after which no block of the options may be left over.
+
     Raises:
-        ValueError: naming the first block that differs from the pattern the options were made for, or a kind of block
-            that upstream gives no hook for.
+        ValueError: naming the first block that differs from the pattern the options were made for, or how many blocks
+            that pattern has more, or a kind of block that upstream gives no hook for.
     """
     unsupported = set(layer_type_list) - set("M*-E")
     if unsupported:
@@ -248,8 +261,14 @@ def check_pattern(options: StackOptions, layer_type_list: list[str], offset: int
             wanted = expected[index] if index < len(expected) else "the end of the pattern"
             raise ValueError(
                 f"hybrid_layer_pattern has {symbol!r} at block {index + 1}, but the layer spec was made for {wanted!r} "
-                f"there ({options.symbols}): pass the same pattern to hybrid_stack() and to --hybrid-layer-pattern"
+                f"there ({options.symbols}): {_SAME_PATTERN}"
             )
+    blocks = offset + len(layer_type_list)
+    if last and blocks < len(expected):
+        raise ValueError(
+            f"hybrid_layer_pattern has {blocks} blocks, but the layer spec was made for {len(expected)} "
+            f"({options.symbols}): {_SAME_PATTERN}"
+        )
 
 
 def hybrid_stack(

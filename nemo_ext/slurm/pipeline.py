@@ -15,7 +15,8 @@ from nemo_ext.job.files import write_text
 from nemo_ext.job.settings import checked, nearest
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.cluster import STRICT
-from nemo_ext.slurm.jobs import makes, script_name
+from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG, makes, script_name
+from nemo_ext.slurm.preflight import Finding, other_tokenizers
 from nemo_ext.slurm.settings import PACKAGED, check_choice, split
 from nemo_ext.slurm.status import PARENTS, PIPELINE, job_of, queued
 from nemo_ext.slurm.submit import Submission, errors, hand_over, planned, tell
@@ -168,7 +169,10 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
             console.print(f"{stage.name}: job {waiting[0]} is {queue[waiting[0]]}", markup=False)
         else:
             jobs[stage.name] = ""
-            found = checked_submission(submission)
+            found = [
+                *checked_submission(submission),
+                *_other_tokenizers(pipeline.before(stage), submissions, submission),
+            ]
             console.print(f"{stage.name}:", style="bold", markup=False)
             tell(console, replace(submission, after=tuple(f"<{name}>" for name in _needed(stage, jobs))), found)
             wrong = wrong or errors(found)
@@ -191,6 +195,17 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
         console.print(f"{stage.name}: job {jobs[stage.name]}", markup=False)
     console.print(f"`nemo-ext status {pipeline.run_dir}` shows how they get on", markup=False)
     return 0
+
+
+def _other_tokenizers(
+    before: Sequence[Stage], submissions: Mapping[str, Submission], submission: Submission
+) -> list[Finding]:
+    """What a stage trains on that those before it tokenise otherwise."""
+    if submission.settings.job not in ON_TRAINING_CONFIG:
+        return []
+    parents = [submissions[stage.name] for stage in before]
+    made = [config for each in parents if each.settings.job == "tokenize" for config in each.configs]
+    return [one for config in submission.configs for one in other_tokenizers(config, made)]
 
 
 def _needed(stage: Stage, jobs: Mapping[str, str]) -> list[str]:

@@ -14,9 +14,12 @@ from nemo_ext.architecture.cost import GpuCost, per_gpu
 from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
+from nemo_ext.data.blends.blend import check_rows
 from nemo_ext.data.blends.hierarchy import read_tree
+from nemo_ext.data.streams import blend_to_tokenize
+from nemo_ext.data.text.tokenizers import load_tokenizer
 from nemo_ext.slurm.cluster import Cluster, Limit, duration
-from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG, inputs, nodes_and_gpus, record_of
+from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG, inputs, makes, nodes_and_gpus, record_of
 from nemo_ext.slurm.settings import Settings
 
 GIB = 1 << 30
@@ -64,7 +67,64 @@ def findings(
         found += [*_inputs(config, settings, coming), *_container(cluster)]
     if paths and settings.job in ON_TRAINING_CONFIG:
         found += [*_data(config, coming, settings.job), *_offline(config, cluster)]
+    if paths and settings.job in ON_TRAINING_CONFIG and not _tokenizer_missing(found):
+        found += _tokenizers(config, coming)
     return found
+
+
+def _tokenizer_missing(found: Sequence[Finding]) -> bool:
+    """Whether the tokenizer is known to be missing."""
+    return any(one.text.startswith("data.tokenizer: ") for one in found)
+
+
+def other_tokenizers(config: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Streams that a stage before tokenises by another tokenizer than training reads them with.
+
+    Args:
+        config: of training.
+        before: of the stages before it that tokenise.
+    """
+    for made in before:
+        prefixes = {place.resolve() for place in makes("tokenize", made)}
+        for data in _sections(config):
+            if not (data.get("blend") or data.get("streams")) or not isinstance(data.get("tokenizer"), Mapping):
+                continue
+            shared = [leaf.name for leaf in read_tree(data).leaves() if leaf.prefix.resolve() in prefixes]
+            wanted = blend_to_tokenize(made)["tokenizer"]
+            assert isinstance(wanted, Mapping)
+            try:
+                same = load_tokenizer(wanted).identity == load_tokenizer(data["tokenizer"]).identity
+            except ValueError:
+                continue  # `findings` of either stage says so
+            if shared and not same:
+                yield Finding(
+                    "error",
+                    f"data.tokenizer={dict(data['tokenizer'])}: {shared[0]} is tokenised by {wanted} in a stage before "
+                    "this one: give both stages one tokenizer",
+                )
+
+
+def _sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The data of a training run and of its phases, as far as they have some."""
+    phases = (config.get("phases") or {}).values()
+    return [data for data in (config.get("data"), *((phase or {}).get("data") for phase in phases)) if data]
+
+
+def _tokenizers(config: Mapping[str, Any], coming: Sequence[Path]) -> Iterator[Finding]:
+    """A tokenizer that cannot be read, or has more ids than the model has embedding rows."""
+    for data in _sections(config):
+        tokenizer = data.get("tokenizer")
+        if not isinstance(tokenizer, Mapping):
+            if tokenizer is not None or data.get("blend") or data.get("streams"):
+                yield Finding("error", f"data.tokenizer must be a mapping such as {{kind: byte}}, not {tokenizer!r}")
+            continue
+        place = Path(str(tokenizer.get("path") or ".")).expanduser()
+        if not place.exists() and is_there(place, coming):
+            continue
+        try:
+            check_rows(load_tokenizer(tokenizer), config["megatron"])
+        except ValueError as error:
+            yield Finding("error", f"data.tokenizer: {error}")
 
 
 def is_there(path: Path, coming: Sequence[Path]) -> bool:
@@ -180,10 +240,7 @@ def _settings(job: str, config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _data(config: Mapping[str, Any], coming: Sequence[Path], job: str) -> Iterator[Finding]:
-    sections = [config.get("data"), *((phase or {}).get("data") for phase in (config.get("phases") or {}).values())]
-    for data in sections:
-        if not data:
-            continue
+    for data in _sections(config):
         if packed := data.get("packed"):
             needed = [Path(str(place)) for place in packed.values() if place]
             how = "`nemo-ext sft_data` writes it"

@@ -1,5 +1,6 @@
 """The words of a Slurm job: those about the site and the queue, and the job's own."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from nemo_ext.job.settings import checked, nearest
 from nemo_ext.slurm.cluster import STRICT, Cluster, duration
 
 OWN = ("job", "account", "time")
+_NAMES = re.compile(r"[A-Za-z0-9_.@+][A-Za-z0-9_.@+-]*(,[A-Za-z0-9_.@+][A-Za-z0-9_.@+-]*)*")
 PACKAGED = Path(hydra_conf.__file__).parent
 
 
@@ -51,6 +53,14 @@ class Settings:
     def __post_init__(self) -> None:
         if self.time is not None:
             duration(self.time)
+        cluster = self.cluster
+        named = {"account": self.account, "cluster.partition": cluster.partition, "cluster.qos": cluster.qos}
+        for key, name in named.items():
+            if name is not None and not _NAMES.fullmatch(name):
+                raise ValueError(
+                    f"{key}={name!r} cannot be a name of Slurm's: write letters, digits and . _ - @ + alone "
+                    "(a comma between several)"
+                )
         if self.slurm.folder is not None and self.job == "train":
             raise ValueError(f"slurm.folder={self.slurm.folder}: training notes its starts in its run_dir")
         if self.slurm.shards > 1 and self.job != "puzzle":

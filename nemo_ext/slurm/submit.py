@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from nemo_ext.job.config import check_recipe, compose
+from nemo_ext.job.config import check_recipe, compose, without_data
 from nemo_ext.job.files import write_text
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.jobs import nodes_and_gpus, record_of, script_name, shard_record
@@ -260,6 +260,7 @@ def hand_over(submission: Submission) -> str:
 
 def _by_megatron(config: Mapping[str, Any], coming: Sequence[Path]) -> list[Finding]:
     """What the installed Megatron's parser and our layouts refuse."""
+    from nemo_ext.data.phases import segments
     from nemo_ext.launch import checked_runs
     from nemo_ext.megatron.check import check
     from nemo_ext.megatron.fp8 import use_plan
@@ -269,8 +270,11 @@ def _by_megatron(config: Mapping[str, Any], coming: Sequence[Path]) -> list[Find
         use_plan(given)
         if coming:
             # Data that are not there yet cannot be checked.
-            given |= {"data": None, "phases": {}, "megatron": {**given["megatron"], "mock_data": True}}
+            phases = without_data(given.get("phases") or {})
+            given |= {"data": None, "phases": phases, "megatron": {**given["megatron"], "mock_data": True}}
             check(given)
+            for run in segments(given, {}) if phases else ():
+                check(run)
         else:
             checked_runs(given)
     except ValueError as error:

@@ -128,6 +128,7 @@ def test_cuts_stand_before_blocks_and_stages_may_be_empty() -> None:
         ("x3", 0, "a repeat must follow a block or a group"),
         ("Mx", 2, "expected a repeat count after 'x'"),
         ("Mx 0", 3, "a repeat count must be at least 1; leave the block out for a no-op"),
+        ("*{kv=99999999999999999999999}", 5, "'kv' is more than 2147483647: write a smaller number"),
         ("(M*)x9999", 5, "this repeat makes more than 2048 blocks"),
         ("M|x2", 2, "a pipeline cut cannot be repeated"),
         ("M{}", 2, "expected a value name of 'M': one of heads, head_dim, state, groups, linear"),
@@ -194,3 +195,24 @@ def test_compile_of_full_attention_in_a_windowed_model() -> None:
 def test_compile_refuses_what_megatron_refuses(text: str) -> None:
     with pytest.raises(ValueError, match="cannot mix attention"):
         compile(parse(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "position", "message"),
+    [
+        ("(" * 2000 + "M" + ")" * 2000, 32, "more than 32 groups inside each other: take brackets away"),
+        ("-{ffn=" + "9" * 5000 + "}", 6, "'ffn' is more than 2147483647"),
+        ("Mx" + "9" * 5000, 2, "this repeat makes more than 2048 blocks"),
+    ],
+    ids=["brackets", "value", "repeat"],
+)
+def test_what_python_could_not_read_is_a_mistake_too(text: str, position: int, message: str) -> None:
+    with pytest.raises(PatternError, match="character") as raised:
+        parse(text)
+    assert (raised.value.position, raised.value.problem[: len(message)]) == (position, message)
+
+
+def test_a_block_has_the_notation_s_largest_size() -> None:
+    assert parse("-{ffn=2147483647}").blocks == (Block.of("-", ffn=2147483647),)
+    with pytest.raises(ValueError, match="'ffn' of '-' must be at most 2147483647, got 2147483648"):
+        Block.of("-", ffn=2147483648)

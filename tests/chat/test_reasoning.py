@@ -7,11 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.chat.reasoning import Control, ModeShares, ReasoningReport, ReasoningSettings, mode_counts, stripped
+from nemo_ext.chat.reasoning import (
+    Control,
+    ModeShares,
+    ReasoningReport,
+    ReasoningSettings,
+    mode_of,
+    stripped,
+)
 from nemo_ext.chat.sample import Message, Sample, ToolCall
 from nemo_ext.chat.template import Template
 from nemo_ext.data.sft.masks import ChatEncoder
 from nemo_ext.data.text.tokenizers import ByteTokenizer
+from nemo_ext.job.seeds import digest
 
 NOTHING = ReasoningSettings(strip=0, truncate=0)
 
@@ -142,20 +150,6 @@ def test_a_mode_that_the_data_contradict_is_put_right_and_counted() -> None:
     assert report.counts["samples said to be off that had a trace, now without it"] == 1
 
 
-def test_a_pair_takes_the_answer_known_for_the_mode_without_reasoning() -> None:
-    control = Control(replace(NOTHING, pair=1), off_answers={("made", "a"): "brief answer"})
-
-    on, off = control.apply(chat("a"))
-
-    assert (on.id, on.thinking, on.messages[1].content, on.messages[1].reasoning) == ("a", True, "answer", "trace")
-    assert (off.id, off.thinking, off.messages[1].content, off.messages[1].reasoning) == (
-        "a#off",
-        False,
-        "brief answer",
-        None,
-    )
-
-
 def test_a_budget_is_in_tokens_of_the_model() -> None:
     encoder = ChatEncoder(Template.load("domyn"), ByteTokenizer())
     control = Control(ReasoningSettings(strip=0, truncate=1, budgets=(5, 100)), truncate=encoder.truncated)
@@ -173,24 +167,21 @@ def test_a_budget_is_in_tokens_of_the_model() -> None:
     share=st.sampled_from([0.0, 0.15, 0.23, 0.5, 0.538, 0.9, 1.0]),
 )
 def test_a_task_is_brought_to_its_share_at_the_least_cost(on: int, fixed: int, off: int, share: float) -> None:
-    samples = [chat(f"on{n}") for n in range(on)] + [chat(f"fixed{n}", answer="") for n in range(fixed)]
-    samples += [chat(f"off{n}", trace=None) for n in range(off)]
-    samples = controlled(samples, NOTHING)[0] + [chat("other", task="chat")]
-    shares = ModeShares({"math": share}, seed=3)
-    halves = [ModeShares({"math": share}, seed=3) for _ in range(2)]
-    for number, sample in enumerate(reversed(samples)):
-        shares.observe(sample)
-        halves[number % 2].observe(sample)
-    halves[0].add(halves[1])
+    shares = ModeShares({"math": share})
+    drawn = {}
+    for mode, count in (("on", on), ("fixed", fixed), ("off", off)):
+        drawn[mode] = [digest(3, mode, number) for number in range(count)]
+        for half in filter(None, (drawn[mode][1::2], drawn[mode][::2])):
+            shares.observe_digests("math", mode, half)
+    shares.observe_digests("chat", "on", [1])
 
     plan = shares.plan()
-    kept = [sample for sample in map(plan.apply, samples) if sample is not None]
+    moved = {mode: sum(each < plan.below.get(("math", mode), 0) for each in of) for mode, of in drawn.items()}
 
-    assert halves[0].plan().below == plan.below
-    assert kept[-1] == samples[-1]
-    thinking, without = mode_counts(kept).get("math", (0, 0))
-    dropped = on + fixed + off - thinking - without
-    assert dropped == sum(count for what, count in plan.report.counts.items() if "dropped" in what)
+    assert plan.below.get(("chat", "on")) is None
+    thinking = on + fixed - moved["on"] - moved["fixed"]
+    without = off + moved["on"] - moved["off"]
+    dropped = moved["fixed"] + moved["off"]
     if on + fixed == 0 and share > 0:
         assert plan.unreachable == (["math"] if off else [])
         assert (thinking, without) == (0, off)
@@ -207,28 +198,16 @@ def test_a_task_is_brought_to_its_share_at_the_least_cost(on: int, fixed: int, o
 
 
 def test_a_mode_that_was_not_decided_is_that_of_the_traces() -> None:
-    shares = ModeShares({"*": 0.5}, seed=0)
-    samples = [chat(f"on{n}") for n in range(6)] + [chat(f"off{n}", trace=None) for n in range(2)]
-    for sample in samples:
-        assert sample.thinking is None
-        shares.observe(sample)
+    samples = [chat("a"), chat("b", trace=None), chat("c", answer="")]
 
-    plan = shares.plan()
-
-    assert plan.unreachable == []
-    assert mode_counts(plan.apply(sample) or sample for sample in samples) == {"math": (4, 4)}
+    assert [sample.thinking for sample in samples] == [None] * 3
+    assert [mode_of(sample) for sample in samples] == ["on", "off", "fixed"]
 
 
 def test_tasks_without_a_target_take_the_stars() -> None:
-    shares = ModeShares({"math": 1.0, "*": 0.0}, seed=0)
-    samples, _ = controlled([chat("a"), chat("b", task="chat")], NOTHING)
-    for sample in samples:
-        shares.observe(sample)
+    shares = ModeShares({"math": 1.0, "*": 0.0})
 
-    plan = shares.plan()
-
-    assert [plan.apply(sample) for sample in samples] == [samples[0], stripped(samples[1])]
-    assert "chat: stripped for its share | 1" in plan.report.markdown()
+    assert (shares.target("math"), shares.target("chat"), ModeShares({"math": 1}).target("chat")) == (1.0, 0.0, None)
 
 
 def test_mistakes_are_named() -> None:
@@ -241,4 +220,4 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="give the tokenizer"):
         Control(ReasoningSettings())
     with pytest.raises(ValueError, match=r"thinking_shares\.math must be a share from 0 to 1, not 15"):
-        ModeShares({"math": 15}, seed=0)
+        ModeShares({"math": 15})

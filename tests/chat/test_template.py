@@ -333,3 +333,18 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     late = replace(ask(), messages=(*ask().messages, Message(role="system", content="x")))
     with pytest.raises(ValueError, match="sample ask: chat template domyn: message 2 has the role system"):
         Template.load("domyn").render(late)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{% for i in range(10**9) %}a{% endfor %}", "Range too big.*: mend the template"),
+        ("{{ range(10**9) | list }}", "Range too big.*: mend the template"),
+        ("{{ 1 % (messages | length - messages | length) }}", "zero: mend the template"),
+    ],
+)
+def test_a_template_that_counts_too_far_is_refused_at_once(source: str, said: str) -> None:
+    sample = Sample(source="made", id="a", messages=(Message(role="user", content="question"),))
+
+    with pytest.raises(ValueError, match=f"sample a: chat template mine: .*{said}"):
+        Template("mine", source).render(sample)

@@ -171,6 +171,34 @@ def test_a_spec_made_for_another_pattern_is_refused(megatron: None) -> None:
         check_pattern(options, ["*", "-", "-"], 0)
 
 
+def test_a_spec_of_more_blocks_than_the_model_has_is_refused(megatron: None) -> None:
+    from megatron.core.transformer import TransformerConfig
+
+    from nemo_ext.megatron.specs import BlockStack, check_pattern, hybrid_stack
+
+    options = hybrid_stack("(*{kv=1}-{ffn=512})x2M").params["options"]
+    config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4)
+
+    said = r"hybrid_layer_pattern has 4 blocks, but the layer spec was made for 5 \(\*-\*-M\): pass the same pattern"
+    with pytest.raises(ValueError, match=said):
+        BlockStack(config, options=options, layer_type_list=list("*-*-"))
+    with pytest.raises(ValueError, match=said):
+        BlockStack(config, options=options, layer_type_list=list("*-"), pp_layer_offset=2)
+    check_pattern(options, list("*-"), 0)  # of a stage before the last
+    check_pattern(options, list("*-M"), 2, last=True)
+
+
+def test_the_advice_without_transformer_engine_fits_the_caller(monkeypatch: pytest.MonkeyPatch, megatron: None) -> None:
+    from nemo_ext.megatron import check, specs
+
+    monkeypatch.setattr(specs.importlib.util, "find_spec", lambda name: None)
+
+    with pytest.raises(ValueError, match="set transformer_impl=local, or install it"):
+        specs.backend("transformer_engine")
+    with pytest.raises(ValueError, match=r"set model\.backend=local, or install it"):
+        check.check_machine(compose("train", ["model.backend=transformer_engine"]))
+
+
 def test_local_checkpoints_have_the_keys_of_the_upstream_spec(build: Build) -> None:
     keys = {saved.key for saved in build("model.pattern=M*-E").sharded_state_dict().values()}
 

@@ -92,6 +92,15 @@ def use_blend(config: dict[str, Any], *, tokens: int | None = None) -> None:
     if megatron.get("tokenizer_type") is None:
         # Training needs only the number of ids and the end of document, so not even transformers.
         megatron.update(megatron_arguments(tokenizer, ids_only=True))
+    check_rows(tokenizer, megatron)
+
+
+def check_rows(tokenizer: Tokenizer, megatron: Mapping[str, Any]) -> None:
+    """Refuses a tokenizer with more ids than the model has embedding rows.
+
+    Raises:
+        ValueError: with both numbers.
+    """
     rows = megatron.get("padded_vocab_size")
     if rows is not None and tokenizer.vocab_size > int(rows):
         raise ValueError(

@@ -19,6 +19,7 @@ from nemo_ext.data.curriculum.layout import (
     domain_files,
     remove_order,
     save_order,
+    stored_arrays,
 )
 from nemo_ext.data.curriculum.plan import Candidates, Plan, make_plan
 from nemo_ext.data.curriculum.profile import Profile, read_profile, rows_of, write_profile
@@ -155,15 +156,14 @@ def _used(given: Settings) -> tuple[Keys, Numbers]:
     path = Path(given.previous).expanduser() / ARRAYS
     if not path.is_file():
         raise ValueError(f"previous={given.previous}: has no {ARRAYS}; name the directory of a curriculum")
-    with np.load(path) as stored:
-        steps = len(stored["key"])
-        taken = steps if given.previous_steps is None else given.previous_steps
-        if taken > steps:
-            raise ValueError(f"previous_steps={taken}: {path} has {steps} steps")
-        keys, counts = np.unique(stored["key"][:taken], return_counts=True)
-        both = np.concatenate([stored["used_key"], keys])
-        found, at = np.unique(both, return_inverse=True)
-        return found, np.bincount(at, weights=np.concatenate([stored["used"], counts])).astype(np.int64)
+    key, used_key, used = stored_arrays(path, "key", "used_key", "used")
+    steps = len(key)
+    taken = steps if given.previous_steps is None else given.previous_steps
+    if taken > steps:
+        raise ValueError(f"previous_steps={taken}: {path} has {steps} steps")
+    keys, counts = np.unique(key[:taken], return_counts=True)
+    found, at = np.unique(np.concatenate([used_key, keys]), return_inverse=True)
+    return found, np.bincount(at, weights=np.concatenate([used, counts])).astype(np.int64)
 
 
 def _save(plan: Plan, selection: Selection, output: Path, used: tuple[Keys, Numbers]) -> None:

@@ -1,9 +1,12 @@
 """The files of a curriculum's directory, and those of its domains that a dataloader each reads."""
 
 import re
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +31,22 @@ class Order:
     domain: npt.NDArray[np.int16]
     before: npt.NDArray[np.int64]
     anchor: int
+
+
+def stored_arrays(path: Path, *names: str) -> tuple[npt.NDArray[Any], ...]:
+    """Arrays of an .npz file of a curriculum, by their names.
+
+    Raises:
+        ValueError: the file is something else, or is damaged.
+    """
+    try:
+        with np.load(path) as stored:
+            return tuple(stored[name] for name in names)
+    except (KeyError, TypeError, AttributeError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(
+            f"{path} is not a curriculum's, or is damaged: it has no readable {', '.join(names)}; name the directory "
+            "that `nemo-ext curriculum` wrote, or make it again"
+        ) from error
 
 
 def domain_files(output: Path, domains: Sequence[str], drawn: npt.NDArray[np.int16]) -> dict[int, Path]:
@@ -60,10 +79,9 @@ def remove_order(output: Path) -> None:
     path = output / DOMAINS / ORDER
     if not path.is_file():
         return
-    with np.load(path) as stored:
-        names = stored["names"].tolist()
+    (names,) = stored_arrays(path, "names")
     path.unlink()
-    for name in names:
+    for name in names.tolist():
         (output / DOMAINS / f"{name}.jsonl").unlink(missing_ok=True)
 
 
@@ -86,8 +104,8 @@ def read_order(directory: Path) -> Order:
     path = directory / DOMAINS / ORDER
     if not path.is_file():
         raise ValueError(f"{path} is not there: make the curriculum with split_domains=true")
-    with np.load(path) as stored:
-        domain, names = stored["domain"], tuple(stored["names"].tolist())
+    domain, stems = stored_arrays(path, "domain", "names")
+    names = tuple(stems.tolist())
     counts = np.stack([(domain == number).sum(axis=1) for number in range(len(names))], axis=1)
     before = np.concatenate([np.zeros((1, len(names)), dtype=np.int64), np.cumsum(counts, axis=0)])
     (anchors,) = np.nonzero((counts > 0).all(axis=0))

@@ -86,19 +86,19 @@ def read_prompts(files: Sequence[Path], keys: PromptKeys, *, max_bad_share: floa
     pieces = []
     report, names = ReadReport(), dict[str, int]()
     for first, piece in zip(firsts, read_parts(parts, read, workers=workers, label="prompts"), strict=True):
-        offset, length, key, text, domain, own_names, own_report, line = piece
-        report.add(own_report)
-        codes = np.array([_number(name, names, keys) for name in own_names], dtype=np.int16)
+        report.add(piece.report)
+        codes = np.array([_number(name, names, keys) for name in piece.names], dtype=np.int16)
+        key = piece.key
         if keys.id == LINE:
-            identities = np.frombuffer(line, dtype=np.int64) + first
+            identities = np.frombuffer(piece.line, dtype=np.int64) + first
             key = b"".join(digest(str(number).encode()) for number in identities.tolist())
-        domains = np.frombuffer(domain, dtype=np.int16)
+        domains = np.frombuffer(piece.domain, dtype=np.int16)
         pieces.append(
             (
-                np.frombuffer(offset, dtype=np.int64),
-                np.frombuffer(length, dtype=np.int32),
+                np.frombuffer(piece.offset, dtype=np.int64),
+                np.frombuffer(piece.length, dtype=np.int32),
                 np.frombuffer(key, dtype=np.uint64),
-                np.frombuffer(text, dtype=np.uint64),
+                np.frombuffer(piece.text, dtype=np.uint64),
                 codes[domains] if len(codes) else domains,
             )
         )
@@ -124,10 +124,30 @@ def read_prompts(files: Sequence[Path], keys: PromptKeys, *, max_bad_share: floa
     )
 
 
-def _read_part(
-    part: Part, *, keys: PromptKeys
-) -> tuple[bytes, bytes, bytes, bytes, bytes, list[str], ReadReport, bytes]:
-    """Offsets, lengths, keys, texts, domains as bytes of arrays; the domains' names; what was left out; lines."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Piece:
+    """Prompts of one part of a file. Bytes of arrays, which go between processes as they are.
+
+    Attributes:
+        offset, length, key, text: as of `Prompts`.
+        domain: index into `names`.
+        line: number of the record's line in its part.
+        names: of the part's domains, in the order in which they come.
+        report: records read and left out.
+    """
+
+    offset: bytes
+    length: bytes
+    key: bytes
+    text: bytes
+    domain: bytes
+    line: bytes
+    names: tuple[str, ...]
+    report: ReadReport
+
+
+def _read_part(part: Part, *, keys: PromptKeys) -> _Piece:
+    """The prompts of a part."""
     offsets, lengths, domains, numbers = array("q"), array("i"), array("h"), array("q")
     ids, texts, names, report = list[bytes](), list[bytes](), dict[str, int](), ReadReport()
     flat = not any("." in key for key in (keys.id, keys.prompt, keys.domain or ""))
@@ -157,8 +177,16 @@ def _read_part(
         ids.append(identity)
         texts.append(text)
     report.records = len(ids) + report.skipped.get(MALFORMED, 0)
-    columns = (offsets.tobytes(), lengths.tobytes(), b"".join(ids), b"".join(texts), domains.tobytes())
-    return *columns, list(names), report, numbers.tobytes()
+    return _Piece(
+        offset=offsets.tobytes(),
+        length=lengths.tobytes(),
+        key=b"".join(ids),
+        text=b"".join(texts),
+        domain=domains.tobytes(),
+        line=numbers.tobytes(),
+        names=tuple(names),
+        report=report,
+    )
 
 
 def _entry(record: dict[str, object], keys: PromptKeys) -> tuple[bytes, bytes, str]:

@@ -237,7 +237,7 @@ def _balanced(
 ) -> tuple[Flags, dict[str, tuple[float, int, int]]]:
     """[rows] that are kept so that tasks have their shares of thinking, and what the shares are then."""
     rows = keep & (table.kinds != KINDS.index("stripped"))
-    targets = ModeShares(settings.thinking_shares, seed=settings.seed)
+    targets = ModeShares(settings.thinking_shares)
     if not targets.targets:
         return rows, {}
     _check_tasks(table, settings)

@@ -120,7 +120,7 @@ def read_settings(config: Mapping[str, Any]) -> SftSettings:
         near_duplicates=None if near is None else checked(NearDuplicates, near, where="near_duplicates"),
         duplicate_ids=given["duplicate_ids"],
         reasoning=None if reasoning is None else ReasoningSettings.of({"seed": seed, **reasoning}),
-        thinking_shares=dict(ModeShares(given["thinking_shares"] or {}, seed=seed).targets),
+        thinking_shares=dict(ModeShares(given["thinking_shares"] or {}).targets),
         sampling=checked(Sampling, given["sampling"] or {}, where="sampling"),
         packing=checked(PackingSettings, {"seed": seed, **given["packing"]}, where="packing"),
         validation_share=checked_share("validation_share", given["validation_share"], below_one=True),

@@ -1,0 +1,27 @@
+"""Files of a curriculum that are another program's, or damaged."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nemo_ext.data.curriculum.layout import ARRAYS, stored_arrays
+
+
+def test_a_foreign_file_is_told_from_a_curriculum_s(tmp_path: Path) -> None:
+    path = tmp_path / ARRAYS
+    said = f"{path} is not a curriculum's, or is damaged: it has no readable key, used; name the directory"
+
+    np.savez(path, weights=np.zeros(3))
+    with pytest.raises(ValueError, match=said):
+        stored_arrays(path, "key", "used")
+    for content in (b"no archive", b"", path.read_bytes()[:100], b"PK\x03\x04" + b"0" * 60):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=said):
+            stored_arrays(path, "key", "used")
+    np.savez(path, key=np.arange(2), used=np.array([{"pickled": 1}], dtype=object))
+    with pytest.raises(ValueError, match=said):
+        stored_arrays(path, "key", "used")
+
+    np.savez(path, key=np.arange(2), used=np.ones(2))
+    assert [each.tolist() for each in stored_arrays(path, "key", "used")] == [[0, 1], [1.0, 1.0]]

@@ -1,0 +1,68 @@
+"""What can be known to be wrong with a stage before those it waits for have made its files."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from nemo_ext.slurm.jobs import makes
+from nemo_ext.slurm.pipeline import _other_tokenizers, read
+from nemo_ext.slurm.preflight import findings
+from nemo_ext.slurm.submit import Submission, planned
+
+Chain = Callable[[str, str], list[str]]
+
+
+@pytest.fixture
+def wrong(tmp_path: Path) -> Chain:
+    """The errors of a chain's second stage, by words of either."""
+    (tmp_path / "a.md").write_text("text")
+
+    def errors(tokenize: str, pretrain: str) -> list[str]:
+        words = [f"pipeline=quickstart run_dir={tmp_path}/r data_root={tmp_path}/data cluster=testbed skip=[export]"]
+        given = [f"tokenize.{word}" for word in tokenize.split()] + [f"pretrain.{word}" for word in pretrain.split()]
+        pipeline = read([*words[0].split(), *given])
+        submissions: dict[str, Submission] = {}
+        found: Sequence[object] = ()
+        for stage in pipeline.stages:
+            before = pipeline.before(stage)
+            coming = [
+                place
+                for each in before
+                for config in submissions[each.name].configs
+                for place in makes(submissions[each.name].settings.job, config)
+            ]
+            made = submissions[stage.name] = planned(stage.words, coming=coming)
+            found = [
+                *findings(made.config, made.settings, coming=coming),
+                *_other_tokenizers(before, submissions, made),
+            ]
+        return [one.text for one in found if one.kind == "error"]
+
+    return errors
+
+
+def test_a_chain_that_fits_together_has_no_errors(wrong: Chain) -> None:
+    assert wrong("", "") == []
+
+
+@pytest.mark.parametrize(
+    ("tokenize", "pretrain", "said"),
+    [
+        ("", "megatron.padded_vocab_size=128", "the tokenizer has 257 ids, the model 128 embedding rows"),
+        ("", "data.tokenizer.kind=byt", "unknown tokenizer kind 'byt'"),
+        ("", "data.tokenizer=null", "data.tokenizer must be a mapping"),
+        ("tokenizer={tok}", "", "code is tokenised by"),
+    ],
+)
+def test_a_wrong_tokenizer_is_found_before_tokenising(
+    wrong: Chain, tokenize: str, pretrain: str, said: str, tmp_path: Path
+) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    Tokenizer(WordLevel({"</s>": 0, "a": 1}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+
+    errors = wrong(tokenize.replace("{tok}", f"{tmp_path}/tokenizer.json"), pretrain)
+
+    assert [text for text in errors if said in text], errors
