@@ -8,8 +8,9 @@ exist for the whole sequence. Kept for backward: the inputs, the result before t
 
 Written by hand because autograd costs more: convolution, scan and gate as einsums of the same chunks take 1.4 times the
 processor time and 3 times the memory forward and backward in the tiny model ([8, 256], 16 heads of 16, state 32), 1.8
-and 10 times at [1, 8192] (1.4 times the time with heads of 64 and a state of 64); with each segment under `torch.utils.checkpoint` 1.8 and 2.5 times the time, 2 and 4 times
-the memory. The scan alone as `split_convolution_scan` without a convolution takes 1.1 to 1.25 times as long as here.
+and 10 times at [1, 8192], 1.4 and 8 times there with heads of 64 and a state of 64; with each segment under
+`torch.utils.checkpoint` 1.8, 2.5 and 1.8 times the time, 2, 4 and 4 times the memory. The scan alone as
+`split_convolution_scan` without a convolution takes 1.1 to 1.25 times as long as here.
 """
 
 import math
