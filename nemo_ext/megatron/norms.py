@@ -58,8 +58,7 @@ class LocalNorm(torch.nn.Module):
         if self.centred:
             return layer_norm(x, (self.hidden_size,), weight, self.bias, self.eps)
         if weight is not None and x.device.type == "cpu":
-            # The same values in 0.6 of the processor time, forward and backward, and in 0.6 of the memory: torch's own
-            # has a kernel for CUDA alone.
+            # The same to rounding in 0.6 of the processor time and memory, forward and backward.
             return rms_norm_gated(x, weight, eps=self.eps)
         return rms_norm(x, (self.hidden_size,), weight, self.eps)
 
