@@ -31,7 +31,8 @@ def write_report(run_dir: Path) -> Path:
     )
     if not steps:
         raise ValueError(f"{run_dir / run_directory.METRICS}: no step is logged yet, so there is nothing to report")
-    plot(steps, evaluations, run_dir / PLOT, title=f"{config['recipe']} · {config['model']['name']}")
+    title = f"{config['recipe']} · {config['model']['name']}"
+    plot(steps, evaluations, run_dir / PLOT, title=title, ranks=_ranks(config))
     path = run_dir / run_directory.REPORT
     text = _markdown(config, steps, evaluations, run_dir)
     if memory_section := memory.section(run_dir):
@@ -40,8 +41,14 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def plot(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path, *, title: str) -> None:
-    """Draws loss, learning rate and speed over tokens into one picture (PNG or SVG by suffix)."""
+def plot(
+    steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path, *, title: str, ranks: int = 1
+) -> None:
+    """Draws loss, learning rate and speed over tokens into one picture (PNG or SVG by suffix).
+
+    Speed is tokens per second, and without a GPU tokens per processor second too: what else runs on the machine changes
+    the first, what the run itself does changes both.
+    """
 
     figure = new_figure(figsize=(9, 7))
     loss, rate, speed = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1.2, 1.2))
@@ -69,9 +76,18 @@ def plot(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: P
     rate.plot(tokens, [line.get("lr") for line in steps], color="#2f7d5c")
     rate.set_ylabel("learning rate")
     rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    speed.plot(tokens, [line["tokens_per_second"] for line in steps], color="#7a5195", linewidth=1.0)
+    by_clock = [line["tokens_per_second"] for line in steps]
+    by_processor = [_tokens_per_cpu_second(line, ranks) for line in steps]
+    if any(value is not None for value in by_processor):
+        speed.plot(tokens, by_clock, color="#c3b1d1", linewidth=0.9, label="per second")
+        values = [math.nan if value is None else value for value in by_processor]
+        speed.plot(tokens, values, color="#7a5195", linewidth=1.3, label="per processor second")
+        speed.legend(frameon=False, fontsize=8, ncols=2)
+        speed.set_ylabel("tokens")
+    else:
+        speed.plot(tokens, by_clock, color="#7a5195", linewidth=1.0)
+        speed.set_ylabel("tokens / s")
     speed.set_ylim(bottom=0)
-    speed.set_ylabel("tokens / s")
     speed.set_xlabel(f"trained tokens ({name})")
     for axis in (loss, rate, speed):
         tidy(axis)
@@ -113,6 +129,9 @@ def _markdown(
     rate = sorted(line["tokens_per_second"] for line in steps)[len(steps) // 2]
     utilisation = [line["mfu"] for line in steps if line.get("mfu") is not None]
     rows += [("tokens per second, median", f"{rate:,.0f}")]
+    by_processor = sorted(v for line in steps if (v := _tokens_per_cpu_second(line, _ranks(config))) is not None)
+    if by_processor:
+        rows.append(("tokens per processor second, median", f"{by_processor[len(by_processor) // 2]:,.0f}"))
     if utilisation:
         rows.append(("model FLOPs utilisation, median", f"{sorted(utilisation)[len(utilisation) // 2]:.1%}"))
     rows.append(("time in steps", f"{seconds / 60:.1f} min"))
@@ -126,6 +145,17 @@ def _markdown(
         f"Every step: `{run_directory.METRICS}`. Config: `{run_directory.CONFIG}`. Log: `{run_directory.LOG}`. "
         f"TensorBoard: `tensorboard --logdir {run_directory.TENSORBOARD}`.\n"
     )
+
+
+def _ranks(config: dict[str, Any]) -> int:
+    return int(config["launcher"]["nodes"]) * int(config["launcher"]["nproc_per_node"])
+
+
+def _tokens_per_cpu_second(line: dict[str, Any], ranks: int) -> float | None:
+    """Tokens of all ranks by the processor seconds of as many ranks like the one that logs; None where not measured."""
+    if not line.get("cpu_seconds_per_step"):
+        return None
+    return float(line["tokens_per_second"] * line["seconds_per_step"] / line["cpu_seconds_per_step"] / ranks)
 
 
 def _token_unit(tokens: int) -> tuple[float, str]:

@@ -51,39 +51,65 @@ PHASES = {
 """Phases of a run by Megatron's timers."""
 
 
+class CpuClock:
+    """Processor seconds of this process with all its threads while the loop does steps; on from the first start."""
+
+    def __init__(self, now: Callable[[], float] = time.process_time) -> None:
+        self._now = now
+        self._done = 0.0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """Steps begin, or go on."""
+        self._since = self._now()
+
+    def stop(self) -> None:
+        """Something else begins, such as a checkpoint."""
+        self._done, self._since = self.seconds(), None
+
+    def seconds(self) -> float:
+        """Processor seconds in steps so far."""
+        return self._done if self._since is None else self._done + self._now() - self._since
+
+
 class PhaseTimers(Timers):
     """Megatron's timers, which also note the phases of a run: its loop says nowhere else when one begins."""
 
     phases: Phases
+    cpu: CpuClock
 
     @classmethod
     def take_over(cls, timers: Timers, phases: Phases) -> None:
         """Has Megatron's own object, which its functions hold already, note the phases."""
         timers.__class__ = cls
         timers.phases = phases
+        timers.cpu = CpuClock()
 
     def __call__(self, name: str, log_level: int | None = None) -> Any:
         """As upstream."""
         timer = super().__call__(name, log_level)
-        return _PhaseTimer(timer, name, self.phases) if name in PHASES else timer
+        return _PhaseTimer(timer, name, self.phases, self.cpu) if name in PHASES else timer
 
 
 class _PhaseTimer:
     """A timer at whose start a phase begins, and at whose stop the one before it goes on."""
 
-    def __init__(self, timer: Any, name: str, phases: Phases) -> None:
-        self._timer, self._name, self._phases = timer, name, phases
+    def __init__(self, timer: Any, name: str, phases: Phases, cpu: CpuClock) -> None:
+        self._timer, self._name, self._phases, self._cpu = timer, name, phases, cpu
 
     def start(self, *arguments: Any, **named: Any) -> None:
         if self._name == STEPS:
             self._phases.begin(PHASES[STEPS])
+            self._cpu.start()
         else:
             self._phases.enter(PHASES[self._name])
         self._timer.start(*arguments, **named)
 
     def stop(self, *arguments: Any, **named: Any) -> None:
         self._timer.stop(*arguments, **named)
-        if self._name != STEPS:
+        if self._name == STEPS:
+            self._cpu.stop()
+        else:
             self._phases.leave()
 
     def __getattr__(self, name: str) -> Any:
@@ -94,8 +120,9 @@ class MetricsWriter:
     """Writes metrics.jsonl beside TensorBoard.
 
     A line has `step`, `tokens` (trained so far), `loss`, `lr`, `grad_norm`, `tokens_per_second`, `seconds_per_step`,
-    `mfu` (null where the device's peak is not known) and what else Megatron logs. Each figure of an evaluation is a
-    line of its own with `step`, `tokens` and `val_loss` (or `val_kl_to_teacher`).
+    `mfu` (null where the device's peak is not known), without a GPU `cpu_seconds_per_step`, and what else Megatron
+    logs. Each figure of an evaluation is a line of its own with `step`, `tokens` and `val_loss` (or
+    `val_kl_to_teacher`).
 
     Args:
         path: the file; lines of steps after `first_step` from an earlier, killed run are removed first.
@@ -104,6 +131,7 @@ class MetricsWriter:
         tokens_at: tokens trained on when a step is done.
         flops_per_token: training FLOPs per token (`architecture.cost`).
         peak_flops: FLOP/s of all devices together, or None.
+        cpu_seconds: processor seconds that this rank has spent in steps, or None where a GPU does the work.
         tensorboard: where scalars go as well, or None.
         on_line: called with each line.
     """
@@ -117,6 +145,7 @@ class MetricsWriter:
         tokens_at: Callable[[int], int],
         flops_per_token: float,
         peak_flops: float | None,
+        cpu_seconds: Callable[[], float] | None = None,
         tensorboard: ScalarWriter | None = None,
         on_line: Callable[[dict[str, Any]], None] = lambda line: None,
     ) -> None:
@@ -125,10 +154,11 @@ class MetricsWriter:
         self.tokens_at = tokens_at
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
+        self.cpu_seconds = cpu_seconds
         self.tensorboard = tensorboard
         self.on_line = on_line
         self._step: dict[str, Any] = {}
-        self._last = (first_step, time.perf_counter())  # the last step and when it was done
+        self._last = (first_step, time.perf_counter(), self._cpu_now())  # the last step and when it was done
         truncate_metrics(path, first_step)
 
     def add_scalar(self, tag: str, value: Any, step: int) -> None:
@@ -148,7 +178,7 @@ class MetricsWriter:
             self.flush()
         if not self._step:
             self._step = {"step": step, "tokens": self.tokens_at(step)}
-            self._time = time.perf_counter()
+            self._time, self._cpu = time.perf_counter(), self._cpu_now()
         self._step[name] = _finite(number)
         if name == LAST_OF_A_STEP and "loss" in self._step:
             self.flush()  # now, not with the next step: a checkpoint may follow, and a kill after it
@@ -158,15 +188,21 @@ class MetricsWriter:
         line, self._step = self._step, {}
         if "loss" not in line:
             return
-        last_step, last_time = self._last
-        self._last = (line["step"], self._time)
+        last_step, last_time, last_cpu = self._last
+        self._last = (line["step"], self._time, self._cpu)
+        steps = max(1, line["step"] - last_step)
         # Megatron's own timer leaves evaluations and checkpoints out; it does not report the very first step.
-        seconds = line.pop("iteration_time", None) or (self._time - last_time) / max(1, line["step"] - last_step)
+        seconds = line.pop("iteration_time", None) or (self._time - last_time) / steps
         rate = self.tokens_per_step / seconds
         line["seconds_per_step"] = seconds
+        if self.cpu_seconds is not None:
+            line["cpu_seconds_per_step"] = (self._cpu - last_cpu) / steps
         line["tokens_per_second"] = rate
         line["mfu"] = None if self.peak_flops is None else rate * self.flops_per_token / self.peak_flops
         self._write(line)
+
+    def _cpu_now(self) -> float:
+        return 0.0 if self.cpu_seconds is None else self.cpu_seconds()
 
     def close(self) -> None:
         """Writes what is pending and closes TensorBoard."""

@@ -121,7 +121,7 @@ def note_phases(model: list[torch.nn.Module], *, memory_phases: sampler.Phases) 
 
 def attach_metrics(config: Mapping[str, Any], plan: Plan | None, *, first_step: int) -> None:
     """Puts the metrics writer between Megatron and TensorBoard, on the rank that logs (the last)."""
-    from megatron.training import get_args, global_vars
+    from megatron.training import get_args, get_timers, global_vars
 
     from nemo_ext.megatron.metrics import MetricsWriter
 
@@ -137,6 +137,7 @@ def attach_metrics(config: Mapping[str, Any], plan: Plan | None, *, first_step: 
         tokens_at=(lambda step: step * tokens_per_step) if plan is None else plan.tokens_at_step,
         flops_per_token=train_flops_per_token(architecture, seq_length=arguments.seq_length),
         peak_flops=None if peak is None else peak * arguments.world_size,
+        cpu_seconds=None if torch.cuda.is_available() else get_timers().cpu.seconds,
         tensorboard=global_vars._GLOBAL_TENSORBOARD_WRITER,
         on_line=lambda line: print(json.dumps(line), flush=True),
     )

@@ -42,6 +42,24 @@ def test_it_says_what_came_out(tmp_path: Path) -> None:
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_without_a_gpu_it_says_what_a_processor_second_trains(tmp_path: Path) -> None:
+    made_up_run(tmp_path, [5.0, 4.0, 3.0])
+    assert "processor second" not in write_report(tmp_path).read_text()
+    rows = run_directory.read_metrics(tmp_path / run_directory.METRICS)
+    # A neighbour slows the clock down, not the processor: 4000 tokens a step, of two ranks.
+    for row, seconds in zip([row for row in rows if "loss" in row], (0.8, 1.6, 3.2), strict=True):
+        row |= {"seconds_per_step": seconds, "tokens_per_second": 4000 / seconds, "cpu_seconds_per_step": 0.5}
+    (tmp_path / run_directory.METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = run_directory.read_config(tmp_path / run_directory.CONFIG)
+    config["launcher"]["nproc_per_node"] = 2
+    run_directory.write_config(tmp_path, config)
+
+    text = write_report(tmp_path).read_text()
+
+    assert "| tokens per second, median | 2,500 |" in text
+    assert "| tokens per processor second, median | 4,000 |" in text
+
+
 def test_it_names_the_precision_plan(tmp_path: Path) -> None:
     made_up_run(tmp_path, [5.0])
     config = run_directory.read_config(tmp_path / run_directory.CONFIG)

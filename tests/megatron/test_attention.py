@@ -130,3 +130,29 @@ def test_the_local_norm_is_torchs(megatron: None, normalization: str, zero_centr
 
     assert torch.allclose(norm(x), reference(x), atol=1e-6)  # the initial weight is one, however it is stored
     assert not list(LocalNorm(config, 16, affine=False).parameters())
+
+
+def test_the_local_norm_keeps_little_for_its_backward(megatron: None) -> None:
+    from megatron.core.transformer import TransformerConfig
+
+    from nemo_ext.megatron.norms import LocalNorm
+
+    norm = LocalNorm(
+        TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, normalization="RMSNorm"), 64
+    )
+    x, reference = torch.randn(32, 64, requires_grad=True), torch.nn.RMSNorm(64, eps=1e-5)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = norm(x)
+
+    # The input, its weight and one scale a token; torch's own formula keeps the normalised input too.
+    assert sum(kept.values()) < 1.2 * x.numel() * 4
+    ours = torch.autograd.grad(out.square().sum(), [x, *norm.parameters()])
+    theirs = torch.autograd.grad(reference(x).square().sum(), [x, *reference.parameters()])
+    for gradient, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(gradient, expected)

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.megatron.metrics import MetricsWriter
+from nemo_ext.megatron.metrics import CpuClock, MetricsWriter
 
 
 class Scalars:
@@ -66,6 +66,28 @@ def test_a_step_is_one_line_with_its_speed(tmp_path: Path) -> None:
         "mfu": 0.25,
     }
     assert second["step"] == 2 and second["tokens"] == 200
+
+
+def test_a_step_has_the_processor_seconds_of_steps_alone(tmp_path: Path) -> None:
+    used = iter([0.0, 10.0, 12.0, 12.5, 40.0, 43.0])  # begin, the metrics', two steps, a checkpoint's ends, a step
+    clock = CpuClock(lambda: next(used))
+    clock.start()
+    metrics = MetricsWriter(
+        tmp_path / "m.jsonl",
+        first_step=0,
+        tokens_per_step=100,
+        tokens_at=lambda step: 100 * step,
+        flops_per_token=6.0,
+        peak_flops=None,
+        cpu_seconds=clock.seconds,
+    )
+    log_step(metrics, 2, 4.0)
+    clock.stop()
+    clock.start()
+    log_step(metrics, 3, 3.0)
+    metrics.close()
+
+    assert [line["cpu_seconds_per_step"] for line in lines(tmp_path / "m.jsonl")] == [1.0, 3.5]
 
 
 def test_an_evaluation_is_a_line_of_its_own_after_its_step(tmp_path: Path) -> None:

@@ -364,13 +364,16 @@ def test_megatrons_timers_note_the_phases(tmp_path: Path, megatron: None) -> Non
     PhaseTimers.take_over(timers, phases)
     timers("load-checkpoint", log_level=0).start(barrier=True)
     timers("load-checkpoint").stop(barrier=True)
+    assert timers.cpu.seconds() == 0
     timers("interval-time", log_level=0).start(barrier=True)
     timers("forward-backward", log_level=1).start()
     timers("interval-time").elapsed(barrier=True, reset=True)
     for name in ("evaluate", "save-checkpoint"):
         timers("interval-time").stop()
         timers(name, log_level=0).start(barrier=False)
+        in_steps = timers.cpu.seconds()
         timers(name).stop()
+        assert timers.cpu.seconds() == in_steps > 0
         timers("interval-time", log_level=0).start()
 
     assert [phase for _, phase in memory.read_phases(tmp_path)] == [

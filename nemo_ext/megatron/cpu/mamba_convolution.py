@@ -2,6 +2,9 @@
 
 A tap is one multiply-add over whole rows: on a CPU far faster than a depthwise `F.conv1d`, which wants the
 channels first, and a tap that would cross from one packed sequence into another can be left out.
+
+The backward is written by hand: the same taps under autograd take 1.7 to 2.1 times the processor time and 1.3 to 1.5
+times the memory, `F.conv1d`, which knows no packed sequences, 1.1 times ([8, 256, 384]) to 1.9 times ([1, 8192, 1152]).
 """
 
 from typing import Any
