@@ -15,7 +15,6 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.config import compose
-from nemo_ext.megatron.float8_modules import in_float8
 from nemo_ext.megatron.fp8 import Precision
 from nemo_ext.megatron.session import build_model
 from nemo_ext.puzzle.parent import Parent
@@ -42,6 +41,8 @@ def test_what_is_measured(parent: Parent, tmp_path: Path) -> None:
     measurements = Measurements(parent, batches, tmp_path / "scores.jsonl")
 
     as_it_is, low = measurements.of("as it is", None), measurements.of("two", precision)
+
+    from nemo_ext.megatron.float8_modules import in_float8
 
     kl = loss = 0.0
     for tokens in batches:
