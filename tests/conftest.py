@@ -35,6 +35,9 @@ BEGAN = time.monotonic()
 IN_ONE_WORKER = ("slurm", "ray_cluster", "megatron")
 """Fixtures of a session that take seconds; a test with several goes where the first is."""
 
+SLOW_IMPORTS = {"datasets", "megatron.core", "nemo_gym", "transformers", "trl"}
+IMPORTED = pytest.StashKey[list[str]]()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--minutes", type=float, help="skip tests that would begin later than this after the start")
@@ -59,6 +62,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             shared = [item.path.stem]
         if shared:
             item.add_marker(pytest.mark.xdist_group(name=shared[0]))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[IMPORTED] = sorted(SLOW_IMPORTS & sys.modules.keys())
+
+
+@pytest.fixture
+def imported_by_collection(request: pytest.FixtureRequest) -> list[str]:
+    """Packages that take seconds to import, and were imported before the first test ran."""
+    return request.config.stash[IMPORTED]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
