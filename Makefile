@@ -6,6 +6,9 @@ VENV := .venv
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 READY_PTQ := $(VENV)/.ready-ptq
+WORKERS ?= 2
+# A test that shares what is costly to make goes to the worker that has it (tests/conftest.py).
+PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup --durations=25
 
 # Test processes at work side by side: threads that spin while they wait would take each other's cores.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -16,13 +19,13 @@ train: $(READY)
 	$(VENV)/bin/nemo-ext train
 
 test: $(READY_DEV)
-	$(VENV)/bin/python -m pytest
+	$(PYTEST)
 
 slow: $(READY_DEV)
-	$(VENV)/bin/python -m pytest -m slow $(if $(MINUTES),--minutes $(MINUTES))
+	$(PYTEST) -m 'slow or hypothesis' --hypothesis-profile thorough $(if $(MINUTES),--minutes $(MINUTES))
 
 ptq: $(READY_PTQ)
-	$(VENV)/bin/python -m pytest -m ptq tests/quantization
+	$(VENV)/bin/python -m pytest -m ptq tests/quantization --durations=25
 
 lint: $(READY_DEV)
 	$(VENV)/bin/ruff check .

@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Two workers on two cores: one thread each, and in all processes that they start. Before torch reads it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
+from hypothesis import settings
 
 from nemo_ext.job import run_directory
 from nemo_ext.job.config import compose
@@ -20,16 +25,59 @@ from nemo_ext.megatron.cpu import mamba_modules
 mamba_modules.install()
 
 
+# How long an example takes says nothing on a shared machine. CI's slow run has `--hypothesis-profile thorough`.
+settings.register_profile("quick", max_examples=25, deadline=None)
+settings.register_profile("thorough", max_examples=100, deadline=None)
+settings.load_profile("quick")
+
 BEGAN = time.monotonic()
+
+IN_ONE_WORKER = ("slurm", "ray_cluster", "megatron")
+"""Fixtures of a session that take seconds; a test with several goes where the first is."""
+
+SLOW_IMPORTS = {"datasets", "megatron.core", "nemo_gym", "transformers", "trl"}
+IMPORTED = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--minutes", type=float, help="skip tests that would begin later than this after the start")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tells a worker when the run began."""
+    node.workerinput["began"] = BEGAN
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that share what is made once for a file, or a cluster or Megatron in their process, share a worker."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        shared = [name for name in IN_ONE_WORKER if name in item.fixturenames]
+        definitions = item._fixtureinfo.name2fixturedefs.values()
+        if not shared and any(each.scope == "module" for all_of_name in definitions for each in all_of_name):
+            shared = [item.path.stem]
+        if shared:
+            item.add_marker(pytest.mark.xdist_group(name=shared[0]))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[IMPORTED] = sorted(SLOW_IMPORTS & sys.modules.keys())
+
+
+@pytest.fixture
+def imported_by_collection(request: pytest.FixtureRequest) -> list[str]:
+    """Packages that take seconds to import, and were imported before the first test ran."""
+    return request.config.stash[IMPORTED]
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     minutes = item.config.getoption("--minutes")
-    if minutes is not None and time.monotonic() - BEGAN > 60 * minutes:
+    began = getattr(item.config, "workerinput", {"began": BEGAN})["began"]
+    if minutes is not None and time.monotonic() - began > 60 * minutes:
         pytest.skip(f"not begun within --minutes {minutes:g}")
 
 

@@ -346,7 +346,7 @@ def test_megatron_bridge_lacks_transformer_engine(install: Install) -> None:
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "nemo_ext.cli", "doctor", *words], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "nemo_ext.cli", "doctor", *words], capture_output=True, text=True, timeout=600
     )
 
 

@@ -36,6 +36,9 @@ RECIPES = sorted(
     for path in CONFIGS.glob("recipe/*/*.yaml")
     if path.parent.name != "puzzle"  # tiny models as they are, in a job of their own: tests/puzzle
 )
+WITH_PHASES = ("domyn_small/foundation", "nemotron3_nano/pretrain", "nemotron3_nano/quickstart_phases")
+ONE_EACH = {recipe.split("/")[0]: recipe for recipe in RECIPES}.values()
+"""A recipe of each family."""
 
 PUBLISHED = {
     "nemotron3_nano_30b": 31.6e9,  # paper, section 2.1
@@ -261,6 +264,7 @@ def test_a_recipe_composes_under_its_own_name(recipe: str) -> None:
     config = composed(f"recipe={recipe}")
 
     assert config["recipe"] == recipe
+    assert bool(config.get("phases")) == (recipe in WITH_PHASES)
     assert config["run_dir"] == f"runs/{recipe}-{config['model']['name']}"
     assert twin(recipe) in TINY
     assert config["model"]["family"] == recipe.split("/")[0]
@@ -336,7 +340,7 @@ def test_domyns_foundation_grows_its_sequences() -> None:
     assert sum(phase.steps * phase.tokens_per_step for phase in found) == pytest.approx(9e12, rel=1e-5)
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if composed(f"recipe={name}").get("phases")])
+@pytest.mark.parametrize("recipe", WITH_PHASES)
 def test_every_segment_passes_megatrons_checks(recipe: str) -> None:
     for segment in segments(composed(f"recipe={recipe}"), {}):
         assert accepted(segment).train_iters == segment["megatron"]["train_iters"]
@@ -415,7 +419,9 @@ def test_olmo_3_32b_stops_before_its_cosine_ends() -> None:
 # Recipes on a laptop
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=() if name in ONE_EACH else pytest.mark.slow) for name in RECIPES]
+)
 def test_a_recipe_shrinks_to_a_laptop(recipe: str) -> None:
     arguments = accepted(shrunk(recipe))
 

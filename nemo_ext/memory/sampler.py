@@ -229,8 +229,9 @@ class Sampler:
 
     def _resident(self) -> int:
         total = 0
+        if self._root is None:  # gone before it was looked for
+            return total
         with suppress(psutil.Error):
-            assert self._root is not None
             for process in (self._root, *self._root.children(recursive=True)):
                 if process.pid != os.getpid():
                     with suppress(psutil.Error):
@@ -361,9 +362,9 @@ def _sample(
     ended: Callable[[], bool],
     told: Callable[[int], bool],
 ) -> None:
-    """Samples until `ended`, asked before each sample, or until `told` of a signal (blocked, `numbers`) says so."""
+    """Samples once, and on until `ended`, asked between samples, or `told` of a signal (blocked, `numbers`) says so."""
     due = time.monotonic()
-    while not ended():
+    while True:
         try:
             record.add(sampler.sample())
         except Exception as error:  # never the run's concern
@@ -374,7 +375,9 @@ def _sample(
             if (got is not None and told(got.si_signo)) or (got is None and ended()):
                 record.close()
                 return
-    record.close()
+        if ended():
+            record.close()
+            return
 
 
 def _wrap(command: Sequence[str], directory: Path, seconds: float) -> int:

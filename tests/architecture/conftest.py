@@ -6,15 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
 from nemo_ext.architecture.block_configs import from_block_configs
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import format as format_pattern
-
-# How long an example takes says nothing on a shared machine.
-settings.register_profile("architecture", deadline=None)
-settings.load_profile("architecture")
 
 BLOCK_CONFIGS = Path(__file__).parents[2] / "hydra_conf" / "model" / "block_configs"
 

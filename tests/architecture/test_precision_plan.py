@@ -1,5 +1,6 @@
 """Precision plans: the notation, what it selects, and Nano's published choice in one line."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from nemo_ext.job.config import compose
 SELECTIVE = ("* bf16", "M>* bf16")
 
 
+@cache
 def architecture(model: str, *words: str) -> Architecture:
     return Architecture.from_config(compose("describe", [f"model={model}", *words]))
 

@@ -18,6 +18,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("gpu_parts")
 
 
+@pytest.mark.slow
 def test_every_part_runs_at_toy_sizes(tmp_path: Path) -> None:
     output = tmp_path / "gpu.md"
     command = [sys.executable, "-W", "ignore", str(FOLDER / "gpu.py"), "--device", "cpu", "--small"]
@@ -41,13 +42,11 @@ def test_every_part_runs_at_toy_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no CUDA device")
-def test_without_a_device_it_says_what_to_do() -> None:
-    command = [sys.executable, "-W", "ignore", str(FOLDER / "gpu.py")]
+def test_without_a_device_it_says_what_to_do(parts: ModuleType) -> None:
+    gpu = importlib.import_module("gpu")
 
-    ended = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True, check=False)
-
-    assert ended.returncode == 1
-    assert "--device cpu --small" in ended.stderr
+    with pytest.raises(SystemExit, match="--device cpu --small"):
+        gpu.main(gpu.parse([]))
 
 
 def test_a_broken_part_does_not_end_the_others(

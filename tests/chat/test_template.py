@@ -170,7 +170,6 @@ def test_text_and_marks_are_those_of_transformers(
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @given(draw=st.data())
-@settings(max_examples=25)
 def test_each_answer_is_trained_on_once_and_after_the_prompt_that_generates_it(
     template: str, samples_of: Callable[..., st.SearchStrategy[Sample]], draw: st.DataObject
 ) -> None:

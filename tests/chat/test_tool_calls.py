@@ -4,7 +4,7 @@ import json
 from typing import Any, cast
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nemo_ext.chat.response import Response, parse_response
@@ -87,7 +87,6 @@ calls = st.lists(
 
 
 @pytest.mark.parametrize("style", names())
-@settings(max_examples=40, deadline=None)
 @given(made=calls, content=st.sampled_from(["", "I book it.", "Two\n\nlines <b> & more"]))
 def test_what_a_template_writes_is_read_back(style: str, made: list[ToolCall], content: str) -> None:
     template = Template.load(style)
@@ -181,7 +180,6 @@ pieces = st.sampled_from(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(text=st.lists(pieces, max_size=40).map("".join) | st.text(max_size=60), style=st.sampled_from(STYLES))
 @example(text=HERMES * (MAX_CALLS + 5), style="any")
 @example(text='<tool_call>["</tool_call><tool_call>[", ' * 20_000, style="any")
@@ -215,7 +213,6 @@ json_values = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(
     given=json_values
     | st.lists(

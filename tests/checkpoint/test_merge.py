@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -152,7 +152,6 @@ NUMBERS = st.floats(-1e3, 1e3, width=32)
     shares=st.lists(st.floats(-1, 3), min_size=5, max_size=5),
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
 )
-@settings(max_examples=100, deadline=None)
 def test_any_weights_average_and_leave_alone_what_agrees(
     rows: list[list[float]], shares: list[float], dtype: torch.dtype
 ) -> None:

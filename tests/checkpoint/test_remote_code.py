@@ -10,14 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nemo_ext.checkpoint import remote_code
-from nemo_ext.checkpoint.remote_code.configuration_decilm import DeciLMConfig
-from nemo_ext.checkpoint.remote_code.configuration_nemo_ext_blocks import NemoExtBlocksConfig
-from nemo_ext.checkpoint.remote_code.modeling_decilm import DeciLMForCausalLM
-from nemo_ext.checkpoint.remote_code.modeling_nemo_ext_blocks import NemoExtBlocksForCausalLM
 
 FILES = sorted(Path(remote_code.__path__[0]).glob("[cm]*_*.py"))
 SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "max_position_embeddings": 128}
@@ -32,6 +26,20 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported() -> None:
+    """What takes seconds to import, when a test runs rather than when tests are collected."""
+    global transformers, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+    global DeciLMConfig, NemoExtBlocksConfig, DeciLMForCausalLM, NemoExtBlocksForCausalLM
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+    from nemo_ext.checkpoint.remote_code.configuration_decilm import DeciLMConfig
+    from nemo_ext.checkpoint.remote_code.configuration_nemo_ext_blocks import NemoExtBlocksConfig
+    from nemo_ext.checkpoint.remote_code.modeling_decilm import DeciLMForCausalLM
+    from nemo_ext.checkpoint.remote_code.modeling_nemo_ext_blocks import NemoExtBlocksForCausalLM
 
 
 def attention(group: int | None = 2, window: int | None = None, **flags: bool) -> dict[str, Any]:
@@ -55,7 +63,7 @@ CHILD = [
 ]
 
 
-def decilm(block_configs: list[dict[str, Any]], **values: Any) -> DeciLMForCausalLM:
+def decilm(block_configs: list[dict[str, Any]], **values: Any) -> "DeciLMForCausalLM":
     values = SIZES | TOKENS | {"num_attention_heads": 8, "num_key_value_heads": None} | values
     config = DeciLMConfig(block_configs=block_configs, num_hidden_layers=len(block_configs), **values)
     torch.manual_seed(0)
@@ -102,7 +110,7 @@ CHILDREN: dict[str, dict[str, Any]] = {
 }
 
 
-def blocks(**values: Any) -> NemoExtBlocksForCausalLM:
+def blocks(**values: Any) -> "NemoExtBlocksForCausalLM":
     torch.manual_seed(0)
     return randomised(NemoExtBlocksForCausalLM(NemoExtBlocksConfig(**SIZES | TOKENS | values)))
 
@@ -113,7 +121,7 @@ def children() -> list[Any]:
     return made
 
 
-def randomised(model: PreTrainedModel) -> Any:
+def randomised(model: "PreTrainedModel") -> Any:
     """The model with weights large enough that every sub-layer matters."""
     torch.manual_seed(0)
     with torch.no_grad():
@@ -130,7 +138,7 @@ def tokens(batch: int = 2, length: int = 24) -> torch.Tensor:
 
 
 @torch.no_grad()
-def logits(model: PreTrainedModel, ids: torch.Tensor | None = None, **values: Any) -> torch.Tensor:
+def logits(model: "PreTrainedModel", ids: torch.Tensor | None = None, **values: Any) -> torch.Tensor:
     return model(tokens() if ids is None else ids, **values).logits
 
 
@@ -154,14 +162,14 @@ def renamed(state: dict[str, torch.Tensor], names: dict[str, str], parts: dict[s
     return result
 
 
-def assert_same_model(ours: PreTrainedModel, theirs: PreTrainedModel, state: dict[str, torch.Tensor]) -> None:
+def assert_same_model(ours: "PreTrainedModel", theirs: "PreTrainedModel", state: dict[str, torch.Tensor]) -> None:
     ours.load_state_dict(state, strict=True)
     expected = logits(theirs)
     assert expected.std() > 0.3
     torch.testing.assert_close(logits(ours), expected, atol=1e-5, rtol=0)
 
 
-def export(model: PreTrainedModel, folder: Path) -> Path:
+def export(model: "PreTrainedModel", folder: Path) -> Path:
     """A checkpoint folder as the exporter leaves it: config.json with auto_map, weights, and the code beside them."""
     kind = model.config.model_type.replace("nemotron-nas", "decilm")
     model.save_pretrained(folder)

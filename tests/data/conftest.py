@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -14,10 +13,6 @@ from nemo_ext.data.text.documents import Document, ReadReport, Source, readable
 from nemo_ext.data.text.manifest import Manifest
 from nemo_ext.data.text.sources import load_source
 from nemo_ext.data.text.tokenizers import Tokenizer
-
-# How long an example takes says nothing on a shared machine.
-settings.register_profile("data", deadline=None)
-settings.load_profile("data")
 
 WORDS = ["the", "model", "is", "a", "sequence", "of", "residual", "blocks", "größe", "大小"]
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 
@@ -55,7 +55,6 @@ def test_it_is_attention(megatron: None, seq: int, window: int | None) -> None:
     assert torch.allclose(output, written_out(q, k, v, window), atol=1e-5)
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5), window=st.sampled_from([None, 3]), tail=st.booleans()
 )

@@ -56,7 +56,23 @@ MODELS = {
         "+model.yarn_on_windowed=false",
     ),
 }
-needs_bridge = pytest.mark.skipif(bridge.MISSING is not None, reason=str(bridge.MISSING))
+needs_bridge = pytest.mark.usefixtures("megatron_bridge")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported() -> None:
+    """What takes seconds to import, when a test runs rather than when tests are collected."""
+    global bridge
+    from nemo_ext.megatron import bridge
+
+
+@pytest.fixture
+def megatron_bridge() -> None:
+    """Skips where Megatron-Bridge cannot be imported."""
+    if bridge.MISSING is not None:
+        pytest.skip(str(bridge.MISSING))
+
+
 every_model = pytest.mark.parametrize("name", MODELS)
 Sections = dict[str, dict[str, Any]]
 BuildSections = Callable[[Mapping[str, Any]], torch.nn.Module]

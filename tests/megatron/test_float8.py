@@ -6,19 +6,26 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan, assigned
 from nemo_ext.job.config import compose
 from nemo_ext.megatron.float8 import E4M3, E5M2, SCALINGS, float8_linear, product, quantise
-from nemo_ext.megatron.float8_modules import Float8Product, in_float8, use_float8
 from nemo_ext.megatron.fp8 import Precision
 
 BLOCKS = st.sampled_from([None, (1, 4), (4, 4), (2, 3), (1, 128)])
 SIZES = st.integers(1, 40)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported() -> None:
+    """What takes seconds to import, when a test runs rather than when tests are collected."""
+    global ColumnParallelLinear, RowParallelLinear, Float8Product, in_float8, use_float8
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    from nemo_ext.megatron.float8_modules import Float8Product, in_float8, use_float8
 
 
 def matrix(seed: int, rows: int, columns: int) -> torch.Tensor:
@@ -131,7 +138,6 @@ def test_those_layers_are_in_fp8_that_the_plan_names(model: str, build: Callable
     sizes = Architecture.from_config(compose("describe", [f"model={model}"]))
     made = build(f"model={model}", "precision=fp32")
 
-    @settings(max_examples=30, deadline=None)
     @given(RULES, st.sampled_from(["fp8", "bf16"]))
     def matches(rules: list[str], default: str) -> None:
         plan = Plan.from_config({"default": default, "rules": rules})

@@ -21,7 +21,9 @@ class Scalars:
         self.seen.append(("flushed", 0.0, 0))
 
 
-def writer(path: Path, *, first_step: int = 0, tensorboard: Scalars | None = None) -> MetricsWriter:
+def writer(path: Path, *, first_step: int = 0, tensorboard: Scalars | None = None) -> Any:
+    from nemo_ext.megatron.metrics import MetricsWriter
+
     return MetricsWriter(
         path,
         first_step=first_step,
@@ -33,7 +35,7 @@ def writer(path: Path, *, first_step: int = 0, tensorboard: Scalars | None = Non
     )
 
 
-def log_step(metrics: MetricsWriter, step: int, loss: float, *, seconds: float = 2.0) -> None:
+def log_step(metrics: Any, step: int, loss: float, *, seconds: float = 2.0) -> None:
     for tag, value in (
         ("learning-rate", 1e-3),
         ("learning-rate vs samples", 1e-3),

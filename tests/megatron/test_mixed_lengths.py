@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.data.packs.mixed_lengths import MixedLengths, RowSchedule
@@ -23,7 +23,6 @@ Train = Callable[..., list[dict[str, Any]]]
 EOD = 256
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     share=st.fractions(0, 1, max_denominator=60),
     together=st.integers(1, 4),

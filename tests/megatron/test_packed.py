@@ -109,7 +109,7 @@ def test_without_its_bounds_a_block_mixes_samples(
     assert difference[: LENGTHS[0]].max() < 1e-5 < 1e-3 < difference[LENGTHS[0] :].max()
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(lengths=st.lists(st.integers(1, 30), min_size=2, max_size=6), data=st.data())
 def test_a_change_in_one_sample_changes_no_other(
     hybrid: torch.nn.Module, lengths: list[int], data: st.DataObject
@@ -161,7 +161,6 @@ def test_samples_are_aligned_by_repeating_their_last_token(megatron: None) -> No
     assert row["loss_mask"].tolist() == [1, 1, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0]
 
 
-@settings(max_examples=50, deadline=None)
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8), room=st.integers(0, 70), align=st.integers(1, 4))
 def test_every_place_of_a_row_has_its_sequence(megatron: None, lengths: list[int], room: int, align: int) -> None:
     from nemo_ext.megatron.packed import packed_row

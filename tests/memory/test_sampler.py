@@ -130,6 +130,22 @@ def test_a_wrapped_command_ends_with_its_own_code(tmp_path: Path, words: str, co
     assert samples(tmp_path)
 
 
+@pytest.mark.parametrize("reaped", [False, True])
+def test_a_root_that_has_ended_leaves_one_sample(tmp_path: Path, reaped: bool) -> None:
+    process = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | (0 if reaped else os.WNOWAIT))
+    sampler = Sampler(process.pid)
+    record = Record(tmp_path, seconds=0.1, totals=sampler.totals())
+
+    memory_profile._sample(
+        record, sampler, 0.1, numbers=[memory_profile.STOP], ended=sampler.ended, told=lambda number: True
+    )
+
+    (sample,) = samples(tmp_path)
+    assert sample["rss"] == 0 and sample["host"] > 0
+    process.wait()
+
+
 def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
     done = subprocess.run(wrapped(tmp_path, "no-such-command"), capture_output=True, text=True, check=False)
 

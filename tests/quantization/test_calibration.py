@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.data.packs.packed_files import PackingSettings, write_packed
@@ -149,7 +149,6 @@ def test_another_tokenizer_is_an_error(packs: Callable[..., Path], tmp_path: Pat
         load(CalibrationSettings(data=str(folder), samples=5, held_out=0), model=tmp_path, vocab_size=257)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(2, 12), max_size=40), st.integers(1, 40))
 def test_batches_hold_every_sample_once_without_padding(lengths: list[int], batch_tokens: int) -> None:
     samples = [np.full(length, number) for number, length in enumerate(lengths)]

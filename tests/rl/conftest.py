@@ -9,11 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
-from hypothesis import settings
-
-# No test here is about time, and a busy machine takes its own.
-settings.register_profile("no_deadline", settings(), deadline=None)
-settings.load_profile("no_deadline")
 
 
 @dataclass(frozen=True, kw_only=True)

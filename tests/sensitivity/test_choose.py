@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.architecture.precision_plan import Weight
@@ -29,7 +29,6 @@ def least_bytes(units: Sequence[Unit], losses: Sequence[float], budget: float) -
     )
 
 
-@settings(deadline=None)
 @given(SIZES, st.floats(1e-3, 3.0))
 def test_the_fewest_bytes_within_the_budget_stay_in_bf16(given: list[tuple[int, float]], budget: float) -> None:
     units, losses = some([size for size, _ in given]), [max(loss, 0.0) for _, loss in given]
@@ -39,7 +38,6 @@ def test_the_fewest_bytes_within_the_budget_stay_in_bf16(given: list[tuple[int, 
     assert sum(unit.bytes for unit in units if unit not in low) == least_bytes(units, losses, budget)
 
 
-@settings(deadline=None)
 @given(SIZES, st.floats(0.3, 3.0), st.floats(0.01, 0.99))
 def test_the_measured_loss_keeps_the_budget_whatever_adding_up_says(
     given: list[tuple[int, float]], factor: float, share: float

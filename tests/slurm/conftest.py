@@ -133,7 +133,7 @@ def slurm() -> Iterator[Slurm]:
         made.call("slurmctld", "-c")
         for name in names:
             made.call("slurmd", "-N", name)
-        made.wait(lambda: made.call("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * 2, seconds=60, what="nodes")
+        made.wait(lambda: made.call("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * 2, what="nodes")
         yield made
     finally:
         made.call("scancel", "--user=root", check=False)

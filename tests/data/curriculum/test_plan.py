@@ -3,7 +3,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.data.curriculum.plan import Candidates, Plan, make_plan
@@ -52,7 +52,6 @@ def repeats_in_steps(plan: Plan, candidates: Candidates) -> int:
 PROMPTS = st.builds(drawn_at_random, st.integers(40, 300), copies=st.integers(0, 20), seed=st.integers(0, 1000))
 
 
-@settings(max_examples=40)
 @given(PROMPTS, st.integers(1, 10))
 def test_nothing_is_lost_or_drawn_twice(candidates: Candidates, batch: int) -> None:
     plan = plan_of(candidates, batch=batch)
@@ -65,7 +64,6 @@ def test_nothing_is_lost_or_drawn_twice(candidates: Candidates, batch: int) -> N
         assert len(candidates) - len(drawn) < batch + 2 * len(DOMAINS) + batch
 
 
-@settings(max_examples=40)
 @given(PROMPTS, st.integers(2, 10), st.integers(5, 60))
 def test_a_pool_is_drawn_whole_before_it_begins_again(candidates: Candidates, batch: int, steps: int) -> None:
     plan = plan_of(candidates, batch=batch, steps=steps, exhausted="repeat", shares={"code": 3, "math": 1, "stem": 1})
@@ -81,7 +79,6 @@ def test_a_pool_is_drawn_whole_before_it_begins_again(candidates: Candidates, ba
         assert (plan.epochs[domain] > 0) == (times[candidates.domain == domain].max() > 1)
 
 
-@settings(max_examples=40)
 @given(PROMPTS, st.data())
 def test_planning_from_any_step_on_gives_the_rest(candidates: Candidates, data: st.DataObject) -> None:
     steps = len(plan_of(candidates, batch=6).order)
@@ -97,7 +94,6 @@ def test_planning_from_any_step_on_gives_the_rest(candidates: Candidates, data: 
     np.testing.assert_array_equal(rest.targets, whole.targets[first:])
 
 
-@settings(max_examples=40)
 @given(PROMPTS, st.randoms(use_true_random=False))
 def test_the_order_of_the_input_does_not_matter(candidates: Candidates, random: object) -> None:
     places = list(range(len(candidates)))

@@ -3,7 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.data.curriculum import prompts as prompts_module
@@ -34,7 +34,6 @@ def test_where_every_prompt_is(tmp_path: Path) -> None:
     assert [prompts.domains[number] for number in prompts.domain] == ["math", "(none)", "code"]
 
 
-@settings(max_examples=30)
 @given(st.lists(st.text(max_size=30), max_size=30), st.integers(1, 80))
 def test_every_line_is_in_one_part(tmp_path_factory: pytest.TempPathFactory, texts: list[str], part: int) -> None:
     path = tmp_path_factory.mktemp("parts") / "lines"

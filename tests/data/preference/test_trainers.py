@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from nemo_ext.chat.template import Template
 from nemo_ext.data.preference import job
 
-datasets = pytest.importorskip("datasets", reason="needs datasets, which comes with trl")
+pytestmark = pytest.mark.skipif(find_spec("datasets") is None, reason="needs datasets, which comes with trl")
 Write = Callable[..., Path]
 CALL = {"name": "python", "arguments": {"code": "1"}}
 
@@ -39,6 +40,8 @@ def test_datasets_reads_every_value_as_it_was(made: Path, kind: str) -> None:
     path = made / f"out/{kind}_train.jsonl"
     assert path.stat().st_size > 30e6, "more than datasets takes the types from"
 
+    import datasets
+
     read = datasets.load_dataset("json", data_files=str(path), cache_dir=str(made / "cache"), split="train")
 
     written = [json.loads(line) for line in path.read_text().splitlines()]
@@ -54,6 +57,8 @@ def test_trl_tokenises_the_texts_of_the_template(made: Path, name: str, bpe_file
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(bpe_file), eos_token="<|endoftext|>")
     tokenizer.chat_template = Template.load(name).source
     path = made / "out/trl_train.jsonl"
+    import datasets
+
     read = datasets.load_dataset("json", data_files=str(path), cache_dir=str(made / "cache"), split="train")
     some = read.filter(lambda pair: not pair["prompt"][0]["content"].startswith("Q"))
     settings = SimpleNamespace(dataset_num_proc=None, max_length=4096, truncation_mode="keep_start")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.chat.sample import ToolCall
@@ -196,7 +196,6 @@ def test_a_mode_line_of_a_system_message_is_the_sample_s_mode(tmp_path: Path) ->
     assert [sample.thinking for sample in kept] == [True, False, True, None, False]
 
 
-@settings(max_examples=40)
 @given(
     rows=st.lists(st.sampled_from(["good", "bad", "blank", "broken"]), max_size=15),
     max_documents=st.integers(1, 5),

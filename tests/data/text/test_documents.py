@@ -1,4 +1,4 @@
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.data.text.documents import (
@@ -13,7 +13,6 @@ from nemo_ext.data.text.sources import load_source
 SPLIT_POSITION = 15606018129191011366
 
 
-@settings(max_examples=200)
 @given(
     texts=st.lists(st.text("abc é", min_size=1, max_size=4), min_size=1, max_size=30),
     max_bytes=st.one_of(st.none(), st.integers(1, 40)),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.data.text.documents import Document, Part, ReadReport, Source
@@ -93,7 +93,6 @@ def test_a_damaged_compressed_file_is_named(tmp_path: Path, read_all: Read) -> N
             read_all(load_source({"kind": "jsonl", "path": str(tmp_path / name)}))
 
 
-@settings(max_examples=60)
 @given(
     texts=st.lists(st.one_of(st.none(), st.text(st.characters(codec="utf-8"), min_size=1, max_size=30)), max_size=20),
     max_documents=st.integers(1, 8),

@@ -72,15 +72,15 @@ def stop_in_the_middle(
             start_new_session=True,
         )
     shards = Path(f"{prefix}.shards")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(list(shards.glob("*.npz"))) < 3:
         assert process.poll() is None, "it ended before it could be stopped"
-        assert time.monotonic() < deadline, "no shards after a minute"
+        assert time.monotonic() < deadline, "no shards after five minutes"
         time.sleep(0.002)
     workers = psutil.Process(process.pid).children(recursive=True)
     stop(process)
-    process.wait(timeout=60)
-    _, alive = psutil.wait_procs(workers, timeout=30)
+    process.wait(timeout=300)
+    _, alive = psutil.wait_procs(workers, timeout=120)
     assert not alive, "workers outlived their parent"
     assert not Path(f"{prefix}.json").exists()
     return len(list(shards.glob("*.npz")))
@@ -144,7 +144,7 @@ def test_ctrl_c_while_workers_start_reaches_none_of_them(tmp_path: Path) -> None
     )
 
     ended = subprocess.run(
-        [sys.executable, script], env=os.environ | {"PYTHONPATH": ROOT}, capture_output=True, text=True, timeout=60
+        [sys.executable, script], env=os.environ | {"PYTHONPATH": ROOT}, capture_output=True, text=True, timeout=300
     )
 
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[1, 2, 3]\nset()\n", "")

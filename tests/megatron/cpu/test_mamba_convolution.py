@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -39,7 +39,6 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float, name: str =
     assert error <= tolerance * max(1.0, expected.abs().max().item()), f"{name}: off by {error:.2e}"
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     length=st.integers(1, 12),
     width=st.integers(1, 5),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -206,7 +206,6 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(deadline=None, max_examples=40)
 @given(cases(), st.sampled_from([1, 2, 7, 16, 128]))
 def test_split_of_any_shape(case: Case, chunk_size: int) -> None:
     assert_equals_parts(case, chunk_size)

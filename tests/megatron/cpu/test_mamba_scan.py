@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -201,13 +201,11 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(deadline=None, max_examples=60)
 @given(cases())
 def test_any_shape_and_option(case: Case) -> None:
     assert_scan_equals_recurrence(case)
 
 
-@settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(0, 10_000))
 def test_packed_sequences_do_not_see_each_other(lengths: list[int], seed: int) -> None:
     case = Case(length=sum(lengths), initial=False, seed=seed)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.architecture.cost import block_parameters, parameters
@@ -170,7 +170,6 @@ def test_bytes_of_a_fused_block_are_a_width(kind: Kind) -> None:
 
 
 @given(widths=st.lists(st.integers(1, 9), min_size=1, max_size=7), widest=st.integers(1, 30), most=st.integers(2, 5))
-@settings(max_examples=50, deadline=None)
 def test_no_other_cut_within_the_limits_leaves_fewer_blocks(widths: list[int], widest: int, most: int) -> None:
     model = description("".join(f"-{{ffn={width}}}" for width in widths))
 
@@ -193,7 +192,6 @@ def test_no_other_cut_within_the_limits_leaves_fewer_blocks(widths: list[int], w
     most=st.none() | st.integers(2, 5),
     keep_last=st.booleans(),
 )
-@settings(max_examples=50, deadline=None)
 def test_groups_are_disjoint_and_within_limits(lengths: list[int], most: int | None, keep_last: bool) -> None:
     model = description("*" + "*".join("-" * length for length in lengths) + "*")
 

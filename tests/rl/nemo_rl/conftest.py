@@ -19,7 +19,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from nemo_ext.rl.nemo_rl.compat import setting
 
@@ -63,6 +62,8 @@ def ray_cluster(nemo_rl: ModuleType, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer whose tokens are bytes, so that every text comes back as it was."""
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate([*SPECIAL, *alphabet])}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -81,13 +82,17 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tokenizer_folder: Path) -> PreTrainedTokenizerFast:
+def tokenizer(tokenizer_folder: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
 
 
 @pytest.fixture
-def tiny_llama(tokenizer_folder: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
+def tiny_llama(tokenizer_folder: Path, tokenizer: Any, tmp_path: Path) -> Path:
     """A Hugging Face folder: a Llama with random weights, the tokenizer, and how it generates."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

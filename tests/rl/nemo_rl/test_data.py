@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.data.curriculum.job import run as make_curriculum
@@ -49,7 +49,6 @@ def test_every_step_has_each_streams_quota(blend: dict[str, Any]) -> None:
     assert all(len(set(one)) == 10 for one in passes) and len(set(passes)) == len(passes)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     weights=st.lists(st.integers(1, 50), min_size=3, max_size=3), prompts=st.integers(1, 17), steps=st.integers(1, 40)
 )

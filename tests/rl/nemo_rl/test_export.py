@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_ext.chat.template import Template
 from nemo_ext.rl.job import SAVE_BY
@@ -19,6 +18,13 @@ from nemo_ext.rl.nemo_rl.checkout import Checkout
 from nemo_ext.rl.nemo_rl.export import chosen, finished_step, has_model, leave_model, saved_in
 
 METRIC = "val:accuracy"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported() -> None:
+    """What takes seconds to import, when a test runs rather than when tests are collected."""
+    global AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def checkpoint(run: Path, step: int, **info: Any) -> Path:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from nemo_ext.chat.sample import Sample
 from nemo_ext.chat.template import Template
@@ -64,6 +63,8 @@ class Worker:
 
     def left(self, folder: Path) -> bool:
         """Whether a folder has the weights that were saved last."""
+        from transformers import AutoModelForCausalLM
+
         found, wanted = AutoModelForCausalLM.from_pretrained(folder).state_dict(), self.model.state_dict()
         return found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
 
@@ -95,6 +96,8 @@ def test_stopped_resumed_and_finished(
         stage = grpo_stage(script, is_async=kind == "async")
         path = jsonl("tasks.jsonl", [task.record() for task in tasks])
         words = (*GRPO, *(ASYNC if kind == "async" else ()), f"tasks.train.path={path}")
+    from transformers import AutoModelForCausalLM
+
     worker = stage.policy.save = Worker(AutoModelForCausalLM.from_pretrained(tiny_llama))
     run = tmp_path / "run"
 

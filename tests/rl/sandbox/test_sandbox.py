@@ -28,6 +28,17 @@ TIGHT = replace(LIMITS, cpu_seconds=1, wall_seconds=1.5)
 KINDS = ("namespaces", "processes")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A folder for temporary files of these sandboxes alone: a test beside this one may have sandboxes too."""
+    tmp_path_factory.getbasetemp()  # not in here
+    with tempfile.TemporaryDirectory() as made, pytest.MonkeyPatch.context() as patch:
+        os.chmod(made, 0o755)  # programs run as another user
+        patch.setenv("TMPDIR", made)
+        patch.setattr(tempfile, "tempdir", made)
+        yield
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     try:
@@ -48,7 +59,7 @@ def leaves_nothing(sandbox: Sandbox) -> Iterator[None]:
     yield
     nursery = sandbox._nursery._process
     assert nursery is not None
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (left := psutil.Process(nursery.pid).children(recursive=True)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left
@@ -393,11 +404,12 @@ def test_a_host_that_dies_takes_its_programs_along(sandbox: Sandbox, kind: str) 
     if sandbox.describe().namespaces != (kind == "namespaces"):
         pytest.skip("the other isolation's turn")
     source = f"""
-import threading, time
+import psutil, threading, time
 from nemo_ext.rl.sandbox.sandbox import Sandbox
 sandbox = Sandbox(isolation={kind!r})
 threading.Thread(target=sandbox.run, args=("import time\\ntime.sleep(60)",), daemon=True).start()
-time.sleep(1.5)
+while sandbox._nursery is None or sandbox._nursery._process is None: time.sleep(0.01)
+while not psutil.Process(sandbox._nursery._process.pid).children(): time.sleep(0.01)
 print(sandbox._nursery._process.pid, flush=True)
 time.sleep(60)
 """
@@ -409,7 +421,7 @@ time.sleep(60)
     host.kill()
     host.communicate()
 
-    gone, alive = psutil.wait_procs([nursery, *below], timeout=20)
+    gone, alive = psutil.wait_procs([nursery, *below], timeout=120)
 
     assert not alive and gone
 

@@ -1,5 +1,6 @@
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from subprocess import run
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, algorithm_of, load, presets
 from nemo_ext.rl.trl.render import config_class, make_config, render
 
-pytest.importorskip("trl", reason="trl is not installed")
+pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
 
 CPU = {"use_cpu": True, "bf16": False, "report_to": "none"}
 
@@ -160,7 +161,7 @@ def test_an_argument_that_trl_lacks_is_refused_with_the_nearest(tmp_path: Path) 
         make_config(algorithm, render(algorithm), output_dir=str(tmp_path), epsilon_hi=0.2)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     baseline=st.sampled_from(["mean", "leave_one_out"]),
     normalise=st.sampled_from(["std", "unbiased_std", "none"]),

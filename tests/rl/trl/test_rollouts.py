@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,12 @@ import pytest
 from nemo_ext.chat.sample import Message, ToolCall
 from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.groups import group_reward
+from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import bank, generate
-
-pytest.importorskip("transformers")
-
-from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.trl.rollouts import Rollouts
+
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 
 def rollouts(model: Path, record: Path, *environments: str, tokens: int = 4000, generations: int = 2) -> Rollouts:

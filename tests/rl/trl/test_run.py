@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,9 @@ from nemo_ext.chat.template import Template
 from nemo_ext.job.config import compose
 from nemo_ext.rl.algorithms import Algorithm
 from nemo_ext.rl.job import check_same_run, checked_algorithm, over_own_pairs, planned_tasks
-
-pytest.importorskip("trl")
-
-from transformers import AutoTokenizer
-
 from nemo_ext.rl.trl.run import _own_settings, updates_of
+
+pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
 
 SMALL = (
     *("rl.prompts_per_step=2", "rl.generations_per_prompt=2", "rl.batch=4", "micro_batch=4", "rl.lengths.response=12"),
@@ -108,6 +106,8 @@ def test_the_model_has_the_template_that_it_was_trained_with(model: Path, tmp_pa
     path, run_dir = tasks(tmp_path, "arithmetic"), tmp_path / "run"
     words = ("rl", "preset=rl_zero", f"model={model}", f"tasks.train.path={path}", "environments={math: {}}")
     job(*words, *SMALL, "rl.schedule.steps=1", "template=domyn", f"run_dir={run_dir}")
+
+    from transformers import AutoTokenizer
 
     left = AutoTokenizer.from_pretrained(run_dir / "model")
     assert left.chat_template == Template.load("domyn").source

@@ -367,7 +367,7 @@ SHARED = Sandbox(limits=Limits(cpu_seconds=2, wall_seconds=10))
 
 
 @pytest.mark.slow
-@settings(deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(st.text(alphabet="()[]{}:\n =+-*/abc123'\"\\\t,.@", max_size=80))
 def test_any_text_as_a_program_gets_a_verdict(text: str) -> None:
     assert verdict(text, SQUARE, SHARED).outcome == "wrong"

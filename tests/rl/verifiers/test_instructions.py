@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.chat.response import Response, parse_response
@@ -245,7 +245,6 @@ def test_long_runs_end(run: str) -> None:
         assert outcome(run, (name, kwargs)) in ("correct", "wrong")
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     answer=st.text(max_size=80) | st.lists(st.sampled_from([kept for *_, kept, _ in CASES]), max_size=4).map("".join)
 )

@@ -43,8 +43,8 @@ def workers() -> list[psutil.Process]:
 
 
 def gone(pids: list[int]) -> bool:
-    """Whether the processes end within seconds."""
-    deadline = time.monotonic() + 20
+    """Whether the processes end within two minutes: seconds, unless the machine is busy."""
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
             return True

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.chat.response import Response
@@ -172,7 +172,6 @@ values = st.one_of(
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.name)
-@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_no_call_breaks_a_world(world: World, data: st.DataObject) -> None:
     environment = make(world.name)
@@ -196,7 +195,6 @@ def test_no_call_breaks_a_world(world: World, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.name)
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_what_a_tool_takes_its_schema_allows(world: World, data: st.DataObject) -> None:
     """So that no engine that decodes by the schema keeps a model from a right call."""

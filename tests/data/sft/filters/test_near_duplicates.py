@@ -2,7 +2,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.chat.sample import Message, Sample, ToolCall
@@ -67,7 +67,6 @@ def test_prompts_alone(texts: Make, prose: Prose) -> None:
     assert rule.duplicate_of(rule.sketch(samples)).tolist() == [-1, 0]
 
 
-@settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=4, max_size=4), max_size=30), st.data())
 def test_what_goes_is_like_a_kept_one_before_it_and_no_two_kept_are_alike(
     rows: list[list[int]], data: st.DataObject
