@@ -26,6 +26,7 @@ from nemo_ext.data.blend import other_order
 from nemo_ext.data.blend_plan import MAX_EPOCHS
 from nemo_ext.data.phases import data_paths, mixed_of, plan_of, resolved_path, segments, told_of_streams
 from nemo_ext.data.training import tokenize_streams, use_data
+from nemo_ext.data.workers import usable_cores
 from nemo_ext.megatron.fp8 import remark, use_plan
 from nemo_ext.megatron.rank import end_with_parent
 
@@ -230,7 +231,7 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
             stderr=log,
             start_new_session=True,
             preexec_fn=_end_with_launcher,
-            env=rank_environment(),
+            env=rank_environment(ranks),
         )
         previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -252,13 +253,14 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
         sys.exit(1)
 
 
-def rank_environment() -> dict[str, str]:
+def rank_environment(ranks: int) -> dict[str, str]:
     """The environment of ranks on this machine; what the user set stays."""
     return {
         # torchrun kills ranks half a minute after a SIGTERM: too soon for a long step and its checkpoint.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600",
         # Threads that spin while they wait for each other cost most of a machine's speed as soon as anything else runs.
         "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
         **os.environ,
     }
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_ext.data.workers import usable_cores
 from nemo_ext.launch import rank_environment
 
 SECONDS_TO_STOP = 30.0
@@ -55,14 +54,13 @@ def run_ranks(command: Sequence[str], ranks: int, logs: Path) -> int:
 def _environments(ranks: int) -> list[dict[str, str]]:
     # Of a launcher that itself runs under torchrun or srun.
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    base = {name: value for name, value in rank_environment().items() if name not in names}
+    base = {name: value for name, value in rank_environment(ranks).items() if name not in names}
     if ranks == 1:
         return [base]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    base.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     return [base | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
