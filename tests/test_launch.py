@@ -253,6 +253,15 @@ def test_a_mistake_is_one_clear_error_before_anything_starts(
     assert not (tmp_path / "run" / run_directory.LOG).exists()
 
 
+def test_ranks_share_the_cores_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "usable_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert launch.rank_environment(2)["OMP_NUM_THREADS"] == "4"
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert launch.rank_environment(2)["OMP_NUM_THREADS"] == "3"
+
+
 def fake_ranks(monkeypatch: pytest.MonkeyPatch, *ends: int) -> list[dict[str, Any]]:
     """Ranks that end at these steps, one after the other; the configs that they were given."""
     given: list[dict[str, Any]] = []

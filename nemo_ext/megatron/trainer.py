@@ -37,8 +37,7 @@ def main(config_path: str) -> None:
     memory_phases = profile_memory(config)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asked for under tensor and context parallelism
     stand_ins = runtime.enable()  # before anything imports Megatron, which binds these names once
-    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(config["launcher"]["nproc_per_node"])))
+    share_cores(int(config["launcher"]["nproc_per_node"]))
 
     # Imported here: Megatron's modules bind mamba_ssm and torch.cuda names when they are first imported.
     from megatron.core.enums import ModelType
@@ -93,6 +92,12 @@ def main(config_path: str) -> None:
     if plan is not None and (saved := run_directory.last_checkpoint(Path(config["run_dir"]))) is not None:
         phases.check_consumed(plan, saved)
     torch.distributed.destroy_process_group()
+
+
+def share_cores(ranks: int) -> None:
+    """Gives each rank of a machine without CUDA as many threads as there are cores for it, unless the user chose."""
+    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
 def write_checkpoints_without_helper(arguments: argparse.Namespace) -> None:

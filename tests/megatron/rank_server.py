@@ -1,6 +1,6 @@
 """Ranks as forked children of one process that has imported Megatron: what torchrun starts, without its imports.
 
-Run as a script. Reads lines `{"config": RUN_DIR/config.yaml, "ranks": N, "log": FILE, "environment": {...}}` and
+Run as a script: reads lines `{"config": FILE, "ranks": 2, "log": FILE, "folder": DIR, "environment": {}}`,
 answers each with the exit codes of the ranks. As under torchrun, ranks are killed once one of them has failed.
 """
 
@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 from importlib import import_module
-from pathlib import Path
 from typing import NoReturn
 
 
@@ -31,6 +30,7 @@ def rank(number: int, *, job: dict, port: int) -> NoReturn:
     from nemo_ext.megatron.rank import end_with_parent, run
 
     end_with_parent(signal.SIGKILL)
+    os.chdir(job["folder"])
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -45,7 +45,6 @@ def ended(job: dict) -> list[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    Path(job["log"]).unlink(missing_ok=True)
     children = []
     for number in range(job["ranks"]):
         child = os.fork()

@@ -20,7 +20,6 @@ import nemo_ext
 from nemo_ext.checkpoint.description import Description, from_config, to_config
 from nemo_ext.checkpoint.formats import FORMATS, Format, choose, read
 from nemo_ext.config import compose
-from nemo_ext.megatron import bridge
 
 SIGMOID = (
     "megatron.moe_router_score_function=sigmoid",
@@ -56,10 +55,23 @@ MODELS = {
         "+model.yarn_on_windowed=false",
     ),
 }
-needs_bridge = pytest.mark.skipif(bridge.MISSING is not None, reason=str(bridge.MISSING))
+needs_bridge = pytest.mark.usefixtures("megatron_bridge")
 every_model = pytest.mark.parametrize("name", MODELS)
 Sections = dict[str, dict[str, Any]]
 BuildSections = Callable[[Mapping[str, Any]], torch.nn.Module]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported(megatron: None) -> None:
+    """What imports Megatron, for seconds: when tests begin, not when they are collected."""
+    global bridge
+    from nemo_ext.megatron import bridge
+
+
+@pytest.fixture(scope="module")
+def megatron_bridge(imported: None) -> None:
+    if bridge.MISSING is not None:
+        pytest.skip(bridge.MISSING)
 
 
 def described(name: str) -> tuple[Format, Description]:

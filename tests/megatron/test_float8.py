@@ -8,17 +8,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan, assigned
 from nemo_ext.config import compose
 from nemo_ext.megatron.float8 import E4M3, E5M2, SCALINGS, float8_linear, product, quantise
-from nemo_ext.megatron.float8_modules import Float8Product, in_float8, use_float8
 from nemo_ext.megatron.fp8 import Precision
 
 BLOCKS = st.sampled_from([None, (1, 4), (4, 4), (2, 3), (1, 128)])
 SIZES = st.integers(1, 40)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported(megatron: None) -> None:
+    """What imports Megatron, for seconds: when tests begin, not when they are collected."""
+    global ColumnParallelLinear, RowParallelLinear, Float8Product, in_float8, use_float8
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    from nemo_ext.megatron.float8_modules import Float8Product, in_float8, use_float8
 
 
 def matrix(seed: int, rows: int, columns: int) -> torch.Tensor:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from megatron.core.quantization.utils import get_quant_config_or_none
 
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import parse
@@ -17,7 +16,6 @@ from nemo_ext.architecture.precision_plan import Plan, assigned, weights
 from nemo_ext.config import compose
 from nemo_ext.megatron.check import check_machine
 from nemo_ext.megatron.fp8 import Precision, use_plan
-from nemo_ext.megatron.model import stage_blocks
 
 FAMILIES = ("nemotron3_nano_tiny", "domyn_small_tiny", "llama_nemotron_tiny", "olmo1_tiny", "olmo3_tiny")
 NAMES = {
@@ -31,6 +29,15 @@ NAMES = {
     "mlp.shared_experts.linear_fc1": "shared_fc1",
     "mlp.shared_experts.linear_fc2": "shared_fc2",
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported(megatron: None) -> None:
+    """What imports Megatron, for seconds: when tests begin, not when they are collected."""
+    global get_quant_config_or_none, stage_blocks
+    from megatron.core.quantization.utils import get_quant_config_or_none
+
+    from nemo_ext.megatron.model import stage_blocks
 
 
 def part_of(name: str) -> tuple[int | None, str] | None:

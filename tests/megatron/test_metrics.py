@@ -5,8 +5,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.megatron.metrics import MetricsWriter
-
 
 class Scalars:
     """Stands for TensorBoard: keeps what it is given."""
@@ -21,7 +19,9 @@ class Scalars:
         self.seen.append(("flushed", 0.0, 0))
 
 
-def writer(path: Path, *, first_step: int = 0, tensorboard: Scalars | None = None) -> MetricsWriter:
+def writer(path: Path, *, first_step: int = 0, tensorboard: Scalars | None = None) -> Any:
+    from nemo_ext.megatron.metrics import MetricsWriter
+
     return MetricsWriter(
         path,
         first_step=first_step,
@@ -33,7 +33,7 @@ def writer(path: Path, *, first_step: int = 0, tensorboard: Scalars | None = Non
     )
 
 
-def log_step(metrics: MetricsWriter, step: int, loss: float, *, seconds: float = 2.0) -> None:
+def log_step(metrics: Any, step: int, loss: float, *, seconds: float = 2.0) -> None:
     for tag, value in (
         ("learning-rate", 1e-3),
         ("learning-rate vs samples", 1e-3),

@@ -9,9 +9,15 @@ import pytest
 import torch
 
 from nemo_ext.architecture.pattern import PatternError
-from nemo_ext.megatron.nemo import mamba_stack_spec, override_pattern
 
 PATTERN = "M*{kv=1}(-{ffn=96}-{linear})x2"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported(megatron: None) -> None:
+    """What imports Megatron, for seconds: when tests begin, not when they are collected."""
+    global mamba_stack_spec, override_pattern
+    from nemo_ext.megatron.nemo import mamba_stack_spec, override_pattern
 
 
 def configured(spec: Any, pattern: str) -> torch.nn.Module:

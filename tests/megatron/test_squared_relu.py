@@ -16,10 +16,16 @@ from nemo_ext.config import compose
 from nemo_ext.megatron.arguments import uses_fused_squared_relu
 from nemo_ext.megatron.check import check_keys
 from nemo_ext.megatron.session import take_tensors
-from nemo_ext.megatron.squared_relu import DTYPES, megatron_squared_relu, squared_relu, squared_relu_to_fp8
 
 Build = Callable[..., torch.nn.Module]
 FUSED = "+model.fused_squared_relu=true"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported(megatron: None) -> None:
+    """What imports Megatron, for seconds: when tests begin, not when they are collected."""
+    global DTYPES, megatron_squared_relu, squared_relu, squared_relu_to_fp8
+    from nemo_ext.megatron.squared_relu import DTYPES, megatron_squared_relu, squared_relu, squared_relu_to_fp8
 
 
 @pytest.mark.parametrize(
@@ -88,7 +94,7 @@ def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     assert len(ended.stdout.splitlines()) == 8
 
 
-@given(st.lists(st.floats(width=32), max_size=20), st.sampled_from([*DTYPES, torch.float64]))
+@given(st.lists(st.floats(width=32), max_size=20), st.deferred(lambda: st.sampled_from([*DTYPES, torch.float64])))
 def test_without_a_device_it_is_megatrons_function(numbers: list[float], dtype: torch.dtype) -> None:
     x = torch.tensor(numbers, dtype=dtype)
 
