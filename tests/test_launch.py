@@ -22,6 +22,9 @@ from nemo_ext import cli, launch, run_directory
 from nemo_ext.checkpoint import sound
 from nemo_ext.config import compose
 
+pytestmark = pytest.mark.xdist_group(name="launch")
+"""Fixtures that train are made once."""
+
 SMALL = (
     "data=mock",
     "train.tokens=3840",

@@ -26,6 +26,9 @@ from nemo_ext.megatron.check import check
 from nemo_ext.megatron.divergence import kl_divergence
 from nemo_ext.megatron.session import load_weights, take_tensors
 
+pytestmark = pytest.mark.xdist_group(name="distillation")
+"""Fixtures that train are made once."""
+
 Train = Callable[..., list[dict[str, Any]]]
 Build = Callable[..., torch.nn.Module]
 

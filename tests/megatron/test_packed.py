@@ -18,6 +18,9 @@ from nemo_ext.config import compose
 from nemo_ext.data.packed_files import PackingSettings, use_packed, write_packed
 from nemo_ext.data.sample_files import write_samples
 
+pytestmark = pytest.mark.xdist_group(name="packed")
+"""Fixtures that train are made once."""
+
 Build = Callable[..., torch.nn.Module]
 
 # Without the load-balancing loss, which is one of a whole micro-batch.

@@ -19,6 +19,9 @@ from nemo_ext.data.indexed_dataset import write_index
 from nemo_ext.data.phases import Plan, plan_of
 from nemo_ext.launch import _check_same_past
 
+pytestmark = pytest.mark.xdist_group(name="phases")
+"""Fixtures that train are made once."""
+
 FLAGS = {
     "seq_length": 64,
     "global_batch_size": 8,

@@ -13,6 +13,9 @@ from torch.distributed.checkpoint import FileSystemReader, load
 
 from nemo_ext import run_directory
 
+pytestmark = pytest.mark.xdist_group(name="training")
+"""Fixtures that train are made once."""
+
 Train = Callable[..., list[dict[str, Any]]]
 
 LAYOUTS = {

@@ -10,7 +10,10 @@ import torch
 
 from nemo_ext.megatron.cpu import patches
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the table is for machines without CUDA")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the table is for machines without CUDA"),
+    pytest.mark.xdist_group(name="patches"),
+]
 
 TARGETS = [target for patch in patches.PATCHES for target in patch.targets]
 
