@@ -281,7 +281,7 @@ def fake_ranks(monkeypatch: pytest.MonkeyPatch, *ends: int) -> list[dict[str, An
     return given
 
 
-PHASES = ("phases.a={tokens: 7680}", "phases.b={tokens: 7680, megatron: {seq_length: 32, global_batch_size: 16}}")
+PHASES = ("phases.a={tokens: 1920}", "phases.b={tokens: 1920, megatron: {seq_length: 16, global_batch_size: 8}}")
 
 
 def test_a_segment_that_ends_early_is_not_followed_by_the_next(
@@ -311,7 +311,7 @@ def test_the_blend_of_the_first_start_is_that_of_the_second(
     given = fake_ranks(monkeypatch, 5, 10)
 
     for _ in range(2):
-        config = compose("train", [*SMALL, f"run_dir={tmp_path / 'run'}"])
+        config = compose("train", [*SMALL, f"run_dir={tmp_path / 'run'}", "train.tokens=15360"])
         for name in ("mock_data", "tokenizer_type", "vocab_size"):
             config["megatron"].pop(name)
         launch.train({**config, "data": deepcopy(data)})
