@@ -11,11 +11,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 
 from nemo_ext import run_directory
 from nemo_ext.config import compose
+
+# An example may wait for an import, or for the processor.
+hypothesis.settings.register_profile("any_machine", deadline=None)
+hypothesis.settings.load_profile("any_machine")
 
 SMALL = (
     "data=mock",
