@@ -251,7 +251,7 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
             stderr=log,
             start_new_session=True,
             preexec_fn=_end_with_launcher,
-            env=rank_environment(),
+            env=rank_environment(ranks),
         )
         previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

@@ -1,7 +1,10 @@
 """What tests share: Mamba's stand-ins before anything imports Megatron, a Megatron that runs in the test process on one
 rank, models built from composed configs, and runs under torchrun."""
 
+import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import time
@@ -9,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 # Two workers on two cores: one thread each, and in all processes that they start. Before torch reads it.
@@ -138,10 +142,61 @@ SMALL = (
 
 
 @pytest.fixture(scope="session")
-def train_ranks() -> Callable[..., list[dict[str, Any]]]:
-    """Trains with torchrun, as the launcher does, and gives back the logged training steps."""
+def rank_server() -> Iterator[subprocess.Popen[str]]:
+    """The process whose forked children are ranks."""
+    script = Path(__file__).with_name("rank_server.py")
+    server = subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    yield server
+    server.kill()
+    server.wait()
 
+
+@pytest.fixture(scope="session")
+def fork_ranks(rank_server: subprocess.Popen[str]) -> Callable[..., None]:
+    """Runs the ranks of a config to their end, or kills them once a step is logged."""
+
+    def run(path: Path, ranks: int, kill_at: int | None = None) -> None:
+        run_dir = path.resolve().parent
+        job: dict[str, Any] = {"config": str(path.resolve()), "ranks": ranks, "log": str(run_dir / run_directory.LOG)}
+        job |= {"folder": os.getcwd(), "environment": {**os.environ, "OMP_NUM_THREADS": "1"}}
+        assert rank_server.stdin is not None and rank_server.stdout is not None
+        print(json.dumps(job), file=rank_server.stdin, flush=True)
+        deadline, killed = time.monotonic() + 900, False
+        while not select.select([rank_server.stdout], [], [], 0.02 if kill_at else 900)[0]:
+            if kill_at and not killed and max(steps(run_dir), default=0) >= kill_at:
+                killed = True
+                for child in psutil.Process(rank_server.pid).children():
+                    child.kill()
+            if time.monotonic() > deadline:
+                rank_server.kill()  # and with it the ranks that hang
+        answer = rank_server.stdout.readline()
+        said = (run_dir / run_directory.LOG).read_text(errors="replace")[-4000:]
+        fine = {0, -signal.SIGKILL} if killed else {0}  # they may end before the signal comes
+        assert answer and set(json.loads(answer)) <= fine, f"{answer}{said}"
+
+    return run
+
+
+def steps(run_dir: Path) -> list[int]:
+    """The steps that a run has logged."""
+    lines = run_directory.read_metrics(run_dir / run_directory.METRICS)
+    return [line["step"] for line in lines if "loss" in line]
+
+
+@pytest.fixture(scope="session")
+def train_ranks(request: pytest.FixtureRequest) -> Callable[..., list[dict[str, Any]]]:
+    """Trains as the launcher's ranks do, and gives back the logged training steps; `test_launch.py` has the launcher."""
     from nemo_ext.megatron.fp8 import use_plan
+
+    # CUDA does not work in forked processes.
+    start = torchrun if torch.cuda.is_available() else request.getfixturevalue("fork_ranks")
 
     def run(
         run_dir: Path, *overrides: str, ranks: int = 1, data: Mapping[str, Any] | None = None
@@ -149,20 +204,19 @@ def train_ranks() -> Callable[..., list[dict[str, Any]]]:
         config = compose("train", [*SMALL, f"run_dir={run_dir}", f"launcher.nproc_per_node={ranks}", *overrides])
         config["data"] = config["data"] if data is None else data
         use_plan(config)
-        path = run_directory.write_config(run_dir, config)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        ended = subprocess.run(
-            [*command, "-m", "nemo_ext.megatron.rank", str(path)],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
+        start(run_directory.write_config(run_dir, config), ranks)
         return [line for line in run_directory.read_metrics(run_dir / run_directory.METRICS) if "loss" in line]
 
     return run
+
+
+def torchrun(path: Path, ranks: int) -> None:
+    """Runs the ranks of a config in processes of their own."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    ended = subprocess.run(
+        [*command, "-m", "nemo_ext.megatron.rank", str(path)], capture_output=True, text=True, timeout=900, check=False
+    )
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
 
 
 @pytest.fixture(scope="session")

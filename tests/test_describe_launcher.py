@@ -1,15 +1,16 @@
 """`nemo-ext describe`: models, recipes in their layout, pictures, and what it says when something does not fit."""
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 import hydra_conf
+from nemo_ext import cli
 from nemo_ext.describe import describe, model_figures
 from nemo_ext.job.config import compose
 from nemo_ext.megatron.arguments import pattern_with_cuts
@@ -22,16 +23,25 @@ def figures(*overrides: str) -> dict:
     return model_figures(compose("describe", overrides))
 
 
-def command(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """`nemo-ext describe`, started in a folder."""
-    return subprocess.run(
-        [sys.executable, "-m", "nemo_ext.cli", "describe", *words],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={key: value for key, value in os.environ.items() if key != "COLUMNS"},
-    )
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    """`nemo-ext describe` in this process, in the folder `tmp_path`: its exit code, what it printed, and on stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["nemo-ext", "describe", *words])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as exit_:
+            code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        return code, *capfd.readouterr()
+
+    return run
 
 
 def svg_height(path: Path) -> float:
@@ -136,7 +146,9 @@ def test_a_recipe_on_a_laptop_is_one_gpu() -> None:
 
 
 def test_json_is_alone_on_stdout_and_the_picture_is_drawn(tmp_path: Path) -> None:
-    result = command("recipe=olmo3/32b_pretrain", "format=json", "draw=model.svg", folder=tmp_path)
+    words = ["recipe=olmo3/32b_pretrain", "format=json", "draw=model.svg"]
+    process = [sys.executable, "-m", "nemo_ext.cli", "describe", *words]
+    result = subprocess.run(process, cwd=tmp_path, capture_output=True, text=True, timeout=240)
 
     assert result.returncode == 0
     assert json.loads(result.stdout)["name"] == "olmo3_32b"
@@ -144,21 +156,21 @@ def test_json_is_alone_on_stdout_and_the_picture_is_drawn(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["model.svg"]
 
 
-def test_pipeline_stages_are_drawn(tmp_path: Path) -> None:
-    command("draw=whole.svg", folder=tmp_path)
-    result = command("draw=cut.svg", "megatron.pipeline_model_parallel_size=2", folder=tmp_path)
+def test_pipeline_stages_are_drawn(tmp_path: Path, command: Command) -> None:
+    command("draw=whole.svg")
+    _, out, _ = command("draw=cut.svg", "megatron.pipeline_model_parallel_size=2")
 
-    assert "cut after blocks" in result.stdout
+    assert "cut after blocks" in out
     assert svg_height(tmp_path / "cut.svg") > svg_height(tmp_path / "whole.svg")
 
 
-def test_the_tables_name_the_option_to_draw_and_write_nothing(tmp_path: Path) -> None:
-    result = command("model=nemotron3_nano_30b", folder=tmp_path)
+def test_the_tables_name_the_option_to_draw_and_write_nothing(tmp_path: Path, command: Command) -> None:
+    code, out, err = command("model=nemotron3_nano_30b")
 
-    assert result.returncode == 0
-    assert "31.58 B" in result.stdout
-    assert "draw=" in result.stdout
-    assert result.stderr == ""
+    assert code == 0
+    assert "31.58 B" in out
+    assert "draw=" in out
+    assert err == ""
     assert list(tmp_path.iterdir()) == []
 
 
@@ -172,13 +184,15 @@ def test_the_tables_name_the_option_to_draw_and_write_nothing(tmp_path: Path) ->
         ("model.pattern=MEX", "'X'"),
     ],
 )
-def test_a_mistake_ends_with_code_2_and_says_what_is_wrong(word: str, said: str, tmp_path: Path) -> None:
-    result = command(word, folder=tmp_path)
+def test_a_mistake_ends_with_code_2_and_says_what_is_wrong(
+    word: str, said: str, tmp_path: Path, command: Command
+) -> None:
+    code, out, err = command(word)
 
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert said in result.stderr
-    assert "Traceback" not in result.stderr
+    assert code == 2
+    assert out == ""
+    assert said in err
+    assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -202,24 +216,23 @@ def test_what_does_not_fit_is_refused_before_anything_is_printed(
     assert capsys.readouterr().out == ""
 
 
-def test_an_override_without_effect_is_told(tmp_path: Path) -> None:
-    words = ["megatron.hidden_sise=64", "megatron.lr=1e-3", "megatron.kv_channels=64", "format=json"]
-    result = command(*words, folder=tmp_path)
+def test_an_override_without_effect_is_told(command: Command) -> None:
+    _, out, err = command("megatron.hidden_sise=64", "megatron.lr=1e-3", "megatron.kv_channels=64", "format=json")
 
-    assert json.loads(result.stdout)["hidden_size"] == 192
-    assert result.stderr.splitlines() == [
+    assert json.loads(out)["hidden_size"] == 192
+    assert err.splitlines() == [
         "note: megatron.hidden_sise changes none of these figures; did you mean megatron.hidden_size?",
         "note: megatron.lr changes none of these figures",
     ]
 
 
 @pytest.mark.parametrize("word", ["--help", "--cfg=job"])
-def test_help_and_config_are_printed(word: str, tmp_path: Path) -> None:
-    result = command(word, folder=tmp_path)
+def test_help_and_config_are_printed(word: str, command: Command) -> None:
+    code, out, _ = command(word)
 
-    assert result.returncode == 0
-    assert "hidden_size: 192" in result.stdout
-    assert "seq_length" in result.stdout
+    assert code == 0
+    assert "hidden_size: 192" in out
+    assert "seq_length" in out
 
 
 def test_describing_needs_neither_torch_nor_matplotlib(tmp_path: Path) -> None:

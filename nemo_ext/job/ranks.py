@@ -55,14 +55,13 @@ def run_ranks(command: Sequence[str], ranks: int, logs: Path) -> int:
 def _environments(ranks: int) -> list[dict[str, str]]:
     # Of a launcher that itself runs under torchrun or srun.
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    base = {name: value for name, value in rank_environment().items() if name not in names}
+    base = {name: value for name, value in rank_environment(ranks).items() if name not in names}
     if ranks == 1:
         return [base]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    base.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     return [base | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
@@ -100,12 +99,13 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[
     return running
 
 
-def rank_environment() -> dict[str, str]:
+def rank_environment(ranks: int) -> dict[str, str]:
     """The environment of ranks on this machine; what the user set stays."""
     return {
         # torchrun kills ranks half a minute after a SIGTERM: too soon for a long step and its checkpoint.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600",
         # Threads that spin while they wait for each other cost most of a machine's speed as soon as anything else runs.
         "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
         **os.environ,
     }

@@ -8,6 +8,7 @@ parser decides what exists, what type it has and what it means, so every option 
 import argparse
 import contextlib
 import difflib
+import functools
 import importlib.util
 import io
 import logging
@@ -184,6 +185,7 @@ def parse_arguments(argv: list[str], *, world_size: int) -> argparse.Namespace:
     return arguments
 
 
+@functools.cache
 def megatron_parser() -> argparse.ArgumentParser:
     """The installed Megatron's argument parser; a wrong value raises ValueError instead of ending the process."""
     from megatron.training.arguments import add_megatron_arguments

@@ -4,8 +4,10 @@
 put in first (`megatron/cpu`), and where mamba_ssm is missing the torch kernels stand in for it.
 """
 
+import argparse
 import json
 import os
+import queue
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -39,8 +41,7 @@ def main(config_path: str) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asked for under tensor and context parallelism
     stand_ins = runtime.enable()  # before anything imports Megatron, which binds these names once
     only_data()
-    if not torch.cuda.is_available():
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(config["launcher"]["nproc_per_node"])))
+    share_cores(int(config["launcher"]["nproc_per_node"]))
 
     # Imported here: Megatron's modules bind mamba_ssm and torch.cuda names when they are first imported.
     from megatron.core.enums import ModelType
@@ -57,6 +58,7 @@ def main(config_path: str) -> None:
     sys.argv = [sys.argv[0], *command_line(config)]
     arguments = parse_and_validate_args()
     check_backend(config, arguments.transformer_impl)
+    write_checkpoints_without_helper(arguments)
     arguments.mixed_lengths = (config.get("data") or {}).get("mixed_lengths")
     if arguments.rank == 0:
         print(f"stand-ins for what this machine lacks: {', '.join(stand_ins) or 'none'}")
@@ -94,6 +96,24 @@ def main(config_path: str) -> None:
     if plan is not None and (saved := run_directory.last_checkpoint(Path(config["run_dir"]))) is not None:
         phases.check_consumed(plan, saved)
     torch.distributed.destroy_process_group()
+
+
+def share_cores(ranks: int) -> None:
+    """Gives each rank of a machine without CUDA as many threads as there are cores for it, unless the user chose."""
+    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+
+
+def write_checkpoints_without_helper(arguments: argparse.Namespace) -> None:
+    """Has the results of writing a checkpoint stay in this process, unless another one writes it.
+
+    Megatron's queue for them is a process of its own (core/dist_checkpointing/strategies/filesystem_async.py), which
+    imports Megatron to read them: seconds at the first checkpoint and half a gigabyte, on every rank.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if not arguments.async_save:
+        filesystem_async._results_queue = queue.Queue()
 
 
 def profile_memory(config: Mapping[str, Any]) -> sampler.Phases:

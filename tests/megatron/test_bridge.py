@@ -57,25 +57,22 @@ MODELS = {
     ),
 }
 needs_bridge = pytest.mark.usefixtures("megatron_bridge")
+every_model = pytest.mark.parametrize("name", MODELS)
+Sections = dict[str, dict[str, Any]]
+BuildSections = Callable[[Mapping[str, Any]], torch.nn.Module]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def imported() -> None:
-    """What takes seconds to import, when a test runs rather than when tests are collected."""
+def imported(megatron: None) -> None:
+    """What imports Megatron, for seconds: when tests begin, not when they are collected."""
     global bridge
     from nemo_ext.megatron import bridge
 
 
-@pytest.fixture
-def megatron_bridge() -> None:
-    """Skips where Megatron-Bridge cannot be imported."""
+@pytest.fixture(scope="module")
+def megatron_bridge(imported: None) -> None:
     if bridge.MISSING is not None:
-        pytest.skip(str(bridge.MISSING))
-
-
-every_model = pytest.mark.parametrize("name", MODELS)
-Sections = dict[str, dict[str, Any]]
-BuildSections = Callable[[Mapping[str, Any]], torch.nn.Module]
+        pytest.skip(bridge.MISSING)
 
 
 def described(name: str) -> tuple[Format, Description]:

@@ -26,6 +26,9 @@ from nemo_ext.megatron.check import check
 from nemo_ext.megatron.divergence import kl_divergence
 from nemo_ext.megatron.session import load_weights, take_tensors
 
+pytestmark = pytest.mark.xdist_group(name="distillation")
+"""Fixtures that train are made once."""
+
 Train = Callable[..., list[dict[str, Any]]]
 Build = Callable[..., torch.nn.Module]
 
@@ -143,8 +146,9 @@ def test_logits_may_be_overwritten_before_the_backward_pass() -> None:
 RANKS = """
 import os, sys, torch
 from nemo_ext.megatron.divergence import kl_divergence
-torch.distributed.init_process_group("gloo")
-rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
+rank = int(sys.argv[2])
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}.meeting", rank=rank, world_size=2)
+group = torch.distributed.group.WORLD
 saved = torch.load(sys.argv[1])
 for top_k, temperature, kl, gradient in saved["cases"]:
     student, teacher = (saved[name].chunk(2, -1)[rank].clone().requires_grad_() for name in ("student", "teacher"))
@@ -170,11 +174,11 @@ def test_a_vocabulary_divided_among_ranks_has_the_same_divergence(tmp_path: Path
     torch.save(tensors, tmp_path / "tensors.pt")
     (tmp_path / "ranks.py").write_text(RANKS)
 
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(tmp_path / "ranks.py"), str(tmp_path / "tensors.pt")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-W", "ignore", str(tmp_path / "ranks.py"), str(tmp_path / "tensors.pt")]
+    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    ended = [(rank.communicate(timeout=240)[1], rank.returncode) for rank in ranks]
 
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert [code for _, code in ended] == [0, 0], ended
 
 
 # A teacher beside its student, in this process
@@ -325,6 +329,17 @@ def started(tmp_path_factory: pytest.TempPathFactory, train_ranks: Train) -> Cal
     return start
 
 
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory, train_ranks: Train) -> Callable[..., list[dict[str, Any]]]:
+    """What one rank logs, once for all layouts."""
+
+    @cache
+    def run(*words: str) -> list[dict[str, Any]]:
+        return train_ranks(tmp_path_factory.mktemp("one"), *words)
+
+    return run
+
+
 FEWER_EXPERTS = ("megatron.num_experts=4", "megatron.hidden_size=128", "model.pattern=ME*-")
 """A smaller hybrid student with other experts than its teacher's eight."""
 
@@ -338,6 +353,7 @@ FEWER_EXPERTS = ("megatron.num_experts=4", "megatron.hidden_size=128", "model.pa
 def test_two_ranks_learn_from_a_teacher_what_one_rank_learns(
     teacher: Path,
     started: Callable[..., str],
+    one_rank: Train,
     train_ranks: Train,
     tmp_path: Path,
     layout: str,
@@ -347,8 +363,8 @@ def test_two_ranks_learn_from_a_teacher_what_one_rank_learns(
     told = (f"distillation.teacher={teacher}", f"distillation.top_k={top_k}", "distillation.lm_weight=0.5")
     run = (*SHORT, *student, started(*student), *told)
 
-    alone = train_ranks(tmp_path / "one", *run)
-    together = train_ranks(tmp_path / "two", *run, *LAYOUTS[layout], ranks=2)
+    alone = one_rank(*run)
+    together = train_ranks(tmp_path, *run, *LAYOUTS[layout], ranks=2)
 
     for name in ("loss", "kl_to_teacher"):
         assert losses(together, name) == pytest.approx(losses(alone, name), rel=1e-5)
@@ -358,12 +374,12 @@ def test_two_ranks_learn_from_a_teacher_what_one_rank_learns(
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tensor", "pipeline", "data"])
 def test_two_ranks_learn_from_files_what_one_rank_learns(
-    saved: Path, started: Callable[..., str], train_ranks: Train, tmp_path: Path, layout: str
+    saved: Path, started: Callable[..., str], one_rank: Train, train_ranks: Train, tmp_path: Path, layout: str
 ) -> None:
     run = (*SHORT, DENSE, started(DENSE), f"megatron.logits_load_dir={saved}")
 
-    alone = train_ranks(tmp_path / "one", *run)
-    together = train_ranks(tmp_path / "two", *run, *LAYOUTS[layout], ranks=2)
+    alone = one_rank(*run)
+    together = train_ranks(tmp_path, *run, *LAYOUTS[layout], ranks=2)
 
     for name in ("loss", "kl_to_teacher"):
         assert losses(together, name) == pytest.approx(losses(alone, name), rel=1e-5)
@@ -498,15 +514,16 @@ def test_missing_files_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_docs(tmp_path: Path) -> None:
+def test_the_commands_of_the_docs(
+    launched: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = Path(__file__).parents[2] / "docs" / "distillation.md"
     lines = [line for block in re.findall(r"```shell\n(.*?)```", page.read_text(), re.S) for line in block.splitlines()]
     short = ("data=mock", "train.tokens=512", "train.warmup_tokens=0", *SMALL_BATCHES)
+    monkeypatch.chdir(tmp_path)
 
     for line in lines:
-        command = [sys.executable, "-W", "ignore", "-m", "nemo_ext.cli", *shlex.split(line)[1:], *short]
-        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-        assert ended.returncode == 0, f"{line}\n{ended.stdout}{ended.stderr}"
+        launched(*shlex.split(line)[1:], *short)
 
     assert len(lines) == 4
     for name in ("student", "cached"):

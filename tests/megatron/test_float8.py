@@ -20,8 +20,8 @@ SIZES = st.integers(1, 40)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def imported() -> None:
-    """What takes seconds to import, when a test runs rather than when tests are collected."""
+def imported(megatron: None) -> None:
+    """What imports Megatron, for seconds: when tests begin, not when they are collected."""
     global ColumnParallelLinear, RowParallelLinear, Float8Product, in_float8, use_float8
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 

@@ -32,8 +32,8 @@ NAMES = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def imported() -> None:
-    """What takes seconds to import, when a test runs rather than when tests are collected."""
+def imported(megatron: None) -> None:
+    """What imports Megatron, for seconds: when tests begin, not when they are collected."""
     global get_quant_config_or_none, stage_blocks
     from megatron.core.quantization.utils import get_quant_config_or_none
 

@@ -4,13 +4,12 @@ import random
 import re
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -19,6 +18,9 @@ from nemo_ext.data.text.indexed_dataset import write_index
 from nemo_ext.job import run_directory
 from nemo_ext.job.config import compose
 from nemo_ext.launch import _check_same_past
+
+pytestmark = pytest.mark.xdist_group(name="phases")
+"""Fixtures that train are made once."""
 
 FLAGS = {
     "seq_length": 64,
@@ -238,24 +240,16 @@ def test_one_command_runs_all_phases(whole: tuple[Path, str]) -> None:
 
 
 @pytest.mark.slow
-def test_killed_at_any_step_it_resumes_on_the_same_sample(whole: tuple[Path, str], tmp_path: Path) -> None:
+def test_killed_at_any_step_it_resumes_on_the_same_sample(
+    whole: tuple[Path, str], launched: Callable[..., str], tmp_path: Path
+) -> None:
     folder, _ = whole
-    run_dir, moments = tmp_path / "run", random.Random(5)
-    stops = sorted(moments.sample(range(3, 39), 3))
-    for stop in stops:
-        process = start(run_dir, folder / "data")
-        deadline = time.monotonic() + 300
-        while not (reached := steps(run_dir) if run_dir.exists() else []) or reached[-1]["step"] < stop:
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.05)
-        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-        for member in family:
-            member.kill()
-        process.communicate()
-        psutil.wait_procs(family, timeout=30)
-    process = start(run_dir, folder / "data")
-    out, err = process.communicate(timeout=600)
-    assert process.returncode == 0, out + err
+    run_dir = tmp_path / "run"
+    words = ("train", *SMALL, f"run_dir={run_dir}", f"data_root={folder / 'data'}")
+    # Ten steps before the last one, so that a run does not end before the kill; in both segments.
+    for stop in sorted(random.Random(5).sample(range(3, 31), 3)):
+        assert "ended at step" in launched(*words, kill_at=stop), stop
+    launched(*words)
     for line, expected in zip(steps(run_dir), steps(folder / "run"), strict=True):
         for name in ("step", "tokens", "loss", "lr", "grad_norm"):
             assert line[name] == pytest.approx(expected[name], rel=1e-5), (line, expected)

@@ -1,6 +1,8 @@
 """Megatron's own trainer on one and two ranks: every layout learns the same, checkpoints change layout and back end."""
 
+import queue
 import shutil
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,9 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 
 from nemo_ext.job import run_directory
+
+pytestmark = pytest.mark.xdist_group(name="training")
+"""Fixtures that train are made once."""
 
 Train = Callable[..., list[dict[str, Any]]]
 
@@ -50,14 +55,45 @@ def test_a_run_learns_and_logs_every_step(single: Path) -> None:
     assert rates[1:8] == pytest.approx([2e-3] * 7) and rates[-1] == pytest.approx(2e-5)
 
 
+def test_what_is_written_needs_no_process_unless_another_one_writes(
+    megatron: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from nemo_ext.megatron.trainer import write_checkpoints_without_helper
+
+    monkeypatch.setattr(filesystem_async, "_results_queue", None)
+    write_checkpoints_without_helper(Namespace(async_save=True))
+    assert filesystem_async._results_queue is None
+
+    write_checkpoints_without_helper(Namespace(async_save=False))
+    assert isinstance(filesystem_async.get_write_results_queue(), queue.Queue)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="threads are for machines without CUDA")
+def test_threads_are_those_of_the_user(monkeypatch: pytest.MonkeyPatch, megatron: None) -> None:
+    from nemo_ext.megatron.trainer import share_cores
+
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    share_cores(2)
+    assert chosen == []
+
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    share_cores(2)
+    assert chosen == [4]
+
+
 def from_weights_of(run_dir: Path) -> tuple[str, str]:
-    """Five steps from another run's weights: ranks of different layouts draw different weights from one seed."""
-    return f"megatron.pretrained_checkpoint={run_dir / run_directory.CHECKPOINTS}", "train.tokens=2560"
+    """Three steps from another run's weights: ranks of different layouts draw different weights from one seed."""
+    return f"megatron.pretrained_checkpoint={run_dir / run_directory.CHECKPOINTS}", "train.tokens=1536"
 
 
 @pytest.fixture(scope="module")
 def alone(single: Path, tmp_path_factory: pytest.TempPathFactory, train_ranks: Train) -> list[dict[str, Any]]:
-    """What one rank logs over five steps from those weights."""
+    """What one rank logs over three steps from those weights."""
     return train_ranks(tmp_path_factory.mktemp("alone"), *from_weights_of(single))
 
 
@@ -68,7 +104,7 @@ def test_two_ranks_learn_what_one_rank_learns(
 ) -> None:
     together = train_ranks(tmp_path, *from_weights_of(single), *LAYOUTS[layout], ranks=2)
 
-    assert len(alone) == 5
+    assert len(alone) == 3
     assert losses(together) == pytest.approx(losses(alone), rel=1e-5)
     assert [line["grad_norm"] for line in together] == pytest.approx([line["grad_norm"] for line in alone], rel=1e-4)
 
@@ -117,7 +153,7 @@ def saved_weights(run_dir: Path, names: tuple[str, ...]) -> dict[str, torch.Tens
 @pytest.mark.slow
 def test_virtual_pipeline_stages_learn_what_one_rank_learns(train_ranks: Train, tmp_path: Path) -> None:
     train_ranks(tmp_path / "start", "model.pattern=ME*EME-E", *START)
-    start = ("train.tokens=2560", f"megatron.pretrained_checkpoint={tmp_path / 'start' / run_directory.CHECKPOINTS}")
+    start = ("train.tokens=1536", f"megatron.pretrained_checkpoint={tmp_path / 'start' / run_directory.CHECKPOINTS}")
 
     alone = train_ranks(tmp_path / "one", "model.pattern=ME*EME-E", *start)
     two = ("model.pattern=ME|*E|ME|-E", "megatron.pipeline_model_parallel_size=2")

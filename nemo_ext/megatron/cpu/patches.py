@@ -7,6 +7,7 @@ without each row in turn and fails when upstream no longer needs it. The table i
 import contextlib
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -193,6 +194,7 @@ def apply(without: Collection[str] = ()) -> list[str]:
         ValueError: if `without` names neither a row nor a target.
         AttributeError: if upstream moved a target; the row's `upstream` says where to look.
     """
+    leave_uncompiled()
     names = [patch.name for patch in PATCHES]
     unknown = set(without) - {*names, *(target for patch in PATCHES for target in patch.targets)}
     if unknown:
@@ -209,6 +211,29 @@ def apply(without: Collection[str] = ()) -> list[str]:
                 _originals[target] = getattr(owner, attribute)
                 setattr(owner, attribute, patch.make(_originals[target]))
     return [patch.name for patch in chosen]
+
+
+def leave_uncompiled() -> None:
+    """Has Megatron's small fused functions (`core/jit.py`) run as they are written, where CUDA is absent.
+
+    They are bound to torch.compile as their modules are imported, before `--disable-jit-fuser` is read: every process
+    would import torch's compiler and run a C++ compiler, which costs more than the functions save. Where Megatron is
+    imported already nothing changes.
+    """
+    if torch.cuda.is_available() or "megatron.core.jit" in sys.modules:
+        return
+    owner, attribute = _locate("torch:compile")
+    compiling = getattr(owner, attribute)
+    setattr(owner, attribute, _as_written)
+    try:
+        jit = importlib.import_module("megatron.core.jit")
+    finally:
+        setattr(owner, attribute, compiling)
+    jit.disable_jit_fuser()
+
+
+def _as_written(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
 def restore(keep: Collection[str] = ()) -> None:

@@ -1,10 +1,11 @@
-"""The torch kernels under mamba_ssm's names. What depends on import order runs in a fresh interpreter."""
+"""The torch kernels under mamba_ssm's names, alone and in Megatron's mixer."""
 
-import os
-import subprocess
+import importlib
+import importlib.util
 import sys
-import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,198 +17,137 @@ from nemo_ext.megatron.cpu import mamba_modules
 from nemo_ext.megatron.cpu.mamba_norm import rms_norm_gated
 from nemo_ext.megatron.cpu.mamba_scan import ssd_chunk_scan
 
-REPOSITORY = Path(__file__).parents[3]
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process in which neither package, nor a stand-in for it, has been imported."""
+    for name in [name for name in sys.modules if name.split(".")[0] in mamba_modules.STAND_INS]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, mamba_modules.MIXER, raising=False)
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] in mamba_modules.STAND_INS]:
+        del sys.modules[name]  # before monkeypatch puts back what was there
 
 
-def run_python(source: str, *, path: Path | None = None) -> str:
-    """Runs `source` in a fresh interpreter and returns what it prints."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, filter(None, (path, REPOSITORY))))}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+def test_install_serves_both_packages_once(without_kernels: None) -> None:
+    assert mamba_modules.install() == ("mamba_ssm", "causal_conv1d")
+    mamba_ssm = importlib.import_module("mamba_ssm")
+    assert mamba_modules.install() == ("mamba_ssm", "causal_conv1d")
+    assert importlib.import_module("mamba_ssm") is mamba_ssm
+
+    assert importlib.util.find_spec("mamba_ssm") is mamba_ssm.__spec__
+    found = importlib.util.find_spec("mamba_ssm.ops.triton.ssd_combined")
+    assert found is not None and found.name.endswith("ssd_combined")
+    assert importlib.util.find_spec("mamba_ssm.modules") is None
+    assert importlib.import_module("causal_conv1d").causal_conv1d_fn is mamba_modules.causal_conv1d_fn
+    assert importlib.import_module("causal_conv1d.causal_conv1d_varlen").causal_conv1d_varlen_states
+    assert importlib.import_module("mamba_ssm.ops.triton.layernorm_gated").RMSNorm
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'mamba_ssm\.modules'"):
+        importlib.import_module("mamba_ssm.modules.mamba2")
 
 
-def test_install_serves_both_packages_once() -> None:
-    printed = run_python("""
-        import importlib.util
-        from nemo_ext.megatron.cpu import mamba_modules
+@pytest.mark.parametrize(("package", "served"), [("mamba_ssm", ()), ("causal_conv1d", ("mamba_ssm",))])
+def test_install_leaves_a_real_package_alone(
+    without_kernels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, served: tuple[str, ...]
+) -> None:
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("origin = 'real'\n")
+    monkeypatch.syspath_prepend(tmp_path)
 
-        print(mamba_modules.install())
-        import mamba_ssm
-        print(mamba_modules.install())
-        assert importlib.util.find_spec("mamba_ssm") is mamba_ssm.__spec__
-        assert importlib.util.find_spec("mamba_ssm.ops.triton.ssd_combined").name.endswith("ssd_combined")
-        assert importlib.util.find_spec("mamba_ssm.modules") is None
-        from causal_conv1d import causal_conv1d_fn
-        from causal_conv1d.causal_conv1d_varlen import causal_conv1d_varlen_states
-        from mamba_ssm.ops.triton.layernorm_gated import RMSNorm
-        try:
-            import mamba_ssm.modules.mamba2
-        except ModuleNotFoundError as error:
-            print(error)
-    """)
-    assert printed.splitlines() == [
-        "('mamba_ssm', 'causal_conv1d')",
-        "('mamba_ssm', 'causal_conv1d')",
-        "No module named 'mamba_ssm.modules'",
-    ]
+    assert mamba_modules.install() == served
+    assert not mamba_modules.is_stand_in("causal_conv1d")
+    assert importlib.import_module(package).origin == "real"
 
 
-def test_install_leaves_a_real_mamba_ssm_alone(tmp_path: Path) -> None:
-    (tmp_path / "mamba_ssm").mkdir()
-    (tmp_path / "mamba_ssm" / "__init__.py").write_text("origin = 'real'\n")
+def test_install_after_the_mixer_is_refused(
+    megatron: None, without_kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ssm = importlib.import_module("megatron.core.ssm")
+    monkeypatch.setattr(ssm, "mamba_mixer", ssm.mamba_mixer)  # which importing it once more replaces
+    importlib.import_module(mamba_modules.MIXER)
 
-    printed = run_python(
-        """
-        import sys
-        from nemo_ext.megatron.cpu import mamba_modules
-
-        print(mamba_modules.install())
-        assert "causal_conv1d" not in sys.modules
-        import mamba_ssm
-        print(mamba_ssm.origin)
-        """,
-        path=tmp_path,
-    )
-
-    assert printed.splitlines() == ["()", "real"]
-
-
-def test_install_leaves_a_real_causal_conv1d_alone(tmp_path: Path) -> None:
-    (tmp_path / "causal_conv1d.py").write_text("origin = 'real'\n")
-
-    printed = run_python(
-        """
-        from nemo_ext.megatron.cpu import mamba_modules
-
-        print(mamba_modules.install())
-        import causal_conv1d
-        print(causal_conv1d.origin)
-        """,
-        path=tmp_path,
-    )
-
-    assert printed.splitlines() == ["('mamba_ssm',)", "real"]
-
-
-def test_install_after_the_mixer_is_refused() -> None:
-    printed = run_python("""
-        import megatron.core.ssm.mamba_mixer
-        from nemo_ext.megatron.cpu import mamba_modules
-
-        try:
-            mamba_modules.install()
-        except RuntimeError as error:
-            print(error)
-    """)
-    assert "call mamba_modules.install() before" in printed
-
-
-def test_megatron_trains_on_packed_sequences_but_refuses_dynamic_inference() -> None:
-    printed = run_python("""
-        from nemo_ext.megatron.cpu import mamba_modules
-
+    with pytest.raises(RuntimeError, match=r"call mamba_modules\.install\(\) before"):
         mamba_modules.install()
-        from megatron.core.ssm import mamba_mixer
-
-        assert mamba_mixer.HAVE_MAMBA_SSM and mamba_mixer.MAMBA_HAS_STATE_DTYPE
-        assert mamba_mixer.causal_conv1d_fn is mamba_modules.causal_conv1d_fn
-        for inference in (False, True):
-            print(mamba_mixer._check_mamba_sequence_packing_support(for_inference_not_training=inference)[0])
-    """)
-    assert printed.splitlines() == ["True", "False"]
 
 
-MIXER = """
-    from contextlib import contextmanager
-    from types import SimpleNamespace
-
-    import torch
-    from nemo_ext.megatron.cpu import mamba_modules
-
-    mamba_modules.install()
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    from megatron.core.packed_seq_params import PackedSeqParams
+def test_megatron_trains_on_packed_sequences_but_refuses_dynamic_inference(megatron: None) -> None:
     from megatron.core.ssm import mamba_mixer
-    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    assert mamba_mixer.HAVE_MAMBA_SSM and mamba_mixer.MAMBA_HAS_STATE_DTYPE
+    assert mamba_mixer.causal_conv1d_fn is mamba_modules.causal_conv1d_fn
+    supported = [
+        mamba_mixer._check_mamba_sequence_packing_support(for_inference_not_training=inference)[0]
+        for inference in (False, True)
+    ]
+    assert supported == [True, False]
+
+
+LENGTHS = [37, 1, 150, 12]
+
+
+class Linear(torch.nn.Linear):
+    """A linear layer with the arguments of Megatron's."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, **others: Any) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), None
+
+
+@pytest.fixture
+def mixer(megatron: None) -> torch.nn.Module:
+    """Megatron's mixer on one rank."""
+    from megatron.core.ssm import mamba_mixer
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-    class Seeds:
-        @contextmanager
-        def fork(self):
-            yield
-
-    mamba_mixer.get_cuda_rng_tracker = Seeds
-
-    class Linear(torch.nn.Linear):
-        def __init__(self, inputs, outputs, *, config, init_method, bias, skip_bias_add, **parallel):
-            super().__init__(inputs, outputs, bias=bias)
-
-        def forward(self, x):
-            return super().forward(x), None
-
-    class OneRank:
-        def size(self):
-            return 1
 
     torch.manual_seed(0)
     config = TransformerConfig(
-        num_layers=1, hidden_size=32, num_attention_heads=4, mamba_state_dim=8, mamba_head_dim=8,
-        mamba_num_groups=2, mamba_num_heads=6, use_cpu_initialization=True,
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=4,
+        mamba_state_dim=8,
+        mamba_head_dim=8,
+        mamba_num_groups=2,
+        mamba_num_heads=6,
+        use_cpu_initialization=True,
     )
-    mixer = mamba_mixer.MambaMixer(
-        config,
-        mamba_mixer.MambaMixerSubmodules(in_proj=Linear, out_proj=Linear),
-        32,
-        layer_number=1,
-        pg_collection=SimpleNamespace(tp=OneRank(), cp=OneRank()),
-    )
-    lengths = [37, 1, 150, 12]
-    x = torch.randn(sum(lengths), 1, 32)
-"""
+    one = SimpleNamespace(size=lambda: 1)
+    parts = mamba_mixer.MambaMixerSubmodules(in_proj=Linear, out_proj=Linear)
+    return mamba_mixer.MambaMixer(config, parts, 32, layer_number=1, pg_collection=SimpleNamespace(tp=one, cp=one))
 
 
-def test_megatron_mixer_gives_the_same_by_its_two_paths() -> None:
-    run_python(
-        textwrap.dedent(MIXER)
-        + textwrap.dedent("""
-        results = []
-        for fused in (True, False):
-            mixer.use_mem_eff_path = fused
-            mixer.zero_grad()
-            out, _ = mixer(x)
-            out.square().mean().backward()
-            results.append([out, *(parameter.grad for parameter in mixer.parameters())])
-        assert len(results[0]) == 1 + 8
-        for one, other in zip(*results):
-            torch.testing.assert_close(one, other)
-        """)
-    )
+def test_megatron_mixer_gives_the_same_by_its_two_paths(mixer: Any) -> None:
+    x = torch.randn(sum(LENGTHS), 1, 32)
+    results = []
+    for fused in (True, False):
+        mixer.use_mem_eff_path = fused
+        mixer.zero_grad()
+        out, _ = mixer(x)
+        out.square().mean().backward()
+        results.append([out, *(parameter.grad for parameter in mixer.parameters())])
+
+    assert len(results[0]) == 1 + 8
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
 
 
-def test_megatron_mixer_keeps_packed_sequences_apart() -> None:
-    run_python(
-        textwrap.dedent(MIXER)
-        + textwrap.dedent("""
-        ends = torch.tensor([0, *lengths]).cumsum(0).int()
-        packed = PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, total_tokens=int(ends[-1]),
-            max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths),
-        )
-        assert packed.seq_idx is not None
-        together, _ = mixer(x, packed_seq_params=packed)
-        alone = torch.cat([mixer(part)[0] for part in x.split(lengths)])
-        torch.testing.assert_close(together, alone)
-        assert (together - mixer(x)[0]).abs().max() > 1e-3
-        """)
+def test_megatron_mixer_keeps_packed_sequences_apart(mixer: Any) -> None:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    x = torch.randn(sum(LENGTHS), 1, 32)
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    longest = {"max_seqlen_q": max(LENGTHS), "max_seqlen_kv": max(LENGTHS)}
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, total_tokens=int(ends[-1]), **longest
     )
+    assert packed.seq_idx is not None
+
+    together, _ = mixer(x, packed_seq_params=packed)
+    alone = torch.cat([mixer(part)[0] for part in x.split(LENGTHS)])
+
+    torch.testing.assert_close(together, alone)
+    assert (together - mixer(x)[0]).abs().max() > 1e-3
 
 
 def split_inputs(*, groups: int = 2) -> dict[str, Any]:

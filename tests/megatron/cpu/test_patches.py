@@ -10,7 +10,10 @@ import torch
 
 from nemo_ext.megatron.cpu import patches
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the table is for machines without CUDA")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the table is for machines without CUDA"),
+    pytest.mark.xdist_group(name="patches"),
+]
 
 TARGETS = [target for patch in patches.PATCHES for target in patch.targets]
 
@@ -30,12 +33,13 @@ def test_training_fails_without_it(errors: dict[str, str | None], target: str) -
     assert errors[target], f"{target} is no longer needed: remove it from the table"
 
 
-def test_applying_twice_changes_nothing_and_restoring_puts_everything_back() -> None:
+def test_applying_twice_changes_nothing_restoring_puts_all_back_and_nothing_is_compiled() -> None:
     """In a process of its own: other tests here run with the table applied."""
     code = """
+import sys
 import torch
 from nemo_ext.megatron.cpu import patches, runtime
-original = torch.cuda.current_device
+original, compiling = torch.cuda.current_device, torch.compile
 runtime.enable()
 patched = torch.cuda.current_device
 with patches.applied():
@@ -43,6 +47,11 @@ with patches.applied():
 assert torch.cuda.current_device is patched is not original
 patches.restore()
 assert torch.cuda.current_device is original
+
+from megatron.core.fusions.fused_bias_swiglu import swiglu
+assert torch.compile is compiling
+assert not hasattr(swiglu, "_torchdynamo_orig_callable")
+assert "torch._inductor.compile_fx" not in sys.modules, "torch's compiler was imported"
 """
     ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
 

@@ -111,6 +111,7 @@ def check_checkpoint_worker() -> None:
 
 def main() -> None:
     mamba_modules.install()
+    patches.leave_uncompiled()
     targets = [target for patch in patches.PATCHES if patch.applies() for target in patch.targets]
     os.environ |= {
         "RANK": "0",

@@ -1,0 +1,71 @@
+"""Ranks as forked children of one process that has imported Megatron: what torchrun starts, without its imports.
+
+Run as a script: reads lines `{"config": FILE, "ranks": 2, "log": FILE, "folder": DIR, "environment": {}}`,
+answers each with the exit codes of the ranks. As under torchrun, ranks are killed once one of them has failed.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+from importlib import import_module
+from typing import NoReturn
+
+
+def preload() -> None:
+    """Imports what ranks import, and nothing that starts a thread."""
+    from nemo_ext.megatron.cpu import runtime
+
+    runtime.enable()
+    for name in ("training.training", "core.tokenizers.text"):
+        import_module(f"megatron.{name}")
+    for name in ("distillation", "expert_bias", "metrics", "model", "packed", "phases", "trainer"):
+        import_module(f"nemo_ext.megatron.{name}")
+    import_module("torch.utils.tensorboard")
+
+
+def rank(number: int, *, job: dict, port: int) -> NoReturn:
+    """The child that is one rank."""
+    from nemo_ext.megatron.rank import end_with_parent, run
+
+    end_with_parent(signal.SIGKILL)
+    os.chdir(job["folder"])
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.environ |= job["environment"]
+    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(job["ranks"])}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(job["ranks"])}
+    run(job["config"])
+
+
+def ended(job: dict) -> list[int]:
+    """Exit codes of the ranks of one job."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for number in range(job["ranks"]):
+        child = os.fork()
+        if child == 0:
+            rank(number, job=job, port=port)
+        children.append(child)
+    codes: dict[int, int] = {}
+    while len(codes) < len(children):
+        child, status = os.wait()
+        codes[child] = os.waitstatus_to_exitcode(status)
+        if codes[child]:
+            for other in set(children) - codes.keys():
+                os.kill(other, signal.SIGKILL)
+    return [codes[child] for child in children]
+
+
+def main() -> None:
+    preload()
+    for line in sys.stdin:
+        print(json.dumps(ended(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
