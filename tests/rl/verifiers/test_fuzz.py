@@ -151,14 +151,14 @@ ANSWERS = SOUP.map(_boxed) | SOUP | st.text() | st.binary().map(lambda raw: raw.
 WITHOUT_C = ANSWERS.filter(lambda text: "C" not in text.upper() and "blue" not in text.lower())
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(text=WITHOUT_C)
 def test_random_answers_earn_nothing(environment: tuple[Environment, object], text: str) -> None:
     unrewarded(environment, text)
 
 
 @pytest.mark.slow
-@settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
 @given(text=WITHOUT_C)
 def test_many_random_answers_earn_nothing(environment: tuple[Environment, object], text: str) -> None:
     unrewarded(environment, text)
