@@ -76,9 +76,7 @@ ALTERNATE = [kind for number, kind in enumerate(EVERY_KIND) if (number // 2 + nu
 """Every activation with every norm, biases in every second one."""
 LAYOUT_OF = {kind: list(LAYOUTS)[(n % 6 // 2 + n // 6) % 2] for n, kind in enumerate(ALTERNATE)}
 """Each layout with every activation and every norm, with biases and without."""
-TRAINED = Kind("SwiGLU", "RMSNorm", True)
-tensor_parallel = pytest.mark.xdist_group(name="puzzle_tensor_parallel")
-"""Of tests that look at what the same two ranks made."""
+SAVED = Kind("SwiGLU", "RMSNorm", True)
 
 
 @cache
@@ -458,17 +456,16 @@ def ranks(megatron: None, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         config = kind.config(after, tensor_model_parallel_size=2, **LAYOUTS[LAYOUT_OF[kind]])
         checkpoint = folder / str(number) / "after" / "release"
         jobs.append({"config": config, "checkpoint": str(checkpoint), "logits": str(folder / f"{number}.pt")})
-    parent = spread(Parent(*build_model(TRAINED.config())))
+    parent = spread(Parent(*build_model(SAVED.config())))
     save(parent.model, folder / "whole")
     (folder / "divided").mkdir()
-    config = TRAINED.config(tensor_model_parallel_size=2, **LAYOUTS["tensor and sequence"])
+    config = SAVED.config(tensor_model_parallel_size=2, **LAYOUTS["tensor and sequence"])
     jobs.append({"config": config, "checkpoint": str(folder / "whole"), "saved": str(folder / "divided")})
     run_ranks(folder, jobs)
     made = {str(kind): (torch.load(folder / f"{n}.pt"), expected[kind]) for n, kind in enumerate(ALTERNATE)}
     return Ranks(made, parent, folder / "divided")
 
 
-@tensor_parallel
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ALTERNATE, ids=lambda kind: f"{kind}-{LAYOUT_OF[kind]}")
 def test_a_fused_checkpoint_is_exact_under_tensor_parallelism(kind: Kind, ranks: Ranks) -> None:
@@ -477,14 +474,13 @@ def test_a_fused_checkpoint_is_exact_under_tensor_parallelism(kind: Kind, ranks:
     assert relative_error(found, expected) <= 1e-6
 
 
-@tensor_parallel
 @pytest.mark.slow
 def test_a_checkpoint_of_tensor_parallel_ranks_is_fused(ranks: Ranks, tmp_path: Path) -> None:
     """Each rank's file has its part of the gate and its part of up, one after the other."""
-    parent, before = ranks.before, from_config(TRAINED.config())
+    parent, before = ranks.before, from_config(SAVED.config())
     write_fused(ranks.checkpoint, tmp_path / "after", before, GROUPS)
 
-    found = Parent(*build_model(TRAINED.config(str(fused(before, GROUPS).architecture.pattern))))
+    found = Parent(*build_model(SAVED.config(str(fused(before, GROUPS).architecture.pattern))))
     load_weights(found.model, tmp_path / "after" / "release")
     with torch.no_grad():
         expected = parent.logits(tokens(), side_by_side(parent, GROUPS))

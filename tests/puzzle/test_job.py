@@ -48,10 +48,6 @@ SMALL = (
 """Every stage, on a model of six blocks that has hardly learnt anything."""
 
 
-whole_run = pytest.mark.xdist_group(name="puzzle_whole_run")
-"""Of tests that look at one run, so that one process makes it."""
-
-
 def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "nemo_ext.cli", "puzzle", *SMALL, f"run_dir={run_dir}", *overrides]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -118,7 +114,6 @@ def losses(run_dir: Path) -> list[float]:
     return [row["loss"] for row in json.loads((run_dir / "child" / "evaluation.json").read_text())]
 
 
-@whole_run
 @pytest.mark.slow
 def test_all_stages_leave_what_they_should(whole: tuple[Path, str]) -> None:
     run_dir, said = whole
@@ -145,7 +140,6 @@ def test_all_stages_leave_what_they_should(whole: tuple[Path, str]) -> None:
     assert by_name["child"]["costs"]["parameters"] <= 0.7 * by_name["parent"]["costs"]["parameters"]
 
 
-@whole_run
 @pytest.mark.slow
 def test_the_child_is_in_transformers_what_it_is_here(whole: tuple[Path, str]) -> None:
     from transformers import AutoModelForCausalLM
@@ -156,7 +150,6 @@ def test_the_child_is_in_transformers_what_it_is_here(whole: tuple[Path, str]) -
     assert row["costs"]["parameters"] == sum(p.numel() for p in model.parameters())
 
 
-@whole_run
 @pytest.mark.slow
 def test_the_same_command_again_does_nothing_again(whole: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
     run_dir, _ = whole
@@ -169,7 +162,6 @@ def test_the_same_command_again_does_nothing_again(whole: tuple[Path, str], caps
     assert before == {file: file.stat().st_mtime_ns for file in before}
 
 
-@whole_run
 @pytest.mark.slow
 def test_another_child_takes_the_same_library(whole: tuple[Path, str]) -> None:
     run_dir, _ = whole
@@ -203,7 +195,6 @@ def test_another_child_takes_the_same_library(whole: tuple[Path, str]) -> None:
         here(run_dir, "puzzle.search.shares={parameters: 0.5}")
 
 
-@whole_run
 @pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on_and_ends_the_same(whole: tuple[Path, str], tmp_path: Path) -> None:
     run_dir, parent = tmp_path / "run", f"puzzle.parent={whole[0] / 'parent'}"
@@ -233,7 +224,6 @@ def test_killed_at_any_moment_it_goes_on_and_ends_the_same(whole: tuple[Path, st
     assert losses(run_dir) == pytest.approx(losses(whole[0]), rel=1e-6)
 
 
-@whole_run
 @pytest.mark.slow
 def test_ctrl_c_ends_quietly_and_the_same_command_goes_on(whole: tuple[Path, str], tmp_path: Path) -> None:
     given = (f"puzzle.parent={whole[0] / 'parent'}", "puzzle.stages=[parent,library,distill]")
@@ -246,7 +236,6 @@ def test_ctrl_c_ends_quietly_and_the_same_command_goes_on(whole: tuple[Path, str
     assert not (tmp_path / "run" / "blocks" / "stages" / "distill.json").exists()
 
 
-@whole_run
 @pytest.mark.slow
 def test_ranks_end_with_the_command_that_started_them(whole: tuple[Path, str], tmp_path: Path) -> None:
     process = start(
@@ -264,7 +253,6 @@ def test_ranks_end_with_the_command_that_started_them(whole: tuple[Path, str], t
     assert not psutil.wait_procs(ranks, timeout=30)[1]
 
 
-@whole_run
 @pytest.mark.slow
 def test_a_mistake_on_two_ranks_is_one_line(whole: tuple[Path, str], tmp_path: Path) -> None:
     code, _, err = run(
@@ -280,7 +268,6 @@ def test_a_mistake_on_two_ranks_is_one_line(whole: tuple[Path, str], tmp_path: P
     assert "Traceback" not in err and len(err.splitlines()) < 12
 
 
-@whole_run
 @pytest.mark.slow
 def test_two_ranks_find_what_one_finds(whole: tuple[Path, str], tmp_path: Path) -> None:
     from safetensors.torch import load_file
@@ -307,7 +294,6 @@ def test_two_ranks_find_what_one_finds(whole: tuple[Path, str], tmp_path: Path) 
     assert scores[0] == pytest.approx(scores[1], rel=1e-3, abs=1e-7)
 
 
-@whole_run
 @pytest.mark.slow
 def test_a_cached_teacher_heals_as_one_beside_the_child(whole: tuple[Path, str]) -> None:
     run_dir, losses = whole[0], {}
