@@ -84,7 +84,7 @@ def test_a_checkpoint_is_read_whole_whatever_it_was_saved_in(tmp_path: Path, par
         assert torch.equal(reader.read_piece(piece), values(piece))
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.sets(st.integers(1, 6), max_size=3), columns=st.sets(st.integers(1, 4), max_size=3), seed=st.randoms())
 def test_any_grid_of_shards_is_read_whole(
     rows: set[int], columns: set[int], seed: Any, tmp_path_factory: pytest.TempPathFactory
@@ -149,7 +149,7 @@ def metadata_of(checkpoint: Path) -> Any:
     return pickle.loads((checkpoint / METADATA).read_bytes())
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(share=st.floats(0, 1, exclude_max=True))
 def test_metadata_that_is_cut_short_anywhere_is_named(share: float, checkpoint: Path) -> None:
     file = checkpoint / METADATA
@@ -199,7 +199,7 @@ def test_a_shard_that_the_metadata_lost_is_noticed(checkpoint: Path, lost: str) 
         TorchDistReader(checkpoint)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_broken_file_is_named_or_gives_a_tensor_of_the_same_shape(data: st.DataObject, checkpoint: Path) -> None:
     """torch reads numbers without a checksum, so only what lies around them can be seen to be broken."""

@@ -90,7 +90,7 @@ def check_account(problem: Problem, error: Infeasible) -> None:
 
 
 @pytest.mark.usefixtures("core")
-@settings(max_examples=120, deadline=None)
+@settings(deadline=None)
 @given(problem=problems())
 def test_it_finds_what_trying_everything_finds(problem: Problem) -> None:
     feasible = {choice: problem.score(choice) for choice in choices(problem)}
@@ -109,7 +109,7 @@ def test_it_finds_what_trying_everything_finds(problem: Problem) -> None:
 
 
 @pytest.mark.usefixtures("core")
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(problem=problems(blocks=4, limits=2), size=st.integers(1, 6), data=st.data())
 def test_a_pool_is_the_best_choice_far_enough_from_those_before(problem: Problem, size: int, data: Any) -> None:
     apart = data.draw(st.integers(1, len(problem.blocks)))
@@ -150,7 +150,7 @@ def test_a_pool_of_nothing_and_impossible_distances_are_refused(size: int, apart
         pool(Problem([candidates((0.0, 1.0))]), size, min_distance=apart)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(deadline=None)
 @given(problem=problems())
 def test_leaving_out_dominated_variants_loses_nothing(problem: Problem) -> None:
     program = to_program(problem)
