@@ -138,7 +138,7 @@ def test_an_interruption_anywhere_loses_no_finished_part(
     settings = hf.Settings(shard_gigabytes=SHARD)
     rows = len(hf.plan(small[to_format], tmp_path / "out", settings).work)
 
-    for number in range(rows):
+    for number in range(0, rows, 2):  # a part has two rows or three
         plan = hf.plan(small[to_format], tmp_path / f"out{number}", settings)
         interrupted_at(plan, number, settings)
         assert not plan.to.exists()

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.config import compose
-from nemo_ext.describe import report
+from nemo_ext.describe import describe
 from nemo_ext.megatron.float8_modules import in_float8
 from nemo_ext.megatron.fp8 import Precision
 from nemo_ext.megatron.session import build_model
@@ -111,7 +111,7 @@ def test_the_job(
     assert plans["given"]["bytes"]["bf16"] < plans["proposed"]["bytes"]["bf16"] < plans["as it is"]["bytes"]["bf16"]
     assert (run_dir / "scores.png").stat().st_size > 10_000
     words = ["--config-dir", str(run_dir), "model=nemotron3_nano_tiny", "model.pattern=M*E-", "precision=proposed"]
-    report(compose("describe", words))
+    describe(compose("describe", words))
     assert "precision plan" in capsys.readouterr().out
 
     sensitivity(run_dir, model, "sensitivity.share=0.01")  # another budget: units are not measured again
