@@ -8,6 +8,7 @@ RUN_DIR/CHILD/shards/IofN/ config and logs of one shard of a stage; its results 
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -343,9 +344,14 @@ def _differing(old: Any, new: Any, key: str = "") -> list[str]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         inner = [_differing(old.get(name), new.get(name), f"{key}.{name}" if key else name) for name in {**old, **new}]
         return [each for found in inner for each in found]
-    return [] if old == new else [f"{key}: {_short(old)} -> {_short(new)}"]
+    if old == new:
+        return []
+    texts = json.dumps(old), json.dumps(new)
+    alike = len(os.path.commonprefix(texts))
+    return [f"{key}: {' -> '.join(_short(text, alike) for text in texts)}"]
 
 
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) < 100 else f"{text[:97]}..."
+def _short(text: str, alike: int) -> str:
+    """A text, or of a long one what stands where it begins to differ from the other."""
+    start = 0 if len(text) < 100 else max(0, alike - 40)
+    return f"{'...' if start else ''}{text[start : start + 97]}{'...' if len(text) > start + 100 else ''}"
