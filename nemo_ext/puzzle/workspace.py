@@ -8,7 +8,6 @@ RUN_DIR/CHILD/shards/IofN/ config and logs of one shard of a stage; its results 
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -347,7 +346,7 @@ def _differing(old: Any, new: Any, key: str = "") -> list[str]:
     if old == new:
         return []
     texts = json.dumps(old), json.dumps(new)
-    alike = len(os.path.commonprefix(texts))
+    alike = next((place for place, pair in enumerate(zip(*texts, strict=False)) if len(set(pair)) == 2), 0)
     return [f"{key}: {' -> '.join(_short(text, alike) for text in texts)}"]
 
 

@@ -141,9 +141,13 @@ def test_all_stages_leave_what_they_should(whole: tuple[Path, str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_child_is_in_transformers_what_it_is_here(whole: tuple[Path, str]) -> None:
-    from transformers import AutoModelForCausalLM
+def test_the_child_is_in_transformers_what_it_is_here(
+    whole: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM, dynamic_module_utils
 
+    # One folder in all of a process's tests: modules are found in the first alone.
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.getbasetemp() / "hf_modules"))
     folder = whole[0] / "child" / "huggingface"
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     row = json.loads((whole[0] / "child" / "evaluation.json").read_text())[-1]
