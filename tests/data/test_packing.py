@@ -2,18 +2,25 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from nemo_ext.config import compose
 from nemo_ext.data import packed_files
 from nemo_ext.data.packed_files import PackingSettings, is_packed, read_packed_manifest, use_packed, write_packed
 from nemo_ext.data.packing import Packs, _SortedNumbers, fit, pack
 from nemo_ext.data.sample_files import SampleFile, open_samples, write_samples
+
+
+def read(prefix: Path) -> Any:
+    """As Megatron does, which takes seconds to import."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    return IndexedDataset(str(prefix))
 
 
 @settings(max_examples=200, deadline=None)
@@ -188,7 +195,7 @@ def test_packs_on_disk_hold_every_sample_with_its_mask(
         progress=False,
     )
 
-    tokens, loss = IndexedDataset(str(tmp_path / "packs")), IndexedDataset(str(tmp_path / "packs_loss"))
+    tokens, loss = read(tmp_path / "packs"), read(tmp_path / "packs_loss")
     stored = [(a.tolist(), b.tolist()) for a, b in zip(tokens, loss, strict=True)]
     assert sorted(stored) == sorted(rows)
     bounds = tokens.document_indices
@@ -209,7 +216,7 @@ def test_a_cut_sample_keeps_its_beginning(tmp_path: Path) -> None:
     )
     dropped = write_packed(tmp_path / "dropped", files, PackingSettings(capacity=8), vocab_size=100, progress=False)
 
-    assert sorted(row.tolist() for row in IndexedDataset(str(tmp_path / "cut"))) == [list(range(8)), [50, 51]]
+    assert sorted(row.tolist() for row in read(tmp_path / "cut")) == [list(range(8)), [50, 51]]
     assert "1 samples cut, 4 tokens lost" in cut.contents() and (cut.truncated, cut.truncated_tokens) == (1, 4)
     assert "1 longer samples left out" in dropped.contents() and (dropped.samples, dropped.dropped) == (1, 1)
     with pytest.raises(ValueError, match="longer=drop"):
@@ -231,7 +238,7 @@ def test_finished_packs_are_kept_until_something_changes(tmp_path: Path, capsys:
     assert written(seed=2) > first
     (tmp_path / "packs.bin").write_bytes(b"")
     written(seed=2)
-    assert IndexedDataset(str(tmp_path / "packs")).sequence_lengths.sum() * 2 == (tmp_path / "packs.bin").stat().st_size
+    assert read(tmp_path / "packs").sequence_lengths.sum() * 2 == (tmp_path / "packs.bin").stat().st_size
     assert "starting over" in capsys.readouterr().err
 
 
