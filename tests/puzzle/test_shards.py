@@ -307,7 +307,7 @@ def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
 
 
 def said(process: subprocess.Popen[str]) -> str:
-    _, err = process.communicate(timeout=400)
+    _, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
     return err
 
@@ -317,7 +317,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     for member in family:
         member.kill()
     process.communicate()
-    psutil.wait_procs(family, timeout=30)
+    psutil.wait_procs(family, timeout=120)
 
 
 def contents(run_dir: Path) -> dict[str, Any]:
@@ -350,7 +350,7 @@ def test_three_shards_one_of_them_killed_make_the_files_of_one_process(
         first, second = (running.enter_context(shard(number)) for number in (0, 1))
         running.callback(lambda: [process.kill() for process in (first, second)])
         checkpoint = divided / "blocks" / "trained" / "in_training_1of3.pt"
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 400
         while not checkpoint.exists():
             assert time.monotonic() < deadline and second.poll() is None
             time.sleep(0.02)
