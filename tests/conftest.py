@@ -192,7 +192,7 @@ def steps(run_dir: Path) -> list[int]:
 
 @pytest.fixture(scope="session")
 def train_ranks(request: pytest.FixtureRequest) -> Callable[..., list[dict[str, Any]]]:
-    """Trains as the launcher's ranks do, and gives back the logged training steps; `test_launch.py` has the launcher."""
+    """Trains as the launcher's ranks do, and gives back the logged training steps."""
     from nemo_ext.megatron.fp8 import use_plan
 
     # CUDA does not work in forked processes.

@@ -5,7 +5,7 @@ Settings that a user can read are compared key by key (`differing`); inputs and 
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, st
     """What differs between two sections: `before -> now`, by dotted key; a key that is absent equals null and {}."""
     old, new = flat(before), flat(_as_json(now))
     return {
-        key: f"{_short(old.get(key))} -> {_short(new.get(key))}"
+        key: " -> ".join(_where_they_differ(old.get(key), new.get(key)))
         for key in dict.fromkeys((*old, *new))
         if (old.get(key) if old.get(key) != {} else None) != (new.get(key) if new.get(key) != {} else None)
     }
@@ -54,6 +54,11 @@ def _as_json(section: Mapping[str, Any]) -> dict[str, Any]:
     return as_json
 
 
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+def _where_they_differ(*values: Any) -> Iterator[str]:
+    """Each value as text; of a long one what stands where it begins to differ from the other."""
+    texts = [json.dumps(value) for value in values]
+    alike = next((place for place, pair in enumerate(zip(*texts, strict=False)) if len(set(pair)) > 1), 0)
+    for text in texts:
+        start = 0 if len(text) <= LONGEST else max(0, alike - LONGEST // 3)
+        end = start + LONGEST
+        yield f"{'...' * (start > 0)}{text[start:end]}{'...' * (len(text) > end)}"

@@ -182,7 +182,7 @@ def test_the_command_that_comes_next_is_quoted_for_the_shell_and_for_hydra(
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
     )
 
     config = yaml.safe_load(composed.stdout)

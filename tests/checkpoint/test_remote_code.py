@@ -5,13 +5,21 @@ import copy
 import json
 import shutil
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from nemo_ext.checkpoint import remote_code
+
+
+def code(kind: str) -> Any:
+    """A module with a model and its configuration; transformers' models take seconds to import."""
+    return import_module(f"nemo_ext.checkpoint.remote_code.modeling_{kind}")
+
 
 FILES = sorted(Path(remote_code.__path__[0]).glob("[cm]*_*.py"))
 SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "max_position_embeddings": 128}
@@ -26,20 +34,6 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def imported() -> None:
-    """What takes seconds to import, when a test runs rather than when tests are collected."""
-    global transformers, AutoConfig, AutoModelForCausalLM, PreTrainedModel
-    global DeciLMConfig, NemoExtBlocksConfig, DeciLMForCausalLM, NemoExtBlocksForCausalLM
-    import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-
-    from nemo_ext.checkpoint.remote_code.configuration_decilm import DeciLMConfig
-    from nemo_ext.checkpoint.remote_code.configuration_nemo_ext_blocks import NemoExtBlocksConfig
-    from nemo_ext.checkpoint.remote_code.modeling_decilm import DeciLMForCausalLM
-    from nemo_ext.checkpoint.remote_code.modeling_nemo_ext_blocks import NemoExtBlocksForCausalLM
 
 
 def attention(group: int | None = 2, window: int | None = None, **flags: bool) -> dict[str, Any]:
@@ -63,11 +57,11 @@ CHILD = [
 ]
 
 
-def decilm(block_configs: list[dict[str, Any]], **values: Any) -> "DeciLMForCausalLM":
+def decilm(block_configs: list[dict[str, Any]], **values: Any) -> Any:
     values = SIZES | TOKENS | {"num_attention_heads": 8, "num_key_value_heads": None} | values
-    config = DeciLMConfig(block_configs=block_configs, num_hidden_layers=len(block_configs), **values)
+    config = code("decilm").DeciLMConfig(block_configs=block_configs, num_hidden_layers=len(block_configs), **values)
     torch.manual_seed(0)
-    return randomised(DeciLMForCausalLM(config))
+    return randomised(code("decilm").DeciLMForCausalLM(config))
 
 
 FULL = {"kind": "attention", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": None}
@@ -110,9 +104,13 @@ CHILDREN: dict[str, dict[str, Any]] = {
 }
 
 
-def blocks(**values: Any) -> "NemoExtBlocksForCausalLM":
+def blocks(**values: Any) -> Any:
     torch.manual_seed(0)
-    return randomised(NemoExtBlocksForCausalLM(NemoExtBlocksConfig(**SIZES | TOKENS | values)))
+    return randomised(
+        code("nemo_ext_blocks").NemoExtBlocksForCausalLM(
+            code("nemo_ext_blocks").NemoExtBlocksConfig(**SIZES | TOKENS | values)
+        )
+    )
 
 
 def children() -> list[Any]:
@@ -121,7 +119,7 @@ def children() -> list[Any]:
     return made
 
 
-def randomised(model: "PreTrainedModel") -> Any:
+def randomised(model: Any) -> Any:
     """The model with weights large enough that every sub-layer matters."""
     torch.manual_seed(0)
     with torch.no_grad():
@@ -138,7 +136,7 @@ def tokens(batch: int = 2, length: int = 24) -> torch.Tensor:
 
 
 @torch.no_grad()
-def logits(model: "PreTrainedModel", ids: torch.Tensor | None = None, **values: Any) -> torch.Tensor:
+def logits(model: Any, ids: torch.Tensor | None = None, **values: Any) -> torch.Tensor:
     return model(tokens() if ids is None else ids, **values).logits
 
 
@@ -162,14 +160,14 @@ def renamed(state: dict[str, torch.Tensor], names: dict[str, str], parts: dict[s
     return result
 
 
-def assert_same_model(ours: "PreTrainedModel", theirs: "PreTrainedModel", state: dict[str, torch.Tensor]) -> None:
+def assert_same_model(ours: Any, theirs: Any, state: dict[str, torch.Tensor]) -> None:
     ours.load_state_dict(state, strict=True)
     expected = logits(theirs)
     assert expected.std() > 0.3
     torch.testing.assert_close(logits(ours), expected, atol=1e-5, rtol=0)
 
 
-def export(model: "PreTrainedModel", folder: Path) -> Path:
+def export(model: Any, folder: Path) -> Path:
     """A checkpoint folder as the exporter leaves it: config.json with auto_map, weights, and the code beside them."""
     kind = model.config.model_type.replace("nemotron-nas", "decilm")
     model.save_pretrained(folder)
@@ -192,7 +190,9 @@ def test_export_loads_as_remote_code_with_every_key_and_the_same_logits(
     model = child()
     folder = export(model, tmp_path / "exported")
 
-    loaded, report = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, output_loading_info=True
+    )
 
     assert type(loaded).__module__.startswith("transformers_modules.")
     assert not any(report.values()), report
@@ -203,7 +203,7 @@ def test_export_loads_as_remote_code_with_every_key_and_the_same_logits(
 def test_bfloat16_export_keeps_the_router_bias_in_fp32(tmp_path: Path, modules_cache: None) -> None:
     folder = export(blocks(**CHILDREN["hybrid"]), tmp_path / "exported")
 
-    loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16)
 
     assert loaded.model.layers[9].mixer.gate.e_score_correction_bias.dtype == torch.float32
     assert loaded.model.layers[9].mixer.gate.weight.dtype == torch.bfloat16
@@ -257,7 +257,13 @@ def test_windowed_blocks_keep_partial_rotary_without_scaling() -> None:
 
 
 def test_fresh_layer_norm_1p_neither_scales_nor_shifts() -> None:
-    norm = NemoExtBlocksForCausalLM(NemoExtBlocksConfig(**SIZES, blocks=[MLP], norm_type="layer_norm_1p")).model.norm
+    norm = (
+        code("nemo_ext_blocks")
+        .NemoExtBlocksForCausalLM(
+            code("nemo_ext_blocks").NemoExtBlocksConfig(**SIZES, blocks=[MLP], norm_type="layer_norm_1p")
+        )
+        .model.norm
+    )
     x = torch.randn(3, SIZES["hidden_size"])
 
     torch.testing.assert_close(norm(x), torch.nn.functional.layer_norm(x, x.shape[-1:], eps=1e-5))
@@ -539,7 +545,7 @@ def test_ffn_mult_is_rounded_up_and_intermediate_size_is_not() -> None:
 
 
 def test_intermediate_size_hides_a_null_ffn_mult() -> None:
-    config = DeciLMConfig(
+    config = code("decilm").DeciLMConfig(
         num_hidden_layers=1,
         block_configs=[{"attention": attention(2), "ffn": ffn(ffn_mult=None, intermediate_size=48)}],
     )
@@ -554,7 +560,7 @@ def test_config_round_trips(child: Any, tmp_path: Path, modules_cache: None) -> 
     given = {"blocks": HYBRID, "block_configs": CHILD}[name]
 
     folder = export(child(), tmp_path / "exported")
-    loaded = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    loaded = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
 
     assert json.loads((folder / "config.json").read_text())[name] == given
     assert config.to_dict()[name] == given == json.loads(config.to_json_string())[name]
@@ -565,12 +571,14 @@ def test_config_round_trips(child: Any, tmp_path: Path, modules_cache: None) -> 
 
 
 def test_published_nulls_stay_null(tmp_path: Path) -> None:
-    config = DeciLMConfig(num_key_value_heads=None, intermediate_size=None, num_hidden_layers=5, block_configs=CHILD)
+    config = code("decilm").DeciLMConfig(
+        num_key_value_heads=None, intermediate_size=None, num_hidden_layers=5, block_configs=CHILD
+    )
     config.save_pretrained(tmp_path)
 
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["num_key_value_heads"] is None and written["intermediate_size"] is None
-    assert DeciLMConfig.from_pretrained(tmp_path).intermediate_size is None
+    assert code("decilm").DeciLMConfig.from_pretrained(tmp_path).intermediate_size is None
 
 
 @pytest.mark.parametrize(
@@ -588,14 +596,16 @@ def test_published_nulls_stay_null(tmp_path: Path) -> None:
 )
 def test_decilm_names_the_layer_and_key_that_is_wrong(layer: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        DeciLMConfig(num_attention_heads=8, num_hidden_layers=1, block_configs=[layer])
+        code("decilm").DeciLMConfig(num_attention_heads=8, num_hidden_layers=1, block_configs=[layer])
 
 
 def test_decilm_counts_its_layers() -> None:
     with pytest.raises(ValueError, match="5 entries, num_hidden_layers is 4"):
-        DeciLMConfig(num_hidden_layers=4, block_configs=CHILD)
+        code("decilm").DeciLMConfig(num_hidden_layers=4, block_configs=CHILD)
     with pytest.raises(ValueError, match="expected 4 entries"):
-        DeciLMForCausalLM(DeciLMConfig(**SIZES, num_attention_heads=8, num_hidden_layers=4))
+        code("decilm").DeciLMForCausalLM(
+            code("decilm").DeciLMConfig(**SIZES, num_attention_heads=8, num_hidden_layers=4)
+        )
 
 
 @pytest.mark.parametrize(
@@ -614,7 +624,7 @@ def test_decilm_counts_its_layers() -> None:
 )
 def test_blocks_name_the_block_and_key_that_is_wrong(block: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        NemoExtBlocksConfig(blocks=[FULL, block])
+        code("nemo_ext_blocks").NemoExtBlocksConfig(blocks=[FULL, block])
 
 
 @pytest.mark.parametrize(
@@ -624,9 +634,9 @@ def test_blocks_name_the_block_and_key_that_is_wrong(block: dict[str, Any], mess
 )
 def test_blocks_refuse_what_they_do_not_compute(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(values))}: expected one of"):
-        NemoExtBlocksConfig(blocks=[MLP], **values)
+        code("nemo_ext_blocks").NemoExtBlocksConfig(blocks=[MLP], **values)
 
 
 def test_blocks_are_counted() -> None:
     with pytest.raises(ValueError, match="num_hidden_layers is 3, but there are 1 blocks"):
-        NemoExtBlocksConfig(blocks=[MLP], num_hidden_layers=3)
+        code("nemo_ext_blocks").NemoExtBlocksConfig(blocks=[MLP], num_hidden_layers=3)

@@ -181,7 +181,9 @@ def modules_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     import transformers.dynamic_module_utils
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("hf_modules")))
+        patch.setattr(
+            transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.getbasetemp() / "hf_modules")
+        )
         yield
 
 

@@ -1,9 +1,9 @@
-"""One of the tensor parallel ranks of test_fusion.py: logits of checkpoints, whole, into files.
+"""One of the tensor parallel ranks of test_fusion.py: logits of checkpoints, whole, into files; checkpoints again.
 
     torchrun --nproc-per-node 2 logits_rank.py FOLDER
 
-FOLDER holds tokens.pt and jobs.json, a list of {config, checkpoint, logits}: a composed training config, the folder
-with the checkpoint's `.metadata`, and the file to write.
+FOLDER holds tokens.pt and jobs.json, a list of {config, checkpoint, logits} or {config, checkpoint, saved}: a composed
+training config, the folder with the checkpoint's `.metadata`, and the file or the folder to write.
 """
 
 import json
@@ -18,7 +18,7 @@ mamba_modules.install()
 
 
 def main(folder: Path) -> None:
-    from megatron.core import parallel_state
+    from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
     from nemo_ext.megatron.session import build_model, data_parallel, load_weights
@@ -31,6 +31,9 @@ def main(folder: Path) -> None:
         for job in json.loads((folder / "jobs.json").read_text()):
             model = build_model(job["config"])[0].eval()
             load_weights(model, Path(job["checkpoint"]))
+            if "saved" in job:
+                dist_checkpointing.save(model.sharded_state_dict(), job["saved"])
+                continue
             logits = gather_from_tensor_model_parallel_region(model(tokens, positions, None))
             if torch.distributed.get_rank() == 0:
                 torch.save(logits, job["logits"])

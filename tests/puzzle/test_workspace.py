@@ -13,13 +13,14 @@ from nemo_ext.puzzle.workspace import STAGES, Workspace
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Callable[..., Workspace]:
-    checkpoint = tmp_path / "parent" / "checkpoints" / "iter_0000003"
+    run_dir = tmp_path / "a_run_directory_whose_path_is_too_long_to_be_shown_whole_in_a_line_that_says_what_differs"
+    checkpoint = run_dir / "parent" / "checkpoints" / "iter_0000003"
     checkpoint.mkdir(parents=True)
     (checkpoint / ".metadata").write_text("weights")
     (checkpoint.parent / "latest_checkpointed_iteration.txt").write_text("3")
 
     def make(*overrides: str) -> Workspace:
-        config: dict[str, Any] = compose("puzzle", ["data=mock", f"run_dir={tmp_path}", *overrides])
+        config: dict[str, Any] = compose("puzzle", ["data=mock", f"run_dir={run_dir}", *overrides])
         return Workspace.of(config, settings(config["puzzle"]))
 
     return make
@@ -104,10 +105,10 @@ def test_training_on_and_other_pictures_need_no_other_child(opened: Callable[...
     assert not more.is_finished("pretrain") and not more.is_finished("front")
 
 
-def test_a_parent_that_changed_is_noticed(opened: Callable[..., Workspace], tmp_path: Path) -> None:
+def test_a_parent_that_changed_is_noticed(opened: Callable[..., Workspace]) -> None:
     opened().finish("parent")
     assert opened().is_finished("parent")
-    checkpoints = tmp_path / "parent" / "checkpoints"
+    checkpoints = opened().parent / "checkpoints"
     (checkpoints / "iter_0000003").rename(checkpoints / "iter_0000004")
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("4")
     with pytest.raises(ValueError, match=r"the parent changed since .*iter_0000003.* -> .*iter_0000004"):

@@ -26,8 +26,11 @@ def modules_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Modelling files that tests load are cached in a folder of the tests, not in the user's home."""
     import transformers.dynamic_module_utils
 
+    # One folder in all of a process's tests: modules are found in the first alone.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("hf_modules")))
+        patch.setattr(
+            transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.getbasetemp() / "hf_modules")
+        )
         yield
 
 

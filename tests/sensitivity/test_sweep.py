@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.blockwise.parent import Parent
+from nemo_ext.describe import describe
 from nemo_ext.job.config import compose
 from nemo_ext.megatron.float8_modules import in_float8
 from nemo_ext.megatron.fp8 import Precision
 from nemo_ext.megatron.session import build_model
-from nemo_ext.sensitivity.sweep import Measurements
+from nemo_ext.sensitivity import job
+from nemo_ext.sensitivity.sweep import Measurements, run
 from nemo_ext.sensitivity.units import only, units
 
 ATTENTION = "attention and what feeds it"
@@ -59,28 +61,44 @@ def test_what_is_measured(parent: Parent, tmp_path: Path) -> None:
     assert again.of("two", None) == low  # from the file: the plan is not looked at
 
 
-def sensitivity(run_dir: Path, model: Path, *words: str, code: int = 0) -> str:
-    command = [sys.executable, "-m", "nemo_ext.cli", "sensitivity", f"sensitivity.model={model}", f"run_dir={run_dir}"]
+def words_of(run_dir: Path, model: Path, *words: str) -> list[str]:
     small = ["data=mock", "megatron.seq_length=64", "sensitivity.attempts=3"]
     few = [f"sensitivity.{split}={{sequences: 8, batch: 4}}" for split in ("calibration", "evaluation")]
+    return [f"sensitivity.model={model}", f"run_dir={run_dir}", *small, *few, *words]
+
+
+@pytest.fixture
+def sensitivity(megatron: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """The job with its rank in this process, which has imported Megatron already."""
+
+    def rank(command: Sequence[str], ranks: int, logs: Path) -> int:
+        run(command[-1])
+        return 0
+
+    monkeypatch.setattr(job, "run_ranks", rank)
+    return lambda *words: job.run(compose("sensitivity", words_of(*words)))
+
+
+@pytest.mark.slow
+def test_the_job(
+    train_ranks: Callable[..., list[dict[str, Any]]],
+    sensitivity: Callable[..., None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, run_dir = tmp_path / "model", tmp_path / "fp8"
+    train_ranks(model, "model.pattern=M*E-")
+
+    command = [sys.executable, "-m", "nemo_ext.cli", "sensitivity", *words_of(run_dir, model)]
     ended = subprocess.run(
-        [*command, *small, *few, *words],
+        command,
         capture_output=True,
         text=True,
         timeout=500,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert ended.returncode == code, ended.stdout + ended.stderr
-    return ended.stderr
-
-
-@pytest.mark.slow
-def test_the_job(train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
-    model, run_dir = tmp_path / "model", tmp_path / "fp8"
-    train_ranks(model, "model.pattern=M*E-")
-
-    sensitivity(run_dir, model)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
     scores = (run_dir / "scores.jsonl").read_text()
     names = [json.loads(line)["name"] for line in scores.splitlines()]
@@ -93,10 +111,8 @@ def test_the_job(train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Pat
     assert plans["given"]["bytes"]["bf16"] < plans["proposed"]["bytes"]["bf16"] < plans["as it is"]["bytes"]["bf16"]
     assert (run_dir / "scores.png").stat().st_size > 10_000
     words = ["--config-dir", str(run_dir), "model=nemotron3_nano_tiny", "model.pattern=M*E-", "precision=proposed"]
-    command = [sys.executable, "-m", "nemo_ext.cli", "describe", *words]
-    described = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert described.returncode == 0, described.stderr
-    assert "precision plan" in described.stdout
+    describe(compose("describe", words))
+    assert "precision plan" in capsys.readouterr().out
 
     sensitivity(run_dir, model, "sensitivity.share=0.01")  # another budget: units are not measured again
     assert (run_dir / "scores.jsonl").read_text().startswith(scores)
@@ -104,23 +120,24 @@ def test_the_job(train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Pat
     assert tight["budget"] == pytest.approx(result["budget"] / 50)
     assert set(tight["tried"][-1]["fp8"]) <= set(best["fp8"])
 
-    said = sensitivity(run_dir, model, "precision=mxfp8", code=2)
-    assert "holds scores with another precision_plan=" in said
-    said = sensitivity(run_dir, model, "megatron.seed=5", code=2)
-    assert "holds scores with another flags=" in said
-    said = sensitivity(run_dir, model, "sensitivity.share=1.5", code=2)
-    assert "sensitivity.share=1.5: input should be less than or equal to 1" in said
+    for word, said in (
+        ("precision=mxfp8", "holds scores with another precision_plan="),
+        ("megatron.seed=5", "holds scores with another flags="),
+        ("sensitivity.share=1.5", r"sensitivity\.share=1\.5: input should be less than or equal to 1"),
+        ("precision=fp8_delayed", r"precision_plan\.recipe=delayed is Transformer Engine's"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            sensitivity(run_dir, model, word)
     (weights,) = (model / "checkpoints").glob("iter_*10/__0_0.distcp")
     os.utime(weights)
-    assert "another checkpoint: give another run_dir" in sensitivity(run_dir, model, code=2)
-    said = sensitivity(run_dir, model, "precision=fp8_delayed", code=2)
-    assert "precision_plan.recipe=delayed is Transformer Engine's" in said
+    with pytest.raises(ValueError, match="another checkpoint: give another run_dir"):
+        sensitivity(run_dir, model)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_nanos_rule_loses_less_than_fp8_everywhere(
-    train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path, seed: int
+    train_ranks: Callable[..., list[dict[str, Any]]], sensitivity: Callable[..., None], tmp_path: Path, seed: int
 ) -> None:
     """Nemotron 3 Nano, FP8 PTQ: attention and the Mamba blocks before it in BF16; on text that every machine has."""
     words = ["model.pattern=MEM*EME", f"megatron.seed={seed}", "train.tokens=40960", "megatron.save_interval=80"]

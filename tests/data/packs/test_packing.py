@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_ext.data.packs import packed_files
@@ -16,13 +16,14 @@ from nemo_ext.data.packs.sample_files import SampleFile, open_samples, write_sam
 from nemo_ext.job.config import compose
 
 
-def indexed_dataset(prefix: str) -> Any:
-    """Megatron's own reader, imported when a test runs rather than when tests are collected."""
+def read(prefix: Path) -> Any:
+    """As Megatron does, which takes seconds to import."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    return IndexedDataset(prefix)
+    return IndexedDataset(str(prefix))
 
 
+@settings(max_examples=200, deadline=None)
 @given(
     data=st.data(),
     capacity=st.integers(1, 80),
@@ -60,6 +61,7 @@ def by_definition(lengths: list[int], capacity: int) -> list[int]:
     return sorted(rooms)
 
 
+@settings(max_examples=200, deadline=None)
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60))
 def test_it_is_best_fit_decreasing(lengths: list[int]) -> None:
     packs = pack(lengths, 50, seed=3)
@@ -67,6 +69,7 @@ def test_it_is_best_fit_decreasing(lengths: list[int]) -> None:
     assert sorted(50 - sum(lengths[sample] for sample in samples) for samples in packs) == by_definition(lengths, 50)
 
 
+@settings(max_examples=100, deadline=None)
 @given(data=st.data(), largest=st.integers(1, 300))
 def test_the_least_number_from_a_bound(data: st.DataObject, largest: int) -> None:
     numbers, expected = _SortedNumbers(largest), set[int]()
@@ -192,7 +195,7 @@ def test_packs_on_disk_hold_every_sample_with_its_mask(
         progress=False,
     )
 
-    tokens, loss = indexed_dataset(str(tmp_path / "packs")), indexed_dataset(str(tmp_path / "packs_loss"))
+    tokens, loss = read(tmp_path / "packs"), read(tmp_path / "packs_loss")
     stored = [(a.tolist(), b.tolist()) for a, b in zip(tokens, loss, strict=True)]
     assert sorted(stored) == sorted(rows)
     bounds = tokens.document_indices
@@ -213,7 +216,7 @@ def test_a_cut_sample_keeps_its_beginning(tmp_path: Path) -> None:
     )
     dropped = write_packed(tmp_path / "dropped", files, PackingSettings(capacity=8), vocab_size=100, progress=False)
 
-    assert sorted(row.tolist() for row in indexed_dataset(str(tmp_path / "cut"))) == [list(range(8)), [50, 51]]
+    assert sorted(row.tolist() for row in read(tmp_path / "cut")) == [list(range(8)), [50, 51]]
     assert "1 samples cut, 4 tokens lost" in cut.contents() and (cut.truncated, cut.truncated_tokens) == (1, 4)
     assert "1 longer samples left out" in dropped.contents() and (dropped.samples, dropped.dropped) == (1, 1)
     with pytest.raises(ValueError, match="longer=drop"):
@@ -235,9 +238,7 @@ def test_finished_packs_are_kept_until_something_changes(tmp_path: Path, capsys:
     assert written(seed=2) > first
     (tmp_path / "packs.bin").write_bytes(b"")
     written(seed=2)
-    assert (
-        indexed_dataset(str(tmp_path / "packs")).sequence_lengths.sum() * 2 == (tmp_path / "packs.bin").stat().st_size
-    )
+    assert read(tmp_path / "packs").sequence_lengths.sum() * 2 == (tmp_path / "packs.bin").stat().st_size
     assert "starting over" in capsys.readouterr().err
 
 

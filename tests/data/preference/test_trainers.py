@@ -1,8 +1,7 @@
 """The files as the trainers read them; needs the libraries, which are no dependency of ours."""
 
 import json
-from collections.abc import Callable
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +11,14 @@ import pytest
 from nemo_ext.chat.template import Template
 from nemo_ext.data.preference import job
 
-pytestmark = pytest.mark.skipif(find_spec("datasets") is None, reason="needs datasets, which comes with trl")
 Write = Callable[..., Path]
 CALL = {"name": "python", "arguments": {"code": "1"}}
 
 
-@pytest.fixture
-def made(tmp_path: Path, jsonl_of: Write, monkeypatch: Any) -> Path:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, jsonl_of: Write) -> Iterator[Path]:
     """Pairs of which only the rarest have a trace, tools, a call, and arguments of another name."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = tmp_path_factory.mktemp("pairs")
     records: list[dict[str, Any]] = [
         {"id": n, "prompt": f"Q{n}", "chosen": "a" * 3000, "rejected": "b" * 3000} for n in range(6000)
     ]
@@ -29,18 +27,19 @@ def made(tmp_path: Path, jsonl_of: Write, monkeypatch: Any) -> Path:
     for number, arguments in enumerate(({"code": "1"}, {"path": "x", "lines": [1, 2]})):
         call = {"role": "assistant", "content": "", "tool_calls": [{"function": CALL | {"arguments": arguments}}]}
         records.append({"prompt": f"C{number}", "chosen": [call], "rejected": "b", "tools": [python]})
-    path = jsonl_of(tmp_path / "pairs.jsonl", records)
-    job.run({"output": str(tmp_path / "out"), "sources": {"own": {"kind": "pairs", "path": str(path)}}, "workers": 1})
-    return tmp_path
+    path = jsonl_of(folder / "pairs.jsonl", records)
+    job.run({"output": str(folder / "out"), "sources": {"own": {"kind": "pairs", "path": str(path)}}, "workers": 1})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["trl", "nemo_rl"])
 def test_datasets_reads_every_value_as_it_was(made: Path, kind: str) -> None:
+    datasets = pytest.importorskip("datasets", reason="needs datasets, which comes with trl")
     path = made / f"out/{kind}_train.jsonl"
     assert path.stat().st_size > 30e6, "more than datasets takes the types from"
-
-    import datasets
 
     read = datasets.load_dataset("json", data_files=str(path), cache_dir=str(made / "cache"), split="train")
 
@@ -52,13 +51,12 @@ def test_datasets_reads_every_value_as_it_was(made: Path, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nemotron3_nano", "domyn", "olmo3"])
 def test_trl_tokenises_the_texts_of_the_template(made: Path, name: str, bpe_file: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="needs datasets, which comes with trl")
     trainer = pytest.importorskip("trl.trainer.dpo_trainer", reason="needs trl")
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(bpe_file), eos_token="<|endoftext|>")
     tokenizer.chat_template = Template.load(name).source
     path = made / "out/trl_train.jsonl"
-    import datasets
-
     read = datasets.load_dataset("json", data_files=str(path), cache_dir=str(made / "cache"), split="train")
     some = read.filter(lambda pair: not pair["prompt"][0]["content"].startswith("Q"))
     settings = SimpleNamespace(dataset_num_proc=None, max_length=4096, truncation_mode="keep_start")

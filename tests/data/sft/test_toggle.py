@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from nemo_ext import cli
 from nemo_ext.chat.sample import Message, Sample
 from nemo_ext.chat.template import Template
 from nemo_ext.data.text.tokenizers import ByteTokenizer
@@ -29,9 +31,19 @@ def write_conversations(path: Path) -> None:
             file.write(json.dumps({"id": str(number), "thinking": bool(number % 2), "messages": messages}) + "\n")
 
 
-def job(*words: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "nemo_ext.cli", *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A command in this process, but for training."""
+
+    def run(*words: str) -> None:
+        if words[0] != "train":
+            monkeypatch.setattr(sys, "argv", ["nemo-ext", *words])
+            return cli.main()
+        command = [sys.executable, "-m", "nemo_ext.cli", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return run
 
 
 def answers(model: torch.nn.Module, thinking: bool) -> list[str]:
@@ -47,7 +59,7 @@ def answers(model: torch.nn.Module, thinking: bool) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_model_learns_to_think_when_it_is_told_to(tmp_path: Path) -> None:
+def test_a_model_learns_to_think_when_it_is_told_to(job: Callable[..., None], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -61,7 +73,7 @@ def test_a_model_learns_to_think_when_it_is_told_to(tmp_path: Path) -> None:
         f"output={tmp_path / 'packs'}",
         "template=llama_nemotron",
         f"sources=[{{name: chat, path: {tmp_path / 'chat.jsonl'}}}]",
-        "packing.capacity=1024",
+        "packing.capacity=512",
         "reasoning={strip: 0.0, truncate: 0.0}",
         "near_duplicates=null",
         "filters.repetition=null",
@@ -76,12 +88,12 @@ def test_a_model_learns_to_think_when_it_is_told_to(tmp_path: Path) -> None:
         f"data.packed.train={tmp_path / 'packs' / 'train'}",
         f"data.packed.valid={tmp_path / 'packs' / 'valid'}",
         f"megatron.pretrained_checkpoint={tmp_path / 'megatron'}",
-        "megatron.seq_length=1024",
+        "megatron.seq_length=512",
         "megatron.max_position_embeddings=2048",
         "megatron.micro_batch_size=1",
         "megatron.global_batch_size=4",
         "megatron.eval_iters=1",
-        "train.tokens=1638400",
+        "train.tokens=409600",
         "train.validate_at_start=false",
     )
     job("convert", f"from={tmp_path / 'run'}", f"to={tmp_path / 'exported'}")

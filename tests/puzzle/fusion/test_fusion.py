@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from nemo_ext.architecture.cost import block_parameters, parameters
 from nemo_ext.blockwise.parent import Parent
 from nemo_ext.checkpoint.description import Description, from_config, megatron_arguments, to_config
-from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
+from nemo_ext.checkpoint.torch_dist import TorchDistReader
 from nemo_ext.checkpoint.writing import MEGATRON, cut_into_parts, write_checkpoint
 from nemo_ext.job.config import compose
 from nemo_ext.megatron.session import build_model, load_weights
@@ -74,6 +74,9 @@ class Kind:
 EVERY_KIND = [Kind(*each) for each in product(ACTIVATIONS, NORMS, (False, True))]
 ALTERNATE = [kind for number, kind in enumerate(EVERY_KIND) if (number // 2 + number // 12) % 2 == kind.bias]
 """Every activation with every norm, biases in every second one."""
+LAYOUT_OF = {kind: list(LAYOUTS)[(n % 6 // 2 + n // 6) % 2] for n, kind in enumerate(ALTERNATE)}
+"""Each layout with every activation and every norm, with biases and without."""
+SAVED = Kind("SwiGLU", "RMSNorm", True)
 
 
 @cache
@@ -405,7 +408,7 @@ def test_a_fused_block_can_be_fused_again(megatron: None) -> None:
 
 
 def run_ranks(folder: Path, jobs: Sequence[Mapping[str, Any]]) -> None:
-    """Two ranks load each job's checkpoint with tensor parallelism and write the logits of `tokens()`."""
+    """Two ranks load each job's checkpoint with tensor parallelism and write the logits of `tokens()`, or it again."""
     (folder / "jobs.json").write_text(json.dumps(list(jobs)))
     torch.save(tokens(), folder / "tokens.pt")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -420,9 +423,23 @@ def run_ranks(folder: Path, jobs: Sequence[Mapping[str, Any]]) -> None:
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """What two tensor parallel ranks made.
+
+    Attributes:
+        logits: by kind, of the fused checkpoint; and those of blocks side by side on one rank.
+        before: a model in one process.
+        checkpoint: its weights as the ranks saved them.
+    """
+
+    logits: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    before: Parent
+    checkpoint: Path
+
+
 @pytest.fixture(scope="module")
-def logits(megatron: None, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[Any, Any]]:
-    """For every kind and layout: logits of the fused checkpoint on two ranks, and of blocks side by side on one."""
+def ranks(megatron: None, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     folder = tmp_path_factory.mktemp("tensor_parallel")
     pattern, groups = "*-{ffn=96}--{ffn=160}*-", [Group(1, 3)]
     jobs, expected = [], {}
@@ -434,48 +451,34 @@ def logits(megatron: None, tmp_path_factory: pytest.TempPathFactory) -> dict[tup
         save(parent.model, folder / str(number) / "before")
         write_fused(folder / str(number) / "before", folder / str(number) / "after", before, groups)
         after = str(fused(before, groups).architecture.pattern)
-        for layout, flags in LAYOUTS.items():
-            config = kind.config(after, tensor_model_parallel_size=2, **flags)
-            checkpoint = folder / str(number) / "after" / "release"
-            jobs.append({"config": config, "checkpoint": str(checkpoint), "logits": str(folder / f"{number} {layout}")})
+        config = kind.config(after, tensor_model_parallel_size=2, **LAYOUTS[LAYOUT_OF[kind]])
+        checkpoint = folder / str(number) / "after" / "release"
+        jobs.append({"config": config, "checkpoint": str(checkpoint), "logits": str(folder / f"{number}.pt")})
+    parent = spread(Parent(*build_model(SAVED.config())))
+    save(parent.model, folder / "whole")
+    (folder / "divided").mkdir()
+    config = SAVED.config(tensor_model_parallel_size=2, **LAYOUTS["tensor and sequence"])
+    jobs.append({"config": config, "checkpoint": str(folder / "whole"), "saved": str(folder / "divided")})
     run_ranks(folder, jobs)
-    return {
-        (str(kind), layout): (torch.load(folder / f"{number} {layout}"), expected[kind])
-        for number, kind in enumerate(ALTERNATE)
-        for layout in LAYOUTS
-    }
+    made = {str(kind): (torch.load(folder / f"{n}.pt"), expected[kind]) for n, kind in enumerate(ALTERNATE)}
+    return Ranks(made, parent, folder / "divided")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ALTERNATE, ids=str)
-def test_a_fused_checkpoint_is_exact_under_tensor_parallelism(
-    kind: Kind, layout: str, logits: dict[tuple[str, str], tuple[Any, Any]]
-) -> None:
-    found, expected = logits[str(kind), layout]
+@pytest.mark.parametrize("kind", ALTERNATE, ids=lambda kind: f"{kind}-{LAYOUT_OF[kind]}")
+def test_a_fused_checkpoint_is_exact_under_tensor_parallelism(kind: Kind, ranks: Ranks) -> None:
+    found, expected = ranks.logits[str(kind)]
     assert found.shape == expected.shape
     assert relative_error(found, expected) <= 1e-6
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_a_tensor_parallel_run_is_fused(
-    train_ranks: Callable[..., Any], megatron: None, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_tensor_parallel_ranks_is_fused(ranks: Ranks, tmp_path: Path) -> None:
     """Each rank's file has its part of the gate and its part of up, one after the other."""
-    flags = ["model=llama_nemotron_tiny", f'model.pattern="{PATTERN}"', "precision=fp32"]
-    flags.append("megatron.disable_bias_linear=false")
-    layout = ["megatron.tensor_model_parallel_size=2", "megatron.sequence_parallel=true"]
-    train_ranks(tmp_path / "run", *flags, *layout, "train.tokens=2560", "megatron.lr=0.01", ranks=2)
-    checkpoint = checkpoint_folder(tmp_path / "run" / "checkpoints")
-    config = compose("train", ["run_dir=unused", "data=mock", *flags])
-    parent = Parent(*build_model(config))
-    load_weights(parent.model, checkpoint)
+    parent, before = ranks.before, from_config(SAVED.config())
+    write_fused(ranks.checkpoint, tmp_path / "after", before, GROUPS)
 
-    write_fused(checkpoint, tmp_path / "after", from_config(config), GROUPS)
-
-    after = fused(from_config(config), GROUPS)
-    config = {**config, "model": {**config["model"], "pattern": str(after.architecture.pattern)}}
-    found = Parent(*build_model(config))
+    found = Parent(*build_model(SAVED.config(str(fused(before, GROUPS).architecture.pattern))))
     load_weights(found.model, tmp_path / "after" / "release")
     with torch.no_grad():
         expected = parent.logits(tokens(), side_by_side(parent, GROUPS))

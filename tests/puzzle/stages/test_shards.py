@@ -306,9 +306,9 @@ def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def said(process: subprocess.Popen[str], code: int = 0) -> str:
-    _, err = process.communicate(timeout=400)
-    assert process.returncode == code, err
+def said(process: subprocess.Popen[str]) -> str:
+    _, err = process.communicate(timeout=900)
+    assert process.returncode == 0, err
     return err
 
 
@@ -317,7 +317,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     for member in family:
         member.kill()
     process.communicate()
-    psutil.wait_procs(family, timeout=30)
+    psutil.wait_procs(family, timeout=120)
 
 
 def contents(run_dir: Path) -> dict[str, Any]:
@@ -335,7 +335,9 @@ def contents(run_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_three_shards_one_of_them_killed_make_the_files_of_one_process(tmp_path: Path) -> None:
+def test_three_shards_one_of_them_killed_make_the_files_of_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole, divided = tmp_path / "whole", tmp_path / "divided"
     parent = f"puzzle.parent={whole / 'parent'}"
     said(start(whole, "puzzle.stages=[parent,library,distill,score]"))
@@ -348,7 +350,7 @@ def test_three_shards_one_of_them_killed_make_the_files_of_one_process(tmp_path:
         first, second = (running.enter_context(shard(number)) for number in (0, 1))
         running.callback(lambda: [process.kill() for process in (first, second)])
         checkpoint = divided / "blocks" / "trained" / "in_training_1of3.pt"
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 400
         while not checkpoint.exists():
             assert time.monotonic() < deadline and second.poll() is None
             time.sleep(0.02)
@@ -357,9 +359,11 @@ def test_three_shards_one_of_them_killed_make_the_files_of_one_process(tmp_path:
         again = running.enter_context(shard(1))
         assert "left to do" in said(first) + said(again)
     assert not list((divided / "blocks" / "trained").glob("in_training*"))
-    assert "distill, shard 0/3: finished before" in said(shard(0))
-    other = said(shard(2, DISTILL, "puzzle.distill.steps=7"), 2)
-    assert "distill was begun with other settings (distill.steps: 60 -> 7)" in other and len(other.splitlines()) == 1
+    Job(compose("puzzle", [*SMALL, f"run_dir={divided}", parent, DISTILL, "puzzle.shard=0/3"])).run()
+    assert "distill, shard 0/3: finished before" in capsys.readouterr().err
+    words = [*SMALL, f"run_dir={divided}", parent, DISTILL, "puzzle.shard=2/3", "puzzle.distill.steps=7"]
+    with pytest.raises(ValueError, match=r"distill was begun with other settings \(distill\.steps: 60 -> 7\)"):
+        Job(compose("puzzle", words)).run()
     assert "no shard is left to do" in said(shard(2))
     said(start(divided, parent, DISTILL))
     for process in [shard(number, "puzzle.stages=[score]") for number in (0, 2)]:
