@@ -82,7 +82,9 @@ def remove_order(output: Path) -> None:
     (names,) = stored_arrays(path, "names")
     path.unlink()
     for name in names.tolist():
-        (output / DOMAINS / f"{name}.jsonl").unlink(missing_ok=True)
+        file = output / DOMAINS / f"{name}.jsonl"
+        if file.parent == output / DOMAINS:  # the file may be anybody's
+            file.unlink(missing_ok=True)
 
 
 def save_order(output: Path, files: Mapping[int, Path], drawn: npt.NDArray[np.int16]) -> None:
