@@ -18,6 +18,7 @@ import pytest
 # Two workers on two cores: one thread each, and in all processes that they start. Before torch reads it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import absl.logging
 import torch
 from hypothesis import settings
 
@@ -28,6 +29,9 @@ from nemo_ext.megatron.cpu import mamba_modules
 # Megatron binds mamba_ssm's names when its mixer is first imported, by whichever test.
 mamba_modules.install()
 
+
+# Its handler closes the stream that it found when it was imported, unless that is the process's own: a test's capture.
+absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
 # How long an example takes says nothing on a shared machine. CI's slow run has `--hypothesis-profile thorough`.
 settings.register_profile("quick", max_examples=25, deadline=None)
@@ -53,19 +57,15 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["began"] = BEGAN
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Tests that share what is made once for a file, or a cluster or Megatron in their process, share a worker."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        assert isinstance(item, pytest.Function)
-        shared = [name for name in IN_ONE_WORKER if name in item.fixturenames]
-        definitions = item._fixtureinfo.name2fixturedefs.values()
-        if not shared and any(each.scope == "module" for all_of_name in definitions for each in all_of_name):
-            shared = [item.path.stem]
-        if shared:
-            item.add_marker(pytest.mark.xdist_group(name=shared[0]))
+    assert isinstance(item, pytest.Function)
+    shared = [name for name in IN_ONE_WORKER if name in item.fixturenames]
+    definitions = item._fixtureinfo.name2fixturedefs.values()
+    if not shared and any(each.scope == "module" for all_of_name in definitions for each in all_of_name):
+        shared = [item.path.stem]
+    if shared and item.config.pluginmanager.hasplugin("xdist"):
+        item.add_marker(pytest.mark.xdist_group(name=shared[0]))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -247,3 +247,23 @@ def random_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder
     )
     return folder
+
+
+@pytest.fixture
+def opened(megatron: None) -> Callable[..., tuple[Any, Any, list[Any]]]:
+    """Builds a model in fp32 from its name and overrides: the parent, its description, a few variants of each block."""
+
+    from nemo_ext.blockwise.parent import Parent
+    from nemo_ext.checkpoint.description import from_config
+    from nemo_ext.megatron.session import build_model
+    from nemo_ext.puzzle.variants import Choices, variants
+
+    choices = Choices(ffn=(0.5,), ffn_multiple=8, kv=(0.5,), experts=(0.5,), expert_ffn=(), mamba_heads=(0.5,))
+
+    def make(model: str, *overrides: str) -> tuple[Any, Any, list[Any]]:
+        config = compose("train", ["run_dir=unused", "data=mock", f"model={model}", "precision=fp32", *overrides])
+        torch.manual_seed(0)
+        description = from_config(config)
+        return Parent(*build_model(config)), description, variants(description.architecture, choices)
+
+    return make

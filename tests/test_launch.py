@@ -20,9 +20,9 @@ import pytest
 
 from nemo_ext import cli, launch
 from nemo_ext.checkpoint import sound
-from nemo_ext.job import run_directory
+from nemo_ext.job import ranks, run_directory
 from nemo_ext.job.config import compose
-from nemo_ext.job.files import write_text
+from nemo_ext.job.files import only_run_in, write_text
 
 pytestmark = pytest.mark.xdist_group(name="launch")
 """Fixtures that train are made once."""
@@ -209,7 +209,7 @@ def test_exit_duration_saves_and_exits(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_two_runs_do_not_share_a_directory(tmp_path: Path, here: Here) -> None:
-    with run_directory.only_run_in(tmp_path / "run"):
+    with only_run_in(tmp_path / "run"):
         code, _, err = here(tmp_path / "run")
 
     assert code == 2
@@ -259,12 +259,12 @@ def test_a_mistake_is_one_clear_error_before_anything_starts(
 
 
 def test_ranks_share_the_cores_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "usable_cores", lambda: 8)
+    monkeypatch.setattr(ranks, "usable_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert launch.rank_environment(2)["OMP_NUM_THREADS"] == "4"
+    assert ranks.rank_environment(2)["OMP_NUM_THREADS"] == "4"
 
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert launch.rank_environment(2)["OMP_NUM_THREADS"] == "3"
+    assert ranks.rank_environment(2)["OMP_NUM_THREADS"] == "3"
 
 
 def fake_ranks(monkeypatch: pytest.MonkeyPatch, *ends: int) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from nemo_ext.data.text.documents import Source
 from nemo_ext.data.text.indexed_dataset import ids_type
 from nemo_ext.data.text.manifest import FORMAT_VERSION, Manifest, finished_manifest, write_manifest
 from nemo_ext.data.text.shard_workers import complete_shards
-from nemo_ext.data.text.shards import ShardWork, cut, open_shards
+from nemo_ext.data.text.shards import DamagedShard, ShardWork, cut, open_shards
 from nemo_ext.data.text.splits import select, write_splits
 from nemo_ext.data.text.tokenizers import Tokenizer
 from nemo_ext.job.files import folder_for_one
@@ -149,6 +149,8 @@ def _tokenize(stream: Stream, blend: Blend, *, documents_per_shard: int = _NO_LI
                     f"{prefix}: input files changed while they were read: run again when they are complete"
                 )
             selection = select(directory, count, source, blend.validation_share)
+        except DamagedShard:
+            raise
         except ValueError:  # input that is refused: once it is mended, these are not its shards
             shutil.rmtree(directory, ignore_errors=True)
             raise

@@ -220,7 +220,7 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
             spelled.append(f"++{word}")
         elif equals and name == "streams" and job in WITH_STREAMS:
             spelled += ["streams=null", word]
-        elif equals and name in OPEN:
+        elif equals and (name in OPEN or (name == "data.tokenizer" and value.startswith("{"))):
             spelled += [f"~{name}", f"+{word}"]
         elif name == "preset" and job in PRESETS:
             spelled += [f"{job}={value}", f"preset={value}"]

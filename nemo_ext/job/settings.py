@@ -18,15 +18,14 @@ def nearest(word: str, words: Iterable[str]) -> str:
     return (f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(known)}"
 
 
-def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "") -> T:
+def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, strict: bool = False) -> T:
     """An instance of a dataclass, pydantic's or another, whose fields are a section of a composed config.
-
-    Types are strict: neither "5" nor true is a whole number, as neither is for `checked_whole`.
 
     Args:
         kind: the dataclass; its `__post_init__` may raise ValueError too.
         section: its fields by name.
         where: the section's place in the config, which messages begin with; empty at the top.
+        strict: neither "5" nor true is a number; values are JSON.
 
     Raises:
         ValueError: naming the key, what it holds and what it may hold.
@@ -38,7 +37,9 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "") -> T:
         if key not in fields:
             raise ValueError(f"{prefix}unknown key {key!r}: {nearest(str(key), fields)}")
     try:
-        return adapter.validate_json(json.dumps(dict(section)), strict=True)
+        if strict:
+            return adapter.validate_json(json.dumps(section), strict=True)
+        return adapter.validate_python(dict(section))
     except ValidationError as error:
         first = min(error.errors(), key=lambda found: found["type"] != "unexpected_keyword_argument")
     key = ".".join(map(str, first["loc"]))

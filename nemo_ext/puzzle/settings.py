@@ -260,4 +260,4 @@ def settings(section: Mapping[str, Any]) -> Settings:
     Raises:
         ValueError: naming the key under `puzzle.`, what it holds and what it may hold.
     """
-    return checked(Settings, section, "puzzle")
+    return checked(Settings, section, "puzzle", strict=True)

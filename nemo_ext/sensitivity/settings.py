@@ -41,4 +41,4 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
     Raises:
         ValueError: naming the key, what it holds and what it may hold.
     """
-    return checked(Settings, config["sensitivity"], "sensitivity")
+    return checked(Settings, config["sensitivity"], "sensitivity", strict=True)

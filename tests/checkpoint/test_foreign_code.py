@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 from nemo_ext.checkpoint.foreign_code import foreign_code, may_run_code
 from nemo_ext.job.config import compose
@@ -16,6 +15,13 @@ from nemo_ext.rl.nemo_rl.export import leave_model
 
 OURS = "modeling_decilm.py"
 MAPPED = {"auto_map": {"AutoConfig": "configuration_decilm.DeciLMConfig", "AutoModel": "modeling_decilm.DeciLMModel"}}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported() -> None:
+    """What takes seconds to import, when a test runs rather than when tests are collected."""
+    global transformers
+    import transformers
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import save_file
 
 from nemo_ext.checkpoint import hf
@@ -44,6 +43,13 @@ NANO: dict[str, Any] = {
     **{"use_cache": True, "use_conv_bias": True, "use_mamba_kernels": True, "vocab_size": 131072},
     "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported() -> None:
+    """What takes seconds to import, when a test runs rather than when tests are collected."""
+    global transformers
+    import transformers
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from nemo_ext.checkpoint import remote_code
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported() -> None:
+    """What takes seconds to import, when a test runs rather than when tests are collected."""
+    global transformers
+    import transformers
 
 
 def code(kind: str) -> Any:

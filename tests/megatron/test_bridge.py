@@ -20,7 +20,6 @@ import nemo_ext
 from nemo_ext.checkpoint.description import Description, from_config, to_config
 from nemo_ext.checkpoint.formats import FORMATS, Format, choose, read
 from nemo_ext.job.config import compose
-from nemo_ext.megatron import bridge
 
 SIGMOID = (
     "megatron.moe_router_score_function=sigmoid",

@@ -209,7 +209,7 @@ def test_gpus_are_measured_where_nvml_is(monkeypatch: pytest.MonkeyPatch) -> Non
 
     sampler = Sampler(os.getpid())
 
-    assert memory_profile.sample()["gpu"] == [MIB, None, 3 * MIB]
+    assert sampler.sample()["gpu"] == [MIB, None, 3 * MIB]
     assert sampler.totals()["gpu"] == [80 * MIB, None, 80 * MIB]
 
     def without_driver() -> None:

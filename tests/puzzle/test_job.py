@@ -364,9 +364,9 @@ def test_all_stages_on_the_device(tmp_path: Path) -> None:
         (("puzzle.stages=[serch]",), "there is no stage 'serch': did you mean 'search'"),
         (("puzzle.stages=[search]",), "search takes what score and cost makes, which is not finished"),
         (("puzzle.child=blocks",), "that folder holds something else"),
-        (("puzzle.distill.steps=many",), "puzzle.distill.steps='many'"),
+        (("puzzle.distill.steps=many",), "puzzle: distill.steps='many'"),
         (("launcher.nodes=2",), "launcher.nodes=2"),
-        (("+puzzle.serch=1",), "puzzle.serch: there is no 'serch'; did you mean search"),
+        (("+puzzle.serch=1",), "puzzle: unknown key 'serch': did you mean 'search'"),
     ],
 )
 def test_mistakes_are_told(overrides: tuple[str, ...], message: str, tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def settings(config: Mapping[str, Any]) -> Settings:
             given[name] = [given[name]]
         elif given.get(name) is None:
             given.pop(name, None)
-    chosen = checked(Settings, given)
+    chosen = checked(Settings, given, strict=True)
     _check(chosen)
     return chosen
 

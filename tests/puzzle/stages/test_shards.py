@@ -95,7 +95,7 @@ def test_a_block_s_variants_are_not_all_dealt_to_one_shard() -> None:
         ((DISTILL, "puzzle.shard=0/0"), "puzzle.shard=0/0: expected one shard at least"),
         ((DISTILL, "puzzle.shard=a/b"), "puzzle.shard=a/b: expected I/N"),
         ((DISTILL, "puzzle.shard=-1/4"), "puzzle.shard=-1/4: expected I/N"),
-        ((DISTILL, "puzzle.shard=3"), "puzzle.shard=3: "),
+        ((DISTILL, "puzzle.shard=3"), "puzzle: shard=3: "),
         (("puzzle.shard=0/4",), "puzzle.shard=0/4 is a part of one stage: say 'puzzle.stages=[distill]'"),
         (("puzzle.stages=[library]", "puzzle.shard=0/4"), "puzzle.shard=0/4 is a part of one stage"),
         (("puzzle.stages=[distill,score]", "puzzle.shard=0/4"), "puzzle.shard=0/4 is a part of one stage"),
