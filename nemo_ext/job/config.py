@@ -35,6 +35,9 @@ OPEN = (
 FREE = ("megatron.", "filters.", "rl.", "trl.", "nemo_rl.set.", "tasks.", "environments.")
 """Beginnings of keys that may be new: who reads them knows what there is."""
 
+WHOLE = ("filters", "data.tokenizer")
+"""Sections that may be given whole, with keys that the file does not have."""
+
 WITH_PRECISION_PLAN = ("train", "puzzle", "sensitivity", "describe", "quantize", "rl")
 """Jobs that read `precision_plan`, whose keys may be new there: it is null without `precision=`."""
 
@@ -216,11 +219,11 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
         name, equals, value = word.partition("=")
         section = name.rpartition(".")[0]
         planned = section == "precision_plan" and job in WITH_PRECISION_PLAN
-        if equals and (section in OPEN or planned or name.startswith(FREE) or name == "filters"):
+        if equals and (section in OPEN or planned or name.startswith(FREE) or name in WHOLE):
             spelled.append(f"++{word}")
         elif equals and name == "streams" and job in WITH_STREAMS:
             spelled += ["streams=null", word]
-        elif equals and (name in OPEN or (name == "data.tokenizer" and value.startswith("{"))):
+        elif equals and name in OPEN:
             spelled += [f"~{name}", f"+{word}"]
         elif name == "preset" and job in PRESETS:
             spelled += [f"{job}={value}", f"preset={value}"]

@@ -32,14 +32,10 @@ def read_records[T](file: Path, make: Callable[[dict[str, Any]], T], *, what: st
     lines = file.read_text().splitlines()[first - 1 :]
     for number, line in enumerate(lines, start=first):
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == first + len(lines) - 1:
-                break
-            raise ValueError(f"{file}:{number}: not JSON ({error}): remove the line") from None
-        try:
-            found.append(make(record))
+            found.append(make(json.loads(line)))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, json.JSONDecodeError) and number == first + len(lines) - 1:
+                break
             raise ValueError(f"{file}:{number}: not {what} ({error}): remove the line") from None
     return found
 

@@ -29,6 +29,9 @@ from nemo_ext.launch import _check_objects
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 
 
+LOAD_FROM_BYTES = torch.storage._load_from_bytes
+
+
 class Calls:
     """Pickled as a call."""
 
@@ -129,7 +132,9 @@ def checkpoints(whole: Path, tmp_path: Path) -> Path:
 def test_the_pickles_here_do_run_where_nothing_stops_them(
     kind: str, marker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(FORCED, raising=False)  # set where a test before this one had Megatron in its process
+    # Where a test before this one had Megatron in its process, both are of its own.
+    monkeypatch.delenv(FORCED, raising=False)
+    monkeypatch.setattr(torch.storage, "_load_from_bytes", LOAD_FROM_BYTES)
     with suppress(TypeError, AttributeError, pickle.UnpicklingError):  # what the call returns is no state of a record
         pickle.loads(RUNS[kind](marker))
 

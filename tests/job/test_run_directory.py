@@ -26,7 +26,7 @@ def test_a_damaged_line_in_the_middle_is_named_and_one_at_the_end_is_a_kill(tmp_
     assert run_directory.read_metrics(path) == [{"step": 1}]
 
     path.write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not JSON"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not"):
         run_directory.read_metrics(path)
 
 

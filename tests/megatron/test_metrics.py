@@ -5,8 +5,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.megatron.metrics import CpuClock, MetricsWriter
-
 
 class Scalars:
     """Stands for TensorBoard: keeps what it is given."""
@@ -71,6 +69,8 @@ def test_a_step_is_one_line_with_its_speed(tmp_path: Path) -> None:
 
 
 def test_a_step_has_the_processor_seconds_of_steps_alone(tmp_path: Path) -> None:
+    from nemo_ext.megatron.metrics import CpuClock, MetricsWriter
+
     used = iter([0.0, 10.0, 12.0, 12.5, 40.0, 43.0])  # begin, the metrics', two steps, a checkpoint's ends, a step
     clock = CpuClock(lambda: next(used))
     clock.start()

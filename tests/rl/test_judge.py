@@ -193,8 +193,8 @@ def test_the_total_time_holds_for_all_questions_together(endpoint: Any, reply: A
 
     assert time.monotonic() - began < 10
     assert [answer.value for answer in answers] == [None] * 20
-    # When the time is up, the one that is asked and the next in turn may end in either order.
-    assert sum("its turn never came" in answer.problem for answer in answers) >= 18
+    # When the time is up, the one that is asked and those next in turn may end in any order.
+    assert sum("its turn never came" in answer.problem for answer in answers) >= 15
 
 
 def test_a_judge_pickles_and_works_in_one_event_loop_after_another(endpoint: Any) -> None:

@@ -151,7 +151,7 @@ def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    short = text if len(text) <= 160 else f"{text[:157]}..."
+    short = text if len(text) <= 400 else f"{text[:397]}..."
     return short.replace("|", "\\|").replace("\n", " ")
 
 
