@@ -17,12 +17,19 @@ from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.blockwise.parent import Parent
 from nemo_ext.describe import describe
 from nemo_ext.job.config import compose
-from nemo_ext.megatron.float8_modules import in_float8
 from nemo_ext.megatron.fp8 import Precision
 from nemo_ext.megatron.session import build_model
 from nemo_ext.sensitivity import job
-from nemo_ext.sensitivity.sweep import Measurements, run
 from nemo_ext.sensitivity.units import only, units
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported() -> None:
+    """What imports Megatron, for seconds: when tests begin, not when they are collected."""
+    global in_float8, Measurements, run
+    from nemo_ext.megatron.float8_modules import in_float8
+    from nemo_ext.sensitivity.sweep import Measurements, run
+
 
 ATTENTION = "attention and what feeds it"
 
