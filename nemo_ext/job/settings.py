@@ -23,9 +23,9 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
 
     Args:
         kind: the dataclass; its `__post_init__` may raise ValueError too.
-        section: its fields by name.
+        section: the fields by name.
         where: the section's place in the config, which messages begin with; empty at the top.
-        strict: neither "5" nor true is a number; values are JSON.
+        strict: whether values are checked as JSON, where neither "5" nor true is a number.
 
     Raises:
         ValueError: naming the key, what it holds and what it may hold.
