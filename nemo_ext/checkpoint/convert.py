@@ -19,7 +19,7 @@ PLAIN_WIDTH = 200
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Convert what the config says, or with `dry_run` only show it.
+    """Run the conversion that a config describes, or with `dry_run` only list it.
 
     Raises:
         ValueError: see `nemo_ext.checkpoint.hf`.
@@ -99,7 +99,7 @@ def _next(made: Plan) -> str:
 
 
 def _list(made: Plan) -> None:
-    """Print every tensor: what it is made from, what it becomes, shape and type."""
+    """Print every tensor: sources, target, shape and type."""
     from rich.console import Console
     from rich.table import Table
 
