@@ -196,7 +196,7 @@ def _plan_from_megatron(source: Path, to: Path, settings: Settings, config: Mapp
 
 
 def _harmless(reader: SafetensorsReader, description: Description, found: Format) -> list[str]:
-    """Redundant tensors of older checkpoints, which may be ignored: RoPE's frequencies, a copy of a tied output layer."""
+    """Tensors of older checkpoints that may be ignored: RoPE's frequencies, a copy of a tied output layer."""
     names = [name for name in reader.tensors if name.endswith(".rotary_emb.inv_freq")]
     head, table = (f"{found.outside[role]}.weight" for role in ("head", "embedding"))
     if description.architecture.tied_embeddings and {head, table} <= reader.tensors.keys():

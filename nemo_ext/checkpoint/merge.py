@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-6
 """Allowed deviation of the sum of weights from 1; all weights are then scaled in proportion."""
-_LARGEST = 1e30  # size of a weight, whose float is finite then
+_LARGEST = 1e30  # largest weight, so that its float is finite
 TOKENIZER = "tokenizer.json"
 CHUNK = 1 << 20
 """Numbers that are averaged at a time: beside the tensors themselves, that takes a few megabytes."""
@@ -217,7 +217,7 @@ Finish = Callable[[Path, Target], None]
 
 
 def _hugging_face(checkpoints: Sequence[Checkpoint]) -> tuple[Finish, list[str]]:
-    """What goes beside the weights, and remarks.
+    """Function that adds the files beside the weights, and remarks.
 
     Raises:
         CheckpointError: config.json's of different models.
