@@ -39,11 +39,11 @@ class Parameters:
     """Parameter counts by how Megatron distributes them.
 
     Attributes:
-        sharded: Split over tensor parallel ranks.
-        replicated: Copied on every tensor parallel rank (norms, routers, replaced linears,
+        sharded: Parameters split over tensor parallel ranks.
+        replicated: Parameters copied on every tensor parallel rank (norms, routers, replaced linears,
             biases after row-parallel linears).
-        experts: Split over expert parallel and expert tensor parallel ranks.
-        experts_replicated: Split over expert parallel ranks only (biases of experts' second linears).
+        experts: Parameters split over expert parallel and expert tensor parallel ranks.
+        experts_replicated: Parameters split over expert parallel ranks only (biases of experts' second linears).
         inactive: Number of all these that a token does not use (experts it is not routed to).
     """
 

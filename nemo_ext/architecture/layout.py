@@ -26,14 +26,14 @@ class Layout:
         context_parallel: Context parallel size (CP).
         expert_parallel: Expert parallel size (EP).
         expert_tensor_parallel: Expert tensor parallel size (ETP); None for TP, Megatron's default.
-        data_parallel: Copies of the model that see different batches.
+        data_parallel: Data parallel size (DP): copies of the model that see different batches.
         micro_batch_size: Sequences in one micro-batch.
         micro_batches: Micro-batches in a step, a bound on those in flight; None for no bound.
         sequence_parallel: Whether norms and residuals are split over TP as well.
         distributed_optimizer: Whether optimizer state is split over data parallel ranks.
-        precision: `bf16` (fp32 gradients, master weights and Adam moments) or `fp32`.
-        recompute: `none`, `selective` (the modules named) or `full` (whole blocks).
-        recompute_modules: Megatron's names, for `selective`.
+        precision: Training precision: `bf16` or `fp16` (fp32 gradients, master weights and Adam moments), or `fp32`.
+        recompute: Recomputation: `none`, `selective` (the modules named) or `full` (whole blocks).
+        recompute_modules: Megatron's names of the modules, for `selective`.
         recompute_num_layers: Blocks recomputed together, for `full`.
         fused_attention: Whether attention never writes its score matrix (flash attention, torch SDPA).
 
@@ -106,7 +106,7 @@ class Layout:
                 given.
 
         Raises:
-            ValueError: The sizes do not multiply up.
+            ValueError: The parallel sizes do not fit each other or the number of GPUs.
         """
         flags = Flags(section(config, "megatron"))
         size = {name: flags.integer(f"{name}_size") or 1 for name in _PARALLEL}
@@ -177,7 +177,7 @@ def check_layout(architecture: Architecture, layout: Layout) -> None:
     """Refuse a layout that Megatron would refuse for these blocks.
 
     Raises:
-        ValueError: Names the block by its 1-based number and the size that does not divide.
+        ValueError: A size that its parallel size does not divide; names the block by its 1-based number.
     """
     tensor, experts = layout.tensor_parallel, layout.expert_parallel
     if architecture.vocab_size % tensor:

@@ -36,12 +36,12 @@ class Architecture:
         seq_length: Training sequence length, the default of every cost that depends on one.
         tied_embeddings: Whether the output layer is the embedding.
         learned_positions: Rows of a learned position embedding, 0 if there is none.
-        normalization: `RMSNorm` or `LayerNorm`.
+        normalization: Kind of norm, `RMSNorm` or `LayerNorm`.
         norm_affine: Whether norms have weights.
-        norm_placement: `input` (pre-norm) or `output` (on each sub-layer's output).
+        norm_placement: Place of norms, `input` (pre-norm) or `output` (on each sub-layer's output).
         qk_layernorm: Whether queries and keys are normed.
-        qk_norm_scope: `head` (one weight shared by all heads) or `width` (one weight over all heads
-            together).
+        qk_norm_scope: Scope of QK norm, `head` (one weight shared by all heads) or `width` (one weight over all
+            heads together).
         gated: Whether MLPs and experts have a gate (SwiGLU): three matrices instead of two.
         bias: Whether linears have biases.
         qkv_bias: Whether the query, key and value projection has a bias even where `bias` is False.
@@ -138,7 +138,7 @@ class Architecture:
 
         Args:
             block: Block to resolve.
-            layer: Its 1-based number, needed only where `window_attn_skip_freq` decides by number.
+            layer: 1-based number of the block, needed only where `window_attn_skip_freq` decides by number.
 
         Raises:
             ValueError: A size is missing, naming the flag that gives it, or does not divide another.

@@ -32,7 +32,8 @@ class Rope:
     Attributes:
         base: theta, the base of the frequencies.
         percent: share of each head that is rotated.
-        scaling: `none`, `linear`, `llama3` (low 1, high 4, 8192 original positions: Megatron has no others) or `yarn`.
+        scaling: kind of scaling: `none`, `linear`, `llama3` (low 1, high 4, 8192 original positions: Megatron has no
+            others) or `yarn`.
         factor: factor of the scaling.
         original_positions: for YaRN, number of positions that the model was trained on before.
         beta_fast: for YaRN, rotations above which frequencies stay.
@@ -59,7 +60,7 @@ class Router:
     """Expert routing of MoE blocks.
 
     Attributes:
-        score: `sigmoid` or `softmax`.
+        score: score function, `sigmoid` or `softmax`.
         scaling: factor on the weights of the chosen experts.
         expert_bias: whether the checkpoint has a bias that affects only the choice of experts.
     """
@@ -142,7 +143,7 @@ def _check_layers(layers: tuple[int, ...], count: int | None, blocks: tuple[Bloc
 
 
 def from_config(config: Mapping[str, Any]) -> Description:
-    """The description of a composed config.
+    """Read the description of a model from a composed config.
 
     Raises:
         ValueError: for a setting that no checkpoint format can express, or a missing size.

@@ -93,8 +93,8 @@ class Plan:
     Attributes:
         reader: the source.
         to: the folder to make.
-        to_format: `huggingface` or `megatron`.
-        description: the model.
+        to_format: format to write, `huggingface` or `megatron`.
+        description: description of the model.
         format: Hugging Face format that is written, or was read.
         config: config.json to write, for Hugging Face.
         work: work of every row of the mapping.
@@ -227,7 +227,7 @@ def check_effect(config: Mapping[str, Mapping[str, Any]], section: str, keys: Ma
     """Refuse keys that say nothing about the model.
 
     Raises:
-        ValueError: with the nearest key that does.
+        ValueError: a key does not affect the model; names the nearest that does.
     """
     whole = from_config(config)
     known = to_config(whole)[section]

@@ -58,7 +58,7 @@ class Settings:
         verify: read everything again at the end and compare checksums.
 
     Raises:
-        ValueError: naming the setting.
+        ValueError: a setting does not fit; names it.
     """
 
     weights: Sequence[float] | None = None
@@ -220,7 +220,7 @@ def _hugging_face(checkpoints: Sequence[Checkpoint]) -> tuple[Finish, list[str]]
     """Function that adds the files beside the weights, and remarks.
 
     Raises:
-        CheckpointError: config.json's of different models.
+        CheckpointError: the config.json files are of different models.
     """
     first, *others = checkpoints
     for other in others:

@@ -73,7 +73,7 @@ class Output:
         sizes = {str(file.relative_to(self.folder)): file.stat().st_size for file in kept}
         (self.folder / LOCK).unlink(missing_ok=True)
         os.replace(self.folder, self.path)
-        # Last: until then the record of the parts stands, with which an interrupted run goes on.
+        # Last: until then the record of the parts stands, with which an interrupted run is resumed.
         _replace(self.path / RECORD, json.dumps({**record, "plan": self._plan, "sizes": sizes}, indent=1) + "\n")
 
 
@@ -179,7 +179,7 @@ def check_target(path: Path) -> None:
     """Refuse a path to which the finished folder could not be renamed.
 
     Raises:
-        CheckpointError: saying why.
+        CheckpointError: a file system is mounted there.
     """
     if os.path.ismount(path):
         raise CheckpointError(
@@ -191,7 +191,7 @@ def check_room(path: Path, needed: int) -> None:
     """Refuse to make more than the disk can hold.
 
     Raises:
-        CheckpointError: with both sizes.
+        CheckpointError: the disk has too little room; names both sizes.
     """
     parent = next(folder for folder in path.absolute().parents if folder.exists())
     free = shutil.disk_usage(parent).free

@@ -146,7 +146,7 @@ def check_objects(folder: Path, metadata: Metadata) -> None:
         metadata: metadata of the checkpoint.
 
     Raises:
-        Unsafe: naming the file and what it would have run.
+        Unsafe: it is more than data; names the file and what it would have run.
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -167,7 +167,7 @@ def _check_data(file: Path, data: bytes, what: str) -> None:
 
     try:
         torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # pages for what is refused, almost anything for what is broken
+    except Exception as error:  # long messages for refused objects, almost any error for broken files
         named = re.search(r"GLOBAL (\S+)", str(error))
         reason = f"names {named[1]}" if named else first_words(error)
         raise Unsafe(

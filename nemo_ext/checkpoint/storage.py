@@ -77,7 +77,7 @@ def check_finite(name: str, tensor: torch.Tensor) -> None:
     """Refuse NaN and infinity.
 
     Raises:
-        CheckpointError: naming the tensor and how many of its numbers are not finite.
+        CheckpointError: numbers are not finite; names the tensor and how many.
     """
     import torch
 
@@ -101,7 +101,7 @@ def check_tensors(reader: Reader, expected: Mapping[str, Shape], *, ignored: Seq
         ignored: names of tensors that may be there and are not read.
 
     Raises:
-        CheckpointError: naming the tensors.
+        CheckpointError: tensors are missing, extra, or of another shape or type; names them.
     """
     found = reader.tensors
     missing = [name for name in expected if name not in found]
@@ -141,7 +141,7 @@ def torch_dtype(name: str) -> torch.dtype:
     """torch's type of a name such as `bfloat16`.
 
     Raises:
-        ValueError: naming the known ones.
+        ValueError: the name is unknown; names the known ones.
     """
     import torch
 

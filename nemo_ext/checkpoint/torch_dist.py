@@ -49,7 +49,7 @@ def checkpoint_folder(path: Path, iteration: int | None = None) -> Path:
         iteration: iteration of the checkpoint; None for the newest.
 
     Raises:
-        CheckpointError: there is none, with what was found.
+        CheckpointError: there is none; names those that were found.
     """
     if (path / METADATA).is_file():
         return path

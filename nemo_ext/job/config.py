@@ -75,8 +75,8 @@ def compose(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Composes and resolves one of our configs, for use from Python.
 
     Args:
-        config_name: a primary config such as `train`.
-        overrides: as on the command line, e.g. `["recipe=olmo3/7b_pretrain", "megatron.lr=1e-4"]`; `--config-dir` too.
+        config_name: name of a primary config, such as `train`.
+        overrides: command line words, e.g. `["recipe=olmo3/7b_pretrain", "megatron.lr=1e-4"]`; `--config-dir` too.
 
     Raises:
         ValueError: if a mandatory value is missing, an override does not fit or a file cannot be read.
@@ -173,7 +173,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
     """The resolved config as plain containers.
 
     Raises:
-        ValueError: naming every value still missing (`???`), or an interpolation that cannot be resolved.
+        ValueError: values are still missing (`???`), naming each, or an interpolation cannot be resolved.
     """
     try:
         # Not OmegaConf.missing_keys, which fails at interpolations of what is missing.
@@ -232,7 +232,7 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
             # To Hydra `model` is the group of Megatron models.
             spelled.append(f"policy={hydra_value(value)}")
         elif name == "environments" and job == "rl" and equals and value != "null":
-            # Those of the preset may want settings that nobody needs then.
+            # The preset's environments may require settings that are not needed then.
             spelled += [word, "~rl.environments"]
         elif name == "model.pattern" and value[:1] not in ("'", '"'):
             spelled.append(f'{name}="{value}"')
@@ -340,7 +340,7 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
     composition error or a ValueError, 1 after an error of the system such as a full disk, 130 after Ctrl-C.
 
     Args:
-        config_name: a primary config such as `convert`.
+        config_name: name of a primary config, such as `convert`.
         job: function that takes the resolved config as plain containers.
         resumable: whether the same command resumes the work; the line after Ctrl-C then says so.
     """

@@ -8,7 +8,7 @@ from typing import Any, cast
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 STRICT = ConfigDict(extra="forbid")
-"""For pydantic dataclasses that are parts of others: a key that is not a field is an error."""
+"""Config of pydantic dataclasses that are parts of others: a key that is not a field is an error."""
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
@@ -28,7 +28,7 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
         strict: whether values are checked as JSON, where neither "5" nor true is a number.
 
     Raises:
-        ValueError: naming the key, what it holds and what it may hold.
+        ValueError: a key does not fit; names it, what it holds and what it may hold.
     """
     adapter = TypeAdapter(kind)
     fields = _fields(adapter.json_schema(), ())

@@ -22,7 +22,7 @@ def named(architecture: str) -> Format:
     """The format of a class name.
 
     Raises:
-        ValueError: there is none, naming the nearest.
+        ValueError: there is none; names the nearest.
     """
     if architecture not in FORMATS:
         near = difflib.get_close_matches(architecture, FORMATS, n=1)
@@ -39,7 +39,7 @@ def choose(description: Description, architecture: str | None = None) -> tuple[F
         architecture: class name of the format; None for the first that can express the model.
 
     Raises:
-        ValueError: no format can, with every reason.
+        ValueError: no format can express the model; gives every reason.
     """
     candidates = FORMATS.values() if architecture is None else [named(architecture)]
     reasons = []

@@ -26,7 +26,7 @@ QK_NORM = {name: f"self_attn.{name}" for name in ("q_norm", "k_norm")}
 MLP = {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
 NORMS = {"*": "input_layernorm", "-": "post_attention_layernorm"}
 OLMO1_EPSILON = 1e-5
-"""Fixed in transformers' OlmoLayerNorm."""
+"""Norm epsilon, fixed in transformers' OlmoLayerNorm."""
 OLMO3_BASE = 500000
 """Olmo3Config's default rope_theta, which its loader falls back to for windowed layers."""
 

@@ -168,7 +168,7 @@ class Keys:
         """Refuse a value that is not supported; an absent key counts as the first allowed value.
 
         Raises:
-            ValueError: naming what is allowed.
+            ValueError: the value is not allowed; names those that are.
         """
         value = self.get(key, allowed[0])
         if value not in allowed:
