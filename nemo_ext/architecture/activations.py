@@ -1,4 +1,4 @@
-"""An estimate of the activations kept for the backward pass.
+"""Estimated memory of the activations kept for the backward pass.
 
 It counts the tensors each block saves, without dropout, with tokens spread evenly over experts, and without
 communication buffers or allocator slack.
@@ -13,12 +13,12 @@ from nemo_ext.architecture.widths import attention_widths, block_at, first_width
 def activation_bytes(
     architecture: Architecture, layout: Layout, *, rank: int = 0, seq_length: int | None = None
 ) -> int:
-    """Estimated peak of the activations kept on one GPU of a pipeline rank.
+    """Estimated peak bytes of the activations kept on one GPU of a pipeline rank.
 
-    What each block keeps (`block_activation_bytes`) times the micro-batches in flight: PP - rank of them
-    under 1F1B, and under interleaving the (PP - rank - 1) * 2 + (virtual stages - 1) * PP + 1 chunks of
-    Megatron's schedule. Full recomputation keeps each group's input only, plus one group's activations while
-    it is recomputed. The last stage adds the output layer's input, its norm's and the logits in fp32.
+    Bytes kept per block (`block_activation_bytes`) times the micro-batches in flight: PP - rank with 1F1B, and
+    (PP - rank - 1) * 2 + (virtual stages - 1) * PP + 1 model chunks with Megatron's interleaved schedule. Full
+    recomputation keeps each group's input only, plus one group's activations while it is recomputed. The last
+    stage adds the output layer's input, its norm's and the logits in fp32.
     """
     stages = stage_ranges(architecture.pattern, layout)
     pipeline, chunks = layout.pipeline_parallel, layout.virtual_stages

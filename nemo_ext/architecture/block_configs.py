@@ -1,4 +1,4 @@
-"""Puzzle's `block_configs` (the JSON of Llama-Nemotron's `config.json`) read into blocks and written back.
+"""Reading and writing Puzzle's `block_configs` (the JSON of Llama-Nemotron's `config.json`) as blocks.
 
 Each entry is one Transformer layer, `{"attention": {...}, "ffn": {...}}`; here it is up to two residual
 blocks, attention then MLP. A sub-layer that is `no_op` is an absent block, so a layer whose two parts are
@@ -70,13 +70,12 @@ def from_block_configs(
     """Read Puzzle's JSON.
 
     Args:
-        config: Has `hidden_size`, `num_attention_heads` and `block_configs`; other keys are the model's and
-            not read.
+        config: Mapping with `hidden_size`, `num_attention_heads` and `block_configs`; other keys are not read.
         num_query_groups: The model's KV heads; a block that has as many carries no `kv` value.
         ffn_hidden_size: The model's FFN width; a block that has it carries no `ffn` value.
 
     Raises:
-        ValueError: Names the place, such as `block_configs[3].attention.foo`.
+        ValueError: An invalid entry; names its place, such as `block_configs[3].attention.foo`.
     """
     hidden_size = _integer(config, "hidden_size")
     heads = _integer(config, "num_attention_heads")
@@ -142,7 +141,7 @@ def to_block_configs(
     num_query_groups: int | None = None,
     ffn_hidden_size: int | None = None,
 ) -> list[dict[str, dict[str, object]]]:
-    """Write blocks as Puzzle's JSON: one entry a layer, pairing attention with the MLP right after it.
+    """Write blocks as Puzzle's JSON: one entry per layer, pairing attention with the MLP right after it.
 
     Pipeline cuts are not part of that format and are left out.
 

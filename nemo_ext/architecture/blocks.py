@@ -1,5 +1,4 @@
-"""A model is a sequence of residual blocks; this is one block: a kind and the values that differ from the
-model's.
+"""One residual block of a model: its kind, and the values that differ from the model's.
 
 The kinds are Megatron-Core's hybrid symbols (`megatron/core/models/hybrid/hybrid_layer_allocation.py`), the
 value names are ours, and each value sets one field of Megatron's `TransformerConfig` for that block alone.
@@ -17,12 +16,12 @@ NAMES: dict[str, str] = {
     "D": "DeepSeek sparse attention",
     "+": "MLA",
 }
-"""Block kinds and what a reader calls them."""
+"""Block kinds and their names for people."""
 
 LINEAR = "linear"
-"""The flag for a sub-layer replaced by norm + one hidden x hidden linear (Puzzle's linear-replaced block)."""
+"""Flag of a sub-layer replaced by norm + one hidden x hidden linear (Puzzle's linear-replaced block)."""
 BIAS = "bias"
-"""The flag for an MLP whose linears have biases in a model without: what folding a LayerNorm's bias into it leaves."""
+"""Flag of an MLP with biases in a model without, as left by folding a LayerNorm's bias into its first linear."""
 
 VALUES: dict[str, dict[str, str]] = {
     "*": {
@@ -55,9 +54,9 @@ VALUES: dict[str, dict[str, str]] = {
 
 FLAGS = frozenset({LINEAR, BIAS})
 NONE_ALLOWED = frozenset({("*", "window"), ("E", "shared")})
-"""Values that may be `none`, stored as 0: a window (full attention) and shared experts (there are none)."""
+"""Values that may be `none`, stored as 0: a window (full attention) and shared experts (no shared expert)."""
 MAX_VALUE = 2**31 - 1
-"""Of a size: no tensor that Megatron's kernels index has a longer side."""
+"""Largest size: no tensor that Megatron's kernels index has a longer side."""
 
 
 def unknown_value(kind: str, name: str) -> str:
@@ -134,7 +133,7 @@ class Block:
         return dict(self.values).get(name, default)
 
     def size(self, name: str) -> int:
-        """Return a value that must be there, as on a resolved block, as an integer."""
+        """Return a value as an integer; it must be set, as it is on a resolved block."""
         value = self.get(name)
         if value is None:
             raise ValueError(f"block {self} has no value {name!r}: resolve it against an architecture first")
@@ -142,12 +141,12 @@ class Block:
 
     @property
     def name(self) -> str:
-        """What a reader calls this kind of block."""
+        """Name of the block's kind for people."""
         return NAMES[self.kind]
 
     @property
     def is_linear(self) -> bool:
-        """Whether the sub-layer is replaced by one hidden x hidden linear."""
+        """True if the sub-layer is replaced by one hidden x hidden linear."""
         return self.get(LINEAR) is True
 
     def __str__(self) -> str:

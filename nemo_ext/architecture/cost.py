@@ -1,5 +1,5 @@
-"""What a model costs, by arithmetic alone: parameters, FLOPs, and the bytes of weights, training state,
-caches and activations, for the whole model, a block, a pipeline stage or a GPU.
+"""Analytic cost of a model: parameters, FLOPs, and the bytes of weights, training state, caches and
+activations, for the whole model, a block, a pipeline stage or a GPU.
 
 Parameter counts are exact for Megatron-Core's modules. FLOPs are those of matrix multiplications (a
 multiply-add is two), convolutions and the state-space scan; norms, activations and embedding look-ups are
@@ -36,15 +36,15 @@ TRAINING_FLOPS_FACTOR = 3
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameter counts by how Megatron spreads them.
+    """Parameter counts by how Megatron distributes them.
 
     Attributes:
-        sharded: Split over tensor parallel ranks.
-        replicated: Copied on every tensor parallel rank (norms, routers, replaced linears,
+        sharded: Parameters split over tensor parallel ranks.
+        replicated: Parameters copied on every tensor parallel rank (norms, routers, replaced linears,
             biases after row-parallel linears).
-        experts: Split over expert parallel and expert tensor parallel ranks.
-        experts_replicated: Split over expert parallel ranks only (biases of experts' second linears).
-        inactive: How many of all these a token does not use (experts it is not routed to).
+        experts: Parameters split over expert parallel and expert tensor parallel ranks.
+        experts_replicated: Parameters split over expert parallel ranks only (biases of experts' second linears).
+        inactive: Number of all these that a token does not use (experts it is not routed to).
     """
 
     sharded: int = 0
@@ -55,22 +55,22 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Number of all parameters."""
         return self.dense + self.expert
 
     @property
     def dense(self) -> int:
-        """All but the routed experts'."""
+        """Number of parameters outside the routed experts."""
         return self.sharded + self.replicated
 
     @property
     def expert(self) -> int:
-        """The routed experts'."""
+        """Number of parameters of the routed experts."""
         return self.experts + self.experts_replicated
 
     @property
     def active(self) -> int:
-        """Those that one token uses."""
+        """Number of parameters that one token uses."""
         return self.total - self.inactive
 
     def __add__(self, other: "Parameters") -> "Parameters":
@@ -141,13 +141,13 @@ def _moe_parameters(architecture: Architecture, block: Block) -> Parameters:
 
 
 def embedding_parameters(architecture: Architecture) -> Parameters:
-    """The token embedding, and the learned position embedding if there is one."""
+    """Parameters of the token embedding, and of the learned position embedding if there is one."""
     hidden = architecture.hidden_size
     return Parameters(sharded=architecture.vocab_size * hidden, replicated=architecture.learned_positions * hidden)
 
 
 def head_parameters(architecture: Architecture) -> Parameters:
-    """The final norm and the output layer; a tied output layer has no parameters of its own."""
+    """Parameters of the final norm and the output layer; a tied output layer has none of its own."""
     hidden = architecture.hidden_size
     output = 0 if architecture.tied_embeddings else architecture.vocab_size * hidden
     return Parameters(sharded=output, replicated=norm_parameters(architecture, hidden))
@@ -217,7 +217,7 @@ def _mlp_flops(architecture: Architecture, width: int, ffn: int) -> float:
 
 
 def _scan_flops(block: Block, seq_length: int) -> float:
-    """The SSD scan per token (Mamba-2, arXiv 2405.21060, section 6).
+    """FLOPs of the SSD scan per token (Mamba-2, arXiv 2405.21060, section 6).
 
     Within a chunk it is causal attention with keys B and queries C; each chunk's state is made from B and x,
     carried on, and read out by C.
@@ -292,7 +292,7 @@ def state_bytes_per_sequence(
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """One pipeline stage: `layers` are 1-based and half open, parameters are those of the whole stage."""
+    """Cost of one pipeline stage; `layers` holds 1-based block numbers, `parameters` counts the whole stage."""
 
     stage: int
     rank: int
@@ -303,7 +303,7 @@ class StageCost:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuCost:
-    """One GPU of a pipeline rank, all of them alike; the rank's FLOPs are shared by its TP x CP GPUs."""
+    """Cost of one GPU of a pipeline rank, all of them alike; its TP x CP GPUs share the rank's FLOPs."""
 
     rank: int
     parameters: int
@@ -315,14 +315,14 @@ class GpuCost:
 
     @property
     def total_bytes(self) -> int:
-        """All bytes together."""
+        """Bytes of weights, gradients, optimizer state and activations together."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
 
 
 def per_stage(architecture: Architecture, layout: Layout, *, seq_length: int | None = None) -> tuple[StageCost, ...]:
     """Cost of each pipeline stage, the embedding with the first and the output layer with the last.
 
-    A tied output layer on another rank than the embedding is a second copy, and counted as one.
+    A tied output layer with pipeline parallelism is a second copy of the embedding, and counted as one.
     """
     stages = []
     ranges = stage_ranges(architecture.pattern, layout)

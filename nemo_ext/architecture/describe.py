@@ -1,4 +1,4 @@
-"""What a model costs, as one dictionary (for JSON and code) and as tables (for people)."""
+"""Cost figures of a model, as one dictionary (for JSON and code) and as tables (for people)."""
 
 import json
 from collections import Counter
@@ -28,20 +28,20 @@ def describe(
     layout: Layout | None = None,
     plan: Plan | None = None,
 ) -> Description:
-    """Every cost figure of a model.
+    """Compute every cost figure of a model.
 
     Args:
         architecture: The model.
         seq_length: Sequence length of FLOPs, caches and activations; the model's own by default.
-        layout: Adds `layout`, `stages` and `gpus`.
-        plan: Adds `precision`: bytes of the matrices by precision, and what that saves.
+        layout: Parallel layout; adds `layout`, `stages` and `gpus`.
+        plan: Precision plan; adds `precision`: bytes of the matrices by precision, and the bytes saved.
 
     Returns:
-        total_params, active_params (a token's, without the input embedding), active_params_with_embedding,
-        forward_flops_per_token, train_flops_per_token, weight_bytes and training_bytes by precision,
-        kv_bytes_per_token and kv_cache_bytes (bf16, the latter of one full sequence),
+        Dictionary with total_params, active_params (a token's, without the input embedding),
+        active_params_with_embedding, forward_flops_per_token, train_flops_per_token, weight_bytes and
+        training_bytes by precision, kv_bytes_per_token and kv_cache_bytes (bf16, the latter of one full sequence),
         state_bytes_per_sequence, kinds (by symbol), blocks (one each: layer from 1, kind, name, own values,
-        resolved sizes, params, forward_flops_per_token), and what identifies the model. FLOPs are whole.
+        resolved sizes, params, forward_flops_per_token), and what identifies the model. FLOPs are integers.
     """
     length = architecture.sequence_length(seq_length)
     blocks = [_block(architecture, layer, length) for layer in layers(architecture)]
@@ -214,7 +214,7 @@ def _summary(figures: Description) -> "Table":
 
 
 def _alike(figures: Description) -> "Table":
-    """One line for all blocks that are equal, in the order in which they first appear."""
+    """Table with one row for each group of equal blocks, in order of first appearance."""
     groups: dict[Block, list[Mapping[str, Any]]] = {}
     for block in figures["blocks"]:
         groups.setdefault(Block.of(block["kind"], **block["values"]), []).append(block)
@@ -281,12 +281,12 @@ def _gpu_table(figures: Description) -> "Table":
 
 
 def number(value: float) -> str:
-    """A count as people say it: 31.58 B."""
+    """Count with a decimal unit, such as `31.58 B`."""
     return _scaled(value, (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3), ("", 1))).rstrip()
 
 
 def flop(value: float) -> str:
-    """Floating point operations: 20.76 GFLOP."""
+    """Floating point operations with a unit, such as `20.76 GFLOP`."""
     return _scaled(
         value, (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("KFLOP", 1e3), ("FLOP", 1))
     )

@@ -33,16 +33,16 @@ COLOURS: dict[str, str] = {
     "D": "#5f97c9",
     "+": "#8c9fb5",
 }
-"""One colour a kind, distinct in the common colour deficiencies too."""
+"""Colour of each block kind, distinct in the common colour deficiencies too."""
 
 _ENDS = "#5b6470"
 _INK, _FAINT = "#22262b", "#8a929c"
 _FP8, _BF16 = "#7b4fb5", "#d5d9df"
 _WIDTH, _MARGIN, _TILE, _ROW = 13.0, 0.45, 0.62, 0.98
-"""Inches: the figure, its side margins, the height of a tile, and from one row to the next."""
+"""Lengths in inches: figure width, side margin, tile height, and distance from one row to the next."""
 
 _SHOWN = {"*": "\N{ASTERISK OPERATOR}", "-": "\N{EN DASH}"}
-"""Symbols that sit in the middle of a line, where the typed ones do not."""
+"""Vertically centred characters that are drawn in place of the typed symbols."""
 
 _LINEAR = "replaced by a linear"
 _TILES_A_ROW = 27
@@ -52,7 +52,7 @@ _SUFFIXES = (".svg", ".png", ".pdf")
 
 @dataclass(frozen=True, kw_only=True)
 class _Tile:
-    """One thing to draw; `width` in FLOPs until it is placed."""
+    """Tile of a block, the embedding or the output layer; `width` is in FLOPs."""
 
     width: float
     colour: str
@@ -73,15 +73,15 @@ def draw_blocks(
 
     Args:
         architecture: The model; pipeline cuts in its pattern are drawn, with each stage's share.
-        path: Ends in .svg, .png or .pdf; written under a temporary name and renamed.
+        path: File to write, a .svg, .png or .pdf; written under a temporary name and renamed.
         seq_length: Sequence length of the FLOPs; the model's own by default.
-        plan: Precisions, drawn as a bar below each block: its length is the share of its numbers in FP8.
+        plan: Precision plan, drawn as a bar below each block: its length is the share of its parameters in FP8.
 
     Returns:
         The path written.
 
     Raises:
-        ValueError: Another suffix, or a model without cost.
+        ValueError: Another suffix, or a block kind without a cost model.
     """
     path = Path(path)
     if path.suffix not in _SUFFIXES:
@@ -166,7 +166,7 @@ def _written(name: str, value: object) -> str:
 
 
 def _rows(tiles: list[_Tile]) -> tuple[list[list[_Tile]], float]:
-    """The tiles in rows of nearly equal width, and the inches of one FLOP."""
+    """Tiles in rows of nearly equal width, and the scale in inches per FLOP."""
     *body, head = tiles[1:]
     blocks = sum(tile.width for tile in body)
     rows = max(1, -(-len(body) // _TILES_A_ROW))
@@ -298,7 +298,7 @@ def _draw_tile(axes: "Axes", tile: _Tile, left: float, bottom: float, width: flo
 
 
 def _write_in(axes: "Axes", tile: _Tile, centre: float, middle: float, width: float) -> None:
-    """The symbol, and the note below it or upright, as far as they fit."""
+    """Write the symbol, and the note below it or upright, as far as they fit."""
     ink = _INK if tile.light or tile.hatched or tile.symbol == "E" else "white"
     if len(tile.symbol) > 1 and width < 0.6:
         _text(axes, centre, middle, tile.symbol, size=6.8, colour=ink, rotation=90)
@@ -358,7 +358,7 @@ def _legend(axes: "Axes", architecture: Architecture, length: int, y: float, *, 
 
 
 def _draw_stages(axes: "Axes", architecture: Architecture, length: int, top: float) -> None:
-    """One bar a pipeline stage; the longest, which the others wait for, is dark."""
+    """Draw one bar per pipeline stage; the longest, which the others wait for, is dark."""
     from matplotlib.patches import Rectangle
 
     flops = (cost.block_forward_flops_per_token(architecture, n, seq_length=length) for n in layers(architecture))
@@ -379,7 +379,7 @@ def _draw_stages(axes: "Axes", architecture: Architecture, length: int, top: flo
 
 
 def _lighter(colour: str, share: float) -> str:
-    """The colour mixed with white."""
+    """The colour mixed with white, whose share is `share`."""
     parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 
@@ -389,7 +389,7 @@ def _gid(tile: _Tile) -> str:
 
 
 def _add_tooltips(path: Path, tiles: list[_Tile]) -> None:
-    """SVG shows a group's <title> on hover; matplotlib can name groups but not title them."""
+    """Add tooltips: SVG shows a group's <title> on hover; matplotlib can name groups but not title them."""
     namespace = "http://www.w3.org/2000/svg"
     ElementTree.register_namespace("", namespace)
     ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")

@@ -1,4 +1,4 @@
-"""How a model is spread over GPUs, in Megatron's terms."""
+"""Parallel layout of a model on GPUs, in Megatron's terms."""
 
 import math
 from collections.abc import Mapping
@@ -10,30 +10,30 @@ from nemo_ext.architecture.pattern import Pattern, parse
 RECOMPUTE_MODULES = frozenset(
     {"core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj", "gdn_norm_out"}
 )
-"""Megatron's names for what `selective` recomputation may drop."""
+"""Megatron's names of the modules that `selective` recomputation may drop."""
 
 _PARALLEL = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "expert_model_parallel")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a model is spread over GPUs and trained.
+    """Parallel layout of a model, and the training settings that its memory depends on.
 
     Attributes:
-        tensor_parallel: TP.
-        pipeline_parallel: PP.
+        tensor_parallel: Tensor parallel size (TP).
+        pipeline_parallel: Pipeline parallel size (PP).
         virtual_stages: Model chunks on each pipeline rank; stage s is on rank s % PP.
-        context_parallel: CP.
-        expert_parallel: EP.
-        expert_tensor_parallel: ETP; Megatron's default is TP.
-        data_parallel: Copies of the model that see different batches.
+        context_parallel: Context parallel size (CP).
+        expert_parallel: Expert parallel size (EP).
+        expert_tensor_parallel: Expert tensor parallel size (ETP); None for TP, Megatron's default.
+        data_parallel: Data parallel size (DP): copies of the model that see different batches.
         micro_batch_size: Sequences in one micro-batch.
-        micro_batches: Micro-batches in a step, which bounds how many are in flight; None for plenty.
+        micro_batches: Micro-batches in a step, a bound on those in flight; None for no bound.
         sequence_parallel: Whether norms and residuals are split over TP as well.
         distributed_optimizer: Whether optimizer state is split over data parallel ranks.
-        precision: `bf16` (fp32 gradients, master weights and Adam moments) or `fp32`.
-        recompute: `none`, `selective` (the modules named) or `full` (whole blocks).
-        recompute_modules: Megatron's names, for `selective`.
+        precision: Training precision: `bf16` or `fp16` (fp32 gradients, master weights and Adam moments), or `fp32`.
+        recompute: Recomputation: `none`, `selective` (the modules named) or `full` (whole blocks).
+        recompute_modules: Megatron's names of the modules, for `selective`.
         recompute_num_layers: Blocks recomputed together, for `full`.
         fused_attention: Whether attention never writes its score matrix (flash attention, torch SDPA).
 
@@ -80,7 +80,7 @@ class Layout:
 
     @property
     def expert_tensor(self) -> int:
-        """Expert tensor parallel size with Megatron's default."""
+        """Expert tensor parallel size, by default TP as in Megatron."""
         return self.expert_tensor_parallel or self.tensor_parallel
 
     @property
@@ -90,7 +90,7 @@ class Layout:
 
     @property
     def optimizer_shards(self) -> tuple[int, int]:
-        """Ranks over which the state of dense and of expert parameters is split."""
+        """Number of ranks that share the optimizer state of dense and of expert parameters."""
         if not self.distributed_optimizer:
             return 1, 1
         dense = self.data_parallel * self.context_parallel
@@ -101,12 +101,12 @@ class Layout:
         """Read Megatron's parallel, batch and recompute flags; virtual stages come from the pattern's cuts.
 
         Args:
-            config: As for `Architecture.from_config`.
+            config: Sections `model` and `megatron`, as for `Architecture.from_config`.
             world_size: Number of GPUs, from which data parallelism follows; one copy of the model if not
                 given.
 
         Raises:
-            ValueError: The sizes do not multiply up.
+            ValueError: The parallel sizes do not fit each other or the number of GPUs.
         """
         flags = Flags(section(config, "megatron"))
         size = {name: flags.integer(f"{name}_size") or 1 for name in _PARALLEL}
@@ -177,7 +177,7 @@ def check_layout(architecture: Architecture, layout: Layout) -> None:
     """Refuse a layout that Megatron would refuse for these blocks.
 
     Raises:
-        ValueError: Names the block by its 1-based number and the size that does not divide.
+        ValueError: A size that its parallel size does not divide; names the block by its 1-based number.
     """
     tensor, experts = layout.tensor_parallel, layout.expert_parallel
     if architecture.vocab_size % tensor:

@@ -1,4 +1,4 @@
-"""A model's blocks together with every size that its cost depends on, read from a run's configuration.
+"""A model's blocks and every size that its cost depends on, read from a run's configuration.
 
 The `megatron` part of a configuration holds Megatron's own command line flags in snake_case; a flag that is
 absent has Megatron's default (`megatron/training/arguments.py`,
@@ -24,35 +24,35 @@ _FLAG = {"num_moe_experts": "num_experts"}
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One model: its blocks, the sizes they inherit, and what stands around them.
+    """One model: its blocks, the sizes they inherit, and the layers around them.
 
     Attributes:
         pattern: Blocks and pipeline cuts.
         hidden_size: Width of the residual stream.
         vocab_size: Rows of the embedding, padding included.
-        defaults: One block a kind with the model-wide values; a value that the model does not set is missing.
-        name: For people.
-        family: For people and converters, such as `nemotron3` or `olmo3`.
+        defaults: One block per kind with the model-wide values; a value that the model does not set is missing.
+        name: Model name for people.
+        family: Model family for people and converters, such as `nemotron3` or `olmo3`.
         seq_length: Training sequence length, the default of every cost that depends on one.
         tied_embeddings: Whether the output layer is the embedding.
-        learned_positions: Rows of a learned position embedding, 0 without.
-        normalization: `RMSNorm` or `LayerNorm`.
+        learned_positions: Rows of a learned position embedding, 0 if there is none.
+        normalization: Kind of norm, `RMSNorm` or `LayerNorm`.
         norm_affine: Whether norms have weights.
-        norm_placement: `input` (pre-norm) or `output` (on each sub-layer's output).
+        norm_placement: Place of norms, `input` (pre-norm) or `output` (on each sub-layer's output).
         qk_layernorm: Whether queries and keys are normed.
-        qk_norm_scope: `head` (one weight shared by all heads) or `width` (one weight over all heads
-            together).
+        qk_norm_scope: Scope of QK norm, `head` (one weight shared by all heads) or `width` (one weight over all
+            heads together).
         gated: Whether MLPs and experts have a gate (SwiGLU): three matrices instead of two.
         bias: Whether linears have biases.
-        qkv_bias: Whether the query, key and value projection has one of its own accord.
+        qkv_bias: Whether the query, key and value projection has a bias even where `bias` is False.
         attention_output_gate: Whether attention has an output gate as wide as its queries.
-        moe_latent_size: Width in which routed experts work, None for the hidden size.
+        moe_latent_size: Input and output width of routed experts, None for the hidden size.
         moe_shared_expert_gate: Whether the shared expert has a gate.
         window_attn_skip_freq: Megatron's rule for full attention among windowed blocks, by global layer
             number.
 
     Raises:
-        ValueError: A block's sizes do not fit together; names the block by its 1-based number.
+        ValueError: The sizes of a block do not fit together; names the block by its 1-based number.
     """
 
     pattern: Pattern
@@ -137,8 +137,8 @@ class Architecture:
         `window` 0 is full attention and `shared` 0 no shared expert. A linear-replaced block stays as it is.
 
         Args:
-            block: Any block.
-            layer: Its 1-based number, needed only where `window_attn_skip_freq` decides by number.
+            block: Block to resolve.
+            layer: 1-based number of the block, needed only where `window_attn_skip_freq` decides by number.
 
         Raises:
             ValueError: A size is missing, naming the flag that gives it, or does not divide another.
@@ -245,7 +245,7 @@ class Flags:
         return value
 
     def flag(self, key: str) -> bool:
-        """Whether a switch is on; absent is off."""
+        """True if a switch is on; an absent switch is off."""
         return _boolean(f"megatron.{key}", self.values.get(key, False))
 
     def text(self, key: str, default: str) -> str:
@@ -255,7 +255,7 @@ class Flags:
 
 
 def section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
-    """One part of a configuration.
+    """One section of a configuration.
 
     Raises:
         ValueError: It is missing or not a mapping.
@@ -267,9 +267,9 @@ def section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
 
 
 def padded_vocab_size(flags: Flags) -> int:
-    """Embedding rows: `padded_vocab_size`, or `vocab_size` padded as Megatron pads it.
+    """Number of embedding rows: `padded_vocab_size`, or `vocab_size` padded as Megatron pads it.
 
-    Up to a multiple of make_vocab_size_divisible_by (128) times the tensor parallel size
+    Megatron pads to a multiple of make_vocab_size_divisible_by (128) times the tensor parallel size
     (`megatron/training/vocab_utils.py`).
     """
     padded = flags.integer("padded_vocab_size")
@@ -331,7 +331,7 @@ def _learned_positions(flags: Flags) -> int:
 
 
 def _window(value: object) -> int | None:
-    """Tokens a query attends to from Megatron's window_size (left, right), None for all of them."""
+    """Number of tokens a query attends to, from Megatron's window_size (left, right); None for all of them."""
     if value is None:
         return None
     numbers: list[str] = []

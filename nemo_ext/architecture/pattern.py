@@ -1,4 +1,4 @@
-"""The notation: a whole model in one line, read, written and compiled to Megatron's `hybrid_layer_pattern`.
+"""Pattern notation: a whole model in one line, read, written and compiled to Megatron's `hybrid_layer_pattern`.
 
     pattern := item+                 item  := '|' | block [repeat] | '(' item+ ')' [repeat]
     block   := SYMBOL [ '{' value (',' value)* '}' ]
@@ -21,9 +21,9 @@ from nemo_ext.architecture.blocks import FLAGS, LINEAR, MAX_VALUE, NAMES, NONE_A
 
 CUT = "|"
 MAX_BLOCKS = 2048
-"""More blocks than any model has: a mistyped repeat is an error, not a machine out of memory."""
+"""Largest number of blocks, beyond any model: a mistyped repeat is an error, not a machine out of memory."""
 MAX_DEPTH = 32
-"""Groups inside each other: more is a mistake, and would end in Python's own limit on recursion."""
+"""Largest depth of nested groups: deeper nesting is a mistake, and would hit Python's recursion limit."""
 _SHOWN = 100
 
 
@@ -70,7 +70,7 @@ class Pattern:
 
     @property
     def stages(self) -> tuple[tuple[int, int], ...]:
-        """Half-open block ranges between the cuts: one stage a range, a single one without cuts."""
+        """Half-open block range of each stage between the cuts; a single range without cuts."""
         edges = (0, *self.cuts, len(self.blocks))
         return tuple(pairwise(edges))
 
@@ -80,7 +80,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class CompiledPattern:
-    """What Megatron is given.
+    """A pattern in the form that Megatron takes.
 
     Attributes:
         hybrid_layer_pattern: Plain symbols and `|`.
@@ -96,7 +96,7 @@ def parse(text: str) -> Pattern:
     """Read a pattern.
 
     Raises:
-        PatternError: With the character and what was expected there.
+        PatternError: The text is not a pattern; names the character and what was expected there.
     """
     items = _Reader(text).pattern()
     blocks: list[Block] = []
@@ -110,7 +110,7 @@ def parse(text: str) -> Pattern:
 
 
 class _Reader:
-    """Recursive descent over one text; a cut is read as the string `|`."""
+    """Recursive descent parser of one text; a cut is read as the string `|`."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -320,7 +320,7 @@ def _shortest(tokens: tuple[str, ...], known: dict[tuple[str, ...], tuple[int, s
 
 
 def compile(pattern: Pattern) -> CompiledPattern:
-    """Turn a pattern into Megatron's plain symbols and one dictionary of `TransformerConfig` fields a block.
+    """Compile a pattern to Megatron's plain symbols and the `TransformerConfig` fields of blocks with values.
 
     Raises:
         ValueError: Attention (`*`) beside MLA (`+`) or DeepSeek sparse attention (`D`), which Megatron

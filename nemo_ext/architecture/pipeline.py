@@ -1,4 +1,4 @@
-"""Cutting a sequence of blocks into pipeline stages of near equal cost.
+"""Cutting a sequence of blocks into pipeline stages of nearly equal cost.
 
 Blocks differ in cost (Puzzle's most of all), and the embedding and the output layer add to the ends, so equal
 numbers of blocks do not balance. `balance` finds the contiguous cut whose most costly stage is cheapest: an
@@ -22,12 +22,12 @@ from nemo_ext.architecture.widths import layers
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """What each part of a model costs, in any one unit (FLOPs, bytes, measured milliseconds).
+    """Cost of each part of a model, in any one unit (FLOPs, bytes, measured milliseconds).
 
     Attributes:
-        blocks: One number a block, none negative.
-        embedding: Added to the first stage.
-        head: Added to the last stage: output layer and loss.
+        blocks: Cost of each block, none negative.
+        embedding: Cost of the embedding, added to the first stage.
+        head: Cost of output layer and loss, added to the last stage.
     """
 
     blocks: tuple[float, ...]
@@ -55,7 +55,7 @@ def forward_flops(architecture: Architecture) -> BlockCosts:
 
 
 def parameter_counts(architecture: Architecture) -> BlockCosts:
-    """Parameters, for pipelines short of memory rather than time; a tied output layer is a second copy."""
+    """Parameter counts, for pipelines limited by memory, not time; a tied output layer is a second copy."""
     blocks = tuple(float(costs.block_parameters(architecture, n).total) for n in layers(architecture))
     embedding = costs.embedding_parameters(architecture)
     head = costs.head_parameters(architecture).total
@@ -75,7 +75,7 @@ def balance(
         architecture: The model; cuts it already has are replaced.
         pipeline_parallel: Number of pipeline ranks.
         virtual_stages: Model chunks on each rank; stage s is on rank s % pipeline_parallel, as in Megatron.
-        cost: What to balance: `forward_flops`, `parameter_counts`, or measured `BlockCosts`.
+        cost: Costs to balance: `forward_flops`, `parameter_counts`, or measured `BlockCosts`.
 
     Returns:
         The pattern with its cuts; every stage has at least one block.
@@ -100,7 +100,7 @@ def balance(
 
 
 def even_cuts(known: BlockCosts, stages: int) -> tuple[int, ...]:
-    """The cuts of `balance` for one stage a rank: least maximum, then most even."""
+    """The cuts of `balance` for one stage per rank: least maximum, then most even."""
     return _most_even(known, stages, _smallest_maximum(known, stages))
 
 
@@ -117,10 +117,10 @@ def _ends(known: BlockCosts) -> list[float]:
 
 
 def _smallest_maximum(known: BlockCosts, stages: int) -> float:
-    """The most costly stage of the best cut.
+    """Cost of the most costly stage of the best cut.
 
-    best[j] is that of the first j blocks in so many stages. It grows with j, and the last stage shrinks as it
-    starts later, so the best start is where the two meet: a bisection. O(stages x blocks x log blocks).
+    best[j] is this cost for the first j blocks in `stage` stages. It grows with j, and the last stage shrinks as
+    it starts later, so the best start is where the two meet: a bisection. O(stages x blocks x log blocks).
     """
     sums, blocks = _ends(known), len(known.blocks)
     best = list(sums)
@@ -140,7 +140,7 @@ def _smallest_maximum(known: BlockCosts, stages: int) -> float:
 
 
 def _most_even(known: BlockCosts, stages: int, limit: float) -> tuple[int, ...]:
-    """Of the cuts whose stages all cost at most `limit`, the one with the least sum of squared costs."""
+    """The cut with the least sum of squared stage costs among those whose stages all cost at most `limit`."""
     sums, blocks = _ends(known), len(known.blocks)
     best = [float("inf")] * (blocks + 1)
     best[0] = 0.0

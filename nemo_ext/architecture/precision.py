@@ -1,4 +1,4 @@
-"""Bytes of numbers and of the training state around them."""
+"""Bytes per number, and per parameter with its training state."""
 
 BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 """Bytes of one number in each precision."""

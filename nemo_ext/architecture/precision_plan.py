@@ -1,4 +1,4 @@
-"""Which weights of a model work in which precision: a default and rules over blocks, the first that fits counts.
+"""Precision of each weight of a model: a default, and rules over blocks, of which the first match counts.
 
 A rule is a selector and a precision, `M>* bf16` for example:
 
@@ -8,7 +8,7 @@ A rule is a selector and a precision, `M>* bf16` for example:
     .conv1d     a part of every block             M.in_proj  a part of blocks of a kind; all selectors take one
     embedding   the embedding                     head       the output layer
 
-FP8 is for linear maps: what else a block has (`conv1d`, routers) is in BF16 unless a rule says FP32.
+FP8 is for linear layers: other parts of a block (`conv1d`, routers) are in BF16 unless a rule says FP32.
 """
 
 import re
@@ -28,12 +28,12 @@ PARTS: dict[str, tuple[str, ...]] = {
     "-": ("fc1", "fc2"),
     "E": ("router", "fc1", "fc2", "shared_fc1", "shared_fc2", "latent_fc1", "latent_fc2"),
 }
-"""Parts of a block with a weight each; a linear-replaced block has `linear` alone."""
+"""Parts with a weight, by block kind; a linear-replaced block has `linear` alone."""
 NO_FP8 = frozenset({"conv1d", "router", LINEAR, EMBEDDING})
-"""No linear maps of Transformer Engine: convolutions, routers, what Puzzle put in the place of a sub-layer."""
+"""Parts that are not Transformer Engine linears: convolutions, routers, Puzzle's linear replacements, the embedding."""
 RECIPES: dict[str, int] = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
-"""Transformer Engine's FP8 scalings by Megatron's names, and what the sizes of a matrix must be multiples of: 16 of
-cuBLAS, 128 of blockwise scaling's tiles, 32 of MXFP8's blocks."""
+"""Transformer Engine's FP8 recipes by Megatron's names, each with the number that matrix sizes must be multiples of:
+16 for cuBLAS, 128 for the tiles of blockwise scaling, 32 for MXFP8's blocks."""
 FORMATS = ("e4m3", "hybrid")
 PRECISIONS = ("fp8", "bf16", "fp32")
 NANO_IN_BF16 = ("*", "M>*")
@@ -45,11 +45,11 @@ class Weight:
     """A matrix of the model.
 
     Attributes:
-        block: its block's number from 0; None for embedding and output layer.
-        part: of the block, or `embedding`, `head`.
-        rows: numbers that come out.
-        columns: numbers that go in.
-        count: how many of them there are, for experts.
+        block: 0-based number of its block; None for embedding and output layer.
+        part: part of the block, or `embedding`, `head`.
+        rows: output size.
+        columns: input size.
+        count: number of such matrices, for experts.
     """
 
     block: int | None
@@ -60,7 +60,7 @@ class Weight:
 
     @property
     def parameters(self) -> int:
-        """Of all of them."""
+        """Number of parameters in all `count` matrices."""
         return self.count * self.rows * self.columns
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class Weight:
 
 
 def weights(architecture: Architecture) -> list[Weight]:
-    """All matrices, in the order of the model; norms, biases and Mamba's numbers a head are never in FP8.
+    """All matrices in model order; norms, biases and Mamba's per-head parameters, never in FP8, are left out.
 
     Raises:
         ValueError: a block's kind has no cost model.
@@ -117,16 +117,16 @@ def _of_block(architecture: Architecture, number: int, block: Block) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Blocks, and parts of them.
+    """Selector of blocks, or of parts of them.
 
     Attributes:
-        kind: of the blocks; "" for all.
+        kind: kind of the blocks; "" for all.
         before: kind of the block right after them; "" for any.
         after: kind of the block right before them; "" for any.
-        numbers: from 0; empty for all.
-        first: so many at the model's begin; 0 for all.
-        last: so many at its end; 0 for all.
-        part: "" for all; `embedding` and `head` are no block's.
+        numbers: 0-based block numbers; empty for all.
+        first: number of blocks from the start of the model; 0 for all.
+        last: number of blocks from the end of the model; 0 for all.
+        part: part of the blocks, "" for all; `embedding` and `head` belong to no block.
     """
 
     kind: str = ""
@@ -139,10 +139,10 @@ class Selector:
 
     @classmethod
     def parse(cls, text: str) -> "Selector":
-        """From the notation above.
+        """Parse a selector in the module's notation.
 
         Raises:
-            ValueError: saying what was expected.
+            ValueError: the text is no selector; says what was expected.
         """
         if text in (EMBEDDING, HEAD):
             return cls(part=text)
@@ -170,11 +170,11 @@ class Selector:
         return cls(kind=kind, before=other if side == ">" else "", after=other if side == "<" else "", part=part)
 
     def selects(self, weight: Weight, kinds: Sequence[str]) -> bool:
-        """Whether a weight is among them.
+        """True if the selector matches a weight.
 
         Args:
-            weight: of the model.
-            kinds: of its blocks, in order.
+            weight: weight of the model.
+            kinds: kinds of the model's blocks, in order.
         """
         number = weight.block
         if number is None or self.part in (EMBEDDING, HEAD):
@@ -193,7 +193,7 @@ class Selector:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What is selected, and its precision."""
+    """A selector, and the precision of the weights it selects."""
 
     selector: Selector
     precision: str
@@ -201,7 +201,7 @@ class Rule:
 
     @classmethod
     def parse(cls, text: str) -> "Rule":
-        """From `SELECTOR PRECISION`.
+        """Parse `SELECTOR PRECISION`.
 
         Raises:
             ValueError: as `Selector.parse`; no precision, or one that does not suit what is selected.
@@ -217,14 +217,14 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Precisions of all weights.
+    """Precisions of all weights of a model.
 
     Attributes:
-        default: of linear maps that no rule selects; `embedding` and the other parts without FP8 have BF16 then.
-        recipe: how FP8 is scaled, of RECIPES.
-        format: e4m3, or hybrid (e5m2 for gradients).
-        rules: the first that selects a weight counts.
-        kv_cache: of generation.
+        default: precision of weights that no rule selects; where it is FP8, parts without FP8 are in BF16.
+        recipe: FP8 scaling recipe, one of RECIPES.
+        format: FP8 format, e4m3 or hybrid (e5m2 for gradients).
+        rules: rules in order; the first that selects a weight counts.
+        kv_cache: precision of the KV cache in generation.
     """
 
     default: str = "bf16"
@@ -245,7 +245,7 @@ class Plan:
 
     @classmethod
     def from_config(cls, section: Mapping[str, object]) -> "Plan":
-        """From a run's `precision_plan`.
+        """Read a run's `precision_plan`.
 
         Raises:
             ValueError: an unknown key, or a value that does not fit.
@@ -261,7 +261,7 @@ class Plan:
 
     @property
     def uses_fp8(self) -> bool:
-        """Whether any weight may be in FP8."""
+        """True if any weight may be in FP8."""
         return "fp8" in (self.default, *(rule.precision for rule in self.rules))
 
 
@@ -275,12 +275,12 @@ class Assigned:
 
     @property
     def bytes(self) -> int:
-        """As it is stored for generation."""
+        """Bytes of the weight as it is stored for generation."""
         return self.weight.parameters * BYTES[self.precision]
 
 
 def assigned(plan: Plan, architecture: Architecture) -> list[Assigned]:
-    """Every weight's precision.
+    """Precision of every weight.
 
     Raises:
         ValueError: a rule names a block that is not there, or a part that none of the blocks it names has.
@@ -302,7 +302,7 @@ def assigned(plan: Plan, architecture: Architecture) -> list[Assigned]:
 
 
 def fp8_shares(plan: Plan, architecture: Architecture) -> dict[int | None, float]:
-    """The share of numbers in FP8, by the block's number from 0; None stands for the output layer."""
+    """Share of parameters in FP8, by 0-based block number; None stands for the output layer."""
     whole: dict[int | None, int] = {}
     low: dict[int | None, int] = {}
     for each in assigned(plan, architecture):
@@ -323,7 +323,7 @@ def weight_bytes(plan: Plan, architecture: Architecture) -> dict[str, int]:
 
 
 def misfits(plan: Plan, architecture: Architecture) -> list[str]:
-    """Weights in FP8 whose sizes the recipe does not take, each with the nearest sizes that it does."""
+    """FP8 weights whose sizes the recipe does not support, each with the nearest sizes that it does."""
     step, lines = RECIPES[plan.recipe], []
     for each in assigned(plan, architecture):
         weight = each.weight

@@ -1,4 +1,4 @@
-"""The widths inside a block that its parameters, FLOPs and activations are all made of."""
+"""Widths inside a block, from which its parameters, FLOPs and activations are computed."""
 
 from nemo_ext.architecture.blocks import BIAS, LINEAR, VALUES, Block
 from nemo_ext.architecture.model import Architecture
@@ -51,5 +51,5 @@ def first_width(architecture: Architecture, ffn: int) -> int:
 
 
 def has_bias(architecture: Architecture, block: Block) -> bool:
-    """Whether the linears of an MLP block have biases."""
+    """True if the linears of an MLP block have biases."""
     return architecture.bias or bool(block.get(BIAS))

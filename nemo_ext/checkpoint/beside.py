@@ -1,4 +1,4 @@
-"""What lies beside the weights of a checkpoint: the model's config, tokenizer, chat template, modelling files."""
+"""Files beside the weights of a checkpoint: model config, tokenizer, chat template, modelling files."""
 
 import importlib.resources
 import json
@@ -15,22 +15,22 @@ from nemo_ext.checkpoint.safetensors_files import CONFIG
 from nemo_ext.checkpoint.storage import CheckpointError
 
 EXTRAS = "hf_files"
-"""Folder of a converted Megatron checkpoint with what else the Hugging Face folder held: tokenizer, template, ..."""
+"""Folder in a converted Megatron checkpoint for the other files of the Hugging Face folder: tokenizer, template, ..."""
 EXTRA_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*")
 NOT_EXTRA = ("model.safetensors.index.json", "conversion.json", "pytorch_model.bin.index.json")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Whether a folder is a Hugging Face checkpoint; a run directory may hold a config.json of its own."""
+    """True if a folder is a Hugging Face checkpoint; a run directory may hold a config.json of its own."""
     return (path / CONFIG).is_file() and not (path / "checkpoints").is_dir()
 
 
 def config_beside(source: Path, folder: Path) -> dict[str, Any] | None:
-    """The model config that lies with a checkpoint of Megatron: a run's config.yaml, or a converted one's model file.
+    """Model config beside a Megatron checkpoint: a run's config.yaml, or a converted checkpoint's model file.
 
     Args:
-        source: what the user named.
+        source: path that the user named.
         folder: the checkpoint's own folder.
     """
     for place in (source, folder.parent, folder.parent.parent):
@@ -57,10 +57,10 @@ def write_model_file(folder: Path, sections: Mapping[str, Any], *, name: str, co
     """Write `model/NAME.yaml`: `nemo-ext train --config-dir FOLDER model=NAME` trains the model.
 
     Args:
-        folder: of the checkpoint.
-        sections: `model` and `megatron`.
-        name: of the checkpoint's folder in the end, from which the file's name is made.
-        comment: where the weights come from.
+        folder: folder of the checkpoint.
+        sections: sections `model` and `megatron` of the config.
+        name: final name of the checkpoint's folder, from which the file's name is made.
+        comment: origin of the weights.
     """
     name = model_name(name)
     named = {**sections, "model": {**sections["model"], "name": name}}
@@ -70,7 +70,7 @@ def write_model_file(folder: Path, sections: Mapping[str, Any], *, name: str, co
 
 
 def model_name(name: str) -> str:
-    """A name that Hydra takes for a model file, and that no packaged model has: the packaged file would win."""
+    """Name of a model file that Hydra accepts and that no packaged model has: the packaged file would win."""
     name = re.sub(r"[^A-Za-z0-9_-]", "_", name)
     packaged = (importlib.resources.files("hydra_conf") / "model" / f"{name}.yaml").is_file()
     a_word = name[0].isalpha() and name.lower() not in ("null", "true", "false", "inf", "nan")
@@ -78,7 +78,7 @@ def model_name(name: str) -> str:
 
 
 def extras_beside(source: Path, folder: Path) -> Path | None:
-    """Tokenizer and other files: of this checkpoint's conversion, or of the one that its run goes back to."""
+    """Folder with tokenizer and other files, of this checkpoint or of the one that its run began from."""
     places = [source, folder.parent, folder.parent.parent]
     seen = {place.resolve() for place in places}
     while places:
@@ -93,7 +93,7 @@ def extras_beside(source: Path, folder: Path) -> Path | None:
 
 
 def _begun_from(run: Path, seen: Collection[Path]) -> Path | None:
-    """The checkpoint that a run's weights began as, unless it is one of the folders `seen`: a run may name itself."""
+    """Checkpoint that a run was initialised from, unless it is one of the folders `seen`: a run may name itself."""
     if not (run / "config.yaml").is_file():
         return None
     begun = (_read_yaml(run / "config.yaml").get("megatron") or {}).get("pretrained_checkpoint")
@@ -105,20 +105,20 @@ def _begun_from(run: Path, seen: Collection[Path]) -> Path | None:
 
 
 def copy_extras(source: Path, folder: Path, *, code: bool) -> None:
-    """Copy what a Hugging Face folder holds besides weights; modelling files only with `code`."""
+    """Copy the files of a Hugging Face folder other than weights; modelling files only with `code`."""
     for file in extra_files(source):
         if code or file.suffix != ".py":
             shutil.copyfile(file, folder / file.name)
 
 
 def extra_files(source: Path) -> list[Path]:
-    """What a Hugging Face folder holds besides weights."""
+    """Files of a Hugging Face folder other than weights."""
     found = [file for pattern in EXTRA_FILES for file in sorted(source.glob(pattern))]
     return [file for file in found if file.name not in NOT_EXTRA]
 
 
 def kept_keys(extras: Path | None, found: Format) -> dict[str, Any]:
-    """Keys of the original config.json that the model does not decide: all of the same class, token ids of another."""
+    """Keys of the original config.json that the model does not decide; of another class, the token ids alone."""
     none = dict.fromkeys(TOKEN_IDS)
     if extras is None or not (extras / CONFIG).is_file():
         return none
@@ -131,7 +131,7 @@ def kept_keys(extras: Path | None, found: Format) -> dict[str, Any]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object.
+    """Read a JSON object from a file.
 
     Raises:
         CheckpointError: the file does not hold one.

@@ -15,11 +15,11 @@ from nemo_ext.job.config import hydra_value
 from nemo_ext.job.progress import notice
 
 PLAIN_WIDTH = 200
-"""Columns of the listing where it does not go to a terminal."""
+"""Width of the listing in columns where it does not go to a terminal."""
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Convert what the config says, or with `dry_run` only show it.
+    """Run the conversion that a config describes, or with `dry_run` only list it.
 
     Raises:
         ValueError: see `nemo_ext.checkpoint.hf`.
@@ -37,7 +37,7 @@ def run(config: Mapping[str, Any]) -> None:
         to_format=config["to_format"],
     )
     if config["model"]["pattern"] and HydraConfig.initialized():
-        # A whole model has keys that say nothing to a checkpoint; one that the user typed should.
+        # A whole model has keys that do not affect a checkpoint; a key that the user typed must.
         typed = [word.lstrip("+").partition("=")[0] for word in HydraConfig.get().overrides.task]
         keys = {name.removeprefix("megatron."): None for name in typed if name.startswith("megatron.")}
         check_effect(config, "megatron", keys)
@@ -73,7 +73,7 @@ def _check(config: Mapping[str, Any]) -> None:
     """Refuse a value of the wrong kind: `no` is a word to YAML 1.2, and a word is true to Python.
 
     Raises:
-        ValueError: naming the key.
+        ValueError: a value is of the wrong kind; names its key.
     """
     for key, (kinds, what) in KINDS.items():
         value = config[key]
@@ -99,7 +99,7 @@ def _next(made: Plan) -> str:
 
 
 def _list(made: Plan) -> None:
-    """Print every tensor: what it is made from, what it becomes, shape and type."""
+    """Print every tensor: sources, target, shape and type."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,7 +1,7 @@
-"""What a checkpoint's numbers mean: a model's blocks and every setting that its function depends on.
+"""Description of the model in a checkpoint: its blocks and every setting that its function depends on.
 
 Our configs and every Hugging Face format are read into this one form. Two descriptions are equal if the same weights
-compute the same function under both, so this is where a checkpoint and a model config are held against each other.
+compute the same function under both, so this is where a checkpoint and a model config are compared.
 """
 
 from collections.abc import Mapping
@@ -30,15 +30,16 @@ class Rope:
     """Rotary position embedding.
 
     Attributes:
-        base: theta.
+        base: theta, the base of the frequencies.
         percent: share of each head that is rotated.
-        scaling: `none`, `linear`, `llama3` (low 1, high 4, 8192 original positions: Megatron has no others) or `yarn`.
-        factor: of the scaling.
-        original_positions: of YaRN: positions that the model was trained on before.
-        beta_fast: of YaRN: rotations above which frequencies stay.
-        beta_slow: of YaRN: rotations below which they are interpolated.
-        attention_factor: of YaRN: what cosines and sines are multiplied by.
-        truncate: of YaRN: whether the range of interpolated frequencies is rounded to whole dimensions.
+        scaling: kind of scaling: `none`, `linear`, `llama3` (low 1, high 4, 8192 original positions: Megatron has no
+            others) or `yarn`.
+        factor: factor of the scaling.
+        original_positions: for YaRN, number of positions that the model was trained on before.
+        beta_fast: for YaRN, rotations above which frequencies stay.
+        beta_slow: for YaRN, rotations below which frequencies are interpolated.
+        attention_factor: for YaRN, factor on cosines and sines.
+        truncate: for YaRN, whether the range of interpolated frequencies is rounded to whole dimensions.
         on_windowed: whether blocks with a sliding window are scaled too.
     """
 
@@ -56,12 +57,12 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """How a MoE block chooses its experts.
+    """Expert routing of MoE blocks.
 
     Attributes:
-        score: `sigmoid` or `softmax`.
-        scaling: the chosen experts' weights are multiplied by it.
-        expert_bias: whether a bias that takes part in the choice alone is part of the checkpoint.
+        score: score function, `sigmoid` or `softmax`.
+        scaling: factor on the weights of the chosen experts.
+        expert_bias: whether the checkpoint has a bias that affects only the choice of experts.
     """
 
     score: str
@@ -71,17 +72,17 @@ class Router:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """A model as its checkpoint sees it.
+    """The model of a checkpoint.
 
     Attributes:
         architecture: blocks without pipeline cuts, and the sizes around them; `vocab_size` is the rows that Megatron
             keeps.
-        vocab_size: rows of the embedding that mean something; Megatron's rows beyond are padding.
-        activation: `silu`, `relu2` or `gelu` (exact).
-        norm_epsilon: added to the variance by every norm.
+        vocab_size: rows of the embedding that stand for tokens; Megatron's rows beyond are padding.
+        activation: activation function, `silu`, `relu2` or `gelu` (exact).
+        norm_epsilon: epsilon that every norm adds to the variance.
         zero_centred_norm: whether a norm's stored weight is the weight minus one.
-        rope: None for a model without positions.
-        router: None for a model without MoE blocks.
+        rope: rotary embedding; None for a model without positions.
+        router: expert routing; None for a model without MoE blocks.
         max_positions: longest sequence that the model is meant for; information, not part of the function.
         hf_layers: for each block, the Hugging Face layer it belongs to, where that is not what the format would
             choose (a Puzzle child whose published layers have gaps); None otherwise.
@@ -106,7 +107,7 @@ class Description:
                 f"{self.architecture.vocab_size}"
             )
         if self.rope is not None and not self.rope.on_windowed:
-            # One function, one description: where scaling for full attention alone makes no difference, it is not said.
+            # One function, one description: a setting that makes no difference always has the same value.
             windows = [bool(block.get("window")) for block in self.blocks if block.kind == "*" and not block.is_linear]
             rope = Rope(base=self.rope.base, percent=self.rope.percent) if all(windows) else self.rope
             object.__setattr__(self, "rope", replace(rope, on_windowed=rope.scaling == "none" or not any(windows)))
@@ -125,7 +126,7 @@ class Description:
 
 
 def _check_layers(layers: tuple[int, ...], count: int | None, blocks: tuple[Block, ...]) -> None:
-    """Refuse numbers that do not rise, or put two blocks into one layer that are not attention and its MLP."""
+    """Refuse layer numbers that do not rise, or that join two blocks other than attention and its MLP."""
     if len(layers) != len(blocks):
         raise ValueError(f"model.hf_layers has {len(layers)} numbers for {len(blocks)} blocks: give one a block")
     if count is None:
@@ -142,7 +143,7 @@ def _check_layers(layers: tuple[int, ...], count: int | None, blocks: tuple[Bloc
 
 
 def from_config(config: Mapping[str, Any]) -> Description:
-    """The description of a composed config.
+    """Read the description of a model from a composed config.
 
     Raises:
         ValueError: for a setting that no checkpoint format can express, or a missing size.
@@ -206,7 +207,7 @@ def _rope(model: Mapping[str, Any], flags: Flags) -> Rope | None:
 
 
 def yarn_concentration(factor: float, scale: float = 1.0) -> float:
-    """What YaRN multiplies cosines and sines by: 0.1 x scale x ln(factor) + 1 (arXiv:2309.00071, equation 22)."""
+    """YaRN's factor on cosines and sines: 0.1 x scale x ln(factor) + 1 (arXiv:2309.00071, equation 22)."""
     return 1.0 if factor <= 1 else 0.1 * scale * log(factor) + 1.0
 
 
@@ -219,7 +220,7 @@ def _router(flags: Flags) -> Router:
 
 
 def to_config(description: Description) -> dict[str, dict[str, Any]]:
-    """The sections `model` and `megatron` of a config whose description this is: a model file for `--config-dir`."""
+    """Sections `model` and `megatron` of a config with this description: a model file for `--config-dir`."""
     architecture = description.architecture
     pattern, inherited = _compact(description)
     model: dict[str, Any] = {
@@ -269,7 +270,7 @@ def _activation_flags(description: Description) -> dict[str, Any]:
 
 
 def _compact(description: Description) -> tuple[Pattern, dict[str, Block]]:
-    """The blocks with only what differs from the first of their kind, and those first blocks."""
+    """Blocks with only the values that differ from the first block of their kind, and those first blocks."""
     inherited: dict[str, Block] = {}
     blocks = []
     for block in description.blocks:
@@ -350,7 +351,7 @@ def _router_flags(router: Router | None) -> dict[str, Any]:
 
 
 def megatron_arguments(architecture: Architecture) -> dict[str, Any]:
-    """What Megatron's loader compares or needs of the arguments under which a checkpoint was saved."""
+    """Arguments of the saving run that Megatron's loader compares or needs."""
     blocks = architecture.sizes
     heads = next((block.get("heads") for block in blocks if block.kind == "*" and not block.is_linear), 1)
     return {
@@ -361,7 +362,7 @@ def megatron_arguments(architecture: Architecture) -> dict[str, Any]:
     }
 
 
-# What a difference is called: the key of our config.
+# The key of our config under which each difference is reported.
 _KEYS = {
     "vocab_size": "model.vocab_size (megatron.padded_vocab_size without it)",
     "activation": "megatron.swiglu / squared_relu",
@@ -397,7 +398,7 @@ _SHOWN = 8
 
 
 def differences(checkpoint: Description, model: Description) -> dict[str, str]:
-    """Where two descriptions compute different functions: short name -> one line for people.
+    """Differences between the functions of two descriptions: short name -> one line for people.
 
     The lines name the key of our config; the short names start with `rope.` where no weight depends on the setting.
     """

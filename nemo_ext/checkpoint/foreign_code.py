@@ -1,7 +1,7 @@
-"""Python files of Hugging Face folders that transformers would import: who is asked before, and which need no question.
+"""Python files of Hugging Face folders that transformers would import: which need the user's consent.
 
-transformers imports what a folder's `auto_map` names, and what that imports. Modelling files that our exports carry run
-without a question where every Python file of the folder is, byte for byte, one of ours.
+transformers imports what a folder's `auto_map` names, and what that imports. Modelling files of our exports run without
+consent if every Python file of the folder is, byte for byte, one of ours.
 """
 
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ _CONFIGS = ("config.json", "tokenizer_config.json", "processor_config.json", "pr
 
 
 def may_run_code(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether transformers is to be told that it may run the Python files of a folder.
+    """Value of `trust_remote_code` to give to transformers for a folder.
 
     Args:
-        name: of the folder, or of a repository that something else would download.
-        config: of the job; its `trust_remote_code` is the user's word.
+        name: name of the folder, or of a repository that something else would download.
+        config: config of the job; its `trust_remote_code` is the user's consent.
 
     Raises:
-        ValueError: there are files of others and the user has not said so; names them, and the key.
+        ValueError: there are files of others without the user's consent; names them, and the key.
     """
     if config.get(KEY):
         return True
@@ -44,7 +44,7 @@ def may_run_code(name: str, config: Mapping[str, Any]) -> bool:
 
 
 def foreign_code(folder: Path) -> list[str]:
-    """Files that transformers would run, of this folder or of another repository, where they are not all ours."""
+    """Code that transformers would run and that is not ours: classes of other repositories, files of this folder."""
     named = _named(folder)
     elsewhere = sorted(word for word in named if "--" in word)
     here = sorted(str(file.relative_to(folder)) for file in folder.rglob("*.py") if not _is_ours(file))
@@ -52,7 +52,7 @@ def foreign_code(folder: Path) -> list[str]:
 
 
 def _named(folder: Path) -> set[str]:
-    """Classes in every `auto_map`: a tokenizer has a list of two, either of them null."""
+    """Classes named in every `auto_map`: a tokenizer has a list of two, either of them null."""
     maps = [read_json(folder / name).get("auto_map") for name in _CONFIGS if (folder / name).is_file()]
     values = [value for found in maps if isinstance(found, Mapping) for value in found.values()]
     words = [word for value in values for word in (value if isinstance(value, list) else [value])]

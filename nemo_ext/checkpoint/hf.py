@@ -53,7 +53,7 @@ ROPE_KEYS = ("rotary_base", "rotary_percent", "rotary_scaling_factor", "rope_sca
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a user may choose about a conversion.
+    """User settings of a conversion.
 
     Attributes:
         architecture: Hugging Face class to write; None for the first that can express the model.
@@ -63,8 +63,8 @@ class Settings:
         change_rope: accept a checkpoint whose RoPE settings differ from the model config's; no weight depends on them.
         check_finite: refuse NaN and infinity.
         verify: read everything again at the end and compare checksums.
-        iteration: which of a run's checkpoints to read; None for the newest.
-        to_format: `huggingface` or `megatron`; None for the one that the source is not.
+        iteration: iteration of the run's checkpoint to read; None for the newest.
+        to_format: format to write, `huggingface` or `megatron`; None for the one that the source is not.
     """
 
     architecture: str | None = None
@@ -93,13 +93,13 @@ class Plan:
     Attributes:
         reader: the source.
         to: the folder to make.
-        to_format: `huggingface` or `megatron`.
-        description: the model.
+        to_format: format to write, `huggingface` or `megatron`.
+        description: description of the model.
         format: Hugging Face format that is written, or was read.
         config: config.json to write, for Hugging Face.
-        work: every row of the mapping.
+        work: work of every row of the mapping.
         extras: folder with tokenizer and other files, if any.
-        remarks: what the user should know.
+        remarks: notes for the user.
     """
 
     reader: SafetensorsReader | TorchDistReader
@@ -119,14 +119,14 @@ class Plan:
 
 
 def plan(source: Path, to: Path, settings: Settings, config: Mapping[str, Any] | None = None) -> Plan:
-    """Open the source, find out what model it holds, and lay out the target.
+    """Open the source, identify its model, and plan the target.
 
     Args:
         source: a Hugging Face folder; or a run directory, checkpoints directory or checkpoint of Megatron.
         to: the folder to make.
         settings: see `Settings`.
-        config: sections `model` and `megatron`. With a `model.pattern` they are the whole model and are held against
-            the checkpoint; without one they change single keys of the config that lies with it; None changes nothing.
+        config: sections `model` and `megatron`. With a `model.pattern` they are the whole model and are compared with
+            the checkpoint; without one they change single keys of the config beside it; None changes nothing.
 
     Raises:
         ValueError: a checkpoint that is broken or does not fit the model config; a model that no format can express.
@@ -196,7 +196,7 @@ def _plan_from_megatron(source: Path, to: Path, settings: Settings, config: Mapp
 
 
 def _harmless(reader: SafetensorsReader, description: Description, found: Format) -> list[str]:
-    """Tensors that older checkpoints hold beside their weights: RoPE's frequencies, a tied output layer once more."""
+    """Tensors of older checkpoints that may be ignored: RoPE's frequencies, a copy of a tied output layer."""
     names = [name for name in reader.tensors if name.endswith(".rotary_emb.inv_freq")]
     head, table = (f"{found.outside[role]}.weight" for role in ("head", "embedding"))
     if description.architecture.tied_embeddings and {head, table} <= reader.tensors.keys():
@@ -208,7 +208,7 @@ def _harmless(reader: SafetensorsReader, description: Description, found: Format
 
 
 def _with_changes(beside: Mapping[str, Any] | None, config: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The whole model that the user asked for, or the checkpoint's with single keys changed; None without changes."""
+    """Config of the model that the user asked for, or the checkpoint's with single keys changed; None if unchanged."""
     given = {name: dict((config or {}).get(name) or {}) for name in ("model", "megatron")}
     given["model"] = {key: value for key, value in given["model"].items() if value is not None}
     if given["model"].get("pattern"):
@@ -224,10 +224,10 @@ def _with_changes(beside: Mapping[str, Any] | None, config: Mapping[str, Any] | 
 
 
 def check_effect(config: Mapping[str, Mapping[str, Any]], section: str, keys: Mapping[str, Any]) -> None:
-    """Refuse a key that says nothing about the model.
+    """Refuse keys that say nothing about the model.
 
     Raises:
-        ValueError: with the nearest key that does.
+        ValueError: a key does not affect the model; names the nearest that does.
     """
     whole = from_config(config)
     known = to_config(whole)[section]
@@ -293,13 +293,13 @@ def _plan_to_hf(
 
 
 def _yarn_length(description: Description) -> int:
-    """The longest sequence that YaRN's factor stands for, 0 without YaRN."""
+    """Longest sequence that YaRN's factor stands for, 0 without YaRN."""
     rope = description.rope
     return int(rope.factor * rope.original_positions) if rope is not None and rope.scaling == "yarn" else 0
 
 
 def _main_type(work: Sequence[Work]) -> str:
-    """The type of most bytes."""
+    """Name of the type that takes the most bytes."""
     bytes_of: dict[str, int] = {}
     for slot in (slot for each in work for slot in each.slots):
         bytes_of[slot.dtype] = bytes_of.get(slot.dtype, 0) + slot.bytes
@@ -307,7 +307,7 @@ def _main_type(work: Sequence[Work]) -> str:
 
 
 def _agreed(checkpoint: Description, wanted: Description, settings: Settings) -> Description:
-    """The description that the user asked for, with the checkpoint's layers; both must mean the same function."""
+    """The wanted description, with the checkpoint's layers if it has none; both must describe the same function."""
     found = differences(checkpoint, wanted)
     rope = [name for name in found if name.startswith("rope.")]
     if settings.change_rope:
@@ -347,13 +347,13 @@ def _work(
     *,
     to: Entry | None = None,
 ) -> Work:
-    """The work of one row.
+    """Work of one row.
 
     Args:
         reader: the source.
         source: the row in the source.
-        made: what is made of it.
-        settings: for the type.
+        made: pieces to make of it.
+        settings: settings of the conversion, for the type.
         to: the row in the Hugging Face target; None makes Megatron's pieces.
     """
     from_hf = isinstance(reader, SafetensorsReader)
@@ -376,7 +376,7 @@ def _work(
 
 
 def convert(plan: Plan, settings: Settings, *, progress: bool = True) -> Path:
-    """Carry out a plan; the same call after an interruption goes on where it was.
+    """Carry out a plan; the same call after an interruption resumes it.
 
     Raises:
         CheckpointError: see `write_checkpoint`.
@@ -403,7 +403,7 @@ def convert(plan: Plan, settings: Settings, *, progress: bool = True) -> Path:
 
 
 def is_made(plan: Plan, settings: Settings) -> bool:
-    """Whether the folder holds what the plan would make; if so, says it on stderr.
+    """True if the folder holds what the plan would make; then says so on stderr.
 
     Raises:
         CheckpointError: it holds something else.
@@ -413,7 +413,7 @@ def is_made(plan: Plan, settings: Settings) -> bool:
 
 
 def _identity(plan: Plan, settings: Settings, source: list[list[object]]) -> dict[str, Any]:
-    """Everything that decides what a folder will hold; `source` is the fingerprint of the checkpoint that is read."""
+    """Everything that decides a folder's content; `source` is the fingerprint of the checkpoint that is read."""
     return {
         "from": [str(plan.reader.path.resolve()), source],
         "beside": [] if plan.extras is None else files_identity(extra_files(plan.extras)),
@@ -426,7 +426,7 @@ def _identity(plan: Plan, settings: Settings, source: list[list[object]]) -> dic
 
 
 def _finish_hf(plan: Plan, folder: Path) -> None:
-    """Config, tokenizer and modelling files."""
+    """Write config, tokenizer and modelling files."""
     if plan.extras is not None:
         original = read_json(plan.extras / CONFIG) if (plan.extras / CONFIG).is_file() else {}
         copy_extras(plan.extras, folder, code=original.get("architectures") == [plan.format.architecture])
@@ -437,7 +437,7 @@ def _finish_hf(plan: Plan, folder: Path) -> None:
 
 
 def _finish_megatron(plan: Plan, folder: Path) -> None:
-    """A model file for `--config-dir`, and what else the Hugging Face folder held."""
+    """Write a model file for `--config-dir`, and the other files of the Hugging Face folder."""
     comment = f"Made from {plan.reader.path.name} ({plan.format.architecture})."
     write_model_file(folder, to_config(plan.description), name=plan.to.name, comment=comment)
     if plan.extras is not None:

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOLERANCE = 1e-6
-"""By how much the sum of weights may miss 1; what is missing is made up by all of them in proportion."""
-_LARGEST = 1e30  # of a weight, whose float is finite then
+"""Allowed deviation of the sum of weights from 1; all weights are then scaled in proportion."""
+_LARGEST = 1e30  # largest weight, so that its float is finite
 TOKENIZER = "tokenizer.json"
 CHUNK = 1 << 20
 """Numbers that are averaged at a time: beside the tensors themselves, that takes a few megabytes."""
@@ -47,18 +47,18 @@ CHUNK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a user may choose about an average, besides the checkpoints.
+    """User settings of an average, besides the checkpoints.
 
     Attributes:
-        weights: one for each checkpoint; None for equal ones.
-        points: t of (1 - t) a + t b, each a checkpoint of its own; None for one average.
-        iterations: for each checkpoint of Megatron which of its run's to take; None, or None in it, for the newest.
+        weights: weight of each checkpoint; None for equal weights.
+        points: values t of (1 - t) a + t b, each a checkpoint of its own; None for one average.
+        iterations: iteration of each Megatron run's checkpoint; None, or None in the list, for the newest.
         shard_gigabytes: size of a shard, and about the memory that averaging takes.
         check_finite: refuse NaN and infinity.
         verify: read everything again at the end and compare checksums.
 
     Raises:
-        ValueError: naming the setting.
+        ValueError: a setting does not fit; names it.
     """
 
     weights: Sequence[float] | None = None
@@ -93,7 +93,7 @@ def _is_iteration(value: object) -> bool:
 
 
 def _shown(values: object) -> str:
-    """A list as it is written on the command line."""
+    """A list in command line syntax."""
     if not isinstance(values, Sequence) or isinstance(values, str):
         return str(values)
     return "[" + ",".join(f"{v:.9g}" if isinstance(v, float) else "null" if v is None else str(v) for v in values) + "]"
@@ -112,12 +112,12 @@ class Plan:
     """An average before it begins: everything checked, nothing written.
 
     Attributes:
-        checkpoints: what is averaged.
-        targets: what is made: one checkpoint, or one for each point.
-        settings: what the user chose.
-        finish: adds what is not tensors to the folder of a target while it is made.
-        arguments: for Megatron's loader, see `megatron_arguments`.
-        remarks: what the user should know.
+        checkpoints: checkpoints to average.
+        targets: checkpoints to make: one, or one for each point.
+        settings: user settings.
+        finish: function that adds the files other than tensors to the folder of a target.
+        arguments: arguments for Megatron's loader, see `megatron_arguments`.
+        remarks: notes for the user.
     """
 
     checkpoints: Sequence[Checkpoint]
@@ -144,11 +144,11 @@ class Plan:
 
 
 def plan(sources: Sequence[Path], to: Path, settings: Settings) -> Plan:
-    """Open the checkpoints, see that they are of one model, and lay out what to make.
+    """Open the checkpoints, check that they are of one model, and plan the targets.
 
     Args:
         sources: Hugging Face folders; or run directories, checkpoints directories or checkpoints of Megatron.
-        to: the folder to make; with points, the folder to make theirs in.
+        to: the folder to make; with points, the parent of their folders.
         settings: see `Settings`.
 
     Raises:
@@ -176,7 +176,7 @@ def plan(sources: Sequence[Path], to: Path, settings: Settings) -> Plan:
 
 
 def _targets(count: int, to: Path, settings: Settings) -> list[Target]:
-    """What to make of `count` checkpoints.
+    """Targets to make from `count` checkpoints.
 
     Raises:
         ValueError: weights or points that do not fit.
@@ -203,7 +203,7 @@ def _normalised(weights: Sequence[float], count: int) -> tuple[float, ...]:
 
 
 def _odd(checkpoints: Sequence[Checkpoint], targets: Sequence[Target]) -> list[str]:
-    """What is allowed and may be a mistake."""
+    """Remarks on what is allowed but may be a mistake."""
     paths = [str(checkpoint.path.resolve()) for checkpoint in checkpoints]
     twice = [path for path in dict.fromkeys(paths) if paths.count(path) > 1]
     negative = [target for target in targets if min(target.weights) < 0]
@@ -217,10 +217,10 @@ Finish = Callable[[Path, Target], None]
 
 
 def _hugging_face(checkpoints: Sequence[Checkpoint]) -> tuple[Finish, list[str]]:
-    """What goes beside the weights, and remarks.
+    """Function that adds the files beside the weights, and remarks.
 
     Raises:
-        CheckpointError: config.json's of different models.
+        CheckpointError: the config.json files are of different models.
     """
     first, *others = checkpoints
     for other in others:
@@ -238,7 +238,7 @@ def _differ(one: Path, other: Path) -> bool:
 
 
 def _megatron(checkpoints: Sequence[Checkpoint], model: Model) -> tuple[Finish, list[str]]:
-    """What goes beside the weights, and remarks."""
+    """Function that adds the files beside the weights, and remarks."""
     first, remarks = checkpoints[0], list(model.remarks)
     extras = extras_beside(first.source, first.path)
     assert isinstance(first.reader, TorchDistReader)
@@ -261,11 +261,11 @@ def average(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """The sum of weight x tensor, computed in fp64 for fp32 and fp64, else in fp32; where all agree, that number.
 
     Args:
-        tensors: of one shape and type.
-        weights: one for each, summing to 1.
+        tensors: tensors of one shape and type.
+        weights: weight of each tensor, summing to 1.
 
     Returns:
-        Of the tensors' shape and type.
+        The average, in the tensors' shape and type.
     """
     import torch
 
@@ -283,7 +283,7 @@ def average(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def _work(plan: Plan, target: Target, name: str) -> Work:
-    """One tensor's average; a checkpoint without weight is not read, and one that has all of it is copied."""
+    """Work of one tensor's average; a checkpoint of weight 0 is not read, and a single other one is copied."""
     stored = plan.tensors[name]
     pairs = zip(plan.checkpoints, target.weights, strict=True)
     used = [(checkpoint, weight) for checkpoint, weight in pairs if weight != 0]
@@ -300,7 +300,7 @@ def _work(plan: Plan, target: Target, name: str) -> Work:
 
 
 def merge(plan: Plan, *, progress: bool = True) -> list[Path]:
-    """Carry out a plan; the same call after an interruption goes on where it was.
+    """Carry out a plan; the same call after an interruption resumes it.
 
     Returns:
         The folders of the targets.
@@ -341,7 +341,7 @@ def _make(plan: Plan, target: Target, *, progress: bool) -> Path:
 
 
 def table(plan: Plan) -> str:
-    """Every tensor with its shape and type, what is made of which checkpoints, and the totals."""
+    """Table of every tensor with its type and shape, the weights of each target, and the totals."""
     width = max(map(len, plan.tensors), default=0)
     lines = [f"{name:<{width}}  {stored.dtype:<8}  {list(stored.shape)}" for name, stored in plan.tensors.items()]
     for target in plan.targets:
@@ -352,10 +352,10 @@ def table(plan: Plan) -> str:
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """The job `merge`: checks everything, then averages, or with `dry_run` prints what it would do.
+    """Run the job `merge`: check everything, then average, or with `dry_run` print what would be done.
 
     Args:
-        config: as hydra_conf/merge.yaml has it.
+        config: config with the keys of hydra_conf/merge.yaml.
 
     Raises:
         ValueError: anything in it is wrong, or a checkpoint cannot be read or written.

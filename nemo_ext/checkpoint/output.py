@@ -1,4 +1,4 @@
-"""A folder that gets its name when it is complete, made in parts, and resumed where it was interrupted."""
+"""A folder that gets its name when complete, is made in parts, and is resumed where it was interrupted."""
 
 import contextlib
 import errno
@@ -21,12 +21,12 @@ _HEADROOM = 1.02
 
 
 class Output:
-    """The folder while it is made.
+    """A folder while it is made.
 
     Attributes:
-        path: its name in the end.
-        folder: where its files are now.
-        done: part -> what was recorded of it, for every part that is complete.
+        path: final path of the folder.
+        folder: unfinished folder, which holds the files until then.
+        done: part -> its record, for every complete part.
     """
 
     def __init__(self, path: Path, plan: dict[str, Any]) -> None:
@@ -34,7 +34,7 @@ class Output:
 
         Args:
             path: the folder to make.
-            plan: everything that decides what the folder will hold, as JSON.
+            plan: everything that decides the folder's content, as JSON.
         """
         self.path = path
         self.folder = unfinished(path)
@@ -64,7 +64,7 @@ class Output:
         _replace(self.folder / RECORD, json.dumps({"plan": self._plan, "done": self.done}))
 
     def publish(self, record: dict[str, Any]) -> None:
-        """Give the folder its name; `record` is what stays in it about how it was made."""
+        """Give the folder its name; `record`, on how it was made, stays in it."""
         files = [file for file in self.folder.rglob("*") if file.is_file() and file.name not in (RECORD, LOCK)]
         for file in files:
             with open(file, "rb") as opened:
@@ -73,19 +73,19 @@ class Output:
         sizes = {str(file.relative_to(self.folder)): file.stat().st_size for file in kept}
         (self.folder / LOCK).unlink(missing_ok=True)
         os.replace(self.folder, self.path)
-        # Last: until then the record of the parts stands, with which an interrupted run goes on.
+        # Last: until then the record of the parts stands, with which an interrupted run is resumed.
         _replace(self.path / RECORD, json.dumps({**record, "plan": self._plan, "sizes": sizes}, indent=1) + "\n")
 
 
 def _replace(file: Path, text: str) -> None:
-    """Write a file that is there as a whole or not at all."""
+    """Write a file atomically: it is there as a whole or not at all."""
     temporary = file.with_name(f".{file.name}")
     temporary.write_text(text)
     temporary.replace(file)
 
 
 def unfinished(path: Path) -> Path:
-    """Where a folder is while it is made."""
+    """Path of a folder while it is made."""
     return path.with_name(f".{path.name}.unfinished")
 
 
@@ -99,19 +99,19 @@ def _empty(folder: Path) -> None:
 
 
 def _remove_temporary(folder: Path) -> None:
-    """Remove what a process that was killed was writing, under whatever name beginning with a dot."""
+    """Remove the temporary files of a killed process, whose names begin with a dot."""
     for file in folder.glob(".*"):
         if file.name != LOCK:
             file.unlink()
 
 
 def plan_hash(plan: dict[str, Any]) -> str:
-    """What identifies a plan."""
+    """Hash that identifies a plan."""
     return digest(plan)
 
 
 def was_published(path: Path, plan: dict[str, Any]) -> bool:
-    """Whether a folder holds the result of the plan.
+    """True if a folder holds the result of the plan.
 
     Raises:
         CheckpointError: it holds something else, or no longer all of it.
@@ -132,7 +132,7 @@ def was_published(path: Path, plan: dict[str, Any]) -> bool:
 
 
 def has_size(file: Path, size: int) -> bool:
-    """Whether a file is there in its full length."""
+    """True if a file exists and has this size in bytes."""
     return file.is_file() and file.stat().st_size == size
 
 
@@ -140,7 +140,7 @@ def has_size(file: Path, size: int) -> bool:
 def only_writer(path: Path) -> Iterator[None]:
     """Keep a second process from making the same folder, and turn a full disk into a message.
 
-    Where nothing was written, nothing is left behind.
+    If nothing was written, nothing is left behind.
 
     Raises:
         CheckpointError: another process is at it, or the folder cannot be written.
@@ -165,21 +165,21 @@ def only_writer(path: Path) -> Iterator[None]:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """Remove a folder in which nothing has been written but what keeps order in it."""
+    """Remove a folder that holds no files but its lock and its record."""
     if not any(file.is_file() and file.name not in (LOCK, RECORD) for file in folder.rglob("*")):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def folder_to_make(path: Path) -> Path:
-    """The folder that a path means: what a link points to, and "." by its name."""
+    """Folder that a path stands for: the target of a link, and "." by its name."""
     return path.resolve() if path.is_symlink() or not path.name else path
 
 
 def check_target(path: Path) -> None:
-    """Refuse a folder that could not be given its name in the end.
+    """Refuse a path to which the finished folder could not be renamed.
 
     Raises:
-        CheckpointError: saying why.
+        CheckpointError: a file system is mounted there.
     """
     if os.path.ismount(path):
         raise CheckpointError(
@@ -188,10 +188,10 @@ def check_target(path: Path) -> None:
 
 
 def check_room(path: Path, needed: int) -> None:
-    """Refuse to begin what the disk cannot hold.
+    """Refuse to make more than the disk can hold.
 
     Raises:
-        CheckpointError: with both sizes.
+        CheckpointError: the disk has too little room; names both sizes.
     """
     parent = next(folder for folder in path.absolute().parents if folder.exists())
     free = shutil.disk_usage(parent).free

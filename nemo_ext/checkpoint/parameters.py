@@ -24,10 +24,10 @@ class Piece:
     """A part of a tensor in Megatron's checkpoint; most pieces are the whole tensor.
 
     Attributes:
-        key: of the whole tensor.
-        shape: of the piece.
-        offset: where the piece begins in the whole.
-        whole: shape of the whole.
+        key: key of the whole tensor.
+        shape: shape of the piece.
+        offset: offset of the piece in the whole tensor.
+        whole: shape of the whole tensor.
     """
 
     key: str
@@ -47,10 +47,10 @@ class Row:
 
     Attributes:
         block: 0-based number of the block, None outside the blocks.
-        pieces: Megatron's side.
-        roles: the Hugging Face side.
-        shapes: of the Hugging Face side.
-        rule: how they turn into each other.
+        pieces: pieces of Megatron's tensors.
+        roles: roles of the Hugging Face tensors.
+        shapes: shapes of the Hugging Face tensors.
+        rule: conversion between the two sides.
         fp32: whether the parameter stays fp32 when a checkpoint is cast.
     """
 
@@ -63,7 +63,7 @@ class Row:
 
 
 def rows(description: Description, *, stacked_experts: bool = False) -> Iterator[Row]:
-    """All rows of a model, in the order of the model.
+    """All rows of a model, in model order.
 
     Args:
         description: the model.

@@ -1,7 +1,7 @@
-"""Pickled parts of Megatron's checkpoints as data: nothing that they name runs but plain records of torch and Megatron.
+"""Safe reading of the pickled parts of Megatron's checkpoints: they build plain records of torch and Megatron alone.
 
 torch reads `.metadata` with an unrestricted unpickler (FileSystemReader.read_metadata), and objects among the shards
-without `weights_only` (DefaultLoadPlanner.load_bytes): either runs whatever a file names.
+without `weights_only` (DefaultLoadPlanner.load_bytes): either runs any code that a file names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 METADATA = ".metadata"
 COMMON = "common.pt"
 FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-"""torch's switch that makes every `torch.load` of a process refuse what is no data."""
+"""Environment variable with which every `torch.load` of a process refuses anything but data."""
 _CHECKPOINT = "torch.distributed.checkpoint"
 _RECORDS = {
     f"{_CHECKPOINT}.metadata": (
@@ -39,11 +39,11 @@ _RECORDS = {
     "collections": ("OrderedDict",),
     "pathlib": ("Path", "PosixPath", "PurePosixPath"),
 }
-"""All that metadata of torch 2 and Megatron-Core are made of, besides Python's own containers and torch's types."""
+"""Classes in the metadata of torch 2 and Megatron-Core, besides Python's own containers and torch's types."""
 
 
 class Unsafe(CheckpointError):
-    """A pickled file names something that is no data."""
+    """A pickled file names something that is not data."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -61,14 +61,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 def loads(data: bytes, file: Path) -> Any:
-    """What a pickle of checkpoint records holds.
+    """Unpickle checkpoint records.
 
     Args:
         data: the pickle.
-        file: where it is from, for messages.
+        file: file that holds it, for messages.
 
     Raises:
-        Unsafe: it names anything else; nothing of it ran.
+        Unsafe: it names anything else; none of it ran.
         CheckpointError: it cannot be read.
     """
     try:
@@ -85,7 +85,7 @@ def loads(data: bytes, file: Path) -> Any:
 
 @contextmanager
 def _classes_unchanged() -> Iterator[None]:
-    """A pickle may set attributes of whatever it can name, classes too, which would outlive it."""
+    """Undo and refuse attributes that a pickle sets on the classes it can name, which would outlive it."""
     import importlib
 
     classes = {
@@ -116,7 +116,7 @@ def read_metadata(folder: Path) -> Metadata:
     """The metadata of a checkpoint.
 
     Args:
-        folder: the one with `.metadata`.
+        folder: folder with `.metadata`.
 
     Raises:
         CheckpointError: as `loads`.
@@ -131,22 +131,22 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def first_words(error: Exception) -> str:
-    """The kind of an error and the beginning of what it says; torch says pages."""
+    """Type of an error and the beginning of its message; torch's run to pages."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
 
 
 def check_objects(folder: Path, metadata: Metadata) -> None:
-    """Read what a checkpoint holds besides tensors (random states, arguments of the run) as data alone.
+    """Check that what a checkpoint holds besides tensors (random states, arguments of the run) is data alone.
 
-    What Megatron calls data it tells torch when it is imported: without Megatron much of its own is refused. Nothing
-    is looked at where the user lets objects be anything (see `only_data`).
+    Megatron registers its own data classes with torch when it is imported: without Megatron, many of them are refused.
+    Nothing is checked where the user allows arbitrary objects (see `only_data`).
 
     Args:
-        folder: the one with `.metadata`.
-        metadata: of it.
+        folder: folder with `.metadata`.
+        metadata: metadata of the checkpoint.
 
     Raises:
-        Unsafe: naming the file and what it would have run.
+        Unsafe: it is more than data; names the file and what it would have run.
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -167,7 +167,7 @@ def _check_data(file: Path, data: bytes, what: str) -> None:
 
     try:
         torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # pages for what is refused, almost anything for what is broken
+    except Exception as error:  # long messages for refused objects, almost any error for broken files
         named = re.search(r"GLOBAL (\S+)", str(error))
         reason = f"names {named[1]}" if named else first_words(error)
         raise Unsafe(
@@ -178,9 +178,9 @@ def _check_data(file: Path, data: bytes, what: str) -> None:
 
 
 def only_data() -> None:
-    """From now on this process reads checkpoints as data, whoever asks for them; Megatron's loader too.
+    """Make this process read all checkpoints as data alone from now on, in Megatron's loader too.
 
-    `TORCH_FORCE_WEIGHTS_ONLY_LOAD=0` in the environment lets objects among the shards be anything again.
+    `TORCH_FORCE_WEIGHTS_ONLY_LOAD=0` in the environment allows arbitrary objects among the shards again.
     """
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import StorageMeta

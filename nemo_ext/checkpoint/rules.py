@@ -1,4 +1,4 @@
-"""How the tensors of one row of a mapping turn into each other. Every rule is exact in both directions.
+"""Rules that convert the tensors of one row of a mapping into each other, exact in both directions.
 
 A row maps some tensors of Megatron's checkpoint (parts of them, for experts) to some Hugging Face tensors.
 """
@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 class Rule(Protocol):
-    """One way to turn a row's tensors into each other."""
+    """Conversion of a row's tensors in both directions."""
 
     def to_hf(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
         """Hugging Face tensors of these shapes from Megatron's."""
@@ -83,7 +83,7 @@ class QKV:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Embedding rows: Megatron's may be followed by rows of padding, which are zero where they are made."""
+    """Embedding rows: Megatron's may be followed by rows of padding, zero where they are created."""
 
     def to_hf(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
         """See `Rule`."""

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint's tensors: `model.safetensors`, or shards with an index."""
+"""Tensor files of a Hugging Face checkpoint: `model.safetensors`, or shards with an index."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float6
 
 
 class SafetensorsReader:
-    """The tensors of a folder, read one at a time through memory maps.
+    """Reader of the tensors of a folder, one at a time through memory maps.
 
     Attributes:
         path: the folder.
@@ -114,7 +114,7 @@ def _read_index(path: Path) -> dict[str, str] | None:
 
 
 def shard_name(number: int, count: int) -> str:
-    """The file of a shard, counted from 0, as Hugging Face names it."""
+    """Hugging Face's file name of a shard, counted from 0."""
     return SINGLE if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
 
 
@@ -131,7 +131,7 @@ def write_shard(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     try:
         save_file(dict(tensors), temporary, metadata={"format": "pt"})
     except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))  # it says a full disk, for example, in words alone
+        number = re.search(r"os error (\d+)", str(error))  # a full disk, for example, is told in the message alone
         if number is None:
             raise OSError(f"{file}: {error}") from error
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error

@@ -21,11 +21,11 @@ NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype"
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """One of several.
+    """One of several checkpoints of a model.
 
     Attributes:
-        source: what the user named: a Hugging Face folder; or a run, a checkpoints directory or a checkpoint.
-        reader: its tensors.
+        source: path that the user named: a Hugging Face folder; or a run, a checkpoints directory or a checkpoint.
+        reader: reader of its tensors.
     """
 
     source: Path
@@ -37,7 +37,7 @@ class Checkpoint:
         return self.reader.path
 
     def identity(self) -> list[object]:
-        """What it is, as JSON."""
+        """Path and fingerprint of the checkpoint, as JSON."""
         return [str(self.path.resolve()), fingerprint(self.reader)]
 
 
@@ -46,10 +46,10 @@ def open_checkpoints(sources: Sequence[Path], iterations: Sequence[int | None] |
 
     Args:
         sources: all Hugging Face folders; or all run directories, checkpoints directories or checkpoints of Megatron.
-        iterations: which checkpoint of each run; None, or None in it, for the newest.
+        iterations: iteration of each run's checkpoint; None, or None in the list, for the newest.
 
     Raises:
-        ValueError: a missing or broken one, both formats, or tensors that differ in name, shape or type.
+        ValueError: a missing or broken checkpoint, both formats, or tensors that differ in name, shape or type.
     """
     for source in sources:
         if not source.is_dir():
@@ -111,12 +111,12 @@ def _check_types(checkpoint: Checkpoint) -> None:
 
 @dataclass(frozen=True)
 class Model:
-    """What is known of the model whose checkpoints these are.
+    """Model that several checkpoints share.
 
     Attributes:
-        description: None for one that our checkpoint formats cannot describe.
-        arguments: for Megatron's loader, see `megatron_arguments`.
-        remarks: what the user should know.
+        description: description of the model; None if our checkpoint formats cannot describe it.
+        arguments: arguments for Megatron's loader, see `megatron_arguments`.
+        remarks: notes for the user.
     """
 
     description: Description | None
@@ -125,7 +125,7 @@ class Model:
 
 
 def check_same_hugging_face(first: Checkpoint, other: Checkpoint) -> None:
-    """Hold two config.json's against each other: as models, or key by key where no format here reads them.
+    """Compare two config.json files: as models, or key by key where no format here reads them.
 
     Raises:
         CheckpointError: they are of different models, naming the settings.
@@ -147,7 +147,7 @@ def _different_keys(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[
 
 
 def check_same_megatron(checkpoints: Sequence[Checkpoint]) -> Model:
-    """Hold the model configs that lie beside checkpoints of Megatron against each other.
+    """Compare the model configs beside several Megatron checkpoints.
 
     Raises:
         CheckpointError: they are of different models, naming the settings; or there is no config that tells the blocks.

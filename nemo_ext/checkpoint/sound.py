@@ -1,4 +1,4 @@
-"""Whether a run's newest checkpoint is whole, and which one to go on from if it is not."""
+"""Check that a run's newest checkpoint is whole, and fall back to an older one if it is not."""
 
 import zipfile
 from pathlib import Path
@@ -11,16 +11,16 @@ BROKEN = ".broken"
 
 
 def fall_back(checkpoints: Path) -> str | None:
-    """Makes an older checkpoint the newest where the newest is broken; the broken one keeps its files under `.broken`.
+    """Makes an older checkpoint the newest if the newest is broken, and renames the broken one to `.broken`.
 
-    Whole means: the metadata can be read, every file that they name is there and as long as they say, and so is the
-    common state where it has a file of its own (Megatron before 0.19). A flipped bit inside a file is not noticed.
+    Whole means: the metadata can be read, every file that it names is there in full length, and the common state, where
+    it has a file of its own (Megatron before 0.19), is not cut short. A flipped bit inside a file is not noticed.
 
     Args:
         checkpoints: the folder with Megatron's tracker file.
 
     Returns:
-        What was wrong and what was done; None where nothing was.
+        Message on what was wrong and what was done; None if nothing was.
 
     Raises:
         ValueError: the newest is broken and there is no other.
@@ -45,7 +45,7 @@ def fall_back(checkpoints: Path) -> str | None:
 
 
 def problem_of(folder: Path) -> str | None:
-    """What is wrong with a checkpoint; None if it is whole."""
+    """Problem of a checkpoint, as a message; None if it is whole."""
     if not (folder / METADATA).is_file():
         return f"{folder}: no {METADATA}, so it was not written to its end"
     if (folder / COMMON).is_file() and not zipfile.is_zipfile(folder / COMMON):

@@ -1,4 +1,4 @@
-"""What reading and writing checkpoints of either kind have in common: tensors by name, checks, checksums."""
+"""Common parts of reading and writing checkpoints of either kind: tensors by name, checks, checksums."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Stored:
     """A tensor in a checkpoint.
 
     Attributes:
-        shape: its shape.
+        shape: shape of the tensor.
         dtype: name of its type, such as `bfloat16`.
     """
 
@@ -56,12 +56,12 @@ class Reader(Protocol):
 
 
 def fingerprint(reader: Reader) -> list[list[object]]:
-    """Names, sizes and times of a checkpoint's files: another list, another checkpoint."""
+    """Names, sizes and modification times of a checkpoint's files: another list, another checkpoint."""
     return files_identity(reader.files())
 
 
 def files_identity(files: Iterable[Path]) -> list[list[object]]:
-    """Names, sizes and times of files."""
+    """Names, sizes and modification times of files."""
     stats = [(path.name, path.stat()) for path in sorted(files)]
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
@@ -77,7 +77,7 @@ def check_finite(name: str, tensor: torch.Tensor) -> None:
     """Refuse NaN and infinity.
 
     Raises:
-        CheckpointError: naming the tensor and how many of its numbers are not finite.
+        CheckpointError: numbers are not finite; names the tensor and how many.
     """
     import torch
 
@@ -93,15 +93,15 @@ def check_finite(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_tensors(reader: Reader, expected: Mapping[str, Shape], *, ignored: Sequence[str] = ()) -> None:
-    """Hold a checkpoint's tensors against what a model has: every one there, none extra, shapes and types right.
+    """Check a checkpoint's tensors against a model's: all present, none extra, shapes and types right.
 
     Args:
         reader: the checkpoint.
         expected: name -> shape.
-        ignored: names that may be there and are not read.
+        ignored: names of tensors that may be there and are not read.
 
     Raises:
-        CheckpointError: naming the tensors.
+        CheckpointError: tensors are missing, extra, or of another shape or type; names them.
     """
     found = reader.tensors
     missing = [name for name in expected if name not in found]
@@ -138,10 +138,10 @@ def size_in_bytes(shape: Shape, dtype: str) -> int:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The type of a name such as `bfloat16`.
+    """torch's type of a name such as `bfloat16`.
 
     Raises:
-        ValueError: naming the known ones.
+        ValueError: the name is unknown; names the known ones.
     """
     import torch
 

@@ -1,8 +1,8 @@
 """Megatron's checkpoints (`torch_dist`, torch's distributed checkpoint format), read and written by one process.
 
-A checkpoint saved at any tensor, pipeline or expert parallel size is one set of whole tensors to whoever reads it.
-Written are parts, each as one rank of a parallel save would write it, so a checkpoint may be larger than memory and an
-interrupted one goes on. No process group and no Megatron are needed.
+A checkpoint saved at any tensor, pipeline or expert parallel size is read as one set of whole tensors. It is written in
+parts, each as one rank of a parallel save would write it, so it may be larger than memory, and an interrupted write can
+be resumed. No process group and no Megatron are needed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RELEASE = "release"
 VERSION = 3.0
 """Megatron's `checkpoint_version`: below 2 it would reorder queries, keys and values."""
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
-"""Begins the keys of optimizer state; `chained_0.` with a distributed optimizer and expert parallelism
+"""Prefix of the keys of optimizer state; `chained_0.` with a distributed optimizer and expert parallelism
 (megatron/core/optimizer/optimizer.py, ChainedOptimizer.sharded_state_dict)."""
 EXTRA_STATE = (
     *("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj", "output_layer"),
@@ -45,11 +45,11 @@ def checkpoint_folder(path: Path, iteration: int | None = None) -> Path:
     """The folder with `.metadata` of a run directory, a checkpoints directory or one checkpoint.
 
     Args:
-        path: any of the three.
-        iteration: which checkpoint; None for the newest.
+        path: path of any of the three.
+        iteration: iteration of the checkpoint; None for the newest.
 
     Raises:
-        CheckpointError: there is none, with what was found.
+        CheckpointError: there is none; names those that were found.
     """
     if (path / METADATA).is_file():
         return path
@@ -73,7 +73,7 @@ def checkpoint_folder(path: Path, iteration: int | None = None) -> Path:
 
 
 def whole_files(path: Path) -> Metadata:
-    """The metadata of a checkpoint, after all files that they name were looked at.
+    """Metadata of a checkpoint, after a check that every file it names is there in full length.
 
     Args:
         path: the folder with `.metadata`.
@@ -100,7 +100,7 @@ def whole_files(path: Path) -> Metadata:
 
 
 class TorchDistReader:
-    """The model's tensors of one checkpoint.
+    """Reader of the model's tensors in one checkpoint.
 
     Attributes:
         path: the folder with `.metadata`.
@@ -153,7 +153,7 @@ class TorchDistReader:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for
                 try:
                     load(wanted, storage_reader=self._storage_reader(), no_dist=True)
-                except CheckpointException as error:  # no Exception, and not even Ctrl-C passes through it as such
+                except CheckpointException as error:  # not an Exception, and it wraps even Ctrl-C
                     reason = error.failures[0][0]
                     if not isinstance(reason, Exception):
                         raise reason from None
@@ -196,8 +196,8 @@ class TorchDistWriter:
     """Writes a checkpoint in parts; each part is a file of its own.
 
     Args:
-        folder: where to write; made if it is missing.
-        parts: for each part its pieces with their types.
+        folder: folder to write; made if it is missing.
+        parts: pieces of each part with their types.
     """
 
     def __init__(self, folder: Path, parts: Sequence[Sequence[tuple[Piece, str]]]) -> None:
@@ -218,11 +218,11 @@ class TorchDistWriter:
         self._plans = self._writer.prepare_global_plan(plans)
 
     def file(self, part: int) -> Path:
-        """Where a part is written."""
+        """Path of a part's file."""
         return self.folder / f"__{part}_0.distcp"
 
     def write(self, part: int, pieces: Iterable[tuple[Piece, torch.Tensor]]) -> str:
-        """Write one part from its pieces, in order; returns what `finish` wants to know of it.
+        """Write one part from its pieces, in order; returns its result for `finish`.
 
         Raises:
             OSError: the disk is full, for example.
@@ -252,12 +252,12 @@ class TorchDistWriter:
         return pickle.dumps(results).hex()
 
     def finish(self, results: Sequence[str], arguments: Mapping[str, Any]) -> None:
-        """Write what makes the parts a checkpoint: metadata and Megatron's common state.
+        """Make the parts a checkpoint: write metadata and Megatron's common state.
 
         Args:
-            results: of `write`, for every part in order.
-            arguments: what Megatron's loader reads of the arguments of the run that saved a checkpoint. Without
-                `hybrid_layer_pattern` it takes the layers for those of a GPTModel, which are numbered otherwise.
+            results: results of `write`, for every part in order.
+            arguments: arguments of the saving run that Megatron's loader reads. Without `hybrid_layer_pattern` it
+                takes the layers for those of a GPTModel, which are numbered otherwise.
         """
 
         # Objects are stored as a list, like every shard that Megatron saves; None: nothing to restore.
@@ -279,7 +279,7 @@ def write_tracker(checkpoints: Path) -> None:
 
 
 def _reason(error: BaseException) -> BaseException:
-    """A full disk or Ctrl-C in the middle of `torch.save`, which closes its archive then and fails over that."""
+    """The full disk or Ctrl-C behind an error of `torch.save`, which then fails to close its archive."""
     earlier: BaseException | None = error
     while earlier is not None:
         if isinstance(earlier, OSError | KeyboardInterrupt):
@@ -310,7 +310,7 @@ def _bytes_item(name: str) -> Any:
 
 
 def _extra_states(keys: Iterable[str], wholes: Mapping[str, Sequence[int]]) -> list[str]:
-    """Names of the modules' extra states, as Megatron shards them: one a module, one an expert."""
+    """Names of the modules' extra states, as Megatron shards them: one per module, or per expert."""
     names = ["output_layer._extra_state/shard_0_1"]  # also where the output layer is the embedding
     for key in keys:
         module, _, parameter = key.rpartition(".")

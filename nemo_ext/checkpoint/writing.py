@@ -32,13 +32,13 @@ class Slot:
 
     @property
     def label(self) -> str:
-        """What it is called in messages and records."""
+        """Name in messages and records."""
         whole = self.piece.shape == self.piece.whole
         return self.piece.key if whole else f"{self.piece.key}[{self.piece.offset[0]}]"
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         return size_in_bytes(self.piece.shape, self.dtype)
 
 
@@ -47,9 +47,9 @@ class Work:
     """Tensors that are made together.
 
     Attributes:
-        slots: what is made.
-        make: makes them, in that order, in shape; the type is cast afterwards.
-        sources: names of what they are made from, for people.
+        slots: tensors to make.
+        make: function that makes them, in order and in shape; the type is cast afterwards.
+        sources: names of the source tensors, for people.
     """
 
     slots: tuple[Slot, ...]
@@ -58,7 +58,7 @@ class Work:
 
     @property
     def bytes(self) -> int:
-        """Size of all that is made."""
+        """Size of all slots in bytes."""
         return sum(slot.bytes for slot in self.slots)
 
 
@@ -97,19 +97,19 @@ def write_checkpoint(
     progress: bool = True,
     remarks: Sequence[str] = (),
 ) -> Path:
-    """Make a checkpoint folder; the same call after an interruption goes on where it was.
+    """Make a checkpoint folder; the same call after an interruption resumes it.
 
     Args:
         to: the folder, which has its name only when all is done.
         to_format: `huggingface` (safetensors, index) or `megatron` (a checkpoints directory with a release).
-        parts: what is written, part by part: a part is a file, and about what is held in memory.
-        identity: everything that decides what the folder will hold, as JSON.
-        finish: adds the files that are not tensors to the folder.
-        arguments: for Megatron, see `megatron_arguments`.
+        parts: work of each part; a part is a file, and about what is held in memory.
+        identity: everything that decides the folder's content, as JSON.
+        finish: function that adds the files other than tensors to the folder.
+        arguments: arguments for Megatron's loader, see `megatron_arguments`.
         finite: refuse NaN and infinity.
         verify: read everything again at the end and compare checksums.
-        progress: show it, on stderr.
-        remarks: what stays in the folder's record for people.
+        progress: show progress on stderr.
+        remarks: notes for people, kept in the folder's record.
 
     Raises:
         CheckpointError: NaN or infinity, a full disk, a folder that holds something else, another process that is
@@ -148,7 +148,7 @@ def write_checkpoint(
 
 @contextlib.contextmanager
 def _leavings_told(output: Output) -> Iterator[None]:
-    """Where tensors are refused: leave nothing but whole parts, and say where these are."""
+    """If tensors are refused, leave nothing but whole parts, and say where these are."""
     try:
         yield
     except CheckpointError as error:
@@ -162,7 +162,7 @@ def _leavings_told(output: Output) -> Iterator[None]:
 
 
 def already_made(to: Path, to_format: str, parts: Sequence[Sequence[Work]], *, identity: dict[str, Any]) -> bool:
-    """Whether the folder holds what `write_checkpoint` with these arguments would make; if so, says it on stderr.
+    """True if the folder holds what `write_checkpoint` with these arguments would make; then says so on stderr.
 
     Raises:
         CheckpointError: it holds something else.
@@ -180,7 +180,7 @@ def _with_parts(to_format: str, parts: Sequence[Sequence[Work]], identity: dict[
 def _made(
     part: Sequence[Work], sums: dict[str, int], *, finite: bool, advance: Callable[[int], None]
 ) -> Iterator[tuple[Piece, Tensor]]:
-    """The tensors of a part in order; notes their checksums."""
+    """Tensors of a part in order; their checksums are put into `sums`."""
     for work in part:
         for slot, tensor in zip(work.slots, work.make(), strict=True):
             if finite:
@@ -192,7 +192,7 @@ def _made(
 
 
 def _cast(slot: Slot, tensor: Tensor, *, finite: bool) -> Tensor:
-    """The tensor in its type.
+    """The tensor cast to the type of its slot.
 
     Raises:
         CheckpointError: a number that was finite is too large for it.
@@ -215,7 +215,7 @@ def _verify(
     output: Output,
     advance: Callable[[int], None],
 ) -> None:
-    """Read the folder as a stranger would and hold every tensor against what was meant to be written."""
+    """Read the folder anew, and compare every tensor's checksum with what was to be written."""
     for number, part in enumerate(parts):
         sums = output.done[number]["checksums"]
         for slot in (slot for work in part for slot in work.slots):
@@ -231,19 +231,19 @@ class _Target(Protocol):
     """A folder of one format while it is written."""
 
     def file(self, number: int) -> Path:
-        """Where a part is written."""
+        """Path of a part's file."""
         ...
 
     def write(self, number: int, tensors: Iterator[tuple[Piece, Tensor]]) -> Any:
-        """Write a part; returns what `finish` wants to know of it, as JSON."""
+        """Write a part; returns its result for `finish`, as JSON."""
         ...
 
     def finish(self, results: Sequence[Any], arguments: Mapping[str, Any]) -> None:
-        """Write what makes the parts a checkpoint."""
+        """Make the parts a checkpoint."""
         ...
 
     def reader(self) -> SafetensorsReader | TorchDistReader:
-        """The tensors as they are on the disk."""
+        """Reader of the tensors as they are on the disk."""
         ...
 
 

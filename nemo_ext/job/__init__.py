@@ -1,1 +1,1 @@
-"""What every job is made of: config, settings, files, processes, progress."""
+"""Common parts of every job: config, settings, files, processes, progress."""

@@ -33,7 +33,7 @@ OPEN = (
 """Sections beside `megatron` whose keys the user chooses."""
 
 FREE = ("megatron.", "filters.", "rl.", "trl.", "nemo_rl.set.", "tasks.", "environments.")
-"""Beginnings of keys that may be new: who reads them knows what there is."""
+"""Prefixes of keys that may be new: the code that reads them knows which exist."""
 
 WHOLE = ("filters", "data.tokenizer")
 """Sections that may be given whole, with keys that the file does not have."""
@@ -42,14 +42,14 @@ WITH_PRECISION_PLAN = ("train", "puzzle", "sensitivity", "describe", "quantize",
 """Jobs that read `precision_plan`, whose keys may be new there: it is null without `precision=`."""
 
 WITH_STREAMS = ("train", "puzzle", "sensitivity", "tokenize", "blend")
-"""Jobs that read `streams`: what is trained on in place of the recipe's data."""
+"""Jobs that read `streams`, training data in place of the recipe's."""
 
 PRESETS = ("preference_data", "rl", "sft_data")
 """Jobs with presets: hydra_conf has a folder of their name."""
 
 
 def iterations(tokens: float | None, seq_length: int, global_batch_size: int) -> int | None:
-    """Steps that come nearest to `tokens` tokens; at least one for a positive number, None for None."""
+    """Number of steps nearest to `tokens` tokens; at least one for a positive number, None for None."""
     if tokens is None:
         return None
     if tokens < 0:
@@ -75,8 +75,8 @@ def compose(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Composes and resolves one of our configs, for use from Python.
 
     Args:
-        config_name: a primary config such as `train`.
-        overrides: as on the command line, e.g. `["recipe=olmo3/7b_pretrain", "megatron.lr=1e-4"]`; `--config-dir` too.
+        config_name: name of a primary config, such as `train`.
+        overrides: command line words, e.g. `["recipe=olmo3/7b_pretrain", "megatron.lr=1e-4"]`; `--config-dir` too.
 
     Raises:
         ValueError: if a mandatory value is missing, an override does not fit or a file cannot be read.
@@ -116,7 +116,8 @@ def config_folders(words: Sequence[str]) -> tuple[list[Path], list[str]]:
 def own_streams(config: dict[str, Any]) -> dict[str, Any]:
     """The config with `streams`, a flat list or a tree, in place of all data that the recipe and its phases name.
 
-    Their files are in `data_root`, unless they have a prefix. The tokenizer stays, and how documents are split.
+    Their files are in `data_root`, unless they have a prefix. The recipe's tokenizer, validation share, seed, workers
+    and epoch limits stay.
 
     Raises:
         ValueError: there are synthetic data too, or no tokenizer.
@@ -144,7 +145,7 @@ def own_streams(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_data(phases: Mapping[str, Any]) -> dict[str, Any]:
-    """The phases of a run, all on the run's own data."""
+    """The phases of a run without data of their own, so that all use the run's."""
     return {
         name: {key: value for key, value in phase.items() if key != "data"} if isinstance(phase, dict) else phase
         for name, phase in phases.items()
@@ -152,9 +153,9 @@ def without_data(phases: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_blends(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with the blends in the place of names: `phases.NAME.data` may be a file of the `data` group.
+    """The config with blends in place of their names: `phases.NAME.data` may name a file of the `data` group.
 
-    Only while Hydra is up, so that it finds the files of --config-dir too.
+    Call it only while Hydra is initialised, so that the files of --config-dir are found too.
     """
     for name, phase in (config.get("phases") or {}).items():
         if isinstance(phase, dict) and isinstance(phase.get("data"), str):
@@ -172,7 +173,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
     """The resolved config as plain containers.
 
     Raises:
-        ValueError: naming every value still missing (`???`), or an interpolation that cannot be resolved.
+        ValueError: values are still missing (`???`), naming each, or an interpolation cannot be resolved.
     """
     try:
         # Not OmegaConf.missing_keys, which fails at interpolations of what is missing.
@@ -186,7 +187,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
 
 def _missing(value: object, above: str = "") -> Iterator[str]:
-    """Dotted names of what is `???`."""
+    """Dotted names of the values that are `???`."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _missing(inner, f"{above}.{key}" if above else str(key))
@@ -198,18 +199,18 @@ def _missing(value: object, above: str = "") -> Iterator[str]:
 
 
 def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
-    """Command line words as Hydra's grammar wants them.
+    """Command line words in Hydra's grammar.
 
     `preset=NAME` is the file NAME of the group that has the job's name, where it has one; rl's `model` is its `policy`.
 
     `megatron.KEY=value` may add a key: Hydra knows only those that a file names, Megatron's parser knows them all.
     The sections of `OPEN` are open too. One given whole (`puzzle.search.shares={parameters: 0.6}`) replaces what the
-    recipe has there, where Hydra would merge the two; `filters` given whole leave those that they do not name.
+    recipe has there, where Hydra would merge the two; `filters` given whole keep the filters that they do not name.
     `streams` given whole replaces that of a file, too.
     The value of `model.pattern` is quoted: our notation's braces and parentheses mean something else to Hydra.
 
     Raises:
-        ValueError: `streams` and a folder that they are not read from.
+        ValueError: both `streams` and `data.directory`, from which streams are not read.
     """
     names = [word.partition("=")[0] for word in words]
     if "streams" in names and "data.directory" in names:
@@ -231,7 +232,7 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
             # To Hydra `model` is the group of Megatron models.
             spelled.append(f"policy={hydra_value(value)}")
         elif name == "environments" and job == "rl" and equals and value != "null":
-            # Those of the preset may want settings that nobody needs then.
+            # The preset's environments may require settings that are not needed then.
             spelled += [word, "~rl.environments"]
         elif name == "model.pattern" and value[:1] not in ("'", '"'):
             spelled.append(f'{name}="{value}"')
@@ -280,15 +281,15 @@ MISPLACED = {
     ("train", "data.streams"): "this recipe's data are a tree or packs: streams=[...] replaces those of any recipe",
     ("train", "data.blend"): "this recipe's data are a list or packs: streams={...} replaces those of any recipe",
 }
-"""Where keys go that users give to the wrong place, by job and key."""
+"""Advice on keys that users often give in the wrong place, by job and key."""
 
 
 def mistake(error: Exception, job: str) -> str:
     """One line on a config that cannot be composed: what is wrong, where, and what to do.
 
     Args:
-        error: of Hydra or of YAML.
-        job: whose config it is.
+        error: exception of Hydra or of YAML.
+        job: name of the job whose config it is.
     """
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         place = f"{error.problem_mark.name}, line {error.problem_mark.line + 1}"
@@ -308,7 +309,7 @@ def mistake(error: Exception, job: str) -> str:
 
 @contextmanager
 def full_errors() -> Iterator[Callable[[], None]]:
-    """Hydra raises what it would print; gives the function that makes it print again."""
+    """Makes Hydra raise errors instead of printing them; yields a function that makes it print again."""
     before = os.environ.get(FULL_ERROR)
 
     def as_before() -> None:
@@ -324,7 +325,7 @@ def full_errors() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def mistakes_are_one_line() -> Iterator[None]:
-    """Ends the process with one line on stderr and code 2 after what the user can mend."""
+    """Ends the process with one line on stderr and code 2 after an error that the user can mend."""
     try:
         yield
     except (ValueError, HydraException) as error:
@@ -339,9 +340,9 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
     composition error or a ValueError, 1 after an error of the system such as a full disk, 130 after Ctrl-C.
 
     Args:
-        config_name: a primary config such as `convert`.
-        job: gets the resolved config as plain containers.
-        resumable: the same command goes on where it was, and the line after Ctrl-C says so.
+        config_name: name of a primary config, such as `convert`.
+        job: function that takes the resolved config as plain containers.
+        resumable: whether the same command resumes the work; the line after Ctrl-C then says so.
     """
     register_resolvers()
     try:
@@ -394,5 +395,5 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
 
 
 def _drop_output() -> None:
-    """The reader of our output has seen enough (`nemo-ext train --help | head`): the rest goes nowhere."""
+    """Drops the rest of our output after its reader has closed the pipe (`nemo-ext train --help | head`)."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Files that get their name when they are complete, and folders that one process at a time writes in."""
+"""Files that get their name when complete, and folders that one process at a time writes in."""
 
 import os
 import shutil
@@ -14,9 +14,9 @@ def only_run_in(directory: Path, key: str = "run_dir", *, wait: float = 0.0) -> 
     """Makes the directory and keeps a second run out of it while this one lives.
 
     Args:
-        directory: where a job writes.
-        key: by which the user chose it.
-        wait: seconds for another run to leave it.
+        directory: folder in which a job writes.
+        key: config key by which the user chose it, for messages.
+        wait: seconds to wait for another run to leave it.
 
     Raises:
         ValueError: another run is in it, or it cannot be written.
@@ -42,13 +42,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def unfinished(path: Path) -> Path:
-    """Where to write a file until it is published."""
+    """Path under which a file is written until it is published."""
     # With the process in its name: a worker that outlives a killed run may still be writing the same shard.
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def publish(complete: Path, path: Path) -> None:
-    """Give a complete file its name, its content first: a power cut must not leave a named stump."""
+    """Sync a complete file to disk, then give it its name: a power cut must not leave a named stump."""
     with open(complete, "rb") as file:
         os.fsync(file.fileno())
     os.replace(complete, path)
@@ -56,11 +56,11 @@ def publish(complete: Path, path: Path) -> None:
 
 @contextmanager
 def folder_for_one(prefix: Path, work: str) -> Iterator[Path]:
-    """A folder for files of a prefix that are not finished, which no other process has; it is removed at the end.
+    """Folder for unfinished files of a prefix, held by one process at a time and removed at the end.
 
     Args:
-        prefix: what the files begin with; what a killed process left of them is removed.
-        work: what is done with them, a part of the folder's name.
+        prefix: path prefix of the files; what a killed process left of them is removed.
+        work: name of the work on them, a part of the folder's name.
 
     Raises:
         ValueError: another process has it, or it cannot be written.

@@ -1,4 +1,4 @@
-"""Whether an output belongs to these settings: what decided it is noted beside it, and compared when a job comes back.
+"""Records of the settings that an output was made from, kept beside it and compared when the job is run again.
 
 Settings that a user can read are compared key by key (`differing`); inputs and long plans by their `digest`.
 """
@@ -12,11 +12,11 @@ from typing import Any
 from nemo_ext.job.files import write_text
 
 LONGEST = 60
-"""Characters of a value in a message."""
+"""Most characters of a value in a message."""
 
 
 def digest(made_of: object) -> str:
-    """64 hexadecimal digits that tell this from any other JSON; the order of keys does not matter."""
+    """SHA-256 of a JSON value as 64 hexadecimal digits; the order of keys does not matter."""
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
 
 
@@ -30,7 +30,7 @@ def flat(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """What differs between two sections: `before -> now`, by dotted key; a key that is absent equals null and {}."""
+    """Differences between two sections as `before -> now`, by dotted key; an absent key equals null and {}."""
     old, new = flat(before), flat(_as_json(now))
     return {
         key: " -> ".join(_where_they_differ(old.get(key), new.get(key)))
@@ -40,12 +40,12 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, st
 
 
 def told(changed: Mapping[str, str]) -> str:
-    """What differs, in one line."""
+    """Differences in one line."""
     return "; ".join(f"{key}: {change}" for key, change in changed.items())
 
 
 def note(record: Path, made_of: Mapping[str, Any]) -> None:
-    """Writes what an output is made of."""
+    """Writes the record of the settings that an output is made from."""
     write_text(record, json.dumps(made_of, indent=1) + "\n")
 
 
@@ -55,7 +55,7 @@ def _as_json(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _where_they_differ(*values: Any) -> Iterator[str]:
-    """Each value as text; of a long one what stands where it begins to differ from the other."""
+    """Each value as text; a long one is cut to the part where it begins to differ from the other."""
     texts = [json.dumps(value) for value in values]
     alike = next((place for place, pair in enumerate(zip(*texts, strict=False)) if len(set(pair)) > 1), 0)
     for text in texts:

@@ -5,7 +5,7 @@ import ctypes
 
 
 def end_with_parent(number: int) -> None:
-    """Has Linux send this process a signal when the thread that started it ends; elsewhere does nothing."""
+    """Makes Linux send this process a signal when the thread that started it ends; does nothing elsewhere."""
     pr_set_pdeathsig = 1
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)

@@ -1,4 +1,4 @@
-"""What the user sees on stderr during long work: a bar on a terminal, plain lines elsewhere, and notices."""
+"""Progress on stderr during long work: a bar on a terminal, plain lines elsewhere, and notices."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ _STDERR = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_
 
 
 def notice(text: str) -> None:
-    """Tell the user something in one line."""
+    """Print a line for the user on stderr."""
     _STDERR.print(text)
 
 
@@ -31,13 +31,13 @@ def notice(text: str) -> None:
 def progress_of(
     label: str, total: int, *, enabled: bool = True, unit: str | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """Give a function that notes so many more of `total` as done; the bar is removed at the end.
+    """Yield a function that adds to the amount done, out of `total`; the bar is removed at the end.
 
     Args:
-        label: what is done.
-        total: of bytes, or of what `unit` names.
+        label: name of the work.
+        total: number of bytes, or of what `unit` names.
         enabled: False shows nothing.
-        unit: what is counted, such as `variants`; None for bytes.
+        unit: name of what is counted, such as `variants`; None for bytes.
     """
     if not enabled:
         yield lambda size: None

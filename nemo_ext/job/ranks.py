@@ -1,4 +1,4 @@
-"""Starting the ranks of a stage on this machine, so that what they have to say reaches the user as it is.
+"""Starting the ranks of a stage on this machine, with their messages passed to the user unchanged.
 
 torchrun would add a report of its own to every mistake, and keeps ranks alive when it is killed itself.
 """
@@ -22,9 +22,9 @@ def run_ranks(command: Sequence[str], ranks: int, logs: Path) -> int:
     """Run a command as `ranks` processes and wait; if one fails the others are stopped.
 
     Args:
-        command: of one rank.
-        ranks: how many; a single one gets no process group.
-        logs: folder for what ranks other than the first write.
+        command: command line of one rank.
+        ranks: number of ranks; a single one gets no process group.
+        logs: folder for the output of ranks other than the first.
 
     Returns:
         0, or the exit code of the rank that failed first.
@@ -53,7 +53,7 @@ def run_ranks(command: Sequence[str], ranks: int, logs: Path) -> int:
 
 
 def _environments(ranks: int) -> list[dict[str, str]]:
-    # Of a launcher that itself runs under torchrun or srun.
+    # Set by torchrun or srun where the launcher itself runs under one of them.
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     base = {name: value for name, value in rank_environment(ranks).items() if name not in names}
     if ranks == 1:
@@ -92,7 +92,7 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) 
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[subprocess.Popen[bytes]]:
-    """Those that have not ended after so long."""
+    """Processes that still run after at most `seconds`."""
     deadline = time.monotonic() + seconds
     while (running := [process for process in processes if process.poll() is None]) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -100,7 +100,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[
 
 
 def rank_environment(ranks: int) -> dict[str, str]:
-    """The environment of ranks on this machine; what the user set stays."""
+    """Environment variables of ranks on this machine; those that the user set stay."""
     return {
         # torchrun kills ranks half a minute after a SIGTERM: too soon for a long step and its checkpoint.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600",

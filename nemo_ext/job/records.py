@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 def read_records[T](file: Path, make: Callable[[dict[str, Any]], T], *, what: str, first: int = 1) -> list[T]:
-    """What `make` gives for each record of a file; none where there is no file.
+    """Result of `make` for each record of a file; empty if there is no file.
 
     A last line that a kill cut short is left out.
 
     Args:
-        file: the file.
-        make: of a record; TypeError, KeyError or ValueError where it is none.
-        what: a record is, for the message.
-        first: number of the first line that is one.
+        file: path of the file.
+        make: function of a record; raises TypeError, KeyError or ValueError where it is none.
+        what: name of a record, for the message.
+        first: 1-based number of the first line that is a record.
 
     Raises:
         ValueError: another line is not a record.
@@ -46,6 +46,6 @@ def read_lines[T](file: Path, kind: Callable[..., T], *, what: str) -> list[T]:
 
 
 def append_lines[T: "DataclassInstance"](file: Path, lines: Sequence[T], kind: type[T], *, what: str) -> None:
-    """Adds records, after whatever whole lines there are."""
+    """Appends records to the complete lines of a file."""
     known = read_lines(file, kind, what=what)
     write_text(file, "".join(json.dumps(asdict(line)) + "\n" for line in [*known, *lines]))

@@ -1,4 +1,4 @@
-"""What reports share: tables in Markdown, and pictures that get their name when they are complete. No torch."""
+"""Common parts of reports: tables in Markdown, and pictures that get their name when complete. No torch."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The files of one run: what is in a run directory, and how each is written and read. No torch."""
+"""Reading and writing the files of a run directory. No torch."""
 
 import importlib.metadata
 import json
@@ -46,7 +46,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def write_versions(run_dir: Path, argv: list[str]) -> None:
-    """Writes what ran: package versions, git commit of the working directory, Python, host, command line."""
+    """Writes package versions, git commit of the working directory, Python, host and command line of a run."""
     versions: dict[str, str | None] = {}
     for package in PACKAGES:
         try:

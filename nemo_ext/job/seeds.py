@@ -17,5 +17,5 @@ def uniform(seed: int, *names: str | int) -> float:
 
 
 def generator(seed: int, *names: str | int) -> np.random.Generator:
-    """A generator of its own for these names."""
+    """Random generator of its own for a seed and names."""
     return np.random.default_rng(digest(seed, *names))

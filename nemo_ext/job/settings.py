@@ -8,7 +8,7 @@ from typing import Any, cast
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 STRICT = ConfigDict(extra="forbid")
-"""For pydantic dataclasses that are parts of others: a key that is not a field is an error."""
+"""Config of pydantic dataclasses that are parts of others: a key that is not a field is an error."""
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
@@ -23,12 +23,12 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
 
     Args:
         kind: the dataclass; its `__post_init__` may raise ValueError too.
-        section: its fields by name.
+        section: the fields by name.
         where: the section's place in the config, which messages begin with; empty at the top.
-        strict: neither "5" nor true is a number; values are JSON.
+        strict: whether values are checked as JSON, where neither "5" nor true is a number.
 
     Raises:
-        ValueError: naming the key, what it holds and what it may hold.
+        ValueError: a key does not fit; names it, what it holds and what it may hold.
     """
     adapter = TypeAdapter(kind)
     fields = _fields(adapter.json_schema(), ())

@@ -13,7 +13,7 @@ from nemo_ext.job.progress import notice
 
 
 def usable_cores() -> int:
-    """How many cores this process may use."""
+    """Number of cores that this process may use."""
     # Slurm and containers give a process fewer cores than the machine has; macOS cannot say.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -26,14 +26,14 @@ def in_workers[Item, Result](
     skip: Callable[[Item], bool] = lambda item: False,
     ordered: bool = False,
 ) -> Generator[tuple[Item, Result | None]]:
-    """Each item with what `do` makes of it; what is to be skipped comes with None.
+    """Each item with the result of `do`; a skipped item comes with None.
 
     Args:
-        do: what is done, in a process that spawned; with one worker here.
-        items: read as they are needed.
-        workers: processes.
-        skip: whether an item is done already.
-        ordered: results come in the order of the items, else as soon as they are there.
+        do: function to apply, in spawned processes; with one worker in this process.
+        items: items, read as they are needed.
+        workers: number of processes.
+        skip: predicate, True if an item is done already.
+        ordered: whether results come in the order of the items, or else as soon as they are ready.
 
     Raises:
         RuntimeError: a worker process died.

@@ -47,8 +47,9 @@ class StackOptions:
     """What the stack needs beyond Megatron's TransformerConfig.
 
     Attributes:
-        symbols: the plain pattern these options were made for (`|` allowed); the model's must equal it. Empty: any
-        pattern. overrides: per-block config values, by 1-based layer number.
+        symbols: plain pattern that these options were made for (`|` allowed), which the model's must equal; empty for
+            any pattern.
+        overrides: per-block config values, by 1-based layer number.
         norm_affine: False for norms without weights (OLMo 1).
         norm_placement: `input` (pre-norm) or `output` (on each sub-layer's output before the residual add, OLMo 3).
         qk_norm_scope: with `qk_layernorm`, norm over each `head` or over the full `width` (OLMo 3).

@@ -1,4 +1,4 @@
-"""The Hugging Face formats, and which of them a model or a checkpoint has."""
+"""Hugging Face formats, and the choice of one for a model or a checkpoint."""
 
 import difflib
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ from nemo_ext.checkpoint.formats.rest import ignored_keys
 __all__ = ["FORMATS", "CannotExpress", "Entry", "Format", "choose", "ignored", "named", "read"]
 
 FORMATS = {made.architecture: made for made in (NEMOTRON, NEMOTRON_H, LLAMA, OLMO, OLMO3, DECILM, BLOCKS)}
-"""By class name; a model is written in the first that can express it."""
+"""Formats by class name; a model is written in the first that can express it."""
 
 
 def named(architecture: str) -> Format:
     """The format of a class name.
 
     Raises:
-        ValueError: there is none, naming the nearest.
+        ValueError: there is none; names the nearest.
     """
     if architecture not in FORMATS:
         near = difflib.get_close_matches(architecture, FORMATS, n=1)
@@ -36,10 +36,10 @@ def choose(description: Description, architecture: str | None = None) -> tuple[F
 
     Args:
         description: the model.
-        architecture: a class name to use; without one the first that can express the model.
+        architecture: class name of the format; None for the first that can express the model.
 
     Raises:
-        ValueError: no format can, with every reason.
+        ValueError: no format can express the model; gives every reason.
     """
     candidates = FORMATS.values() if architecture is None else [named(architecture)]
     reasons = []
@@ -55,14 +55,14 @@ def read(config: Mapping[str, Any]) -> tuple[Format, Description]:
     """The format and the model of a config.json.
 
     Raises:
-        ValueError: an unknown architecture, or a setting that Megatron cannot express or that nothing here knows.
+        ValueError: an unknown architecture, or a setting that Megatron cannot express or that is unknown here.
     """
     found, description, _ = _read(config)
     return found, description
 
 
 def ignored(config: Mapping[str, Any]) -> list[str]:
-    """Keys of a config.json that are switched off and that nothing here knows.
+    """Keys of a config.json that are switched off and unknown here.
 
     Raises:
         ValueError: as `read`.

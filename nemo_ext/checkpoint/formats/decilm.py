@@ -1,6 +1,6 @@
 """Puzzle children of Llama: `DeciLMForCausalLM`, model type nemotron-nas, as published for Llama-Nemotron.
 
-vLLM serves the format with its own model class; transformers loads it with the modelling file that goes beside it.
+vLLM serves the format with its own model class; transformers loads it with the modelling file beside the weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -96,7 +96,7 @@ def _layers(description: Description) -> list[dict[str, dict[str, object]]]:
 
 
 def _plain(block: Block) -> Block:
-    """The block with the values that `block_configs` knows."""
+    """The block with only the values that `block_configs` can express."""
     if block.is_linear:
         return block
     if block.kind == "*":
@@ -142,7 +142,7 @@ def _read(keys: Keys) -> Description:
 
 
 def _remarks(description: Description) -> list[str]:
-    """What vLLM's class for this format (nemotron_nas.py) does not know."""
+    """Remarks on what vLLM's class for this format (nemotron_nas.py) does not support."""
     blocks = description.blocks
     found = []
     if any(block.is_linear for block in blocks):

@@ -26,7 +26,7 @@ QK_NORM = {name: f"self_attn.{name}" for name in ("q_norm", "k_norm")}
 MLP = {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
 NORMS = {"*": "input_layernorm", "-": "post_attention_layernorm"}
 OLMO1_EPSILON = 1e-5
-"""Fixed in transformers' OlmoLayerNorm."""
+"""Norm epsilon, fixed in transformers' OlmoLayerNorm."""
 OLMO3_BASE = 500000
 """Olmo3Config's default rope_theta, which its loader falls back to for windowed layers."""
 
@@ -102,12 +102,12 @@ def equal_attention(keys: Keys, *, window: int | None = None) -> list[Block]:
 
 
 def biases(description: Description) -> dict[str, bool]:
-    """Whether linears have biases, for formats that ask for attention and MLP apart."""
+    """Bias keys of config.json, for formats with separate keys for attention and MLP."""
     return {"attention_bias": description.architecture.bias, "mlp_bias": description.architecture.bias}
 
 
 def read_biases(keys: Keys) -> bool:
-    """Whether linears have biases; Megatron has one switch for all of them."""
+    """True if linears have biases; Megatron has one switch for all of them."""
     attention, mlp = keys.flag("attention_bias"), keys.flag("mlp_bias")
     if attention != mlp:
         raise ValueError(
@@ -160,7 +160,7 @@ def _read_nemotron(keys: Keys) -> Description:
 
 
 def rms_settings(description: Description) -> None:
-    """Refuse what no format with Llama's blocks has: SwiGLU, RMSNorm with weights.
+    """Refuse anything but SwiGLU and RMSNorm with plain weights, as every format with Llama's blocks has.
 
     Raises:
         CannotExpress: with the reason.

@@ -1,4 +1,4 @@
-"""What a Hugging Face format is: names for modules, and its config.json in both directions."""
+"""A Hugging Face format: module names, and config.json in both directions."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from nemo_ext.checkpoint.rules import Rule, Shape
 
 
 class CannotExpress(ValueError):
-    """A format has no words for a model; the message says which part of it."""
+    """A format cannot express a model; the message says which part of it."""
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Entry:
     """Some tensors of Megatron's checkpoint and the Hugging Face tensors that hold the same numbers.
 
     Attributes:
-        pieces: Megatron's side.
+        pieces: pieces of Megatron's tensors.
         names: Hugging Face names.
         shapes: Hugging Face shapes.
-        rule: how they turn into each other.
-        fp32: whether they stay fp32 when a checkpoint is cast.
+        rule: conversion between the two sides.
+        fp32: whether the tensors stay fp32 when a checkpoint is cast.
     """
 
     pieces: tuple[Piece, ...]
@@ -40,17 +40,17 @@ class Format:
     Attributes:
         architecture: the class name in config.json's `architectures`.
         model_type: config.json's `model_type`.
-        write: config.json of a description; raises `CannotExpress`.
-        read: description of a config.json; raises `ValueError`.
+        write: function from a description to config.json; raises `CannotExpress`.
+        read: function from config.json to a description; raises `ValueError`.
         outside: module names of `embedding`, `final_norm` and `head`.
-        layer: what the names inside a layer begin with; `{layer}` is its number.
-        modules: for each kind of block, what its modules are called inside the layer; `{expert}` is an expert's number.
-        linear: for each kind, what the linear map is called that replaces a block.
-        norms: for each kind, what its norm is called inside the layer.
-        layers: the layer of each block, and how many layers there are.
+        layer: prefix of the names inside a layer; `{layer}` is its number.
+        modules: for each kind of block, names of its modules inside the layer; `{expert}` is an expert's number.
+        linear: for each kind, name of the linear that replaces a block.
+        norms: for each kind, name of its norm inside the layer.
+        layers: function that gives the layer of each block, and the number of layers.
         stacked_experts: whether a block's experts are one tensor.
         code: files of `nemo_ext.checkpoint.remote_code` that a checkpoint carries.
-        remarks: what a user of an exported description should know.
+        remarks: function from a description to notes for users of its export.
         known: keys of config.json that decide nothing in Megatron, or only in blocks that a model may lack.
     """
 
@@ -70,7 +70,7 @@ class Format:
     known: frozenset[str] = frozenset()
 
     def entries(self, description: Description) -> Iterator[Entry]:
-        """The whole mapping of a model, in its order.
+        """Entries of the whole mapping of a model, in model order.
 
         Raises:
             ValueError: for a block that the mapping cannot express.
@@ -79,7 +79,7 @@ class Format:
             yield Entry(row.pieces, names, row.shapes, row.rule, row.fp32)
 
     def named_rows(self, description: Description) -> Iterator[tuple[Row, tuple[str, ...]]]:
-        """The same with the roles of the tensors: every row, and the Hugging Face names of its roles.
+        """Rows of the whole mapping of a model, each with the Hugging Face names of its roles.
 
         Raises:
             ValueError: for a block that the mapping cannot express.
@@ -108,12 +108,12 @@ class Format:
 
 
 def one_layer_a_block(blocks: Sequence[Block]) -> tuple[list[int], int]:
-    """Every block has its own layer."""
+    """Layer of each block, and the number of layers; every block has its own."""
     return list(range(len(blocks))), len(blocks)
 
 
 def attention_with_mlp(blocks: Sequence[Block]) -> tuple[list[int], int]:
-    """An attention block and the MLP right after it share a layer; any other block has one to itself."""
+    """Layer of each block, and the number of layers; attention and the MLP right after it share one."""
     layers: list[int] = []
     for number, block in enumerate(blocks):
         joins = block.kind == "-" and number > 0 and blocks[number - 1].kind == "*"
@@ -122,10 +122,10 @@ def attention_with_mlp(blocks: Sequence[Block]) -> tuple[list[int], int]:
 
 
 class Keys:
-    """A config.json while it is read: every message names the key.
+    """A config.json while it is read; every error message names the key.
 
     Attributes:
-        values: all of it.
+        values: the whole config.json.
         read: keys that were asked for.
     """
 
@@ -151,24 +151,24 @@ class Keys:
         return value
 
     def number(self, key: str, default: float) -> float:
-        """A number."""
+        """A number, or `default` where the key is absent or null."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"config.json: {key}={value!r}: expected a number")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """True or false."""
+        """A boolean, or `default` where the key is absent or null."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise ValueError(f"config.json: {key}={value!r}: expected true or false")
         return value
 
     def only(self, key: str, *allowed: Any) -> None:
-        """Refuse a value that changes the function in a way that no model here has; absent is the first allowed one.
+        """Refuse a value that is not supported; an absent key counts as the first allowed value.
 
         Raises:
-            ValueError: naming what is allowed.
+            ValueError: the value is not allowed; names those that are.
         """
         value = self.get(key, allowed[0])
         if value not in allowed:
@@ -184,7 +184,7 @@ def refuse(*conditions: tuple[object, str]) -> None:
 
 
 def own_bias(blocks: Sequence[Block]) -> tuple[bool, str]:
-    """A condition for `refuse`: MLP blocks with biases in a model without."""
+    """Condition for `refuse`: an MLP block has biases of its own."""
     return any(block.get(BIAS) for block in blocks), "an MLP block with biases of its own"
 
 
@@ -201,7 +201,7 @@ def common_value(blocks: Sequence[Block], kind: str, name: str) -> int:
 
 
 def common_facts(description: Description, model_type: str, architecture: str) -> dict[str, Any]:
-    """What every config.json begins with."""
+    """Keys that every config.json begins with."""
     return {
         "architectures": [architecture],
         "model_type": model_type,

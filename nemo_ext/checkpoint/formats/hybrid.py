@@ -18,7 +18,7 @@ from nemo_ext.checkpoint.formats.format import (
 )
 
 GATED_NORM_EPSILON = 1e-5
-"""Of the norm inside a Mamba-2 mixer: fixed in Megatron (ssm/mamba_mixer.py), the model's epsilon in transformers."""
+"""Epsilon of the norm in a Mamba-2 mixer: fixed in Megatron (ssm/mamba_mixer.py), the model's in transformers."""
 
 NO_LIMIT = ((0.0, inf), (0.0, "Infinity"), (0.0, {"__float__": "Infinity"}))
 """Mamba's `time_step_limit`, as Python's json and transformers 5 write it."""
@@ -36,14 +36,14 @@ MOE = {
 _TYPES = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "moe": "E", "mlp": "-"}
 KNOWN = frozenset(
     (
-        # how transformers computes, and how it begins a model
+        # how transformers computes, and how it initialises a model
         *("chunk_size", "expand", "use_mamba_kernels", "mamba_ssm_cache_dtype", "residual_in_fp32", "norm_eps"),
         *("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual", "moe_shared_expert_overlap"),
         # attention has no positions; multi-token prediction without layers
         *("rope_theta", "partial_rotary_factor", "rope_scaling", "rope_parameters", "mtp_layers_block_type"),
         # the same as hybrid_override_pattern
         *("num_hidden_layers", "layers_block_type", "layer_types"),
-        # of blocks that a pattern may lack
+        # sizes of blocks that a pattern may lack
         *("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window", "intermediate_size"),
         *("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "use_conv_bias"),
         *("mamba_hidden_act", "time_step_limit", "n_routed_experts", "num_experts_per_tok", "n_shared_experts"),
@@ -69,7 +69,7 @@ def router_is_sigmoid(description: Description) -> None:
 
 
 def check_normalised(keys: Keys, top_k: set[int]) -> None:
-    """Megatron divides the weights of two chosen experts or more by their sum, and never that of one.
+    """Refuse router weights normalised otherwise than in Megatron: by their sum for two experts or more, never for one.
 
     Raises:
         ValueError: config.json says otherwise.

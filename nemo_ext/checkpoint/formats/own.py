@@ -1,4 +1,4 @@
-"""Any sequence of blocks, with the class that goes beside it: children that no published format has words for."""
+"""Any sequence of blocks, with a model class of our own: for children that no published format can express."""
 
 from dataclasses import replace
 from typing import Any
@@ -73,7 +73,7 @@ def _write(description: Description) -> dict[str, Any]:
 
 
 def _other_head_norm(description: Description) -> bool:
-    """Megatron norms single heads by the model's own norm, here it is always RMSNorm."""
+    """True if QK norm over single heads is not RMSNorm with weights, the only one that this format has."""
     own = description.architecture
     plain = own.normalization == "RMSNorm" and own.norm_affine and not description.zero_centred_norm
     return own.qk_layernorm and own.qk_norm_scope == "head" and not plain

@@ -1,8 +1,8 @@
 """Keys of a config.json that a format does not read: which may be ignored, and which would change the model unseen.
 
-Three kinds: those of transformers and of trainers around the model, which say nothing about it, pass; any other that
-is switched off (null, false, zero, empty, a factor of one) is ignored and told; any other is refused. So a setting of a
-model that nobody here has heard of is never lost in silence.
+Three kinds: keys of transformers and of trainers that say nothing about the model pass; any other key that is switched
+off (null, false, zero, empty, a factor of one) is ignored and reported; any other is refused. So a setting of a model
+that is unknown here is never lost in silence.
 """
 
 import re
@@ -25,9 +25,9 @@ AROUND = frozenset(
         *("begin_suppress_tokens", "remove_invalid_values", "num_logits_to_keep", "output_router_logits"),
     )
 )
-"""Keys beside the model."""
+"""Keys that say nothing about the model."""
 _AROUND = re.compile(r"_.*|.*_(token|token_id|token_ids|token_index|version|implementation|dropout)|unsloth_.*")
-"""Others: private names, token ids, versions, dropout, which is for training."""
+"""Further keys that say nothing about the model: private names, token ids, versions, and dropout, for training only."""
 _FACTOR = re.compile(r".*(scale|scaling|multiplier|factor)$")
 
 

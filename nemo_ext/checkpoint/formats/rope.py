@@ -1,6 +1,6 @@
 """Rotary embeddings in config.json: `rope_theta` and `rope_scaling`, or `rope_parameters` since transformers 5.
 
-Written are the older keys, which transformers 4 and 5 and vLLM all read; both are read.
+The older keys are written, which transformers 4 and 5 and vLLM all read; both are read.
 Key names: transformers, modeling_rope_utils.py.
 """
 
@@ -25,7 +25,7 @@ def write_rope(rope: Rope) -> dict[str, Any]:
 
 
 def rope_parameters(rope: Rope) -> dict[str, Any]:
-    """The same as transformers 5 keeps it: one mapping with `rope_type` and `rope_theta`."""
+    """`rope_parameters` as transformers 5 keeps it: one mapping with `rope_type` and `rope_theta`."""
     parameters = {"rope_theta": float(rope.base), "rope_type": "default", **(_scaling(rope) or {})}
     return parameters | ({"partial_rotary_factor": rope.percent} if rope.percent != 1.0 else {})
 
