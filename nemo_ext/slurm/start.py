@@ -178,7 +178,7 @@ class Batch(ABC):
                 self.interrupt()
 
     def signal_steps(self, name: str) -> None:
-        """Send a signal to the job's steps: not to srun, which would kill them, nor (without --batch) to this process."""
+        """Send a signal to the job's steps: not to srun, which would kill them, nor to this process (no --batch)."""
         subprocess.run(["scancel", f"--signal={name}", self.name], check=False)
 
     def seconds_left(self) -> float | None:
