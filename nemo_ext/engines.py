@@ -256,7 +256,7 @@ def _import_here(order: Mapping[str, Any]) -> dict[str, Any]:
         spec = importlib.util.find_spec(order["module"])
     except ModuleNotFoundError:  # no parent package
         spec = None
-    if spec is None or spec.origin is None:  # an empty folder, as an uninstalled package leaves, has no origin
+    if spec is None or spec.origin is None:  # a bare folder, as an uninstalled package leaves, has no origin
         return {"found": False}
     answer: dict[str, Any] = {"found": True, "version": _version(order["distribution"])}
     folders = spec.submodule_search_locations or []
