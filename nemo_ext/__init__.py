@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 __version__ = "0.1.0"
 
 REPLACED = ("DeciLMForCausalLM",)
-"""What `register` replaces although Megatron-Bridge has it: the mapping there names no linear-replaced blocks, so they
-would keep their random weights after a warning (megatron/bridge/models/llama_nemotron, 0.6.2)."""
+"""Classes that `register` replaces although Megatron-Bridge has them: its mapping names no linear-replaced blocks, so
+these would keep their random weights after a warning (megatron/bridge/models/llama_nemotron, 0.6.2)."""
 
 
 @dataclass(frozen=True)
 class Registration:
-    """What `register` did.
+    """Result of `register`.
 
     Attributes:
-        registered: the Hugging Face classes that our bridge now serves.
-        skipped: what was left alone, a Hugging Face class or `megatron-bridge` as a whole, and why.
+        registered: Hugging Face classes that our bridge now serves.
+        skipped: reason by name of what was left alone: a Hugging Face class, or `megatron-bridge` as a whole.
     """
 
     registered: tuple[str, ...] = ()
@@ -24,16 +24,16 @@ class Registration:
 
 
 def register(*, bridge: bool | None = None, replace: Collection[str] = REPLACED) -> Registration:
-    """Makes our models known to Megatron-Bridge. Call it in every process, before `AutoBridge`; twice is once.
+    """Registers our models with Megatron-Bridge. Call it in every process, before `AutoBridge`; it is idempotent.
 
     Args:
-        bridge: None registers if Megatron-Bridge can be imported, True insists on it, False leaves it alone.
-        replace: Hugging Face classes for which our bridge takes the place of Megatron-Bridge's own. Those that it
-            has no bridge for are registered in any case.
+        bridge: None registers if Megatron-Bridge can be imported, True requires it, False does nothing.
+        replace: Hugging Face classes for which our bridge replaces Megatron-Bridge's own. Classes for which it has no
+            bridge are registered in any case.
 
     Raises:
-        ImportError: with `bridge=True`, if Megatron-Bridge cannot be imported.
-        ValueError: `replace` names a class that has no format here.
+        ImportError: if `bridge=True` and Megatron-Bridge cannot be imported.
+        ValueError: if `replace` names a class that has no format here.
     """
     if bridge is False:
         return Registration(skipped={"megatron-bridge": "not asked for (bridge=False)"})

@@ -1,4 +1,4 @@
-"""`nemo-ext JOB key=value`: the same as `python launchers/JOB.py key=value`. Imports only that job's launcher."""
+"""`nemo-ext JOB key=value`, the same as `python launchers/JOB.py key=value`. Imports only that job's launcher."""
 
 import difflib
 import importlib

@@ -1,4 +1,4 @@
-"""The describe job: a composed config's model as tables, JSON and picture. No torch."""
+"""The describe job: prints the model of a composed config as tables or JSON, and draws it. No torch."""
 
 import difflib
 import os
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from nemo_ext.architecture.precision_plan import Plan
 
 SEQ_LENGTH = 8192
-"""Tokens in a sequence where neither the user nor the model says."""
+"""Default sequence length in tokens if neither the user nor the model sets one."""
 
 FORMATS = ("table", "json")
 PLAIN_WIDTH = 120
-"""Columns of the tables where they do not go to a terminal."""
+"""Width of the tables in columns if the output is not a terminal."""
 
 
 def report(config: dict[str, Any]) -> None:
-    """The describe job: prints and draws, and notes each `megatron.*` override that changed nothing.
+    """Runs the describe job and notes each `megatron.*` override that the figures do not depend on.
 
     Raises:
         ValueError: see `describe`.
@@ -37,7 +37,7 @@ def report(config: dict[str, Any]) -> None:
 
 
 def describe(config: Mapping[str, Any]) -> None:
-    """Prints what the config's model costs as tables or JSON; draws it where `draw` names a file.
+    """Prints the costs of the config's model as tables or JSON, and draws it if `draw` names a file.
 
     Raises:
         ValueError: for an unknown format, a picture that cannot be written, a model or layout that does not fit.
@@ -57,13 +57,13 @@ def describe(config: Mapping[str, Any]) -> None:
 
 
 def model_figures(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of `architecture.describe`, with the layout's where the config has one.
+    """Figures of `architecture.describe`, with those of the layout if the config has one.
 
     Adds `recipe` (None without one), `pipeline_cuts` (the block after which each cut is) and `pipeline_cuts_from`
-    (`model.pattern`, or `balance` where they were computed as `nemo-ext train` does).
+    (`model.pattern`, or `balance` if computed as `nemo-ext train` does; None without cuts).
 
     Args:
-        config: the resolved config `describe`, as plain containers.
+        config: resolved config of the describe job, as plain containers.
 
     Raises:
         ValueError: for sizes that do not fit together or are missing.
@@ -91,7 +91,7 @@ def model_figures(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_read(config: Mapping[str, Any]) -> set[str]:
-    """Megatron's flags, set or not, that the figures depend on."""
+    """Names of Megatron's flags, set or not, that the figures depend on."""
     from nemo_ext.architecture.layout import Layout
     from nemo_ext.architecture.model import Architecture
 
@@ -104,7 +104,7 @@ def keys_read(config: Mapping[str, Any]) -> set[str]:
 
 
 class _Flags(Mapping[str, Any]):
-    """Flags that remember which of them were asked for."""
+    """Mapping of flags that records which of them are read."""
 
     def __init__(self, flags: Mapping[str, Any]) -> None:
         self.flags = flags
@@ -122,7 +122,7 @@ class _Flags(Mapping[str, Any]):
 
 
 def sequence_length(config: Mapping[str, Any]) -> int:
-    """`seq_length`, else what the model trains on, else the longest it knows, else `SEQ_LENGTH`.
+    """Sequence length: `seq_length`, else the model's training length, else its maximum, else `SEQ_LENGTH`.
 
     Raises:
         ValueError: for anything but a positive integer.
@@ -141,7 +141,7 @@ def sequence_length(config: Mapping[str, Any]) -> int:
 
 
 def _gpus(launcher: Mapping[str, Any]) -> int | None:
-    """GPUs that the launcher starts, None where nothing says."""
+    """Number of GPUs of the launcher, or None if it sets none."""
     counts = [launcher["nodes"], launcher["nproc_per_node"]]
     if counts == [None, None]:
         return None

@@ -1,4 +1,4 @@
-"""Which engines work on this machine, and the one thing that each of the others lacks."""
+"""Checks which engines work on this machine, and names the first thing that each of the others lacks."""
 
 import importlib.metadata
 import os
@@ -15,20 +15,20 @@ from typing import Any
 from nemo_ext.engines import ENGINES, TIME_LIMIT, Engine, Outcome, probe
 
 FP8_CAPABILITY = (8, 9)
-"""Compute capability from which GPUs multiply FP8 (Ada, Hopper and later)."""
+"""Minimum compute capability for FP8 matrix multiplication (Ada, Hopper and later)."""
 
 GPU_MISSING = "an NVIDIA GPU"
 
 BASE = ("python", "hydra", "torch", "cuda", "fp8", "megatron-core")
-"""What everything stands on, in the order of the report."""
+"""Base that everything else builds on, listed first in the report, in this order."""
 
 _DISTRIBUTIONS = {"absl": "absl-py", "yaml": "pyyaml", "math_verify": "math-verify", "amp_C": "apex"}
-"""Distributions that are not called like the module that someone misses."""
+"""Distribution names of modules whose distribution has another name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The verdict on one engine: `missing` and `command` are empty where it is usable, `note` says with what limit."""
+    """Result for one engine: `missing` and `command` are empty if it is usable, `note` adds limits or devices."""
 
     name: str
     version: str | None
@@ -41,17 +41,17 @@ class Finding:
 
 
 def examine(names: Iterable[str] = (), *, time_limit: float = TIME_LIMIT) -> list[Finding]:
-    """Tries engines, several at a time, and says what each lacks.
+    """Probes engines, several at a time, and finds what each lacks.
 
     Args:
-        names: Which ones, with all that they need; none for all.
+        names: Engines to probe, together with all that they need; empty for all.
         time_limit: Seconds for each import.
 
     Returns:
         Findings in the order of `BASE` and then `ENGINES`.
 
     Raises:
-        ValueError: for a name that is not known.
+        ValueError: for an unknown name.
     """
     known = {engine.name: engine for engine in ENGINES}
     wanted = set(names) or {*BASE, *known}
@@ -79,7 +79,7 @@ def examine(names: Iterable[str] = (), *, time_limit: float = TIME_LIMIT) -> lis
 
 
 def works(findings: Iterable[Finding]) -> bool:
-    """Whether everything required is usable."""
+    """True if everything required is usable."""
     return all(finding.usable for finding in findings if finding.required)
 
 
@@ -95,7 +95,7 @@ def _probe_all(engines: list[Engine], time_limit: float) -> dict[str, Outcome]:
 
 
 def requirements() -> dict[str, Any]:
-    """What nemo_ext's own metadata asks for, extras included, by normalised distribution name."""
+    """Requirements in nemo_ext's own metadata, extras included, by normalised distribution name."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -147,9 +147,9 @@ def _judge(engine: Engine, outcome: Outcome, findings: Mapping[str, Finding], ti
 
 
 def _lack(engine: Engine, outcome: Outcome, findings: Mapping[str, Finding], time_limit: float) -> tuple[str, str]:
-    """The first thing that an engine lacks and the command that brings it; two empty strings if it lacks nothing."""
+    """First thing that an engine lacks and the command that installs it; two empty strings if it lacks nothing."""
     requirement = requirements().get(engine.distribution)
-    # Quoted for a shell, which would take `>` and `[` for its own.
+    # Quoted, as a shell would interpret `>` and `[`.
     install = engine.install.format(requirement=f'"{requirement}"' if requirement else engine.distribution)
     if engine.root_variable and not (outcome.found and outcome.whole):
         root = os.environ.get(engine.root_variable)
@@ -184,7 +184,7 @@ def _fits(version: str, requirement: Any) -> bool:
     from packaging.version import InvalidVersion, Version
 
     try:
-        # NVIDIA's containers carry pre-releases such as 2.9.0a0+nv25.10, which have what the release has.
+        # NVIDIA's containers ship pre-releases such as 2.9.0a0+nv25.10, which have the release's features.
         return requirement.specifier.contains(Version(version).base_version, prereleases=True)
     except InvalidVersion:
         return True
@@ -206,7 +206,7 @@ def _judge_cuda(outcome: Outcome, torch: Finding) -> Finding:
 
 
 def _devices(devices: Iterable[Mapping[str, Any]]) -> str:
-    """The GPUs in words, those that are alike together."""
+    """The GPUs in words, identical ones grouped."""
     alike: dict[str, int] = {}
     for device in devices:
         major, minor = device["capability"]
@@ -217,7 +217,7 @@ def _devices(devices: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _gpu_lack(facts: Mapping[str, Any]) -> tuple[str, str]:
-    """What stands between torch and a GPU, and the command that helps."""
+    """First thing that keeps torch from using a GPU, and the command that helps; empty strings if nothing does."""
     if facts["devices"]:
         return (f"GPUs that work: {facts['problem']}", "nvidia-smi") if facts["problem"] else ("", "")
     driver = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None

@@ -1,4 +1,4 @@
-"""The engines that nemo_ext can stand on, and trying one: what it imports, in a process of its own with a time limit.
+"""The engines that nemo_ext can use, and a probe that imports one in a separate process with a time limit.
 
 An import may crash, hang, or print. The process runs this file as a script, so only the standard library is imported
 at its top.
@@ -22,27 +22,27 @@ from pathlib import Path
 from typing import IO, Any
 
 TIME_LIMIT = 60.0
-"""Seconds that one engine's import may take; vLLM on a cold network disk needs most of them."""
+"""Default time limit for importing an engine in seconds; vLLM on a cold network disk needs most of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """A package that nemo_ext can stand on.
+    """A package that nemo_ext can use.
 
     Attributes:
-        name: As people call it.
-        distribution: As pip calls it.
-        module: The package that is there if it is installed.
-        imports: `module` or `module:attribute`, what nemo_ext needs of it; all of them are tried.
-        enables: What it gives to nemo_ext.
-        install: The command that gets it; `{requirement}` becomes the distribution with the versions we ask for.
-        needs: Engines without which it is of no use, by name.
-        needs_gpu: Whether it does nothing without an NVIDIA GPU.
-        part: A folder inside the package that a namesake or an empty release lacks.
-        wrong: What to say where that folder is missing.
-        root_variable: Environment variable that names a source checkout.
-        without_gpu: What is left without a GPU, where that is not everything.
-        required: Whether nemo_ext is of no use without it.
+        name: Common name.
+        distribution: Distribution name for pip.
+        module: Module that can be found if the package is installed.
+        imports: Imports that nemo_ext needs, as `module` or `module:attribute`; all are tried.
+        enables: Features that it adds to nemo_ext.
+        install: Command that installs it; `{requirement}` becomes the distribution with the versions required.
+        needs: Names of engines that it requires.
+        needs_gpu: True if it is of no use without an NVIDIA GPU.
+        part: Folder in the package that a package of the same name or an empty release lacks.
+        wrong: Message if that folder is missing.
+        root_variable: Environment variable with the path of a source checkout.
+        without_gpu: Features left without a GPU, if not all.
+        required: True if nemo_ext is of no use without it.
     """
 
     name: str
@@ -184,16 +184,16 @@ ENGINES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of importing an engine.
+    """Result of importing an engine.
 
     Attributes:
-        found: Whether a package of that name is there.
-        version: The installed version, None where nothing says.
-        whole: Whether it has the part that tells it from a namesake.
-        error: Empty if everything was imported, else one line.
-        module: The module that was not found, where that was the error.
-        timed_out: Whether the import was stopped.
-        cuda: Of torch alone: `build`, `devices` (name, capability, memory_bytes) and `problem`.
+        found: True if a package of that name is installed.
+        version: Installed version, or None if unknown.
+        whole: False if the folder `Engine.part` is missing.
+        error: One line on what failed, empty if everything was imported.
+        module: Name of the module that was not found, if that was the error.
+        timed_out: True if the import was stopped.
+        cuda: For torch alone: `build`, `devices` (name, capability, memory_bytes) and `problem`.
     """
 
     found: bool = False
@@ -206,12 +206,12 @@ class Outcome:
 
 
 def probe(engine: Engine, *, time_limit: float = TIME_LIMIT, stop: threading.Event | None = None) -> Outcome:
-    """Imports an engine in a process of its own.
+    """Imports an engine in a separate process.
 
     Args:
-        engine: What to import.
-        time_limit: Seconds until the process, and all that it started, is killed.
-        stop: Kills it at once when set.
+        engine: Engine to import.
+        time_limit: Seconds until the process and its process group are killed.
+        stop: Event that kills it at once when set.
     """
     environment = dict(os.environ)
     root = environment.get(engine.root_variable) if engine.root_variable else None
@@ -240,7 +240,7 @@ def probe(engine: Engine, *, time_limit: float = TIME_LIMIT, stop: threading.Eve
 
 
 def _last_words(code: int, noise: IO[bytes]) -> str:
-    """How a process ended that gave no answer."""
+    """One line on how a process without an answer ended."""
     if code < 0:
         return f"the import ended with {signal.Signals(-code).name}"
     noise.seek(0)
@@ -248,7 +248,7 @@ def _last_words(code: int, noise: IO[bytes]) -> str:
     return f"the import ended the process with code {code}: {next(filter(None, reversed(lines)), '')[:200]}"
 
 
-# The other side: what runs in the process that imports.
+# What follows runs in the process that imports.
 
 
 def _import_here(order: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,7 +256,7 @@ def _import_here(order: Mapping[str, Any]) -> dict[str, Any]:
         spec = importlib.util.find_spec(order["module"])
     except ModuleNotFoundError:  # no parent package
         spec = None
-    if spec is None or spec.origin is None:  # a mere folder, such as an uninstalled package leaves, has no origin
+    if spec is None or spec.origin is None:  # a bare folder, as an uninstalled package leaves, has no origin
         return {"found": False}
     answer: dict[str, Any] = {"found": True, "version": _version(order["distribution"])}
     folders = spec.submodule_search_locations or []
@@ -308,7 +308,7 @@ def _cuda() -> dict[str, Any]:
 
 
 def _main() -> None:
-    """Answers on stdout; whatever the engine prints goes to stderr. Ends at once: some engines hang at exit."""
+    """Writes the answer to stdout; the engine's own output goes to stderr. Ends at once: some engines hang at exit."""
     channel = os.dup(1)
     os.dup2(2, 1)
     answer = _import_here(json.loads(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Starting a training run on this machine: check, prepare the data, start the ranks, show progress, report.
+"""Starts a training run on this machine: checks, prepares the data, starts the ranks, shows progress, reports.
 
 The parent process never trains. It writes the resolved config into the run directory, starts `torchrun` on
 `nemo_ext.megatron.rank`, watches metrics.jsonl, and turns Ctrl-C into a checkpoint.
@@ -38,14 +38,14 @@ def prepare(config: dict[str, Any]) -> Path:
     """Checks a composed config, fills in the data arguments and writes it where every rank reads it.
 
     Args:
-        config: of `nemo_ext.job.config.compose("train", ...)`; changed in place.
+        config: config from `nemo_ext.job.config.compose("train", ...)`; changed in place.
 
     Returns:
         Path of the written config, for `python -m nemo_ext.megatron.rank PATH`; with phases that of the next segment.
 
     Raises:
-        ValueError: for anything that can be known to be wrong before a rank starts, as a run of another model in the
-            run directory.
+        ValueError: for any error that can be found before a rank starts, such as a run of another model in the run
+            directory.
     """
     run_dir = Path(config["run_dir"])
     use_plan(config)
@@ -61,8 +61,8 @@ def train(config: dict[str, Any]) -> None:
     """Runs, or resumes, the training run that the composed config describes.
 
     Raises:
-        ValueError: for anything in the config that can be known to be wrong before a rank starts.
-        SystemExit: 1 where a rank failed, 130 where the user interrupted (after the checkpoint is saved).
+        ValueError: for any error in the config that can be found before a rank starts.
+        SystemExit: with code 1 if a rank failed, 130 if the user interrupted (after the ranks ended).
     """
     console = Console(highlight=False, soft_wrap=True)
     launcher, run_dir = config["launcher"], Path(str(config["run_dir"]))
@@ -92,7 +92,7 @@ def train(config: dict[str, Any]) -> None:
         limit = (given.get("data") or {}).get("max_epochs") or MAX_EPOCHS
         sections = (config.get("data"), *(phase.data for phase in (plan.phases if plan else ())))
         if any([tokenize_streams(data) for data in sections]):
-            use_data(given)  # sizes are counted only now, and a resumed run shares by them
+            use_data(given)  # sizes are known only now, and a resumed run computes shares from them
             runs = segments(given, data_paths(given))
         for line in told_of_streams(runs[0], max_epochs=limit):
             console.print(line)
@@ -113,7 +113,7 @@ def train(config: dict[str, Any]) -> None:
             run_directory.write_versions(run_dir, sys.argv)
             _run_ranks(run_dir, int(launcher["nproc_per_node"]), target, console)
             if (saved := run_directory.last_checkpoint(run_dir) or 0) < target:
-                # By a signal to a rank, or a limit on time; the next segment begins where this one was to end.
+                # A rank got a signal, or a time limit; the next segment begins where this one should have ended.
                 console.print(f"ended at step {saved} of {target} (see {run_directory.LOG}); the same command resumes")
                 break
         from nemo_ext.evaluation.report import write_report
@@ -122,10 +122,10 @@ def train(config: dict[str, Any]) -> None:
 
 
 def checked_runs(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The configs with which ranks are started, one after the other: one, or one for each segment of the phases.
+    """Checked configs with which ranks are started in turn: one, or one for each segment of the phases.
 
     Args:
-        config: after `use_plan`.
+        config: composed config after `use_plan`; changed in place.
     """
     sampler.interval(config)
     use_data(config)
@@ -140,9 +140,9 @@ def checked_runs(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _check_objects(config: Mapping[str, Any]) -> None:
-    """Refuses checkpoints of which Megatron would run more than its own data, before it loads them.
+    """Refuses checkpoints whose pickles hold objects other than data, before Megatron loads them.
 
-    Call it when Megatron has been imported, which tells torch then what its own data are.
+    Call it after Megatron has been imported, which then has told torch the classes of its own data.
     """
     from nemo_ext.checkpoint.pickles import check_objects
     from nemo_ext.checkpoint.torch_dist import CheckpointError, checkpoint_folder, whole_files
@@ -153,12 +153,12 @@ def _check_objects(config: Mapping[str, Any]) -> None:
         try:
             folder = checkpoint_folder(path)
         except CheckpointError:
-            continue  # there is none, for which Megatron has its own words
+            continue  # no checkpoint, which Megatron reports itself
         check_objects(folder, whole_files(folder))
 
 
 def target_of(megatron: Mapping[str, Any]) -> tuple[int, str]:
-    """The step at which this command ends, and how to go on from there."""
+    """Step at which this command ends, and advice on how to continue from there."""
     steps, stop = int(megatron["train_iters"]), megatron.get("exit_interval")
     if stop is not None and int(stop) < steps:
         return int(stop), f"megatron.exit_interval stops it there; to go on to {steps} set megatron.exit_interval=null"
@@ -166,7 +166,7 @@ def target_of(megatron: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) -> None:
-    """Refuses to resume another model; says which other settings changed since the run began."""
+    """Refuses to resume another model; prints which other settings changed since the run began."""
     path = run_dir / run_directory.CONFIG
     if run_directory.last_checkpoint(run_dir) is None or not path.exists():
         return
@@ -179,7 +179,7 @@ def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) 
             f"{run_dir} holds a run of another model (model.{', model.'.join(changed)} differ): choose another run_dir "
             "or remove this one"
         )
-    # Of one model the sequence length may change, from phase to phase for example.
+    # The sequence length of a model may change, from phase to phase for example.
     sizes, sizes_before = (replace(Architecture.from_config(each), seq_length=None) for each in (config, before))
     if sizes.with_pattern(sizes_before.pattern) != sizes_before:
         raise ValueError(
@@ -188,7 +188,7 @@ def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) 
     if before.get("phases") or config.get("phases"):
         _check_same_past([before, config], run_directory.last_checkpoint(run_dir) or 0, run_dir)
         if (before.get("segment") or {}).get("phases") != (config.get("segment") or {}).get("phases"):
-            return  # what a phase changes was shown
+            return  # the changes of a phase were shown
     elif note := other_order(before, config):
         console.print(note)
     old, new = before["megatron"], config["megatron"]
@@ -198,7 +198,7 @@ def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) 
 
 
 def _check_same_past(configs: Sequence[Mapping[str, Any]], step: int, run_dir: Path) -> None:
-    """Refuses other phases, or other data, in the steps that are done: samples would come twice, or not at all."""
+    """Refuses changed phases or data in completed steps: samples would be repeated or skipped."""
     pasts = []
     for config in configs:
         plan = plan_of(config)
@@ -274,7 +274,7 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
 
 
 def _end_with_launcher() -> None:
-    """In torchrun before it runs: SIGTERM when the launcher dies, so that no rank is left behind."""
+    """Called in torchrun's process before exec: SIGTERM when the launcher dies, so that no rank is left behind."""
     end_with_parent(signal.SIGTERM)
 
 
@@ -309,7 +309,7 @@ def _watch(process: subprocess.Popen[bytes], metrics: Path, target: int, console
 
 
 def describe_step(step: Mapping[str, Any], validation: Mapping[str, Any] | None) -> str:
-    """One step in a few words."""
+    """Loss, learning rate and speed of one step in a few words."""
     words = ["loss nan" if step["loss"] is None else f"loss {step['loss']:.3f}"]
     if validation is not None and validation["val_loss"] is not None:
         words.append(f"val {validation['val_loss']:.3f}")
@@ -322,7 +322,7 @@ def describe_step(step: Mapping[str, Any], validation: Mapping[str, Any] | None)
 
 
 def _last_words(log: Path, position: int) -> list[str]:
-    """The last lines that a rank wrote after `position`, without torchrun's own traceback after them."""
+    """Last lines that the ranks wrote after byte `position`, without torchrun's own traceback after them."""
     with log.open("rb") as stream:
         stream.seek(position)
         lines = stream.read().decode(errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""The one-page report of a training run: what it was, what came out, loss and learning rate as pictures. No torch."""
+"""One-page report of a training run: settings, results, and plots of loss, learning rate and speed. No torch."""
 
 import json
 import math
@@ -20,7 +20,7 @@ def write_report(run_dir: Path) -> Path:
     """Writes `report.md` and its plots from the files of a run directory; returns the report's path.
 
     Raises:
-        ValueError: if the run logged no step yet.
+        ValueError: if the run has logged no step yet.
     """
     config = run_directory.read_config(run_dir / run_directory.CONFIG)
     lines = run_directory.read_metrics(run_dir / run_directory.METRICS)
@@ -44,10 +44,10 @@ def write_report(run_dir: Path) -> Path:
 def plot(
     steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path, *, title: str, ranks: int = 1
 ) -> None:
-    """Draws loss, learning rate and speed over tokens into one picture (PNG or SVG by suffix).
+    """Plots loss, learning rate and speed over tokens in one figure (PNG or SVG by suffix).
 
-    Speed is tokens per second, and without a GPU tokens per processor second too: what else runs on the machine changes
-    the first, what the run itself does changes both.
+    Speed is tokens per second and, where processor time was logged, tokens per processor second too: other work on the
+    machine changes only the first, the run itself both.
     """
 
     figure = new_figure(figsize=(9, 7))
@@ -152,7 +152,7 @@ def _ranks(config: dict[str, Any]) -> int:
 
 
 def _tokens_per_cpu_second(line: dict[str, Any], ranks: int) -> float | None:
-    """Tokens of all ranks by the processor seconds of as many ranks like the one that logs; None where not measured."""
+    """Tokens per processor second, assuming that all ranks use as much as the one that logs; None if not measured."""
     if not line.get("cpu_seconds_per_step"):
         return None
     return float(line["tokens_per_second"] * line["seconds_per_step"] / line["cpu_seconds_per_step"] / ranks)
@@ -174,5 +174,5 @@ def _running_mean(values: list[float], *, window: int) -> list[float]:
 
 
 def _number(value: float | None) -> float:
-    """A logged value; null stands for a loss that was not finite."""
+    """A logged value, with NaN for null, which stands for a loss that was not finite."""
     return math.nan if value is None else value

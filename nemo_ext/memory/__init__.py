@@ -1,1 +1,1 @@
-"""Memory over time: the sampler and its part of the report."""
+"""Memory over time: the sampler and its section of the report."""

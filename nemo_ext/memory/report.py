@@ -1,4 +1,4 @@
-"""The memory of a run in its report: a picture over time and the peak of each phase, from the samples. No torch."""
+"""The memory section of a run's report: a plot over time and the peak of each phase, from the samples. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,13 +21,13 @@ QUANTITIES = {
     "shm": "/dev/shm",
     "gpu": "fullest GPU",
 }
-"""What a node's samples have, by its name in the table."""
+"""Quantities of the samples and their titles in the table."""
 
 SINGLE_NODES = 5
-"""Of more nodes the picture has the least, the median and the most."""
+"""Maximum number of nodes plotted one by one; beyond it the plot has minimum, median and maximum."""
 
 POINTS = 1500
-"""Of a line."""
+"""Approximate maximum number of points per line."""
 
 _COLOURS = {
     "setup": "#8c8c8c",
@@ -47,13 +47,13 @@ class Node:
     """The samples of one node.
 
     Attributes:
-        name: of the node.
-        time: Unix seconds, ascending.
-        values: bytes by quantity, one a sample; NaN where there is none.
-        starts: first sample of each start of the sampler.
-        total: bytes that the node has, where they are known.
-        seconds: between two samples, at the last start.
-        errors: why samples are missing.
+        name: node name.
+        time: Unix seconds of the samples, ascending, `[samples]`.
+        values: bytes by quantity, `[samples]` each; NaN where there is none.
+        starts: index of the first sample after each start of the sampler and each gap.
+        total: total bytes by quantity, where known.
+        seconds: interval between samples at the last start.
+        errors: reasons for missing samples.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most of a quantity, and on which node."""
+    """Maximum of a quantity in bytes, and its node."""
 
     bytes: float
     node: str
@@ -75,7 +75,7 @@ class Peak:
 
 @dataclass
 class _Reader:
-    """Gathers the lines of one node."""
+    """Parser for the lines of one node's file."""
 
     rows: list[tuple[float, ...]] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -84,7 +84,7 @@ class _Reader:
     errors: list[str] = field(default_factory=list)
 
     def line(self, line: Mapping[str, Any]) -> None:
-        """Takes a line of the file."""
+        """Adds a line of the file."""
         if "error" in line:
             self.errors.append(str(line["error"]))
         elif "start" in line:
@@ -100,7 +100,7 @@ class _Reader:
         if self.rows and not first_of_start and self.seconds:
             before = self.rows[-1]
             gap = row[0] - before[0]
-            # Samples that were like the one before are not in the file; a longer gap is one.
+            # Unchanged samples are not in the file and are filled in; a longer gap is a real one.
             if gap < (HELD + 1.5) * self.seconds:
                 missing = round(gap / self.seconds) - 1
                 step = gap / (missing + 1)
@@ -111,10 +111,10 @@ class _Reader:
 
 
 def read(folder: Path) -> list[Node]:
-    """All nodes of which there are samples, by name; those that were left out as unchanged are filled in.
+    """Nodes with samples, sorted by name; samples left out as unchanged are filled in, incomplete lines skipped.
 
     Args:
-        folder: `memory` in a run directory; it need not be there. Lines that a kill cut off are left out.
+        folder: folder `memory` in a run directory; it need not exist.
     """
     nodes = []
     for path in sorted(folder.glob("*.jsonl")):
@@ -141,15 +141,15 @@ def read(folder: Path) -> list[Node]:
 
 
 def read_phases(folder: Path) -> list[tuple[float, str | None]]:
-    """When each phase began, in order; None ends a start of the run."""
+    """Unix time and name of each phase's begin, in order; the name None ends a start of the run."""
     return sorted(((float(line["time"]), line["phase"]) for line in _lines(folder / PHASES)), key=lambda each: each[0])
 
 
 def peaks(nodes: Sequence[Node], phases: Sequence[tuple[float, str | None]]) -> dict[str, tuple[int, dict[str, Peak]]]:
-    """The number of samples in each phase, in order of the first time, and the most of each quantity in them.
+    """Number of samples and peak of each quantity by phase, in order of first occurrence.
 
-    Samples before the first phase count with it, those after the end of the run with none. Without phases all are of
-    one, `run`. A phase that was never sampled has 0 and no peaks.
+    Samples before the first phase count towards it, those after the end of the run towards none. Without phases all
+    belong to one, `run`. A phase that was never sampled has 0 samples and no peaks.
     """
     names = list(dict.fromkeys(name for _, name in phases if name is not None)) or ["run"]
     found: dict[str, tuple[int, dict[str, Peak]]] = {name: (0, {}) for name in names}
@@ -170,7 +170,7 @@ def peaks(nodes: Sequence[Node], phases: Sequence[tuple[float, str | None]]) -> 
 
 
 def section(run_dir: Path) -> str:
-    """The report's part on memory, after drawing its picture; empty where nothing was sampled."""
+    """Draws the plot and returns the report's section on memory, empty if nothing was sampled."""
     folder = run_dir / FOLDER
     nodes = read(folder)
     if not nodes:
@@ -198,7 +198,7 @@ def section(run_dir: Path) -> str:
 
 
 def plot(nodes: Sequence[Node], phases: Sequence[tuple[float, str | None]], path: Path) -> None:
-    """Draws resident memory, /dev/shm and the fullest GPU over time, phases behind them (PNG or SVG by suffix)."""
+    """Plots resident memory, /dev/shm and the fullest GPU over time, with shaded phases (PNG or SVG by suffix)."""
 
     titles = {"rss": "processes, resident", "shm": "/dev/shm", "gpu": "fullest GPU"}
     shown = [name for name in titles if any(np.isfinite(node.values[name]).any() for node in nodes)]
@@ -247,7 +247,7 @@ def plot(nodes: Sequence[Node], phases: Sequence[tuple[float, str | None]], path
 
 
 def _lines(path: Path) -> list[Mapping[str, Any]]:
-    """The whole lines of a file; half ones, after which a kill or a full disk left the rest, are none."""
+    """Complete lines of a file, without those cut off by a kill or a full disk."""
     if not path.exists():
         return []
     whole = list[Mapping[str, Any]]()
@@ -262,7 +262,7 @@ def _lines(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _quantities(line: Mapping[str, Any]) -> dict[str, float]:
-    """Bytes by quantity; of the GPUs the fullest, or the largest."""
+    """Bytes by quantity, for GPUs the maximum over the node's GPUs."""
     values = {name: float(line[name]) for name in QUANTITIES if name != "gpu" and name in line}
     if gpus := [float(value) for value in line.get("gpu", ()) if value is not None]:
         values["gpu"] = max(gpus)
@@ -272,9 +272,9 @@ def _quantities(line: Mapping[str, Any]) -> dict[str, float]:
 def _spans(
     phases: Sequence[tuple[float, str | None]], nodes: Sequence[Node], first: float, last: float
 ) -> dict[str, list[tuple[float, float]]]:
-    """Begin and end of each time of each phase, within the samples; the longest phase, which is drawn first, first.
+    """Intervals of each phase, clipped to the samples; the longest phase, which is drawn first, comes first.
 
-    A run that was killed noted no end: it ended where no node has samples any more.
+    A killed run recorded no end: its phase ends where no node has samples any more.
     """
     sampled = sorted(
         (float(node.time[begin]), float(node.time[end - 1]) + node.seconds)
@@ -293,7 +293,7 @@ def _spans(
     for (begin, phase), (end, _) in pairwise([*marks, (last, None)]):
         if phase is not None and min(end, last) > max(begin, first):
             spans.setdefault(phase, []).append((max(begin, first), min(end, last)))
-    # What is rare is seen even if it is narrower than a pixel.
+    # Rare phases stay visible even if narrower than a pixel.
     pixel = (last - first) / 900
     for ranges in spans.values():
         if len(ranges) < 300:
@@ -302,7 +302,7 @@ def _spans(
 
 
 def _line(node: Node, name: str) -> tuple[Values, Values]:
-    """Times and values, thinned to `POINTS` by their maxima, with NaN between two starts."""
+    """Times and values, downsampled to about `POINTS` by maxima, with NaN between two starts."""
     times, values = [], []
     for begin, end in zip(node.starts or (0,), (*node.starts[1:], len(node.time)), strict=True):
         if begin == end:
@@ -315,10 +315,10 @@ def _line(node: Node, name: str) -> tuple[Values, Values]:
 
 
 def _bands(nodes: Sequence[Node], name: str, first: float, last: float) -> tuple[Values, Values]:
-    """Times, and least, median and most over the nodes then: each node's own most between two times.
+    """Minimum, median and maximum over the nodes of each node's maximum within equal bins of time.
 
     Returns:
-        (times,), and (3, times); NaN where no node was sampled.
+        Times `[bins]`, and values `[3, bins]`, NaN where no node was sampled.
     """
     width = max(2 * max(node.seconds for node in nodes), (last - first) / POINTS, 1e-9)
     bins = int((last - first) / width) + 1

@@ -1,12 +1,12 @@
-"""Memory of a run over time, sampled on every node: its processes, the host, /dev/shm, the GPUs. No torch.
+"""Samples a run's memory over time on every node: its processes, the host, /dev/shm and the GPUs. No torch.
 
     python -m nemo_ext.memory.sampler DIR --root PID        samples PID and the processes below it until PID ends
     python -m nemo_ext.memory.sampler DIR -- COMMAND ...    samples COMMAND while it runs, and ends with its exit code
 
-What Llama-Nemotron's authors (section 5.2.2) built to find what ran out of memory: psutil, what `df` says of /dev/shm,
-and NVML instead of PyTorch's own count. It is a process of its own, one on each node, because a thread would stand
-still with its rank. `DIR/NODE.jsonl` has the samples in bytes, `DIR/phases.jsonl` when a phase of the run began;
-`nemo_ext.memory.report` reads both.
+The Llama-Nemotron authors (section 5.2.2) built the same to find what ran out of memory: psutil, the usage of /dev/shm
+as `df` reports it, and NVML instead of PyTorch's own count. The sampler is a separate process, one on each node,
+because a thread would hang with its rank. `DIR/NODE.jsonl` has the samples in bytes, `DIR/phases.jsonl` the time at
+which each phase of the run began; `nemo_ext.memory.report` reads both.
 """
 
 import argparse
@@ -31,37 +31,37 @@ from nemo_ext.job.progress import notice
 from nemo_ext.job.settings import check_keys
 
 KEY = "memory_profile"
-"""Of a training run's config: `{seconds: 10}`, or null."""
+"""Config key of a training run: `{seconds: 10}`, or null."""
 
 FOLDER = "memory"
-"""In a run directory."""
+"""Folder of the samples in a run directory."""
 
 PHASES = "phases.jsonl"
 
 SECONDS = 10.0
-"""Between two samples. A sample takes some ten milliseconds of one core."""
+"""Default interval between samples. A sample takes some ten milliseconds of one core."""
 
 TOLERANCE, LEAST_CHANGE = 0.01, 1 << 20
 """A sample is written if a value changed by more than this share of itself and more than these bytes ..."""
 
 HELD = 30
-"""... or as the first after so many. Memory of training stands still for hours: the file of a week has a tenth of the
-lines that it had with every sample."""
+"""... or if it is this many samples after the last one written. Memory in training is constant for hours: the file of a
+week has a tenth of the lines that it would have with every sample."""
 
 STOP = signal.SIGRTMIN
-"""Ends a sampler, which ignores what else a scheduler sends to all processes of a job."""
+"""Signal that ends a sampler, which ignores the signals that a scheduler sends to all processes of a job."""
 
 _LOOK = 10.0
-"""Seconds after which it is seen that the root is gone, at the latest."""
+"""Maximum delay in seconds until the end of the root is noticed."""
 
 _TO_ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def interval(config: Mapping[str, Any]) -> float | None:
-    """Seconds between two samples by a run's `memory_profile`; None without it.
+    """Seconds between samples from a run's `memory_profile`, or None without one.
 
     Raises:
-        ValueError: an unknown key, or no number of at least 0.1.
+        ValueError: for an unknown key, or anything but a number from 0.1 to 3600.
     """
     given = config.get(KEY)
     if given is None:
@@ -78,7 +78,7 @@ def interval(config: Mapping[str, Any]) -> float | None:
 
 
 def start(directory: Path, *, root: int, seconds: float = SECONDS) -> subprocess.Popen[bytes] | None:
-    """Starts a sampler that ends with this process and with `root`; None, and a notice, where that fails.
+    """Starts a sampler that ends with this process or with `root`; None, and a notice, if that fails.
 
     Call it from the main thread: Linux ties a child to the thread that started it.
     """
@@ -88,7 +88,7 @@ def start(directory: Path, *, root: int, seconds: float = SECONDS) -> subprocess
         return subprocess.Popen(
             [sys.executable, "-m", "nemo_ext.memory.sampler", *words],
             stdin=subprocess.DEVNULL,
-            # What the run's pipes are read to the end by would wait for the sampler.
+            # A reader of the run's pipes would wait for the sampler to close them.
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -100,7 +100,7 @@ def start(directory: Path, *, root: int, seconds: float = SECONDS) -> subprocess
 
 @contextmanager
 def sampled(directory: Path, seconds: float | None) -> Iterator[None]:
-    """Samples this process and those below it, for a job that runs in one process; None does nothing."""
+    """Samples this process and its descendants until the block ends; without `seconds` does nothing."""
     process = None if seconds is None else start(directory, root=os.getpid(), seconds=seconds)
     try:
         yield
@@ -114,9 +114,9 @@ def sampled(directory: Path, seconds: float | None) -> Iterator[None]:
 
 
 def root_of_ranks() -> int:
-    """The process above all ranks of this node, asked in one of them: torchrun, or with srun the step's daemon.
+    """Process id of the common parent of this node's ranks, called in one of them: torchrun, or srun's step daemon.
 
-    A container's runtime may stand between a rank and the daemon.
+    A container runtime may stand between a rank and the daemon.
     """
     above = os.getppid()
     if "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_PROCID" not in os.environ:
@@ -129,10 +129,10 @@ def root_of_ranks() -> int:
 
 
 class Phases:
-    """Notes when a phase of the run begins. Errors of the file system are the profile's loss alone.
+    """Records when each phase of the run begins. File system errors lose entries but never stop the run.
 
     Args:
-        directory: of the samples; None notes nothing, as on all ranks but the first.
+        directory: folder of the samples; None records nothing, as on all ranks but the first.
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -141,7 +141,7 @@ class Phases:
         self._before: list[str | None] = []
 
     def begin(self, phase: str | None) -> None:
-        """A phase begins and the one before it ends; None: the run is over."""
+        """Begins a phase and ends the one before it; None ends the run."""
         if phase == self._current:
             return
         self._current = phase
@@ -151,18 +151,18 @@ class Phases:
                 _append(self._directory / PHASES, {"time": round(time.time(), 3), "phase": phase})
 
     def enter(self, phase: str) -> None:
-        """A phase begins that interrupts the one before it until `leave`."""
+        """Begins a phase that interrupts the current one until `leave`."""
         self._before.append(self._current)
         self.begin(phase)
 
     def leave(self) -> None:
-        """The phase that was interrupted goes on."""
+        """Resumes the phase that was interrupted."""
         if self._before:
             self.begin(self._before.pop())
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """A phase between `enter` and `leave`."""
+        """Context manager that enters a phase and leaves it."""
         self.enter(phase)
         try:
             yield
@@ -171,7 +171,7 @@ class Phases:
 
 
 class Gpus:
-    """The GPUs that NVML shows this process; none without a driver or `nvidia-ml-py`."""
+    """GPUs visible to this process through NVML; none without a driver or `nvidia-ml-py`."""
 
     def __init__(self) -> None:
         self._devices: list[Any] = []
@@ -179,14 +179,14 @@ class Gpus:
             self._nvml = import_module("pynvml")
         except ImportError:
             return
-        with suppress(Exception):  # a driver that is not there, or not as this binding knows it
+        with suppress(Exception):  # no driver, or one that this binding does not support
             self._nvml.nvmlInit()
             self._devices = [
                 self._nvml.nvmlDeviceGetHandleByIndex(number) for number in range(self._nvml.nvmlDeviceGetCount())
             ]
 
     def memory(self, what: str) -> list[int | None]:
-        """Bytes `used` or `total` of each; None for one that does not answer."""
+        """Bytes `used` or `total` on each GPU; None for a GPU that does not answer."""
         return [self._of(device, what) for device in self._devices]
 
     def _of(self, device: Any, what: str) -> int | None:
@@ -197,10 +197,10 @@ class Gpus:
 
 
 class Sampler:
-    """Measures.
+    """Measures memory.
 
     Args:
-        root: process whose memory counts with that of all below it, this one apart.
+        root: process id whose memory is counted with that of all its descendants, except this process.
     """
 
     def __init__(self, root: int) -> None:
@@ -210,26 +210,26 @@ class Sampler:
             self._root = psutil.Process(root)
 
     def ended(self) -> bool:
-        """Whether the root is gone, or nothing but a name in the process table."""
+        """True if the root has ended or is a zombie."""
         try:
             return self._root is None or not self._root.is_running() or self._root.status() == psutil.STATUS_ZOMBIE
         except psutil.Error:
             return True
 
     def sample(self) -> dict[str, Any]:
-        """Bytes now: `rss` of all processes, `host` in use, `shm` used in /dev/shm, `gpu` for each GPU."""
+        """Bytes in use now: `rss` of all processes, `host`, `shm` in /dev/shm, and `gpu`, a list with one per GPU."""
         sample = {"time": round(time.time(), 3), "rss": self._resident()}
         memory = psutil.virtual_memory()
         sample |= {"host": memory.total - memory.available, "shm": _shared("used")}
         return _with_gpus(sample, self._gpus.memory("used"))
 
     def totals(self) -> dict[str, Any]:
-        """Bytes that there are on this node."""
+        """Total bytes of each memory on this node: `host`, `shm` and `gpu`."""
         return _with_gpus({"host": psutil.virtual_memory().total, "shm": _shared("total")}, self._gpus.memory("total"))
 
     def _resident(self) -> int:
         total = 0
-        if self._root is None:  # gone before it was looked for
+        if self._root is None:  # ended before the sampler began
             return total
         with suppress(psutil.Error):
             for process in (self._root, *self._root.children(recursive=True)):
@@ -240,12 +240,12 @@ class Sampler:
 
 
 class Record:
-    """The file of this node: a line for the start, then one for each sample that differs from the last line.
+    """The file of this node: a line for the start, then one for each sample that differs from the last one written.
 
     Args:
-        directory: of the samples.
-        seconds: between two of them.
-        totals: of `Sampler.totals`.
+        directory: folder of the samples.
+        seconds: interval between samples.
+        totals: total bytes from `Sampler.totals`.
     """
 
     def __init__(self, directory: Path, *, seconds: float, totals: Mapping[str, Any]) -> None:
@@ -270,14 +270,14 @@ class Record:
             self._held.append(sample)
 
     def _rises(self, sample: Mapping[str, Any]) -> bool:
-        """Whether a value is above all that were written: peaks are what the file is for."""
+        """True if a value exceeds all that were written: the file must keep peaks."""
         return any(
             now is not None and now > most + LEAST_CHANGE
             for most, now in zip(self._highest, _values(sample), strict=True)
         )
 
     def failed(self, error: Exception) -> None:
-        """Notes, once, why samples are missing."""
+        """Records, once, why samples are missing."""
         if not self._failed:
             self._failed = self._line({"error": f"{type(error).__name__}: {error}"})
 
@@ -288,7 +288,7 @@ class Record:
 
     def _write(self, sample: dict[str, Any]) -> None:
         self._held = []
-        # What could not be written is not taken as known, so that a gap remains a gap.
+        # A sample that could not be written does not count as the last one, so that a gap remains a gap.
         self._written = sample if self._line(sample) else None
         values = [value or 0 for value in _values(sample)]
         self._highest = [max(pair) for pair in zip(self._highest or values, values, strict=True)]
@@ -303,7 +303,7 @@ class Record:
 
 
 def _append(path: Path, line: Mapping[str, Any]) -> None:
-    """Appends a line in one write, on a line of its own even after half a line that a kill left."""
+    """Appends a line in one write, on a new line even if the file ends with one that a kill cut off."""
     text = json.dumps(line, separators=(",", ":")).encode() + b"\n"
     with path.open("ab+", buffering=0) as stream:
         if (size := stream.seek(0, os.SEEK_END)) > 0:
@@ -340,7 +340,7 @@ def _with_gpus(line: dict[str, Any], gpus: Sequence[int | None]) -> dict[str, An
 
 
 def _follow(record: Record, sampler: Sampler, seconds: float, parent: int) -> None:
-    """Samples until the root, or the process that started this one, is gone."""
+    """Samples until the root or the parent process ends."""
     signal.pthread_sigmask(signal.SIG_BLOCK, (*_TO_ALL, STOP))
     end_with_parent(signal.SIGTERM)
 
@@ -362,12 +362,15 @@ def _sample(
     ended: Callable[[], bool],
     told: Callable[[int], bool],
 ) -> None:
-    """Samples once, and on until `ended`, asked between samples, or `told` of a signal (blocked, `numbers`) says so."""
+    """Samples until `ended` (checked between samples) or `told` (called for each signal of `numbers`) is True.
+
+    The signals must be blocked.
+    """
     due = time.monotonic()
     while True:
         try:
             record.add(sampler.sample())
-        except Exception as error:  # never the run's concern
+        except Exception as error:  # must never stop the run
             record.failed(error)
         due = max(due + seconds, time.monotonic())
         while (left := due - time.monotonic()) > 0:
@@ -381,7 +384,7 @@ def _sample(
 
 
 def _wrap(command: Sequence[str], directory: Path, seconds: float) -> int:
-    """Runs a command below this process and samples it; its exit code, 128 + N where signal N ended it."""
+    """Runs a command as a child and samples it; returns its exit code, 128 + N if signal N ended it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide the exit code
     numbers = (*_TO_ALL, signal.SIGCONT, signal.SIGCHLD)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
@@ -391,7 +394,7 @@ def _wrap(command: Sequence[str], directory: Path, seconds: float) -> int:
         end_with_parent(signal.SIGTERM)
 
     try:
-        # In a session of its own: what is sent to this process' group would reach the command twice.
+        # A new session, as signals to this process group would reach the command twice.
         process = subprocess.Popen(command, start_new_session=True, preexec_fn=in_child)
     except OSError as error:
         print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
@@ -411,7 +414,7 @@ def _wrap(command: Sequence[str], directory: Path, seconds: float) -> int:
 
 
 def main(words: Sequence[str]) -> int:
-    """The command; its exit code."""
+    """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m nemo_ext.memory.sampler",
         description="Samples the memory of processes, host, /dev/shm and GPUs into DIR/NODE.jsonl.",

@@ -1,1 +1,1 @@
-"""Jobs on Slurm: what a cluster has, checks before the queue, the batch script's part, what goes on after a stop."""
+"""Jobs on Slurm: site descriptions, checks before submission, the batch script's part, restarts after a stop."""

@@ -1,4 +1,4 @@
-"""The starts of a run on Slurm, one line each in its run directory, and whether it should be started again."""
+"""The record of a run's starts on Slurm, kept in its run directory, and whether it should be started again."""
 
 import json
 import time
@@ -12,7 +12,7 @@ FOLDER = "slurm"
 ATTEMPTS = "attempts.json"
 FINISHED = "finished.json"
 TIME_LIMIT = "time limit"
-"""What such a reason begins with."""
+"""Prefix of the reason of a start that reached its time limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,16 +20,16 @@ class Attempt:
     """One start.
 
     Attributes:
-        job: Slurm's id.
-        restart: how often Slurm had started this job before.
-        nodes: their names as Slurm writes them.
-        began: seconds since 1970.
-        first_step: of the checkpoint that it went on from; 0 for none.
-        ended: None while it runs, or where it was killed with its node.
-        last_step: of the newest checkpoint at its end.
-        reason: of its end; "" while it runs.
-        counted: whether the job's progress shows in steps; if not, a start that ran to its time limit got on.
-        given_up: why the job was not queued again after it; "" if it was.
+        job: Slurm job id.
+        restart: number of earlier starts of this job.
+        nodes: node names in Slurm's notation.
+        began: start time in Unix seconds.
+        first_step: step of the checkpoint that it resumed from; 0 for none.
+        ended: end time in Unix seconds; None while it runs, or until the next start if it was killed.
+        last_step: step of the newest checkpoint at its end.
+        reason: reason of its end; "" while it runs.
+        counted: True if progress is measured in steps; if not, a start that reached its time limit made progress.
+        given_up: reason why the job was not requeued after it, or "".
     """
 
     job: str
@@ -45,27 +45,27 @@ class Attempt:
 
     @property
     def progressed(self) -> bool:
-        """Whether a newer checkpoint came of it."""
+        """True if the start wrote a newer checkpoint or, without steps, reached its time limit."""
         if not self.counted:
             return self.reason.startswith(TIME_LIMIT)
         return (self.last_step or 0) > self.first_step
 
 
 def read(run_dir: Path) -> list[Attempt]:
-    """All starts, the oldest first."""
+    """All starts of a run, oldest first."""
     path = run_dir / FOLDER / ATTEMPTS
     return [Attempt(**line) for line in json.loads(path.read_text())] if path.is_file() else []
 
 
 def write(run_dir: Path, attempts: Sequence[Attempt]) -> None:
-    """Replace the record."""
+    """Replace the record of starts."""
     write_text(run_dir / FOLDER / ATTEMPTS, json.dumps([asdict(each) for each in attempts], indent=1) + "\n")
 
 
 def begin(run_dir: Path, *, job: str, restart: int, nodes: str, step: int | None) -> list[Attempt]:
-    """Note a start; one before it that has no end was killed with its node or by Slurm.
+    """Record a start; earlier starts without an end are marked as killed with their node or by Slurm.
 
-    A run that was finished and has more steps now is not finished any more. `step` is None where none are counted.
+    The mark of a finished run is removed, as it now has more steps to do. `step` is None for jobs without steps.
     """
     (run_dir / FOLDER / FINISHED).unlink(missing_ok=True)
     before = [
@@ -83,7 +83,7 @@ def begin(run_dir: Path, *, job: str, restart: int, nodes: str, step: int | None
 
 
 def end(run_dir: Path, *, step: int | None, reason: str, given_up: str = "") -> list[Attempt]:
-    """Note the end of the newest start."""
+    """Record the end of the newest start."""
     *before, last = read(run_dir)
     attempts = [*before, replace(last, ended=time.time(), last_step=step, reason=reason, given_up=given_up)]
     write(run_dir, attempts)
@@ -91,12 +91,12 @@ def end(run_dir: Path, *, step: int | None, reason: str, given_up: str = "") -> 
 
 
 def verdict(attempts: Sequence[Attempt], *, max_restarts: int, max_idle: int) -> str | None:
-    """Why a run should not be started once more; None if it should.
+    """Reason not to start a run again, or None if it should be started.
 
     Args:
-        attempts: of one job, all of them ended.
-        max_restarts: after the first start.
-        max_idle: starts, one after the other, that no checkpoint came of.
+        attempts: starts of one job, all ended.
+        max_restarts: maximum number of starts after the first.
+        max_idle: number of consecutive starts without a new checkpoint at which to give up.
     """
     idle = 0
     for each in reversed(attempts):
@@ -112,11 +112,11 @@ def verdict(attempts: Sequence[Attempt], *, max_restarts: int, max_idle: int) ->
 
 
 def finish(run_dir: Path, *, step: int | None, words: Sequence[str]) -> None:
-    """Mark the run as finished, by a job with these words."""
+    """Mark the run as finished by a job with these arguments."""
     write_text(run_dir / FOLDER / FINISHED, json.dumps({"step": step, "at": time.time(), "words": list(words)}) + "\n")
 
 
 def finished(run_dir: Path) -> list[str] | None:
-    """The words of the job that finished the run; None if it is not."""
+    """Arguments of the job that finished the run, or None if it is not finished."""
     path = run_dir / FOLDER / FINISHED
     return list(json.loads(path.read_text()).get("words", ())) if path.is_file() else None

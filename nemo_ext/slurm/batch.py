@@ -1,4 +1,4 @@
-"""What a script of `slurm/` becomes on the first node: the words of this task of an array, and the start of its job.
+"""Entry point of the scripts in `slurm/` on the first node: starts the job, or this task of an array.
 
 exec python -m nemo_ext.slurm.batch train recipe=... cluster=leonardo key=value
 """
@@ -17,10 +17,10 @@ from nemo_ext.slurm.training import Training
 
 
 def own_words(job: str, words: Sequence[str], slurm: Mapping[str, str]) -> list[str]:
-    """The words of this task of an array: a sweep's point, or a shard of Puzzle's distillation; else the words.
+    """Arguments of this array task: a sweep's point or a shard of Puzzle's distillation; otherwise `words` unchanged.
 
     Raises:
-        ValueError: the array's number has no point, or there is no array.
+        ValueError: if a sweep is not started as an array, or has no point of the task's number.
     """
     number = slurm.get("SLURM_ARRAY_TASK_ID")
     if MULTIRUN in words:
@@ -34,7 +34,7 @@ def own_words(job: str, words: Sequence[str], slurm: Mapping[str, str]) -> list[
 
 
 def main() -> NoReturn:
-    """The command; a user's mistake is one line and exit code 2, and the job is not queued again."""
+    """Run the command; a user's mistake gives one line and exit code 2, and the job is not requeued."""
     with mistakes_are_one_line():
         job, *words = sys.argv[1:] or [""]
         script_name(job)

@@ -1,4 +1,4 @@
-"""The facts of a site, files of `hydra_conf/cluster`, and how a command runs on its nodes."""
+"""A site as `hydra_conf/cluster` describes it, and how a command runs on its nodes."""
 
 import os
 import re
@@ -19,11 +19,11 @@ _DAYS = re.compile(r"(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+)(?::(?P<sec
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Limit:
-    """Of a quality of service.
+    """Limits of a quality of service.
 
     Attributes:
-        time: the longest, as Slurm writes it: 24:00:00, 4-00:00:00.
-        nodes: the most; None where there is no bound.
+        time: longest run time in Slurm's notation: 24:00:00, 4-00:00:00.
+        nodes: maximum number of nodes; None for no limit.
     """
 
     time: str
@@ -35,14 +35,14 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Node:
-    """What each node has.
+    """Hardware of each node.
 
     Attributes:
-        gpus: how many; a rank on each.
-        gpu: their name.
-        gpu_memory_gib: of each; None for the simulated ones.
-        fp8: the FP8 scalings that they multiply in (`precision_plan.recipe`); none for GPUs without.
-        cpus: cores.
+        gpus: number of GPUs, one rank on each.
+        gpu: name of the GPUs.
+        gpu_memory_gib: memory of each GPU in GiB; None for simulated ones.
+        fp8: FP8 scaling recipes that the GPUs support (`precision_plan.recipe`); empty for GPUs without FP8.
+        cpus: number of CPU cores.
     """
 
     gpus: PositiveInt
@@ -54,13 +54,13 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Container:
-    """How a command enters a container.
+    """The container that commands run in.
 
     Attributes:
         runtime: none, singularity, apptainer, or pyxis (options of srun).
-        image: a file or a registry's name; None for no container.
-        options: of the runtime, --nv for example.
-        binds: folders of the host, `$NAME` is the variable's value on the node; one that is not set is left out.
+        image: image file or registry name; None for no container.
+        options: options of the runtime, --nv for example.
+        binds: host folders to mount; `$NAME` is expanded on the node, and a folder is left out if it is not set.
     """
 
     runtime: Literal["none", "singularity", "apptainer", "pyxis"] = "none"
@@ -74,7 +74,7 @@ class Container:
 
     @property
     def used(self) -> bool:
-        """Whether there is one."""
+        """True if commands run in a container."""
         return self.runtime != "none" and self.image is not None
 
 
@@ -83,13 +83,14 @@ class Cluster:
     """A site.
 
     Attributes:
-        name: of the file.
-        partition: that jobs go to; None for Slurm's default.
-        qos: a key of `limits`; None for the first, which the partition has by itself and no option names.
-        limits: by quality of service; empty where they are not known.
-        node: None where it is not known.
-        internet: whether compute nodes reach it; without, caches must be there and Hugging Face's is read offline.
-        environment: variables of every rank.
+        name: name of the file.
+        partition: partition for jobs; None for Slurm's default.
+        qos: key of `limits`; None for the first, the partition's default, which needs no option.
+        limits: limits by quality of service; empty if unknown.
+        node: hardware of each node; None if unknown.
+        internet: True if compute nodes reach the internet; if not, Hugging Face's libraries read their cache alone.
+        container: container that commands run in.
+        environment: environment variables of every rank.
     """
 
     name: str
@@ -107,28 +108,28 @@ class Cluster:
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> "Cluster":
-        """From the section `cluster` of a config.
+        """The site from a config's section `cluster`.
 
         Raises:
-            ValueError: naming the key, what it holds and what it may hold.
+            ValueError: naming the key, its value and the values allowed.
         """
         return checked(cls, section, where="cluster")
 
     @property
     def limit(self) -> Limit | None:
-        """Of the quality of service that is asked for; None where it is not known."""
+        """Limit of the requested quality of service, or None if unknown."""
         return self.limits[self.qos or next(iter(self.limits))] if self.limits else None
 
     def variables(self) -> dict[str, str]:
-        """The environment of every rank; what the user set stays."""
+        """Environment variables of every rank; values that the user set take precedence."""
         offline = {} if self.internet else dict.fromkeys(OFFLINE, "1")
         return {name: os.environ.get(name, value) for name, value in {**offline, **self.environment}.items()}
 
     def inside(self, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
         """The command as srun starts it on a node, in the container if there is one.
 
-        Singularity and Apptainer take variables over from the host, except those that the image itself sets; these
-        are given once more with --env.
+        Singularity and Apptainer inherit the host's variables except those that the image sets, so `environment` is
+        passed again with --env.
         """
         container = self.container
         if not container.used or container.runtime == "pyxis":
@@ -139,7 +140,7 @@ class Cluster:
         return [container.runtime, "exec", *container.options, *binds, *given, container.image, *command]
 
     def srun_options(self) -> list[str]:
-        """Of srun, for a container that it makes itself."""
+        """Options of srun for a Pyxis container."""
         container = self.container
         if not container.used or container.runtime != "pyxis":
             return []
@@ -149,20 +150,20 @@ class Cluster:
         return [f"--container-image={container.image}", *mounts, "--no-container-mount-home", *container.options]
 
     def binds(self) -> list[str]:
-        """Folders of this host that a container sees."""
+        """Host folders to mount in the container, with variables expanded."""
         places = [os.path.expandvars(place) for place in self.container.binds]
         return [place for place in places if not place.startswith("$")]
 
 
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
-"""Variables with which Hugging Face's libraries read their cache alone."""
+"""Variables that make Hugging Face's libraries read their cache alone."""
 
 
 def duration(text: str) -> timedelta:
-    """A time as Slurm writes it: MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS.
+    """Duration from Slurm's notation: MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS.
 
     Raises:
-        ValueError: it is none of these. Minutes alone are refused: to YAML and to people 30:00 and 30 differ.
+        ValueError: for anything else. A bare number of minutes is refused: 30 and 30:00 are easily confused.
     """
     found = _TIME.fullmatch(text) or _DAYS.fullmatch(text)
     if found is None:

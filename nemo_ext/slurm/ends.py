@@ -1,4 +1,4 @@
-"""Why a job is no longer in the queue: what Slurm still knows of it, and the first error in what it printed."""
+"""Why a job is no longer in the queue: what Slurm still knows of it, and the first error in its output."""
 
 import json
 import pwd
@@ -12,7 +12,7 @@ from pathlib import Path
 from nemo_ext.job.files import write_text
 
 CANCELLED = "cancelled.json"
-"""In a run's folder `slurm`: who cancelled its newest job with `nemo-ext cancel`, and when."""
+"""File in a run's folder `slurm`: who cancelled its newest job with `nemo-ext cancel`, and when."""
 _STATES = {
     "TIMEOUT": "time limit",
     "OUT_OF_MEMORY": "out of memory",
@@ -22,7 +22,7 @@ _STATES = {
     "DEADLINE": "Slurm's deadline passed",
 }
 _NO_OUTPUT = "0:53"
-"""The exit code that slurmd gives to a job whose output it cannot open."""
+"""Exit code that slurmd gives to a job whose output file it cannot open."""
 _TRACEBACK = "Traceback (most recent call last):"
 _START = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d start \d+ of ")
 _OWN = re.compile(r"(?:\d+: )?error: (.*)")
@@ -34,15 +34,14 @@ _LONGEST = 300
 
 
 def first_error(log: Path, position: int = 0) -> str:
-    """The first error that a log has of its last start, in one line; "" for none.
+    """First error of the last start in a log, in one line; "" if there is none.
 
-    That of an exception's traceback, of any rank, or of a line "error: ..."; memory that Slurm or the kernel found
-    exceeded comes before these, as what it killed has ranks elsewhere fail. Where there is none of them, what Slurm
-    says of the end.
+    The error is the exception of any rank's traceback or a line "error: ..."; running out of memory takes precedence,
+    as it makes ranks elsewhere fail. If there is neither, it is what Slurm says of the end.
 
     Args:
-        log: of ranks, or the job's output.
-        position: in bytes, where to begin.
+        log: log of the ranks, or the job's output.
+        position: byte offset to begin at.
     """
     if not log.is_file():
         return ""
@@ -86,11 +85,11 @@ def _of_slurm(line: str, found: dict[str, str]) -> None:
 
 
 def why(folder: Path, job: str) -> str:
-    """Why a job ended, in one line; "" if neither Slurm nor its output says.
+    """Reason why a job ended, in one line; "" if neither Slurm nor its output says.
 
     Args:
-        folder: `slurm` of the run.
-        job: its id.
+        folder: folder `slurm` of the run.
+        job: Slurm job id.
     """
     asked = _asked(job)
     output = folder / f"{job}.out"
@@ -115,12 +114,12 @@ def why(folder: Path, job: str) -> str:
         said += f" of {asked['TimeLimit']}"
     if not said:
         return error
-    # Slurm's line in the output says the same again, with the time.
+    # Slurm's line in the output repeats the reason, with the time.
     return said if not error or error.startswith(said.partition(" of ")[0]) else f"{said}: {error}"
 
 
 def unknown(folder: Path, job: str) -> str:
-    """What is left to say where `why` knows nothing."""
+    """Explanation for a job of which `why` knows nothing: its last output, or that there is none."""
     output = folder / f"{job}.out"
     if not output.is_file():
         return (
@@ -133,20 +132,20 @@ def unknown(folder: Path, job: str) -> str:
 
 
 def note(folder: Path, job: str, *, by: str) -> None:
-    """That somebody cancels a job now."""
+    """Record that `by` cancels a job now."""
     at = time.strftime("%Y-%m-%dT%H:%M:%S")
     write_text(folder / CANCELLED, json.dumps({"job": job, "by": by, "at": at}) + "\n")
 
 
 def noted(folder: Path, job: str) -> str:
-    """Who cancelled the job and when, "by NAME at TIME"; "" if that was not noted."""
+    """Who cancelled the job and when, "by NAME at TIME"; "" if not recorded."""
     path = folder / CANCELLED
     said = json.loads(path.read_text()) if path.is_file() else {}
     return f"by {said['by']} at {said['at']}" if said.get("job") == job else ""
 
 
 def _cancelled(asked: dict[str, str]) -> str:
-    """By whom, when, and whether it had begun."""
+    """Who cancelled the job, when, and whether it was still queued, from Slurm's fields."""
     if asked.get("Reason") == "DependencyNeverSatisfied":
         return "by Slurm: a job that it waited for failed"
     number = asked.get("By", "")
@@ -164,7 +163,7 @@ def _cancelled(asked: dict[str, str]) -> str:
 
 
 def _asked(job: str) -> dict[str, str]:
-    """What Slurm says of a job that has ended: its controller for some minutes, its accounting, where it has one."""
+    """Slurm's fields of an ended job, from the controller for some minutes and from accounting if there is any."""
     said: dict[str, str] = {}
     if shutil.which("scontrol"):
         asked = ["scontrol", "show", "job", job, "--oneliner"]

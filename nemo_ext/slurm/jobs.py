@@ -1,4 +1,4 @@
-"""What the jobs of `nemo-ext` are to Slurm: their script, what they write and how many GPUs they take. No torch."""
+"""Properties of the jobs of `nemo-ext` for Slurm: batch script, inputs, outputs, nodes and GPUs. No torch."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,19 +13,19 @@ TASKS = (
     *("tokenize", "sft_data", "preference_data", "rl_tasks", "curriculum", "blend", "merge"),
     *("quantize", "sensitivity"),
 )
-"""Jobs that share slurm/task.sbatch: one node, no GPU but for the last two."""
+"""Jobs that share slurm/task.sbatch: one node, and no GPU except for the last two."""
 ON_TRAINING_CONFIG = ("train", "puzzle", "sensitivity")
 """Jobs whose config is a training run's, with its data and `launcher`."""
 JOBS = ("train", "rl", "puzzle", "convert", *TASKS)
 RECORDS = Path("runs/slurm")
-"""Where starts are noted of jobs that have no run directory."""
+"""Folder for the records of jobs that have no run directory."""
 
 
 def script_name(job: str) -> str:
-    """The batch script of a job, in `slurm/`.
+    """Name of a job's batch script in `slurm/`.
 
     Raises:
-        ValueError: there is no such job, or it is none for Slurm.
+        ValueError: if there is no such job for Slurm.
     """
     if job not in JOBS:
         raise ValueError(f"job={job}: {nearest(job, JOBS)}")
@@ -33,7 +33,7 @@ def script_name(job: str) -> str:
 
 
 def makes(job: str, config: Mapping[str, Any]) -> list[Path]:
-    """Folders, files and beginnings of files that the job writes."""
+    """Folders, files and file prefixes that the job writes."""
     if job in ("convert", "merge", "quantize"):
         found = [config["to"]]
     elif job == "tokenize" and not config["output"]:
@@ -48,10 +48,10 @@ def makes(job: str, config: Mapping[str, Any]) -> list[Path]:
 
 
 def record_of(job: str, config: Mapping[str, Any], settings: Settings) -> Path:
-    """The folder whose `slurm` has the record of the job's starts: the run directory where there is one.
+    """Folder whose `slurm` holds the record of the job's starts: the run directory if there is one.
 
     Raises:
-        ValueError: the run directory is null.
+        ValueError: if the run directory is null.
     """
     shard = config["puzzle"].get("shard") if job == "puzzle" else None
     if shard is not None:
@@ -63,7 +63,7 @@ def record_of(job: str, config: Mapping[str, Any], settings: Settings) -> Path:
         blend = job == "tokenize" and not config["output"]
         directory = config["data"]["directory"] if blend else None
         places = [Path(str(directory))] if directory else makes(job, config)
-        # The whole path, as many folders end alike.
+        # The whole path, as many folders have the same name.
         return RECORDS / "-".join([job, *(part for place in places for part in place.parts if part != "/")])
     if config["run_dir"] is None:
         raise ValueError("run_dir=null: name a directory")
@@ -71,15 +71,15 @@ def record_of(job: str, config: Mapping[str, Any], settings: Settings) -> Path:
 
 
 def shard_record(record: Path, number: int) -> Path:
-    """The same for a shard of Puzzle's distillation."""
+    """Folder like `record_of` for a shard of Puzzle's distillation."""
     return record / "shards" / str(number)
 
 
 def nodes_and_gpus(job: str, config: Mapping[str, Any], settings: Settings) -> tuple[int, int]:
-    """How many nodes a job takes, and how many GPUs of each.
+    """Number of nodes that a job takes, and number of GPUs on each.
 
     Raises:
-        ValueError: NeMo-RL takes whole nodes, and the site does not say what they have.
+        ValueError: if the job runs NeMo-RL, which takes whole nodes, and the site's nodes are unknown.
     """
     if job in ON_TRAINING_CONFIG:
         return int(config["launcher"]["nodes"]), int(config["launcher"]["nproc_per_node"])
@@ -99,7 +99,7 @@ def nodes_and_gpus(job: str, config: Mapping[str, Any], settings: Settings) -> t
 
 
 def saved_step(job: str, record: Path) -> int | None:
-    """Of the newest checkpoint; None for jobs whose progress cannot be counted.
+    """Step of the newest checkpoint, 0 if there is none; None for jobs without steps.
 
     TRL's checkpoints are `checkpoint-N`, NeMo-RL's `step_N`.
     """
@@ -113,7 +113,7 @@ def saved_step(job: str, record: Path) -> int | None:
 
 
 def inputs(job: str, config: Mapping[str, Any]) -> list[tuple[str, Path, str]]:
-    """Files and folders that the job reads beside its data: key, path, and what makes them."""
+    """Files and folders that the job reads besides its data, each as key, path and advice if missing."""
     given: Sequence[tuple[str, Any, str]] = ()
     if job == "train":
         given = [
@@ -139,7 +139,7 @@ def inputs(job: str, config: Mapping[str, Any]) -> list[tuple[str, Path, str]]:
         given = [("from", config["from"], "name a checkpoint"), ("files_from", config["files_from"], "name a folder")]
     elif job == "quantize":
         data = str(config["calibration"]["data"] or "")
-        # Packs have a prefix that is no file, and globs are looked at when they are read.
+        # Packs are named by a prefix, which is no file, and globs are expanded when they are read.
         named = data if data.endswith((".jsonl", ".parquet")) and not set(data) & set("*?[") else None
         given = [
             ("from", config["from"], "train or convert it first"),

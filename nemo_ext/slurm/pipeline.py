@@ -1,4 +1,4 @@
-"""`nemo-ext submit pipeline=NAME`: jobs that follow each other, each after those it needs have ended well."""
+"""`nemo-ext submit pipeline=NAME`: a pipeline of jobs, each started after those it depends on have succeeded."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,12 +23,12 @@ from nemo_ext.slurm.submit import Submission, errors, hand_over, planned, tell
 from nemo_ext.slurm.submit import checked as checked_submission
 
 OWN_FOLDER = ("train", "rl")
-"""Jobs whose run directory is their stage's folder."""
+"""Jobs whose run directory is the folder of their stage."""
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class Given:
-    """A stage as a pipeline's file has it; see hydra_conf/pipeline.yaml."""
+    """A stage as written in a pipeline's file; see hydra_conf/pipeline.yaml."""
 
     job: str
     words: tuple[str, ...]
@@ -40,9 +40,9 @@ class Stage:
     """A job of a pipeline.
 
     Attributes:
-        name: of the stage, and of its folder.
-        words: of `nemo-ext submit`.
-        after: names of stages that must have ended well.
+        name: name of the stage and of its folder.
+        words: arguments of `nemo-ext submit`.
+        after: names of stages that must have succeeded.
     """
 
     name: str
@@ -52,12 +52,12 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Stages in an order in which each comes after those it needs.
+    """Stages in topological order.
 
     Attributes:
-        run_dir: with a folder for every stage.
-        stages: to be done.
-        config: as composed.
+        run_dir: folder with one folder for each stage.
+        stages: stages to run, without those skipped.
+        config: composed config of the pipeline.
     """
 
     run_dir: Path
@@ -65,7 +65,7 @@ class Pipeline:
     config: Mapping[str, Any]
 
     def before(self, stage: Stage) -> list[Stage]:
-        """All that must be done before a stage, directly or not."""
+        """All direct and indirect dependencies of a stage."""
         named = {each.name: each for each in self.stages}
         found: dict[str, Stage] = {}
         for name in stage.after:
@@ -74,13 +74,13 @@ class Pipeline:
 
 
 def read(words: Sequence[str]) -> Pipeline:
-    """The pipeline that the words of the command name.
+    """The pipeline that the command's arguments describe.
 
-    `STAGE.key=value` goes to one stage, `JOB.key=value` to all stages of that job, words about site and queue to all,
-    the others are the pipeline's own.
+    `STAGE.key=value` goes to one stage, `JOB.key=value` to all stages of that job, arguments about site and queue to
+    all stages; the others are the pipeline's own.
 
     Raises:
-        ValueError: naming what is wrong with a stage or a word.
+        ValueError: naming what is wrong with a stage or an argument.
     """
     site, theirs = split(words)
     folders, theirs = config_folders(theirs)
@@ -110,7 +110,7 @@ def read(words: Sequence[str]) -> Pipeline:
         if name in config["skip"]:
             continue
         more = [_of(word, prefix) for prefix in (stage.job, name) for word in dotted if word.startswith(f"{prefix}.")]
-        # Where its starts are noted.
+        # The folder for the record of its starts.
         key = "run_dir" if stage.job in OWN_FOLDER else "slurm.folder"
         place = f"{key}={hydra_value(str(run_dir / name))}"
         wanted = tuple(parent for parent in after if parent not in config["skip"])
@@ -120,7 +120,7 @@ def read(words: Sequence[str]) -> Pipeline:
 
 
 def _last_of_each_key(words: Sequence[str]) -> list[str]:
-    """Words of which later ones stand in the place of earlier ones of the same key; folders of configs are all kept."""
+    """The last argument of each key, in the place of the first; all config folders are kept."""
     return list({word if word.startswith("-") else word.partition("=")[0]: word for word in words}.values())
 
 
@@ -135,15 +135,15 @@ def _of(word: str, prefix: str) -> str:
 
 
 def submit(words: Sequence[str], *, dry_run: bool) -> int:
-    """Check all stages, then submit those that are neither finished nor in the queue; the exit code.
+    """Check all stages, then submit those neither finished nor in the queue; returns the exit code.
 
     Raises:
-        ValueError: what the user can mend.
+        ValueError: for mistakes that the user can correct.
     """
     console = Console(highlight=False, soft_wrap=True)
     pipeline = read(words)
     submissions: dict[str, Submission] = {}
-    jobs: dict[str, str] = {}  # of stages that wait or run
+    jobs: dict[str, str] = {}  # job ids of stages that wait or run; "" for stages to submit
     queue = queued()
     wrong = False
     for stage in pipeline.stages:
@@ -157,7 +157,7 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
             submission = submissions[stage.name] = planned(stage.words, coming=coming)
         except (ValueError, HydraException) as error:
             raise ValueError(f"stages.{stage.name}: {error}") from error
-        # What follows a stage that is done again is done again.
+        # A stage is repeated if one that it depends on is.
         done = _finished(submission) and not _needed(stage, jobs)
         waiting = [job for record in submission.records if (job := job_of(record)) in queue]
         if done:
@@ -200,7 +200,7 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
 def _other_tokenizers(
     before: Sequence[Stage], submissions: Mapping[str, Submission], submission: Submission
 ) -> list[Finding]:
-    """What a stage trains on that those before it tokenise otherwise."""
+    """Errors for streams that earlier stages tokenise with another tokenizer than this stage uses."""
     if submission.settings.job not in ON_TRAINING_CONFIG:
         return []
     parents = [submissions[stage.name] for stage in before]
@@ -209,15 +209,15 @@ def _other_tokenizers(
 
 
 def _needed(stage: Stage, jobs: Mapping[str, str]) -> list[str]:
-    """Stages to wait for."""
+    """Names of the stages that a stage has to wait for."""
     return [name for name in stage.after if name in jobs]
 
 
 def _finished(submission: Submission) -> bool:
-    """Whether all of it was done before, with the same words.
+    """True if all of a submission was finished before, with the same arguments.
 
     Raises:
-        ValueError: with other words.
+        ValueError: if it was finished with other arguments.
     """
     ends = [attempts.finished(record) for record in submission.records]
     if any(end is None for end in ends):

@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a job before it waits in a queue. No torch."""
+"""Checks that find a job's errors before it waits in a queue. No torch."""
 
 import os
 import shutil
@@ -31,14 +31,14 @@ SETTINGS = {
     "quantize": ("nemo_ext.quantization.settings", "read_settings"),
     "sensitivity": ("nemo_ext.sensitivity.settings", "read_settings"),
 }
-"""Where jobs read their settings."""
+"""Module and function that read each job's settings."""
 TIGHT = 0.9
 """Share of a GPU's memory above which a warning says that fragments and buffers may not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is wrong, or good to know, in one line with what to do."""
+    """One error, warning or note, in one line with the remedy."""
 
     kind: Literal["error", "warning", "note"]
     text: str
@@ -47,13 +47,13 @@ class Finding:
 def findings(
     config: Mapping[str, Any], settings: Settings, *, paths: bool = True, coming: Sequence[Path] = ()
 ) -> list[Finding]:
-    """All that is found; errors would end the job.
+    """All findings on a job; errors would make it fail.
 
     Args:
-        config: of the job, composed.
-        settings: of site and queue.
-        paths: whether to look for files; without, for a table of recipes and sites.
-        coming: what jobs before this one make, which need not be there yet.
+        config: composed config of the job.
+        settings: settings of site and queue.
+        paths: if False, skip the checks of files, as for a table of recipes and sites.
+        coming: paths that earlier jobs write and that need not exist yet.
     """
     cluster = settings.cluster
     found = [*_queue(config, settings)]
@@ -73,16 +73,16 @@ def findings(
 
 
 def _tokenizer_missing(found: Sequence[Finding]) -> bool:
-    """Whether the tokenizer is known to be missing."""
+    """True if a finding says that the tokenizer is missing."""
     return any(one.text.startswith("data.tokenizer: ") for one in found)
 
 
 def other_tokenizers(config: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Streams that a stage before tokenises by another tokenizer than training reads them with.
+    """Errors for streams that an earlier stage tokenises with another tokenizer than training uses.
 
     Args:
-        config: of training.
-        before: of the stages before it that tokenise.
+        config: config of training.
+        before: configs of the earlier tokenize stages.
     """
     for made in before:
         prefixes = {place.resolve() for place in makes("tokenize", made)}
@@ -95,7 +95,7 @@ def other_tokenizers(config: Mapping[str, Any], before: Sequence[Mapping[str, An
             try:
                 same = load_tokenizer(wanted).identity == load_tokenizer(data["tokenizer"]).identity
             except ValueError:
-                continue  # `findings` of either stage says so
+                continue  # reported by `findings` of either stage
             if shared and not same:
                 yield Finding(
                     "error",
@@ -105,13 +105,13 @@ def other_tokenizers(config: Mapping[str, Any], before: Sequence[Mapping[str, An
 
 
 def _sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The data of a training run and of its phases, as far as they have some."""
+    """Data sections of a training run and of its phases, where present."""
     phases = (config.get("phases") or {}).values()
     return [data for data in (config.get("data"), *((phase or {}).get("data") for phase in phases)) if data]
 
 
 def _tokenizers(config: Mapping[str, Any], coming: Sequence[Path]) -> Iterator[Finding]:
-    """A tokenizer that cannot be read, or has more ids than the model has embedding rows."""
+    """Errors for a tokenizer that cannot be read or has more ids than the model has embedding rows."""
     for data in _sections(config):
         tokenizer = data.get("tokenizer")
         if not isinstance(tokenizer, Mapping):
@@ -128,11 +128,11 @@ def _tokenizers(config: Mapping[str, Any], coming: Sequence[Path]) -> Iterator[F
 
 
 def is_there(path: Path, coming: Sequence[Path]) -> bool:
-    """Whether a file or folder is there, or a job before this one makes it."""
+    """True if a file or folder exists or an earlier job writes it."""
     given = path.resolve()
 
     def made_at(place: Path) -> bool:
-        # Tokenised files begin with what they were told to.
+        # Tokenised files are named by their prefix.
         return given.is_relative_to(place) or (given.parent == place.parent and given.name.startswith(f"{place.name}_"))
 
     return path.exists() or any(made_at(place.resolve()) for place in coming)
@@ -192,7 +192,7 @@ def _gpus(config: Mapping[str, Any], world: int) -> Sequence[GpuCost]:
     config = {**config, "model": {**config["model"], "pattern": pattern_with_cuts(config)}}
     architecture = Architecture.from_config(config)
     layout = Layout.from_config(config, world_size=world)
-    # With phases the longest sequences need most.
+    # With phases the longest sequences need the most memory.
     lengths = [
         (phase.get("megatron") or {}).get("seq_length") for phase in (config.get("phases") or {}).values() if phase
     ]
@@ -218,7 +218,7 @@ def _precision(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]
 
 
 def _reinforcement(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """An algorithm that does not fit together, an engine that is not there."""
+    """Errors for inconsistent algorithm settings or a missing engine."""
     from nemo_ext.rl.job import checked_algorithm
 
     try:
@@ -231,7 +231,7 @@ def _reinforcement(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _settings(job: str, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """What a job that makes data would refuse before it reads anything."""
+    """The error that a job would raise on its settings before it reads anything."""
     module, name = SETTINGS[job]
     try:
         getattr(import_module(module), name)(config)
@@ -246,7 +246,7 @@ def _data(config: Mapping[str, Any], coming: Sequence[Path], job: str) -> Iterat
             how = "`nemo-ext sft_data` writes it"
         elif data.get("blend") or data.get("streams"):
             leaves = read_tree(data).leaves()
-            # A job on one machine tokenises what has a source by itself; training on Slurm does not.
+            # A job on one machine tokenises streams that have a source; training on Slurm does not.
             needed = [Path(f"{leaf.prefix}_train.idx") for leaf in leaves if job == "train" or not leaf.source]
             how = "`nemo-ext tokenize` writes it"
         else:
@@ -271,7 +271,7 @@ def _inputs(config: Mapping[str, Any], settings: Settings, coming: Sequence[Path
         return
     above = next(place for place in (record.resolve(), *record.resolve().parents) if place.exists())
     try:
-        # Not os.access: to root all is writable, /proc and what is mounted read-only too.
+        # Not os.access: for root it reports even /proc and read-only mounts as writable.
         with TemporaryDirectory(prefix=".nemo_ext-", dir=above):
             pass
     except OSError as error:
@@ -298,7 +298,7 @@ def _container(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _offline(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
-    """Names of tokenizers and models that would have to be downloaded."""
+    """An error for a tokenizer that is missing, or not in the cache of nodes without internet."""
     if cluster.internet:
         return
     tokenizer = (config.get("data") or {}).get("tokenizer")

@@ -1,4 +1,4 @@
-"""The parts of a job that need Megatron, in processes of their own: on nodes these may run in a container.
+"""Parts of a job that need Megatron, in separate processes, which may run in a container.
 
 python -m nemo_ext.slurm.prepare compose OUT recipe=... key=value      composes once, checks, writes the config
 python -m nemo_ext.slurm.prepare report RUN_DIR
@@ -17,11 +17,11 @@ def prepared(words: list[str]) -> dict[str, object]:
     """Compose a training run and write its config.
 
     Returns:
-        `run_dir`, `config` (its path), `step` of the newest whole checkpoint, `target`, the step at which these ranks
-        end, and `notice`, what was wrong with the newest checkpoint.
+        `run_dir`, `config` (its path), `step` of the newest complete checkpoint, `target` (the step at which these
+        ranks end) and `notice` (what was wrong with the newest checkpoint, or "").
 
     Raises:
-        ValueError: as `nemo_ext.launch.prepare`.
+        ValueError: see `nemo_ext.launch.prepare`.
     """
     from nemo_ext.checkpoint.sound import fall_back
     from nemo_ext.launch import prepare, target_of
@@ -44,7 +44,7 @@ def prepared(words: list[str]) -> dict[str, object]:
 
 
 def main() -> None:
-    """The command; a user's mistake is one line and exit code 2."""
+    """Run the command; a user's mistake gives one line and exit code 2."""
     verb, place, *words = sys.argv[1:]
     with mistakes_are_one_line():
         if verb == "compose":

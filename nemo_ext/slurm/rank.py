@@ -1,4 +1,4 @@
-"""One rank as srun starts it: torchrun's variables from Slurm's, then `nemo_ext.megatron.rank` in the same process."""
+"""One rank as srun starts it: sets torchrun's variables from Slurm's, then becomes `nemo_ext.megatron.rank`."""
 
 import os
 import sys
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 
 def variables(slurm: Mapping[str, str]) -> dict[str, str]:
-    """What torch.distributed reads.
+    """Environment variables that torch.distributed reads, from Slurm's.
 
     Raises:
-        ValueError: a variable of srun is missing.
+        ValueError: if a variable is missing.
     """
     names = {
         "RANK": "SLURM_PROCID",
@@ -24,7 +24,7 @@ def variables(slurm: Mapping[str, str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Becomes the rank: signals of Slurm reach it without anything between."""
+    """Replace this process by the rank, so that Slurm's signals reach it directly."""
     os.environ.update(variables(os.environ))
     os.execv(sys.executable, [sys.executable, "-m", "nemo_ext.megatron.rank", *sys.argv[1:]])
 

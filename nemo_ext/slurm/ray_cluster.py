@@ -1,14 +1,14 @@
-"""Ray on the nodes of an allocation, for one driver: started, watched and removed without a trace.
+"""A Ray cluster on the nodes of an allocation, for one driver: started, monitored and removed without a trace.
 
     with ray_cluster(srun, nodes, job=job, logs=folder, environment=environment) as cluster:
         code = cluster.run(["-m", "nemo_ext.cli", "rl", ...], log=file)
 
-Each node has a step of Slurm, which holds `ray start --block` for as long as its standard input is open: it ends with
-whoever opened it, however that ends, and removes its processes and files. The driver finds the cluster by RAY_ADDRESS,
-with which `ray.init`, and so NeMo-RL's `init_ray`, connects or fails and never starts a local one.
+Each node has a Slurm step that keeps `ray start --block` running while its standard input is open: the step ends with
+the process that opened it, however that ends, and removes Ray's processes and files. The driver finds the cluster by
+RAY_ADDRESS, with which `ray.init`, and so NeMo-RL's `init_ray`, connects or fails and never starts a local one.
 
 `ray symmetric-run` is not used: it looks for any Ray on the machine and ends with `ray stop`, so two jobs on one
-machine would meet; it tells neither which node is missing nor that one is lost, and leaves its files behind.
+machine would interfere; it reports neither a missing nor a lost node, and leaves its files behind.
 """
 
 import ctypes
@@ -35,24 +35,24 @@ from typing import IO, Any, NoReturn
 from nemo_ext.memory import sampler
 
 _FIRST_PORT, _BLOCK, _BLOCKS = 28_672, 64, 64
-"""Up to 32767, the last port that Linux does not hand out by itself; NeMo-RL's own are 11001 to 28000."""
+"""Blocks end at 32767, the last port below Linux's ephemeral range; NeMo-RL's own ports are 11001 to 28000."""
 _SERVICES = (
     *("node-manager-port", "object-manager-port", "runtime-env-agent-port", "dashboard-agent-grpc-port"),
     *("dashboard-agent-listen-port", "metrics-export-port"),
 )
 _OPEN_FILES = 65_536
-"""What Ray's page on large clusters asks for."""
+"""Open files that Ray's guide to large clusters asks for."""
 _STEP_OPTIONS = ("--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mpi=none")
 _SHAPES = (
     *("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS"),
     *("SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_GPU", "SLURM_CPU_BIND", "SLURM_EXACT"),
 )
-"""With these srun would give a step of one task the share of one rank instead of the node."""
+"""Variables with which srun would give a step of one task the share of one rank instead of the node."""
 _LAUNCHERS = ("SLURM_", "PMI_", "PMIX_", "MPI_", "OMPI_")
-"""Prefixes of variables that make a library in a worker believe that srun or mpirun started it."""
+"""Prefixes of variables that make a library in a worker assume that srun or mpirun started it."""
 _STOP_SECONDS, _KILL_SECONDS = 30, 2
 _ERROR = re.compile(r" [ECF] \d+ \d+\] (?!.*logging\.cc)|Check failed|exit code")
-"""A line of Ray's logs: time, level, process, thread."""
+"""Errors in Ray's logs, whose lines begin with time, level, process and thread."""
 _THIS = "nemo_ext.slurm.ray_cluster"
 
 
@@ -62,27 +62,27 @@ class ClusterError(RuntimeError):
 
 @dataclass(frozen=True)
 class Ports:
-    """Of one job: so many that two jobs on one machine seldom meet, and none that the kernel hands out.
+    """Block of ports of one job, outside the kernel's ephemeral range; two jobs on one machine seldom share one.
 
-    Workers have none of these: each binds what is free, and so no range runs out.
+    Workers use none of these: each binds a free port, so no range runs out.
 
     Attributes:
-        first: of the block.
+        first: first port of the block.
     """
 
     first: int
 
     @classmethod
     def of(cls, job: str) -> "Ports":
-        """Of a job's number."""
+        """Ports for a job number."""
         return cls(_FIRST_PORT + int(job) % _BLOCKS * _BLOCK)
 
     @classmethod
     def free(cls, job: str, restart: str = "0") -> "Ports":
-        """The job's block or the next one of which this machine uses no port; another one for each start of the job.
+        """The job's block, or the next one that is entirely free on this machine; each restart begins at another block.
 
         Raises:
-            ClusterError: there is none.
+            ClusterError: if no block is free.
         """
         for shift in range(_BLOCKS):
             ports = cls.of(str(int(job) + int(restart) + shift))
@@ -97,17 +97,17 @@ class Ports:
         return {"port": self.first, "ray-client-server-port": self.first + 1, "dashboard-port": self.first + 2}
 
     def head_variables(self) -> dict[str, str]:
-        """Ports of the head that no option names."""
+        """Environment variables for the head's ports that have no option."""
         return {"AUTOSCALER_METRIC_PORT": str(self.first + 3), "DASHBOARD_METRIC_PORT": str(self.first + 4)}
 
     def node(self, place: int) -> dict[str, int]:
         """Options of `ray start` on any node.
 
         Args:
-            place: 0, or how many nodes before it have the same address.
+            place: number of earlier nodes with the same address.
 
         Raises:
-            ClusterError: there are more on one machine than ports.
+            ClusterError: if one machine holds more nodes than the block has ports for.
         """
         first = self.first + 8 * (place + 1)
         if first + 8 > self.first + _BLOCK:
@@ -122,7 +122,7 @@ class _Step:
     log: Path
 
     def account(self) -> str:
-        """How it ended and what it said last."""
+        """State of the step and the end of its log."""
         code = self.process.poll()
         ended = "runs, but has not joined" if code is None else f"ended with exit code {code}"
         return f"{self.node} {ended}; the end of {self.log}:\n{_last_lines(self.log)}"
@@ -130,14 +130,14 @@ class _Step:
 
 @dataclass
 class RayCluster:
-    """A cluster that runs.
+    """A running Ray cluster.
 
     Attributes:
-        srun: makes a command of words for Python and options of srun, `Batch._srun`.
-        environment: of srun for the driver; RAY_ADDRESS and RAY_AUTH_TOKEN are in it.
-        options: of srun for the driver: on the first node, beside Ray's own step, in its container.
+        srun: builds the srun command from Python's arguments and srun's options, as `Batch.srun` does.
+        environment: environment of srun for the driver, with RAY_ADDRESS and RAY_AUTH_TOKEN.
+        options: srun's options for the driver: on the first node, beside Ray's own step, in its container.
         grace: seconds that the driver has to fail by itself once a node is lost.
-        say: takes progress.
+        say: receives progress messages.
     """
 
     srun: Callable[..., list[str]]
@@ -150,19 +150,19 @@ class RayCluster:
     _told: set[str] = field(default_factory=set)
 
     def lost(self) -> list[str]:
-        """Nodes whose Ray has ended."""
+        """Nodes on which Ray has ended."""
         return [step.node for step in self._steps if step.process.poll() is not None]
 
     def run(self, words: Sequence[str], *options: str, log: IO[bytes] | None = None) -> int:
-        """The driver, to its end; its exit code, never 0 if it had to be ended.
+        """Run the driver to its end and return its exit code, never 0 if it had to be ended.
 
-        NeMo-RL's synchronous loops raise when an actor dies with its node; its asynchronous ones may wait for ever,
-        and so may a collective operation. Hence the driver is ended where it still runs `grace` seconds after a loss.
+        NeMo-RL's synchronous loops raise when an actor dies with its node; its asynchronous ones may hang, and so may
+        a collective operation. So the driver is ended if it still runs `grace` seconds after a node is lost.
 
         Args:
-            words: for Python.
-            options: of srun besides `options`.
-            log: for what it prints; None for this process's.
+            words: arguments of Python.
+            options: further options of srun, added to `self.options`.
+            log: file for the driver's output; None for this process's output.
         """
         command = self.srun(words, *self.options, *options)
         driver = self._driver = subprocess.Popen(
@@ -183,7 +183,7 @@ class RayCluster:
             _kill(driver)
 
     def interrupt(self) -> None:
-        """End the driver, which `run` then returns from; a signal's handler may call it."""
+        """Terminate the driver, upon which `run` returns; safe to call from a signal handler."""
         if self._driver is not None and self._driver.poll() is None:
             self._driver.terminate()
 
@@ -206,7 +206,11 @@ class RayCluster:
         self._steps.append(_Step(node, process, log))
 
     def _wait(self, address: str, seconds: float, log: Path) -> None:
-        """Until all nodes have joined."""
+        """Wait until all nodes have joined.
+
+        Raises:
+            ClusterError: if a node has not joined in time, a step ended, or Ray cannot be asked.
+        """
         names = [step.node for step in self._steps]
         missing = dict.fromkeys(names)
         words = ["-m", _THIS, "joined", address, str(seconds), *names]
@@ -241,7 +245,7 @@ class RayCluster:
             asking.stdout.close()
 
     def _one_ends(self, seconds: float) -> bool:
-        """Whether a node's step has ended, or does so soon: who asks may notice before Slurm."""
+        """True if a node's step has ended or ends within `seconds`: the client may notice before Slurm does."""
         end = time.monotonic() + seconds
         while not self.lost() and time.monotonic() < end:
             time.sleep(0.1)
@@ -256,7 +260,7 @@ class RayCluster:
         )
 
     def _stop(self, job: str) -> None:
-        """End all steps; where one had to be killed, another one removes its files."""
+        """End all steps; if one had to be killed or failed, another step removes its files."""
         for step in self._steps:
             assert step.process.stdin is not None
             step.process.stdin.close()
@@ -292,29 +296,29 @@ def ray_cluster(
     grace: float = 120,
     say: Callable[[str], object] = print,
 ) -> Iterator[RayCluster]:
-    """Ray on these nodes, from the first of which it is called, until the block ends.
+    """Run Ray on these nodes until the block ends; call it on the first of them.
 
     Args:
-        srun: makes a command of words for Python and options of srun.
-        nodes: names; the first is this one and gets Ray's head and the driver.
-        job: Slurm's number.
-        logs: folder for what each node prints, `ray-NODE.log`.
-        environment: of every step; workers have it too.
-        container: `Container.runtime`. Pyxis makes a container for each step: the first node's share one by name, as
-            the driver and its Ray need the same /tmp and /dev/shm.
-        memory: folder for samples of every node's memory (`nemo_ext.memory.sampler`), and seconds between two.
+        srun: builds the srun command from Python's arguments and srun's options.
+        nodes: node names; the first is this node and gets Ray's head and the driver.
+        job: Slurm job id.
+        logs: folder for each node's output, `ray-NODE.log`.
+        environment: environment of every step, which workers inherit.
+        container: `Container.runtime`. Pyxis makes a container for each step: those of the first node share one by
+            name, as the driver and its Ray need the same /tmp and /dev/shm.
+        memory: folder for samples of every node's memory (`nemo_ext.memory.sampler`), and seconds between samples.
         wait: seconds for all nodes to join.
         grace: see `RayCluster`.
-        say: takes progress.
+        say: receives progress messages.
 
     Raises:
-        ClusterError: a node did not join, with the end of what it printed.
+        ClusterError: if a node did not join, with the end of its output.
     """
     open_files()
     logs.mkdir(parents=True, exist_ok=True)
     restart = environment.get("SLURM_RESTART_COUNT", "0")
     ports, addresses = Ports.free(job, restart), [_address(node) for node in nodes]
-    # By which the other nodes reach this one: a name's own address is often 127.0.1.1 on the machine itself.
+    # The address by which the other nodes reach this one: its own name often resolves to 127.0.1.1 here.
     address = f"{_address_towards(addresses[-1])}:{ports.first}"
     given = {name: value for name, value in environment.items() if name not in _SHAPES}
     given |= _variables(given, address)
@@ -346,20 +350,20 @@ def node_words(
     head: bool,
     memory: tuple[Path, float] | None = None,
 ) -> list[str]:
-    """What Python runs on a node: `hold`, and what it adds to `ray start`.
+    """Arguments of Python on a node: the verb `hold` and options for `ray start`.
 
     Args:
-        node: its name; a resource `slurm_node:NAME` says where it has joined.
-        job: Slurm's number.
-        restart: how often the job was queued again.
+        node: node name; the resource `slurm_node:NAME` shows that it has joined.
+        job: Slurm job id.
+        restart: Slurm's restart count of the job.
         place: see `Ports.node`.
-        address: of the head, IP:PORT.
-        ports: of the job.
-        head: whether it is the head.
+        address: address of the head, IP:PORT.
+        ports: ports of the job.
+        head: True for the head node.
         memory: see `ray_cluster`.
     """
     start = ["--head", "--include-dashboard=false"] if head else [f"--address={address}"]
-    # The head is up once its raylet answers: in 2.49 another that starts meanwhile on its machine takes its sockets.
+    # The head is up once its raylet answers: in 2.49 another one starting meanwhile on its machine takes its sockets.
     up = f"{address.rpartition(':')[0]}:{ports.node(0)['node-manager-port']}"
     options = {
         "temp-dir": str(_folder(job) / f"{restart}-{place}"),
@@ -374,12 +378,12 @@ def node_words(
 
 
 def start_command(words: Sequence[str], *, host: str, environment: Mapping[str, str]) -> list[str]:
-    """`ray start` on this node.
+    """The `ray start` command for this node.
 
     Args:
-        words: of `node_words`, what `hold` passes on.
-        host: this node's IP.
-        environment: of the step, in which Slurm says what the node has.
+        words: options for `ray start` from `node_words`.
+        host: IP address of this node.
+        environment: environment of the step, in which Slurm gives the node's CPUs and GPUs.
     """
     options = {"node-ip-address": host}
     options |= {
@@ -396,7 +400,7 @@ def start_command(words: Sequence[str], *, host: str, environment: Mapping[str, 
 
 
 def open_files() -> None:
-    """Raise the number of files that this process and its children may open, as far as they may."""
+    """Raise the open-file limit of this process and its children as far as the hard limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -404,10 +408,10 @@ def open_files() -> None:
 
 
 def _variables(given: Mapping[str, str], address: str) -> dict[str, str]:
-    """What every step needs.
+    """Environment variables of every step.
 
-    Ray asks for its token by default since 2.60 where the home directory has one, but at the head alone; and without
-    one everybody on the network may run code as the user. Earlier versions ignore the two variables.
+    Since 2.60 Ray requires a token by default if the home directory has one, but only at the head; without a token
+    anyone on the network can run code as the user. Earlier versions ignore the two variables.
     """
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     return {
@@ -420,7 +424,7 @@ def _variables(given: Mapping[str, str], address: str) -> dict[str, str]:
 
 
 def _address(node: str) -> str:
-    """IP address; of a name that does not resolve Slurm says it."""
+    """IP address of a node; Slurm is asked for a name that does not resolve."""
     with suppress(OSError):
         return socket.gethostbyname(node)
     asked = ["scontrol", "show", "node", node, "--oneliner"]
@@ -433,7 +437,7 @@ def _address(node: str) -> str:
 
 
 def _address_towards(host: str) -> str:
-    """This machine's address on the way to a host; nothing is sent."""
+    """Address of this machine on the route to a host; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect((host, 1))
         return str(way.getsockname()[0])
@@ -454,7 +458,7 @@ def _resource(node: str) -> str:
 
 
 def _folder(job: str) -> Path:
-    """Ray's files; short, as a socket's path has 107 characters at most."""
+    """Folder of Ray's files; short, as a socket's path has 107 characters at most."""
     return Path(f"/tmp/ray-{job}")
 
 
@@ -465,7 +469,7 @@ def _last_lines(path: Path, count: int = 20) -> str:
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """End a srun and with it its step."""
+    """End an srun and with it its step."""
     if process.poll() is not None:
         return
     process.terminate()  # srun kills its step
@@ -476,11 +480,11 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
-# From here on: on each node, inside the container.
+# What follows runs on each node, inside the container.
 
 
 def _hold(job: str, up: str, words: Sequence[str]) -> int:
-    """`ray start` until it ends, standard input ends or Slurm says so; other nodes wait until the head is up."""
+    """Run `ray start` until it ends, standard input closes or a signal comes; other nodes first wait for the head."""
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: asked.append(number))
@@ -512,13 +516,13 @@ def _hold(job: str, up: str, words: Sequence[str]) -> int:
 
 
 def _is_over(asked: Sequence[int]) -> bool:
-    """Whether the driver's process has closed the other end, or a signal came; waits for half a second."""
+    """True if standard input was closed or a signal came; waits for up to half a second."""
     readable = select.select([sys.stdin.buffer], [], [], 0.5)[0]
     return bool(asked) or (bool(readable) and not os.read(sys.stdin.fileno(), 1024))
 
 
 def _answers(host: str, port: int, over: Callable[[], bool]) -> bool:
-    """Wait for the head; False if the wait is over."""
+    """Wait until the head accepts connections; False if `over` came first."""
     while not over():
         with suppress(OSError), socket.create_connection((host, port), timeout=5):
             return True
@@ -526,7 +530,7 @@ def _answers(host: str, port: int, over: Callable[[], bool]) -> bool:
 
 
 def _reap(own: int) -> None:
-    """Take leave of children other than this one."""
+    """Reap ended children other than `own`."""
     while True:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None or ended.si_pid == own:
@@ -535,7 +539,7 @@ def _reap(own: int) -> None:
 
 
 def _kill_all() -> None:
-    """Kill all that this process started; they come to it when their parents die, so without a child none is left."""
+    """Kill all descendants; orphans are reparented to this process, so without a child none is left."""
     psutil = importlib.import_module("psutil")
     end = time.monotonic() + _STOP_SECONDS
     while time.monotonic() < end:
@@ -544,7 +548,7 @@ def _kill_all() -> None:
                 pass
         except ChildProcessError:
             return
-        # Not the criterion: who loses its parent while the processes are listed is not in the list.
+        # An empty list proves nothing: a process that loses its parent while the list is made is not in it.
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
                 process.kill()
@@ -555,10 +559,10 @@ def _make_folder(job: str, temporary: Path) -> None:
     folder = _folder(job)
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
-    # Not through a link, which anybody may have put there.
+    # Never through a link, which anyone may have put there.
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise SystemExit(f"{folder} is a link, another user's, or others may write in it: remove it")
-    for old in folder.iterdir():  # a start that was killed
+    for old in folder.iterdir():  # left by a start that was killed
         if re.fullmatch(r"\d+-\d+", old.name) and old.name.partition("-")[0] != temporary.name.partition("-")[0]:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -570,7 +574,7 @@ def _clean(job: str, temporary: Path | None = None) -> None:
 
 
 def _print_logs(logs: Path) -> None:
-    """Errors that Ray's own processes wrote, before the files are removed; not the stacks below them."""
+    """Print errors from the logs of Ray's own processes, without stack traces, before the files are removed."""
     for name in ("ray_process_exit.log", "gcs_server.out", "raylet.out", "raylet.err"):
         lines = [line for line in _last_lines(logs / name, 500).splitlines() if _ERROR.search(line)]
         if lines:
@@ -578,7 +582,7 @@ def _print_logs(logs: Path) -> None:
 
 
 def _joined(address: str, seconds: float, names: Sequence[str]) -> None:
-    """Print each node that joins."""
+    """Print each node as it joins."""
     end = time.monotonic() + seconds
     host, _, port = address.rpartition(":")
     _answers(host, int(port), lambda: _slept(end))
@@ -599,13 +603,13 @@ def _joined(address: str, seconds: float, names: Sequence[str]) -> None:
 
 
 def _slept(end: float) -> bool:
-    """Whether the time is over, after half a second."""
+    """Sleep for half a second; True if `end` has passed."""
     time.sleep(0.5)
     return time.monotonic() > end
 
 
 def main() -> NoReturn:
-    """`hold JOB HEAD MEMORY SECONDS OPTION...`, `joined ADDRESS SECONDS NODE...`, `clean JOB`: what the steps run."""
+    """The steps' commands: `hold JOB HEAD MEMORY SECONDS OPTION...`, `joined ADDRESS SECONDS NODE...`, `clean JOB`."""
     what, *words = sys.argv[1:]
     if what == "hold":
         job, up, memory, seconds, *more = words

@@ -1,4 +1,4 @@
-"""The words of a Slurm job: those about the site and the queue, and the job's own."""
+"""Arguments of a Slurm job: those about site and queue, and the job's own."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ PACKAGED = Path(hydra_conf.__file__).parent
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Keeping:
-    """How a run is kept going; see hydra_conf/slurm.yaml."""
+    """Settings of restarts, nodes and sbatch options; see hydra_conf/slurm.yaml."""
 
     margin: NonNegativeInt
     max_restarts: NonNegativeInt
@@ -34,14 +34,14 @@ class Keeping:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings:
-    """What is said of the site and the queue.
+    """Settings of site and queue.
 
     Attributes:
-        job: of nemo-ext.
-        account: that is charged; None for Slurm's default.
-        time: of each start; None for the longest that the quality of service allows.
+        job: name of the nemo-ext job.
+        account: account to charge; None for Slurm's default.
+        time: time limit of each start; None for the longest that the quality of service allows.
         cluster: the site.
-        slurm: how the run is kept going.
+        slurm: restarts, nodes and sbatch options.
     """
 
     job: str
@@ -68,10 +68,10 @@ class Settings:
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Words about site and queue, and the job's own; `--config-dir DIR` is for both.
+    """Split arguments into those about site and queue and the job's own; `--config-dir DIR` goes to both.
 
     Raises:
-        ValueError: a folder is not there.
+        ValueError: if a config folder does not exist.
     """
     folders, words = config_folders(words)
     both = [f"--config-dir={folder}" for folder in folders]
@@ -84,10 +84,10 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def check_choice(group: str, words: Sequence[str], places: Sequence[Path]) -> None:
-    """Refuses a file of a group that none of the folders has.
+    """Refuse a choice for a config group that has no file in any of the folders.
 
     Raises:
-        ValueError: naming the nearest.
+        ValueError: naming the nearest match.
     """
     known = sorted({path.stem for place in places for path in place.glob("*.yaml")})
     for word in words:
@@ -97,10 +97,10 @@ def check_choice(group: str, words: Sequence[str], places: Sequence[Path]) -> No
 
 
 def settings_of(words: Sequence[str]) -> Settings:
-    """The settings that words about site and queue give.
+    """Settings from the arguments about site and queue.
 
     Raises:
-        ValueError: naming the key, what it holds and what it may hold.
+        ValueError: naming the key, its value and the values allowed.
     """
     folders, rest = config_folders(words)
     check_choice("cluster", rest, [PACKAGED / "cluster", *(folder / "cluster" for folder in folders)])

@@ -1,8 +1,8 @@
-"""One start of a job on its first node: its record, Slurm's signals, and whether it is queued again.
+"""One start of a job on its first node: its record, Slurm's signals, and whether it is requeued.
 
-SIGUSR2, which Slurm sends before the time limit, has the work save; then the job is queued again. So has the limit
-itself, should the signal not come. A start that fails is tried again as long as new checkpoints come of it. What a
-node's failure killed Slurm queues again itself.
+On SIGUSR2, which Slurm sends before the time limit, the work saves and the job is requeued; so it is at the limit
+itself, should the signal not come. A start that fails is tried again as long as starts write new checkpoints. Jobs
+killed by a node failure are requeued by Slurm itself.
 """
 
 import os
@@ -26,21 +26,21 @@ from nemo_ext.slurm.status import queued
 
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 _SIGNAL_SECONDS = 600
-"""Before the limit: when Slurm sends SIGUSR2, as the scripts ask for; `nemo-ext submit` asks for `slurm.margin`."""
+"""Seconds before the limit at which the scripts ask for SIGUSR2; `nemo-ext submit` asks for `slurm.margin`."""
 _LATE = 30
-"""Seconds before the limit, from which on Slurm ends a job because of it."""
+"""Seconds before the limit from which an ending job counts as timed out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What one start is about to do.
+    """State before the work of one start.
 
     Attributes:
-        record: the folder whose `slurm` has the record of starts.
-        step: of the newest checkpoint; None where none are counted.
-        target: steps in all; None likewise.
-        notice: what the user should know, or "".
-        log: of the work, if it is not the job's output.
+        record: folder whose `slurm` holds the record of starts.
+        step: step of the newest checkpoint; None for jobs without steps.
+        target: total number of steps; None for jobs that simply run to their end.
+        notice: message for the user, or "".
+        log: log file of the work, if it is not the job's output.
     """
 
     record: Path
@@ -55,9 +55,9 @@ class Batch(ABC):
     """One start of a job.
 
     Attributes:
-        settings: of site and queue.
-        words: of the job.
-        stopped: the signals that ended it, if any did.
+        settings: settings of site and queue.
+        words: arguments of the job.
+        stopped: signals that stopped this start, in order.
     """
 
     settings: Settings
@@ -69,7 +69,7 @@ class Batch(ABC):
         if not self.job:
             raise ValueError("SLURM_JOB_ID is not set: start this with sbatch, or `nemo-ext submit`")
         array = os.environ.get("SLURM_ARRAY_JOB_ID")
-        # One task of an array has the array's own number, so to Slurm's commands its number is the whole array.
+        # One task of an array has the array's own job id, which in Slurm's commands means the whole array.
         self.name = self.job if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
         self.working = False
         self.restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
@@ -77,30 +77,30 @@ class Batch(ABC):
 
     @abstractmethod
     def prepare(self) -> Prepared:
-        """Compose and check."""
+        """Compose and check the job's config."""
 
     @abstractmethod
     def work(self) -> int:
-        """Do it, to its end or until it is interrupted; the exit code."""
+        """Run the work until it ends or is interrupted; returns the exit code."""
 
     @abstractmethod
     def interrupt(self) -> None:
-        """Have the work save and end."""
+        """Make the work save and end."""
 
     @abstractmethod
     def saved(self) -> int | None:
-        """The step of the newest checkpoint; None where none are counted."""
+        """Step of the newest checkpoint; None for jobs without steps."""
 
     @abstractmethod
     def verdict(self, code: int) -> str | None:
-        """Why the work ended with this code before it was done; None if all is done that was asked for."""
+        """Reason why the work ended before it was done; None if it is done."""
 
     @abstractmethod
     def conclude(self) -> None:
-        """After the last step."""
+        """Complete a finished run, for example with a report."""
 
     def run(self) -> int:
-        """Work until the run is finished or this start has to end; the exit code."""
+        """Work until the run is finished or this start has to end; returns the exit code."""
         for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, self._stop)
         while True:
@@ -137,10 +137,10 @@ class Batch(ABC):
             return self._again(ready, step, reason, mistake=code == USER_ERROR)
 
     def _refuse_second(self, record: Path) -> None:
-        """Two jobs would write each other's checkpoints.
+        """Refuse a second job of a run, as both would write the same checkpoints.
 
         Raises:
-            ValueError: another job of this run is running.
+            ValueError: if another job of this run is still in the queue.
         """
         before = attempts.read(record)
         if before and before[-1].ended is None and before[-1].job != self.name and before[-1].job in queued():
@@ -153,14 +153,14 @@ class Batch(ABC):
         return 0
 
     def srun(self, words: Sequence[str], *options: str) -> list[str]:
-        """The command that runs Python with these words on nodes, in the container if there is one."""
+        """The srun command that runs Python with these arguments, in the container if there is one."""
         cluster = self.settings.cluster
         python = "python" if cluster.container.used else sys.executable
         inside = cluster.inside([python, *words], cluster.variables())
         return ["srun", *options, *cluster.srun_options(), *inside]
 
     def environment(self) -> dict[str, str]:
-        """Of srun, which all processes get."""
+        """Environment of srun, which all processes inherit."""
         given = self.settings.cluster.variables()
         if "SLURM_CPUS_PER_TASK" in os.environ:
             given["SRUN_CPUS_PER_TASK"] = os.environ["SLURM_CPUS_PER_TASK"]  # srun no longer takes it from sbatch
@@ -169,7 +169,7 @@ class Batch(ABC):
     def _stop(self, number: int, frame: object) -> None:
         left = self.seconds_left() if number == signal.SIGUSR2 else None
         if left is not None and self.margin() < left <= max(_SIGNAL_SECONDS, self.settings.slurm.margin) + 60:
-            signal.alarm(int(left - self.margin()))  # of a short job, for which the script's time is too early
+            signal.alarm(int(left - self.margin()))  # a short job, for which the script's time is too early
             return
         self.stopped.append(signal.SIGUSR2 if number == signal.SIGALRM else number)
         if len(self.stopped) == 1:
@@ -178,20 +178,20 @@ class Batch(ABC):
                 self.interrupt()
 
     def signal_steps(self, name: str) -> None:
-        """Send a signal to what srun runs: not to srun, which would kill it; without --batch not to this process."""
+        """Send a signal to the job's steps: not to srun, which would kill them, nor to this process (no --batch)."""
         subprocess.run(["scancel", f"--signal={name}", self.name], check=False)
 
     def seconds_left(self) -> float | None:
-        """Of this start; None without a limit."""
+        """Seconds left before this start's time limit, or None without a limit."""
         return self._asked()[1]
 
     def _is_cancelled(self) -> bool:
-        """Whether Slurm is ending the job before its time; what is queued again then would come back to life."""
+        """True if Slurm is ending the job well before its limit; requeueing would revive a cancelled job."""
         state, left = self._asked()
         return state == "COMPLETING" and left is not None and left > _LATE
 
     def _asked(self) -> tuple[str, float | None]:
-        """The job's state, and the seconds that are left to this start; None without a limit."""
+        """The job's state and the seconds left to this start, None without a limit."""
         asked = ["squeue", "--noheader", f"--jobs={self.name}", "--format=%T|%L"]
         said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
         state, _, left = said.partition("|")
@@ -201,16 +201,16 @@ class Batch(ABC):
             return state, None
 
     def margin(self) -> float:
-        """Seconds before the limit for the last checkpoint; a quarter of a short one."""
+        """Seconds before the limit reserved for the last checkpoint, at most a quarter of the limit."""
         margin = self.settings.slurm.margin
         return margin if self.limit is None else min(margin, self.limit / 4)
 
     def _again(self, ready: Prepared, step: int | None, reason: str, *, mistake: bool) -> int:
-        """Queue the job once more, or say why not."""
+        """Requeue the job, or say why not; returns the exit code."""
         record = ready.record
         ended = attempts.end(record, step=step, reason=reason)
         keeping = self.settings.slurm
-        # What an earlier job met may be mended by now.
+        # Whatever stopped an earlier job may be repaired by now.
         own = [each for each in ended if each.job == self.name]
         stop = "it would end so again" if mistake else None
         stop = stop or attempts.verdict(own, max_restarts=keeping.max_restarts, max_idle=keeping.max_idle)
@@ -223,7 +223,7 @@ class Batch(ABC):
             say(f"stopped{at}: {reason}; not queued again: {stop}{log}")
             return USER_ERROR if mistake else FAILED
         say(f"{_saved_in(record, step)}{reason}; queued again")
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what requeueing sends to this process
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to this process by requeueing
         done = subprocess.run(["scontrol", "requeue", self.name], capture_output=True, text=True, check=False)
         if done.returncode:
             attempts.end(record, step=step, reason=reason, given_up=f"scontrol requeue: {done.stderr.strip()}")
@@ -234,7 +234,7 @@ class Batch(ABC):
 
 
 def _output() -> Path | None:
-    """The job's output, if that is a file."""
+    """The job's output, or None if it is not a file."""
     place = Path("/proc/self/fd/1")
     return place if place.is_file() else None
 
@@ -244,7 +244,7 @@ def _saved_in(record: Path, step: int | None) -> str:
 
 
 def _keep_record(record: Path) -> None:
-    """The script, the command and the environment of this start."""
+    """Save the script, the command and the environment of this start, without secrets."""
     folder = record / attempts.FOLDER
     script = os.environ.get("NEMO_EXT_SCRIPT", "")
     if script and Path(script).is_file():
@@ -258,5 +258,5 @@ def _keep_record(record: Path) -> None:
 
 
 def say(text: str) -> None:
-    """A line of the job's output, with the time."""
+    """Print a line with the time to the job's output."""
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", flush=True)

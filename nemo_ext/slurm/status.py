@@ -1,4 +1,4 @@
-"""`nemo-ext status`, `logs` and `cancel`: what Slurm and the run directories say of runs. Works without slurmdbd."""
+"""`nemo-ext status`, `logs` and `cancel`, from Slurm's queue and the run directories. Works without slurmdbd."""
 
 import getpass
 import json
@@ -17,34 +17,34 @@ from nemo_ext.slurm import attempts, ends
 from nemo_ext.slurm.jobs import saved_step
 
 JOB = "job"
-"""In a run's folder `slurm`: the id of the job that was submitted last."""
+"""File in a run's folder `slurm` with the id of the job that was submitted last."""
 PARENTS = "after.txt"
-"""There too: the folders of those that it waits for."""
+"""File in a run's folder `slurm` with the folders of the runs that it waits for."""
 PIPELINE = "pipeline.yaml"
-"""In the folder of a pipeline: its stages."""
+"""File in a pipeline's folder with its stages."""
 _TO_DO = {
     "JobHeldUser": "`scontrol release {job}` lets it go",
     "JobHeldAdmin": "an administrator holds it",
     "launch failed requeued held": "its node could not start it; `scontrol release {job}` tries again",
     "DependencyNeverSatisfied": "a job that it waits for failed: cancel it, mend that one, submit again",
 }
-"""What a job waits for that does not come by itself, by Slurm's reason."""
+"""Advice for jobs that wait for an action of the user or an administrator, by Slurm's reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """Of one run.
+    """Status of one run.
 
     Attributes:
-        run_dir: its directory.
-        job: Slurm's id; "" if none was submitted.
-        state: pending, running ... with Slurm's reason; finished, or stopped with the reason of its last end; not
-            started, with what ended before it.
-        step: the newest that is logged, or saved.
-        target: steps in all; None before the first start.
-        loss: of the newest step.
-        seconds_left: by the newest step's speed; None where that is not known.
-        restarts: starts after the first.
+        run_dir: run directory.
+        job: Slurm job id; "" if none was submitted.
+        state: pending, running ... with Slurm's reason; finished; stopped, with the reason; not started, with the
+            state of the run that it waits for; or not submitted.
+        step: newest step logged, or else saved.
+        target: total number of steps; None if unknown, as before the first start.
+        loss: loss of the newest step.
+        seconds_left: estimate from the newest step's speed; None if unknown.
+        restarts: number of starts after the first.
     """
 
     run_dir: Path
@@ -58,11 +58,11 @@ class Status:
 
 
 def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
-    """What is known of a run.
+    """Status of a run.
 
     Args:
-        run_dir: of the run.
-        queue: `queued`.
+        run_dir: run directory.
+        queue: jobs in the queue with their states, from `queued`.
     """
     folder = run_dir / attempts.FOLDER
     starts = attempts.read(run_dir)
@@ -78,7 +78,7 @@ def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
     elif job in queue:
         state = queue[job]
     elif job and job not in {each.job for each in starts} and (parent := _unfinished_parent(run_dir)) is not None:
-        # What waits for a job that goes on was itself taken out of the queue.
+        # If the parent's job is still queued, this job was itself taken out of the queue.
         own = ends.why(folder, job) if job_of(parent) in queue else ""
         state = f"not started: {own}; {parent.name} is " if own else f"not started: {parent.name} is "
         state += status_of(parent, queue).state
@@ -97,7 +97,7 @@ def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
 
 
 def _end(run_dir: Path, job: str, starts: Sequence[attempts.Attempt]) -> str:
-    """Why a run is no longer in the queue."""
+    """Reason why a run is no longer in the queue."""
     folder = run_dir / attempts.FOLDER
     last = starts[-1] if starts and starts[-1].job == job else None
     if last is None or last.ended is None:
@@ -116,13 +116,13 @@ def _end(run_dir: Path, job: str, starts: Sequence[attempts.Attempt]) -> str:
         if last.reason in last.given_up:
             return f"not queued again: {last.given_up}"
         return f"{reason}; not queued again: {last.given_up}"
-    # It was queued again, and something took it out before its next start.
+    # The job was requeued and something removed it before its next start.
     after = ends.why(folder, job)
     return reason if not after or after in reason else f"{reason}; then {after}"
 
 
 def _target(run_dir: Path) -> int | None:
-    """Steps in all, of training or RL."""
+    """Total number of steps of training or RL, or None if unknown."""
     if not (run_dir / CONFIG).is_file():
         return None
     config = read_config(run_dir / CONFIG)
@@ -139,7 +139,7 @@ def _unfinished_parent(run_dir: Path) -> Path | None:
 
 
 def job_of(run_dir: Path) -> str:
-    """The id of the run's newest job, `12_3` in an array; "" if it has none."""
+    """Id of the run's newest job, `12_3` in an array, or "" if it has none."""
     submitted = run_dir / attempts.FOLDER / JOB
     starts = attempts.read(run_dir)
     given = submitted.read_text().strip() if submitted.is_file() else ""
@@ -155,7 +155,7 @@ def queued() -> dict[str, str]:
     """The user's jobs in Slurm's queue with their states, `pending (Priority)` for example.
 
     Raises:
-        ValueError: squeue is not there or fails.
+        ValueError: if squeue is missing or fails.
     """
     if shutil.which("squeue") is None:
         raise ValueError("squeue is not on PATH: ask on a login node of the cluster")
@@ -173,10 +173,10 @@ def queued() -> dict[str, str]:
 
 
 def runs_below(places: Sequence[Path]) -> list[Path]:
-    """Run directories that have been on Slurm: the places themselves, or those below them.
+    """Run directories with Slurm jobs, at or below the given places.
 
     Raises:
-        ValueError: there is none.
+        ValueError: if there is none.
     """
     found = {
         folder.parent
@@ -190,7 +190,7 @@ def runs_below(places: Sequence[Path]) -> list[Path]:
 
 
 def _in_order(run_dir: Path) -> list[tuple[int, list[str | int]]]:
-    """By name, stages of a pipeline as they follow each other, numbers as numbers."""
+    """Sort key: by name, stages of a pipeline in their order, numbers as numbers."""
     found = list[tuple[int, list[str | int]]]()
     for place in (*reversed(run_dir.parents), run_dir):
         stages = list((read_config(place.parent / PIPELINE))["stages"]) if (place.parent / PIPELINE).is_file() else []
@@ -201,10 +201,10 @@ def _in_order(run_dir: Path) -> list[tuple[int, list[str | int]]]:
 
 
 def show(places: Sequence[Path], *, as_json: bool = False) -> None:
-    """Print a table, or a JSON list.
+    """Print the status of runs as a table or a JSON list.
 
     Raises:
-        ValueError: as `runs_below` and `queued`.
+        ValueError: see `runs_below` and `queued`.
     """
     queue = queued()
     rows = [status_of(run_dir, queue) for run_dir in runs_below(places)]
@@ -225,10 +225,10 @@ def show(places: Sequence[Path], *, as_json: bool = False) -> None:
 
 
 def log_of(run_dir: Path) -> Path:
-    """The ranks' log, or where there is none yet the batch script's output.
+    """Path of the ranks' log, or of the batch script's newest output if there is no log yet.
 
     Raises:
-        ValueError: there is neither.
+        ValueError: if there is neither.
     """
     if (run_dir / LOG).is_file():
         return run_dir / LOG
@@ -239,20 +239,20 @@ def log_of(run_dir: Path) -> Path:
 
 
 def cancel(run_dir: Path) -> list[str]:
-    """Cancel a run's job, or those of all runs below; ranks save, as far as Slurm's KillWait lets them.
+    """Cancel the jobs of a run or of all runs below a folder; ranks save as far as Slurm's KillWait allows.
 
     Returns:
-        The jobs' ids.
+        Ids of the cancelled jobs.
 
     Raises:
-        ValueError: there is none in the queue.
+        ValueError: if none is in the queue, or scancel fails.
     """
     runs, queue = runs_below([run_dir]), queued()
     jobs = [job_of(each) for each in runs]
     waiting = [job for job in jobs if job in queue]
     if not waiting:
         raise ValueError(f"{run_dir}: no job in the queue; the last was {jobs[-1]}")
-    # Those that wait for others first.
+    # Dependent jobs first.
     done = subprocess.run(["scancel", *reversed(waiting)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise ValueError(f"scancel {' '.join(waiting)}: {done.stderr.strip()}")

@@ -1,4 +1,4 @@
-"""`nemo-ext submit`: a job checked before the queue, then sbatch with what the site needs."""
+"""`nemo-ext submit`: checks a job before it is queued, then calls sbatch with the site's options."""
 
 import shlex
 import signal
@@ -23,22 +23,22 @@ from nemo_ext.slurm.status import JOB, job_of, queued
 from nemo_ext.slurm.sweep import MULTIRUN, points
 
 SCRIPTS = Path(__file__).parent / "scripts"
-"""Links to the checkout's `slurm/`, files in an installed package."""
+"""Folder of batch scripts: links to `slurm/` in a checkout, files in an installed package."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """What is to be submitted.
+    """A job ready for submission.
 
     Attributes:
-        settings: of site and queue.
-        words: of the batch script: about site and queue, and the job's own.
-        configs: of the job, composed; several for a sweep.
-        base: the folder with the job's output.
-        shards: of an array whose tasks divide one run; 1 for none.
-        notes: what was decided for the user.
-        after: ids of jobs that must have ended well.
-        coming: what those make.
+        settings: settings of site and queue.
+        words: arguments of the batch script: those about site and queue, and the job's own.
+        configs: composed configs of the job; several for a sweep.
+        base: folder of the job's output.
+        shards: number of array tasks that divide one run; 1 without an array.
+        notes: findings on choices made for the user.
+        after: ids of jobs that must have succeeded.
+        coming: paths that those jobs write.
     """
 
     settings: Settings
@@ -52,12 +52,12 @@ class Submission:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Of the job, or a sweep's first."""
+        """Config of the job, or of a sweep's first run."""
         return self.configs[0]
 
     @property
     def records(self) -> list[Path]:
-        """The folders whose `slurm` has the starts of each task."""
+        """Folders whose `slurm` holds the record of starts, one per task."""
         if self.shards > 1:
             return [shard_record(self.base, number) for number in range(self.shards)]
         return [record_of(self.settings.job, config, self.settings) for config in self.configs]
@@ -70,7 +70,7 @@ class Submission:
         ranks = gpus if job == "train" else 1
         limit = settings.time or (cluster.limit.time if cluster.limit else None)
         tasks = len(self.records)
-        # To Slurm a % in the path begins a pattern such as %j.
+        # Slurm reads a % in the path as a pattern such as %j.
         output = str(self.base.resolve() / attempts.FOLDER).replace("%", "%%")
         given = {
             "job-name": job if self.base.name == job else f"{job}-{self.base.name.removeprefix(f'{job}-')}",
@@ -97,7 +97,7 @@ class Submission:
 
 
 def _cores(settings: Settings, gpus: int, ranks: int) -> int | None:
-    """Of a task: a node's share of its GPUs; all where it takes none."""
+    """CPU cores per task: the task's share of a node by its GPUs, or all cores if it takes no GPU; None if unknown."""
     node = settings.cluster.node
     if node is None:
         return None
@@ -105,25 +105,25 @@ def _cores(settings: Settings, gpus: int, ranks: int) -> int | None:
 
 
 def script_of(job: str) -> Path:
-    """The batch script of a job.
+    """Path of a job's batch script.
 
     Raises:
-        ValueError: there is none.
+        ValueError: if the job has none.
     """
     return SCRIPTS / script_name(job)
 
 
 def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
-    """A submission from the words of the command.
+    """The submission that the command's words describe.
 
-    A recipe's number of GPUs is kept where the site's nodes have other numbers of them, unless the words say one.
+    A recipe keeps its total number of GPUs on nodes of another size, unless the words set the launcher.
 
     Args:
-        words: of the command.
-        coming: what jobs before it make.
+        words: arguments of the command.
+        coming: paths that earlier jobs write.
 
     Raises:
-        ValueError: as `settings_of` and composing.
+        ValueError: if the settings or the config are invalid, or a sweep's runs differ in nodes or GPUs.
     """
     ours, theirs = split([word for word in words if word != MULTIRUN])
     settings = settings_of(ours)
@@ -145,7 +145,7 @@ def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
     if several:
         base = base.parent
         notes.append(Finding("note", f"{len(runs)} runs: {', '.join(run[-1].partition('=')[2] for run in runs)}"))
-    # The allocation says these to the script.
+    # The script takes the launcher's values from the allocation.
     own = [word for word in theirs if job != "train" or not word.startswith("launcher.")]
     both = dict.fromkeys([*([MULTIRUN] if several else []), *ours, *own])  # a --config-dir is in both
     return Submission(
@@ -162,7 +162,7 @@ def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
 def _nodes_of_the_site(
     words: Sequence[str], config: Mapping[str, Any], settings: Settings
 ) -> tuple[list[str], list[Finding]]:
-    """Words that keep the number of GPUs on nodes of another size than the recipe's."""
+    """Launcher overrides that keep the recipe's number of GPUs on nodes of another size, and a note about them."""
     node, launcher = settings.cluster.node, config["launcher"]
     world = int(launcher["nodes"]) * int(launcher["nproc_per_node"])
     if node is None or any(word.startswith("launcher.") for word in words):
@@ -175,7 +175,7 @@ def _nodes_of_the_site(
 
 
 def checked(submission: Submission) -> list[Finding]:
-    """All that is found: by us, by Megatron's own checks where it is installed, by bash and by Slurm."""
+    """Findings of our own checks, of Megatron's if it is installed, of bash and of `sbatch --test-only`."""
     settings, coming = submission.settings, submission.coming
     found = list(submission.notes)
     for config in submission.configs:
@@ -202,14 +202,14 @@ def checked(submission: Submission) -> list[Finding]:
 
 
 def submit(words: Sequence[str], *, dry_run: bool) -> int:
-    """Check, tell and submit; the exit code.
+    """Check, report and submit; returns the exit code.
 
     Args:
-        words: of the command, without --dry-run.
-        dry_run: submit nothing.
+        words: arguments of the command, without --dry-run.
+        dry_run: if True, submit nothing.
 
     Raises:
-        ValueError: what the user can mend.
+        ValueError: for mistakes that the user can correct.
     """
     console = Console(highlight=False, soft_wrap=True)
     submission = planned(words)
@@ -228,7 +228,7 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
 
 
 def tell(console: Console, submission: Submission, found: Sequence[Finding]) -> None:
-    """What was found, and the command."""
+    """Print the findings and the sbatch command."""
     for one in found:
         style = {"error": "red", "warning": "yellow", "note": ""}[one.kind]
         console.print(f"{one.kind}: {one.text}", style=style, markup=False)
@@ -236,13 +236,13 @@ def tell(console: Console, submission: Submission, found: Sequence[Finding]) -> 
 
 
 def hand_over(submission: Submission) -> str:
-    """Give it to Slurm; the job's id, which is noted where its starts will be.
+    """Submit to Slurm and return the job id, which is also written beside the record of starts.
 
     Raises:
-        ValueError: Slurm refuses it.
+        ValueError: if Slurm refuses the job.
     """
     (submission.base / attempts.FOLDER).mkdir(parents=True, exist_ok=True)
-    # Ctrl-C waits until what is queued is noted.
+    # Ctrl-C waits until the queued job is recorded.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         done = call(submission.command())
@@ -259,7 +259,7 @@ def hand_over(submission: Submission) -> str:
 
 
 def _by_megatron(config: Mapping[str, Any], coming: Sequence[Path]) -> list[Finding]:
-    """What the installed Megatron's parser and our layouts refuse."""
+    """Errors that the installed Megatron's parser and our own checks raise."""
     from nemo_ext.data.phases import segments
     from nemo_ext.launch import checked_runs
     from nemo_ext.megatron.check import check
@@ -269,7 +269,7 @@ def _by_megatron(config: Mapping[str, Any], coming: Sequence[Path]) -> list[Find
     try:
         use_plan(given)
         if coming:
-            # Data that are not there yet cannot be checked.
+            # Data that does not exist yet cannot be checked.
             phases = without_data(given.get("phases") or {})
             given |= {"data": None, "phases": phases, "megatron": {**given["megatron"], "mock_data": True}}
             check(given)
@@ -283,15 +283,15 @@ def _by_megatron(config: Mapping[str, Any], coming: Sequence[Path]) -> list[Find
 
 
 def errors(found: Sequence[Finding]) -> bool:
-    """Whether there is any."""
+    """True if any finding is an error."""
     return any(one.kind == "error" for one in found)
 
 
 def call(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """A command of Slurm.
+    """Run a Slurm command.
 
     Raises:
-        ValueError: it is not there.
+        ValueError: if the command is not on PATH.
     """
     try:
         return subprocess.run(words, capture_output=True, text=True, check=False)

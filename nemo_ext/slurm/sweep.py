@@ -1,4 +1,4 @@
-"""Several runs of one job, as Hydra's `--multirun` writes them: `megatron.lr=1e-4,2e-4 megatron.seed=1,2` are four."""
+"""Sweeps in the syntax of Hydra's `--multirun`: `megatron.lr=1e-4,2e-4 megatron.seed=1,2` gives four runs."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -13,12 +13,12 @@ MULTIRUN = "--multirun"
 
 
 def points(job: str, words: Sequence[str]) -> list[list[str]]:
-    """The words of each run, in the order of Hydra's own sweeper: the last key changes fastest.
+    """Arguments of each run, in the order of Hydra's own sweeper: the last key changes fastest.
 
-    Each has a run directory below that of the job, by the name of what it changes: `megatron.lr=1e-4,megatron.seed=1`.
+    Each run has a directory below the job's, named by the swept values: `megatron.lr=1e-4,megatron.seed=1`.
 
     Raises:
-        ValueError: no word has several values, or the job has no run directory.
+        ValueError: if no key has several values, or the job has no run directory.
     """
     ours, theirs = split([word for word in words if word != MULTIRUN])
     choices = [_values(job, word) for word in theirs]
@@ -37,7 +37,7 @@ def points(job: str, words: Sequence[str]) -> list[list[str]]:
 
 
 def _values(job: str, word: str) -> list[str]:
-    """The word once for each value that it gives its key."""
+    """One override for each value that `word` gives its key."""
     if word.startswith("-"):
         return [word]
     spelled = hydra_words([word], job)

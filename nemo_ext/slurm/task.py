@@ -1,4 +1,4 @@
-"""A start of any other job: `nemo-ext JOB` on the first node, which goes on by itself when it is started again."""
+"""A start of any job but training: `nemo-ext JOB` on the first node, which resumes when it is started again."""
 
 import os
 import signal
@@ -21,13 +21,13 @@ from nemo_ext.slurm.start import Batch, Prepared, say
 
 @dataclass
 class Task(Batch):
-    """Interrupted as by Ctrl-C, at Slurm's signal or as long before the limit, should that not come."""
+    """A job other than training; interrupted as by Ctrl-C at Slurm's signal, or `margin` before the limit."""
 
     cluster: RayCluster | None = None
     on_ray: bool = False
 
     def prepare(self) -> Prepared:
-        """Composed here only to be kept and to know where: the job composes for itself."""
+        """Compose the config, to save it and to find the record; the job composes its own."""
         job = self.settings.job
         config: dict[str, Any] = compose(job, self.words)
         self.on_ray = job == "rl" and config["engine"] == "nemo_rl"
@@ -41,7 +41,7 @@ class Task(Batch):
         return Prepared(record=self.record, step=self.saved(), target=None)
 
     def work(self) -> int:
-        """The command, to its end; its output is the job's."""
+        """Run the command to its end, with its output in the job's; returns the exit code."""
         command = ["-m", "nemo_ext.cli", self.settings.job, *self.words]
         if self.on_ray:
             return self._on_ray(command)
@@ -50,7 +50,7 @@ class Task(Batch):
         ).returncode
 
     def _on_ray(self, command: list[str]) -> int:
-        """With Ray on all nodes for as long as it runs."""
+        """Run the command with Ray on all nodes; returns the exit code."""
         names = subprocess.run(
             ["scontrol", "show", "hostnames"], capture_output=True, text=True, check=True
         ).stdout.split()
@@ -80,22 +80,22 @@ class Task(Batch):
             return FAILED
 
     def interrupt(self) -> None:
-        """As by Ctrl-C; on Ray, which every signal ends, the driver alone: what it could save it has saved before."""
+        """Interrupt as by Ctrl-C; on Ray, which any signal ends, end the driver alone, which has saved by then."""
         if self.cluster is not None:
             self.cluster.interrupt()
         else:
             self.signal_steps("INT")
 
     def margin(self) -> float:
-        """NeMo-RL, which saves at a time that it is told, has most of the margin for it."""
+        """A quarter of the margin for NeMo-RL, which saves at a set time and uses the rest for it."""
         return super().margin() / 4 if self.on_ray else super().margin()
 
     def saved(self) -> int | None:
-        """For RL the newest checkpoint's, for others there is none."""
+        """Step of RL's newest checkpoint; None for other jobs."""
         return saved_step(self.settings.job, self.record)
 
     def verdict(self, code: int) -> str | None:
-        """Done is what ends with 0; 130 are jobs that were interrupted, or ended before a time that they were told."""
+        """Reason why the job stopped; None for exit code 0. 130 means an interrupt or a time limit of the job's own."""
         if code == 0:
             return None
         if self.stopped or code == INTERRUPTED:
@@ -103,6 +103,6 @@ class Task(Batch):
         return "a mistake in the command or its files" if code == USER_ERROR else f"it failed (exit code {code})"
 
     def conclude(self) -> None:
-        """With NeMo-RL a report of the nodes' memory; other jobs write their own."""
+        """Write a report of the nodes' memory for NeMo-RL; other jobs write their own."""
         if self.on_ray and (memory := section(self.record)):
             write_text(self.record / REPORT, f"# {self.record.name}\n\n{memory}")

@@ -1,4 +1,4 @@
-"""A start of a training run: one rank a GPU, all with the config that was composed once."""
+"""A start of a training run: one rank per GPU, all with the same composed config."""
 
 import json
 import os
@@ -13,17 +13,17 @@ from nemo_ext.job.run_directory import LOG, last_checkpoint
 from nemo_ext.slurm.start import Batch, Prepared, say
 
 _FIRST_PORT, _PORTS = 10_000, 20_000
-"""Below what Linux hands out by itself, 32768."""
+"""Ports for MASTER_PORT, below Linux's ephemeral range, which begins at 32768."""
 
 
 @dataclass
 class Training(Batch):
-    """`exit_duration_in_mins` is set to the same moment as Slurm's signal, should that not come."""
+    """A training run; Megatron's `exit_duration_in_mins` stops it in time should Slurm's signal not come."""
 
     made: Mapping[str, object] = field(default_factory=dict)
 
     def prepare(self) -> Prepared:
-        """What `nemo_ext.slurm.prepare` composed: once for each start, by one process."""
+        """Compose the config with `nemo_ext.slurm.prepare`, in one process for each start."""
         place = Path.cwd() / f".nemo_ext-{self.job}.json"
         left = self.seconds_left()
         words = [*self.words, *self._layout()]
@@ -44,21 +44,21 @@ class Training(Batch):
         )
 
     def work(self) -> int:
-        """All ranks, to their end; their output is the run's log."""
+        """Run all ranks to their end, with their output in the run's log; returns srun's exit code."""
         command = self.srun(["-m", "nemo_ext.slurm.rank", str(self.made["config"])], "--kill-on-bad-exit=1", "--label")
         with (Path(str(self.made["run_dir"])) / LOG).open("ab") as log:
             return subprocess.run(command, env=self.environment(), stdout=log, stderr=log, check=False).returncode
 
     def interrupt(self) -> None:
-        """Megatron saves after SIGTERM."""
+        """Send SIGTERM, after which Megatron saves and exits."""
         self.signal_steps("TERM")
 
     def saved(self) -> int:
-        """Of Megatron's checkpoints."""
+        """Step of Megatron's newest checkpoint, 0 if there is none."""
         return last_checkpoint(Path(str(self.made["run_dir"]))) or 0
 
     def verdict(self, code: int) -> str | None:
-        """Done is what has reached its target."""
+        """Reason why the ranks ended; None if the target step is saved and no signal stopped them."""
         if self.stopped:
             return "time limit (SIGUSR2)"
         if self.saved() >= int(str(self.made["target"])):
@@ -66,12 +66,12 @@ class Training(Batch):
         return "time limit (exit_duration_in_mins)" if code == 0 else f"a rank failed (exit code {code})"
 
     def conclude(self) -> None:
-        """The report, without which the run is finished too."""
+        """Write the report; the run counts as finished even if that fails."""
         if self._step("report", str(self.made["run_dir"])):
             say("the report could not be written: see above")
 
     def environment(self) -> dict[str, str]:
-        """With what torch.distributed meets at."""
+        """Environment of srun with MASTER_ADDR and MASTER_PORT for torch.distributed."""
         names = subprocess.run(
             ["scontrol", "show", "hostnames"], capture_output=True, text=True, check=True
         ).stdout.split()
@@ -83,14 +83,14 @@ class Training(Batch):
         return {**super().environment(), **meeting, **self.settings.cluster.variables()}
 
     def _layout(self) -> list[str]:
-        """Nodes and ranks are the allocation's, whatever the recipe says."""
+        """Launcher overrides with the allocation's nodes and ranks, whatever the recipe says."""
         given = {"launcher.nodes": "SLURM_JOB_NUM_NODES", "launcher.nproc_per_node": "SLURM_NTASKS_PER_NODE"}
         if missing := [name for name in given.values() if name not in os.environ]:
             raise ValueError(f"{', '.join(missing)} not set: give sbatch --nodes and --ntasks-per-node")
         return [f"{key}={os.environ[name]}" for key, name in given.items()]
 
     def _step(self, *words: str) -> int:
-        """The exit code of a command of `nemo_ext.slurm.prepare` on the first node, in the container if any."""
+        """Run a command of `nemo_ext.slurm.prepare` in one process, in the container if any; returns its exit code."""
         return subprocess.run(
             self.srun(["-m", "nemo_ext.slurm.prepare", *words], "--nodes=1", "--ntasks=1"),
             env=self.environment(),
