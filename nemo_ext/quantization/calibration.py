@@ -176,7 +176,7 @@ def _of_packs(settings: CalibrationSettings, prefix: Path, model: Path) -> tuple
 
 
 def _of_conversations(settings: CalibrationSettings, model: Path) -> tuple[list[Ids], int]:
-    """Conversations in random order, each as one text, and the number of distinct ids; of equal ids the first counts."""
+    """Conversations in random order, each as one text (the first of equal ids), and the number of distinct ids."""
     source, size = _conversations(settings), sum(path.stat().st_size for path in data_files(settings))
     template = Template.load(settings.template if settings.template is not None else model)
     encoder = ChatEncoder(template, HuggingFaceTokenizer(model), allow_missing=True)

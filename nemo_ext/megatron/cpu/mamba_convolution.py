@@ -34,7 +34,7 @@ def convolve(window: Tensor, taps: Tensor, bias: Tensor | None, *, run: Tensor |
         taps: [width, channels], from `taps_by_age`, in the dtype of `out`.
         bias: [channels] or None.
         run: [batch, before + length], the packed sequence of each token of `window`, or None for one.
-        out: Filled.
+        out: Output, filled in place.
     """
     length = out.shape[1]
     before = window.shape[1] - length

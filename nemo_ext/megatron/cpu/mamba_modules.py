@@ -50,7 +50,7 @@ def mamba_chunk_scan_combined(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`ssd_chunk_scan` with upstream's arguments.
 
-    `state_dtype` is what upstream stores states in between chunks; they are float32 here whatever it says.
+    `state_dtype` is upstream's dtype for states between chunks; here they are float32 whatever it says.
 
     Raises:
         ValueError: For cu_seqlens or return_varlen_states, a state_dtype wider than the work, or bad shapes.
@@ -178,7 +178,7 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
     Args:
         x: [tokens, channels].
         cu_seqlens: [sequences + 1] offsets.
-        state_len: How many tokens to keep.
+        state_len: Number of tokens to keep.
 
     Returns:
         [sequences, channels, state_len].
@@ -216,7 +216,7 @@ STAND_INS: dict[str, dict[str, dict[str, object]]] = {
         "causal_conv1d.causal_conv1d_varlen": {"causal_conv1d_varlen_states": causal_conv1d_varlen_states},
     },
 }
-"""Modules and their attributes, by the package they stand in for; parents before children."""
+"""Modules and their attributes, by the package they replace; parents before children."""
 
 
 def install() -> tuple[str, ...]:
@@ -225,10 +225,10 @@ def install() -> tuple[str, ...]:
     causal_conv1d stands in only along with mamba_ssm, and only if it is missing too.
 
     Returns:
-        The packages that stand-ins serve in this process: empty with a real mamba_ssm.
+        The packages served by stand-ins in this process; empty with a real mamba_ssm.
 
     Raises:
-        RuntimeError: If Megatron's mixer was imported before and has settled for no kernels.
+        RuntimeError: If Megatron's mixer was already imported without these kernels.
     """
     served = tuple(name for name in STAND_INS if is_stand_in(name))
     if served or importlib.util.find_spec("mamba_ssm") is not None:
@@ -250,7 +250,7 @@ def install() -> tuple[str, ...]:
 
 
 def is_stand_in(package: str) -> bool:
-    """Whether `package` was put in place by `install`."""
+    """True if `package` was put in place by `install`."""
     return getattr(sys.modules.get(package), "__doc__", None) == __doc__
 
 

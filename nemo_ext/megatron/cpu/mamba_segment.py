@@ -101,7 +101,7 @@ def empty_gradients(tensors: ScanSlice) -> ScanSlice:
 
 
 class _Chunks(NamedTuple):
-    """What forward and backward both need of a segment. Natural order is [k, b, g, q, r, p]."""
+    """Intermediate results of a segment that forward and backward both need. Natural order is [k, b, g, q, r, p]."""
 
     x: Tensor  # natural
     dt: Tensor  # [k, b, g, q, r]
@@ -193,7 +193,7 @@ def scan_forward(
         A: [heads], the (negative) decay rates.
         D: [heads] or [heads, head_dim], the skip weights, or None.
         state: [batch, groups, state, heads of a group, head_dim] entering the segment.
-        segment: Its place in the sequence.
+        segment: Position of the segment in the sequence.
         scratch: Reused buffers.
         ungated: Filled with the result before the gate; shaped as `tensors.x`. None without a gate.
         out: Filled with the result.
@@ -224,7 +224,7 @@ def scan_forward(
 
 
 class ParameterGradients(NamedTuple):
-    """What a segment adds to the gradients of A and D, and the gradient of its entering state."""
+    """Contributions of a segment to the gradients of A and D, and the gradient of its entering state."""
 
     A: Tensor
     D: Tensor | None
@@ -251,15 +251,15 @@ def scan_backward(
         A: [heads].
         D: [heads], [heads, head_dim] or None.
         state: The state that entered the segment.
-        segment: Its place in the sequence.
+        segment: Position of the segment in the sequence.
         scratch: Reused buffers.
-        ungated: As `scan_forward` filled it.
-        out_gradient: Of the segment's output.
-        state_gradient: Of the state leaving the segment.
+        ungated: Result before the gate, from `scan_forward`.
+        out_gradient: Gradient of the segment's output.
+        state_gradient: Gradient of the state leaving the segment.
         gradients: Filled with the gradients of `tensors`.
 
     Returns:
-        The gradients that accumulate over segments; that of A in float64.
+        The gradients that accumulate over segments, that of A in float64, and the gradient of the entering state.
     """
     chunks = _prepare(tensors, A, state, segment, scratch)
     k, b, g, q, r, _ = chunks.x.shape
@@ -374,5 +374,5 @@ def _dot(left: Tensor, right: Tensor, buffer: Tensor) -> Tensor:
 
 
 def silu_slope(sigmoid: Tensor, silu: Tensor) -> Tensor:
-    """The derivative of silu at u from sigmoid(u) and silu(u); written over `sigmoid`."""
+    """Derivative of silu at u from sigmoid(u) and silu(u); overwrites `sigmoid`."""
     return sigmoid.addcmul_(sigmoid, silu, value=-1).add_(silu)

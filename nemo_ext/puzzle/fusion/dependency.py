@@ -74,7 +74,7 @@ def measure_dependency(
 ) -> list[list[float]]:
     """Measure every pair of blocks that `file` does not have yet.
 
-    Fusion needs only the pairs within runs of FFNs; the picture shows all pairs.
+    Fusion needs only the pairs within runs of FFNs; the picture needs all pairs.
 
     Args:
         parent: the model.

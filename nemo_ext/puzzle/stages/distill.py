@@ -2,7 +2,7 @@
 
 One forward pass of the parent serves many variants: each sees the input that the parent's block saw, and is trained to
 reproduce the block's output by itself, regardless of later blocks (Puzzle, section 3.1; "decoupled": attention and
-FFN variants apart). The loss is the squared error relative to the parent block's own contribution,
+FFN variants apart). The loss is the mean squared error relative to the parent block's own contribution,
 |variant(x) - block(x)|^2 / |block(x) - x|^2, so a no-op has a loss of 1.
 """
 
