@@ -75,7 +75,7 @@ class Parent:
 
     @contextmanager
     def recorded(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """While open, a forward pass adds every block's input and output `[seq, batch, hidden]` to the list."""
+        """Records every block's input and output `[seq, batch, hidden]` of each forward pass in the list while open."""
         record: list[tuple[Tensor, Tensor]] = []
 
         def note(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:

@@ -26,7 +26,7 @@ def main(config_path: str, log_name: str, work: Callable[[str], None]) -> int:
     # Messages of Megatron and torch besides our own; from all ranks, which log little.
     logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     logging.captureWarnings(True)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # has a handler of its own, and no CUDA
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # has its own handler; warns without CUDA
     try:
         with log.open("a") as said, contextlib.redirect_stdout(said):
             work(config_path)

@@ -1,4 +1,4 @@
-"""Batches of tokens from a config's blend, for calibration, distillation and evaluation: the same ones every time."""
+"""Batches of tokens from a config's blend, for calibration, distillation and evaluation; the same ones every time."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal

@@ -70,7 +70,7 @@ class StreamEpochs(MegatronDataset):
     def _round(self, number: int) -> GPTDataset:
         config = copy(self.config)
         if number or self.config.documents != ALL:
-            # Also part of the name of Megatron's index files, which does not include the documents.
+            # The seed is also part of the name of Megatron's index files, which does not include the documents.
             documents = repr(self.config.documents)
             config.random_seed = digest(config.random_seed, "order of a stream", number, documents) % 2**32
         return self.kind(self.dataset, self.dataset_path, self.indices, self.per_round, self.index_split, config)

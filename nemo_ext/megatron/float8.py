@@ -57,7 +57,7 @@ class Float8Matrix:
     block: Block | None
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """The matrix in a higher precision."""
+        """The represented numbers in a dtype."""
         if self.block is None:
             return (self.values.float() * self.scale).to(dtype)
         rows, columns = self.values.shape

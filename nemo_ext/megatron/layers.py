@@ -119,7 +119,7 @@ class LinearReplacement(torch.nn.Module):
 
 
 def with_output_norm(linear: type[RowParallelLinear], norm: LayerNormBuilder) -> type[RowParallelLinear]:
-    """A row-parallel linear class whose output is normalised before the residual add (OLMo 2 and 3's reordered norm).
+    """Row-parallel linear class whose output is normalised before the residual add (OLMo 2 and 3's reordered norm).
 
     The norm is the submodule `output_norm`, so a checkpoint holds `linear_proj.output_norm.weight`. The linear must
     have no bias: Megatron adds a row-parallel bias after the layer, which would come after the norm.

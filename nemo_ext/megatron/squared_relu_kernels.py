@@ -26,7 +26,7 @@ def _backward(x_ptr, grad_ptr, out_ptr, count, BLOCK: tl.constexpr):  # type: ig
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < count).to(tl.float32)
     grad = tl.load(grad_ptr + at, mask=at < count).to(tl.float32)
-    # Chosen after the product: 0 times an infinite gradient is no number, where torch gives 0.
+    # Selected after the product: 0 times an infinite gradient is NaN, where torch gives 0.
     out = tl.where(x <= 0.0, 0.0, 2.0 * x * grad)
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=at < count)
 
@@ -37,7 +37,7 @@ def _to_fp8(x_ptr, y_ptr, scale_ptr, amax_ptr, count, BLOCK: tl.constexpr):  # t
     x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
     positive = tl.where(x <= 0.0, 0.0, x)
     squared = positive * positive
-    # Triton's maximum passes over NaN, which would hide a broken step from whoever reads amax.
+    # Triton's maximum ignores NaN, which would hide a broken step from readers of amax.
     tl.atomic_max(amax_ptr, tl.max(tl.where(squared != squared, float("inf"), squared), axis=0))
     scaled = squared * tl.load(scale_ptr)
     scaled = tl.where(scaled > FP8_MAX, FP8_MAX, scaled)

@@ -34,7 +34,7 @@ PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e1
 
 
 def main(config_path: str) -> None:
-    """Trains as the resolved config at `config_path` says."""
+    """Trains by the resolved config at `config_path`."""
     main_entry = time.time()
     config = run_directory.read_config(Path(config_path))
     memory_phases = profile_memory(config)
@@ -99,7 +99,7 @@ def main(config_path: str) -> None:
 
 
 def share_cores(ranks: int) -> None:
-    """Gives each rank of a machine without CUDA an equal share of the cores as threads, unless the user set one."""
+    """Gives each rank on a machine without CUDA its share of the cores as threads, unless OMP_NUM_THREADS is set."""
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
 

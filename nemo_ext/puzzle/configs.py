@@ -23,7 +23,7 @@ ONE_RANK = {
     "micro_batch_size": 1,
     "pretrained_checkpoint": None,
 }
-"""Every rank of a stage has the whole model."""
+"""Flags with which every rank of a stage holds the whole model."""
 
 
 def description_of(checkpoint: Path) -> Description:
@@ -39,7 +39,7 @@ def description_of(checkpoint: Path) -> Description:
 
 
 def checkpoints_of(path: Path) -> Path:
-    """The directory that Megatron loads from: a run's checkpoints, or the converted checkpoint itself."""
+    """Directory that Megatron loads from: a run's checkpoints, or the converted checkpoint itself."""
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
@@ -67,7 +67,7 @@ def with_model(config: Mapping[str, Any], description: Description, name: str) -
 
 
 def parent_run(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
-    """The training run of a parent that is trained here."""
+    """Config of the training run of a parent that is trained here."""
     return {**{key: value for key, value in config.items() if key != "puzzle"}, "run_dir": str(run_dir)}
 
 

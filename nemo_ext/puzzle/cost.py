@@ -15,7 +15,7 @@ from nemo_ext.architecture.precision import BYTES, bytes_per_number
 from nemo_ext.puzzle.choice.problem import Limit, Problem, add_resource, seconds_at_throughput
 
 REQUEST_SECONDS = "request_seconds"
-"""The resource that a throughput limits: a batch of requests from their prompts to their last tokens."""
+"""Resource that a throughput limits: seconds for a batch of requests from prompts to last tokens."""
 
 OUTSIDE = "outside"
 """Label of everything outside the blocks in the rows of a cost table."""

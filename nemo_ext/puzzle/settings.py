@@ -255,9 +255,9 @@ class Settings:
 
 
 def settings(section: Mapping[str, Any]) -> Settings:
-    """The section of a composed config as checked settings.
+    """The checked settings of a composed config's section.
 
     Raises:
-        ValueError: naming the key under `puzzle.`, what it holds and what it may hold.
+        ValueError: an invalid value; names the key under `puzzle.`, its value and the valid ones.
     """
     return checked(Settings, section, "puzzle", strict=True)

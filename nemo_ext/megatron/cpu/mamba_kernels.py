@@ -1,6 +1,6 @@
 """The middle of a Mamba-2 mixer in plain torch: convolution, scan and gate in one pass over the sequence.
 
-Each alone: `mamba_convolution.causal_conv1d`, `mamba_scan.ssd_chunk_scan`, `mamba_norm.rms_norm_gated`.
+Separately: `mamba_convolution.causal_conv1d`, `mamba_scan.ssd_chunk_scan`, `mamba_norm.rms_norm_gated`.
 """
 
 import math

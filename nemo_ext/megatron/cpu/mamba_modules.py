@@ -22,9 +22,9 @@ from nemo_ext.megatron.cpu.mamba_scan import ssd_chunk_scan
 
 MIXER = "megatron.core.ssm.mamba_mixer"
 
-# The lowest versions with which Megatron trains on packed sequences (`_check_mamba_sequence_packing_support`
-# in its mixer). Dynamic inference asks for higher ones and so is refused: its kernels are Triton ones of
-# Megatron's own, which these do not replace.
+# Lowest versions with which Megatron trains on packed sequences (`_check_mamba_sequence_packing_support` in its mixer).
+# Dynamic inference requires higher ones and is thus refused: its kernels are Megatron's own Triton kernels, which are
+# not replaced here.
 MAMBA_SSM_VERSION = "2.0.0+nemo.ext"
 CAUSAL_CONV1D_VERSION = "1.4.0+nemo.ext"
 
@@ -97,7 +97,7 @@ def mamba_split_conv1d_scan_combined(
     norm_before_gate: bool = True,
     state_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`split_convolution_scan` with upstream's arguments, then norm and output projection where given.
+    """`split_convolution_scan` with upstream's arguments, then norm and output projection if given.
 
     Without `rmsnorm_weight` the scan is gated by silu(z), as upstream; with it z gates around the norm.
     `state_dtype` is as in `mamba_chunk_scan_combined`.
@@ -256,8 +256,8 @@ def is_stand_in(package: str) -> bool:
 
 def _module(name: str, attributes: dict[str, object]) -> ModuleType:
     module = ModuleType(name, __doc__)
-    # A spec, so that importlib.util.find_spec sees a module like any other. Every one is a package with
-    # nothing on its path, so an import of what is not provided is an ImportError.
+    # With a spec, so that importlib.util.find_spec sees a module like any other. Each is a package with an empty path,
+    # so importing anything that is not provided is an ImportError.
     module.__spec__ = ModuleSpec(name, loader=None, is_package=True)
     module.__path__ = []
     module.__package__ = name

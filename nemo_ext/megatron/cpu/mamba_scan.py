@@ -1,16 +1,16 @@
-"""The state space scan of Mamba-2 in plain torch, for machines without mamba_ssm's Triton kernels.
+"""State space scan of Mamba-2 in plain torch, for machines without mamba_ssm's Triton kernels.
 
     state[t] = exp(dt[t] A) state[t-1] + dt[t] B[t] x[t],    y[t] = C[t] state[t] + D x[t],    out = y silu(z)
 
-By chunks (Dao & Gu 2024, arXiv:2405.21060, section 6), a few at a time (`mamba_segment`), with a backward
-written by hand: time and memory are linear in the length, and the [chunk, chunk] matrices of the heads never
-exist for the whole sequence. Kept for backward: the inputs, the result before the gate, one state a segment.
+Computed by chunks (Dao & Gu 2024, arXiv:2405.21060, section 6), a few at a time (`mamba_segment`), with a hand-written
+backward: time and memory are linear in the length, and the [chunk, chunk] matrices of the heads never exist for the
+whole sequence. Saved for backward: the inputs, the result before the gate, one state per segment.
 
-Written by hand because autograd costs more: convolution, scan and gate as einsums of the same chunks take 1.4 times the
-processor time and 3 times the memory forward and backward in the tiny model ([8, 256], 16 heads of 16, state 32), 1.8
-and 10 times at [1, 8192], 1.4 and 8 times there with heads of 64 and a state of 64; with each segment under
-`torch.utils.checkpoint` 1.8, 2.5 and 1.8 times the time, 2, 4 and 4 times the memory. The scan alone as
-`split_convolution_scan` without a convolution takes 1.1 to 1.25 times as long as here.
+Autograd would cost more: convolution, scan and gate as einsums of the same chunks take 1.4 times the processor time and
+3 times the memory forward and backward in the tiny model ([8, 256], 16 heads of 16, state 32), 1.8 and 10 times at
+[1, 8192], 1.4 and 8 times there with heads of 64 and a state of 64; with each segment under `torch.utils.checkpoint`
+1.8, 2.5 and 1.8 times the time, 2, 4 and 4 times the memory. The scan alone as `split_convolution_scan` without a
+convolution takes 1.1 to 1.25 times as long as here.
 """
 
 import math
@@ -32,10 +32,10 @@ from nemo_ext.megatron.cpu.mamba_segment import (
 )
 
 BLOCK_LENGTH = 64
-"""Longest chunk used, whatever the caller allows: the result does not depend on it. The matrices inside the
-chunks grow with it, the states between them shrink; of 32, 64 and 128, 64 was fastest on a CPU for head_dim
-64 and a state of 64 or 128 (`benchmarks/ssd.py --blocks`). With head_dim 16 and a state of 32 blocks of 32 take 0.93 of
-its time at [8, 256] and 1.16 at [1, 8192]."""
+"""Longest chunk used, whatever the caller allows; it does not affect the result. The matrices inside the chunks grow
+with it, the states between them shrink; of 32, 64 and 128, 64 was fastest on a CPU for head_dim 64 and a state of 64 or
+128 (`benchmarks/ssd.py --blocks`). With head_dim 16 and a state of 32, chunks of 32 take 0.93 of its time at [8, 256]
+and 1.16 at [1, 8192]."""
 
 SEGMENT_ELEMENTS_CPU = 1 << 18
 """Elements of the [chunk, chunk] matrices that a segment holds at once: 1 MB in float32, to stay in cache."""

@@ -285,8 +285,8 @@ def scan_backward(
     else:
         torch.addcmul(d_inputs, dy, _per_head(D, g), out=dx)
 
-    # The decay of a step scales what crosses it. What is read after it is summed from the end of the chunk,
-    # what is written before it from the start, so that little enters that would have to cancel.
+    # The decay of a step scales what crosses it. Later reads are summed from the end of the chunk and earlier writes
+    # from its start, which keeps cancellation small.
     reads = (between.rows + inside.rows_minus_columns).double()
     written = (chunks.dt * through_states).double()
     d_step = reads.flip(3).cumsum(3).flip(3) + (written.cumsum(3) - written) + between.chain.unsqueeze(3)
@@ -347,7 +347,7 @@ def _backward_inside(chunks: _Chunks, dy: Tensor, scratch: Scratch) -> _Inside:
     torch.bmm(head_dy.view(-1, q, p), chunks.head_inputs.view(-1, q, p).mT, out=d_mixing.view(-1, q, q))
     d_mixing.mul_(chunks.decay).view(-1, q, q).tril_()
     d_products = d_mixing.sum(3).masked_fill_(~chunks.visible, 0).view(-1, q, q)
-    # Without the diagonal, where nothing decays: it would drown the rest where decay is strong.
+    # Without the diagonal, which has no decay: it would dominate the rest where decay is strong.
     d_mixing.mul_(chunks.products.tril(-1))
     rows_minus_columns = (d_mixing.sum(-1) - d_mixing.sum(-2)).transpose(3, 4)
     mixing = chunks.decay.mul_(chunks.products).view(-1, q, q).tril_()

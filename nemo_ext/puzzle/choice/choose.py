@@ -108,7 +108,7 @@ def choose(problem: Problem, chosen: Search, folder: Path) -> None:
     """Search, and write problem.json and choices.json into a folder.
 
     Raises:
-        Infeasible: no choice keeps the limits.
+        Infeasible: no choice satisfies the limits.
     """
     write_problem(problem, folder / "problem.json")
     found = pool(problem, chosen.pool, min_distance=chosen.min_distance, gap=chosen.gap, time_limit=chosen.time_limit)
@@ -119,7 +119,7 @@ def choose(problem: Problem, chosen: Search, folder: Path) -> None:
     most = found.solutions[0].costs[resource] if most == math.inf else most
     alone = None
     if set(problem.limits) != {resource}:
-        # What baselines, which keep to this resource alone, compare with.
+        # Reference for the baselines, which meet only the limit on this resource.
         only = solve(problem.with_limits({resource: Limit(upper=most)}), chosen.gap, time_limit=chosen.time_limit)
         alone = {"variants": problem.names(only.choice), "score": only.score}
     choices = {

@@ -1,17 +1,17 @@
 """Choose one variant per block at the least total, by SciPy's `milp` (HiGHS), on arrays alone.
 
 The reductions made before HiGHS sees the program are exact:
-- Variants dominated within their block are left out: another one has no worse objective and no worse rows.
-- Blocks with equal variants become one set of integer counts. Scores tell blocks apart, so this does nothing for an
-  ordinary search; it is what makes searches over costs alone (which limits conflict?) easy at 126 blocks.
+- Variants dominated within their block are left out: another one is no worse in the objective and in every row.
+- Blocks with equal variants become one set of integer counts. Blocks usually differ in their scores, so this does
+  nothing for an ordinary search; it makes searches over costs alone (which limits conflict?) easy at 126 blocks.
 - Rows and the objective are scaled so that HiGHS's absolute tolerances mean the same for bytes and for seconds.
 - A large program is first solved over a core. The multipliers of its linear relaxation price every variant, and any
   choice with a variant priced e above its block's cheapest is worse than the relaxation by at least e (Lagrangian
   bound). Variants with small e are the core; the rest return only if the core's best choice does not rule them out.
 
 Ties: HiGHS runs on one thread with a fixed seed, so equal input gives equal output. Then, block by block, the best
-variant that keeps the rows is taken, the first among equals, and equal blocks get their variants in ascending order;
-neither can make the total worse.
+variant that satisfies the rows is taken, the first among equals, and equal blocks get their variants in ascending
+order; neither can make the total worse.
 """
 
 import math
@@ -31,18 +31,18 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 CORE = 500
-"""Variables in the first core, if that is more than `CORE_PER_GROUP` a group; smaller programs are solved whole."""
+"""Variables in the first core, or `CORE_PER_GROUP` per group if that is more; smaller programs are solved whole."""
 
 CORE_PER_GROUP = 4
 
 _ROW_SIZE = 1e3
-"""Size of a row's bound for HiGHS: its absolute feasibility tolerance of 1e-6 then is `TOLERANCE` of the bound."""
+"""Scaled size of a row's bound: HiGHS's absolute feasibility tolerance of 1e-6 is then `TOLERANCE` of the bound."""
 
 _OBJECTIVE_SIZE = 1e4
-"""Range of the objective for HiGHS."""
+"""Scaled range of the objective."""
 
 _ABSOLUTE_GAP = 1e-6
-"""HiGHS ends here whatever the relative gap; a total that may be 0 needs it. Bounds this close count as reached."""
+"""Absolute gap at which HiGHS stops, needed for totals near 0. Bounds this close count as reached."""
 
 _RETRIES = 20
 
@@ -127,7 +127,7 @@ def minimise(program: Program, *, gap: float, time_limit: float) -> Answer:
         answer = _Reduced(tried).minimise(gap=gap, deadline=deadline)
         if answer.choice is None or program.keeps(program.totals(answer.choice)):
             break
-        # Within HiGHS's tolerance, not within ours: no choice at all, so cutting off this one loses nothing.
+        # Within HiGHS's tolerance but not ours: not a valid choice, so cutting it off loses nothing.
         tried = tried.apart_from(answer.choice, 1)
     else:
         raise RuntimeError(
@@ -160,7 +160,7 @@ class _Reduced:
         self.scale = _OBJECTIVE_SIZE / size if size > 0 else 1.0
         self.objective: Floats = objective * self.scale
         factor = _ROW_SIZE / program.sizes
-        # Half the tolerance, so that a sum equal to its bound but for rounding is not lost.
+        # Half the tolerance, so that a sum that equals its bound up to rounding is not lost.
         self.rows: Floats = rows * factor
         self.lower: Floats = program.lower * factor - 0.5 * TOLERANCE * _ROW_SIZE
         self.upper: Floats = program.upper * factor + 0.5 * TOLERANCE * _ROW_SIZE
@@ -191,16 +191,16 @@ class _Reduced:
             proved = best is not None and (total <= left_out or total - bound <= gap * abs(total))
             if size >= len(order) or proved or time.monotonic() >= deadline:
                 return self._answer(best, bound)
-            # What is priced above a choice in hand cannot be part of a better one, so the next core is the last.
+            # A variant priced above the best choice so far cannot be part of a better one: the next core is the last.
             enough = np.searchsorted(excess[order], total - relaxed, side="right")
             size = 4 * size if best is None else max(size + 1, int(enough))
 
     def _price(self) -> tuple[Floats, float] | None:
-        """Each variable's price above the cheapest of its group, and the Lagrangian bound.
+        """Price of each variant above the cheapest of its group, and the Lagrangian bound.
 
-        None if there is no solution, or HiGHS cannot tell, as it says of some relaxations that fail by a hair.
+        None if there is no solution, or if HiGHS cannot tell, as for some relaxations that are barely infeasible.
 
-        Any multipliers of the right sign give a true bound, so HiGHS's tolerances do not matter here.
+        Any multipliers of the right sign give a valid bound, so HiGHS's tolerances do not matter here.
         """
         above, below = np.isfinite(self.upper), np.isfinite(self.lower)
         rows = np.concatenate([self.rows[:, above], -self.rows[:, below]], axis=1)

@@ -16,9 +16,9 @@ from typing import Any
 from nemo_ext.job.files import write_text
 
 TOLERANCE = 1e-9
-"""A limit counts as kept when the total passes it by no more than this share: sums of floats are not exact.
+"""Share by which a total may pass its limit and still satisfy it: sums of floats are not exact.
 
-It is a share of what the limit leaves for the blocks, or of the largest cost if that is over 1000 times as large.
+The share is of what the limit leaves for the blocks, or of the largest cost if that is over 1000 times as large.
 """
 
 
@@ -52,7 +52,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Problem:
-    """A search: exactly one candidate of every block is chosen.
+    """A search problem: exactly one candidate of every block is chosen.
 
     Attributes:
         blocks: Candidates of each block.
@@ -60,9 +60,9 @@ class Problem:
         outside: Resource -> amount outside the blocks (embedding, runtime overhead); 0 if absent.
 
     Raises:
-        ValueError: Naming the 1-based block number and the candidate: no blocks or an empty block, a name twice in a
-            block, a number that is not finite, a limit without bounds or with crossed ones, or a limit on a resource
-            that a candidate has no cost for.
+        ValueError: No blocks or an empty block, a name twice in a block, a number that is not finite, a limit without
+            bounds or with crossed ones, or a limit on a resource that a candidate has no cost for. Names the 1-based
+            block and the candidate.
     """
 
     blocks: Sequence[Sequence[Candidate]]
@@ -183,7 +183,7 @@ def read_problem(path: Path) -> Problem:
     `{"limits": {resource: {upper, lower}}, "outside": {resource: amount}, "blocks": [[{name, score, costs}]]}`.
 
     Raises:
-        ValueError: Naming the file and the 1-based block number, candidate and key at fault.
+        ValueError: The file is missing or invalid; names the 1-based block number, candidate and key at fault.
     """
 
     def refuse(constant: str) -> None:

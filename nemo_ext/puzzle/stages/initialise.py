@@ -147,7 +147,7 @@ def _smaller_moe(parent: Block, variant: Block, tensors: Tensors, importance: Im
         router = ("mlp.router.weight", "mlp.router.expert_bias", "mlp.router.bias")
         made |= {name: tensors[name][kept] for name in router if name in tensors}
     if variant.size("ffn") < parent.size("ffn"):
-        halves = first.shape[1] // second.shape[2]  # 2 for experts with a gate
+        halves = first.shape[1] // second.shape[2]  # 2 for gated experts
         width = variant.size("ffn")
         narrow = [_largest(row, width) for row in channels]
         cut = [torch.cat([h[k] for h in e.chunk(halves)]) for e, k in zip(first, narrow, strict=True)]
