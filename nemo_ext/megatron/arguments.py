@@ -85,7 +85,7 @@ def uses_fused_squared_relu(model: Mapping[str, Any], flags: Mapping[str, Any]) 
         flags: Megatron flags by name.
 
     Raises:
-        ValueError: another value, or true for a model with another activation.
+        ValueError: an unknown value, or true for a model with another activation.
     """
     requested = model.get("fused_squared_relu") or False
     if not isinstance(requested, bool) and requested != "auto":

@@ -53,7 +53,7 @@ KEYS = {
 """Known keys of the blocks of a training config; `megatron` is checked by Megatron's own parser."""
 
 SWITCHES = {"model": ("norm_affine", "yarn_on_windowed"), "train": ("validate_at_start",)}
-"""Keys among them that are true or false."""
+"""Known keys that must be true or false."""
 
 
 def check(config: Mapping[str, Any]) -> argparse.Namespace:

@@ -34,7 +34,7 @@ PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e1
 
 
 def main(config_path: str) -> None:
-    """Trains by the resolved config at `config_path`."""
+    """Trains as specified by the resolved config at `config_path`."""
     main_entry = time.time()
     config = run_directory.read_config(Path(config_path))
     memory_phases = profile_memory(config)
