@@ -1,1 +1,1 @@
-"""A model opened up block by block, on ranks that share out the data."""
+"""Block-by-block access to a model, on data-parallel ranks."""

@@ -1,6 +1,6 @@
-"""Data-parallel ranks of one stage: each takes its share of the data, sums are over all, rank 0 decides and writes.
+"""Data-parallel ranks of one stage: each takes its share of the data, sums run over all ranks, rank 0 writes.
 
-Without a process group there is one rank, and all of this does nothing.
+Without a process group there is one rank, and these functions are trivial.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,22 +12,22 @@ from torch import distributed as dist
 
 
 def number() -> int:
-    """This rank's."""
+    """This rank's number."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def count() -> int:
-    """Of all ranks."""
+    """Number of ranks."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def share[T](items: Sequence[T]) -> Sequence[T]:
-    """Every `count()`-th item, from this rank's on."""
+    """Every `count()`-th item, starting at this rank's number."""
     return items[number() :: count()]
 
 
 def summed(tensor: Tensor) -> Tensor:
-    """The sum over all ranks."""
+    """Sum over all ranks."""
     if count() > 1:
         device = tensor.device
         if dist.get_backend() == "nccl":
@@ -49,7 +49,7 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 
 def agreed[T](decide: Callable[[], T]) -> T:
-    """What rank 0 decides, on every rank: for questions that the disk answers, which changes while ranks ask."""
+    """Rank 0's answer, on every rank: for questions about the disk, which may change while ranks ask."""
     answer: list[Any] = [decide() if number() == 0 else None]
     if count() > 1:
         dist.broadcast_object_list(answer, src=0)
@@ -57,7 +57,7 @@ def agreed[T](decide: Callable[[], T]) -> T:
 
 
 def written(write: Callable[[], object]) -> None:
-    """Have rank 0 write, while the others wait."""
+    """Let rank 0 write while the others wait."""
     if number() == 0:
         write()
     if count() > 1:

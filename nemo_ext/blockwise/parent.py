@@ -1,4 +1,4 @@
-"""A parent model opened up: every block's input, blocks with other weights or sizes, runs from a block on.
+"""Block-by-block access to a parent: inputs of every block, blocks with other weights or sizes, partial runs.
 
 Everything runs through Megatron's own layers and HybridModel's own forward pass; only the list of layers changes.
 """
@@ -17,7 +17,7 @@ from nemo_ext.architecture.pattern import format as format_pattern
 from nemo_ext.megatron.session import put_tensors, take_tensors
 
 Replaced = Mapping[int, torch.nn.Module | None]
-"""0-based number of a block -> the layer in its place, None to leave it out."""
+"""0-based number of a block -> the layer that replaces it, None to leave the block out."""
 
 
 class Parent:
@@ -35,21 +35,21 @@ class Parent:
 
     @property
     def device(self) -> torch.device:
-        """Where tokens must be."""
+        """Device of the model, on which tokens must be."""
         return next(iter(self.model.parameters())).device
 
     def tensors(self, number: int) -> dict[str, Tensor]:
-        """A block's weights, by their names in Megatron's checkpoint after `decoder.layers.N.`."""
+        """Weights of a block, by their names in Megatron's checkpoint after `decoder.layers.N.`."""
         prefix = f"decoder.layers.{number}."
         return {name.removeprefix(prefix): t for name, t in take_tensors(self.layers[number], prefix).items()}
 
     def layer(self, number: int, block: Block, tensors: Mapping[str, Tensor]) -> torch.nn.Module:
-        """Megatron's layer of a block that stands in the place of block `number`, with these weights.
+        """Megatron's layer for a block that replaces block `number`, with these weights.
 
         Args:
-            number: 0-based; decides RoPE and everything else that goes by position.
-            block: with all of its values.
-            tensors: by their names after `decoder.layers.N.`.
+            number: 0-based number of the block; determines RoPE and other settings that depend on the position.
+            block: the block with all of its values.
+            tensors: weights by their names after `decoder.layers.N.`.
         """
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.transformer.spec_utils import build_module
@@ -75,7 +75,7 @@ class Parent:
 
     @contextmanager
     def recorded(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """While open, a forward pass adds every block's input and output `[seq, batch, hidden]` to the list."""
+        """Records every block's input and output `[seq, batch, hidden]` of each forward pass in the list while open."""
         record: list[tuple[Tensor, Tensor]] = []
 
         def note(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -89,17 +89,17 @@ class Parent:
                 hook.remove()
 
     def hidden(self, tokens: Tensor, replaced: Replaced | None = None) -> Tensor:
-        """What the output layer sees of tokens `[batch, seq]`, `[seq, batch, hidden]`, with some blocks replaced."""
+        """Hidden states `[seq, batch, hidden]` before the output layer for tokens `[batch, seq]`, blocks replaced."""
         with self._layers(0, replaced or {}):
             return self._run(tokens)
 
     def hidden_from(self, first: int, hidden: Tensor, replaced: Replaced | None = None) -> Tensor:
-        """What the output layer sees, from the input of block `first`; both `[seq, batch, hidden]`."""
+        """Hidden states before the output layer from the input of block `first`; both `[seq, batch, hidden]`."""
         with self._layers(first, replaced or {}):
             return self._run(None, hidden)
 
     def logits_of(self, hidden: Tensor) -> Tensor:
-        """Logits `[batch, seq, vocabulary]` of what the output layer sees."""
+        """Logits `[batch, seq, vocabulary]` from the hidden states before the output layer."""
         model = self.model
         tied = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
         return model.output_layer(hidden, weight=tied)[0].transpose(0, 1)
@@ -109,9 +109,9 @@ class Parent:
         return self.logits_of(self.hidden(tokens, replaced))
 
     def block_output(self, number: int, hidden: Tensor, layer: torch.nn.Module | None) -> Tensor:
-        """What a layer makes of the input of block `number`, `[seq, batch, hidden]`; no layer hands it on.
+        """Output of a layer for the input of block `number`, both `[seq, batch, hidden]`; without a layer, the input.
 
-        The stack's own call passes RoPE and masks, so a stack of one layer is run; its final norm is left out.
+        The stack's own call provides RoPE and masks, so a stack of one layer is run, without its final norm.
         """
         if layer is None:
             return hidden
@@ -128,7 +128,7 @@ class Parent:
         """HybridModel's forward pass without its output layer, from tokens or from the first layer's input."""
         if tokens is None:
             assert hidden is not None
-            # They only stand for its shape: the embedding is passed by.
+            # Only the shape of these tokens is used: the embedding is bypassed.
             tokens = torch.zeros(hidden.shape[1], hidden.shape[0], dtype=torch.long, device=hidden.device)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         head, self.model.post_process = self.model.post_process, False
@@ -139,7 +139,7 @@ class Parent:
 
     @contextmanager
     def _layers(self, first: int, replaced: Replaced, last: int | None = None) -> Iterator[None]:
-        """The decoder with blocks `first` to `last` alone, some of them replaced."""
+        """Reduces the decoder to blocks `first` to `last` while open, some of them replaced."""
         end = len(self.layers) if last is None else last + 1
         chosen = [replaced.get(n, self.layers[n]) for n in range(first, end)]
         decoder = self.model.decoder

@@ -1,4 +1,4 @@
-"""The process of one rank of work on a model opened up: what a job starts, alone or under `torchrun`."""
+"""The process of one rank that works block by block on a model, started by a job, alone or under `torchrun`."""
 
 import contextlib
 import logging
@@ -14,19 +14,19 @@ from nemo_ext.job.parent import end_with_parent
 
 
 def main(config_path: str, log_name: str, work: Callable[[str], None]) -> int:
-    """Does a rank's work; returns the process's exit code.
+    """Runs a rank's work; returns the exit code of the process.
 
     Args:
-        config_path: of the composed config.
-        log_name: of the file beside it for what Megatron and torch have to say.
-        work: is given the config's path.
+        config_path: path of the composed config.
+        log_name: name of the log file beside it for messages of Megatron and torch.
+        work: function that is called with the config's path.
     """
     end_with_parent(signal.SIGTERM)
     log = Path(config_path).with_name(log_name)
-    # What Megatron and torch have to say beside our own messages; of all ranks, which say little.
+    # Messages of Megatron and torch besides our own; from all ranks, which log little.
     logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     logging.captureWarnings(True)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # has a handler of its own, and no CUDA
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # has its own handler; warns without CUDA
     try:
         with log.open("a") as said, contextlib.redirect_stdout(said):
             work(config_path)
@@ -40,7 +40,7 @@ def main(config_path: str, log_name: str, work: Callable[[str], None]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process at once: gloo's threads may abort one that takes itself apart."""
+    """Ends the process at once: gloo's threads may abort a process during its shutdown."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

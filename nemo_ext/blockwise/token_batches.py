@@ -1,4 +1,4 @@
-"""Batches of tokens from a config's blend, for calibration, distillation and evaluation: the same ones every time."""
+"""Batches of tokens from a config's blend, for calibration, distillation and evaluation; the same ones every time."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -13,10 +13,10 @@ class TokenBatches:
     """Sequences of one split of the blend, cut into batches.
 
     Args:
-        config: of a training run, data arguments filled in (`nemo_ext.data.training.use_data`).
-        split: `train` or `valid`.
-        sequences: how many are wanted; of a smaller data set some come again.
-        device: where the tokens go.
+        config: config of a training run, data arguments filled in (`nemo_ext.data.training.use_data`).
+        split: name of the split, `train` or `valid`.
+        sequences: number of sequences; a smaller data set is repeated.
+        device: device of the tokens.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class TokenBatches:
         self.sequences, self.device = sequences, device
 
     def batch(self, first: int, size: int) -> Tensor:
-        """Tokens `[size, seq]` from a sequence on; the data begin again where they end."""
+        """Tokens `[size, seq]` starting at sequence `first`; wraps around at the end of the data."""
         rows = [torch.as_tensor(self.dataset[(first + n) % len(self.dataset)]["tokens"]) for n in range(size)]
         return torch.stack(rows).long().to(self.device)
 
@@ -40,7 +40,7 @@ class TokenBatches:
         """This rank's share of all batches; the last one may be smaller.
 
         Raises:
-            ValueError: fewer batches than ranks.
+            ValueError: there are fewer batches than ranks.
         """
         starts = range(0, self.sequences, size)
         if len(starts) < data_parallel.count():
@@ -51,10 +51,10 @@ class TokenBatches:
         return [self.batch(first, min(size, self.sequences - first)) for first in data_parallel.share(starts)]
 
     def stream(self, step: int, size: int) -> Iterator[Tensor]:
-        """This rank's rows of one batch of `size` sequences after the other, from a step on.
+        """This rank's rows of consecutive batches of `size` sequences, from a step on.
 
         Raises:
-            ValueError: a batch that the ranks cannot share equally.
+            ValueError: the ranks cannot share a batch equally.
         """
         ranks = data_parallel.count()
         if size % ranks:

@@ -1,1 +1,1 @@
-"""The block sequence as Megatron-Core modules, and the glue to Megatron's own trainer."""
+"""The block sequence as Megatron-Core modules, and its integration with Megatron's own trainer."""

@@ -1,8 +1,8 @@
-"""From the composed config to Megatron's own, checked arguments.
+"""Conversion of the composed config to Megatron's own, validated arguments.
 
 The config's `megatron:` block holds Megatron's command line flags as they are, dashes written as underscores
 (`--moe-router-topk 6` is `moe_router_topk: 6`, `--swiglu` is `swiglu: true`). Nothing is re-declared: the installed
-parser decides what exists, what type it has and what it means, so every option of every version is reachable.
+parser defines which flags exist, their types and their meaning, so every option of every version is available.
 """
 
 import argparse
@@ -43,7 +43,7 @@ WITHOUT_EFFECT = {
     "rampup_batch_size": "Megatron-Core 0.19 itself ignores it",
     "full_validation": "set megatron.eval_iters",
 }
-"""Megatron flags that would be accepted and do nothing, and why."""
+"""Megatron flags that would be accepted without effect, and why."""
 
 LOCAL_BACKEND = {
     "transformer_impl": "local",
@@ -55,17 +55,17 @@ LOCAL_BACKEND = {
     "no_rope_fusion": True,
     "no_gradient_accumulation_fusion": True,
 }
-"""What Megatron needs to hear where Transformer Engine and Apex are missing (their fused kernels are off)."""
+"""Flags for runs without Transformer Engine and Apex (their fused kernels are off)."""
 
 CPU = {"distributed_backend": "gloo", "use_cpu_initialization": True, "disable_jit_fuser": True}
-"""What Megatron needs to hear where CUDA is missing; compiling its small fused functions there costs time."""
+"""Flags for runs without CUDA; compiling Megatron's small fused functions there costs time."""
 
 
 def resolve_backend(requested: str) -> str:
-    """`auto` becomes `transformer_engine` where it is installed and CUDA is there, else `local`.
+    """Resolve `auto` to `transformer_engine` if it is installed and CUDA is available, else to `local`.
 
     Raises:
-        ValueError: for another name.
+        ValueError: the name is unknown.
     """
     import torch
 
@@ -78,14 +78,14 @@ def resolve_backend(requested: str) -> str:
 
 
 def uses_fused_squared_relu(model: Mapping[str, Any], flags: Mapping[str, Any]) -> bool:
-    """Whether FFN blocks and shared experts take the fused squared ReLU: `model.fused_squared_relu`.
+    """True if FFN blocks and shared experts use the fused squared ReLU: `model.fused_squared_relu`.
 
     Args:
-        model: the config's `model` block; `auto` there means in every model with that activation.
-        flags: Megatron's, by name.
+        model: the config's `model` block; `auto` there stands for every model with that activation.
+        flags: Megatron flags by name.
 
     Raises:
-        ValueError: for another value, or where it is asked for and the model's activation is another.
+        ValueError: an unknown value, or true for a model with another activation.
     """
     requested = model.get("fused_squared_relu") or False
     if not isinstance(requested, bool) and requested != "auto":
@@ -100,11 +100,11 @@ def uses_fused_squared_relu(model: Mapping[str, Any], flags: Mapping[str, Any]) 
 
 
 def pattern_with_cuts(config: Mapping[str, Any]) -> str:
-    """`model.pattern`, cut into pipeline stages by cost where the config asks for stages and the pattern has no `|`.
+    """`model.pattern`, cut into pipeline stages by cost if the config asks for stages and the pattern has no `|`.
 
     Raises:
-        PatternError: if the pattern does not parse.
-        ValueError: if it cannot be cut.
+        PatternError: the pattern does not parse.
+        ValueError: it cannot be cut.
     """
     pattern = parse(config["model"]["pattern"])
     stages = int(config["megatron"].get("pipeline_model_parallel_size") or 1)
@@ -118,7 +118,7 @@ def world_size(config: Mapping[str, Any]) -> int:
     """Number of ranks that the config's launcher starts.
 
     Raises:
-        ValueError: if it is not a positive whole number.
+        ValueError: it is not a positive whole number.
     """
     sizes = [config["launcher"].get(name) for name in ("nodes", "nproc_per_node")]
     for name, size in zip(("nodes", "nproc_per_node"), sizes, strict=True):
@@ -134,8 +134,8 @@ def command_line(config: Mapping[str, Any]) -> list[str]:
         config: the resolved config as plain containers, with `model`, `megatron`, `run_dir` and, for real data, `data`.
 
     Raises:
-        ValueError: for a key that the installed Megatron does not have (naming the nearest), or one that the trainer
-            sets itself (saying what to set instead).
+        ValueError: a key that the installed Megatron does not have (names the nearest), or one that the trainer sets
+            itself (says what to set instead).
     """
     import torch
 
@@ -166,10 +166,10 @@ def command_line(config: Mapping[str, Any]) -> list[str]:
 
 
 def parse_arguments(argv: list[str], *, world_size: int) -> argparse.Namespace:
-    """Megatron's own parse and validation of a command line, for a world of `world_size` ranks, seen from rank 0.
+    """Parse and validate a command line with Megatron, for a world of `world_size` ranks, as rank 0.
 
     Raises:
-        ValueError: with Megatron's reason, where it refuses.
+        ValueError: Megatron refuses it; gives Megatron's reason.
     """
     from megatron.training.arguments import parse_args, validate_args
 
@@ -187,7 +187,7 @@ def parse_arguments(argv: list[str], *, world_size: int) -> argparse.Namespace:
 
 @functools.cache
 def megatron_parser() -> argparse.ArgumentParser:
-    """The installed Megatron's argument parser; a wrong value raises ValueError instead of ending the process."""
+    """Argument parser of the installed Megatron; a wrong value raises ValueError instead of ending the process."""
     from megatron.training.arguments import add_megatron_arguments
 
     class Parser(argparse.ArgumentParser):
@@ -198,16 +198,16 @@ def megatron_parser() -> argparse.ArgumentParser:
 
 
 def _pattern_word(pattern: str) -> str:
-    """A pattern as a command line can hold it.
+    """A pattern in a form that the command line can hold.
 
-    Two MLP blocks are `--`, which argparse before Python 3.13 drops even after `=`. Megatron reads `--/`, no blocks of
-    multi-token prediction after the main ones, as the same (`parse_hybrid_pattern`).
+    Two MLP blocks are `--`, which argparse before Python 3.13 drops even after `=`. Megatron reads `--/` (no blocks of
+    multi-token prediction after the main ones) as the same (`parse_hybrid_pattern`).
     """
     return "--/" if pattern == "--" else pattern
 
 
 def _spell(values: Mapping[str, Any]) -> list[str]:
-    """Flags and values as words of a command line, each checked by the parser that will read them."""
+    """Flags and values as command line words, each checked by the parser that will read them."""
     parser = megatron_parser()
     flags = {
         option.removeprefix("--").replace("-", "_"): (option, action)
@@ -253,7 +253,7 @@ def _unknown(name: str, flags: Mapping[str, tuple[str, argparse.Action]]) -> str
 
 @contextlib.contextmanager
 def _process(argv: list[str], world_size: int) -> Iterator[None]:
-    """`sys.argv` and the environment of rank 0 of such a job, while Megatron reads them."""
+    """Sets `sys.argv` and the environment to those of rank 0 of such a job while Megatron reads them."""
     saved_argv, saved_environment = sys.argv, dict(os.environ)
     sys.argv = ["megatron", *argv]
     os.environ |= {"WORLD_SIZE": str(world_size), "RANK": "0", "LOCAL_RANK": "0"}
@@ -268,7 +268,7 @@ def _process(argv: list[str], world_size: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Keeps Megatron's warnings about optional kernels off the terminal of someone who only wants a check."""
+    """Suppresses Megatron's warnings about optional kernels for a user who only wants a check."""
     logger = logging.getLogger("torch.utils.cpp_extension")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -281,7 +281,7 @@ def quiet_imports() -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """The message of a failed check, or the check itself where upstream wrote none."""
+    """Message of a failed check, or the check itself if upstream wrote none."""
     if str(error):
         return str(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]

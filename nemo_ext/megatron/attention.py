@@ -34,8 +34,8 @@ class SDPACoreAttention(MegatronModule):
     (packed: `[tokens, heads / tp * head_dim]`).
 
     Raises:
-        ValueError: for context parallelism, a learned softmax offset, an attention bias or a mask type that is not
-            causal, which need Transformer Engine.
+        ValueError: context parallelism, a learned softmax offset, an attention bias or a non-causal mask type, all of
+            which need Transformer Engine.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class SDPACoreAttention(MegatronModule):
         mask_type = attn_mask_type or self.attn_mask_type
         if mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.no_mask):
             raise ValueError(f"attn_mask_type={mask_type}: the local back end is causal; use transformer_engine")
-        # Once the cache holds a prompt, Megatron's inference passes no_mask to every layer, windowed ones too. Queries
-        # are the end of their context, so a causal layer stays causal: that keeps windows, and prompts given in parts.
+        # Once the cache holds a prompt, Megatron's inference passes no_mask to every layer, windowed ones included.
+        # Queries are the end of their context, so a causal layer stays causal: that keeps windows, and partial prompts.
         causal = self.attn_mask_type is not AttnMaskType.no_mask
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             starts = packed_seq_params.cu_seqlens_q
@@ -119,7 +119,7 @@ class SDPACoreAttention(MegatronModule):
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _attend_window(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """A query at position i sees keys i - window + 1 .. i; query blocks of one window need two windows of keys."""
+        """Windowed attention: query i sees keys i - window + 1 .. i, so a query block of a window needs two of keys."""
         assert self.window is not None
         length, offset = q.shape[2], k.shape[2] - q.shape[2]
         outputs = []
@@ -127,7 +127,7 @@ class SDPACoreAttention(MegatronModule):
             stop = min(start + self.window, length)
             first = max(0, start + offset - self.window + 1)
             last = stop + offset
-            mask = None  # a single query sees all that is cut out for it
+            mask = None  # a single query sees all keys in its slice
             if stop - start > 1:
                 mask = _band(stop - start, last - first, start + offset - first, self.window, q.device)
             outputs.append(self._sdpa(q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last], attn_mask=mask))
@@ -159,12 +159,12 @@ class Rotary:
     """A rotary embedding that one block uses instead of the model's.
 
     Attributes:
-        base: the RoPE base (theta).
+        base: RoPE base (theta).
         percent: share of each head that is rotated.
         llama3_factor: Llama 3's frequency scaling by this factor (low 1, high 4, 8192 original positions), or None.
-        interpolation_factor: positions are divided by it (linear interpolation), or None.
-        yarn: YaRN as the model's config sets it, on the rotated share of the head: upstream's own embedding for YaRN
-            takes the whole head whatever `percent` says.
+        interpolation_factor: divisor of positions (linear interpolation), or None.
+        yarn: True for YaRN with the model's settings, on the rotated share of the head: upstream's own YaRN embedding
+            rotates the whole head whatever `percent` says.
     """
 
     base: int
@@ -175,10 +175,11 @@ class Rotary:
 
 
 class BlockSelfAttention(SelfAttention):
-    """Megatron's SelfAttention with its own rotary embedding where the block asks for one.
+    """Megatron's SelfAttention with a rotary embedding of its own where the block asks for one.
 
-    HybridModel builds one embedding for all attention blocks: it has neither Llama 3's frequency scaling (GPTModel has)
-    nor OLMo 3's YaRN on the full-attention blocks alone. `rotary` maps 1-based layer numbers to what those blocks use.
+    HybridModel builds one embedding for all attention blocks: it supports neither Llama 3's frequency scaling (GPTModel
+    does) nor OLMo 3's YaRN on the full-attention blocks alone. `rotary` maps 1-based layer numbers to the embeddings of
+    those blocks.
     """
 
     def __init__(
@@ -192,7 +193,7 @@ class BlockSelfAttention(SelfAttention):
     ) -> None:
         super().__init__(config, submodules, layer_number, **kwargs)
         for norm in (self.q_layernorm, self.k_layernorm):
-            if isinstance(norm, HeadsRMSNorm):  # Megatron's norm builders are not told the process group
+            if isinstance(norm, HeadsRMSNorm):  # Megatron's norm builders do not receive the process group
                 norm.tp_group = self.pg_collection.tp
         own = (rotary or {}).get(layer_number)
         self.rotary: RotaryEmbedding | None = None
@@ -203,14 +204,14 @@ class BlockSelfAttention(SelfAttention):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """As `SelfAttention.forward`; hidden states `[seq, batch, hidden]`."""
+        """See `SelfAttention.forward`; hidden states are `[seq, batch, hidden]`."""
         if self.rotary is not None:
             packed = kwargs.get("packed_seq_params")
             length = self.rotary.get_rotary_seq_len(
                 kwargs.get("inference_context"), None, hidden_states, self.config, packed
             )
             embedding = self.rotary(length, packed_seq=packed is not None and packed.qkv_format == "thd")
-            # YaRN gives its attention factor too, which Megatron's attention computes from the config itself.
+            # YaRN also returns its attention factor, which Megatron's attention computes from the config itself.
             kwargs["rotary_pos_emb"] = embedding[0] if isinstance(embedding, tuple) else embedding
         return super().forward(hidden_states, attention_mask, **kwargs)
 

@@ -1,9 +1,9 @@
-"""Our models in Megatron-Bridge: `AutoBridge` reads and writes them as the blocks that they are.
+"""Our models in Megatron-Bridge: `AutoBridge` reads and writes them as block sequences.
 
 Names come from the formats (`nemo_ext.checkpoint.formats`) and sizes from the description of a config.json, so nothing
-about a family is written down here. What is: how a key of Megatron's checkpoint is spelt in the live model
-(`parameter_names`), how tensor-parallel ranks share a parameter (`weights`), and which field of a provider a Megatron
-flag is (`provider_fields`). These need no Megatron-Bridge; the classes below them exist only where it can be imported.
+is specific to a family here. Defined here are the name of a checkpoint key in the live model (`parameter_names`), how
+tensor-parallel ranks share a parameter (`weights`), and which field of a provider a Megatron flag sets
+(`provider_fields`). These need no Megatron-Bridge; the classes below them exist only if it can be imported.
 
 Interfaces: Megatron-Bridge 0.6.2, models/conversion/model_bridge.py, param_mapping.py and models/hybrid.
 """
@@ -49,23 +49,23 @@ except (ImportError, OSError, RuntimeError, AttributeError) as error:  # broken 
     MISSING: str | None = f"megatron-bridge cannot be imported here: {error}"
 else:
     MISSING = None
-"""Why Megatron-Bridge cannot be used; None where it can."""
+"""Reason why Megatron-Bridge cannot be used; None if it can."""
 
 SPELLINGS = (
-    # Transformer Engine fuses a norm into the linear after it, and checkpoints have its name for either back end.
+    # Transformer Engine fuses a norm into the following linear, and checkpoints use its name for either back end.
     (r"self_attention\.linear_qkv\.layer_norm_(\w+)$", (r"input_layernorm.\1", r"\g<0>")),
     (r"mlp\.linear_fc1\.layer_norm_(\w+)$", (r"pre_mlp_layernorm.\1", r"\g<0>")),
     (r"mixer\.in_proj\.layer_norm_(\w+)$", (r"norm.\1", r"\g<0>")),
-    # Mamba's tensors are saved in parts and live in one piece; the convolution's belong to the mixer itself.
+    # Mamba's tensors are saved in parts and are one tensor in memory; the convolution's belong to the mixer itself.
     (r"mixer\.in_proj\.weight\.\w+$", ("mixer.in_proj.weight",)),
     (r"mixer\.conv1d\.(weight|bias)\.\w+$", (r"mixer.conv1d_\1",)),
-    # All experts of a block are saved as one tensor; they live one by one, or as numbered weights (grouped GEMM).
+    # All experts of a block are saved as one tensor; in memory they are separate, or numbered weights (grouped GEMM).
     (
         r"mlp\.experts\.experts\.(\w+)\.weight$",
         (r"mlp.experts.local_experts.{expert}.\1.weight", r"mlp.experts.\1.weight{expert}"),
     ),
 )
-"""Keys of Megatron's checkpoint that are spelt otherwise in the live model: first by the local back end."""
+"""Keys of Megatron's checkpoint with other names in the live model, the local back end's first."""
 
 KINDS = (
     ("in_proj", r"mixer\.in_proj\.weight$"),
@@ -73,7 +73,7 @@ KINDS = (
     ("column", r"(linear_qkv|linear_fc1)\.(weight|bias)\d*$|mixer\.(A_log|D|dt_bias|norm\.weight)$"),
     ("row", r"(linear_proj|linear_fc2|out_proj)\.(weight|bias)\d*$"),
 )
-"""How tensor-parallel ranks share a parameter, by its name; all others are whole on every rank."""
+"""Tensor-parallel layout of a parameter by its name; all others are whole on every rank."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ class Weight:
     """A parameter of the live model and the Hugging Face tensors that hold the same numbers.
 
     Attributes:
-        names: of the parameter, one for each back end that spells it differently; the first is the local back end's.
-        hf: Hugging Face names; of `qkv` q, k, v; of `gated` gate, up.
+        names: names of the parameter, one per back end that spells it differently; the first is the local back end's.
+        hf: Hugging Face names; q, k, v for `qkv`; gate, up for `gated`.
         kind: `qkv`, `gated`, `vocabulary`, `experts` (one expert of a Hugging Face tensor that holds them all),
             `replicated`, or one of `KINDS`.
-        rows: of `vocabulary`: rows of the Hugging Face tensor; the parameter may have more.
+        rows: for `vocabulary`, rows of the Hugging Face tensor; the parameter may have more.
     """
 
     names: tuple[str, ...]
@@ -95,10 +95,10 @@ class Weight:
 
 
 def parameter_names(piece: Piece, expert: int = 0) -> tuple[str, ...]:
-    """What a piece of Megatron's checkpoint is called in the live model, by every back end; first by the local one.
+    """Names of a piece of Megatron's checkpoint in the live model, one per back end, the local one's first.
 
     Args:
-        piece: of the checkpoint.
+        piece: piece of the checkpoint.
         expert: number of the expert, for a piece that holds several.
     """
     for key, names in SPELLINGS:
@@ -108,14 +108,14 @@ def parameter_names(piece: Piece, expert: int = 0) -> tuple[str, ...]:
 
 
 def weights(found: Format, description: Description) -> Iterator[Weight]:
-    """Every parameter and saved buffer of a model, once, in the order of the model.
+    """Every parameter and saved buffer of a model, once, in model order.
 
     Args:
         found: the Hugging Face format.
         description: the model.
 
     Raises:
-        ValueError: for a block that the format cannot express.
+        ValueError: the format cannot express a block.
     """
     for entry in found.entries(description):
         piece = entry.pieces[0]
@@ -161,13 +161,13 @@ ELSEWHERE = {
     "use_rope_scaling": "the layer spec",
     "rope_scaling_factor": "the layer spec",
 }
-"""Flags that are not one field of a provider, and what they become."""
+"""Flags that are not a single field of a provider, and what sets them instead."""
 
 
 def provider_fields(description: Description) -> dict[str, Any]:
-    """The fields of a Megatron-Bridge provider (TransformerConfig and HybridModelProvider) that a description sets.
+    """Fields of a Megatron-Bridge provider (TransformerConfig and HybridModelProvider) that a description sets.
 
-    The vocabulary is the one of the checkpoint, without padding: a user's `should_pad_vocab` decides about that.
+    The vocabulary is the checkpoint's, without padding: the user's `should_pad_vocab` decides on padding.
     """
     flags = to_config(description)["megatron"]
     fields: dict[str, Any] = {
@@ -193,7 +193,7 @@ def provider_fields(description: Description) -> dict[str, Any]:
 
 
 def stack_spec(config: Any) -> ModuleSpec:
-    """The layer spec of a provider with `sections`; a function with a name, which a saved config can hold."""
+    """Layer spec of a provider with `sections`; a named function, so that a saved config can refer to it."""
     model, megatron = config.sections["model"], config.sections["megatron"]
     return BlockModelConfig(
         # Not the provider itself: HybridModelConfig would write the defaults of its own fields into it.
@@ -212,7 +212,7 @@ def stack_spec(config: Any) -> ModuleSpec:
 
 
 def read_hf_config(config: Any) -> tuple[Format, Description]:
-    """The format and the model of a transformers config object.
+    """Format and description of a transformers config object.
 
     Raises:
         ValueError: an unknown architecture, or a setting that Megatron cannot express.
@@ -222,14 +222,14 @@ def read_hf_config(config: Any) -> tuple[Format, Description]:
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses as dictionaries: published DeciLM configs keep `block_configs` as objects."""
+    """Converts dataclasses to dictionaries: published DeciLM configs keep `block_configs` as objects."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def register_bridges(replace: Collection[str]) -> Registration:
-    """Registers a bridge for every format; see `nemo_ext.register`.
+    """Register a bridge for every format; see `nemo_ext.register`.
 
     Raises:
         ImportError: Megatron-Bridge cannot be imported.
@@ -254,7 +254,7 @@ def register_bridges(replace: Collection[str]) -> Registration:
 
 
 def _served_by(architecture: str) -> type | None:
-    """The bridge class that Megatron-Bridge has for a Hugging Face class."""
+    """Bridge class that Megatron-Bridge has for a Hugging Face class, or None."""
     try:
         return type(get_model_bridge(architecture))
     except NotImplementedError:
@@ -262,10 +262,10 @@ def _served_by(architecture: str) -> type | None:
 
 
 def _register(found: Format) -> None:
-    """A second registration of one source silently takes the place of the first (decorators/dispatch.py).
+    """Registers a bridge for a format; a second registration of one source silently replaces the first.
 
-    A source is a class of transformers or a name, whichever the first registration used, and `AutoBridge` looks for
-    the class first: ours is registered under both.
+    A source is a class of transformers or a name, whichever the first registration used (Megatron-Bridge's
+    decorators/dispatch.py), and `AutoBridge` looks for the class first: ours is registered under both.
     """
     made = type(f"{found.architecture.removesuffix('ForCausalLM')}BlocksBridge", (BlocksBridge,), {"FORMAT": found})
     for source in (found.architecture, getattr(transformers, found.architecture, None)):
@@ -278,9 +278,9 @@ def _register(found: Format) -> None:
 if MISSING is None:
 
     class VocabularyMapping(ColumnParallelMapping):
-        """Embedding and head: rows of padding are added where Megatron has more rows, and left out again.
+        """Embedding and head: adds padding rows where Megatron has more rows, and removes them on export.
 
-        Megatron-Bridge's own mapping pads under tensor parallelism alone and exports the padding.
+        Megatron-Bridge's own mapping pads only under tensor parallelism, and exports the padding.
         """
 
         def __init__(self, megatron_param: str, hf_param: str, rows: int) -> None:
@@ -288,11 +288,11 @@ if MISSING is None:
             self.rows = rows
 
         def resolve(self, captures: tuple[str, ...]) -> "VocabularyMapping":
-            """A copy: the names have no wildcards."""
+            """Returns a copy: the names have no wildcards."""
             return VocabularyMapping(self.megatron_param, self.hf_param, self.rows)
 
         def hf_to_megatron(self, hf_weights: torch.Tensor, megatron_module: Any) -> torch.Tensor:
-            """Rank's rows `[rows / tp, hidden]` of a table `[vocabulary, hidden]`."""
+            """This rank's rows `[rows / tp, hidden]` of a table `[vocabulary, hidden]`."""
             missing = megatron_module.weight.shape[0] * self.tp_size - hf_weights.shape[0]
             if missing > 0:
                 hf_weights = torch.cat([hf_weights, hf_weights.new_zeros(missing, hf_weights.shape[1])])
@@ -301,12 +301,12 @@ if MISSING is None:
         def megatron_to_hf(
             self, megatron_weights: torch.Tensor | None, megatron_module: torch.nn.Module | None
         ) -> dict[str, torch.Tensor]:
-            """The table `[vocabulary, hidden]` by its Hugging Face name."""
+            """Table `[vocabulary, hidden]` by its Hugging Face name."""
             whole = super().megatron_to_hf(megatron_weights, megatron_module)
             return {name: table[: self.rows] for name, table in whole.items()}
 
     def mappings(weight: Weight) -> Iterator[MegatronParamMapping]:
-        """Megatron-Bridge's mapping of a weight, under each of its names."""
+        """Megatron-Bridge mappings of a weight, one per name."""
         plain = {
             "column": ColumnParallelMapping,
             "row": RowParallelMapping,
@@ -325,12 +325,12 @@ if MISSING is None:
 
     @dataclass
     class BlocksProvider(HybridModelProvider):
-        """Provides our block stack: a HybridModelProvider whose layer spec is built from `sections`.
+        """Provider of our block stack: a HybridModelProvider whose layer spec is built from `sections`.
 
         Attributes:
             sections: the model as the sections `model` and `megatron` of our config (`description.to_config`).
-            yarn_rotary_scaling_factor: YaRN's settings, which HybridModel reads from the config; the defaults are
-                without effect.
+            yarn_rotary_scaling_factor: YaRN's settings (also the following fields), which HybridModel reads from the
+                config; the defaults have no effect.
         """
 
         sections: dict[str, Any] = field(default_factory=dict)
@@ -347,7 +347,7 @@ if MISSING is None:
             """See HybridModelProvider.
 
             Raises:
-                ValueError: for a setting of HybridModelProvider that this stack does not have.
+                ValueError: a setting of HybridModelProvider that this stack does not have.
             """
             if self.mamba_chunk_size != 128:
                 raise ValueError(f"mamba_chunk_size={self.mamba_chunk_size}: this layer spec has 128 only")
@@ -367,10 +367,10 @@ if MISSING is None:
 
         @property
         def description(self) -> Description:
-            """The model of the Hugging Face config that Megatron-Bridge gave this bridge.
+            """Description of the Hugging Face config that Megatron-Bridge gave this bridge.
 
             Raises:
-                ValueError: there is none, or it is not a model of this format.
+                ValueError: there is no config, or it is not of this format.
             """
             if self._described is not None:
                 return self._described
@@ -383,10 +383,10 @@ if MISSING is None:
             return description
 
         def provider_bridge(self, hf_pretrained: Any) -> BlocksProvider:
-            """The provider of a Hugging Face model.
+            """Provider of a Hugging Face model.
 
             Raises:
-                ValueError: a model that Megatron or Megatron-Bridge cannot express.
+                ValueError: Megatron or Megatron-Bridge cannot express the model.
             """
             config = hf_pretrained.config
             description = read_hf_config(config)[1]
@@ -411,18 +411,18 @@ if MISSING is None:
             """config.json of a provider that came from one of these bridges.
 
             Raises:
-                ValueError: the provider's model is none of this format (`CannotExpress`).
+                ValueError: the provider's model does not fit this format (`CannotExpress`).
             """
             dtype = "bfloat16" if provider.bf16 else "float16" if provider.fp16 else "float32"
             return cls.FORMAT.write(from_config(provider.sections)) | {"torch_dtype": dtype}
 
         def mapping_registry(self) -> MegatronMappingRegistry:
-            """The mapping of every parameter of the model, by its full name."""
+            """Mappings of all parameters of the model, by full name."""
             found = weights(self.FORMAT, self.description)
             return MegatronMappingRegistry(*(mapping for weight in found for mapping in mappings(weight)))
 
         def build_conversion_tasks(self, hf_pretrained: Any, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
-            """See MegatronModelBridge, which would go on without what is missing, with a warning.
+            """See MegatronModelBridge, which would only warn about missing tensors.
 
             Raises:
                 ValueError: the Hugging Face checkpoint lacks a tensor, or the model has a parameter with no mapping.
@@ -446,7 +446,7 @@ if MISSING is None:
             return tasks
 
         def stream_adapter_weights_megatron_to_hf(self, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
-            """See MegatronPeftBridge, which is given no Hugging Face config: the model's own provider describes it."""
+            """See MegatronPeftBridge, which gets no Hugging Face config: the model's own provider describes it."""
             chunk = megatron_model[0] if isinstance(megatron_model, list) else megatron_model
             while hasattr(chunk, "module"):
                 chunk = chunk.module

@@ -1,4 +1,4 @@
-"""Checks of a composed config before any rank starts: the layout in plain words first, then Megatron's own checks."""
+"""Checks of a composed config before any rank starts: first the layout, in plain words, then Megatron's own checks."""
 
 import argparse
 import difflib
@@ -50,17 +50,17 @@ KEYS = {
     "launcher": {"nodes", "nproc_per_node"},
     "distillation": {"teacher", "kl_weight", "lm_weight", "temperature", "top_k"},
 }
-"""What the blocks of a training config may hold; `megatron` is checked by Megatron's own parser."""
+"""Known keys of the blocks of a training config; `megatron` is checked by Megatron's own parser."""
 
 SWITCHES = {"model": ("norm_affine", "yarn_on_windowed"), "train": ("validate_at_start",)}
-"""Keys among them that are true or false."""
+"""Known keys that must be true or false."""
 
 
 def check(config: Mapping[str, Any]) -> argparse.Namespace:
-    """Megatron's validated arguments for the config.
+    """Validate a config; returns Megatron's arguments for it.
 
     Raises:
-        ValueError: for a layout that does not fit the model or the machine, an unknown or contradictory argument, a
+        ValueError: a layout that does not fit the model or the machine, an unknown or contradictory argument, or a
             pattern that does not parse.
     """
     check_keys(config)
@@ -74,10 +74,10 @@ def check(config: Mapping[str, Any]) -> argparse.Namespace:
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """Refuses a key that nothing reads, a switch that is neither true nor false, and switches that exclude each other.
+    """Refuse an unknown key, a switch that is neither true nor false, or switches that exclude each other.
 
     Raises:
-        ValueError: naming the key, and the nearest known one where it is unknown.
+        ValueError: names the key, and the nearest known one if it is unknown.
     """
     for block, known in KEYS.items():
         for name in config.get(block) or {}:
@@ -99,14 +99,14 @@ def check_keys(config: Mapping[str, Any]) -> None:
 
 
 def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    """Refuses a teacher that this run cannot have, beside the student or from files.
+    """Refuse a teacher, online or cached, that this run cannot use.
 
     Args:
         config: the composed config.
         arguments: Megatron's validated arguments for it.
 
     Raises:
-        ValueError: naming the key, and Megatron's reason where it refuses the teacher in this run's layout.
+        ValueError: names the key, and Megatron's reason if it refuses the teacher in this run's layout.
     """
     from nemo_ext.megatron import distillation
 
@@ -140,10 +140,10 @@ def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace)
 
 
 def check_saving(config: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    """Refuses to save log-probabilities of a model that changes meanwhile, or that Megatron cannot save.
+    """Refuse to save log-probabilities of a model that is being trained, or that Megatron cannot save.
 
     Raises:
-        ValueError: naming the flag to set.
+        ValueError: names the flag to set.
     """
     from nemo_ext.megatron.distillation import CACHED_VOCABULARY
 
@@ -175,10 +175,10 @@ def check_saving(config: Mapping[str, Any], arguments: argparse.Namespace) -> No
 
 
 def check_cached_teacher(config: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    """Refuses log-probabilities that are missing, or of other sequences than this run reads.
+    """Refuse log-probabilities that are missing or from other sequences than this run reads.
 
     Raises:
-        ValueError: naming what differs.
+        ValueError: names what differs.
     """
     from nemo_ext.megatron.distillation import saved_by
 
@@ -188,7 +188,7 @@ def check_cached_teacher(config: Mapping[str, Any], arguments: argparse.Namespac
     if not 0 < alpha <= 1:
         raise ValueError(f"megatron.logits_load_kd_loss_alpha={alpha}: give a share of the loss, above 0 and at most 1")
     if "://" in folder:
-        return  # object storage, which the ranks open
+        return  # object storage, which is opened by the ranks
     if not Path(folder).is_dir():
         raise ValueError(f"megatron.logits_load_dir={folder}: no such directory; save the teacher's first")
     saved = saved_by(Path(folder))
@@ -206,10 +206,10 @@ def check_cached_teacher(config: Mapping[str, Any], arguments: argparse.Namespac
 
 
 def check_machine(config: Mapping[str, Any]) -> None:
-    """Refuses what this machine cannot train, which `check` lets pass so that any config can be checked anywhere.
+    """Refuse what this machine cannot train; `check` lets it pass so that any config can be checked anywhere.
 
     Raises:
-        ValueError: saying what is missing and what to set instead.
+        ValueError: says what is missing and what to set instead.
     """
     from nemo_ext.megatron.specs import backend, check_pattern, hybrid_stack
 
@@ -238,10 +238,10 @@ def check_machine(config: Mapping[str, Any]) -> None:
 
 
 def check_layout(config: Mapping[str, Any]) -> None:
-    """Refuses a parallel layout or batch that cannot hold the model.
+    """Refuse a parallel layout or batch size that does not fit the model.
 
     Raises:
-        ValueError: naming the sizes that do not divide.
+        ValueError: names the sizes that do not divide.
     """
     megatron = config["megatron"]
     layout = Layout.from_config(config, world_size=world_size(config))
@@ -270,13 +270,13 @@ def check_layout(config: Mapping[str, Any]) -> None:
 
 
 def check_experts_on_every_rank(pattern: Pattern, pipeline: int) -> None:
-    """Refuses a cut that leaves a pipeline rank without a MoE block while others have one.
+    """Refuse a cut that leaves a pipeline rank without a MoE block while others have one.
 
-    Megatron adds the MoE losses up over the pipeline, and a rank without routers brings a tensor of another length
+    Megatron sums the MoE losses over the pipeline, and a rank without routers contributes a tensor of another length
     (training/training.py, `training_log`): an abort on gloo, a hang on NCCL.
 
     Raises:
-        ValueError: naming the rank.
+        ValueError: names the rank.
     """
     for rank in range(pipeline):
         stages = pattern.stages[rank::pipeline]

@@ -1,8 +1,8 @@
 """Knowledge distillation: a student learns a teacher's logits inside Megatron's own trainer.
 
-The teacher runs beside the student (`distillation.teacher`), or its log-probabilities were saved before
-(`megatron.logits_load_dir`). Either way the divergence is taken where the student computes its LM loss, before that
-loss overwrites the logits: Megatron's cross entropy in float32 and Transformer Engine's in any type work in place.
+The teacher runs beside the student (`distillation.teacher`), or its log-probabilities were saved beforehand
+(`megatron.logits_load_dir`). Either way the divergence is computed where the student computes its LM loss, before that
+loss overwrites the logits: Megatron's cross entropy in float32 and Transformer Engine's in any dtype work in place.
 """
 
 import json
@@ -29,31 +29,31 @@ KL = "kl to teacher"
 """Name of the divergence in Megatron's log and in TensorBoard; `kl_to_teacher` in metrics.jsonl."""
 
 CACHED_VOCABULARY = 2**17
-"""Largest vocabulary that Megatron can save log-probabilities of (training/distillation/logits_saver.py)."""
+"""Largest vocabulary whose log-probabilities Megatron can save (training/distillation/logits_saver.py)."""
 
 MODEL_GROUPS = ("transformer configuration", "network size", "moe", "mla", "experimental_attention_variant")
-"""Groups of Megatron's parser whose flags say what a model is."""
+"""Groups of Megatron's parser whose flags define a model."""
 
 PRECISION = ("fp8", "fp4", "first_last_layers_bf16", "num_layers_at_")
-"""Beginnings of flags of these groups that the teacher has from the run."""
+"""Prefixes of flags of these groups that the teacher takes from the run."""
 
 TRAINING_ONLY = ("recompute_", "moe_layer_recompute", "distribute_saved", "cpu_offloading", "offload_", "fine_grained_")
-"""Beginnings of flags of these groups that a model without a backward pass has no use for."""
+"""Prefixes of flags of these groups that a model without a backward pass does not need."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The section `distillation` of a training config; without a teacher every value is the default.
+    """The `distillation` section of a training config; without a teacher every value is the default.
 
     Attributes:
-        teacher: run directory or Megatron checkpoint.
-        kl_weight: of the divergence, in the loss.
-        lm_weight: of the language model loss.
-        temperature: what both models' logits are divided by; the divergence is multiplied by its square.
-        top_k: number of the teacher's most probable tokens that are told apart; None for all.
+        teacher: path of a run directory or Megatron checkpoint.
+        kl_weight: weight of the divergence in the loss.
+        lm_weight: weight of the language model loss.
+        temperature: divisor of both models' logits; the divergence is multiplied by its square.
+        top_k: number of the teacher's most probable tokens that are distinguished; None for all.
 
     Raises:
-        ValueError: naming the key.
+        ValueError: an invalid value; names the key.
     """
 
     teacher: str | None = None
@@ -84,10 +84,10 @@ class Settings:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Settings":
-        """The settings of a composed config; the defaults where it has none.
+        """Settings of a composed config; the defaults if it has none.
 
         Raises:
-            ValueError: for a wrong value, or one that nothing reads because there is no teacher.
+            ValueError: an invalid value, or one that has no effect because there is no teacher.
         """
         settings = cls(**(config.get("distillation") or {}))
         changed = [each.name for each in fields(cls) if getattr(settings, each.name) != each.default]
@@ -104,12 +104,12 @@ class Settings:
 
 
 def teacher_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
-    """The training config of the teacher in a student's run, and its checkpoint's folder.
+    """Training config of the teacher in a student's run, and the folder of its checkpoint.
 
-    What the model is comes from the config beside its checkpoint; layout, precision and all else from the run.
+    The model is defined by the config beside its checkpoint; layout, precision and the rest come from the run.
 
     Raises:
-        ValueError: there is no such checkpoint, no config beside it, or another vocabulary than the student's.
+        ValueError: there is no such checkpoint, no config beside it, or its vocabulary differs from the student's.
     """
     teacher = str(config["distillation"]["teacher"])
     source = Path(teacher)
@@ -136,12 +136,12 @@ def teacher_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
     flags = {name: value for name, value in run.items() if name not in model}
     flags |= {name: value for name, value in beside["megatron"].items() if name in model and value is not None}
     flags["padded_vocab_size"] = rows
-    # Megatron's parser wants at least the sequence length, also of a model that takes any.
+    # Megatron's parser requires at least the sequence length, even for a model without a limit.
     flags["max_position_embeddings"] = max(flags.get("max_position_embeddings") or 0, run["seq_length"])
     if not flags.get("num_experts"):
         flags = {name: value for name, value in flags.items() if not name.startswith("expert_")}
     own_section = beside["model"]
-    pattern = format_pattern(Pattern(parse(own_section["pattern"]).blocks))  # cuts were those of its own training
+    pattern = format_pattern(Pattern(parse(own_section["pattern"]).blocks))  # without the cuts of its own training
     named = {**own_section, "pattern": pattern, "backend": config["model"].get("backend") or "auto"}
     named.pop("virtual_pipeline_stages", None)
     return {**config, "model": named, "megatron": flags, "distillation": None}, folder
@@ -149,7 +149,7 @@ def teacher_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
 
 @cache
 def model_flags() -> frozenset[str]:
-    """The flags of Megatron's command line that say what a model is, as `megatron:` spells them."""
+    """Flags of Megatron's command line that define a model, as `megatron:` spells them."""
     from megatron.core.model_parallel_config import ModelParallelConfig
 
     layout = {each.name for each in fields(ModelParallelConfig)}
@@ -166,11 +166,11 @@ def model_flags() -> frozenset[str]:
 
 
 class Distillation(ABC):
-    """A student's divergence from its teacher, micro-batch by micro-batch.
+    """Divergence of a student from its teacher, per micro-batch.
 
     Attributes:
-        kl_weight: of the divergence, in the loss.
-        lm_weight: of the language model loss.
+        kl_weight: weight of the divergence in the loss.
+        lm_weight: weight of the language model loss.
     """
 
     def __init__(self, *, kl_weight: float, lm_weight: float) -> None:
@@ -178,7 +178,7 @@ class Distillation(ABC):
         self._divergence: Tensor | None = None
 
     def attach(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """A model hook: has the last stage measure the divergence wherever it computes its LM loss."""
+        """Model hook: makes the last stage compute the divergence wherever it computes its LM loss."""
         from megatron.core.utils import unwrap_model
 
         student = unwrap_model(model)[-1]
@@ -198,25 +198,25 @@ class Distillation(ABC):
 
     @abstractmethod
     def divergence(self, logits: Tensor, *, training: bool) -> Tensor | None:
-        """KL(teacher || student) of each token `[batch, seq]` in nats, None where the teacher is not known.
+        """KL(teacher || student) of each token `[batch, seq]` in nats, None if the teacher is not known.
 
         Args:
-            logits: the student's, `[seq, batch, vocabulary / tensor parallel size]`; not changed.
+            logits: the student's logits, `[seq, batch, vocabulary / tensor parallel size]`; not changed.
             training: False in an evaluation.
         """
 
     def take(self) -> Tensor | None:
-        """The divergence of the last forward pass, `[batch, seq]`, once; None on stages without an output layer."""
+        """Returns the last forward pass's divergence `[batch, seq]` once; None on stages without an output layer."""
         divergence, self._divergence = self._divergence, None
         return divergence
 
     def loss(self, lm: Tensor, kl: Tensor) -> Tensor:
-        """What is minimised, from the sums (or means) of both losses over tokens."""
+        """Training loss, from the sums (or means) of both losses over tokens."""
         return self.kl_weight * kl + (self.lm_weight * lm if self.lm_weight else 0.0)
 
 
 class OnlineTeacher(Distillation):
-    """A teacher in the student's process, in the student's layout, without gradients or a place in checkpoints."""
+    """A teacher in the student's process and layout, without gradients and not part of checkpoints."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         settings = Settings.from_config(config)
@@ -225,17 +225,17 @@ class OnlineTeacher(Distillation):
         self._logits: Tensor | None = None
 
     def attach(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """As of every Distillation; loads the teacher first."""
+        """See `Distillation.attach`; loads the teacher first."""
         self.teacher = load_teacher(self.config)
         return super().attach(model)
 
     def before_student(self, batch: Mapping[str, Tensor]) -> None:
-        """Keeps the teacher's logits of the micro-batch."""
+        """Stores the teacher's logits for the micro-batch."""
         with torch.no_grad():
             self._logits = self.teacher(batch["tokens"], batch["position_ids"], None).transpose(0, 1)
 
     def divergence(self, logits: Tensor, *, training: bool) -> Tensor:
-        """See `Distillation.divergence`; also known in evaluations."""
+        """See `Distillation.divergence`; also available in evaluations."""
         from megatron.core import parallel_state
 
         assert self._logits is not None
@@ -251,9 +251,9 @@ class CachedTeacher(Distillation):
     """A teacher's saved log-probabilities, read by Megatron's own loader.
 
     Args:
-        arguments: Megatron's, with `logits_load_dir`. It is taken out of them: Megatron would keep the logits of the
-            output layer, which the LM loss has overwritten in float32 when they are read, and wants that layer on
-            every pipeline stage.
+        arguments: Megatron's arguments, with `logits_load_dir`, which is removed from them: Megatron would keep the
+            logits of the output layer, which the LM loss has overwritten in float32 by the time they are read, and
+            requires that layer on every pipeline stage.
     """
 
     def __init__(self, arguments: Any) -> None:
@@ -269,21 +269,21 @@ class CachedTeacher(Distillation):
         self._saved: Any = None
 
     def divergence(self, logits: Tensor, *, training: bool) -> Tensor | None:
-        """See `Distillation.divergence`; the teacher saved no evaluations."""
+        """See `Distillation.divergence`; None in evaluations, which the teacher did not save."""
         from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
         from megatron.training.distillation.cached_logits_loss import CachedLogitsKDLoss
 
         if not training:
             return None
         if self._saved is None:
-            self._saved = CachedLogitsKDLoss(**self.options)  # not before the process groups are there
-        # Upstream works in float32 and in place: in that type it needs a copy.
+            self._saved = CachedLogitsKDLoss(**self.options)  # only now: it needs the process groups
+        # Upstream works in float32 and in place, so float32 logits are copied.
         own = logits.clone() if logits.dtype is torch.float32 else logits
         return reduce_from_tensor_model_parallel_region(self._saved(own))
 
 
 def from_config(config: Mapping[str, Any], arguments: Any) -> Distillation | None:
-    """The distillation that a run asks for, if it does.
+    """The distillation that a run asks for, or None.
 
     Args:
         config: the composed config.
@@ -295,7 +295,7 @@ def from_config(config: Mapping[str, Any], arguments: Any) -> Distillation | Non
 
 
 def load_teacher(config: Mapping[str, Any]) -> torch.nn.Module:
-    """The teacher of a student's run with its weights, on this rank's place in the run's process groups.
+    """Load the teacher of a student's run with its weights, on this rank's place in the run's process groups.
 
     Raises:
         ValueError: see `teacher_config`.
@@ -313,7 +313,7 @@ def load_teacher(config: Mapping[str, Any]) -> torch.nn.Module:
     made.finalize()
     print_rank_0(f"teacher: {folder}")
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    # In the run's precision, as Megatron builds any model. What wraps it would only turn logits into float32.
+    # In the run's precision, as Megatron builds any model. Megatron's wrappers would only turn logits into float32.
     (teacher,) = unwrap_model(BlockModelBuilder(made).build_distributed_models(groups, wrap_with_ddp=False))
     state = dist_checkpointing.load({"model": teacher.sharded_state_dict()}, str(folder))
     teacher.load_state_dict(state["model"])
@@ -321,7 +321,7 @@ def load_teacher(config: Mapping[str, Any]) -> torch.nn.Module:
 
 
 def freeze(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """A model hook: what Megatron's `freeze_all_layers` means, which its builders of 0.19 leave out.
+    """Model hook: does what Megatron's `freeze_all_layers` means, which its builders of 0.19 leave out.
 
     Weights keep no gradient and routers keep their expert bias (training/training.py, `get_model`).
     """
@@ -333,7 +333,7 @@ def freeze(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
 
 
 def saved_by(folder: Path) -> dict[str, Any]:
-    """What Megatron wrote about the run that saved log-probabilities: `seed`, `sequence_length`, `train_samples`, ...
+    """Megatron's record of the run that saved log-probabilities: `seed`, `sequence_length`, `train_samples`, ...
 
     Raises:
         ValueError: the folder holds no saved log-probabilities.

@@ -1,4 +1,4 @@
-"""The divergence of a student's next-token distribution from a teacher's, over a vocabulary divided among ranks."""
+"""KL divergence of the next-token distributions of teacher and student, over a vocabulary split among ranks."""
 
 from typing import Any
 
@@ -14,26 +14,26 @@ def kl_divergence(
     top_k: int | None = None,
     group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor:
-    """KL(teacher || student) of each token in nats at a temperature, times its square (Hinton et al., 2015).
+    """KL(teacher || student) per token in nats at a temperature, times its square (Hinton et al., 2015).
 
-    With `top_k` the tokens outside the teacher's most probable ones are one event: their masses are compared, not
-    their shares of it.
+    With `top_k`, the tokens outside the teacher's most probable ones count as one event: only their total probabilities
+    are compared.
 
     Args:
-        student: logits `[..., vocabulary / ranks]`, of which the gradient is taken.
+        student: logits `[..., vocabulary / ranks]`; receives the gradient.
         teacher: logits of the same shape.
-        temperature: what both are divided by.
-        top_k: number of tokens, over the whole vocabulary; None for all.
-        group: the ranks among which the vocabulary is divided; None for one.
+        temperature: divisor of both models' logits.
+        top_k: number of tokens kept apart, over the whole vocabulary; None for all.
+        group: ranks that the vocabulary is split among; None for one.
 
     Returns:
-        `[...]` in float32, the same on every rank of the group.
+        Divergence `[...]` in float32, the same on every rank of the group.
     """
     return _KLDivergence.apply(student, teacher, temperature, top_k, group)
 
 
 class _KLDivergence(torch.autograd.Function):
-    """The gradient is known in closed form, and the logits may be overwritten afterwards."""
+    """KL divergence with its closed-form gradient; the logits may be overwritten after the forward pass."""
 
     @staticmethod
     def forward(
@@ -47,7 +47,7 @@ class _KLDivergence(torch.autograd.Function):
         own = _log_softmax(student.float() / temperature, group)
         target = _log_softmax(teacher.float() / temperature, group)
         if top_k is not None:
-            # The rest has the teacher's mass, in the student's shares: their divergence is then that of the masses.
+            # The rest gets the teacher's mass in the student's proportions, so its divergence is that of the masses.
             kept = _among_top(teacher, top_k, group)
             rest, own_rest = (_logsumexp(each.masked_fill(kept, float("-inf")), group) for each in (target, own))
             target = torch.where(kept, target, own + (rest - own_rest))
@@ -55,7 +55,7 @@ class _KLDivergence(torch.autograd.Function):
         kl = (probabilities * (target - own)).sum(-1)
         if group is not None:
             torch.distributed.all_reduce(kl, group=group)
-        # In the logits' own type, as their gradient is: of a large vocabulary in bf16 half the memory.
+        # In the logits' own dtype, like their gradient: for a large vocabulary in bf16 this halves the memory.
         ctx.save_for_backward((temperature * (own.exp() - probabilities)).to(student.dtype))
         return kl * temperature**2
 
@@ -70,7 +70,7 @@ def _log_softmax(logits: Tensor, group: torch.distributed.ProcessGroup | None) -
 
 
 def _logsumexp(logits: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
-    """`[..., 1]` over the last axis of all ranks of the group; -inf where every logit is."""
+    """`[..., 1]` over the last axis of all ranks of the group; -inf if all logits are -inf."""
     if group is None:
         return logits.logsumexp(-1, keepdim=True)
     largest = logits.amax(-1, keepdim=True)
@@ -82,7 +82,7 @@ def _logsumexp(logits: Tensor, group: torch.distributed.ProcessGroup | None) -> 
 
 
 def _among_top(logits: Tensor, k: int, group: torch.distributed.ProcessGroup | None) -> Tensor:
-    """Which of this rank's logits are among the `k` largest of all ranks: booleans of their shape."""
+    """Mask of this rank's logits that are among the `k` largest of all ranks, in the logits' shape."""
     ranks = 1 if group is None else group.size()
     k = min(k, logits.shape[-1] * ranks)
     values, places = logits.topk(min(k, logits.shape[-1]), dim=-1)

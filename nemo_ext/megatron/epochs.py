@@ -1,8 +1,8 @@
-"""A stream's sequences epoch by epoch, in an order that does not depend on how many of them a run reads.
+"""Sequences of a stream epoch by epoch, in an order independent of how many of them a run reads.
 
-Megatron's GPTDataset shuffles all epochs of a run together, so a run that reads another number of them has another
-order. Here every epoch has an order of its own; the first one's is Megatron's for a run of one epoch. So a phase can
-begin with any sequence of a stream, and later phases may change without changing what earlier ones have read.
+Megatron's GPTDataset shuffles all epochs of a run together, so the order depends on the number of epochs. Here every
+epoch has an order of its own; the first is Megatron's for a run of one epoch. So a phase can begin with any sequence of
+a stream, and later phases may change without changing what earlier ones have read.
 """
 
 from collections.abc import Mapping
@@ -21,15 +21,15 @@ from nemo_ext.data.packs.mixed_lengths import ALL, Documents
 from nemo_ext.job.seeds import digest, generator
 
 ROUND = 100
-"""Sequences at least in an order; what is lost is its end that fills no sequence, less than a hundredth."""
+"""Least number of sequences in an order; its end, which fills no sequence, is lost: less than a hundredth."""
 
 
 @dataclass
 class StreamConfig(GPTDatasetConfig):
-    """Megatron's, and what is read of each stream.
+    """Megatron's config, and which part of each stream is read.
 
     Attributes:
-        drawn: sequences that were read before, by prefix; "" is that of synthetic data.
+        drawn: number of sequences read before, by prefix; "" for synthetic data.
         documents: part of every stream's documents to read.
     """
 
@@ -38,13 +38,13 @@ class StreamConfig(GPTDatasetConfig):
 
 
 class StreamEpochs(MegatronDataset):
-    """The sequences of one stream from `config.drawn` of it on, in place of Megatron's GPTDataset.
+    """Sequences of one stream, starting after the `config.drawn` already read, in place of Megatron's GPTDataset.
 
-    An order goes over one epoch, or as many as have `ROUND` sequences.
+    An order covers one epoch, or as many as give `ROUND` sequences.
 
     Args:
-        dataset, dataset_path, indices, num_samples, index_split: as upstream; without `num_samples` one order.
-        config: with `drawn` and `documents`.
+        dataset, dataset_path, indices, num_samples, index_split: see upstream; without `num_samples`, one order.
+        config: config with `drawn` and `documents`.
     """
 
     kind: type[GPTDataset] = GPTDataset
@@ -70,19 +70,19 @@ class StreamEpochs(MegatronDataset):
     def _round(self, number: int) -> GPTDataset:
         config = copy(self.config)
         if number or self.config.documents != ALL:
-            # Also the name of Megatron's index files, which does not say which documents they are of.
+            # The seed is also part of the name of Megatron's index files, which does not include the documents.
             documents = repr(self.config.documents)
             config.random_seed = digest(config.random_seed, "order of a stream", number, documents) % 2**32
         return self.kind(self.dataset, self.dataset_path, self.indices, self.per_round, self.index_split, config)
 
     @classmethod
     def numel_low_level_dataset(cls, low_level_dataset: Any) -> int:
-        """As upstream."""
+        """See upstream."""
         return cls.kind.numel_low_level_dataset(low_level_dataset)
 
     @classmethod
     def build_low_level_dataset(cls, dataset_path: str, config: GPTDatasetConfig) -> Any:
-        """As upstream."""
+        """See upstream."""
         return cls.kind.build_low_level_dataset(dataset_path, config)
 
     def __len__(self) -> int:
@@ -94,13 +94,13 @@ class StreamEpochs(MegatronDataset):
 
 
 class MockEpochs(StreamEpochs):
-    """The same of Megatron's synthetic data."""
+    """`StreamEpochs` for Megatron's synthetic data."""
 
     kind = MockGPTDataset
 
 
 def sequences_in_a_round(tokens: int, length: int) -> int:
-    """Sequences of the fewest epochs that have `ROUND` of them; the label of the last token is one more token."""
+    """Number of sequences in the fewest epochs that have `ROUND` of them; the last label needs one more token."""
     epochs = -(-(ROUND * length + 1) // tokens)
     return (epochs * tokens - 1) // length
 
@@ -108,13 +108,13 @@ def sequences_in_a_round(tokens: int, length: int) -> int:
 def part_of(
     documents: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32], part: Documents, *, seed: int
 ) -> npt.NDArray[np.int32]:
-    """Those documents that are in a part of a shuffled order, by tokens; all of them where none is, as of one document.
+    """The documents in a part of a shuffled order, by tokens; all of them if that part is empty.
 
     Args:
-        documents: numbers.
-        lengths: of all documents, in tokens.
-        part: from and to, as shares of the tokens.
-        seed: of the order.
+        documents: numbers of the documents.
+        lengths: lengths of all documents, in tokens.
+        part: start and end, as shares of the tokens.
+        seed: seed of the order.
     """
     if part == ALL:
         return documents

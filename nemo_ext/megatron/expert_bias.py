@@ -1,8 +1,8 @@
-"""MoE blocks with different numbers of experts in one model, in Megatron's trainer.
+"""Support for MoE blocks with different numbers of experts in one model, in Megatron's trainer.
 
 After each step Megatron-Core 0.19 stacks the token counts of all routers to update their expert biases
-(core/distributed/finalize_model_grads.py), which takes as many experts in every block. It is called once for each size
-here, with the routers of that size.
+(core/distributed/finalize_model_grads.py), which requires the same number of experts in every block. Here the update
+is called once per size, with the routers of that size.
 """
 
 import importlib
@@ -13,7 +13,7 @@ import torch
 
 
 def update_by_size() -> None:
-    """Has expert biases updated size by size, from now on in this process."""
+    """Patches Megatron to update expert biases size by size, for the rest of this process."""
     # By its path: the package has a function of the same name.
     upstream = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     update = upstream._update_router_expert_bias

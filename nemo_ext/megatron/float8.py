@@ -1,6 +1,6 @@
-"""FP8 matrix products in torch: matrices rounded to float8 with a scale a tensor or a block, forward and backward.
+"""FP8 matrix products in torch: matrices rounded to float8 with a scale per tensor or block, forward and backward.
 
-With a scale a tensor the product itself is one of float8 matrices (`torch.nn.functional.scaled_mm`: tensor cores on
+With one scale per tensor the product itself runs on float8 matrices (`torch.nn.functional.scaled_mm`: tensor cores on
 GPUs since Ada, and on CPUs a product of the same numbers). Block scales, and older GPUs, are simulated: the same
 rounding, then a product of the rounded matrices in the precision of the activations.
 """
@@ -16,17 +16,17 @@ from torch.nn.functional import ScalingType, linear, pad, scaled_mm
 Block = tuple[int, int]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _MULTIPLE = 16
-"""cuBLAS wants sizes of float8 matrices in multiples of it; zeros are added where they are not."""
+"""Multiple that cuBLAS requires for the sizes of float8 matrices; others are padded with zeros."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """How FP8 is scaled. A matrix has its rows along the sum of a product.
+    """FP8 scaling. Each row of a matrix runs along the summed dimension of a product.
 
     Attributes:
-        activation: rows and columns that share a scale, of inputs and gradients; None for the whole tensor.
-        weight: the same, of weights.
-        power_of_two: scales are powers of two, as MXFP8's are, and Transformer Engine's of blocks.
+        activation: rows and columns that share a scale, for inputs and gradients; None for the whole tensor.
+        weight: the same for weights.
+        power_of_two: True to round scales to powers of two, as in MXFP8 and Transformer Engine's block scaling.
     """
 
     activation: Block | None = None
@@ -39,7 +39,7 @@ SCALINGS: dict[str, Scaling] = {
     "blockwise": Scaling((1, 128), (128, 128), power_of_two=True),
     "mxfp8": Scaling((1, 32), (1, 32), power_of_two=True),
 }
-"""By the names of `precision_plan.recipe`; delayed scaling, with scales of earlier steps, is Transformer Engine's."""
+"""Name in `precision_plan.recipe` -> scaling; delayed scaling (scales of earlier steps) needs Transformer Engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Float8Matrix:
 
     Attributes:
         values: `[rows, columns]` in float8.
-        scale: what they are multiplied by, float32: `[]`, or one a block `[block rows, block columns]`.
-        block: numbers in a block; None for the whole tensor.
+        scale: factor of the values, float32: `[]`, or one per block `[block rows, block columns]`.
+        block: rows and columns of a block; None for the whole tensor.
     """
 
     values: Tensor
@@ -57,7 +57,7 @@ class Float8Matrix:
     block: Block | None
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """The numbers that it stands for."""
+        """The represented numbers in a dtype."""
         if self.block is None:
             return (self.values.float() * self.scale).to(dtype)
         rows, columns = self.values.shape
@@ -68,13 +68,13 @@ class Float8Matrix:
 def quantise(
     matrix: Tensor, block: Block | None = None, *, dtype: torch.dtype = E4M3, power_of_two: bool = False
 ) -> Float8Matrix:
-    """Round a matrix to float8; the largest number of each block becomes the largest of float8.
+    """Round a matrix to float8, scaling the largest magnitude of each block to the largest float8 number.
 
     Args:
-        matrix: `[rows, columns]`, neither zero.
-        block: rows and columns that share a scale; the last ones may be smaller. None: the whole tensor.
+        matrix: `[rows, columns]`, not empty.
+        block: rows and columns that share a scale; the last blocks may be smaller. None for the whole tensor.
         dtype: float8_e4m3fn or float8_e5m2.
-        power_of_two: scales are rounded up to powers of two.
+        power_of_two: True to round scales up to powers of two.
     """
     rows, columns = matrix.shape
     high, wide = block or (rows, columns)
@@ -84,7 +84,7 @@ def quantise(
     scale = torch.where(scale == 0, 1.0, scale)
     if power_of_two:
         scale = torch.exp2(torch.ceil(torch.log2(scale)))
-    # A scale in float32 may be rounded down, and what is beyond the largest number becomes NaN.
+    # A scale in float32 may be rounded down, and values beyond the largest float8 number would become NaN.
     limit = torch.finfo(dtype).max
     values = (whole / scale[:, None, :, None]).clamp(-limit, limit).to(dtype)
     values = values.view(down * high, across * wide)[:rows, :columns].contiguous()
@@ -92,12 +92,12 @@ def quantise(
 
 
 def has_float8_products(device: torch.device) -> bool:
-    """Whether a device multiplies float8 matrices: CPUs, and GPUs of compute capability 8.9 or more."""
+    """True if a device multiplies float8 matrices: CPUs, and GPUs of compute capability 8.9 or higher."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def product(left: Float8Matrix, right: Float8Matrix, dtype: torch.dtype) -> Tensor:
-    """`left @ right.T`: `[m, k]` and `[n, k]` to `[m, n]`, in a dtype."""
+    """`left @ right.T`: `[m, k]` and `[n, k]` to `[m, n]`, in the given dtype."""
     if left.block is not None or right.block is not None or not has_float8_products(left.values.device):
         return linear(left.dequantised(dtype), right.dequantised(dtype))
     rows, columns = len(left.values), len(right.values)
@@ -119,18 +119,18 @@ def _padded(values: Tensor) -> Tensor:
 
 
 def float8_linear(inputs: Tensor, weight: Tensor, scaling: Scaling, *, gradients: torch.dtype = E4M3) -> Tensor:
-    """`inputs @ weight.T` in FP8, its two gradients too.
+    """`inputs @ weight.T` in FP8, with both gradients in FP8.
 
-    Each product takes its matrices rounded along its own sum, as Transformer Engine does (rowwise and columnwise).
+    Matrices are rounded along the summed dimension of each product, as in Transformer Engine (rowwise and columnwise).
 
     Args:
         inputs: `[..., in]`, in float32, bfloat16 or float16.
         weight: `[out, in]`.
-        scaling: of SCALINGS.
-        gradients: float8 of the gradients of the output.
+        scaling: one of SCALINGS.
+        gradients: float8 dtype of the output's gradients.
 
     Returns:
-        `[..., out]`, in the dtype of the inputs.
+        `[..., out]`, in the inputs' dtype.
     """
     if not inputs.numel():  # an expert without tokens
         return linear(inputs, weight)

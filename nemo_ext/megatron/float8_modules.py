@@ -1,7 +1,7 @@
 """A precision plan on Megatron's own linear layers, without Transformer Engine (`nemo_ext.megatron.float8`).
 
-Megatron's column- and row-parallel layers keep their weights, sharding and communication; the product inside them is
-another one. Each rank scales its own part of a matrix.
+Megatron's column- and row-parallel layers keep their weights, sharding and communication; only the product inside is
+replaced. Each rank scales its own part of a matrix.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,16 +25,16 @@ from nemo_ext.megatron.fp8 import Precision, module_patterns
 
 LINEAR = ColumnParallelLinear, RowParallelLinear
 _FORWARD = "_forward_impl"
-"""What Megatron's linear layers call for the product (tensor_parallel/layers.py)."""
+"""Method that Megatron's linear layers call for the product (tensor_parallel/layers.py)."""
 
 
 @dataclass(frozen=True)
 class Float8Product:
-    """Stands in the place of a linear layer's `_forward_impl`.
+    """Replacement of a linear layer's `_forward_impl`.
 
     Attributes:
-        scaling: of its matrices.
-        gradients: float8 of the output's gradients.
+        scaling: scaling of its matrices.
+        gradients: float8 dtype of the output's gradients.
     """
 
     scaling: Scaling
@@ -51,7 +51,7 @@ class Float8Product:
         tp_group: Any = None,
         **others: Any,
     ) -> Tensor:
-        """The layer's product, with the communication that it asks for."""
+        """The layer's product, with the communication it requires."""
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, group=tp_group)
         elif allreduce_dgrad:
@@ -61,15 +61,15 @@ class Float8Product:
 
 
 def use_float8(model: torch.nn.Module, precision: Precision, stage: Sequence[int]) -> list[torch.nn.Module]:
-    """Sets the linear layers of a pipeline stage to FP8 as the plan says; gives back which.
+    """Set the linear layers of a pipeline stage to FP8 by the plan; returns these layers.
 
     Args:
-        model: Megatron's, not wrapped.
+        model: Megatron's model, not wrapped.
         precision: the plan and the whole model's sizes.
-        stage: the numbers of its blocks, from 0, in order.
+        stage: 0-based numbers of the stage's blocks, in order.
 
     Raises:
-        ValueError: the scaling is Transformer Engine's alone; a weight is in no linear layer of Megatron's own.
+        ValueError: the scaling needs Transformer Engine, or a weight is in no linear layer of Megatron's own.
     """
     plan = precision.plan
     if plan.recipe not in SCALINGS:
@@ -89,10 +89,10 @@ def use_float8(model: torch.nn.Module, precision: Precision, stage: Sequence[int
 
 @contextmanager
 def in_float8(model: torch.nn.Module, precision: Precision) -> Iterator[None]:
-    """A model without pipeline stages works as the plan says while this is open, then as before.
+    """Runs a model without pipeline stages in the plan's precision while open.
 
     Raises:
-        ValueError: as `use_float8`.
+        ValueError: see `use_float8`.
     """
     changed = use_float8(model, precision, range(len(precision.architecture.sizes)))
     try:

@@ -1,4 +1,4 @@
-"""What Megatron's trainer leaves to the caller: datasets, one forward pass, the loss."""
+"""The functions that Megatron's trainer asks of its caller: datasets, one forward step, the loss."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,18 +38,18 @@ def build_datasets(
     *,
     drawn: Mapping[Reading, Mapping[str, int]] | None = None,
 ) -> tuple[Any, Any, None]:
-    """As `datasets`, from the arguments given, without Megatron's trainer around it.
+    """Build datasets as `datasets` does, from the given arguments and without Megatron's trainer.
 
-    In a run with phases (`drawn`) and in one of mixed lengths every epoch of a stream has an order of its own
+    In a run with phases (`drawn`) or mixed lengths, every epoch of a stream has an order of its own
     (`nemo_ext.megatron.epochs`).
 
-    A blend of packs (`nemo_ext.data.packs.packed_files`) is known by its manifests. Where the trainer has set
+    A blend of packs (`nemo_ext.data.packs.packed_files`) is recognised by its manifests. If the trainer has set
     `arguments.mixed_lengths` (`data.mixed_lengths` of the config), the sequences of the blend have two lengths.
 
     Args:
-        arguments: Megatron's.
-        samples: of each split.
-        drawn: of a run with phases: sequences that were read before, by prefix.
+        arguments: Megatron's arguments.
+        samples: number of samples of each split.
+        drawn: sequences read before, by prefix, in a run with phases; None for other runs.
     """
     given = getattr(arguments, "mixed_lengths", None)
     mixed = None if given is None else MixedLengths(**given)
@@ -102,9 +102,9 @@ def loss_function(
     """Sum of the token losses and number of tokens; Megatron divides after summing over ranks.
 
     Args:
-        loss_mask: `[batch, seq]`, 0 where a token does not count.
+        loss_mask: `[batch, seq]`, 0 for tokens that do not count.
         output: per-token LM losses `[batch, seq]`.
-        distillation: weighs the LM loss against the divergence, where there is one.
+        distillation: weighs the LM loss against the divergence, or None.
         divergence: per-token divergence from a teacher `[batch, seq]`.
 
     Returns:
@@ -129,12 +129,12 @@ def loss_function(
 def forward_step(
     iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module, *, distillation: Distillation | None = None
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
-    """One micro-batch through one pipeline stage.
+    """Run one micro-batch through one pipeline stage.
 
     Args:
-        iterator: gives micro-batches of Megatron's datasets.
-        model: the stage.
-        distillation: attached to the model, or None.
+        iterator: iterator over micro-batches of Megatron's datasets.
+        model: model of the stage.
+        distillation: distillation attached to the model, or None.
 
     Returns:
         The stage's output (per-token losses `[batch, seq]` on the last stage) and the loss function of that output.

@@ -1,9 +1,9 @@
-"""A precision plan for Megatron: the modules of a pipeline stage that leave the model's precision, as a RecipeConfig.
+"""A precision plan for Megatron: RecipeConfig of the modules of a pipeline stage that leave the model's precision.
 
 Megatron runs every block in the context of `megatron.fp8_format` and asks `TransformerConfig.quant_recipe` for each
-Transformer Engine module when the model is built. It matches names within the stage, `decoder.layers.0` being the
-stage's first block, so a recipe is made for each stage. Where Transformer Engine is not what runs, the same plan is
-carried out by `nemo_ext.megatron.float8_modules`.
+Transformer Engine module when the model is built. It matches names within the stage, where `decoder.layers.0` is the
+stage's first block, so each stage gets its own recipe. Without Transformer Engine, the same plan is carried out by
+`nemo_ext.megatron.float8_modules`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,7 +23,7 @@ MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     "-": {"fc1": ("mlp.linear_fc1",), "fc2": ("mlp.linear_fc2",)},
     "E": {
         "router": ("mlp.router",),
-        # Grouped, and one after the other.
+        # Grouped GEMM, and separate experts.
         "fc1": ("mlp.experts.linear_fc1", "mlp.experts.local_experts.*.linear_fc1"),
         "fc2": ("mlp.experts.linear_fc2", "mlp.experts.local_experts.*.linear_fc2"),
         "shared_fc1": ("mlp.shared_experts.linear_fc1",),
@@ -32,7 +32,7 @@ MODULES: dict[str, dict[str, tuple[str, ...]]] = {
         "latent_fc2": ("mlp.fc2_latent_proj",),
     },
 }
-"""Where Megatron's layers have each part, below `decoder.layers.N.`."""
+"""Modules of each part in Megatron's layers, below `decoder.layers.N.`."""
 _TYPE = "transformer_engine_config_type"
 
 
@@ -40,24 +40,24 @@ def module_patterns(weight: Weight, kind: str, *, first_block: int = 0) -> tuple
     """Glob patterns of the modules that hold a weight, by their names in a pipeline stage.
 
     Args:
-        weight: of the model.
-        kind: of its block; "" for embedding and output layer.
-        first_block: of the stage, from 0.
+        weight: weight of the model.
+        kind: kind of its block; "" for embedding and output layer.
+        first_block: 0-based number of the stage's first block.
     """
     if weight.block is None:
         return {EMBEDDING: ("embedding.word_embeddings",), HEAD: ("output_layer",)}[weight.part]
-    # A linear-replaced block's weight is its sub-layer's own.
+    # The weight of a linear block belongs to its sub-layer itself.
     inside = MODULES[kind].get(weight.part, ("self_attention", "mlp", "mixer"))
     return tuple(f"decoder.layers.{weight.block - first_block}.{name}" for name in inside)
 
 
 @dataclass(frozen=True)
 class Precision:
-    """A plan and the model it is for.
+    """A precision plan and the model it is for.
 
     Attributes:
-        plan: of the weights.
-        architecture: of the model.
+        plan: precision plan of the weights.
+        architecture: the model's architecture.
     """
 
     plan: Plan
@@ -65,20 +65,20 @@ class Precision:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Precision | None":
-        """Of a run's config; None without a plan.
+        """Plan and architecture of a run's config; None without a plan.
 
         Raises:
-            ValueError: as `Plan.from_config` and `Architecture.from_config`.
+            ValueError: see `Plan.from_config` and `Architecture.from_config`.
         """
         if config.get("precision_plan") is None:
             return None
         return cls(Plan.from_config(config["precision_plan"]), Architecture.from_config(config))
 
     def recipe(self, stage: Iterable[int]) -> dict[str, Any]:
-        """What `RecipeConfig.from_config_dict` reads, for a pipeline stage.
+        """Input of `RecipeConfig.from_config_dict` for a pipeline stage.
 
         Args:
-            stage: the numbers of its blocks, from 0, in order.
+            stage: 0-based numbers of the stage's blocks, in order.
         """
         numbers = list(stage)
         first = numbers[0] if numbers else 0
@@ -98,18 +98,18 @@ class Precision:
         return {"configs": _configs(self.plan), "matchers": matchers}
 
     def recipe_config(self, stage: Iterable[int]) -> "RecipeConfig":
-        """The same, read by Megatron."""
+        """`recipe` as Megatron's RecipeConfig."""
         from megatron.core.quantization.quant_config import RecipeConfig
 
         return RecipeConfig.from_config_dict(self.recipe(stage))
 
 
 def use_plan(config: dict[str, Any]) -> None:
-    """Sets Megatron's FP8 flags by the run's plan, which single modules then leave; without a plan does nothing.
+    """Set Megatron's FP8 flags by the run's plan, from which single modules then deviate; no effect without a plan.
 
     Raises:
-        ValueError: the plan is wrong, flags say another precision, sizes do not fit the scaling, or the back end has no
-            FP8.
+        ValueError: the plan is invalid, flags set another precision, sizes do not fit the scaling, or the back end does
+            not support it.
     """
     precision = Precision.from_config(config)
     if precision is None:
@@ -143,16 +143,16 @@ def use_plan(config: dict[str, Any]) -> None:
 
 
 def check_backend(config: Mapping[str, Any], backend: str) -> None:
-    """Refuses FP8 that is Transformer Engine's alone where another back end runs.
+    """Refuse FP8 that needs Transformer Engine if another back end runs.
 
-    Megatron would train on without it and say nothing.
+    Megatron would silently train without FP8.
 
     Args:
-        config: of a run, after `use_plan`.
-        backend: local or transformer_engine.
+        config: config of a run, after `use_plan`.
+        backend: `local` or `transformer_engine`.
 
     Raises:
-        ValueError: saying which key asks for FP8.
+        ValueError: says which key asks for FP8.
     """
     from nemo_ext.megatron.float8 import SCALINGS
 
@@ -167,7 +167,7 @@ def check_backend(config: Mapping[str, Any], backend: str) -> None:
 
 
 def remark(config: Mapping[str, Any]) -> str | None:
-    """What a user should know of a run's FP8 before it starts; None for nothing."""
+    """Remark for the user about a run's FP8, before it starts; None if there is none."""
     import torch
 
     from nemo_ext.megatron.float8 import has_float8_products
@@ -193,6 +193,6 @@ def _configs(plan: Plan) -> dict[str, Any]:
         "override_nonquantized_autocast": True,
     }
     configs = {"bf16": {_TYPE: "TEQuantizationParams", "training_recipe": high}}
-    if plan.recipe != "delayed":  # which Transformer Engine keeps for the whole model
+    if plan.recipe != "delayed":  # which Transformer Engine applies to the whole model
         configs["fp8"] = {_TYPE: "TEQuantizationParams", "training_recipe": low}
     return configs

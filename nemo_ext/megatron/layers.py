@@ -1,8 +1,8 @@
-"""The block classes a `HybridStack` builds: Megatron's own layers, each with the sizes of its own block.
+"""Block classes that a `HybridStack` builds: Megatron's own layers, each with the sizes of its own block.
 
-`HybridStack` hands every layer the model's config and the layer's global 1-based number. Each class here copies the
-config, sets what the notation gave that block (`*{kv=4}`, `-{ffn=5376}`), and calls Megatron's constructor. Nothing
-else changes.
+`HybridStack` passes every layer the model's config and the layer's global 1-based number. Each class here copies the
+config, sets the values that the notation gives the block (`*{kv=4}`, `-{ffn=5376}`), and calls Megatron's constructor.
+Nothing else changes.
 """
 
 import copy
@@ -29,10 +29,10 @@ Overrides = Mapping[int, Mapping[str, object]]
 
 
 def block_config(config: TransformerConfig, values: Mapping[str, object]) -> TransformerConfig:
-    """The config of one block: `config` itself, or a shallow copy with `values` set.
+    """Config of one block: `config` itself, or a shallow copy with `values` set.
 
     Raises:
-        ValueError: if a value names no field of the config.
+        ValueError: a value names no field of the config.
     """
     fields = {name: value for name, value in values.items() if name != LINEAR}
     if not fields:
@@ -94,12 +94,12 @@ class MoEBlock(_TransformerBlock, MoETransformerLayer):
 
 
 class LinearReplacement(torch.nn.Module):
-    """One `hidden x hidden` linear map in the place of a mixer or FFN (Puzzle's linear-replaced blocks).
+    """One `hidden x hidden` linear map in place of a mixer or FFN (Puzzle's linear-replaced blocks).
 
     The weight is whole on every tensor-parallel rank. Under sequence parallelism each rank maps its own slice of the
     sequence, and Megatron sums the weight's gradient over the group because it is marked `sequence_parallel`.
 
-    Builds wherever Megatron builds a mixer, a self-attention or an MLP; returns `(output, None)` as those do.
+    Can be built wherever Megatron builds a mixer, a self-attention or an MLP; returns `(output, None)` like those.
     """
 
     def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
@@ -114,12 +114,12 @@ class LinearReplacement(torch.nn.Module):
             config.output_layer_init_method(self.weight)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """Maps `[seq, batch, hidden]` to the same shape; mask, rotary and cache arguments have no meaning here."""
+        """Maps `[seq, batch, hidden]` to the same shape; mask, rotary and cache arguments are ignored."""
         return torch.nn.functional.linear(hidden_states, self.weight), None
 
 
 def with_output_norm(linear: type[RowParallelLinear], norm: LayerNormBuilder) -> type[RowParallelLinear]:
-    """A row-parallel linear class whose output is normalised before the residual add (OLMo 2 and 3's reordered norm).
+    """Row-parallel linear class whose output is normalised before the residual add (OLMo 2 and 3's reordered norm).
 
     The norm is the submodule `output_norm`, so a checkpoint holds `linear_proj.output_norm.weight`. The linear must
     have no bias: Megatron adds a row-parallel bias after the layer, which would come after the norm.

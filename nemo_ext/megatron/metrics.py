@@ -1,7 +1,7 @@
-"""metrics.jsonl: one object a logged step, taken from the scalars that Megatron gives to TensorBoard.
+"""metrics.jsonl: one object per logged step, built from the scalars that Megatron passes to TensorBoard.
 
 Megatron's loop has no callbacks, but everything it measures goes through one writer object on the last rank. This
-writer passes each scalar on to TensorBoard and gathers those of a step into one line.
+writer passes each scalar on to TensorBoard and gathers the scalars of a step into one line.
 """
 
 import json
@@ -22,24 +22,24 @@ class ScalarWriter(Protocol):
     """The part of TensorBoard's SummaryWriter that Megatron's trainer uses."""
 
     def add_scalar(self, tag: str, value: Any, step: int) -> None:
-        """Stores one value."""
+        """Writes one value."""
 
     def flush(self) -> None:
-        """Writes what is pending."""
+        """Writes pending values to disk."""
 
 
 NAMES = {LOSS: "loss", "learning-rate": "lr", "grad-norm": "grad_norm"}
-"""Megatron's tags and their names in metrics.jsonl; other tags keep theirs with underscores."""
+"""Megatron's tags -> names in metrics.jsonl; other tags keep theirs with underscores."""
 
 VALIDATION = " validation"
-"""How the tags of an evaluation end; their names begin with `val_`."""
+"""Suffix of the tags of an evaluation; their names get the prefix `val_`."""
 
 LAST_OF_A_STEP = "iteration_time"
-"""What Megatron writes last of a step; throughput and energy, which may follow, go to TensorBoard alone."""
+"""Tag that Megatron writes last in a step; throughput and energy, which may follow, go to TensorBoard alone."""
 
 
 STEPS = "interval-time"
-"""Megatron's timer that runs while the loop does steps, and not in what is between them."""
+"""Megatron's timer that runs while the loop does steps, but not between them."""
 
 PHASES = {
     STEPS: "training",
@@ -48,11 +48,11 @@ PHASES = {
     "save-checkpoint-non-persistent": "checkpoint",
     "load-checkpoint": "loading",
 }
-"""Phases of a run by Megatron's timers."""
+"""Megatron's timers -> phases of a run."""
 
 
 class CpuClock:
-    """Processor seconds of this process with all its threads while the loop does steps; on from the first start."""
+    """Processor seconds of this process and its threads while the loop does steps; a restart continues the count."""
 
     def __init__(self, now: Callable[[], float] = time.process_time) -> None:
         self._now = now
@@ -60,39 +60,39 @@ class CpuClock:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Steps begin, or go on."""
+        """Starts or resumes counting: steps begin."""
         self._since = self._now()
 
     def stop(self) -> None:
-        """Something else begins, such as a checkpoint."""
+        """Pauses counting: something else begins, such as a checkpoint."""
         self._done, self._since = self.seconds(), None
 
     def seconds(self) -> float:
-        """Processor seconds in steps so far."""
+        """Processor seconds spent in steps so far."""
         return self._done if self._since is None else self._done + self._now() - self._since
 
 
 class PhaseTimers(Timers):
-    """Megatron's timers, which also note the phases of a run: its loop says nowhere else when one begins."""
+    """Megatron's timers, extended to record the phases of a run, which its loop marks nowhere else."""
 
     phases: Phases
     cpu: CpuClock
 
     @classmethod
     def take_over(cls, timers: Timers, phases: Phases) -> None:
-        """Has Megatron's own object, which its functions hold already, note the phases."""
+        """Converts Megatron's own timers, which its functions already hold, in place to record the phases."""
         timers.__class__ = cls
         timers.phases = phases
         timers.cpu = CpuClock()
 
     def __call__(self, name: str, log_level: int | None = None) -> Any:
-        """As upstream."""
+        """See upstream."""
         timer = super().__call__(name, log_level)
         return _PhaseTimer(timer, name, self.phases, self.cpu) if name in PHASES else timer
 
 
 class _PhaseTimer:
-    """A timer at whose start a phase begins, and at whose stop the one before it goes on."""
+    """A timer that begins a phase at its start and returns to the previous one at its stop."""
 
     def __init__(self, timer: Any, name: str, phases: Phases, cpu: CpuClock) -> None:
         self._timer, self._name, self._phases, self._cpu = timer, name, phases, cpu
@@ -120,19 +120,18 @@ class MetricsWriter:
     """Writes metrics.jsonl beside TensorBoard.
 
     A line has `step`, `tokens` (trained so far), `loss`, `lr`, `grad_norm`, `tokens_per_second`, `seconds_per_step`,
-    `mfu` (null where the device's peak is not known), without a GPU `cpu_seconds_per_step`, and what else Megatron
-    logs. Each figure of an evaluation is a line of its own with `step`, `tokens` and `val_loss` (or
-    `val_kl_to_teacher`).
+    `mfu` (null if the device's peak is unknown), without a GPU `cpu_seconds_per_step`, and whatever else Megatron logs.
+    Each value of an evaluation is a line of its own with `step`, `tokens` and `val_loss` (or `val_kl_to_teacher`).
 
     Args:
-        path: the file; lines of steps after `first_step` from an earlier, killed run are removed first.
-        first_step: the step that training starts or resumes from.
-        tokens_per_step: tokens of one step over all ranks.
-        tokens_at: tokens trained on when a step is done.
+        path: path of the file; lines of steps after `first_step` from an earlier, killed run are removed first.
+        first_step: step that training starts or resumes from.
+        tokens_per_step: tokens per step over all ranks.
+        tokens_at: returns the tokens trained on after a step.
         flops_per_token: training FLOPs per token (`architecture.cost`).
         peak_flops: FLOP/s of all devices together, or None.
-        cpu_seconds: processor seconds that this rank has spent in steps, or None where a GPU does the work.
-        tensorboard: where scalars go as well, or None.
+        cpu_seconds: returns the processor seconds of this rank in steps; None if a GPU does the work.
+        tensorboard: writer that scalars are also passed to, or None.
         on_line: called with each line.
     """
 
@@ -158,11 +157,11 @@ class MetricsWriter:
         self.tensorboard = tensorboard
         self.on_line = on_line
         self._step: dict[str, Any] = {}
-        self._last = (first_step, time.perf_counter(), self._cpu_now())  # the last step and when it was done
+        self._last = (first_step, time.perf_counter(), self._cpu_now())  # the last step and when it ended
         truncate_metrics(path, first_step)
 
     def add_scalar(self, tag: str, value: Any, step: int) -> None:
-        """Stores one scalar of a step; Megatron's "... vs samples" copies go to TensorBoard alone."""
+        """Records one scalar of a step; Megatron's "... vs samples" copies go to TensorBoard alone."""
         if self.tensorboard is not None:
             self.tensorboard.add_scalar(tag, value, step)
         if tag.endswith(" vs samples"):
@@ -181,17 +180,17 @@ class MetricsWriter:
             self._time, self._cpu = time.perf_counter(), self._cpu_now()
         self._step[name] = _finite(number)
         if name == LAST_OF_A_STEP and "loss" in self._step:
-            self.flush()  # now, not with the next step: a checkpoint may follow, and a kill after it
+            self.flush()  # now rather than with the next step: a checkpoint may follow, and a kill after it
 
     def flush(self) -> None:
-        """Writes the gathered step, if it is whole (it has a loss)."""
+        """Writes the gathered step if it is complete (has a loss)."""
         line, self._step = self._step, {}
         if "loss" not in line:
             return
         last_step, last_time, last_cpu = self._last
         self._last = (line["step"], self._time, self._cpu)
         steps = max(1, line["step"] - last_step)
-        # Megatron's own timer leaves evaluations and checkpoints out; it does not report the very first step.
+        # Megatron's own timer excludes evaluations and checkpoints; it does not report the very first step.
         seconds = line.pop("iteration_time", None) or (self._time - last_time) / steps
         rate = self.tokens_per_step / seconds
         line["seconds_per_step"] = seconds
@@ -205,13 +204,13 @@ class MetricsWriter:
         return 0.0 if self.cpu_seconds is None else self.cpu_seconds()
 
     def close(self) -> None:
-        """Writes what is pending and closes TensorBoard."""
+        """Writes pending data to metrics.jsonl and flushes TensorBoard."""
         self.flush()
         if self.tensorboard is not None:
             self.tensorboard.flush()
 
     def __getattr__(self, name: str) -> Any:
-        # Megatron also calls add_text and the like, which are TensorBoard's alone.
+        # Megatron also calls add_text and the like, which only TensorBoard has.
         if self.tensorboard is None:
             raise AttributeError(name)
         return getattr(self.tensorboard, name)
@@ -223,5 +222,5 @@ class MetricsWriter:
 
 
 def _finite(number: float) -> float | None:
-    """The number, or None (JSON null) where JSON has no word for it."""
+    """The number, or None (JSON null) if it is not finite."""
     return number if math.isfinite(number) else None

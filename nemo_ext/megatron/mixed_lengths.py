@@ -15,16 +15,16 @@ SEQUENCE = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 class MixedRows(Dataset):
-    """Rows that are one sequence of the long dataset, or several of the short one.
+    """Rows that hold one sequence of the long dataset, or several of the short one.
 
-    A row has `tokens`, `labels`, `loss_mask`, `position_ids` `[seq]` and `cu_seqlens`, as a pack has. Row n depends on
-    n alone, so a run resumes on the same row.
+    A row has `tokens`, `labels`, `loss_mask`, `position_ids` `[seq]` and `cu_seqlens`, like a pack. Row n depends only
+    on n, so a run resumes on the same row.
 
     Args:
         long: Megatron's dataset of the row's length.
         short: Megatron's dataset of the short length, of the same split.
-        schedule: which rows are short.
-        rows: how many there are.
+        schedule: schedule of the short rows.
+        rows: number of rows.
         per_row: short sequences in a row.
     """
 
@@ -49,7 +49,7 @@ class MixedRows(Dataset):
 
 
 def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Sequences of Megatron's GPTDataset one after the other, with the bounds between them and those inside."""
+    """Concatenates sequences of Megatron's GPTDataset, with the bounds between and inside them."""
     bounds = [torch.zeros(1, dtype=torch.int32)]
     end = 0
     for part in parts:
@@ -68,13 +68,13 @@ def mixed_rows(
     seq_length: int,
     build: Callable[[Sequence[int], Reading], Sequence[Any]],
 ) -> list[MixedRows | None]:
-    """Mixed rows of each split.
+    """Build the mixed rows of each split.
 
     Args:
         settings: the mix.
-        samples: rows wanted of each split.
-        seq_length: of a row.
-        build: (sequences of each split, how they are read) -> Megatron's datasets, None for a split without data.
+        samples: number of rows of each split.
+        seq_length: length of a row.
+        build: maps (sequences of each split, how they are read) to Megatron's datasets, None for a split without data.
     """
     schedule, per_row = settings.schedule, seq_length // settings.short
     wanted = [sequences_of(rows, seq_length, settings) for rows in samples]

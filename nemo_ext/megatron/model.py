@@ -1,4 +1,4 @@
-"""The block sequence as a Megatron model config and builder, for `pretrain()` and for a user's own Megatron code."""
+"""The block sequence as a Megatron model config and builder, for `pretrain()` and for users' own Megatron code."""
 
 import argparse
 from collections.abc import Mapping
@@ -24,17 +24,17 @@ from nemo_ext.megatron.specs import StackOptions, hybrid_stack
 
 @dataclass(kw_only=True)
 class BlockModelConfig(HybridModelConfig):
-    """Megatron's HybridModelConfig with the fields from which the layer spec is built.
+    """Megatron's HybridModelConfig with the fields that define the layer spec.
 
     Attributes:
-        pattern: the block notation, with its per-block values.
-        norm_affine: see `nemo_ext.megatron.specs.StackOptions`; likewise the two after it.
-        norm_placement: where each sub-layer is normalised.
-        qk_norm_scope: over what a QK norm runs.
-        llama3_rope_factor: Llama 3's RoPE frequency scaling, or None.
+        pattern: block notation with its per-block values.
+        norm_affine: see `nemo_ext.megatron.specs.StackOptions`, also for the next two.
+        norm_placement: position of the norm in each sub-layer.
+        qk_norm_scope: extent of a QK norm.
+        llama3_rope_factor: factor of Llama 3's RoPE frequency scaling, or None.
         yarn_on_windowed: False leaves blocks with a window on plain RoPE in a YaRN model (OLMo 3).
         fused_squared_relu: see `nemo_ext.megatron.specs.StackOptions`.
-        precision: which modules leave the model's own precision; None for none.
+        precision: plan of the modules that leave the model's own precision; None for none.
     """
 
     builder: ClassVar[str] = "nemo_ext.megatron.model.BlockModelBuilder"
@@ -48,7 +48,7 @@ class BlockModelConfig(HybridModelConfig):
     precision: Precision | None = None
 
     def stack_spec(self) -> ModuleSpec:
-        """The layer spec that these fields describe."""
+        """Layer spec described by these fields."""
         pattern = parse(self.pattern)
         attention = {number: block for number, block in enumerate(pattern.blocks, start=1) if block.kind == "*"}
         spec = hybrid_stack(
@@ -68,7 +68,7 @@ class BlockModelConfig(HybridModelConfig):
         return spec
 
     def _rotary(self, attention: Mapping[int, Block]) -> dict[int, Rotary]:
-        """The blocks that do not use the embedding that HybridModel builds."""
+        """Rotary embeddings of the blocks that do not use HybridModel's own."""
         plain = Rotary(
             base=self.rotary_base, percent=self.rotary_percent, interpolation_factor=self.seq_len_interpolation_factor
         )
@@ -110,7 +110,7 @@ class BlockModelBuilder(HybridModelBuilder):
         pipeline = pg_collection.pp
         stage = stage_blocks(parse(self._model_config.pattern), pipeline.rank(), pipeline.size(), vp_stage)
         if transformer.transformer_impl != "local":
-            # Of this stage: Megatron matches names within it.
+            # For this stage: Megatron matches names within it.
             transformer.quant_recipe = precision.recipe_config(stage)
         model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
         if transformer.transformer_impl == "local":
@@ -119,13 +119,13 @@ class BlockModelBuilder(HybridModelBuilder):
 
 
 def stage_blocks(pattern: Pattern, rank: int, size: int, vp_stage: int | None) -> range:
-    """The numbers of a pipeline stage's blocks, from 0.
+    """Numbers of a pipeline stage's blocks, from 0.
 
     Args:
-        pattern: cut into stages, where there are several.
-        rank: in the pipeline.
-        size: of the pipeline.
-        vp_stage: which of the rank's stages; None where it has one.
+        pattern: pattern, cut into stages if there are several.
+        rank: pipeline rank.
+        size: pipeline-parallel size.
+        vp_stage: virtual stage of the rank; None if it has only one.
     """
     edges = (0, *pattern.cuts, len(pattern.blocks))
     stage = (vp_stage or 0) * size + rank
@@ -135,16 +135,16 @@ def stage_blocks(pattern: Pattern, rank: int, size: int, vp_stage: int | None) -
 def model_config(
     model: Mapping[str, Any], pattern: str, arguments: argparse.Namespace, precision: Precision | None = None
 ) -> BlockModelConfig:
-    """The model config of a run.
+    """Model config of a run.
 
     Args:
         model: the composed config's `model` block.
-        pattern: the notation, with pipeline cuts (`arguments.pattern_with_cuts`).
+        pattern: the notation with pipeline cuts (`arguments.pattern_with_cuts`).
         arguments: Megatron's validated arguments.
         precision: see `BlockModelConfig`.
 
     Raises:
-        ValueError: the fused squared ReLU is asked for with another activation.
+        ValueError: the fused squared ReLU is requested with another activation.
     """
     config = hybrid_config_from_args(arguments, model_config_cls=BlockModelConfig)
     config.pattern = format_pattern(parse(pattern))

@@ -1,8 +1,8 @@
 """Our block stack in NeMo 2's `SSMConfig`: `SSMConfig(mamba_stack_spec=mamba_stack_spec("(*{kv=4}-)x40"))`.
 
-NeMo is not imported: it asks for a callable, and calls it without arguments (nemo/collections/llm/gpt/model/ssm.py,
-2.7.3: `mamba_stack_spec()`) or, in later code of the same shape, with the config. docs/bridge.md says with which
-versions of Megatron-Core that works.
+NeMo is not imported: it takes a callable and calls it without arguments (nemo/collections/llm/gpt/model/ssm.py,
+2.7.3: `mamba_stack_spec()`) or, in later code of the same form, with the config. docs/bridge.md lists the versions of
+Megatron-Core that work.
 """
 
 from collections.abc import Callable
@@ -17,22 +17,22 @@ from nemo_ext.megatron.specs import hybrid_stack
 
 
 def mamba_stack_spec(pattern: str = "", **options: Any) -> Callable[..., ModuleSpec]:
-    """What `SSMConfig.mamba_stack_spec` takes: the stack spec of a pattern, made when the model is configured.
+    """Value for `SSMConfig.mamba_stack_spec`: makes the stack spec of a pattern when the model is configured.
 
     Set `SSMConfig.hybrid_override_pattern` to `override_pattern(pattern)`: the spec refuses any other.
 
     Args:
-        pattern: the notation; empty for "every block as the config says".
+        pattern: the notation; empty for every block as in the config.
         options: see `nemo_ext.megatron.specs.hybrid_stack`.
 
     Returns:
-        A `functools.partial` of a function with a name, so NeMo can save it with a model; called with or without a
-        config.
+        A `functools.partial` of a named function, so that NeMo can save it with a model; takes a config or no
+        argument.
 
     Raises:
-        PatternError: if the pattern does not parse.
-        ValueError: for an option's unknown value.
-        TypeError: for an unknown option.
+        PatternError: the pattern does not parse.
+        ValueError: an option has an unknown value.
+        TypeError: an option is unknown.
     """
     made = partial(_spec, pattern=pattern, options=options)
     made()  # a mistake shows here rather than on every rank
@@ -40,14 +40,14 @@ def mamba_stack_spec(pattern: str = "", **options: Any) -> Callable[..., ModuleS
 
 
 def override_pattern(pattern: str) -> str:
-    """What `SSMConfig.hybrid_override_pattern` takes: the plain symbols of a pattern, without pipeline cuts.
+    """Value for `SSMConfig.hybrid_override_pattern`: the plain symbols of a pattern, without pipeline cuts.
 
     Raises:
-        PatternError: if the pattern does not parse.
+        PatternError: the pattern does not parse.
     """
     return compile_pattern(parse(pattern)).hybrid_layer_pattern.replace("|", "")
 
 
 def _spec(config: object = None, *, pattern: str, options: dict[str, Any]) -> ModuleSpec:
-    """The spec; `config` is not needed, because sub-layers are chosen from the config that Megatron passes in."""
+    """Stack spec; `config` is not used, because sub-layers are chosen from the config that Megatron passes in."""
     return hybrid_stack(pattern, **options)

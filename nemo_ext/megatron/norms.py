@@ -1,8 +1,8 @@
 """Normalisation layers of the local back end.
 
-Megatron's `WrappedTorchNorm` refuses sequence parallelism, zero-centred weights and norms without weights; Transformer
-Engine has none of the three limits. These two classes close the gap in plain torch, so that one spec serves both
-back ends.
+Megatron's `WrappedTorchNorm` supports neither sequence parallelism, zero-centred weights nor norms without weights;
+Transformer Engine supports all three. These two classes fill the gap in plain torch, so that one spec serves both back
+ends.
 """
 
 import torch
@@ -26,10 +26,10 @@ class LocalNorm(torch.nn.Module):
             group).
         hidden_size: size of the last dimension.
         eps: added to the variance.
-        affine: False gives OLMo 1's non-parametric norm, which has no weight at all.
+        affine: False for OLMo 1's non-parametric norm, which has no weight.
 
     Raises:
-        ValueError: for a normalization other than LayerNorm and RMSNorm.
+        ValueError: the normalization is neither LayerNorm nor RMSNorm.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, affine: bool = True) -> None:
@@ -51,14 +51,14 @@ class LocalNorm(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises `x` `[..., hidden_size]`; same shape and dtype out."""
+        """Normalises `x` `[..., hidden_size]`; keeps shape and dtype."""
         weight: Tensor | None = self.weight
         if weight is not None and self.zero_centred_weight:
             weight = weight + 1
         if self.centred:
             return layer_norm(x, (self.hidden_size,), weight, self.bias, self.eps)
         if weight is not None and x.device.type == "cpu":
-            # The same to rounding in 0.6 of the processor time and memory, forward and backward.
+            # Same up to rounding, with 0.6 of the processor time and memory, forward and backward.
             return rms_norm_gated(x, weight, eps=self.eps)
         return rms_norm(x, (self.hidden_size,), weight, self.eps)
 
@@ -66,10 +66,10 @@ class LocalNorm(torch.nn.Module):
 class HeadsRMSNorm(torch.nn.Module):
     """RMSNorm over all heads of a query or key together (OLMo 2 and 3), exact under tensor parallelism.
 
-    Megatron's `qk_layernorm` normalises each head by itself. Here the mean square runs over the full width
+    Megatron's `qk_layernorm` normalises each head separately. Here the mean square runs over the full width
     `heads x head_dim`, summed over the tensor-parallel group. Every rank holds the whole weight and uses its own slice:
     Megatron sums the gradients of all `q_layernorm` and `k_layernorm` parameters over the group
-    (core/distributed/finalize_model_grads.py), which puts the slices' gradients together.
+    (core/distributed/finalize_model_grads.py), which combines the gradients of the slices.
 
     Args:
         config: reads the field named by `heads`, `kv_channels` and `params_dtype`.
@@ -78,7 +78,7 @@ class HeadsRMSNorm(torch.nn.Module):
         heads: `num_attention_heads` for queries, `num_query_groups` for keys.
 
     Raises:
-        ValueError: where the heads do not divide by the tensor-parallel size.
+        ValueError: the number of heads is not divisible by the tensor-parallel size.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, *, heads: str) -> None:
@@ -96,7 +96,7 @@ class HeadsRMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(total * hidden_size, dtype=config.params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises `x` `[seq, batch, local heads, head_dim]`; same shape and dtype out."""
+        """Normalises `x` `[seq, batch, local heads, head_dim]`; keeps shape and dtype."""
         flat = x.flatten(-2).float()
         square_sum = flat.square().sum(-1, keepdim=True)
         weight: Tensor = self.weight

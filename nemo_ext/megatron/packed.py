@@ -1,7 +1,7 @@
-"""Packs in Megatron's trainer: the dataset, and what tells attention, RoPE and Mamba where a sequence ends.
+"""Packs in Megatron's trainer: the dataset, and the sequence bounds for attention, RoPE and Mamba.
 
-A micro-batch is one pack: `[1, seq]` tokens and `cu_seqlens`, the bounds of its sequences. Attention and RoPE take the
-bounds (Megatron's `thd` format), Mamba's convolution and scan the number of each token's sequence (`seq_idx`).
+A micro-batch is one pack: `[1, seq]` tokens and `cu_seqlens`, the bounds of its sequences. Attention and RoPE use the
+bounds (Megatron's `thd` format), Mamba's convolution and scan the sequence number of each token (`seq_idx`).
 """
 
 from collections.abc import MutableMapping, Sequence
@@ -24,17 +24,17 @@ from nemo_ext.job.seeds import generator
 from nemo_ext.megatron.epochs import StreamConfig
 
 BOUNDS = "cu_seqlens"
-"""In a batch: where its sequences begin, and the end of the last, `[1, sequences + 1]` int32."""
+"""Key of a batch's sequence bounds: the starts, and the end of the last, `[1, sequences + 1]` int32."""
 
 
 class PackedSamples:
-    """The files of one set of packs (`nemo_ext.data.packs.packed_files`).
+    """Files of one set of packs (`nemo_ext.data.packs.packed_files`).
 
     Args:
-        prefix: of the files.
+        prefix: path prefix of the files.
 
     Raises:
-        ValueError: they are not packs, or tokens and mask do not belong together.
+        ValueError: the files are not packs, or tokens and mask do not match.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -56,15 +56,15 @@ class PackedSamples:
 
 
 class PackedDataset(MegatronDataset):
-    """Packs as training samples of one length, in an order of their own in every epoch.
+    """Packs as training samples of one length, reshuffled every epoch.
 
-    The label of a token is the next one of its sample; the loss counts it where the mask marks that next token. What a
-    pack leaves free is filled with its own beginning, cut into the same sequences and without loss: thousands of equal
-    padding tokens would all go to the same experts and move their balance, and Megatron-Core 0.19's `padding_mask`
-    fails with an expert bias.
+    The label of a token is the next one of its sample; it counts in the loss if the mask marks that next token. The
+    free space of a pack is filled with the pack's own beginning, cut into the same sequences and without loss:
+    thousands of equal padding tokens would all go to the same experts and distort their balance, and Megatron-Core
+    0.19's `padding_mask` fails with an expert bias.
 
     Each sample has `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), all `[seq]`, and `cu_seqlens`
-    `[sequences + 1]` int32. It is built by Megatron's blended dataset builder, so packs can be blended by weight.
+    `[sequences + 1]` int32. Megatron's blended dataset builder builds it, so packs can be blended by weight.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class PackedDataset(MegatronDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: StreamConfig) -> PackedSamples:
-        """The files behind a prefix."""
+        """Opens the files of a prefix."""
         return PackedSamples(dataset_path)
 
     def __len__(self) -> int:
@@ -124,10 +124,10 @@ def packed_row(
     """Samples as one row of `seq_length` tokens (see `PackedDataset`).
 
     Args:
-        samples: ids of each sample.
-        marks: 1 where a token of the sample is one to learn.
-        seq_length: of the row; the samples fit into it.
-        align: every sample takes up a multiple of so many places; its last token is repeated there.
+        samples: token ids of each sample.
+        marks: mask of each sample, 1 for tokens to learn.
+        seq_length: length of the row; the samples must fit into it.
+        align: multiple of places that every sample takes up; its last token is repeated there.
     """
     tokens = np.empty(seq_length, dtype=np.int64)
     labels = np.empty(seq_length, dtype=np.int64)
@@ -157,10 +157,10 @@ def packed_row(
 
 
 def all_packed(prefixes: Sequence[str]) -> bool:
-    """Whether a blend is one of packs.
+    """True if a blend consists of packs.
 
     Raises:
-        ValueError: some of the prefixes are packs and others are not, or they are of several tokenizers.
+        ValueError: only some of the prefixes are packs, or they have different tokenizers.
     """
     packed = [is_packed(prefix) for prefix in prefixes]
     if any(packed) and not all(packed):
@@ -172,11 +172,11 @@ def all_packed(prefixes: Sequence[str]) -> bool:
 
 
 def take_packing(batch: MutableMapping[str, Tensor]) -> PackedSeqParams | None:
-    """Takes the bounds of sequences out of a batch, as Megatron's layers want them; None where there are none.
+    """Remove the sequence bounds from a batch and return them in Megatron's form; None if there are none.
 
     Raises:
-        ValueError: several rows. One pack is a micro-batch: Megatron's pipeline knows no flattened ones, and a longer
-            pack is the same as several.
+        ValueError: there are several rows. A micro-batch is one pack: Megatron's pipeline does not support flattened
+            ones, and a longer pack is equivalent to several.
     """
     padded = batch.pop(BOUNDS, None)
     batch.pop("max_seqlen", None)
@@ -194,8 +194,8 @@ def take_packing(batch: MutableMapping[str, Tensor]) -> PackedSeqParams | None:
 def packing_of(bounds: Tensor) -> PackedSeqParams:
     """Megatron's parameters for sequences with these bounds `[sequences + 1]`, the last of which is the row's length.
 
-    `max_seqlen` is the length of the longest sequence and no more: at the row's length, Megatron's rotary embedding
-    goes on counting positions across bounds.
+    `max_seqlen` is exactly the length of the longest sequence: at the row's length, Megatron's rotary embedding would
+    continue counting positions across bounds.
     """
     longest = int((bounds[1:] - bounds[:-1]).max())
     total = int(bounds[-1])
@@ -206,18 +206,18 @@ def packing_of(bounds: Tensor) -> PackedSeqParams:
         cu_seqlens_kv=there,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        total_tokens=total,  # from which PackedSeqParams computes seq_idx
+        total_tokens=total,  # PackedSeqParams computes seq_idx from it
     )
 
 
 def on_this_cp_rank(batch: dict[str, Tensor], packing: PackedSeqParams | None) -> dict[str, Tensor]:
-    """This context-parallel rank's part of a batch: Megatron's two chunks of the row, or of each of its sequences.
+    """This context-parallel rank's part of a batch: two chunks of the row, as in Megatron, or of each sequence.
 
     Raises:
-        ValueError: a sequence that cannot be cut into 2 x context_parallel_size equal parts.
+        ValueError: a sequence cannot be cut into 2 x context_parallel_size equal parts.
     """
     group = parallel_state.get_context_parallel_group()
-    batch = {name: tensor for name, tensor in batch.items() if tensor.dim() == 2}  # not a blend's dataset_id
+    batch = {name: tensor for name, tensor in batch.items() if tensor.dim() == 2}  # without a blend's dataset_id
     if packing is None:
         return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
     parts = 2 * group.size()

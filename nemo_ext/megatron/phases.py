@@ -1,4 +1,4 @@
-"""Phases in Megatron's trainer: the data of each in its place, the learning rate by tokens (`nemo_ext.data.phases`)."""
+"""Phases in Megatron's trainer: the data of each phase, and the learning rate by tokens (`nemo_ext.data.phases`)."""
 
 import argparse
 import bisect
@@ -19,15 +19,15 @@ from nemo_ext.megatron.forward_step import build_datasets
 
 
 class TokenSchedule(OptimizerParamScheduler):
-    """Megatron's learning rate of a whole run, followed by tokens where samples change their length and their batch.
+    """Megatron's learning rate schedule by tokens, for runs whose sequence length and batch size change.
 
-    Megatron counts samples; its formulas get the number of samples of the run's own length that have as many tokens.
+    Megatron counts samples; its formulas get the equivalent number of samples of the run's own length.
 
     Args:
-        optimizer: as upstream.
-        plan: the phases.
-        whole: flags of the whole run, `nemo_ext.data.phases.SCHEDULE` among them.
-        others: as upstream; its lengths in samples are replaced.
+        optimizer: see upstream.
+        plan: plan of the phases.
+        whole: flags of the whole run, including `nemo_ext.data.phases.SCHEDULE`.
+        others: see upstream; the lengths in samples are replaced.
     """
 
     num_steps: Any
@@ -49,7 +49,7 @@ class TokenSchedule(OptimizerParamScheduler):
         super().__init__(optimizer, **{**others, **lengths})
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
-        """Learning rate of the next step for a group of parameters."""
+        """Learning rate of the next step for a parameter group."""
         samples: Any = self.num_steps
         phase, tokens = self.plan.at_sample(samples), self.plan.tokens_at_sample(samples)
         if phase.lr is not None:
@@ -66,7 +66,7 @@ class TokenSchedule(OptimizerParamScheduler):
 
 
 def use_token_schedule(plan: Plan, whole: Mapping[str, Any]) -> None:
-    """Has Megatron's trainer build this schedule instead of its own."""
+    """Makes Megatron's trainer build a `TokenSchedule` instead of its own schedule."""
     training.OptimizerParamScheduler = partial(TokenSchedule, plan=plan, whole=whole)
 
 
@@ -75,8 +75,8 @@ class Part:
     """The samples of one phase.
 
     Attributes:
-        phase: which.
-        dataset: holds them, its first one first.
+        phase: the phase.
+        dataset: dataset of the phase, starting with its first sample.
     """
 
     phase: Phase
@@ -84,10 +84,10 @@ class Part:
 
 
 class PhasedDataset(Dataset):
-    """The samples of one segment, by their number in the whole run; those of earlier segments are not there.
+    """Samples of one segment, indexed by their number in the whole run; those of earlier segments are not included.
 
     Args:
-        parts: its phases, in order.
+        parts: phases of the segment, in order.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -106,15 +106,15 @@ class PhasedDataset(Dataset):
 
 
 def phased_datasets(plan: Plan, segment: Mapping[str, Any], samples: list[int]) -> tuple[Any, Any, None]:
-    """Train and validation datasets of one segment.
+    """Build the train and validation datasets of one segment.
 
-    Every stream of a phase goes on after the sequences that earlier phases of the same length have drawn from it,
-    whatever their blends were. Validation data are those of the whole run, so that losses compare.
+    Every stream of a phase continues after the sequences that earlier phases of the same length have read from it,
+    whatever their blends were. Validation data are those of the whole run, so that losses are comparable.
 
     Args:
-        plan: all phases.
-        segment: names of the segment's `phases` and the `train_data_path` of every phase of the run by its name.
-        samples: as Megatron wants them; those of validation count.
+        plan: plan of all phases.
+        segment: names of the segment's `phases`, and the `train_data_path` of every phase of the run by its name.
+        samples: number of samples of each split, as Megatron passes it; only that of validation is used.
     """
     arguments = get_args()
     own = {phase.name: _arguments_of(phase, segment, arguments) for phase in plan.phases}
@@ -133,7 +133,7 @@ def phased_datasets(plan: Plan, segment: Mapping[str, Any], samples: list[int]) 
 
 
 def _arguments_of(phase: Phase, segment: Mapping[str, Any], arguments: argparse.Namespace) -> argparse.Namespace:
-    """Megatron's arguments with the phase's training data."""
+    """Megatron's arguments with the training data of a phase."""
     own, path = copy(arguments), segment["train_data_path"].get(phase.name)
     if path:
         own.train_data_path, own.data_path, own.data_args_path, own.per_split_data_args_path = path, None, None, None
@@ -143,7 +143,7 @@ def _arguments_of(phase: Phase, segment: Mapping[str, Any], arguments: argparse.
 
 
 def _shares(arguments: argparse.Namespace) -> dict[str, float]:
-    """Shares of the training blend by prefix; synthetic data are one stream."""
+    """Shares of the training blend by prefix; synthetic data count as one stream."""
     blend, blend_per_split = get_blend_and_blend_per_split(arguments)
     chosen = blend or (blend_per_split or [None])[0]
     if chosen is None:
@@ -155,7 +155,7 @@ def _shares(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def check_consumed(plan: Plan, step: int) -> None:
-    """Raises RuntimeError where the trainer's own count of samples after a step is not the plan's."""
+    """Raises RuntimeError if the trainer's own count of samples after a step differs from the plan's."""
     consumed, expected = get_args().consumed_train_samples, plan.samples_at_step(step)
     if consumed != expected:
         raise RuntimeError(f"step {step}: {consumed} samples are consumed, the phases say {expected}")

@@ -1,9 +1,9 @@
-"""The process of one rank: what `torchrun` or `srun` starts.
+"""The process of one rank, started by `torchrun` or `srun`.
 
     torchrun --nproc-per-node N -m nemo_ext.megatron.rank RUN_DIR/config.yaml
 
-It imports nothing heavy before it runs: Megatron's checkpoint writer starts a helper process that imports this file
-again.
+It imports nothing heavy before it runs, because Megatron's checkpoint writer starts a helper process that imports this
+file again.
 """
 
 import multiprocessing
@@ -35,8 +35,8 @@ def leave(code: int) -> NoReturn:
     """Ends the process at once, without Python's own clean-up.
 
     With `exit_signal_handler` Megatron makes its data loader workers ignore SIGTERM
-    (training/datasets/data_samplers.py) and keeps their iterators alive, so Python would wait for them for ever. They
-    hold nothing that is needed.
+    (training/datasets/data_samplers.py) and keeps their iterators alive, so Python would wait for them forever. They
+    hold nothing that is still needed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -48,9 +48,9 @@ def leave(code: int) -> NoReturn:
 def guard_helper() -> None:
     """Ties the checkpoint writer's helper process to its rank.
 
-    A scheduler or torchrun sends SIGTERM to the whole process group, and the helper would die of it while the rank
-    needs it to write the last checkpoint (core/dist_checkpointing/strategies/filesystem_async.py); killed, the rank
-    would leave it behind.
+    A scheduler or torchrun sends SIGTERM to the whole process group, which would end the helper while the rank needs it
+    to write the last checkpoint (core/dist_checkpointing/strategies/filesystem_async.py); a killed rank would leave it
+    behind.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL)

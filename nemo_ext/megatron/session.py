@@ -1,6 +1,6 @@
-"""Megatron in this process, without its trainer: a whole model on each rank, weights by checkpoint names.
+"""Megatron in this process without its trainer: a whole model on each rank, weights by checkpoint names.
 
-For work that looks into a model (block libraries, scores, calibration) rather than trains it as a whole.
+For work that inspects a model (block libraries, scores, calibration) rather than training it as a whole.
 """
 
 import os
@@ -20,10 +20,9 @@ from nemo_ext.megatron.fp8 import Precision
 
 @contextmanager
 def data_parallel(seed: int = 1) -> Iterator[None]:
-    """Megatron's process groups over the ranks that the environment names (`RANK`, `WORLD_SIZE`), each with a whole
-    model; one rank without it.
+    """Opens Megatron's process groups over the ranks of the environment (`RANK`, `WORLD_SIZE`), or over one rank.
 
-    An existing process group is used as it is.
+    Each rank holds a whole model. An existing process group is used as it is.
     """
     runtime.enable()
     only_data()
@@ -51,10 +50,10 @@ def data_parallel(seed: int = 1) -> Iterator[None]:
 
 
 def build_model(config: Mapping[str, Any]) -> tuple[torch.nn.Module, Any]:
-    """The model of a composed training config, whole on this rank, and its `BlockModelConfig`.
+    """Build the model of a composed training config, whole on this rank; returns it and its `BlockModelConfig`.
 
     Raises:
-        ValueError: with Megatron's reason, where it refuses the config.
+        ValueError: Megatron refuses the config; gives Megatron's reason.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -65,18 +64,18 @@ def build_model(config: Mapping[str, Any]) -> tuple[torch.nn.Module, Any]:
     made = model_config(config["model"], pattern_with_cuts(config), arguments, Precision.from_config(config))
     made.finalize()
     model = BlockModelBuilder(made).build_model(ProcessGroupCollection.use_mpu_process_groups())
-    # Some modules are made on the CPU, which Megatron's trainer mends likewise.
+    # Some modules are created on the CPU; Megatron's trainer moves them in the same way.
     return (model.cuda() if torch.cuda.is_available() else model), made
 
 
 def named_parts(module: Any, prefix: str = "") -> Iterator[tuple[str, tuple[slice, ...], Tensor]]:
-    """The parts of Megatron's checkpoint that a module holds: key, place in the whole tensor, and the memory itself.
+    """Parts of Megatron's checkpoint that a module holds: key, place in the whole tensor, and the memory itself.
 
-    Writing into the memory changes the module. Parts of one key (experts, gate and up) come one after the other.
+    Writing to the memory changes the module. Parts of one key (experts, gate and up) follow each other.
 
     Args:
-        module: anything of Megatron's with a `sharded_state_dict`.
-        prefix: what its keys begin with.
+        module: any Megatron module with a `sharded_state_dict`.
+        prefix: prefix of its keys.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
@@ -92,10 +91,10 @@ def named_parts(module: Any, prefix: str = "") -> Iterator[tuple[str, tuple[slic
 
 
 def put_tensors(module: torch.nn.Module, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-    """Sets a module's weights from whole tensors by their names in Megatron's checkpoint.
+    """Set a module's weights from whole tensors by their names in Megatron's checkpoint.
 
     Raises:
-        ValueError: naming a tensor that is missing or of another shape.
+        ValueError: a tensor is missing or has another shape; names it.
     """
     with torch.no_grad():
         for key, place, memory in named_parts(module, prefix):
@@ -108,7 +107,7 @@ def put_tensors(module: torch.nn.Module, tensors: Mapping[str, Tensor], prefix: 
 
 
 def take_tensors(module: torch.nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """A copy of a module's weights as whole tensors by their names in Megatron's checkpoint (one rank holds all)."""
+    """Copies of a module's weights as whole tensors by their names in Megatron's checkpoint (one rank holds all)."""
     parts: dict[str, list[tuple[tuple[slice, ...], Tensor]]] = {}
     for key, place, memory in named_parts(module, prefix):
         parts.setdefault(key, []).append((place, memory.detach()))
@@ -122,11 +121,11 @@ def take_tensors(module: torch.nn.Module, prefix: str = "") -> dict[str, Tensor]
 
 
 def load_weights(model: Any, checkpoint: Path) -> None:
-    """Loads the weights of a checkpoint, of any layout, with Megatron's own loader.
+    """Load the weights of a checkpoint, of any parallel layout, with Megatron's own loader.
 
     Args:
-        model: of `build_model`.
-        checkpoint: the folder with `.metadata` (`nemo_ext.checkpoint.torch_dist.checkpoint_folder`).
+        model: model from `build_model`.
+        checkpoint: folder with `.metadata` (`nemo_ext.checkpoint.torch_dist.checkpoint_folder`).
     """
     from megatron.core import dist_checkpointing
 

@@ -1,11 +1,11 @@
 """Squared ReLU, relu(x)^2, in one pass over memory, for the FFNs of Domyn-Small and Nemotron 3.
 
-Megatron's own (`core/activations.py`) is two torch functions. Eagerly they move 14 tensors through memory, forward and
-backward together, here 5; but Megatron has torch.compile fuse them, `disable_jit_fuser` or not, so what this one saves
+Megatron's own (`core/activations.py`) consists of two torch functions. Eagerly they move 14 tensors through memory,
+forward and backward together, here 5; but Megatron has torch.compile fuse them, `disable_jit_fuser` or not, so the gain
 has to be measured (benchmarks/gpu.py). Its fused `weighted_squared_relu_impl`
-(`core/fusions/fused_weighted_squared_relu.py`) is for routed experts: it needs a weight for each token and reduces over
-the width for that weight's gradient, so with weights of one it would serve here, for more work. Megatron compares the
-identity of its function in `core/transformer/moe/experts.py` alone (grouped experts), which keep it.
+(`core/fusions/fused_weighted_squared_relu.py`) is for routed experts: it needs a weight per token and reduces over the
+width for that weight's gradient, so with weights of one it would work here, at a higher cost. Megatron checks for its
+own function only in `core/transformer/moe/experts.py` (grouped experts), which keep it.
 """
 
 import copy
@@ -23,7 +23,7 @@ except ImportError:  # no Triton
     kernels = None  # type: ignore[assignment]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What the kernels read; they compute in fp32, which would lose digits of anything wider."""
+"""Dtypes that the kernels read; they compute in fp32, which would lose digits of anything wider."""
 FP8_CAPABILITY = (8, 9)
 """First CUDA compute capability with conversions to float8_e4m3fn."""
 
@@ -31,35 +31,35 @@ FP8_CAPABILITY = (8, 9)
 def squared_relu(x: Tensor) -> Tensor:
     """relu(x)^2; keeps x for the backward pass, which is 2 relu(x) grad.
 
-    Equal to Megatron's uncompiled function and its gradient bit for bit, infinities and NaN included: the products are
-    exact or rounded once in both. One exception, gradients in fp16 where 2x is above 65504: Megatron's are infinite
-    there, these are rounded from fp32. Where the kernels cannot run (no Triton, no CUDA device, another type) this is
+    Equal to Megatron's uncompiled function and its gradient bit for bit, including infinities and NaN: the products are
+    exact or rounded once in both. One exception: fp16 gradients where 2x is above 65504, which are infinite in Megatron
+    and rounded from fp32 here. Where the kernels cannot run (no Triton, no CUDA device, another dtype) this is
     Megatron's function.
 
     Args:
-        x: any shape.
+        x: tensor of any shape.
 
     Returns:
-        The shape and type of x, contiguous.
+        Tensor of x's shape and dtype, contiguous.
     """
     return _SquaredReLU.apply(x) if _has_kernels(x) else megatron_squared_relu(x)
 
 
 def squared_relu_to_fp8(x: Tensor, scale: float | Tensor) -> tuple[Tensor, Tensor]:
-    """relu(x)^2 times a scale in FP8, for a matrix product in FP8, and the scale's measure for the next step.
+    """relu(x)^2 times a scale in FP8, for an FP8 matrix product, and the largest output for the next step's scale.
 
-    Rounded once, from fp32; numbers above 448 become 448. Has no gradient of its own.
+    Rounded once, from fp32; numbers above 448 become 448. Not differentiable.
 
     Args:
-        x: any shape.
-        scale: what outputs are multiplied with; a tensor of one number on the device of x costs no wait.
+        x: tensor of any shape.
+        scale: factor of the outputs; a one-element tensor on the device of x needs no synchronisation.
 
     Returns:
-        The scaled outputs (float8_e4m3fn, the shape of x), and the largest unscaled output (a scalar in fp32, 0 for an
+        The scaled outputs (float8_e4m3fn, in x's shape), and the largest unscaled output (a scalar in fp32, 0 for an
         empty x, infinite if any output is NaN).
 
     Raises:
-        ValueError: a scale that is not one positive number.
+        ValueError: the scale is not one positive number.
     """
     if not isinstance(scale, Tensor):
         if not 0 < scale < float("inf"):
@@ -79,14 +79,14 @@ def squared_relu_to_fp8(x: Tensor, scale: float | Tensor) -> tuple[Tensor, Tenso
 
 
 def with_fused_squared_relu(build: Callable[..., Any]) -> Callable[..., Any]:
-    """A builder of an MLP (`MLP`, `SharedExpertMLP`) whose activation is the fused one.
+    """Wraps a builder of an MLP (`MLP`, `SharedExpertMLP`) to use the fused activation.
 
-    The MLP gets a copy of its config with another `activation_func`, so other modules and the checkpoint stay as they
-    are. Upstream's hook for activations, `MLPSubmodules.activation_func`, needs `use_te_activation_func`, which
+    The MLP gets a copy of its config with another `activation_func`, so other modules and the checkpoint are unchanged.
+    Upstream's hook for activations, `MLPSubmodules.activation_func`, needs `use_te_activation_func`, which
     TransformerConfig refuses with squared ReLU.
 
     Args:
-        build: takes `config`, a TransformerConfig, by keyword.
+        build: builder that takes `config`, a TransformerConfig, by keyword.
 
     Returns:
         A builder that raises ValueError for a config with another activation or a gate.

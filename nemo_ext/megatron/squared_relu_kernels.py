@@ -1,6 +1,6 @@
 """Triton kernels of squared ReLU: one pass over memory forward, one backward, fp32 inside.
 
-Imported where Triton is; `squared_relu.py` decides when they run.
+Imported if Triton is installed; `squared_relu.py` decides when they run.
 """
 
 import torch
@@ -12,7 +12,7 @@ FP8_MAX: tl.constexpr = tl.constexpr(448.0)
 """Largest number of float8_e4m3fn."""
 
 
-# x <= 0 and not x > 0: a NaN goes on as a NaN, as through torch.relu, forward and backward.
+# x <= 0 and not x > 0: NaN stays NaN, as in torch.relu, forward and backward.
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward(x_ptr, y_ptr, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -26,7 +26,7 @@ def _backward(x_ptr, grad_ptr, out_ptr, count, BLOCK: tl.constexpr):  # type: ig
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < count).to(tl.float32)
     grad = tl.load(grad_ptr + at, mask=at < count).to(tl.float32)
-    # Chosen after the product: 0 times an infinite gradient is no number, where torch gives 0.
+    # Selected after the product: 0 times an infinite gradient is NaN, where torch gives 0.
     out = tl.where(x <= 0.0, 0.0, 2.0 * x * grad)
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=at < count)
 
@@ -37,7 +37,7 @@ def _to_fp8(x_ptr, y_ptr, scale_ptr, amax_ptr, count, BLOCK: tl.constexpr):  # t
     x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
     positive = tl.where(x <= 0.0, 0.0, x)
     squared = positive * positive
-    # Triton's maximum passes over NaN, which would hide a broken step from whoever reads amax.
+    # Triton's maximum ignores NaN, which would hide a broken step from readers of amax.
     tl.atomic_max(amax_ptr, tl.max(tl.where(squared != squared, float("inf"), squared), axis=0))
     scaled = squared * tl.load(scale_ptr)
     scaled = tl.where(scaled > FP8_MAX, FP8_MAX, scaled)
@@ -45,7 +45,7 @@ def _to_fp8(x_ptr, y_ptr, scale_ptr, amax_ptr, count, BLOCK: tl.constexpr):  # t
 
 
 INTERPRETED = not isinstance(_forward, triton.JITFunction)
-"""Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1), which it does on the CPU too."""
+"""True if Triton's interpreter runs the kernels (TRITON_INTERPRET=1), also on the CPU."""
 # The interpreter takes as long for a small block as for a large one.
 _BLOCK = 2**16 if INTERPRETED else 2048
 

@@ -1,7 +1,7 @@
 """One rank of a training run: the composed config becomes checked Megatron arguments, then Megatron's own `pretrain()`.
 
-`rank.py` is the process around it. Laptop and cluster run this same file. Where CUDA is missing the CPU runtime is
-put in first (`megatron/cpu`), and where mamba_ssm is missing the torch kernels stand in for it.
+`rank.py` is the process around it. Laptop and cluster run this same file. Without CUDA the CPU runtime is installed
+first (`megatron/cpu`), and without mamba_ssm the torch kernels replace it.
 """
 
 import argparse
@@ -30,20 +30,20 @@ from nemo_ext.megatron.fp8 import Precision, check_backend
 from nemo_ext.memory import sampler
 
 PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12}
-"""Dense BF16 FLOP/s by device name (NVIDIA data sheets); the first that fits counts."""
+"""Device name -> dense BF16 FLOP/s (NVIDIA data sheets); the first match counts."""
 
 
 def main(config_path: str) -> None:
-    """Trains as the resolved config at `config_path` says."""
+    """Trains as specified by the resolved config at `config_path`."""
     main_entry = time.time()
     config = run_directory.read_config(Path(config_path))
     memory_phases = profile_memory(config)
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asked for under tensor and context parallelism
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # required under tensor and context parallelism
     stand_ins = runtime.enable()  # before anything imports Megatron, which binds these names once
     only_data()
     share_cores(int(config["launcher"]["nproc_per_node"]))
 
-    # Imported here: Megatron's modules bind mamba_ssm and torch.cuda names when they are first imported.
+    # Imported here: Megatron's modules bind mamba_ssm and torch.cuda names at import.
     from megatron.core.enums import ModelType
     from megatron.training import get_args, pretrain, set_startup_timestamps
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
@@ -68,7 +68,7 @@ def main(config_path: str) -> None:
     distilled = distillation.from_config(config, arguments)
     step = forward_step if distilled is None else partial(forward_step, distillation=distilled)
     if distilled is not None:
-        model.post_wrap_hooks.append(distilled.attach)  # after the student, whose initial weights are then as without
+        model.post_wrap_hooks.append(distilled.attach)  # after the student, whose initial weights stay the same
     model.pre_wrap_hooks.append(partial(note_phases, memory_phases=memory_phases))
     plan = plan_of(config)
     provide: Callable[[list[int]], tuple[Any, Any, None]] = datasets
@@ -79,7 +79,7 @@ def main(config_path: str) -> None:
         model.post_wrap_hooks.append(partial(validate_at_start, run_dir=Path(config["run_dir"]), forward_step=step))
 
     def provider(samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, None]:
-        # The first call after the checkpoint is loaded: only now is the step known from which training goes on.
+        # The first call after the checkpoint is loaded: only now is the step known that training resumes from.
         built = provide(samples)
         if not vp_stage:
             attach_metrics(config, plan, first_step=get_args().iteration)
@@ -99,16 +99,16 @@ def main(config_path: str) -> None:
 
 
 def share_cores(ranks: int) -> None:
-    """Gives each rank of a machine without CUDA as many threads as there are cores for it, unless the user chose."""
+    """Gives each rank on a machine without CUDA its share of the cores as threads, unless OMP_NUM_THREADS is set."""
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
 def write_checkpoints_without_helper(arguments: argparse.Namespace) -> None:
-    """Has the results of writing a checkpoint stay in this process, unless another one writes it.
+    """Keeps the results of writing a checkpoint in this process, unless another process writes it.
 
     Megatron's queue for them is a process of its own (core/dist_checkpointing/strategies/filesystem_async.py), which
-    imports Megatron to read them: seconds at the first checkpoint and half a gigabyte, on every rank.
+    imports Megatron to read them: seconds at the first checkpoint and half a gigabyte of memory, on every rank.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -117,7 +117,7 @@ def write_checkpoints_without_helper(arguments: argparse.Namespace) -> None:
 
 
 def profile_memory(config: Mapping[str, Any]) -> sampler.Phases:
-    """Starts this node's memory sampler, on its first rank; gives what notes the phases, on the run's first rank."""
+    """Starts this node's memory sampler on its first rank; returns the phase recorder, active on the run's first."""
     seconds = sampler.interval(config)
     if seconds is None:
         return sampler.Phases(None)
@@ -130,7 +130,7 @@ def profile_memory(config: Mapping[str, Any]) -> sampler.Phases:
 
 
 def note_phases(model: list[torch.nn.Module], *, memory_phases: sampler.Phases) -> list[torch.nn.Module]:
-    """A model hook, the first place where Megatron's timers are there: has them note the phases."""
+    """Model hook that makes Megatron's timers, which exist by now, record the phases."""
     from megatron.training import get_timers
 
     from nemo_ext.megatron.metrics import PhaseTimers
@@ -140,7 +140,7 @@ def note_phases(model: list[torch.nn.Module], *, memory_phases: sampler.Phases) 
 
 
 def attach_metrics(config: Mapping[str, Any], plan: Plan | None, *, first_step: int) -> None:
-    """Puts the metrics writer between Megatron and TensorBoard, on the rank that logs (the last)."""
+    """Inserts the metrics writer between Megatron and TensorBoard, on the rank that logs (the last)."""
     from megatron.training import get_args, get_timers, global_vars
 
     from nemo_ext.megatron.metrics import MetricsWriter
@@ -164,7 +164,7 @@ def attach_metrics(config: Mapping[str, Any], plan: Plan | None, *, first_step: 
 
 
 def close_metrics() -> None:
-    """Writes what the metrics writer still holds."""
+    """Writes pending metrics."""
     from megatron.training import global_vars
 
     from nemo_ext.megatron.metrics import MetricsWriter
@@ -176,9 +176,9 @@ def close_metrics() -> None:
 def validate_at_start(
     model: list[torch.nn.Module], *, run_dir: Path, forward_step: Callable[..., Any]
 ) -> list[torch.nn.Module]:
-    """A model hook: measures the validation loss of the untrained model, which Megatron's loop has no place for.
+    """Model hook that measures the validation loss of the untrained model, which Megatron's loop cannot do.
 
-    Runs once, when the run has no checkpoint yet, through Megatron's own `evaluate`.
+    Runs once, while the run has no checkpoint yet, through Megatron's own `evaluate`.
     """
     from megatron.core.utils import get_model_config
     from megatron.training import get_args, training
@@ -190,7 +190,7 @@ def validate_at_start(
         return model
     _, validation, _ = datasets(training.get_train_valid_test_num_samples())
     consumed = arguments.consumed_valid_samples
-    # One iterator for each virtual pipeline stage: each of them takes every batch.
+    # One iterator per virtual pipeline stage: each stage reads every batch.
     iterators = [iter(training.build_pretraining_data_loader(validation, 0)) for _ in model]
     data = iterators if len(model) > 1 else iterators[0]
     losses, _, _ = training.evaluate(forward_step, data, model, None, get_model_config(model[0]))
@@ -202,7 +202,7 @@ def validate_at_start(
 
 
 def peak_flops() -> float | None:
-    """FLOP/s of this rank's device: NVIDIA's BF16 figure, None for other GPUs, on a CPU what a matmul reaches."""
+    """FLOP/s of this rank's device: NVIDIA's BF16 figure, None for other GPUs, a measured matmul rate on a CPU."""
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
         return next((flops for known, flops in PEAK_FLOPS.items() if known in name), None)

@@ -1,6 +1,6 @@
 """Puzzle: a smaller model put together from variants of a parent's blocks.
 
-Source: arXiv 2411.19146, and section 2 of the Llama-Nemotron report. The search is a mixed-integer program, one variant
-a block at the least total score, under limits on what the blocks cost: `problem` states it, `integer_program` solves it
-with HiGHS; `search`, `pool` and `sweep` are what to ask of it.
+Source: arXiv 2411.19146, and section 2 of the Llama-Nemotron report. The search is a mixed-integer program that picks
+one variant per block at the least total score, under limits on the total cost: `problem` states it, `integer_program`
+solves it with HiGHS; `search`, `pool` and `sweep` are the entry points.
 """

@@ -1,4 +1,4 @@
-"""The training configs that a compression needs: of its parent, of its stages, of the healing runs. No torch."""
+"""Training configs for a compression: its parent, its stages and the healing runs. No torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,11 +23,11 @@ ONE_RANK = {
     "micro_batch_size": 1,
     "pretrained_checkpoint": None,
 }
-"""Every rank of a stage has the whole model."""
+"""Flags with which every rank of a stage holds the whole model."""
 
 
 def description_of(checkpoint: Path) -> Description:
-    """The model of a checkpoint, from the config that lies with it.
+    """The model of a checkpoint, read from the config beside it.
 
     Raises:
         ValueError: there is no checkpoint, or no config beside it.
@@ -39,7 +39,7 @@ def description_of(checkpoint: Path) -> Description:
 
 
 def checkpoints_of(path: Path) -> Path:
-    """The directory that Megatron loads from: a run's checkpoints, or the converted checkpoint itself."""
+    """Directory that Megatron loads from: a run's checkpoints, or the converted checkpoint itself."""
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
@@ -47,14 +47,14 @@ def with_model(config: Mapping[str, Any], description: Description, name: str) -
     """A training config with another model: data, schedule and flags stay, the architecture's are replaced.
 
     Args:
-        config: composed, with `model` and `megatron`.
+        config: composed config, with `model` and `megatron`.
         description: the other model.
-        name: that it is to have.
+        name: the other model's name.
     """
     own = to_config(from_config(config))
     new = to_config(description)
     kept = {key: value for key, value in config["megatron"].items() if key not in own["megatron"]}
-    # What decides about speed alone; the rest is the other model's.
+    # These only affect speed; the rest comes from the other model.
     speed = {key: value for key, value in config["model"].items() if key in ("backend", "fused_squared_relu")}
     model = {**new["model"], "name": name, **speed}
     megatron = {**kept, **new["megatron"]}
@@ -67,12 +67,12 @@ def with_model(config: Mapping[str, Any], description: Description, name: str) -
 
 
 def parent_run(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
-    """The training run of a parent that is trained here."""
+    """Config of the training run of a parent that is trained here."""
     return {**{key: value for key, value in config.items() if key != "puzzle"}, "run_dir": str(run_dir)}
 
 
 def stage_config(config: Mapping[str, Any], description: Description, ranks: int) -> dict[str, Any]:
-    """What a stage builds a model from: one whole on every rank, in its own precision whatever the plan of training."""
+    """Config from which a stage builds a model: whole on every rank, in its own precision whatever the plan."""
     made = {**with_model(config, description, "stage"), "precision_plan": None}
     made["megatron"] = {**made["megatron"], **ONE_RANK, "global_batch_size": ranks}
     return made
@@ -91,13 +91,13 @@ def healing_run(
     """A training run of a child.
 
     Args:
-        config: the composed one.
-        description: of the child.
+        config: composed config.
+        description: the child's description.
         heal: see `Heal`.
-        run_dir: where it goes.
-        start: run or checkpoint whose weights it begins with.
-        tokens: its length.
-        distillation: the section of that name; None for ordinary training.
+        run_dir: directory of the run.
+        start: run or checkpoint whose weights the run starts from.
+        tokens: length of the run.
+        distillation: the config's `distillation` section; None for ordinary training.
     """
     made = with_model(config, description, f"{config['model']['name']}_{run_dir.parent.name}")
     megatron = made["megatron"]
@@ -123,12 +123,12 @@ def healing_run(
 
 
 def logits_saving_run(run: Mapping[str, Any], folder: Path, top_k: int) -> dict[str, Any]:
-    """A healing run of the parent as one that only saves its most probable tokens (docs/distillation.md).
+    """A healing run of the parent that only saves its most probable tokens (docs/distillation.md).
 
     Args:
-        run: of `healing_run`, with the parent's model.
-        folder: where the tokens go.
-        top_k: how many.
+        run: config from `healing_run`, with the parent's model.
+        folder: folder the tokens are written to.
+        top_k: number of tokens saved per position.
     """
     flags = {
         "logits_save_dir": str(folder),

@@ -1,7 +1,7 @@
-"""What a variant costs, from its sizes alone: the resources that a search may limit. No torch.
+"""Cost of a variant, computed from its sizes alone: the resources that a search may limit. No torch.
 
-Latencies here are a roofline: the longer of the time to compute and the time to read. They order variants well and are
-absolute for no machine; measured ones take their place where there are any.
+Latencies here are a roofline: the longer of the time to compute and the time to read. They order variants well but are
+not absolute for any machine; measured latencies replace them where available.
 """
 
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ from nemo_ext.architecture.precision import BYTES, bytes_per_number
 from nemo_ext.puzzle.choice.problem import Limit, Problem, add_resource, seconds_at_throughput
 
 REQUEST_SECONDS = "request_seconds"
-"""The resource that a throughput limits: a batch of requests from their prompts to their last tokens."""
+"""Resource that a throughput limits: seconds for a batch of requests from prompts to last tokens."""
 
 OUTSIDE = "outside"
-"""How rows of costs name what stands outside the blocks."""
+"""Label of everything outside the blocks in the rows of a cost table."""
 
 RESOURCES = (
     "parameters",
@@ -30,21 +30,21 @@ RESOURCES = (
     "decode_seconds",
     "attention_blocks",
 )
-"""What a search may limit."""
+"""Resources that a search may limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """Under what a model is served.
+    """The serving scenario.
 
     Attributes:
-        batch: sequences at once.
-        prompt: tokens of a prompt.
-        context: tokens of a sequence when it is longest; caches are counted for them.
-        precision: of weights, `bf16` or `fp8`.
-        cache_precision: of the KV cache.
+        batch: number of concurrent sequences.
+        prompt: tokens per prompt.
+        context: longest length of a sequence in tokens; caches are sized for it.
+        precision: precision of the weights, `bf16` or `fp8`.
+        cache_precision: precision of the KV cache.
         flops: FLOP/s that the device reaches in matrix products.
-        bandwidth: bytes/s that it reads from memory.
+        bandwidth: memory read bandwidth in bytes/s.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read where a config is checked
@@ -72,12 +72,12 @@ def block_costs(parent: Architecture, block: Block | None, serving: Serving) -> 
     """All resources of one block of a model; a no-op costs nothing.
 
     Args:
-        parent: the model, for everything that a block does not say itself.
-        block: with all of its values.
+        parent: the model, for everything that the block does not specify itself.
+        block: the block with all of its values.
         serving: see `Serving`.
 
     Returns:
-        `RESOURCES` -> amount: numbers, bytes, seconds for the whole batch (prefill) or for a token of each of its
+        `RESOURCES` -> amount: counts, bytes, seconds for the whole batch (prefill) or for one token of each of its
         sequences at full context (decode).
     """
     if block is None:
@@ -109,7 +109,7 @@ def block_costs(parent: Architecture, block: Block | None, serving: Serving) -> 
 
 
 def read_parameters(architecture: Architecture, block: Block, tokens: int) -> float:
-    """Parameters that a forward pass over `tokens` tokens reads: of a MoE block those of the chosen experts."""
+    """Parameters that a forward pass over `tokens` tokens reads; in a MoE block, only those of the chosen experts."""
     counted = cost.block_parameters(architecture, 1)
     if block.kind != "E" or block.is_linear:
         return counted.total
@@ -117,7 +117,7 @@ def read_parameters(architecture: Architecture, block: Block, tokens: int) -> fl
 
 
 def expected_experts(block: Block, tokens: int) -> float:
-    """How many experts `tokens` tokens choose together, if every token chooses evenly and by itself.
+    """Expected number of distinct experts chosen by `tokens` tokens that choose uniformly and independently.
 
     E (1 - (1 - k / E)^tokens).
     """
@@ -126,7 +126,7 @@ def expected_experts(block: Block, tokens: int) -> float:
 
 
 def outside_costs(parent: Architecture, serving: Serving) -> dict[str, float]:
-    """What stands outside the blocks: embedding, final norm and output layer."""
+    """All resources of everything outside the blocks: embedding, final norm and output layer."""
     embedding, head = cost.embedding_parameters(parent), cost.head_parameters(parent)
     each = bytes_per_number(serving.precision)
     weights = each * (embedding.total + head.total)
@@ -149,7 +149,7 @@ def outside_costs(parent: Architecture, serving: Serving) -> dict[str, float]:
 def with_request_seconds(problem: Problem, *, new_tokens: int) -> Problem:
     """The problem with the resource `request_seconds`: prefill_seconds + new_tokens x decode_seconds.
 
-    Every new token is counted as one at full context, so a limit on it is kept with something to spare.
+    Every new token is counted as one at full context, so the limit on it is conservative.
 
     Raises:
         ValueError: no new tokens, or candidates without those costs or with this one.
@@ -160,17 +160,17 @@ def with_request_seconds(problem: Problem, *, new_tokens: int) -> Problem:
 def throughput_limit(
     tokens_per_second: float, *, serving: Serving, new_tokens: int, outside: Mapping[str, float]
 ) -> Limit:
-    """The limit on `request_seconds` that keeps a throughput.
+    """The limit on `request_seconds` that guarantees a throughput.
 
     Args:
-        tokens_per_second: generated by the whole batch, prefill included in the time.
+        tokens_per_second: tokens generated by the whole batch per second, prefill time included.
         serving: the scenario's batch, prompt and context.
-        new_tokens: that every sequence of the batch generates.
-        outside: costs of what stands outside the blocks, `outside_costs` or measured.
+        new_tokens: tokens generated per sequence of the batch.
+        outside: costs outside the blocks, from `outside_costs` or measured.
 
     Raises:
-        ValueError: numbers that are not positive, prompt and new tokens that the context has no room for, or a
-            throughput that the outside alone does not reach.
+        ValueError: numbers that are not positive, prompt and new tokens that do not fit the context, or a throughput
+            that the part outside the blocks alone does not reach.
     """
     if serving.prompt + new_tokens > serving.context:
         raise ValueError(
@@ -188,7 +188,7 @@ def throughput_limit(
 
 
 def request_seconds(costs: Mapping[str, float], *, new_tokens: int) -> float:
-    """Seconds of a batch of requests, from those of its prefill and of a new token."""
+    """Seconds for a batch of requests, from the seconds of its prefill and of one new token."""
     return sum(weight * costs[name] for name, weight in _request_weights(new_tokens).items())
 
 

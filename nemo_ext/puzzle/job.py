@@ -1,7 +1,7 @@
-"""The puzzle job: a parent, its block library and one child, stage by stage; the same command goes on where it was.
+"""The puzzle job: a parent, its block library and one child, stage by stage; the same command resumes it.
 
-Training runs (`parent`, `heal`) are those of `nemo-ext train`; stages that look into a model run in processes of their
-own (`nemo_ext.puzzle.rank`), as many as `launcher.nproc_per_node`; searching and reporting are done here.
+Training runs (`parent`, `heal`) are those of `nemo-ext train`; stages that run a model use processes of their own
+(`nemo_ext.puzzle.rank`), `launcher.nproc_per_node` of them; search and report run in this process.
 """
 
 import sys
@@ -33,13 +33,13 @@ ON_RANKS = ("library", "distill", "score", "cost", "compare", "baselines", "real
 
 
 def run(config: dict[str, Any]) -> None:
-    """Carry out the stages that the config asks for, those that are finished excepted.
+    """Carry out the stages that the config asks for, except those already finished.
 
     Args:
-        config: of `compose("puzzle", ...)`.
+        config: composed config, from `compose("puzzle", ...)`.
 
     Raises:
-        ValueError: for anything in the config that does not fit; no choice of variants that keeps the limits.
+        ValueError: anything in the config that does not fit, or no choice of variants meets the limits.
         SystemExit: a rank failed, or the user interrupted.
     """
     Job(config).run()
@@ -49,7 +49,7 @@ class Job:
     """One compression.
 
     Args:
-        config: composed.
+        config: composed config.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -113,7 +113,7 @@ class Job:
                 notice(f"{stage}: no shard is left to do: go on without puzzle.shard")
 
     def _check(self) -> None:
-        """Before anything is done: what stands there must fit."""
+        """Raises, before any work is done, where existing results do not match the config."""
         for stage in STAGES:
             self.workspace.is_finished(stage)
 
@@ -121,14 +121,14 @@ class Job:
         return self.chosen.stages is None or stage in self.chosen.stages
 
     def _write_config(self) -> None:
-        """Where ranks read it."""
+        """Writes the config to where the ranks read it."""
         folder = self.workspace.config.parent
         folder.mkdir(parents=True, exist_ok=True)
         write_config(folder, self.config)
         write_versions(folder, sys.argv)
 
     def _carry_out(self, stages: Sequence[str]) -> None:
-        """Stages of one kind, one after the other."""
+        """Carries out stages of one kind, one after the other."""
         todo = [stage for stage in stages if not self.workspace.is_finished(stage)]
         for stage in stages:
             if stage not in todo:
@@ -172,7 +172,7 @@ class Job:
             self._train(parent_run(self.config, self.workspace.parent))
         parent = description_of(self.workspace.parent)
         if self.chosen.heal.tokens and self._wants("heal"):
-            # A wrong flag is better known now than after all other stages.
+            # Better to find a wrong flag now than after all other stages.
             from nemo_ext.megatron.check import check
 
             check(self._run(self.workspace.healed, self.workspace.parent, self.chosen.heal.tokens, None, parent))
@@ -214,10 +214,10 @@ class Job:
         return bool(tokens)
 
     def _train(self, config: dict[str, Any]) -> None:
-        """A training run to its end.
+        """Runs a training run to its end.
 
         Raises:
-            ValueError: it stopped before.
+            ValueError: it stopped early.
         """
         launch.train(config)
         run_dir, steps = Path(config["run_dir"]), int(config["megatron"]["train_iters"])
@@ -247,7 +247,7 @@ class Job:
         )
 
     def _cached_teacher(self) -> Path:
-        """The folder with the teacher's most probable tokens of all sequences that the child will see."""
+        """The folder with the teacher's most probable tokens for all sequences that the child will see."""
         heal, folder = self.chosen.heal, self.workspace.folder / "teacher"
         assert heal.top_k is not None
         run = self._run(folder, self.workspace.parent, heal.tokens, None)
@@ -270,7 +270,7 @@ class Job:
 
 
 def _leading(stages: Sequence[str], kind: Sequence[str]) -> list[str]:
-    """The first stages as long as they are of a kind."""
+    """The leading stages that are of a kind."""
     found = []
     for stage in stages:
         if stage not in kind:

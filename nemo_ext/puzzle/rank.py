@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node N -m nemo_ext.puzzle.rank RUN_DIR/CHILD/config.yaml library distill score cost
 
-Every rank has the whole parent; data are shared out. Finished stages are passed over, interrupted ones go on.
+Every rank holds the whole parent; data are split among ranks. Finished stages are skipped, interrupted ones resume.
 """
 
 import sys
@@ -13,7 +13,7 @@ LOG = "stages.log"
 
 
 def stages(config_path: str) -> None:
-    """Carries out the stages that the command line names; Megatron is imported now."""
+    """Carries out the stages named on the command line; Megatron is imported here."""
     from nemo_ext.puzzle.stages.stages import run
 
     run(config_path, sys.argv[2:])

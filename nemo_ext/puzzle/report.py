@@ -1,4 +1,7 @@
-"""The one-page report of a child: what it is and costs, what it lost and got back; Markdown with pictures. No torch."""
+"""One-page report of a child: its architecture and cost, the loss it lost and recovered; Markdown with pictures.
+
+No torch.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,10 +27,10 @@ STATES = {
 
 
 def write_report(workspace: Workspace, chosen: Settings) -> Path:
-    """Write `report.md` and its pictures into the child's folder from what the stages left; returns its path.
+    """Write `report.md` and its pictures into the child's folder from the stages' results; returns its path.
 
     Raises:
-        ValueError: the child was not evaluated yet.
+        ValueError: the child has not been evaluated yet.
     """
     folder = workspace.folder
     rows = _read(folder / "evaluation.json")
@@ -103,11 +106,11 @@ def _states(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _measured(row: Mapping[str, Any], parent: Mapping[str, Any]) -> str:
-    """The speed beside the parent with its spread over rounds, marked where it may be none."""
+    """The speedup over the parent with its spread over rounds, marked where it may be noise."""
     if row is parent:
         return "1x"
     rounds = row.get("speedups")
-    if rounds is None:  # measured before rounds were kept: the middle half of the repetitions
+    if rounds is None:  # measured before rounds were kept: use the middle half of the repetitions
         doubt = sum(each["forward_spread"] / each["forward_seconds"] / 2 for each in (parent, row))
         rounds = [parent["forward_seconds"] / row["forward_seconds"] * (1 + sign * doubt) for sign in (-1, 0, 1)]
     noise = ", noise" if min(rounds) <= 1 <= max(rounds) else ""
@@ -149,7 +152,7 @@ def _pictures(folder: Path) -> list[str]:
 
 
 def _blocks(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The child's notation as it is now, and as the search chose it where fusion made another of it."""
+    """The child's notation now, and as the search chose it if fusion changed it."""
     last, chosen = rows[-1], next(row for row in rows if row["name"] == "child")
     text = f"{last['blocks']} blocks: `{last['pattern']}`"
     if chosen["pattern"] == last["pattern"]:

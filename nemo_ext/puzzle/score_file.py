@@ -1,4 +1,4 @@
-"""The file of replace-one-block scores: one line of JSON a variant. No torch."""
+"""The file of replace-one-block scores: one line of JSON per variant. No torch."""
 
 import json
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from nemo_ext.puzzle.variants import KEEP
 
 @dataclass(frozen=True)
 class Score:
-    """What one replacement costs.
+    """Scores of one replacement.
 
     Attributes:
         block: 1-based number of the block.
-        variant: its name.
-        kl: nats a token.
-        loss: language model loss, nats a token.
+        variant: name of the variant.
+        kl: KL divergence, nats per token.
+        loss: language model loss, nats per token.
         cosine: 1 - cosine similarity of the last hidden states.
-        tokens: of the calibration set.
+        tokens: number of tokens in the calibration set.
     """
 
     block: int
@@ -32,26 +32,26 @@ class Score:
 
 
 def read_scores(file: Path) -> list[Score]:
-    """The scores of a file; a last line that a kill cut short is left out.
+    """Scores from a file; a last line that was cut short by a kill is left out.
 
     Raises:
-        ValueError: another line is not a score.
+        ValueError: any other line is not a score.
     """
     return read_lines(file, Score, what="a score")
 
 
 def append_scores(file: Path, scores: Sequence[Score]) -> None:
-    """Add lines, after whatever whole lines there are."""
+    """Append lines after the last complete line."""
     append_lines(file, scores, Score, what="a score")
 
 
 def collect_scores(file: Path, parts: Sequence[Path], order: Sequence[tuple[int, str]]) -> None:
-    """Move what is in other files into one, its lines in the order of (block, variant) in which one process scores.
+    """Move the scores of other files into one, ordered by (block, variant) as a single process would score them.
 
     Args:
-        file: the one.
-        parts: of shards; removed.
-        order: of all variants.
+        file: the file that is written.
+        parts: score files of shards; removed.
+        order: (block, variant) of all variants.
     """
     known = {(score.block, score.variant): score for each in (*parts, file) for score in read_scores(each)}
     if known:
@@ -62,5 +62,5 @@ def collect_scores(file: Path, parts: Sequence[Path], order: Sequence[tuple[int,
 
 
 def parent_loss(scores: Sequence[Score]) -> float:
-    """The parent's own loss: any block kept as it is."""
+    """The parent's own loss: the score of any block that is kept."""
     return next(score.loss for score in scores if score.variant == KEEP)

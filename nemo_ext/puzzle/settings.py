@@ -27,7 +27,7 @@ Name = Annotated[str, StringConstraints(pattern=r"^[\w-]+$")]
 
 
 def limit(where: str, given: Any, *, at_least: bool = False) -> Limit:
-    """Bounds from a number (the most, or with `at_least` the least) or from `{lower: ..., upper: ...}`.
+    """Bounds from a number (an upper bound, or with `at_least` a lower one) or from `{lower: ..., upper: ...}`.
 
     Raises:
         ValueError: anything else.
@@ -60,11 +60,11 @@ def _check_resource(where: str, name: str, more: Iterable[str] = ()) -> None:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Batches:
-    """Part of the data.
+    """A part of the data.
 
     Attributes:
-        sequences: how many, of `megatron.seq_length` tokens.
-        batch: at once.
+        sequences: number of sequences, of `megatron.seq_length` tokens each.
+        batch: sequences per batch.
     """
 
     sequences: PositiveInt = 128
@@ -73,13 +73,13 @@ class Batches:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Training:
-    """How variants are trained.
+    """Training of variants.
 
     Attributes:
-        steps: batches that each variant sees; 0 leaves them as they were made of the parent's weights.
-        batch: sequences in a batch, of all ranks together.
+        steps: batches that each variant sees; 0 keeps the weights initialised from the parent.
+        batch: global batch size in sequences, over all ranks.
         lr: peak learning rate of AdamW, decayed to zero by a cosine after a short warm-up.
-        together: most variants trained in one forward pass of the parent; bounds memory.
+        together: most variants trained in one forward pass of the parent; bounds memory use.
         clip: largest gradient norm of a variant.
         save_interval: steps between checkpoints of variants in training.
     """
@@ -97,8 +97,8 @@ class Measure:
     """Timing of variants on this machine.
 
     Attributes:
-        enabled: whether latencies are measured; otherwise they are the roofline's.
-        min_seconds: how long each is repeated.
+        enabled: True to measure latencies; otherwise they come from the roofline.
+        min_seconds: least time that each measurement is repeated for.
     """
 
     enabled: bool = False
@@ -107,12 +107,12 @@ class Measure:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Sweep:
-    """The front that is drawn.
+    """The Pareto front that is drawn.
 
     Attributes:
-        resource: along its axis; null for none.
-        smallest: share of the parent's total at its left end.
-        points: how many.
+        resource: resource along its axis; null for no front.
+        smallest: leftmost point, as a share of the parent's total.
+        points: number of points.
     """
 
     resource: str | None = "parameters"
@@ -126,16 +126,16 @@ class Sweep:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Search:
-    """What is searched for.
+    """Objective and limits of the search.
 
     Attributes:
-        metric: which score is minimised.
-        shares: resource -> most of it, as a share of the parent's; or `{lower: ..., upper: ...}`.
-        limits: the same in the resource's own unit; `throughput` is in tokens/s, a number means at least that.
-        pool: how many choices are tried on real data; the best becomes the child.
-        min_distance: least number of blocks in which two of them differ.
-        gap: how far from optimal the score may be.
-        time_limit: seconds.
+        metric: score that is minimised.
+        shares: resource -> upper bound as a share of the parent's total; or `{lower: ..., upper: ...}`.
+        limits: the same in the resource's own unit; `throughput` is in tokens/s, and a number is a lower bound.
+        pool: number of choices evaluated on real data; the best becomes the child.
+        min_distance: least number of blocks in which any two of them differ.
+        gap: relative optimality gap of the score.
+        time_limit: time limit in seconds.
         sweep: see `Sweep`.
     """
 
@@ -166,13 +166,13 @@ class Fuse:
     """FFN fusion of the child.
 
     Attributes:
-        enabled: whether runs of FFN blocks are fused.
-        keep_last: see `nemo_ext.puzzle.fusion.plan`, likewise the others.
+        enabled: True to fuse runs of FFN blocks.
+        keep_last: see `nemo_ext.puzzle.fusion.plan`, also for the following ones.
         max_width: largest width of a fused block.
         max_bytes: most bytes of a fused block's weights in `puzzle.serving.precision`.
-        max_blocks: most blocks in one.
+        max_blocks: most blocks in one fused block.
         max_groups: most fused blocks.
-        largest_dependency: leave alone what depends on each other more.
+        largest_dependency: largest mean dependency at which blocks are still fused.
     """
 
     enabled: bool = True
@@ -186,19 +186,19 @@ class Fuse:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Heal:
-    """Knowledge distillation of the child, then training on.
+    """Knowledge distillation of the child, and further training.
 
     Attributes:
-        tokens: length of the distillation; 0 leaves it out.
+        tokens: length of the distillation; 0 skips it.
         lr: peak learning rate, decayed by a cosine to a tenth.
-        warmup_tokens: linear warm-up.
-        teacher: `online`, in the same run; `cached`, its most probable tokens are written to the disk first.
-        kl_weight: of the KL divergence from the teacher.
-        lm_weight: of the language model loss.
-        temperature: of both distributions.
-        top_k: over the teacher's most probable tokens alone; null for all of them.
-        continue_tokens: of ordinary training after it; 0 leaves it out.
-        megatron: further flags of these runs.
+        warmup_tokens: length of the linear warm-up.
+        teacher: `online`, run alongside; `cached`, its most probable tokens are written to disk first.
+        kl_weight: weight of the KL divergence from the teacher.
+        lm_weight: weight of the language model loss.
+        temperature: temperature of both distributions.
+        top_k: number of the teacher's most probable tokens to distil on; null for all.
+        continue_tokens: tokens of ordinary training afterwards; 0 skips it.
+        megatron: further Megatron flags of these runs.
     """
 
     tokens: NonNegativeFloat = 0
@@ -255,9 +255,9 @@ class Settings:
 
 
 def settings(section: Mapping[str, Any]) -> Settings:
-    """The section of a composed config as checked settings.
+    """The checked settings of a composed config's section.
 
     Raises:
-        ValueError: naming the key under `puzzle.`, what it holds and what it may hold.
+        ValueError: an invalid value; names the key under `puzzle.`, its value and the valid ones.
     """
     return checked(Settings, section, "puzzle", strict=True)

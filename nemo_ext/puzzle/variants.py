@@ -1,6 +1,6 @@
-"""What each block of a parent may become (Puzzle, arXiv:2411.19146; Llama-Nemotron paper, section 2.1).
+"""The variants of each block of a parent (Puzzle, arXiv:2411.19146; Llama-Nemotron paper, section 2.1).
 
-A variant is a block of the notation, or nothing (a no-op). The variants of a block do not depend on its neighbours, so
+A variant is a block in the notation, or nothing (a no-op). The variants of a block do not depend on its neighbours, so
 a library grows with the number of blocks, not with the combinations of attention and FFN.
 """
 
@@ -15,19 +15,19 @@ KEEP, NO_OP, LINEAR = "keep", "no_op", "linear"
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What may be varied. Shares are of the parent's; a share that rounds to the parent's size is left out.
+    """Sizes that variants may take, as shares of the parent's; a share that rounds to the parent's size is left out.
 
     Attributes:
-        kv: shares of KV heads.
+        kv: shares of the KV heads.
         windows: sliding windows in tokens.
-        ffn: shares of FFN width (the paper's 87, 75, 50, 25, 10 %).
-        ffn_multiple: widths are rounded up to a multiple of it (256 in Puzzle: what tensor cores and FP8 like).
+        ffn: shares of the FFN width (the paper's 87, 75, 50, 25, 10 %).
+        ffn_multiple: multiple that widths are rounded up to (256 in Puzzle, which suits tensor cores and FP8).
         experts: shares of a MoE block's experts.
-        top_k: smaller numbers of experts a token.
+        top_k: smaller numbers of experts per token.
         expert_ffn: shares of an expert's width.
         mamba_heads: shares of a Mamba-2 block's heads.
-        linear: whether a block may be one linear map.
-        no_op: whether a block may be left out.
+        linear: True to offer a single linear map in a block's place.
+        no_op: True to offer leaving a block out.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read where a config is checked
@@ -60,12 +60,12 @@ class Choices:
 
 @dataclass(frozen=True)
 class Variant:
-    """One thing that a block may become.
+    """One alternative for a block.
 
     Attributes:
         number: the block's 0-based number in the parent.
         name: short and unique within the block, such as `keep`, `kv2`, `ffn512`, `linear`, `no_op`.
-        block: with all of its values; None for a no-op.
+        block: the block with all of its values; None for a no-op.
     """
 
     number: int
@@ -76,7 +76,7 @@ class Variant:
 def variants(parent: Architecture, choices: Choices | None = None) -> list[list[Variant]]:
     """The variants of every block of a parent, the parent's own first.
 
-    A block that is a linear map already may only be kept or left out.
+    A block that already is a linear map may only be kept or left out.
     """
     chosen = choices or Choices()
     return [_of_block(number, block, chosen) for number, block in enumerate(parent.sizes)]
@@ -117,6 +117,6 @@ def _smaller(block: Block, choices: Choices) -> dict[str, dict[str, int]]:
 
 
 def _parts(size: int, shares: Sequence[float], multiple: int = 1) -> list[int]:
-    """Shares of a size, rounded up to a multiple, largest first, each once and smaller than the size."""
+    """Shares of a size, rounded up to a multiple; distinct, smaller than the size, largest first."""
     parts = {-(-round(size * share, 6) // multiple) * multiple for share in shares}
     return sorted((int(part) for part in parts if 0 < part < size), reverse=True)

@@ -1,9 +1,9 @@
-"""The folder of one compression: what is where, and which stages are finished. No torch.
+"""Folder layout of one compression, and which of its stages are finished. No torch.
 
-RUN_DIR/parent/            the parent's training run, where it is trained here
-RUN_DIR/blocks/            what every child is chosen from: variants and their scores
+RUN_DIR/parent/            the parent's training run, if it is trained here
+RUN_DIR/blocks/            shared by all children: variants and their scores
 RUN_DIR/CHILD/             one child: costs, search, weights, fusion, healing, report
-RUN_DIR/CHILD/shards/IofN/ config and logs of one shard of a stage; its results are among the others of the stage
+RUN_DIR/CHILD/shards/IofN/ config and logs of one shard of a stage; its results are with the stage's other results
 """
 
 import hashlib
@@ -41,28 +41,28 @@ STAGES: Mapping[str, tuple[str, ...]] = {
     "export": ("pretrain",),
     "report": ("evaluate",),
 }
-"""Every stage, in order, with those whose results it takes."""
+"""Every stage in order -> the stages whose results it takes."""
 
 SHARED = ("parent", "library", "distill", "score")
-"""Stages whose results all children share."""
+"""Stages whose results are shared by all children."""
 
 RENEWED = ("front", "evaluate", "report")
-"""Stages that only look, so that they are carried out again when their settings or what is before them changed."""
+"""Stages that only read and report; carried out again when their settings or the earlier results changed."""
 
 BOOKKEEPING = re.compile(r"(save|log|eval|tensorboard|wandb|exit|non_persistent|async)_|num_workers$|timing_log")
-"""Megatron's flags that do not decide what a training run learns."""
+"""Megatron flags that do not affect what a training run learns."""
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """The folder.
+    """Folder of a compression.
 
     Attributes:
-        run_dir: all of it.
+        run_dir: root folder.
         child: name of the child.
-        given_parent: where the parent is, if it is not trained here.
-        decides: stage -> the settings that decide its results.
-        shard: the part of a stage that is done here; None for all of it.
+        given_parent: path of the parent if it is not trained here.
+        decides: stage -> the settings that determine its results.
+        shard: part of a stage that is done here; None for all of it.
     """
 
     run_dir: Path
@@ -76,8 +76,8 @@ class Workspace:
         """The folder of a composed config.
 
         Args:
-            config: the composed one.
-            chosen: its section `puzzle`, checked.
+            config: composed config.
+            chosen: checked `puzzle` section of the config.
         """
         section = json.loads(TypeAdapter(Settings).dump_json(chosen))
         shard = None if chosen.shard is None else Shard.of(chosen.shard)
@@ -85,103 +85,103 @@ class Workspace:
 
     @property
     def parent(self) -> Path:
-        """The parent's run, or wherever its checkpoint is."""
+        """Path of the parent's run, or of its checkpoint."""
         return Path(self.given_parent) if self.given_parent else self.run_dir / "parent"
 
     @property
     def blocks(self) -> Path:
-        """What every child is chosen from."""
+        """Folder of variants and scores, shared by all children."""
         return self.run_dir / "blocks"
 
     @property
     def initial(self) -> Path:
-        """The library of variants as they were made of the parent's weights."""
+        """Library of variants with weights initialised from the parent."""
         return self.blocks / "initial"
 
     @property
     def trained(self) -> Path:
-        """The library of trained variants."""
+        """Library of trained variants."""
         return self.blocks / "trained"
 
     @property
     def scores(self) -> Path:
-        """Replace-one-block scores."""
+        """File of replace-one-block scores."""
         return self.blocks / "scores.jsonl"
 
     @property
     def own_scores(self) -> Path:
-        """Those that are made here."""
+        """File of the scores computed here: the shard's own if there is one."""
         return self.scores if self.shard is None else self.blocks / f"scores_{self.shard.label}.jsonl"
 
     def scores_of_shards(self) -> list[Path]:
-        """Those that shards made."""
+        """Score files of shards."""
         return sorted(self.blocks.glob("scores_*of*.jsonl"))
 
     @property
     def costs(self) -> Path:
-        """Resources of every variant."""
+        """File with the resources of every variant."""
         return self.folder / "costs.csv"
 
     @property
     def measured(self) -> Path:
-        """Latencies that were timed."""
+        """File of measured latencies."""
         return self.folder / "measured.jsonl"
 
     @property
     def folder(self) -> Path:
-        """The child's."""
+        """The child's folder."""
         return self.run_dir / self.child
 
     @property
     def config(self) -> Path:
-        """The composed config with which the child was made last; logs are beside it."""
+        """Composed config with which the child was last made; logs are beside it."""
         folder = self.folder if self.shard is None else self.folder / "shards" / self.shard.label
         return folder / CONFIG
 
     @property
     def weights(self) -> Path:
-        """The child's checkpoint."""
+        """Checkpoint of the child."""
         return self.folder / "weights"
 
     @property
     def fused(self) -> Path:
-        """The child's checkpoint after fusion, if anything was fused."""
+        """Checkpoint of the child after fusion, if anything was fused."""
         return self.folder / "fused"
 
     @property
     def healed(self) -> Path:
-        """The run that distils the parent into the child."""
+        """Run that distils the parent into the child."""
         return self.folder / "heal"
 
     @property
     def pretrained(self) -> Path:
-        """The run that trains on after it."""
+        """Training run that continues after healing."""
         return self.folder / "pretrain"
 
     @property
     def exported(self) -> Path:
-        """The child for Hugging Face."""
+        """The child in Hugging Face format."""
         return self.folder / "huggingface"
 
     def realised(self) -> Path:
-        """The child before healing: fused if anything was."""
+        """The child before healing: the fused one if there is one."""
         return self.fused if self.fused.is_dir() else self.weights
 
     def newest(self) -> Path:
-        """The child in its last state: trained on, healed, or as it was realised."""
+        """The child in its latest state: trained further, healed, or as realised."""
         runs = (self.pretrained, self.healed)
         return next((run for run in runs if (run / "checkpoints").is_dir()), self.realised())
 
     def record(self, stage: str) -> Path:
-        """What a finished stage leaves."""
+        """Record that a finished stage leaves."""
         return (self.blocks if stage in SHARED else self.folder) / "stages" / f"{stage}.json"
 
     def is_finished(self, stage: str) -> bool:
-        """Whether a stage, or this shard of it, was finished with the same settings and from what its needs are now.
+        """True if a stage, or this shard of it, was finished with the same settings and the current inputs.
 
         Raises:
-            ValueError: finished or begun otherwise, with what differs; but a stage that had nothing to do, or that only
-                looks, is then to be carried out again.
+            ValueError: it was finished or begun otherwise, with the differences; not for a stage that had nothing to
+                do or that only reports, which is then carried out again.
         """
         finished = self.record(stage).is_file()
         shards = self._shards(stage)
@@ -197,7 +197,7 @@ class Workspace:
         return finished or (own is not None and self._is_done(own))
 
     def _fits(self, stage: str, file: Path, *, finished: bool) -> bool:
-        """Whether what a stage left is of the same settings and needs; if not, it may be carried out again."""
+        """True if a stage's record has the same settings and inputs; False if the stage may be carried out again."""
         record, now = json.loads(file.read_text()), self._now(stage)
         if record["settings"] == now["settings"] and record["made_from"] == now["made_from"]:
             return True
@@ -210,10 +210,10 @@ class Workspace:
         raise ValueError(f"{what} from results that were replaced since: {self._advice(stage)}")
 
     def begin(self, stage: str) -> None:
-        """Note with what settings a stage, or this shard of it, is begun, so that nobody goes on with others.
+        """Record the settings with which a stage, or this shard of it, is begun, so that no run resumes it with others.
 
         Raises:
-            ValueError: the stage was divided into another number of shards.
+            ValueError: the stage was split into another number of shards.
         """
         if self.shard is None:
             write_text(self._begun(stage), json.dumps(self._now(stage), indent=1) + "\n")
@@ -227,11 +227,11 @@ class Workspace:
         self._write_shard(stage, done=False)
 
     def finish(self, stage: str, *, empty: bool = False) -> None:
-        """Note that a stage is finished.
+        """Record that a stage is finished.
 
         Args:
-            stage: which.
-            empty: it had nothing to do, so that it may be done with other settings later.
+            stage: name of the stage.
+            empty: True if it had nothing to do, so that it may be done with other settings later.
         """
         if self.shard is not None:
             self._write_shard(stage, done=True)
@@ -245,20 +245,20 @@ class Workspace:
             file.unlink()
 
     def unfinished_shards(self, stage: str) -> list[Shard]:
-        """What is left of a stage that was begun in shards."""
+        """The unfinished shards of a stage that was begun in shards."""
         shards = self._shards(stage)
         every = {Shard(number, shard.count) for shard in shards for number in range(shard.count)}
         return sorted(shard for shard in every if shard not in shards or not self._is_done(shards[shard]))
 
     def missing(self, stage: str) -> list[str]:
-        """What a stage needs and is not finished."""
+        """The unfinished stages that a stage needs."""
         return [need for need in STAGES[stage] if not self.record(need).is_file()]
 
     def _begun(self, stage: str) -> Path:
         return self.record(stage).with_suffix(".begun.json")
 
     def _shards(self, stage: str) -> dict[Shard, Path]:
-        """What the shards of a stage noted; they go when all of the stage is finished."""
+        """Records of a stage's shards; removed when the whole stage is finished."""
         return {Shard.of_label(file): file for file in self.record(stage).parent.glob(f"{stage}.shard_*.json")}
 
     def _is_done(self, shard: Path) -> bool:
@@ -295,7 +295,7 @@ def _digest(file: Path) -> str | None:
 
 
 def _fingerprint(folder: Path) -> dict[str, Any]:
-    """What tells a checkpoint from a later or another one, without reading it all."""
+    """Identity of a checkpoint, taken without reading all of it."""
     files = [file.stat() for file in folder.iterdir() if file.is_file()]
     return {
         "folder": str(folder.resolve()),

@@ -1,1 +1,1 @@
-"""Quantisation after training: a precision plan for ModelOpt, calibration, and checkpoints for vLLM."""
+"""Post-training quantisation: a precision plan for ModelOpt, calibration, and checkpoints for vLLM."""

@@ -1,8 +1,8 @@
-"""Calibration data: so many samples of an SFT set, drawn by a seed, as batches of token ids that need no padding.
+"""Calibration data: samples of an SFT set drawn by a seed, as batches of token ids without padding.
 
 The data are packs of `nemo-ext sft_data` (a prefix, or the folder that holds `train`), or conversations in JSONL or
-Parquet, which the model's chat template turns into text. Padding would count in the scales of inputs, so a batch holds
-samples of one length.
+Parquet, rendered by the model's chat template. Padding would affect the scales of inputs, so a batch holds samples of
+one length.
 """
 
 import heapq
@@ -35,16 +35,16 @@ _SHORTEST = 2
 
 @checked_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class CalibrationSettings:
-    """Which data, and how much of them.
+    """Source and amount of calibration data.
 
     Attributes:
         data: prefix of packs, the folder of `nemo-ext sft_data`, or files of conversations.
-        samples: to take scales from; 1024 is Nemotron 3 Nano's (paper section 4).
-        held_out: others, on which the model before and after is compared.
-        max_length: tokens after which a sample is cut.
-        batch_tokens: the most tokens of a batch.
-        template: chat template for conversations; None for that of the model's folder.
-        seed: of the choice.
+        samples: number of samples to take scales from; 1024 as for Nemotron 3 Nano (paper section 4).
+        held_out: number of other samples, on which the model is compared before and after.
+        max_length: most tokens of a sample; longer ones are truncated.
+        batch_tokens: most tokens of a batch.
+        template: chat template for conversations; None for the one in the model's folder.
+        seed: seed of the selection.
     """
 
     data: str
@@ -63,12 +63,12 @@ class CalibrationSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationData:
-    """Samples, drawn and cut.
+    """Samples, drawn and truncated.
 
     Attributes:
-        samples: ids of those to take scales from.
-        held_out: ids of those to compare models on.
-        available: how many there were to choose from.
+        samples: token ids of the samples to take scales from.
+        held_out: token ids of the samples to compare models on.
+        available: number of samples available.
     """
 
     samples: Sequence[Ids]
@@ -77,7 +77,7 @@ class CalibrationData:
 
     @property
     def tokens(self) -> int:
-        """Of the samples to take scales from."""
+        """Number of tokens in the samples to take scales from."""
         return sum(map(len, self.samples))
 
 
@@ -85,12 +85,12 @@ def load(settings: CalibrationSettings, *, model: Path, vocab_size: int) -> Cali
     """Draw the samples.
 
     Args:
-        settings: which and how many.
+        settings: source and amount of the data.
         model: Hugging Face folder with the tokenizer, and the chat template for conversations.
-        vocab_size: of the model.
+        vocab_size: vocabulary size of the model.
 
     Raises:
-        ValueError: data that are not there, too few of them, or of another tokenizer than the model's.
+        ValueError: the data are missing, too few, or made with another tokenizer than the model's.
     """
     prefix = _packed(settings.data)
     drawn = _of_packs(settings, prefix, model) if prefix else _of_conversations(settings, model)
@@ -110,11 +110,11 @@ def load(settings: CalibrationSettings, *, model: Path, vocab_size: int) -> Cali
 
 
 def batches(samples: Sequence[Ids], *, batch_tokens: int) -> Iterator[Ids]:
-    """Batches `[batch, seq]` of samples of one length, the longest first.
+    """Batches `[batch, seq]` of samples of equal length, the longest first.
 
     Args:
-        samples: ids of each.
-        batch_tokens: the most tokens of a batch; a longer sample is a batch of its own.
+        samples: token ids of each sample.
+        batch_tokens: most tokens of a batch; a longer sample is a batch of its own.
     """
     for length, group in groupby(sorted(samples, key=len, reverse=True), key=len):
         rows = list(group)
@@ -124,10 +124,10 @@ def batches(samples: Sequence[Ids], *, batch_tokens: int) -> Iterator[Ids]:
 
 
 def data_files(settings: CalibrationSettings) -> list[Path]:
-    """The files that are read.
+    """Files that are read.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no such files.
     """
     if prefix := _packed(settings.data):
         return [prefix.with_name(f"{prefix.name}{ending}") for ending in (".bin", ".idx", ".json")]
@@ -144,18 +144,18 @@ def _conversations(settings: CalibrationSettings) -> ConversationSource:
 
 
 def _packed(data: str) -> Path | None:
-    """The prefix of packs that the user means, None for conversations."""
+    """Prefix of the packs that the user means, None for conversations."""
     path = Path(data).expanduser()
     prefix = path / "train" if path.is_dir() else path
     return prefix if is_packed(prefix) else None
 
 
 def _of_packs(settings: CalibrationSettings, prefix: Path, model: Path) -> tuple[list[Ids], int]:
-    """Samples of packs in random order; a sample that the packs repeat is taken once."""
+    """Distinct samples of packs in random order, and the number of samples in the packs."""
     manifest = read_packed_manifest(prefix)
     identity = manifest.tokenizer_identity
     if identity.startswith("huggingface-") and (model / "tokenizer.json").is_file():
-        # The name of the token at a document's end is part of the identity, and so is how markup is read.
+        # The identity includes the name of the end-of-document token and how special tokens are parsed.
         own = {HuggingFaceTokenizer(model, parse_special_tokens=parse).identity for parse in (False, True)}
         if identity not in own:
             notice(f"note: {prefix} was made with another tokenizer.json than {model / 'tokenizer.json'}")
@@ -176,12 +176,12 @@ def _of_packs(settings: CalibrationSettings, prefix: Path, model: Path) -> tuple
 
 
 def _of_conversations(settings: CalibrationSettings, model: Path) -> tuple[list[Ids], int]:
-    """Conversations in random order, each as one text; of one id the first is taken."""
+    """Conversations in random order, each as one text (the first of equal ids), and the number of distinct ids."""
     source, size = _conversations(settings), sum(path.stat().st_size for path in data_files(settings))
     template = Template.load(settings.template if settings.template is not None else model)
     encoder = ChatEncoder(template, HuggingFaceTokenizer(model), allow_missing=True)
     report, wanted = ConversationReport(), settings.samples + settings.held_out
-    # The texts of some may be refused or too short: these wait in their places.
+    # Some texts may be refused or too short: spare ones take their places.
     spare = wanted + max(16, wanted // 4)
     kept: list[tuple[int, Sample]] = []
     seen = set[int]()

@@ -1,4 +1,4 @@
-"""What quantisation changed: the same samples through the model with its quantizers off and on."""
+"""Effect of quantisation: the same samples through the model with its quantizers off and on."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ROWS = 512
-"""Positions whose log-probabilities are held at once."""
+"""Number of positions whose log-probabilities are held at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +21,11 @@ class Comparison:
     """Means over the predicted tokens.
 
     Attributes:
-        tokens: that were predicted.
+        tokens: number of predicted tokens.
         loss_before: cross-entropy in nats without quantisation.
-        loss_after: with it.
-        divergence: KL of the quantised model from the one before, in nats.
-        agreement: share of tokens where both think the same token the likeliest.
+        loss_after: cross-entropy in nats with quantisation.
+        divergence: KL(original model || quantised model), in nats.
+        agreement: share of tokens for which both models have the same most likely token.
     """
 
     tokens: int
@@ -36,17 +36,17 @@ class Comparison:
 
     @property
     def perplexities(self) -> tuple[float, float]:
-        """Before and after."""
+        """Perplexity before and after."""
         return exp(self.loss_before), exp(self.loss_after)
 
 
 def compare(model: "PreTrainedModel", batches: Iterable[Ids], *, samples: int) -> Comparison:
-    """Run samples through a model whose quantizers are calibrated, without them and with them.
+    """Run samples through a calibrated model with its quantizers off and on.
 
     Args:
-        model: after `mtq.quantize`.
-        batches: ids `[batch, seq]`.
-        samples: in all batches.
+        model: the model after `mtq.quantize`.
+        batches: token ids `[batch, seq]`.
+        samples: number of samples in all batches.
     """
     import torch
     from modelopt.torch.quantization.conversion import set_quantizer_by_cfg_context
@@ -72,7 +72,7 @@ def compare(model: "PreTrainedModel", batches: Iterable[Ids], *, samples: int) -
 
 
 def _sums(before: "Tensor", after: "Tensor", labels: "Tensor") -> "Tensor":
-    """Sums over tokens: both losses, KL, agreements. Logits are `[tokens, vocabulary]`."""
+    """Sums over tokens of both losses, KL and agreements. Logits are `[tokens, vocabulary]`."""
     import torch
     from torch.nn import functional
 

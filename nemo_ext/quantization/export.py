@@ -1,8 +1,8 @@
-"""A quantised model as a Hugging Face folder that vLLM loads, written by ModelOpt and held against the checkpoint.
+"""A quantised model as a Hugging Face folder that vLLM loads, written by ModelOpt and checked against its source.
 
-ModelOpt makes the FP8 tensors and their scales. What else the checkpoint held stays bit for bit, in its own types, and
-config.json is the checkpoint's with `quantization_config` added: transformers would write numbers such as Infinity in a
-way that others cannot read. `exclude_modules` is written from the plan, as that of ModelOpt 0.47 has broken names where
+ModelOpt makes the FP8 tensors and their scales. All other tensors stay bit for bit, in their own types, and config.json
+is the checkpoint's with `quantization_config` added: transformers would write numbers such as Infinity in a form that
+others cannot read. `exclude_modules` is written from the plan, because ModelOpt 0.47 writes broken names where
 transformers renames modules (NemotronH).
 """
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 QUANT_CONFIG = "hf_quant_config.json"
 FP8 = "F8_E4M3"
-"""float8_e4m3fn, as safetensors calls it."""
+"""Name of float8_e4m3fn in safetensors."""
 SCALES = ("weight_scale", "input_scale", "k_scale", "v_scale")
 
 
 @contextlib.contextmanager
 def prints_to_stderr() -> Iterator[None]:
-    """What ModelOpt prints goes where messages go."""
+    """Redirects what ModelOpt prints to stderr."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
 
@@ -50,14 +50,14 @@ def export(
     """Write a calibrated model.
 
     Args:
-        model: after `mtq.quantize`; ModelOpt packs its weights in place.
-        folder: to write into.
+        model: the model after `mtq.quantize`; ModelOpt packs its weights in place.
+        folder: folder to write into.
         source: the checkpoint that the model was read from.
-        listed: its matrices with their precisions.
-        exclude: modules outside FP8.
-        names: what transformers calls the checkpoint's tensors.
-        extras: folder with the tokenizer and what else goes beside the weights.
-        shard_gigabytes: size of a file.
+        listed: the checkpoint's matrices with their precisions.
+        exclude: names of the modules outside FP8.
+        names: checkpoint tensor -> its name in the transformers model.
+        extras: folder with the tokenizer and other files that belong beside the weights.
+        shard_gigabytes: size of a file in gigabytes.
     """
     from modelopt.torch.export import export_hf_checkpoint
 
@@ -76,13 +76,13 @@ def export(
 def _own_types(
     model: "PreTrainedModel", source: SafetensorsReader, listed: Sequence[Matrix], names: Mapping[str, str]
 ) -> dict[str, "Tensor"]:
-    """Tensors that transformers read into another type than the checkpoint has them in, by their names in the model."""
+    """Tensors that transformers reads into another type than the checkpoint's, by their names in the model."""
     low = {matrix.tensor for matrix in listed if matrix.precision == "fp8"}
     read = model.state_dict()
     return {
         name: source.read(tensor)
         for tensor, name in names.items()
-        # Experts that transformers stacks have the type of the whole, or `check` says so.
+        # Experts that transformers stacks share one type; `check` reports a mismatch.
         if tensor not in low
         and read[name].shape == source.tensors[tensor].shape
         and str(read[name].dtype).removeprefix("torch.") != source.tensors[tensor].dtype
@@ -92,7 +92,7 @@ def _own_types(
 def _write_configs(
     folder: Path, source: Path, quantization: tuple[dict[str, Any], dict[str, Any]], exclude: Sequence[str]
 ) -> None:
-    """config.json and hf_quant_config.json: the checkpoint's and ModelOpt's, with the plan's modules outside FP8."""
+    """Writes config.json and hf_quant_config.json: the checkpoint's and ModelOpt's, with the plan's exclusions."""
     alone, inside = quantization
     alone["quantization"]["exclude_modules"] = list(exclude)
     (folder / QUANT_CONFIG).write_text(json.dumps(alone, indent=2) + "\n")
@@ -103,19 +103,19 @@ def _write_configs(
 def check(
     folder: Path, *, source: SafetensorsReader, listed: Sequence[Matrix], tensors: Collection[str]
 ) -> dict[str, dict[str, int]]:
-    """Hold an exported folder against its checkpoint and the plan.
+    """Check an exported folder against its checkpoint and the plan.
 
     Args:
-        folder: that was written.
+        folder: folder that was written.
         source: the checkpoint.
-        listed: its matrices with their precisions.
-        tensors: all names of the checkpoint's tensors.
+        listed: the checkpoint's matrices with their precisions.
+        tensors: names of all of the checkpoint's tensors.
 
     Returns:
         Bytes `before` and `after` of the matrices of each precision, of `scales`, and of `others`.
 
     Raises:
-        CheckpointError: a tensor is missing, of another precision than planned, or changed outside FP8.
+        CheckpointError: a tensor is missing or unknown, has another precision than planned, or changed outside FP8.
     """
     import torch
 
@@ -146,7 +146,7 @@ def check(
 
 
 def _bits(tensor: "Tensor") -> "Tensor":
-    """The bytes, so that NaN equals itself."""
+    """Bytes of a tensor, so that NaN equals itself."""
     import torch
 
     return tensor.contiguous().flatten().view(torch.uint8)

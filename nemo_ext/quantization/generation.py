@@ -1,4 +1,4 @@
-"""Generation in a plan's precision: what vLLM is told, for an exported checkpoint and for one in BF16."""
+"""Generation in a plan's precision: arguments of vLLM for an exported checkpoint and for one in BF16."""
 
 import json
 import re
@@ -17,24 +17,24 @@ ONLINE = {
     "blockwise": "fp8_per_block",
     "mxfp8": "mxfp8",
 }
-"""vLLM's schemes for weights that it quantises while it loads them (docs/features/quantization/online.md), for each
-scaling of a plan. Scales of inputs are taken as they come."""
+"""Scaling of a plan -> vLLM's scheme for weights that it quantises while loading them
+(docs/features/quantization/online.md). Scales of inputs are dynamic."""
 
 
 def vllm_arguments(plan: Plan) -> dict[str, Any]:
-    """Keywords of `vllm.LLM` for a checkpoint of `nemo-ext quantize`, whose config.json says all but the cache."""
+    """Keywords of `vllm.LLM` for a checkpoint of `nemo-ext quantize`, whose config.json covers all but the KV cache."""
     return {"kv_cache_dtype": "fp8"} if plan.kv_cache == "fp8" else {}
 
 
 def online_arguments(plan: Plan, listed: Sequence[Matrix]) -> dict[str, Any]:
-    """Keywords of `vllm.LLM` for a BF16 checkpoint that vLLM is to quantise by the plan while it loads it.
+    """Keywords of `vllm.LLM` for a BF16 checkpoint that vLLM quantises by the plan while loading it.
 
     Args:
-        plan: of the weights.
+        plan: precision plan of the weights.
         listed: the checkpoint's matrices with their precisions.
 
     Raises:
-        ValueError: vLLM cannot do what the plan says.
+        ValueError: vLLM cannot do what the plan asks for.
     """
     if any(matrix.weight.part == HEAD and matrix.precision == "fp8" for matrix in listed):
         raise ValueError(
@@ -44,7 +44,7 @@ def online_arguments(plan: Plan, listed: Sequence[Matrix]) -> dict[str, Any]:
     low = [matrix for matrix in listed if matrix.precision == "fp8"]
     if not low:
         return given
-    # vLLM has words of its own before `layers.`, and asks for q, k and v one by one where it has them in one module.
+    # vLLM has its own names before `layers.`, and looks up q, k and v one by one where it has them in one module.
     ignored = [f"re:.*{re.escape(name)}$" for name in high_modules(listed)]
     return {
         "quantization": ONLINE[plan.recipe],
@@ -54,15 +54,15 @@ def online_arguments(plan: Plan, listed: Sequence[Matrix]) -> dict[str, Any]:
 
 
 def high_modules(listed: Sequence[Matrix]) -> list[str]:
-    """Linear maps outside FP8 by their names from `layers.` on, those of a block's experts as one module.
+    """Linear modules outside FP8 by their names from `layers.` on, the experts of a block as one module.
 
-    What engines never have in FP8 is not among them: routers, convolutions, embedding and output layer.
+    Modules that engines never run in FP8 are left out: routers, convolutions, embedding and output layer.
     """
     return _names(matrix for matrix in listed if matrix.precision != "fp8" and matrix.weight.part not in _NEVER)
 
 
 def never_quantised(listed: Sequence[Matrix]) -> list[str]:
-    """The routers, convolutions and output layer that `high_modules` leaves out, where an engine must be told."""
+    """Routers, convolutions and output layer that `high_modules` leaves out, for engines that must be told."""
     return _names(m for m in listed if m.precision != "fp8" and m.weight.part in _NEVER - {EMBEDDING})
 
 
@@ -72,7 +72,7 @@ def _names(matrices: Iterable[Matrix]) -> list[str]:
 
 
 def cli_words(arguments: dict[str, Any]) -> list[str]:
-    """Keywords of `vllm.LLM` as words of `vllm serve`."""
+    """Keywords of `vllm.LLM` as arguments of `vllm serve`."""
     words = []
     for key, value in arguments.items():
         text = json.dumps(value) if isinstance(value, dict) else str(value)
@@ -81,5 +81,5 @@ def cli_words(arguments: dict[str, Any]) -> list[str]:
 
 
 def serve_words(folder: Path, plan: Plan) -> list[str]:
-    """The command that serves a checkpoint of `nemo-ext quantize`, quoted for a shell."""
+    """Words of the command that serves a checkpoint of `nemo-ext quantize`, quoted for a shell."""
     return [shlex.quote(word) for word in ("vllm", "serve", str(folder), *cli_words(vllm_arguments(plan)))]

@@ -1,4 +1,4 @@
-"""The quantize job: a checkpoint and a precision plan to an FP8 checkpoint that vLLM serves, with a report."""
+"""The quantize job: from a checkpoint and a precision plan to an FP8 checkpoint that vLLM serves, with a report."""
 
 import contextlib
 import importlib.resources
@@ -51,17 +51,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A quantisation before it begins: everything checked, nothing written.
+    """A quantisation job before it starts: everything checked, nothing written.
 
     Attributes:
-        conversion: how the source is read; for a checkpoint of Megatron, how it becomes one of Hugging Face.
-        conversion_settings: of it.
-        to: the folder to make.
-        plan: of the weights.
-        calibration: which data.
-        device: that the model runs on.
+        conversion: plan for reading the source; a Megatron checkpoint is converted to Hugging Face format.
+        conversion_settings: settings of the conversion.
+        to: folder to write.
+        plan: precision plan of the weights.
+        calibration: settings of the calibration data.
+        device: device that the model runs on.
         listed: the checkpoint's matrices with their precisions.
-        remarks: what the user should know.
+        remarks: remarks for the user.
     """
 
     conversion: hf.Plan
@@ -80,11 +80,11 @@ class Work:
 
     @property
     def converted(self) -> Path:
-        """Where a checkpoint of Megatron is as one of Hugging Face, until all is done."""
+        """Temporary folder of a Megatron checkpoint in Hugging Face format, until the job is done."""
         return self.to.with_name(f".{self.to.name}.huggingface")
 
     def identity(self) -> dict[str, Any]:
-        """Everything that decides what the folder will hold."""
+        """Everything that determines the content of the folder."""
         reader = self.conversion.reader
         return {
             "from": [str(reader.path.resolve()), fingerprint(reader)],
@@ -97,10 +97,10 @@ class Work:
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Quantise what the config says.
+    """Quantise a checkpoint as the config says.
 
     Raises:
-        ValueError: naming the key; a model or plan that nothing could serve; ModelOpt is not there.
+        ValueError: an invalid key, a model or plan that no engine could serve, or ModelOpt is not installed.
     """
     work = prepare(config)
     if (
@@ -128,7 +128,7 @@ def prepare(config: Mapping[str, Any]) -> Work:
     """Check all that can be checked before the model is read.
 
     Raises:
-        ValueError: as `run`.
+        ValueError: see `run`.
     """
     given = read_settings(config)
     to, plan = folder_to_make(given.to), given.plan
@@ -152,10 +152,10 @@ def prepare(config: Mapping[str, Any]) -> Work:
 
 
 def resolved_device(name: str) -> str:
-    """`auto` is the GPUs where there are any.
+    """Resolve a device name; `auto` is `cuda` if there are GPUs, else `cpu`.
 
     Raises:
-        ValueError: torch knows no such device, or has none here.
+        ValueError: the device is unknown to torch or not available here.
     """
     import torch
 
@@ -224,7 +224,7 @@ def _quantise(work: Work) -> None:
 
 
 def _hugging_face(work: Work) -> SafetensorsReader:
-    """The source itself, or what a checkpoint of Megatron is converted into."""
+    """The source itself, or the Hugging Face checkpoint that a Megatron one is converted into."""
     reader = work.conversion.reader
     if isinstance(reader, SafetensorsReader):
         return reader
@@ -232,21 +232,21 @@ def _hugging_face(work: Work) -> SafetensorsReader:
     notice(f"{reader.path}: of Megatron, converted to {work.converted} first")
     try:
         hf.is_made(work.conversion, work.conversion_settings)
-    except CheckpointError:  # what an interrupted run made of another checkpoint
+    except CheckpointError:  # left by an interrupted run from another checkpoint
         shutil.rmtree(work.converted)
     hf.convert(work.conversion, work.conversion_settings)
     return SafetensorsReader(work.converted)
 
 
 def load_model(folder: Path, found: Format, device: str) -> "PreTrainedModel":
-    """The model as transformers reads it, in its own types.
+    """Load the model with transformers, in its own types.
 
-    Of a class that transformers does not have, our modelling files are run and never those in the folder.
+    For a class that transformers does not have, our modelling files are run, never those in the folder.
 
     Args:
-        folder: of Hugging Face.
-        found: its format.
-        device: several GPUs share the model where accelerate is installed.
+        folder: Hugging Face folder.
+        found: format of the checkpoint.
+        device: device name; with `cuda`, several GPUs share the model if accelerate is installed.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -265,7 +265,7 @@ def load_model(folder: Path, found: Format, device: str) -> "PreTrainedModel":
 
 @contextlib.contextmanager
 def _with_own_code(folder: Path, found: Format) -> Iterator[Path]:
-    """The folder, or for a format with modelling files a folder of links beside ours."""
+    """The folder, or for a format with modelling files a folder of links with our files."""
     if not found.code:
         yield folder
         return
@@ -291,10 +291,10 @@ def _with_own_code(folder: Path, found: Format) -> Iterator[Path]:
 
 
 def calibrate(model: "PreTrainedModel", work: Work, names: Mapping[str, str], data: CalibrationData) -> None:
-    """Put ModelOpt's quantizers into the model and take their scales from the samples.
+    """Insert ModelOpt's quantizers into the model and calibrate their scales on the samples.
 
     Raises:
-        ValueError: ModelOpt is not there, or the samples reach no part of some block.
+        ValueError: ModelOpt is not installed, or no sample reaches some quantizer.
     """
     import torch
 
@@ -303,7 +303,7 @@ def calibrate(model: "PreTrainedModel", work: Work, names: Mapping[str, str], da
     except ImportError as error:
         raise ValueError(f"nemo-ext quantize needs ModelOpt: pip install 'nemo_ext[ptq]' ({error})") from None
     config = quantize_config(work.plan, work.listed, names)
-    # Logits of the last place are enough, unless the output layer has a scale to take from all.
+    # The last position's logits are enough, unless the output layer has a scale that needs all positions.
     head = any(matrix.weight.block is None and matrix.precision == "fp8" for matrix in work.listed)
     few = {} if head else {"logits_to_keep": 1}
 

@@ -1,10 +1,10 @@
-"""A precision plan for ModelOpt: which quantizers of a Hugging Face model are on, and how they scale.
+"""A precision plan for ModelOpt: the quantizers of a Hugging Face model that are on, and how they scale.
 
-    plan, description -> matrices (formats/)        every matrix of the checkpoint, with its part of the plan
-    matrices, model   -> parameters                 what transformers calls each of them in the model
-    parameters        -> config of `mtq.quantize`   all quantizers off, then those of the plan on, by their full names
+        plan, description -> matrices (formats/)        every matrix of the checkpoint, with its part of the plan
+        matrices, model   -> parameters                 name of each in the transformers model
+        parameters        -> config of `mtq.quantize`   all quantizers off, then those of the plan on, by full name
 
-ModelOpt passes over a name that no quantizer has, so `check_quantizers` looks afterwards at what is on.
+ModelOpt ignores a name that no quantizer has, so `check_quantizers` verifies afterwards which ones are on.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,19 +27,19 @@ PARTS: Mapping[str, str] = {
     **{"in_proj": "in_proj", "conv1d": "conv1d", "out_proj": "out_proj"},
     **{"shared_up": "shared_fc1", "shared_down": "shared_fc2"},
 }
-"""The roles of a checkpoint's matrices (`nemo_ext.checkpoint.parameters`) as parts of a plan."""
+"""Role of a checkpoint's matrix (`nemo_ext.checkpoint.parameters`) -> part of a plan."""
 _E4M3 = {"num_bits": (4, 3)}
 _TENSOR = {**_E4M3, "axis": None}
 _MX = {**_E4M3, "block_sizes": {-1: 32, "type": "dynamic", "scale_bits": (8, 0)}}
 SCALINGS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any] | None]] = {
     "tensorwise": (_TENSOR, _TENSOR),
-    # After training there are no earlier steps: calibration takes their place, and one scale a tensor remains.
+    # After training there are no earlier steps: calibration replaces them, with one scale per tensor.
     "delayed": (_TENSOR, _TENSOR),
     # ModelOpt has blocks of 128x128 for weights and none of 1x128 for inputs.
     "blockwise": ({**_E4M3, "block_sizes": {-1: 128, -2: 128}}, None),
     "mxfp8": (_MX, _MX),
 }
-"""ModelOpt's attributes of the quantizers of weights and of inputs, by a plan's scaling; None leaves inputs alone."""
+"""Scaling of a plan -> ModelOpt's attributes of the weight and input quantizers; None leaves inputs unquantised."""
 _KEY = "k"
 
 
@@ -48,11 +48,11 @@ class Matrix:
     """A matrix of a Hugging Face checkpoint.
 
     Attributes:
-        tensor: its name there.
-        weight: what it is of, in the plan; several matrices may be one (q, k and v; experts).
-        precision: that the plan gives it.
-        shape: out and in; of stacked experts, with their number before.
-        keys: whether it makes attention's keys.
+        tensor: name of the tensor in the checkpoint.
+        weight: weight of the plan that it belongs to; several matrices may share one (q, k and v; experts).
+        precision: precision that the plan gives it.
+        shape: `[out, in]`; for stacked experts `[experts, out, in]`.
+        keys: True if it projects to attention's keys.
     """
 
     tensor: str
@@ -63,16 +63,16 @@ class Matrix:
 
     @property
     def module(self) -> str:
-        """Name of the module that it is the weight of."""
+        """Name of the module whose weight it is."""
         return self.tensor.removesuffix(".weight")
 
 
 def matrices(plan: Plan, description: Description, found: Format) -> list[Matrix]:
-    """Every matrix of a checkpoint with its precision, in the order of the model.
+    """Every matrix of a checkpoint with its precision, in model order.
 
     Args:
-        plan: of the weights.
-        description: of the model.
+        plan: precision plan of the weights.
+        description: the model's description.
         found: format of the checkpoint.
 
     Raises:
@@ -90,7 +90,7 @@ def matrices(plan: Plan, description: Description, found: Format) -> list[Matrix
 
 
 def _part(role: Role) -> str | None:
-    """The part of a plan that a parameter is, None for norms, biases and Mamba's numbers a head."""
+    """Part of a plan that a parameter belongs to, None for norms, biases and Mamba's per-head parameters."""
     module, parameter = role
     if module == "experts":  # stacked: the parameter is the matrix
         return PARTS[parameter.removesuffix("_proj")]
@@ -98,7 +98,7 @@ def _part(role: Role) -> str | None:
 
 
 def parameters(model: "PreTrainedModel", tensors: Iterable[str]) -> dict[str, str]:
-    """What transformers calls a checkpoint's tensors in the model: several names may be one, where it stacks experts.
+    """Checkpoint tensor -> parameter name in the transformers model; stacked experts share one name.
 
     Raises:
         ValueError: the model has no such parameter.
@@ -118,17 +118,17 @@ def parameters(model: "PreTrainedModel", tensors: Iterable[str]) -> dict[str, st
 
 
 def quantize_config(plan: Plan, listed: Sequence[Matrix], names: Mapping[str, str]) -> dict[str, Any]:
-    """The config of `mtq.quantize`: everything off, then what the plan has in FP8.
+    """Config of `mtq.quantize`: everything off, then what the plan has in FP8.
 
     Args:
-        plan: of the weights.
+        plan: precision plan of the weights.
         listed: the checkpoint's matrices.
-        names: of their parameters in the model.
+        names: checkpoint tensor -> parameter name in the model.
     """
     weights, inputs = SCALINGS[plan.recipe]
     entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
     for parameter in dict.fromkeys(names[matrix.tensor] for matrix in listed if matrix.precision == "fp8"):
-        # A module's own weight, or a parameter that stacks experts: `up_proj_weight_quantizers.3` is found by its
+        # A module's own weight, or a parameter that stacks experts: `up_proj_weight_quantizers.3` is matched by its
         # singular without a number.
         above = parameter[: -len("weight")] if parameter.endswith(".weight") else f"{parameter}_"
         entries.append({"quantizer_name": f"{above}weight_quantizer", "cfg": dict(weights)})
@@ -140,16 +140,16 @@ def quantize_config(plan: Plan, listed: Sequence[Matrix], names: Mapping[str, st
                 attention = names[matrix.tensor].removesuffix(".weight").rpartition(".")[0]
                 for what in "kv":
                     entries.append({"quantizer_name": f"{attention}.{what}_bmm_quantizer", "cfg": dict(_TENSOR)})
-    # Scales that are taken from each input as it comes need no calibration.
+    # Dynamic scales need no calibration.
     measured = inputs is not _MX or plan.kv_cache == "fp8"
     return {"quant_cfg": entries, "algorithm": "max" if measured else None}
 
 
 def check_quantizers(model: "PreTrainedModel", config: Mapping[str, Any]) -> None:
-    """Hold a converted model's quantizers against the config that it was made with.
+    """Check a converted model's quantizers against the config that it was made with.
 
     Raises:
-        RuntimeError: a quantizer that the config names is not there, or another one is on.
+        RuntimeError: a quantizer that the config names is missing, or another one is on.
     """
     wanted = {entry["quantizer_name"] for entry in config["quant_cfg"] if "cfg" in entry}
     on = enabled_quantizers(model)
@@ -160,24 +160,24 @@ def check_quantizers(model: "PreTrainedModel", config: Mapping[str, Any]) -> Non
 
 
 def enabled_quantizers(model: "PreTrainedModel") -> set[str]:
-    """Names of the quantizers that are on; those of stacked experts under one name if all of them are."""
+    """Names of the enabled quantizers; those of stacked experts under one name if all of them are enabled."""
     from modelopt.torch.quantization.nn import TensorQuantizer
 
     found: dict[str, list[bool]] = {}
     for name, module in model.named_modules():
         if isinstance(module, TensorQuantizer):
             above, _, last = name.rpartition(".")
-            # Where only some of a block's experts are on, the plural name stands for what nobody asked for.
+            # If only some of a block's experts are on, the plural name marks a mismatch.
             one = above.removesuffix("s") if last.isdecimal() else name
             found.setdefault(one, []).append(module.is_enabled)
     return {name if all(states) else f"{name}s" for name, states in found.items() if any(states)}
 
 
 def check_calibrated(model: "PreTrainedModel") -> None:
-    """Refuse quantizers that calibration gave no scale: a checkpoint without it would answer nonsense.
+    """Refuse quantizers that calibration gave no scale: a checkpoint without it would give nonsense.
 
     Raises:
-        ValueError: naming the first.
+        ValueError: a quantizer has no finite scale; names the first.
     """
     from modelopt.torch.quantization.nn import TensorQuantizer
 
@@ -197,11 +197,11 @@ def check_calibrated(model: "PreTrainedModel") -> None:
 
 
 def excluded(listed: Sequence[Matrix], head: str) -> list[str]:
-    """Modules outside FP8 as a checkpoint's `exclude_modules` has them, those of experts as one pattern.
+    """Modules outside FP8 for a checkpoint's `exclude_modules`, the experts of a block as one pattern.
 
     Args:
         listed: the checkpoint's matrices.
-        head: the output layer's module; with tied embeddings engines have it, but the checkpoint has no matrix of it.
+        head: module name of the output layer; with tied embeddings engines have it but the checkpoint has no matrix.
     """
     names = []
     for matrix in listed:

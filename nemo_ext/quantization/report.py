@@ -1,4 +1,4 @@
-"""What a quantisation came to: bytes by precision against the plan, losses before and after, and how to serve it."""
+"""Report of a quantisation: bytes by precision against the plan, losses before and after, and how to serve it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,15 +22,15 @@ class Report:
 
     Attributes:
         source: the checkpoint that was quantised.
-        to: the folder that was made.
+        to: folder that was written.
         architecture: Hugging Face class.
-        plan: of the weights.
-        predicted: bytes of the matrices by precision, by the plan.
-        sizes: bytes on disk `before` and `after`, by the precision that the plan gives them.
-        data: that was calibrated with.
-        calibration: which it was.
-        comparison: on held-out samples; None without any.
-        remarks: what the user should know.
+        plan: precision plan of the weights.
+        predicted: bytes of the matrices by precision, as the plan predicts.
+        sizes: bytes on disk `before` and `after`, by planned precision.
+        data: calibration data.
+        calibration: settings of the calibration data.
+        comparison: comparison on held-out samples; None without any.
+        remarks: remarks for the user.
     """
 
     source: str
@@ -46,7 +46,7 @@ class Report:
 
 
 def write(folder: Path, report: Report) -> None:
-    """`quantization.json` and `quantization.md`."""
+    """Write `quantization.json` and `quantization.md`."""
     (folder / JSON).write_text(json.dumps(_values(report), indent=2) + "\n")
     (folder / MARKDOWN).write_text(_page(report))
 

@@ -1,6 +1,6 @@
-"""What vLLM can serve of a precision plan, known before any work.
+"""Checks of what vLLM can serve of a precision plan, before any work.
 
-Of its sources: vllm/model_executor/layers/quantization/modelopt.py.
+Source: vllm/model_executor/layers/quantization/modelopt.py.
 """
 
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ from nemo_ext.quantization.modelopt import Matrix
 
 
 def check_servable(plan: Plan, description: Description, found: Format, listed: Sequence[Matrix]) -> list[str]:
-    """Refuse a plan whose checkpoint nothing could load, and say what it costs where something can.
+    """Refuse a plan whose checkpoint no engine could load, and collect remarks on one that can be served.
 
     Args:
-        plan: of the weights.
-        description: of the model.
+        plan: precision plan of the weights.
+        description: the model's description.
         found: format of the checkpoint.
-        listed: its matrices with their precisions.
+        listed: the checkpoint's matrices with their precisions.
 
     Returns:
         Remarks for the user.
 
     Raises:
-        ValueError: naming the key, and what to do.
+        ValueError: the plan cannot be served; names the key and what to do.
     """
     low = [matrix for matrix in listed if matrix.precision == "fp8"]
     if not low:
@@ -69,7 +69,7 @@ def check_servable(plan: Plan, description: Description, found: Format, listed: 
 
 
 def _misfits(low: Sequence[Matrix], step: int) -> list[str]:
-    """Matrices whose sizes are no multiples; q, k and v are matrices of their own here."""
+    """Descriptions of matrices whose sizes are not multiples of `step`; q, k and v are separate matrices here."""
     return [
         f"{matrix.tensor} is {'x'.join(map(str, matrix.shape[-2:]))}, no multiple of {step}"
         for matrix in low

@@ -1,4 +1,4 @@
-"""The keys of `nemo-ext quantize`, checked without reading anything."""
+"""Keys of `nemo-ext quantize`, checked without reading any file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from nemo_ext.quantization.calibration import CalibrationSettings
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a user may choose.
+    """Settings of a quantisation.
 
     Attributes:
-        source: a Hugging Face folder; or a run directory or checkpoint of Megatron.
-        to: the folder to make.
-        plan: of the weights.
-        calibration: which data, and how much of them.
-        device: auto, cpu, cuda or one GPU's name.
-        shard_gigabytes: size of a file.
-        files_from: folder with the tokenizer; None for that of the source.
-        iteration: of a run; None for the newest.
+        source: path of a Hugging Face folder, or of a Megatron run directory or checkpoint.
+        to: folder to write.
+        plan: precision plan of the weights.
+        calibration: settings of the calibration data.
+        device: `auto`, `cpu`, `cuda` or the name of one GPU.
+        shard_gigabytes: size of a file in gigabytes.
+        files_from: folder with the tokenizer; None for the source's own.
+        iteration: iteration of a run; None for the newest.
     """
 
     source: Path
@@ -36,10 +36,10 @@ class Settings:
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
-    """From a composed config.
+    """The checked settings of a composed config.
 
     Raises:
-        ValueError: naming the key, what it holds and what it may hold.
+        ValueError: an invalid value; names the key, its value and the valid ones.
     """
     if config.get("precision_plan") is None:
         raise ValueError("precision_plan=null: say what goes into FP8: precision=nemotron3_selective, say")

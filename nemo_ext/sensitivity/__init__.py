@@ -1,1 +1,1 @@
-"""Which blocks need more than FP8, and the precision plan that keeps a loss budget at the fewest BF16 bytes."""
+"""Sensitivity of blocks to FP8, and the precision plan that meets a loss budget with the fewest BF16 bytes."""

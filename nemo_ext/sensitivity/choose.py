@@ -1,7 +1,7 @@
-"""The plan that keeps a budget at the fewest BF16 bytes, by Puzzle's integer program. No torch.
+"""Find the plan that meets a budget with the fewest BF16 bytes, by Puzzle's integer program. No torch.
 
-Sensitivities of single units add up only roughly, so the program's budget is not the one that is wanted: plans are
-measured, and the program's budget is halved in on the best one whose measured loss keeps the wanted one.
+Sensitivities of single units add up only roughly, so the program's budget differs from the one asked for: plans are
+measured, and the program's budget is bisected for the best plan whose measured loss meets the budget asked for.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ GAP, SECONDS, RESOLUTION = 1e-6, 60.0, 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A choice and what it loses.
+    """A choice of units in FP8 and its loss.
 
     Attributes:
         low: units in FP8.
-        added: the sum of their sensitivities, nats a token.
-        measured: what they lose together, nats a token.
+        added: sum of their sensitivities, nats per token.
+        measured: loss with all of them in FP8 together, nats per token.
     """
 
     low: tuple[Unit, ...]
@@ -31,12 +31,12 @@ class Proposal:
 
 
 def cheapest(units: Sequence[Unit], losses: Sequence[float], budget: float) -> tuple[Unit, ...]:
-    """The units in FP8 whose losses add up to a budget at most, with the fewest bytes left in BF16.
+    """The units in FP8 whose losses add up to at most a budget, with the fewest bytes left in BF16.
 
     Args:
-        units: to choose from.
-        losses: of each alone, none negative.
-        budget: in the same unit.
+        units: units to choose from.
+        losses: loss of each unit alone, none negative.
+        budget: largest sum of losses, in the same unit.
     """
     program = Program(
         objective=[np.array([0.0, float(unit.bytes)]) for unit in units],  # FP8, BF16
@@ -58,17 +58,17 @@ def propose(
     everything: float,
     attempts: int,
 ) -> list[Proposal]:
-    """Plans that were tried, the best one last: its measured loss keeps a budget with the fewest bytes in BF16.
+    """Plans that were tried, the best one last: its measured loss is within a budget with the fewest BF16 bytes.
 
-    A unit that loses nothing alone counts as losing a little: together such units may.
+    A unit without loss of its own counts as losing a little, because such units may add up to a loss.
 
     Args:
-        units: to choose from.
-        losses: of each in FP8 alone, nats a token.
-        budget: nats a token.
-        measure: what units lose in FP8 together.
-        everything: the same for all of them.
-        attempts: most plans that are measured.
+        units: units to choose from.
+        losses: loss of each unit in FP8 alone, nats per token.
+        budget: largest loss of a plan, nats per token.
+        measure: returns the loss of units in FP8 together.
+        everything: loss of all units in FP8 together.
+        attempts: most plans to measure.
     """
 
     def added(low: Sequence[Unit]) -> float:

@@ -1,4 +1,4 @@
-"""The sensitivity job: measurements on ranks of this machine, then the report; the same command goes on."""
+"""The sensitivity job: measurements on ranks of this machine, then the report; the same command resumes it."""
 
 import sys
 from pathlib import Path
@@ -20,17 +20,17 @@ from nemo_ext.sensitivity.units import units
 from nemo_ext.sensitivity.workspace import Workspace
 
 DEFAULT_PLAN = {"default": "fp8", "recipe": "tensorwise", "rules": ["head bf16"]}
-"""Of a run without a plan."""
+"""Precision plan of a run without one."""
 
 
 def run(config: dict[str, Any]) -> None:
-    """Measure, choose and compare, as far as that is not done yet, and write the report.
+    """Measure, choose and compare, except what is already done, and write the report.
 
     Args:
-        config: of `compose("sensitivity", ...)`.
+        config: composed config, from `compose("sensitivity", ...)`.
 
     Raises:
-        ValueError: for anything in the config that does not fit.
+        ValueError: anything in the config that does not fit.
         SystemExit: a rank failed.
     """
     from nemo_ext.megatron.fp8 import check_backend
@@ -47,7 +47,7 @@ def run(config: dict[str, Any]) -> None:
         raise ValueError(f"sensitivity.model={model}: of Hugging Face: `nemo-ext convert from={model} to=...` first")
     if config["precision_plan"] is None:
         config["precision_plan"] = DEFAULT_PLAN
-    # Measured with torch's FP8 products everywhere, Transformer Engine or not.
+    # Measured with torch's FP8 products everywhere, even where Transformer Engine is installed.
     config["model"]["backend"] = "local"
     config["megatron"]["moe_grouped_gemm"] = False
     check_backend(config, "local")

@@ -1,4 +1,4 @@
-"""The process of one rank of a sensitivity sweep: what the job starts, as Puzzle's stages are."""
+"""The process of one rank of a sensitivity sweep, started by the job like Puzzle's stages."""
 
 import sys
 
@@ -7,7 +7,7 @@ from nemo_ext.sensitivity.workspace import LOG
 
 
 def work(config_path: str) -> None:
-    """Measures; Megatron is imported now."""
+    """Runs the measurements; Megatron is imported here."""
     from nemo_ext.sensitivity.sweep import run
 
     run(config_path)

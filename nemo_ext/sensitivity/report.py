@@ -1,4 +1,4 @@
-"""The report of a sweep: what each block loses in FP8, the proposed plan, and what plans lose beside each other."""
+"""Report of a sweep: the loss of each block in FP8, the proposed plan, and a comparison of plans."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -39,10 +39,10 @@ def write_report(workspace: Workspace, chosen: Settings, config: Mapping[str, An
     """Writes report.md, its picture and the proposed plan; returns the report's path.
 
     Args:
-        workspace: with all measurements.
-        chosen: what was asked for.
-        config: of the job.
-        architecture: of the model.
+        workspace: workspace with all measurements.
+        chosen: settings of the sweep.
+        config: config of the job.
+        architecture: the model's architecture.
     """
     plan = Plan.from_config(config["precision_plan"])
     every = units(plan, architecture, chosen.per)
@@ -147,7 +147,7 @@ def _by_group(every: Sequence[Unit], scores: Mapping[str, Sensitivity], chosen: 
 
 
 def _finding(every: Sequence[Unit], scores: Mapping[str, Sensitivity], chosen: Settings) -> str:
-    """Whether this model bears out Nemotron 3 Nano's choice, in one sentence."""
+    """One sentence on whether this model supports Nemotron 3 Nano's choice."""
     groups = _by_group(every, scores, chosen)
     if not {"*", "M>*", "M"} <= set(groups):
         return ""

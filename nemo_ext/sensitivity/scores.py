@@ -1,20 +1,20 @@
-"""What is measured: one line of JSON for every unit and every plan. No torch."""
+"""Measurements: one line of JSON for every unit and every plan. No torch."""
 
 from dataclasses import dataclass
 
 REFERENCE, EVERYTHING = "as it is", "given"
-"""Lines of the model as it is, and of the plan that was given."""
+"""Names of the lines for the unchanged model and for the given plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """What the model loses with something in FP8, means over tokens.
+    """Loss of the model with some units in FP8, means over tokens.
 
     Attributes:
-        name: of a unit in FP8 alone, of a group of them (`all M>*`), or of a plan.
-        kl: nats a token, KL(the model as it is || the model in FP8) of the next token.
-        loss: language model loss, nats a token.
-        tokens: that it was measured on.
+        name: name of a unit in FP8 alone, of a group of them (`all M>*`), or of a plan.
+        kl: nats per token, KL(the unchanged model || the model in FP8) of the next token.
+        loss: language model loss, nats per token.
+        tokens: number of tokens that it was measured on.
     """
 
     name: str
@@ -24,5 +24,5 @@ class Sensitivity:
 
 
 def lost(score: Sensitivity, reference: Sensitivity, metric: str) -> float:
-    """By a metric of `Settings`, nats a token."""
+    """The loss by a metric of `Settings`, nats per token."""
     return score.kl if metric == "kl" else score.loss - reference.loss

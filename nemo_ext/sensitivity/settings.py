@@ -12,15 +12,15 @@ from nemo_ext.puzzle.settings import Batches
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings:
-    """What is measured and proposed.
+    """Settings of the measurements and the proposal.
 
     Attributes:
-        model: run directory or Megatron checkpoint.
-        per: what is chosen at a time: a block, or a part of one (`in_proj`, `fc1`, ...).
-        metric: of the budget: `kl` (of the model's own predictions from those in FP8) or `loss` (what it rises by).
-        share: the budget, as a share of what the given plan loses.
-        nats: the budget in nats a token, instead.
-        attempts: plans that are tried on the calibration set to find the best one within the budget.
+        model: path of a run directory or Megatron checkpoint.
+        per: granularity of the choice: a block, or a part of one (`in_proj`, `fc1`, ...).
+        metric: metric of the budget: `kl`, KL(unchanged model || model in FP8), or `loss`, its increase.
+        share: budget as a share of the given plan's loss.
+        nats: budget in nats per token, instead of `share`.
+        attempts: plans tried on the calibration set to find the best one within the budget.
         calibration: training data that sensitivities are measured on.
         evaluation: validation data that plans are compared on.
     """
@@ -36,9 +36,9 @@ class Settings:
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
-    """Of a composed config.
+    """The checked settings of a composed config.
 
     Raises:
-        ValueError: naming the key, what it holds and what it may hold.
+        ValueError: an invalid value; names the key, its value and the valid ones.
     """
     return checked(Settings, config["sensitivity"], "sensitivity", strict=True)

@@ -1,7 +1,7 @@
-"""The measurements, on one rank of several that each have the whole model and share out the data; rank 0 writes.
+"""The measurements, on one of several ranks that each hold the whole model and split the data; rank 0 writes.
 
-FP8 is that of `nemo_ext.megatron.float8` on every device, so the same numbers come from a laptop and from a cluster but
-for the order of sums.
+FP8 is `nemo_ext.megatron.float8` on every device, so a laptop and a cluster give the same numbers up to the order of
+sums.
 """
 
 import json
@@ -38,10 +38,10 @@ from nemo_ext.sensitivity.workspace import NANO, Workspace, as_json
 
 
 def run(config_path: str) -> None:
-    """Measure every unit, choose a plan, and compare it with others, as far as that is not done yet.
+    """Measure every unit, choose a plan, and compare it with others, except what is already done.
 
     Args:
-        config_path: of the composed config, data arguments filled in.
+        config_path: path of the composed config, data arguments filled in.
 
     Raises:
         ValueError: the plan or the data do not fit the model.
@@ -55,7 +55,7 @@ class Sweep:
     """One sweep on one rank.
 
     Args:
-        config: composed, with `sensitivity`.
+        config: composed config, with `sensitivity`.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -70,7 +70,7 @@ class Sweep:
         self.every = units(self.plan, self.architecture, self.chosen.per)
 
     def run(self) -> None:
-        """Measures, chooses and compares; rank 0 writes what came of it."""
+        """Measures, chooses and compares; rank 0 writes the result."""
         on_training = Measurements(self.parent, self._batches("train", self.chosen.calibration), self.workspace.scores)
         scores = _score(on_training, self.every, lambda low: Precision(self._only(low), self.architecture))
         losses = {name: lost(score, scores[REFERENCE], self.chosen.metric) for name, score in scores.items()}
@@ -101,7 +101,7 @@ class Sweep:
             )
 
     def _compare(self, best: Proposal, least: Sequence[Unit]) -> list[dict[str, Any]]:
-        """The proposal beside other plans, on validation data; `least` are all units, the least sensitive first."""
+        """Compares the proposal with other plans on validation data; `least` are all units, least sensitive first."""
         plans: dict[str, Plan | None] = {REFERENCE: None, EVERYTHING: self.plan, "proposed": self._only(best.low)}
         if kept := kept_by(NANO_IN_BF16, self.every, self.architecture):
             plans[NANO] = self._only([unit for unit in self.every if unit not in kept])
@@ -124,10 +124,10 @@ class Sweep:
 
 
 def _turned_round(best: Proposal, least: Sequence[Unit]) -> list[Unit]:
-    """Units in FP8 of a plan that keeps no more bytes in BF16 than `best`, but of those that matter least.
+    """Units in FP8 of a plan with no more BF16 bytes than `best`, which keeps the least sensitive units in BF16.
 
     Args:
-        best: the plan.
+        best: the best proposal.
         least: all units, the least sensitive first.
     """
     left = sum(unit.bytes for unit in least if unit not in best.low)
@@ -154,7 +154,7 @@ class Measurements:
     Args:
         parent: the model.
         batches: this rank's tokens `[batch, seq]`.
-        file: of lines that are known already; None keeps none.
+        file: path of the file with known lines; None to keep none.
     """
 
     def __init__(self, parent: Parent, batches: Sequence[Tensor], file: Path | None) -> None:
@@ -169,7 +169,7 @@ class Measurements:
             }
 
     def of(self, name: str, precision: Precision | None) -> Sensitivity:
-        """A plan's, measured if there is no line of it yet; None is the model as it is."""
+        """The measurement of a plan, taken if it is not known yet; None for the unchanged model."""
         if name not in self.known:
             kl, loss = self._measure(precision)
             self.known[name] = Sensitivity(name, kl, loss, self.tokens)
@@ -198,7 +198,7 @@ class Measurements:
 def _score(
     measurements: Measurements, every: Sequence[Unit], in_fp8: Callable[[Sequence[Unit]], Precision]
 ) -> dict[str, Sensitivity]:
-    """Of the model as it is, of all units together, of each alone and of each group together, by name."""
+    """Measurements by name: the unchanged model, all units together, each unit alone and each group together."""
     groups = {group: [unit for unit in every if unit.group == group] for group in dict.fromkeys(u.group for u in every)}
     wanted: Mapping[str, Sequence[Unit] | None] = {
         REFERENCE: None,

@@ -1,4 +1,4 @@
-"""What is quantised at a time, as rules of a precision plan. Pure Python."""
+"""Units that are quantised together, as rules of a precision plan. Pure Python."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +11,12 @@ from nemo_ext.architecture.precision_plan import HEAD, NANO_IN_BF16, Plan, Rule,
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Weights that are in FP8 or in BF16 together.
+    """Weights that are all in FP8 or all in BF16.
 
     Attributes:
-        selector: of a rule, `5` or `5.in_proj` or `head`.
-        group: what it is compared with: a kind of block, with its neighbour where it feeds attention (`M>*`).
-        weights: those of it that the given plan has in FP8.
+        selector: selector of a rule, `5` or `5.in_proj` or `head`.
+        group: group for comparisons: the kind of block, with its neighbour if it feeds attention (`M>*`).
+        weights: weights of the unit that the given plan has in FP8.
     """
 
     selector: str
@@ -25,25 +25,25 @@ class Unit:
 
     @property
     def bytes(self) -> int:
-        """In BF16."""
+        """Size in bytes in BF16."""
         return BYTES["bf16"] * sum(weight.parameters for weight in self.weights)
 
     @property
     def block(self) -> int | None:
-        """The number of its block from 0; None for the output layer."""
+        """0-based number of its block; None for the output layer."""
         return self.weights[0].block
 
 
 def units(plan: Plan, architecture: Architecture, per: str) -> list[Unit]:
-    """All that a plan has in FP8, cut into blocks or parts, in the order of the model.
+    """Units of everything that a plan has in FP8, cut into blocks or parts, in model order.
 
     Args:
-        plan: that is to be improved.
-        architecture: of the model.
-        per: `block` or `part`.
+        plan: plan that is to be improved.
+        architecture: the model's architecture.
+        per: granularity, `block` or `part`.
 
     Raises:
-        ValueError: nothing is in FP8.
+        ValueError: the plan has nothing in FP8.
     """
     kinds = [block.kind for block in architecture.sizes]
     found: dict[str, list[Weight]] = {}
@@ -68,21 +68,21 @@ def _group(weight: Weight, kinds: Sequence[str]) -> str:
 
 
 def only(plan: Plan, low: Sequence[Unit], every: Sequence[Unit]) -> Plan:
-    """The plan with these units in FP8, and the others of `every` in BF16."""
+    """The plan with these units in FP8, and the other units of `every` in BF16."""
     return with_rules(plan, bf16_rules([unit for unit in every if unit not in low]))
 
 
 def with_rules(plan: Plan, rules: Sequence[Rule]) -> Plan:
-    """The plan with more rules for what it has in FP8.
+    """The plan with additional rules for what it has in FP8.
 
-    They come after those of its own that select nothing for FP8, so that `2 bf16` leaves a router in FP32.
+    They come after its own leading rules that do not select FP8, so that `2 bf16` leaves a router in FP32.
     """
     own = tuple(takewhile(lambda rule: rule.precision != "fp8", plan.rules))
     return replace(plan, rules=(*own, *rules, *plan.rules[len(own) :]))
 
 
 def bf16_rules(kept: Sequence[Unit]) -> tuple[Rule, ...]:
-    """Rules that keep units in BF16: one for whole blocks, one for each part, one for the output layer."""
+    """Rules that keep units in BF16: one for whole blocks, one per part, one for the output layer."""
     lists: dict[str, list[int]] = {}
     for unit in kept:
         if unit.block is not None:
@@ -94,11 +94,11 @@ def bf16_rules(kept: Sequence[Unit]) -> tuple[Rule, ...]:
 
 
 NAMED = (("*",), NANO_IN_BF16, ("M>*",), ("M",), ("E",), ("-",), ("first 1", "last 1"), ("first 2", "last 2"))
-"""Rules by which people keep blocks in BF16."""
+"""Common selectors for blocks kept in BF16."""
 
 
 def named_rule(kept: Sequence[Unit], plan: Plan, architecture: Architecture) -> tuple[str, ...] | None:
-    """The one of NAMED that keeps exactly these units, if any does; none for all that there are."""
+    """The entry of NAMED that keeps exactly these units, or None; None also if all units are kept."""
     every = units(plan, architecture, "part" if any("." in unit.selector for unit in kept) else "block")
     for selectors in NAMED if len(kept) < len(every) else ():
         if {unit.selector for unit in kept} == {unit.selector for unit in kept_by(selectors, every, architecture)}:
@@ -107,7 +107,7 @@ def named_rule(kept: Sequence[Unit], plan: Plan, architecture: Architecture) -> 
 
 
 def kept_by(selectors: Sequence[str], every: Sequence[Unit], architecture: Architecture) -> list[Unit]:
-    """Those of the units that rules with these selectors keep in BF16."""
+    """The units that rules with these selectors keep in BF16."""
     rules = [Rule.parse(f"{selector} bf16") for selector in selectors]
     kinds = [block.kind for block in architecture.sizes]
     return [u for u in every if all(any(r.selector.selects(w, kinds) for r in rules) for w in u.weights)]

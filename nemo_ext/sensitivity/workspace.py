@@ -1,4 +1,4 @@
-"""The files of a sensitivity sweep, and what they were made of. No torch."""
+"""Files of a sensitivity sweep, and the inputs they were made from. No torch."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from nemo_ext.sensitivity.scores import Sensitivity
 
 LOG = "sensitivity.log"
 NANO = "attention and what feeds it"
-"""The plan of `precision_plan.NANO_IN_BF16` in reports."""
+"""Name of the plan of `precision_plan.NANO_IN_BF16` in reports."""
 
 
 @dataclass(frozen=True)
@@ -24,40 +24,40 @@ class Workspace:
     """A run directory.
 
     Attributes:
-        run_dir: where everything is.
+        run_dir: path of the run directory.
     """
 
     run_dir: Path
 
     @property
     def config(self) -> Path:
-        """The composed config that ranks read."""
+        """Composed config that the ranks read."""
         return self.run_dir / CONFIG
 
     @property
     def scores(self) -> Path:
-        """Of units and plans on the calibration set."""
+        """Scores of units and plans on the calibration set."""
         return self.run_dir / "scores.jsonl"
 
     @property
     def result(self) -> Path:
-        """Plans that were tried and compared."""
+        """File of plans that were tried and compared."""
         return self.run_dir / "plans.json"
 
     @property
     def proposal(self) -> Path:
-        """The plan as a file of the Hydra group `precision`."""
+        """The proposed plan as a file of the Hydra group `precision`."""
         return self.run_dir / "precision" / "proposed.yaml"
 
     def begin(self, config: Mapping[str, Any], checkpoint: Path) -> None:
-        """Notes what scores are made of.
+        """Records the inputs that scores are made from.
 
         Args:
-            config: of the job, before data arguments are filled in.
-            checkpoint: that is measured.
+            config: config of the job, before data arguments are filled in.
+            checkpoint: path of the checkpoint that is measured.
 
         Raises:
-            ValueError: those that are there were made of something else.
+            ValueError: existing scores were made from other inputs.
         """
         section = config["sensitivity"]
         flags = ("data_path", "train_data_path", "valid_data_path", "split", "seq_length", "seed", "mock_data")
@@ -84,7 +84,7 @@ class Workspace:
 
 
 def as_json(score: Sensitivity, plan: Plan | None, architecture: Architecture) -> dict[str, Any]:
-    """A compared plan: what it loses, its rules and the bytes of its weights by precision."""
+    """A compared plan: its loss, its rules and the bytes of its weights by precision."""
     held = weight_bytes(plan or Plan(), architecture)
     rules = [rule.text for rule in plan.rules] if plan is not None else []
     return {**asdict(score), "default": "bf16" if plan is None else plan.default, "rules": rules, "bytes": held}

@@ -1,1 +1,1 @@
-"""What lets Megatron run where there is no CUDA: device redirection, patches, torch kernels."""
+"""Support for Megatron without CUDA: device redirection, patches, torch kernels."""

@@ -1,6 +1,6 @@
-"""Stand-ins for the parts of `torch.cuda` that Megatron touches, with the CPU behind them.
+"""CPU stand-ins for the parts of `torch.cuda` that Megatron uses.
 
-Nothing here patches anything: `patches.py` says which name gets which of these, and why.
+Nothing is patched here: `patches.py` defines which name is replaced by which of these, and why.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def is_cuda(device: object) -> bool:
-    """Whether a `device=` argument means a CUDA device (`"cuda"`, `"cuda:1"`, `torch.device("cuda")`, an index)."""
+    """True if a `device=` argument is a CUDA device (`"cuda"`, `"cuda:1"`, `torch.device("cuda")`, an index)."""
     if isinstance(device, bool):
         return False
     if isinstance(device, int):
@@ -24,7 +24,7 @@ def is_cuda(device: object) -> bool:
 
 
 def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """The tensor factory with `device="cuda"` read as the CPU."""
+    """The tensor factory with `device="cuda"` redirected to the CPU."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if is_cuda(kwargs.get("device")):
@@ -35,12 +35,12 @@ def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def identity(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `Tensor.cuda`: the tensor is where it should be already."""
+    """Replacement of `Tensor.cuda` that returns the tensor itself."""
     return lambda self, *args, **kwargs: self
 
 
 def constant(value: Any) -> Callable[[Any], Callable[..., Any]]:
-    """A function that answers `value` to anything."""
+    """A replacement that returns `value` for any arguments."""
     return lambda original: lambda *args, **kwargs: value
 
 
@@ -51,33 +51,33 @@ class Stream:
         pass
 
     def wait_stream(self, stream: object) -> None:
-        """Program order is enough."""
+        """Does nothing: program order is enough."""
 
     def record_event(self, event: object = None) -> "Stream":
-        """What was queued is done: the stream itself serves as the event to wait for."""
+        """Returns the stream itself as the event: queued work is already done."""
         return self
 
     def synchronize(self) -> None:
-        """Nothing is pending."""
+        """Does nothing: no work is pending."""
 
 
 def device_properties(*args: Any) -> SimpleNamespace:
-    """What Megatron reads of `torch.cuda.get_device_properties`: the feature level, that of an A100."""
+    """The fields that Megatron reads from `torch.cuda.get_device_properties`, with an A100's compute capability."""
     return SimpleNamespace(name="cpu", major=8, minor=0)
 
 
 def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """The CPU generator's state."""
+    """State of the CPU generator."""
     return torch.get_rng_state()
 
 
 def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    """Sets the CPU generator's state."""
+    """Sets the state of the CPU generator."""
     torch.set_rng_state(state)
 
 
 def cuda_tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.type()` that answers `torch.cuda.FloatTensor` for a float tensor (optimizers compare names)."""
+    """`Tensor.type()` that returns `torch.cuda.FloatTensor` for a float tensor (optimizers compare names)."""
 
     def wrapped(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = original(self, *args, **kwargs)

@@ -1,6 +1,6 @@
-"""The short causal convolution of Mamba in plain torch, on [batch, length, channels].
+"""Short causal convolution of Mamba in plain torch, on [batch, length, channels].
 
-A tap is one multiply-add over whole rows: on a CPU far faster than a depthwise `F.conv1d`, which wants the
+A tap is one multiply-add over whole rows: on a CPU this is far faster than a depthwise `F.conv1d`, which needs the
 channels first, and a tap that would cross from one packed sequence into another can be left out.
 
 The backward is written by hand: the same taps under autograd take 1.7 to 2.1 times the processor time and 1.3 to 1.5
@@ -34,7 +34,7 @@ def convolve(window: Tensor, taps: Tensor, bias: Tensor | None, *, run: Tensor |
         taps: [width, channels], from `taps_by_age`, in the dtype of `out`.
         bias: [channels] or None.
         run: [batch, before + length], the packed sequence of each token of `window`, or None for one.
-        out: Filled.
+        out: Output, filled in place.
     """
     length = out.shape[1]
     before = window.shape[1] - length
@@ -96,7 +96,7 @@ def _same_run(values: Tensor, run: Tensor | None, age: int, start: int) -> Tenso
 
 
 class _CausalConvolution(torch.autograd.Function):
-    """`convolve` and silu over the whole length; backward recomputes what comes before the silu."""
+    """`convolve` and silu over the whole length; backward recomputes the convolution before the silu."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activate: bool, run: Tensor | None) -> Tensor:

@@ -1,6 +1,6 @@
 """The middle of a Mamba-2 mixer in plain torch: convolution, scan and gate in one pass over the sequence.
 
-Each alone: `mamba_convolution.causal_conv1d`, `mamba_scan.ssd_chunk_scan`, `mamba_norm.rms_norm_gated`.
+Separately: `mamba_convolution.causal_conv1d`, `mamba_scan.ssd_chunk_scan`, `mamba_norm.rms_norm_gated`.
 """
 
 import math
@@ -37,7 +37,7 @@ from nemo_ext.megatron.cpu.mamba_segment import (
 
 
 class _Sizes(NamedTuple):
-    """How a projection [z | x | B | C | dt] splits; `gated` is False where z is left out."""
+    """Split of a projection [z | x | B | C | dt]; `gated` is False if z is left out."""
 
     gated: bool
     heads: int
@@ -76,8 +76,8 @@ class _Sizes(NamedTuple):
 class _SplitConvScan(torch.autograd.Function):
     """Convolution, silu, scan and gate, segment by segment.
 
-    Kept for backward: the projection itself, the result before the gate, one state a segment. The output of
-    the convolution never exists for the whole sequence.
+    Saved for backward: the projection itself, the result before the gate, one state per segment. The output of the
+    convolution never exists for the whole sequence.
     """
 
     @staticmethod
@@ -212,7 +212,7 @@ class _SplitConvScan(torch.autograd.Function):
 def _convolved(
     xbc: Tensor, taps: Tensor, bias: Tensor | None, run: Tensor | None, segment: Segment, scratch: Scratch
 ) -> Tensor:
-    """The convolution of one segment, before the activation."""
+    """Convolution of one segment, before the activation."""
     span = segment.span
     start = max(0, span.start - len(taps) + 1)
     out = scratch.take("convolved", xbc.shape[0], span.stop - span.start, xbc.shape[2])
@@ -224,7 +224,7 @@ def _convolved(
 def _slice(
     sizes: _Sizes, convolved: Tensor, dt: Tensor, z: Tensor | None, run: Tensor | None, segment: Segment
 ) -> ScanSlice:
-    """The scan's inputs for one segment, of which `convolved` is already cut out."""
+    """Inputs of the scan for one segment; `convolved` covers only the segment."""
     span = segment.span
     x, B, C = sizes.split_convolved(convolved)
     return ScanSlice(
@@ -268,8 +268,8 @@ def split_convolution_scan(
         head_dim: Width of a head.
         groups: Groups of heads that share B and C.
         chunk_size: Longest chunk to use; no effect on the result.
-        gated: Whether the result is multiplied by silu(z).
-        activation: After the convolution: "silu" (or "swish") or None.
+        gated: True to multiply the result by silu(z).
+        activation: Activation after the convolution: "silu" (or "swish") or None.
         dt_limit: Lowest and highest dt, applied last.
         seq_idx: [batch, length]; convolution and state start afresh wherever the number changes. None for one
             sequence.

@@ -22,9 +22,9 @@ from nemo_ext.megatron.cpu.mamba_scan import ssd_chunk_scan
 
 MIXER = "megatron.core.ssm.mamba_mixer"
 
-# The lowest versions with which Megatron trains on packed sequences (`_check_mamba_sequence_packing_support`
-# in its mixer). Dynamic inference asks for higher ones and so is refused: its kernels are Triton ones of
-# Megatron's own, which these do not replace.
+# Lowest versions with which Megatron trains on packed sequences (`_check_mamba_sequence_packing_support` in its mixer).
+# Dynamic inference requires higher ones and is thus refused: its kernels are Megatron's own Triton kernels, which are
+# not replaced here.
 MAMBA_SSM_VERSION = "2.0.0+nemo.ext"
 CAUSAL_CONV1D_VERSION = "1.4.0+nemo.ext"
 
@@ -50,7 +50,7 @@ def mamba_chunk_scan_combined(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`ssd_chunk_scan` with upstream's arguments.
 
-    `state_dtype` is what upstream stores states in between chunks; they are float32 here whatever it says.
+    `state_dtype` is upstream's dtype for states between chunks; here they are float32 whatever it says.
 
     Raises:
         ValueError: For cu_seqlens or return_varlen_states, a state_dtype wider than the work, or bad shapes.
@@ -97,7 +97,7 @@ def mamba_split_conv1d_scan_combined(
     norm_before_gate: bool = True,
     state_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`split_convolution_scan` with upstream's arguments, then norm and output projection where given.
+    """`split_convolution_scan` with upstream's arguments, then norm and output projection if given.
 
     Without `rmsnorm_weight` the scan is gated by silu(z), as upstream; with it z gates around the norm.
     `state_dtype` is as in `mamba_chunk_scan_combined`.
@@ -178,7 +178,7 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
     Args:
         x: [tokens, channels].
         cu_seqlens: [sequences + 1] offsets.
-        state_len: How many tokens to keep.
+        state_len: Number of tokens to keep.
 
     Returns:
         [sequences, channels, state_len].
@@ -216,7 +216,7 @@ STAND_INS: dict[str, dict[str, dict[str, object]]] = {
         "causal_conv1d.causal_conv1d_varlen": {"causal_conv1d_varlen_states": causal_conv1d_varlen_states},
     },
 }
-"""Modules and their attributes, by the package they stand in for; parents before children."""
+"""Modules and their attributes, by the package they replace; parents before children."""
 
 
 def install() -> tuple[str, ...]:
@@ -225,10 +225,10 @@ def install() -> tuple[str, ...]:
     causal_conv1d stands in only along with mamba_ssm, and only if it is missing too.
 
     Returns:
-        The packages that stand-ins serve in this process: empty with a real mamba_ssm.
+        The packages served by stand-ins in this process; empty with a real mamba_ssm.
 
     Raises:
-        RuntimeError: If Megatron's mixer was imported before and has settled for no kernels.
+        RuntimeError: If Megatron's mixer was already imported without these kernels.
     """
     served = tuple(name for name in STAND_INS if is_stand_in(name))
     if served or importlib.util.find_spec("mamba_ssm") is not None:
@@ -250,14 +250,14 @@ def install() -> tuple[str, ...]:
 
 
 def is_stand_in(package: str) -> bool:
-    """Whether `package` was put in place by `install`."""
+    """True if `package` was put in place by `install`."""
     return getattr(sys.modules.get(package), "__doc__", None) == __doc__
 
 
 def _module(name: str, attributes: dict[str, object]) -> ModuleType:
     module = ModuleType(name, __doc__)
-    # A spec, so that importlib.util.find_spec sees a module like any other. Every one is a package with
-    # nothing on its path, so an import of what is not provided is an ImportError.
+    # With a spec, so that importlib.util.find_spec sees a module like any other. Each is a package with an empty path,
+    # so importing anything that is not provided is an ImportError.
     module.__spec__ = ModuleSpec(name, loader=None, is_package=True)
     module.__path__ = []
     module.__package__ = name

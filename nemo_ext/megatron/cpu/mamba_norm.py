@@ -41,10 +41,10 @@ class RMSNorm(nn.Module):
     """RMS norm with an optional gate: norm(x) * silu(z), or norm(x * silu(z)) without `norm_before_gate`.
 
     Attributes:
-        weight: [hidden_size], ones at first.
+        weight: [hidden_size], initially ones.
         eps: Added to the mean square.
         group_size: Features that share a mean square; must divide hidden_size.
-        norm_before_gate: Where the gate goes.
+        norm_before_gate: True to gate after the norm.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ def rms_norm_gated(
     group_size: int | None = None,
     norm_before_gate: bool = True,
 ) -> Tensor:
-    """What `RMSNorm` computes, as a function; float32 inside (float64 for float64 inputs).
+    """Functional form of `RMSNorm`; float32 inside (float64 for float64 inputs).
 
     Raises:
         ValueError: If shapes do not fit together.

@@ -1,16 +1,16 @@
-"""The state space scan of Mamba-2 in plain torch, for machines without mamba_ssm's Triton kernels.
+"""State space scan of Mamba-2 in plain torch, for machines without mamba_ssm's Triton kernels.
 
     state[t] = exp(dt[t] A) state[t-1] + dt[t] B[t] x[t],    y[t] = C[t] state[t] + D x[t],    out = y silu(z)
 
-By chunks (Dao & Gu 2024, arXiv:2405.21060, section 6), a few at a time (`mamba_segment`), with a backward
-written by hand: time and memory are linear in the length, and the [chunk, chunk] matrices of the heads never
-exist for the whole sequence. Kept for backward: the inputs, the result before the gate, one state a segment.
+Computed by chunks (Dao & Gu 2024, arXiv:2405.21060, section 6), a few at a time (`mamba_segment`), with a hand-written
+backward: time and memory are linear in the length, and the [chunk, chunk] matrices of the heads never exist for the
+whole sequence. Saved for backward: the inputs, the result before the gate, one state per segment.
 
-Written by hand because autograd costs more: convolution, scan and gate as einsums of the same chunks take 1.4 times the
-processor time and 3 times the memory forward and backward in the tiny model ([8, 256], 16 heads of 16, state 32), 1.8
-and 10 times at [1, 8192], 1.4 and 8 times there with heads of 64 and a state of 64; with each segment under
-`torch.utils.checkpoint` 1.8, 2.5 and 1.8 times the time, 2, 4 and 4 times the memory. The scan alone as
-`split_convolution_scan` without a convolution takes 1.1 to 1.25 times as long as here.
+Autograd would cost more: convolution, scan and gate as einsums of the same chunks take 1.4 times the processor time and
+3 times the memory forward and backward in the tiny model ([8, 256], 16 heads of 16, state 32), 1.8 and 10 times at
+[1, 8192], 1.4 and 8 times there with heads of 64 and a state of 64; with each segment under `torch.utils.checkpoint`
+1.8, 2.5 and 1.8 times the time, 2, 4 and 4 times the memory. The scan alone as `split_convolution_scan` without a
+convolution takes 1.1 to 1.25 times as long as here.
 """
 
 import math
@@ -32,16 +32,16 @@ from nemo_ext.megatron.cpu.mamba_segment import (
 )
 
 BLOCK_LENGTH = 64
-"""Longest chunk used, whatever the caller allows: the result does not depend on it. The matrices inside the
-chunks grow with it, the states between them shrink; of 32, 64 and 128, 64 was fastest on a CPU for head_dim
-64 and a state of 64 or 128 (`benchmarks/ssd.py --blocks`). With head_dim 16 and a state of 32 blocks of 32 take 0.93 of
-its time at [8, 256] and 1.16 at [1, 8192]."""
+"""Longest chunk used, whatever the caller allows; it does not affect the result. The matrices inside the chunks grow
+with it, the states between them shrink; of 32, 64 and 128, 64 was fastest on a CPU for head_dim 64 and a state of 64 or
+128 (`benchmarks/ssd.py --blocks`). With head_dim 16 and a state of 32, chunks of 32 take 0.93 of its time at [8, 256]
+and 1.16 at [1, 8192]."""
 
 SEGMENT_ELEMENTS_CPU = 1 << 18
 """Elements of the [chunk, chunk] matrices that a segment holds at once: 1 MB in float32, to stay in cache."""
 
 SEGMENT_ELEMENTS_ACCELERATOR = 1 << 25
-"""The same on a device where launches, not cache, are the cost."""
+"""The same on an accelerator, where launches rather than cache limit speed."""
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -50,7 +50,7 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def full_precision(tensor: Tensor) -> torch.autocast:
-    """Switches autocast off: what is done inside has chosen its dtypes."""
+    """Disables autocast: the code inside chooses its own dtypes."""
     return torch.autocast(device_type=tensor.device.type, enabled=False)
 
 
@@ -71,7 +71,7 @@ def split_into_segments(shape: tuple[int, ...], device: torch.device, *, chunk_s
 
 
 def run_numbers(seq_idx: Tensor) -> Tensor:
-    """Numbers the stretches of equal `seq_idx` [batch, length]; an index that comes back is a new stretch."""
+    """Numbers the stretches of equal `seq_idx` [batch, length]; an index that recurs starts a new stretch."""
     changes = torch.zeros_like(seq_idx, dtype=torch.int32)
     changes[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     return changes.cumsum(1, dtype=torch.int32)
@@ -175,7 +175,7 @@ def entering_state(
     """Lays out initial states [batch, heads, head_dim, state] as the scan keeps them; zeros for None.
 
     Args:
-        initial_states: As the public functions take them.
+        initial_states: Initial states as the public functions take them.
         batch: Batch size.
         groups: Groups of heads that share B and C.
         A: [heads], in the dtype of the work.
@@ -197,7 +197,7 @@ def entering_state(
 
 
 def leaving_state(state: Tensor) -> Tensor:
-    """Lays a state of the scan out as [batch, heads, head_dim, state]."""
+    """Converts a state of the scan to [batch, heads, head_dim, state]."""
     return state.permute(0, 1, 3, 4, 2).flatten(1, 2)
 
 
@@ -225,17 +225,17 @@ def ssd_chunk_scan(
         dt: [batch, length, heads], step sizes.
         A: [heads], negative.
         B: [batch, length, groups, state]; groups divides heads, consecutive heads share a group.
-        C: As `B`.
+        C: Same shape as `B`.
         chunk_size: Longest chunk to use; no effect on the result (see BLOCK_LENGTH).
         D: [heads] or [heads, head_dim], weight of the skip from x, or None.
-        z: As `x`: the output is multiplied by silu(z), or None.
+        z: Gate with the shape of `x` (the output is multiplied by silu(z)), or None.
         dt_bias: [heads], added to dt, or None.
-        dt_softplus: Whether dt goes through softplus after the bias.
+        dt_softplus: True to apply softplus to dt after the bias.
         dt_limit: Lowest and highest dt, applied last.
         seq_idx: [batch, length] integers; the state starts from zero wherever the number changes. None for
             one sequence.
         initial_states: [batch, heads, head_dim, state] before the first token, or None for zeros.
-        return_final_states: Whether to return the state after the last token too.
+        return_final_states: True to also return the state after the last token.
 
     Returns:
         [batch, length, heads, head_dim] in the dtype of `x`; with `return_final_states` also

@@ -101,7 +101,7 @@ def empty_gradients(tensors: ScanSlice) -> ScanSlice:
 
 
 class _Chunks(NamedTuple):
-    """What forward and backward both need of a segment. Natural order is [k, b, g, q, r, p]."""
+    """Intermediate results of a segment that forward and backward both need. Natural order is [k, b, g, q, r, p]."""
 
     x: Tensor  # natural
     dt: Tensor  # [k, b, g, q, r]
@@ -193,7 +193,7 @@ def scan_forward(
         A: [heads], the (negative) decay rates.
         D: [heads] or [heads, head_dim], the skip weights, or None.
         state: [batch, groups, state, heads of a group, head_dim] entering the segment.
-        segment: Its place in the sequence.
+        segment: Position of the segment in the sequence.
         scratch: Reused buffers.
         ungated: Filled with the result before the gate; shaped as `tensors.x`. None without a gate.
         out: Filled with the result.
@@ -224,7 +224,7 @@ def scan_forward(
 
 
 class ParameterGradients(NamedTuple):
-    """What a segment adds to the gradients of A and D, and the gradient of its entering state."""
+    """Contributions of a segment to the gradients of A and D, and the gradient of its entering state."""
 
     A: Tensor
     D: Tensor | None
@@ -251,15 +251,15 @@ def scan_backward(
         A: [heads].
         D: [heads], [heads, head_dim] or None.
         state: The state that entered the segment.
-        segment: Its place in the sequence.
+        segment: Position of the segment in the sequence.
         scratch: Reused buffers.
-        ungated: As `scan_forward` filled it.
-        out_gradient: Of the segment's output.
-        state_gradient: Of the state leaving the segment.
+        ungated: Result before the gate, from `scan_forward`.
+        out_gradient: Gradient of the segment's output.
+        state_gradient: Gradient of the state leaving the segment.
         gradients: Filled with the gradients of `tensors`.
 
     Returns:
-        The gradients that accumulate over segments; that of A in float64.
+        The gradients that accumulate over segments, that of A in float64, and the gradient of the entering state.
     """
     chunks = _prepare(tensors, A, state, segment, scratch)
     k, b, g, q, r, _ = chunks.x.shape
@@ -285,8 +285,8 @@ def scan_backward(
     else:
         torch.addcmul(d_inputs, dy, _per_head(D, g), out=dx)
 
-    # The decay of a step scales what crosses it. What is read after it is summed from the end of the chunk,
-    # what is written before it from the start, so that little enters that would have to cancel.
+    # The decay of a step scales what crosses it. Later reads are summed from the end of the chunk and earlier writes
+    # from its start, which keeps cancellation small.
     reads = (between.rows + inside.rows_minus_columns).double()
     written = (chunks.dt * through_states).double()
     d_step = reads.flip(3).cumsum(3).flip(3) + (written.cumsum(3) - written) + between.chain.unsqueeze(3)
@@ -347,7 +347,7 @@ def _backward_inside(chunks: _Chunks, dy: Tensor, scratch: Scratch) -> _Inside:
     torch.bmm(head_dy.view(-1, q, p), chunks.head_inputs.view(-1, q, p).mT, out=d_mixing.view(-1, q, q))
     d_mixing.mul_(chunks.decay).view(-1, q, q).tril_()
     d_products = d_mixing.sum(3).masked_fill_(~chunks.visible, 0).view(-1, q, q)
-    # Without the diagonal, where nothing decays: it would drown the rest where decay is strong.
+    # Without the diagonal, which has no decay: it would dominate the rest where decay is strong.
     d_mixing.mul_(chunks.products.tril(-1))
     rows_minus_columns = (d_mixing.sum(-1) - d_mixing.sum(-2)).transpose(3, 4)
     mixing = chunks.decay.mul_(chunks.products).view(-1, q, q).tril_()
@@ -374,5 +374,5 @@ def _dot(left: Tensor, right: Tensor, buffer: Tensor) -> Tensor:
 
 
 def silu_slope(sigmoid: Tensor, silu: Tensor) -> Tensor:
-    """The derivative of silu at u from sigmoid(u) and silu(u); written over `sigmoid`."""
+    """Derivative of silu at u from sigmoid(u) and silu(u); overwrites `sigmoid`."""
     return sigmoid.addcmul_(sigmoid, silu, value=-1).add_(silu)

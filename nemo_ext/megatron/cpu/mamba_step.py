@@ -1,7 +1,8 @@
 """One decoding step of a Mamba-2 mixer in plain torch, under the names and arguments of Megatron's Triton kernels.
 
-Upstream: `megatron/core/ssm/ops/causal_conv1d_triton.py` and `mamba_ssm.py` of the same folder. States change in place.
-What static inference does not use (speculative tokens' states, requests scattered over a larger state) is a ValueError.
+Upstream: `causal_conv1d_triton.py` and `mamba_ssm.py` in `megatron/core/ssm/ops/`. States are updated in place. Options
+that static inference does not use (states of speculative tokens, requests scattered over a larger state) raise
+ValueError.
 """
 
 import torch
@@ -20,22 +21,22 @@ def causal_conv1d_update(
     conv_state_indices: Tensor | None = None,
     intermediate_conv_states: Tensor | None = None,
 ) -> Tensor:
-    """The convolution of new tokens, which enter the state.
+    """Convolution of new tokens; updates the state with them.
 
     Args:
         x: [batch, tokens, channels].
         conv_state: [batch, channels, kept], the last `kept` >= width inputs, newest last.
         weight: [channels, width].
         bias: [channels] or None.
-        silu_activation: whether silu follows.
+        silu_activation: True (or a name) to apply silu.
         conv_state_indices: not supported.
         intermediate_conv_states: not supported.
 
     Returns:
-        As `x`.
+        Tensor of the shape of `x`.
 
     Raises:
-        ValueError: for what is not supported.
+        ValueError: an unsupported argument is given.
     """
     _refuse(conv_state_indices=conv_state_indices, intermediate_conv_states=intermediate_conv_states)
     work, width = compute_dtype(x), weight.shape[1]
@@ -62,27 +63,27 @@ def selective_state_update(
     state_batch_indices: Tensor | None = None,
     intermediate_ssm_states: Tensor | None = None,
 ) -> Tensor:
-    """The scan over new tokens: state = exp(dt A) state + dt x B, output C state + D x, times silu(z) where given.
+    """Scan over new tokens: state = exp(dt A) state + dt x B, output C state + D x, times silu(z) if given.
 
     Args:
         state: [batch, heads, head_dim, state].
         x: [batch, tokens, heads, head_dim].
-        dt: as `x`.
+        dt: step sizes with the shape of `x`.
         A: [heads, head_dim, state], negative.
         B: [batch, tokens, groups, state].
-        C: as `B`.
+        C: same shape as `B`.
         D: [heads, head_dim] or None.
-        z: as `x`, or None.
+        z: gate with the shape of `x`, or None.
         dt_bias: [heads, head_dim] or None.
-        dt_softplus: whether softplus is applied to dt, after its bias.
+        dt_softplus: True to apply softplus to dt after its bias.
         state_batch_indices: not supported.
         intermediate_ssm_states: not supported.
 
     Returns:
-        As `x`.
+        Tensor of the shape of `x`.
 
     Raises:
-        ValueError: for what is not supported.
+        ValueError: an unsupported argument is given.
     """
     _refuse(state_batch_indices=state_batch_indices, intermediate_ssm_states=intermediate_ssm_states)
     work, heads = compute_dtype(x), x.shape[2]

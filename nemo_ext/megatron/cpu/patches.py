@@ -1,7 +1,7 @@
-"""Every place where Megatron insists on CUDA, as one table of named patches, applied only where CUDA is absent.
+"""Table of named patches for all places where Megatron requires CUDA, applied only where CUDA is absent.
 
-A row says what is replaced, by what, why, and where upstream needs it. `tests/megatron/cpu/test_patches.py` trains
-without each row in turn and fails when upstream no longer needs it. The table is for Megatron-Core 0.19 and 0.20.
+A row gives the target, its replacement, the reason, and where upstream needs it. `tests/megatron/cpu/test_patches.py`
+trains without each row in turn and fails when upstream no longer needs it. For Megatron-Core 0.19 and 0.20.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ class Patch:
 
     Attributes:
         name: short name, for `apply(without=...)` and the logs.
-        targets: what is replaced, `module:attribute` or `module:Class.attribute`.
-        make: gives the replacement from the original.
-        why: what fails without it.
-        upstream: the file under `megatron/` that needs it.
-        applies: whether this machine needs the row; by default where CUDA is absent.
+        targets: objects to replace, `module:attribute` or `module:Class.attribute`.
+        make: makes the replacement from the original.
+        why: failure without the patch.
+        upstream: file under `megatron/` that needs it.
+        applies: returns True if this machine needs the row; by default where CUDA is absent.
     """
 
     name: str
@@ -40,14 +40,14 @@ class Patch:
 
 
 _originals: dict[str, Any] = {}
-"""What stood at each patched target before: what makes `apply` idempotent and `restore` possible."""
+"""Original object of each patched target; makes `apply` idempotent and `restore` possible."""
 
 
 WORKER = "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller.async_loop"
 
 
 def checkpoint_worker(*arguments: Any, **keywords: Any) -> None:
-    """Megatron's checkpoint worker with the rows that it needs, in its own process."""
+    """Megatron's checkpoint worker, which applies the rows it needs in its own process."""
     needed = ("device_count", "queue", "checkpoint_worker")
     apply(without=[patch.name for patch in PATCHES if patch.name not in needed])
     _originals[WORKER](*arguments, **keywords)
@@ -183,7 +183,7 @@ PATCHES: tuple[Patch, ...] = (
 
 
 def apply(without: Collection[str] = ()) -> list[str]:
-    """Applies the rows that this machine needs and returns their names. Applying twice changes nothing more.
+    """Applies the rows that this machine needs and returns their names. Applying twice has no further effect.
 
     Call it before Megatron builds anything.
 
@@ -191,15 +191,15 @@ def apply(without: Collection[str] = ()) -> list[str]:
         without: names of rows, or single targets, to leave out.
 
     Raises:
-        ValueError: if `without` names neither a row nor a target.
-        AttributeError: if upstream moved a target; the row's `upstream` says where to look.
+        ValueError: `without` names neither a row nor a target.
+        AttributeError: upstream moved a target; the row's `upstream` says where to look.
     """
     leave_uncompiled()
     names = [patch.name for patch in PATCHES]
     unknown = set(without) - {*names, *(target for patch in PATCHES for target in patch.targets)}
     if unknown:
         raise ValueError(f"no patch is named {sorted(unknown)}; the table has {names}")
-    # torch remembers its tensor factories at their first use under `with torch.device(...)`, and must see the original
+    # torch caches its tensor factories at their first use under `with torch.device(...)`, and must see the original
     # ones: otherwise "meta" no longer reaches `torch.tensor`, and transformers loads garbage into its buffers.
     with torch.device("meta"):
         torch.empty(0)
@@ -214,11 +214,11 @@ def apply(without: Collection[str] = ()) -> list[str]:
 
 
 def leave_uncompiled() -> None:
-    """Has Megatron's small fused functions (`core/jit.py`) run as they are written, where CUDA is absent.
+    """Keeps Megatron's small fused functions (`core/jit.py`) uncompiled where CUDA is absent.
 
-    They are bound to torch.compile as their modules are imported, before `--disable-jit-fuser` is read: every process
-    would import torch's compiler and run a C++ compiler, which costs more than the functions save. Where Megatron is
-    imported already nothing changes.
+    They are bound to torch.compile when their modules are imported, before `--disable-jit-fuser` is read: every process
+    would import torch's compiler and run a C++ compiler, which costs more than the functions save. Has no effect if
+    Megatron is already imported.
     """
     if torch.cuda.is_available() or "megatron.core.jit" in sys.modules:
         return
@@ -237,7 +237,7 @@ def _as_written(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def restore(keep: Collection[str] = ()) -> None:
-    """Puts back every original, except at the targets in `keep`."""
+    """Restores every original, except at the targets in `keep`."""
     for target in [target for target in _originals if target not in keep]:
         owner, attribute = _locate(target)
         setattr(owner, attribute, _originals.pop(target))
@@ -245,7 +245,7 @@ def restore(keep: Collection[str] = ()) -> None:
 
 @contextlib.contextmanager
 def applied() -> Iterator[None]:
-    """The rows that this machine needs, for the time of a `with` block; what was applied before stays."""
+    """Applies the rows that this machine needs for a `with` block; patches applied before stay."""
     before = tuple(_originals)
     apply()
     try:
@@ -255,7 +255,7 @@ def applied() -> Iterator[None]:
 
 
 def _locate(target: str) -> tuple[Any, str]:
-    """The object that holds a target, and the attribute's name."""
+    """Object that holds a target, and the attribute's name."""
     module_name, _, path = target.partition(":")
     owner: Any = importlib.import_module(module_name)
     *parents, attribute = path.split(".")

@@ -1,1 +1,1 @@
-"""The choice of blocks: limits, costs and the mixed-integer program."""
+"""Choice of blocks: limits, costs and the mixed-integer program."""

@@ -1,4 +1,4 @@
-"""What a search has to beat at the same cost: uniform width pruning, and dropping the blocks that score lowest."""
+"""Baselines for a search at the same cost: uniform width pruning, and dropping the blocks with the lowest scores."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -7,26 +7,26 @@ from nemo_ext.architecture.blocks import Block
 from nemo_ext.puzzle.variants import KEEP, NO_OP, Variant
 
 WIDTHS = {"M": "heads", "*": "kv", "E": "ffn", "-": "ffn"}
-"""What is narrowed of each kind of block."""
+"""Kind of block -> the size that is narrowed."""
 
 SHARES = 1000
-"""Steps in which the uniform share is looked for."""
+"""Number of steps in the search for the uniform share."""
 
 
 class CannotReach(ValueError):
-    """A way of pruning that has nothing left to take away before the cost is kept to."""
+    """The pruning method runs out of things to remove before the cost limit is met."""
 
 
 def uniform(blocks: Sequence[Block], cost: Callable[[Sequence[Block | None]], float], most: float) -> list[Variant]:
-    """Every block narrowed to one share of its width, the largest that keeps to a cost.
+    """Narrow every block to one share of its width, the largest share within a cost limit.
 
-    FFNs, experts, Mamba-2 heads (the nearest multiple of their groups) and KV heads (the nearest divisor of the
-    parent's, which can be pooled); what those steps leave over goes to FFNs and experts. Linear-replaced blocks stay.
+    Applies to FFNs, experts, Mamba-2 heads (nearest multiple of their groups) and KV heads (nearest divisor of the
+    parent's, so that they can be pooled); FFNs and experts take what that rounding leaves over. Linear blocks stay.
 
     Args:
-        blocks: of the parent, with all values.
-        cost: of a sequence of blocks, None for one left out; never falls with the share.
-        most: that it may be.
+        blocks: the parent's blocks with all values.
+        cost: cost of a sequence of blocks, None for one left out; never falls as the share grows.
+        most: upper limit on the cost.
 
     Raises:
         CannotReach: even the narrowest widths cost more.
@@ -70,18 +70,18 @@ def greedy(
     cost: Callable[[Sequence[Block | None]], float],
     most: float,
 ) -> list[Variant]:
-    """Blocks left out one after the other, the one whose absence scores lowest first, until a cost is kept to.
+    """Drop blocks one by one, the one with the lowest score first, until a cost limit is met.
 
-    Blocks that cost nothing of what is counted stay.
+    Blocks that contribute nothing to the cost stay.
 
     Args:
-        found: of `variants`, each with a no-op.
-        score: of a variant; lower is better.
-        cost: of a sequence of blocks.
-        most: that it may be.
+        found: variants of each block, from `variants`, each with a no-op.
+        score: score of a variant; lower is better.
+        cost: cost of a sequence of blocks.
+        most: upper limit on the cost.
 
     Raises:
-        CannotReach: the cost is not kept to when all may have gone, or nothing is left.
+        CannotReach: the limit is not met even when all blocks that may go are gone, or no block is left.
     """
     choice = [each[0] for each in found]
     spent = cost([each.block for each in choice])

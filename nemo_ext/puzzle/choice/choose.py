@@ -1,4 +1,4 @@
-"""From scores and costs to choices: the search problem of a parent, its pool of solutions and its front. No torch."""
+"""From scores and costs to choices: a parent's search problem, its pool of solutions and its Pareto front. No torch."""
 
 import csv
 import io
@@ -29,15 +29,15 @@ class Costs:
     """Resources of every variant.
 
     Attributes:
-        outside: of what stands outside the blocks.
-        variants: (1-based block, variant) -> the block, None for a no-op, and resources.
+        outside: resources of everything outside the blocks.
+        variants: (1-based block, variant) -> the block (None for a no-op) and its resources.
     """
 
     outside: Mapping[str, float]
     variants: Mapping[tuple[int, str], tuple[Block | None, Mapping[str, float]]]
 
     def write(self, file: Path) -> None:
-        """Write one line a variant, as CSV."""
+        """Write a CSV file with one line per variant."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(["block", "variant", "notation", *RESOURCES])
@@ -48,7 +48,7 @@ class Costs:
 
     @classmethod
     def read(cls, file: Path) -> "Costs":
-        """What `write` wrote."""
+        """Read a file written by `write`."""
         with file.open(newline="") as opened:
             rows = list(csv.DictReader(opened))
         numbers = [{name: float(row[name]) for name in RESOURCES} for row in rows]
@@ -60,7 +60,7 @@ class Costs:
 
 
 def state_problem(scores: Sequence[Score], costs: Costs, chosen: Search, serving: Serving) -> Problem:
-    """The search problem: one candidate a variant, its score what it does to the metric beyond the parent's own.
+    """The search problem: one candidate per variant, scored by the increase of the metric over the parent's own.
 
     Raises:
         ValueError: a limit that leaves nothing for the blocks.
@@ -108,7 +108,7 @@ def choose(problem: Problem, chosen: Search, folder: Path) -> None:
     """Search, and write problem.json and choices.json into a folder.
 
     Raises:
-        Infeasible: no choice keeps the limits.
+        Infeasible: no choice satisfies the limits.
     """
     write_problem(problem, folder / "problem.json")
     found = pool(problem, chosen.pool, min_distance=chosen.min_distance, gap=chosen.gap, time_limit=chosen.time_limit)
@@ -119,7 +119,7 @@ def choose(problem: Problem, chosen: Search, folder: Path) -> None:
     most = found.solutions[0].costs[resource] if most == math.inf else most
     alone = None
     if set(problem.limits) != {resource}:
-        # What baselines, which keep to this resource alone, compare with.
+        # Reference for the baselines, which meet only the limit on this resource.
         only = solve(problem.with_limits({resource: Limit(upper=most)}), chosen.gap, time_limit=chosen.time_limit)
         alone = {"variants": problem.names(only.choice), "score": only.score}
     choices = {
@@ -140,7 +140,7 @@ def choose(problem: Problem, chosen: Search, folder: Path) -> None:
 
 
 def _reference(problem: Problem) -> tuple[str, float]:
-    """The resource at which baselines are compared, and the most of it: a size, so that any block that is cut saves."""
+    """The resource on which baselines are compared and its upper limit: a size, so that cutting any block saves."""
     for name in SIZES:
         if name in problem.limits and problem.limits[name].upper < math.inf:
             return name, problem.limits[name].upper
@@ -148,10 +148,10 @@ def _reference(problem: Problem) -> tuple[str, float]:
 
 
 def draw_front(problem: Problem, chosen: Search, folder: Path, *, title: str) -> bool:
-    """Search along `chosen.sweep`, and write pareto.csv and pareto.png into the folder of `choose`.
+    """Search along `chosen.sweep`, and write pareto.csv and pareto.png into the folder used by `choose`.
 
     Returns:
-        Whether there was anything to draw.
+        True if there was anything to draw.
     """
     resource = chosen.sweep.resource
     if resource is None:
@@ -161,7 +161,7 @@ def draw_front(problem: Problem, chosen: Search, folder: Path, *, title: str) ->
     whole = problem.costs(parent)[resource]
     count, smallest = chosen.sweep.points, chosen.sweep.smallest
     shares = [smallest + (1 - smallest) * step / max(1, count - 1) for step in range(count)]
-    # The limit on the swept resource itself would cut the front short.
+    # The limit on the swept resource itself would truncate the front.
     free = problem.with_limits(
         {name: bounds for name, bounds in problem.limits.items() if name != resource}
         | {resource: replace(own, upper=whole, lower=-math.inf)}

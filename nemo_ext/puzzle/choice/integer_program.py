@@ -1,17 +1,17 @@
-"""One variant a block at the least total, by SciPy's `milp` (HiGHS), on arrays alone.
+"""Choose one variant per block at the least total, by SciPy's `milp` (HiGHS), on arrays alone.
 
-What is done before HiGHS sees the program is exact:
-- Variants dominated within their block are left out: another one has no worse objective and no worse rows.
-- Blocks with equal variants become one set of integer counts. Scores tell blocks apart, so this does nothing for an
-  ordinary search; it is what makes searches over costs alone (which limits conflict?) easy at 126 blocks.
+The reductions made before HiGHS sees the program are exact:
+- Variants dominated within their block are left out: another one is no worse in the objective and in every row.
+- Blocks with equal variants become one set of integer counts. Blocks usually differ in their scores, so this does
+  nothing for an ordinary search; it makes searches over costs alone (which limits conflict?) easy at 126 blocks.
 - Rows and the objective are scaled so that HiGHS's absolute tolerances mean the same for bytes and for seconds.
 - A large program is first solved over a core. The multipliers of its linear relaxation price every variant, and any
   choice with a variant priced e above its block's cheapest is worse than the relaxation by at least e (Lagrangian
   bound). Variants with small e are the core; the rest return only if the core's best choice does not rule them out.
 
 Ties: HiGHS runs on one thread with a fixed seed, so equal input gives equal output. Then, block by block, the best
-variant that keeps the rows is taken, the first among equals, and equal blocks get their variants in ascending order;
-neither can make the total worse.
+variant that satisfies the rows is taken, the first among equals, and equal blocks get their variants in ascending
+order; neither can make the total worse.
 """
 
 import math
@@ -31,31 +31,31 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 CORE = 500
-"""Variables in the first core, if that is more than `CORE_PER_GROUP` a group; smaller programs are solved whole."""
+"""Variables in the first core, or `CORE_PER_GROUP` per group if that is more; smaller programs are solved whole."""
 
 CORE_PER_GROUP = 4
 
 _ROW_SIZE = 1e3
-"""Size of a row's bound for HiGHS: its absolute feasibility tolerance of 1e-6 then is `TOLERANCE` of the bound."""
+"""Scaled size of a row's bound: HiGHS's absolute feasibility tolerance of 1e-6 is then `TOLERANCE` of the bound."""
 
 _OBJECTIVE_SIZE = 1e4
-"""Range of the objective for HiGHS."""
+"""Scaled range of the objective."""
 
 _ABSOLUTE_GAP = 1e-6
-"""HiGHS ends here whatever the relative gap; a total that may be 0 needs it. Bounds this close count as reached."""
+"""Absolute gap at which HiGHS stops, needed for totals near 0. Bounds this close count as reached."""
 
 _RETRIES = 20
 
 
 @dataclass(frozen=True)
 class Program:
-    """Choose one variant a block.
+    """An integer program that chooses one variant per block.
 
     Attributes:
-        objective: One array [variants] a block; the sum over the chosen is minimised.
-        rows: One array [variants, rows] a block; each column's sum over the chosen has bounds.
-        lower: Least sums [rows], -inf for none.
-        upper: Largest sums [rows], inf for none.
+        objective: One array [variants] per block; the sum over the chosen variants is minimised.
+        rows: One array [variants, rows] per block; the sum of each column over the chosen variants is bounded.
+        lower: Lower bounds [rows], -inf for none.
+        upper: Upper bounds [rows], inf for none.
     """
 
     objective: Sequence[Floats]
@@ -64,22 +64,22 @@ class Program:
     upper: Floats
 
     def totals(self, choice: Sequence[int]) -> Floats:
-        """The rows' sums for a choice."""
+        """Row sums of a choice."""
         return np.sum([row[index] for row, index in zip(self.rows, choice, strict=True)], axis=0)
 
     def keeps(self, totals: Floats) -> NDArray[np.bool_]:
-        """Whether sums [..., rows] keep all bounds, within the tolerance."""
+        """True where sums [..., rows] are within all bounds, up to the tolerance."""
         slack = TOLERANCE * self.sizes
         return ((totals <= self.upper + slack) & (totals >= self.lower - slack)).all(axis=-1)
 
     @cached_property
     def spread(self) -> float:
-        """Between the least and the largest total that the objective alone allows."""
+        """Difference between the largest and the least total of the objective, bounds ignored."""
         return float(sum(each.max() - each.min() for each in self.objective))
 
     @cached_property
     def sizes(self) -> Floats:
-        """What each row's tolerance is a share of: its bound, or its largest entry if the bound is far smaller."""
+        """Scale of each row's tolerance: its bound, or its largest entry if the bound is far smaller."""
         entries = np.max([np.abs(row).max(axis=0) for row in self.rows], axis=0)
         bounds = [np.where(np.isfinite(bound), np.abs(bound), 0.0) for bound in (self.lower, self.upper)]
         larger = np.maximum(*bounds)
@@ -87,7 +87,7 @@ class Program:
         return np.where(sizes > 0, sizes, 1.0)
 
     def apart_from(self, choice: Sequence[int], distance: int) -> "Program":
-        """The program without the choices that differ from this one in fewer than `distance` blocks."""
+        """The program without the choices that differ from `choice` in fewer than `distance` blocks."""
         same = [np.arange(len(each)) == index for each, index in zip(self.objective, choice, strict=True)]
         return replace(
             self,
@@ -99,11 +99,11 @@ class Program:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is known about a program.
+    """Result for a program.
 
     Attributes:
-        choice: An index a block; None if there is none or none was found.
-        bound: No choice has a smaller total, up to 1e-10 of the objective's range; inf if there is no choice at all.
+        choice: One index per block; None if there is no choice or none was found.
+        bound: Lower bound on the total, up to 1e-10 of the objective's range; inf if there is no choice at all.
     """
 
     choice: tuple[int, ...] | None
@@ -111,12 +111,12 @@ class Answer:
 
     @property
     def infeasible(self) -> bool:
-        """Whether it is proved that no choice keeps the rows."""
+        """True if it is proved that no choice satisfies the rows."""
         return self.choice is None and self.bound == np.inf
 
 
 def minimise(program: Program, *, gap: float, time_limit: float) -> Answer:
-    """Find a choice whose total is within the share `gap` of the best; a time limit may leave it farther off, or None.
+    """Find a choice whose total is within the share `gap` of the best; a time limit may leave it worse, or None.
 
     Raises:
         RuntimeError: HiGHS gave up for numerical reasons.
@@ -127,7 +127,7 @@ def minimise(program: Program, *, gap: float, time_limit: float) -> Answer:
         answer = _Reduced(tried).minimise(gap=gap, deadline=deadline)
         if answer.choice is None or program.keeps(program.totals(answer.choice)):
             break
-        # Within HiGHS's tolerance, not within ours: no choice at all, so cutting off this one loses nothing.
+        # Within HiGHS's tolerance but not ours: not a valid choice, so cutting it off loses nothing.
         tried = tried.apart_from(answer.choice, 1)
     else:
         raise RuntimeError(
@@ -142,9 +142,9 @@ def minimise(program: Program, *, gap: float, time_limit: float) -> Answer:
 
 
 class _Reduced:
-    """A program as HiGHS gets it: counts of variants in groups of equal blocks.
+    """A program in the form HiGHS gets: counts of variants in groups of equal blocks.
 
-    Variables stand group by group: `start[g]` ... `start[g + 1]`.
+    Variables are ordered by group: `start[g]` ... `start[g + 1]`.
     """
 
     def __init__(self, program: Program) -> None:
@@ -160,7 +160,7 @@ class _Reduced:
         self.scale = _OBJECTIVE_SIZE / size if size > 0 else 1.0
         self.objective: Floats = objective * self.scale
         factor = _ROW_SIZE / program.sizes
-        # Half the tolerance, so that a sum equal to its bound but for rounding is not lost.
+        # Half the tolerance, so that a sum that equals its bound up to rounding is not lost.
         self.rows: Floats = rows * factor
         self.lower: Floats = program.lower * factor - 0.5 * TOLERANCE * _ROW_SIZE
         self.upper: Floats = program.upper * factor + 0.5 * TOLERANCE * _ROW_SIZE
@@ -168,7 +168,7 @@ class _Reduced:
 
     @property
     def group(self) -> Integers:
-        """The group of every variable."""
+        """Group of every variable."""
         return np.repeat(np.arange(len(self.count)), np.diff(self.start))
 
     def minimise(self, *, gap: float, deadline: float) -> Answer:
@@ -191,16 +191,16 @@ class _Reduced:
             proved = best is not None and (total <= left_out or total - bound <= gap * abs(total))
             if size >= len(order) or proved or time.monotonic() >= deadline:
                 return self._answer(best, bound)
-            # What is priced above a choice in hand cannot be part of a better one, so the next core is the last.
+            # A variant priced above the best choice so far cannot be part of a better one: the next core is the last.
             enough = np.searchsorted(excess[order], total - relaxed, side="right")
             size = 4 * size if best is None else max(size + 1, int(enough))
 
     def _price(self) -> tuple[Floats, float] | None:
-        """Each variable's price above the cheapest of its group, and the Lagrangian bound.
+        """Price of each variant above the cheapest of its group, and the Lagrangian bound.
 
-        None if there is no solution, or HiGHS cannot tell, as it says of some relaxations that fail by a hair.
+        None if there is no solution, or if HiGHS cannot tell, as for some relaxations that are barely infeasible.
 
-        Any multipliers of the right sign give a true bound, so HiGHS's tolerances do not matter here.
+        Any multipliers of the right sign give a valid bound, so HiGHS's tolerances do not matter here.
         """
         above, below = np.isfinite(self.upper), np.isfinite(self.lower)
         rows = np.concatenate([self.rows[:, above], -self.rows[:, below]], axis=1)
@@ -222,7 +222,7 @@ class _Reduced:
         return prices - cheapest[self.group], float(cheapest @ self.count + multipliers @ bounds)
 
     def _solve(self, kept: Integers, *, gap: float, deadline: float) -> tuple[Integers | None, float]:
-        """The counts of all variables and the bound, both with only the variables in `kept` allowed."""
+        """Counts of all variables and the bound, with only the variables in `kept` allowed."""
         counts = np.zeros(len(self.objective), dtype=np.int64)
         constraints = [LinearConstraint(self._one_each(kept), self.count, self.count)]
         if len(self.upper):
@@ -246,7 +246,7 @@ class _Reduced:
         return counts, bound
 
     def _one_each(self, kept: Integers) -> csr_array:
-        """The equations [groups, variables] that every block gets one variant."""
+        """Equations [groups, variables] that give every block one variant."""
         return csr_array((np.ones(len(kept)), (self.group[kept], np.arange(len(kept)))), (len(self.count), len(kept)))
 
     def _answer(self, counts: Integers | None, bound: float) -> Answer:
@@ -261,7 +261,7 @@ class _Reduced:
 
 
 def undominated(program: Program, block: int) -> Integers:
-    """The variants of a block that no other replaces at no loss, ascending; of equal ones the first."""
+    """Variants of a block that no other one dominates, ascending; of equal ones the first."""
     rows = program.rows[block]
     keys = np.column_stack(
         [program.objective[block], rows[:, np.isfinite(program.upper)], -rows[:, np.isfinite(program.lower)]]
@@ -272,7 +272,7 @@ def undominated(program: Program, block: int) -> Integers:
 
 
 def _equal_blocks(program: Program) -> list[list[int]]:
-    """Blocks with the same variants in the same order, as lists of their indices."""
+    """Groups of blocks with the same variants in the same order, as lists of block indices."""
     alike: dict[tuple[int, bytes, bytes], list[int]] = {}
     for block, (objective, rows) in enumerate(zip(program.objective, program.rows, strict=True)):
         alike.setdefault((len(objective), objective.tobytes(), rows.tobytes()), []).append(block)

@@ -1,4 +1,4 @@
-"""Several good choices that differ: candidates for the real evaluation, which block-wise scores only predict."""
+"""Several good choices that differ: candidates for evaluation, which block-wise scores only predict."""
 
 import time
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from nemo_ext.puzzle.choice.search import GAP, TIME_LIMIT, Solution, find, solve
 
 @dataclass(frozen=True)
 class Pool:
-    """Choices that differ.
+    """Distinct choices.
 
     Attributes:
-        solutions: In ascending score. Bound and gap of each are those among the choices that were left for it.
-        exhausted: Whether it is proved that no further choice is far enough from all of these. With fewer solutions
-            than asked for, False means that the time limit came first.
+        solutions: In ascending score. Bound and gap of each are relative to the choices still available for it.
+        exhausted: True if it is proved that no further choice is far enough from all of these. With fewer solutions
+            than asked for, False means that the time limit was reached.
     """
 
     solutions: tuple[Solution, ...]
@@ -25,22 +25,22 @@ class Pool:
 def pool(
     problem: Problem, size: int, *, min_distance: int = 1, gap: float = GAP, time_limit: float = TIME_LIMIT
 ) -> Pool:
-    """Collect up to `size` choices, each the best (within `gap`) of those far enough from the ones before it.
+    """Collect up to `size` choices, each the best (within `gap`) that is far enough from the previous ones.
 
-    Two choices are as far apart as the number of blocks in which they differ (Hamming distance). A variant that is
-    dominated can be part of a solution here: it may be the cheapest way to differ.
+    The distance of two choices is the number of blocks in which they differ (Hamming distance). A dominated variant can
+    be part of a solution here: it may be the cheapest way to differ.
 
     Args:
         problem: Blocks, candidates and limits.
         size: Most solutions to return.
         min_distance: Least number of blocks in which any two solutions differ.
-        gap: How far each may be from the best, as a share of its score.
-        time_limit: Seconds for all of them together.
+        gap: Relative optimality gap of each solution.
+        time_limit: Total seconds for all solutions.
 
     Raises:
-        Infeasible: Not even one choice keeps the limits.
-        TimeoutError: Not even one was found in time.
-        ValueError: `size` is below 1, or `min_distance` not from 1 to the number of blocks.
+        Infeasible: No choice satisfies the limits.
+        TimeoutError: No choice was found in time.
+        ValueError: `size` is below 1, or `min_distance` is not between 1 and the number of blocks.
     """
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
@@ -63,10 +63,10 @@ def pool(
             exhausted = True
             break
         solutions.append(solution)
-    # Within the gap a later one may have come out better than an earlier one.
+    # Within the gap, a later solution may be better than an earlier one.
     return Pool(tuple(sorted(solutions, key=lambda solution: solution.score)), exhausted)
 
 
 def distance(one: Sequence[int], other: Sequence[int]) -> int:
-    """The number of blocks in which two choices differ."""
+    """Number of blocks in which two choices differ."""
     return sum(a != b for a, b in zip(one, other, strict=True))

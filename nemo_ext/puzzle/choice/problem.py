@@ -1,7 +1,7 @@
-"""What the search chooses from and within what limits: candidates for every block, limits on sums of their costs.
+"""The search problem: candidates for every block, and limits on the sums of their costs.
 
 A resource is any name that candidates carry a cost for: parameters, active_parameters, memory_bytes, cache_bytes,
-prefill_seconds, decode_seconds, attention_blocks. Its total is what stands outside the blocks plus the costs of the
+prefill_seconds, decode_seconds, attention_blocks. Its total is the amount outside the blocks plus the costs of the
 chosen variants.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 from nemo_ext.job.files import write_text
 
 TOLERANCE = 1e-9
-"""A limit counts as kept when the total passes it by no more than this share: sums of floats are not exact.
+"""Share by which a total may pass its limit and still satisfy it: sums of floats are not exact.
 
-It is a share of what the limit leaves for the blocks, or of the largest cost if that is over 1000 times as large.
+The share is of what the limit leaves for the blocks, or of the largest cost if that is over 1000 times as large.
 """
 
 
@@ -27,9 +27,9 @@ class Candidate:
     """One variant of one block.
 
     Attributes:
-        name: What the variant is, unique in its block.
-        score: What choosing it does to the model, as an increase of the loss; lower is better, negative is allowed.
-        costs: What it takes of each resource, in the resource's unit.
+        name: Name of the variant, unique in its block.
+        score: Increase of the model's loss if it is chosen; lower is better, negative is allowed.
+        costs: Resource -> cost in the resource's unit.
     """
 
     name: str
@@ -42,8 +42,8 @@ class Limit:
     """Bounds on the total of a resource, both inclusive.
 
     Attributes:
-        upper: The most that the total may be.
-        lower: The least that it must be.
+        upper: Largest total allowed.
+        lower: Least total required.
     """
 
     upper: float = math.inf
@@ -52,17 +52,17 @@ class Limit:
 
 @dataclass(frozen=True)
 class Problem:
-    """A search: exactly one candidate of every block is chosen.
+    """A search problem: exactly one candidate of every block is chosen.
 
     Attributes:
-        blocks: The candidates of each.
+        blocks: Candidates of each block.
         limits: Resource -> bounds on its total.
-        outside: Resource -> what stands outside the blocks and counts too (embedding, runtime overhead); 0 without.
+        outside: Resource -> amount outside the blocks (embedding, runtime overhead); 0 if absent.
 
     Raises:
-        ValueError: Naming the 1-based block number and the candidate: no blocks or an empty block, a name twice in a
-            block, a number that is not finite, a limit without bounds or with crossed ones, or a limit on a resource
-            that a candidate has no cost for.
+        ValueError: No blocks or an empty block, a name twice in a block, a number that is not finite, a limit without
+            bounds or with crossed ones, or a limit on a resource that a candidate has no cost for. Names the 1-based
+            block and the candidate.
     """
 
     blocks: Sequence[Sequence[Candidate]]
@@ -92,16 +92,16 @@ class Problem:
 
     @property
     def resources(self) -> tuple[str, ...]:
-        """The resources that every candidate has a cost for, in the order of the first one's."""
+        """Resources that every candidate has a cost for, in the first candidate's order."""
         candidates = [candidate for block in self.blocks for candidate in block]
         return tuple(name for name in candidates[0].costs if all(name in other.costs for other in candidates))
 
     def score(self, choice: Sequence[int]) -> float:
-        """The total score of a choice, one 0-based index a block."""
+        """Total score of a choice, given as one 0-based index per block."""
         return math.fsum(block[index].score for block, index in zip(self.blocks, choice, strict=True))
 
     def costs(self, choice: Sequence[int]) -> dict[str, float]:
-        """The totals of `resources` for a choice, what stands outside the blocks included."""
+        """Totals of `resources` for a choice, including what is outside the blocks."""
         chosen = [block[index] for block, index in zip(self.blocks, choice, strict=True)]
         return {
             name: math.fsum([self.outside.get(name, 0.0), *(float(one.costs[name]) for one in chosen)])
@@ -109,7 +109,7 @@ class Problem:
         }
 
     def names(self, choice: Sequence[int]) -> tuple[str, ...]:
-        """The names of the chosen candidates."""
+        """Names of the chosen candidates."""
         return tuple(block[index].name for block, index in zip(self.blocks, choice, strict=True))
 
     def with_limits(self, limits: Mapping[str, Limit]) -> "Problem":
@@ -118,7 +118,7 @@ class Problem:
 
 
 def add_resource(problem: Problem, name: str, *, weights: Mapping[str, float]) -> Problem:
-    """Give every candidate, and the outside, a further resource: a weighted sum of those they have.
+    """Give every candidate, and the outside, a further resource: a weighted sum of existing ones.
 
     Examples: memory of weights and cache, `{"weight_bytes": 1, "cache_bytes_per_token": 600_000}`; latency of a
     request, `{"prefill_seconds": 1, "decode_seconds": 512}`.
@@ -139,9 +139,9 @@ def add_resource(problem: Problem, name: str, *, weights: Mapping[str, float]) -
 
 
 def seconds_at_throughput(tokens_per_second: float, *, batch: int, tokens: int) -> float:
-    """The most seconds that a batch of `batch` sequences of `tokens` tokens each may take for a throughput.
+    """Most seconds that a batch of `batch` sequences of `tokens` tokens each may take to reach a throughput.
 
-    A least throughput is thus the upper limit of a latency: batch * tokens / seconds >= tokens_per_second.
+    A minimum throughput thus becomes an upper limit on latency: batch * tokens / seconds >= tokens_per_second.
     """
     if not (0 < tokens_per_second < math.inf and batch > 0 and tokens > 0):
         raise ValueError(
@@ -151,7 +151,7 @@ def seconds_at_throughput(tokens_per_second: float, *, batch: int, tokens: int) 
 
 
 def write_problem(problem: Problem, path: Path) -> Path:
-    """Write a problem as JSON, one candidate a line; `read_problem` gives back an equal one."""
+    """Write a problem as JSON, one candidate per line; `read_problem` reads it back as an equal problem."""
 
     def line(candidate: Candidate) -> str:
         row = {"name": candidate.name, "score": candidate.score, "costs": dict(candidate.costs)}
@@ -183,7 +183,7 @@ def read_problem(path: Path) -> Problem:
     `{"limits": {resource: {upper, lower}}, "outside": {resource: amount}, "blocks": [[{name, score, costs}]]}`.
 
     Raises:
-        ValueError: Naming the file and the 1-based block number, candidate and key at fault.
+        ValueError: The file is missing or invalid; names the 1-based block number, candidate and key at fault.
     """
 
     def refuse(constant: str) -> None:

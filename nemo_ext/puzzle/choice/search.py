@@ -18,13 +18,13 @@ from nemo_ext.puzzle.choice.problem import Problem
 
 Side = Literal["upper", "lower"]
 LimitSide = tuple[str, Side]
-"""A resource and which of its limit's two bounds is meant."""
+"""A resource and a side of its limit."""
 
 GAP = 1e-4
 TIME_LIMIT = 600.0
 
 NEAREST_GAP = 1e-6
-"""How far from the nearest feasible value the one that an infeasible problem's account names may be."""
+"""Relative optimality gap of the nearest feasible values in an infeasible problem's explanation."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Solution:
     """One choice of variants.
 
     Attributes:
-        choice: The 0-based index of the chosen candidate of every block.
-        score: Their total score.
-        costs: Totals of every resource that all candidates have, what stands outside the blocks included.
-        gap: (score - bound) / |score|, HiGHS's relative gap: how far from optimal the choice may be. More than was
-            asked for means that the time limit came first.
-        bound: No choice within the limits has a lower score (HiGHS's dual bound).
+        choice: 0-based index of the chosen candidate of every block.
+        score: Total score.
+        costs: Totals of every resource that all candidates have, including what is outside the blocks.
+        gap: (score - bound) / |score|, HiGHS's relative gap. More than was asked for means that the time limit was
+            reached.
+        bound: Lower bound on the score of any choice within the limits (HiGHS's dual bound).
         seconds: Wall-clock time of the search.
     """
 
@@ -51,17 +51,16 @@ class Solution:
 
 @dataclass(frozen=True)
 class Conflict:
-    """One limit of an irreducible set that no choice keeps together.
+    """One limit of an irreducible infeasible set.
 
     Attributes:
-        resource: The limit's resource.
-        side: Which of its bounds.
-        limit: The bound.
-        nearest: The total nearest to the bound that a choice reaches while the other limits hold; None if the time
-            limit came first.
-        with_all_others: Whether "the other limits" are all of the problem's, so that moving this one bound to
-            `nearest` makes the problem feasible; False if the remaining limits conflict even without it, and only
-            those of the set are kept.
+        resource: Resource of the limit.
+        side: Side of the limit, `upper` or `lower`.
+        limit: Value of the bound.
+        nearest: Total nearest to the bound that is feasible under the other limits; None if the time limit was reached.
+        with_all_others: True if "the other limits" are all of the problem's, so that moving this one bound to `nearest`
+            makes the problem feasible; False if the remaining limits conflict even without it, and only those of the
+            set are kept.
     """
 
     resource: str
@@ -81,11 +80,11 @@ class Conflict:
 
 
 class Infeasible(ValueError):
-    """No choice of variants keeps the limits.
+    """No choice of variants satisfies the limits.
 
     Attributes:
-        conflicts: Limits that cannot be kept together; without any one of them the others can.
-        irreducible: Whether the last part is proved; False if the time limit came first.
+        conflicts: Limits that conflict as a set; without any one of them the others can be satisfied.
+        irreducible: True if the last part is proved; False if the time limit was reached first.
     """
 
     def __init__(self, conflicts: tuple[Conflict, ...], *, irreducible: bool = True) -> None:
@@ -98,16 +97,16 @@ class Infeasible(ValueError):
 
 
 def solve(problem: Problem, gap: float = GAP, *, time_limit: float = TIME_LIMIT) -> Solution:
-    """Choose one variant a block with the least total score within the limits.
+    """Choose one variant per block with the least total score within the limits.
 
     Args:
         problem: Blocks, candidates and limits.
-        gap: How far from optimal the score may be, as a share of it.
-        time_limit: Seconds; the best choice so far is returned then. As long again for `Infeasible`'s account.
+        gap: Relative optimality gap of the score.
+        time_limit: Seconds after which the best choice so far is returned; as long again to explain `Infeasible`.
 
     Raises:
-        Infeasible: No choice keeps the limits: says which conflict, and how far each would have to move.
-        TimeoutError: No choice was found in time, nor that there is none.
+        Infeasible: No choice satisfies the limits; names the conflicting ones and how far each would have to move.
+        TimeoutError: Neither a choice nor a proof of infeasibility was found in time.
         RuntimeError: HiGHS gave up for numerical reasons.
         ValueError: `gap` or `time_limit` is out of range.
     """
@@ -118,10 +117,10 @@ def solve(problem: Problem, gap: float = GAP, *, time_limit: float = TIME_LIMIT)
 
 
 def find(problem: Problem, program: Program, *, gap: float, time_limit: float) -> Solution | None:
-    """`solve` over the problem's program or one with further rows; None where no choice keeps them.
+    """`solve` for the problem's program or one with further rows; None if it is infeasible.
 
     Raises:
-        TimeoutError: No choice was found in time, nor that there is none.
+        TimeoutError: Neither a choice nor a proof of infeasibility was found in time.
         ValueError: `gap` or `time_limit` is out of range.
     """
     if not 0 <= gap < 1:
@@ -146,14 +145,14 @@ def find(problem: Problem, program: Program, *, gap: float, time_limit: float) -
 
 
 def relative_gap(score: float, bound: float) -> float:
-    """How far a score may be from optimal, as a share of it."""
+    """Distance of a score from its bound, as a share of the score."""
     if score == bound:
         return 0.0
     return (score - bound) / abs(score) if score else math.inf
 
 
 def limit_sides(problem: Problem) -> tuple[LimitSide, ...]:
-    """Every finite bound of the problem's limits."""
+    """All finite bounds of the problem's limits."""
     sides: tuple[Side, ...] = ("upper", "lower")
     return tuple(
         (resource, side)
@@ -166,12 +165,12 @@ def limit_sides(problem: Problem) -> tuple[LimitSide, ...]:
 def to_program(
     problem: Problem, sides: Collection[LimitSide] | None = None, *, objective: str | None = None, sign: float = 1.0
 ) -> Program:
-    """The arrays of a problem.
+    """Convert a problem to arrays.
 
     Args:
         problem: The problem.
-        sides: The bounds that count; None for all.
-        objective: A resource to minimise in place of the score; the empty name stands for no objective.
+        sides: Bounds to include; None for all.
+        objective: Resource to minimise instead of the score; the empty string for no objective.
         sign: -1 to maximise that resource.
     """
     sides = limit_sides(problem) if sides is None else sides
@@ -205,10 +204,10 @@ def to_program(
 
 
 def explain(problem: Problem, *, time_limit: float) -> Infeasible:
-    """Why a problem without a feasible choice has none.
+    """Explain why a problem has no feasible choice.
 
-    An irreducible set by deletion: each bound in turn is dropped for good if the rest still conflict. A bound about
-    which the time limit leaves doubt stays.
+    Finds an irreducible set by deletion: each bound in turn is dropped for good if the rest still conflict. A bound
+    left undecided by the time limit stays.
     """
     deadline = time.monotonic() + time_limit
 

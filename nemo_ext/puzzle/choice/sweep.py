@@ -1,4 +1,4 @@
-"""The front between score and one resource: the best choice under every one of several limits; as CSV and picture."""
+"""Pareto front between score and one resource: the best choice under each of several limits; as CSV and picture."""
 
 import csv
 import io
@@ -14,7 +14,7 @@ from nemo_ext.puzzle.choice.search import GAP, TIME_LIMIT, Solution, find, relat
 
 @dataclass(frozen=True)
 class Point:
-    """The best choice under one upper limit; `solution` is None where no choice keeps it."""
+    """The best choice under one upper limit; `solution` is None if the limit is infeasible."""
 
     limit: float
     solution: Solution | None
@@ -25,21 +25,21 @@ def sweep(
 ) -> list[Point]:
     """Solve the problem with each of `values` as the upper limit of a resource, its other limits unchanged.
 
-    Scores never rise with a looser limit. A choice that keeps the next tighter limit too is taken over without solving
-    again, and nothing is solved below the first limit that cannot be kept.
+    Scores never rise with a looser limit. A choice that also meets the next tighter limit is reused without solving
+    again, and nothing is solved below the first infeasible limit.
 
     Args:
         problem: Blocks, candidates and limits; a limit on `resource` gives its lower bound.
-        resource: What every candidate has a cost for.
-        values: Upper limits of its total, in its unit; repeated ones count once.
-        gap: How far each score may be from the best, as a share of it.
-        time_limit: Seconds for each.
+        resource: A resource that every candidate has a cost for.
+        values: Upper limits on its total, in its unit; duplicates count once.
+        gap: Relative optimality gap of each score.
+        time_limit: Seconds per solve.
 
     Returns:
-        One point a value, ascending.
+        One point per value, ascending.
 
     Raises:
-        TimeoutError: For some value no choice was found in time, nor that there is none.
+        TimeoutError: For some value neither a choice nor a proof of infeasibility was found in time.
         ValueError: A candidate has no cost for `resource`, or `values` is empty or holds a number that is not finite.
     """
     if not values:
@@ -64,7 +64,7 @@ def sweep(
 
 
 def _monotone(points: list[Point]) -> list[Point]:
-    """Points with a tighter limit's choice where that is better: within the gap, solving may have found a worse one."""
+    """Points that take a tighter limit's choice where it is better: within the gap, a solve may return a worse one."""
     better: list[Point] = []
     for point in points:
         tighter = better[-1].solution if better else None
@@ -77,9 +77,9 @@ def _monotone(points: list[Point]) -> list[Point]:
 
 
 def write_csv(points: Sequence[Point], path: Path) -> Path:
-    """Write one line a limit: the limit, score, bound, gap, totals of the resources, and the choice's indices.
+    """Write one line per limit: the limit, score, bound, gap, totals of the resources, and the choice's indices.
 
-    Lines of limits that no choice keeps have only the limit. Times are left out: equal searches give equal files.
+    Lines of infeasible limits hold only the limit. Times are left out, so equal searches give equal files.
     """
     solved = [point.solution for point in points if point.solution is not None]
     resources = list(solved[0].costs) if solved else []
@@ -111,16 +111,16 @@ def plot(
     child: Sequence[int] | None = None,
     title: str = "",
 ) -> Path:
-    """Draw score over the resource that the choices really take (PNG or SVG by suffix).
+    """Draw score over the actual cost of the choices (PNG or SVG by suffix).
 
     Args:
-        points: What `sweep` returned.
-        path: Where to.
-        problem: What was searched.
-        resource: The resource along the horizontal axis.
-        parent: The parent's choice, one index a block, to mark it.
-        child: The choice that was made, to mark it.
-        title: What stands above.
+        points: Points from `sweep`.
+        path: Path of the picture.
+        problem: The problem that was searched.
+        resource: Resource along the horizontal axis.
+        parent: The parent's choice to mark, one index per block.
+        child: The child's choice to mark.
+        title: Title of the picture.
 
     Raises:
         ValueError: No point has a solution.
@@ -153,7 +153,7 @@ def plot(
 
 
 def _axis(resource: str, most: float) -> tuple[float, str]:
-    """What one unit of the axis stands for, and its label; the unit follows from the resource's name."""
+    """Scale of the axis and its label; the unit follows from the resource's name."""
     words, _, last = resource.rpartition("_")
     units: tuple[tuple[float, str], ...] = ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands"), (1.0, "number"))
     if last == "bytes":

@@ -1,1 +1,1 @@
-"""FFN fusion: which blocks may run side by side, and their weights as one."""
+"""FFN fusion: which blocks may run in parallel, and their weights merged into one."""

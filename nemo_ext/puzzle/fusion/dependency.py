@@ -1,12 +1,12 @@
-"""The dependency matrix of FFN Fusion (arXiv:2503.18908): how much each block leans on the ones before it.
+"""Dependency matrix of FFN Fusion (arXiv:2503.18908): how much each block depends on the ones before it.
 
 h_j(x) = f_j(x) - x is what block j adds to the residual stream. M[i][j], i < j, is the cosine distance between h_j in
-the whole model and h_j with block i left out, the mean over the tokens of a calibration set. Where it is small, blocks
-compute nearly the same side by side as one after the other.
+the whole model and h_j with block i left out, averaged over the tokens of a calibration set. Where it is small, blocks
+compute nearly the same in parallel as in sequence.
 
-One pass through the whole model gives every block's input. Block i is left out by running on from block i + 1 with the
-input of block i, which gives row i at once. Rows are lines of JSON; what is there is not measured again. A block adds
-to the residual stream in its own precision: in bf16 what small contributions lose there is part of the distance.
+One pass through the whole model gives every block's input. Block i is left out by running from block i + 1 on with the
+input of block i, which gives row i at once. Rows are lines of JSON; existing ones are not measured again. A block adds
+to the residual stream in its own precision: in bf16, small contributions lose digits that count in the distance.
 """
 
 import json
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _UNIT = "cosine distance of a block's contribution (1 − cos)"
 _SHOWN = {"*": "\N{ASTERISK OPERATOR}", "-": "\N{EN DASH}"}
-"""Symbols that sit in the middle of a line, where the typed ones do not."""
+"""Symbols that are vertically centred, unlike the typed ones."""
 _FUSED = "#f2348b"
 _MISSING_COLOURS, _MISSING_DEPTH = "Greys", 8.0
 _LABELS = 60
@@ -46,14 +46,14 @@ _LABELS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What later blocks compute otherwise without one block.
+    """Change in later blocks when one block is left out.
 
     Attributes:
         block: 1-based number of the block that is left out.
         distances: 1-based number of a later block -> cosine distance, 0 to 2, mean over tokens.
-        blocks: of the model.
-        tokens: of the calibration set.
-        checksum: of the calibration set (`checksum`).
+        blocks: number of blocks in the model.
+        tokens: number of tokens in the calibration set.
+        checksum: checksum of the calibration set (`checksum`).
     """
 
     block: int
@@ -74,23 +74,23 @@ def measure_dependency(
 ) -> list[list[float]]:
     """Measure every pair of blocks that `file` does not have yet.
 
-    Fusion needs the pairs within runs of FFNs alone; all of them make the picture.
+    Fusion needs only the pairs within runs of FFNs; the picture needs all pairs.
 
     Args:
         parent: the model.
         calibration: this rank's tokens `[batch, seq]`.
-        file: dependency.jsonl.
+        file: path of dependency.jsonl.
         numbers: 0-based numbers of the blocks whose pairs are measured; all by default.
-        together: rows for one pass of the whole model over the calibration set; they are written together.
-        advance: told of every pass of one row over one batch, of those that the file spares too:
-            `(blocks - 1) x batches` in all.
+        together: rows per pass of the whole model over the calibration set; they are written together.
+        advance: called for every pass of one row over one batch, including those already in `file`:
+            `(blocks - 1) x batches` in total.
 
     Returns:
-        The matrix of all that the file holds now, see `read_dependency`.
+        The matrix of everything now in the file, see `read_dependency`.
 
     Raises:
-        ValueError: numbers outside the model, no calibration tokens, a file of another model or calibration set, or a
-            model that gives NaN or infinity.
+        ValueError: numbers outside the model, no calibration tokens, a file from another model or calibration set, or
+            a model that gives NaN or infinity.
     """
     count = len(parent.layers)
     wanted = sorted(set(range(count) if numbers is None else numbers))
@@ -144,9 +144,9 @@ def _check_same(rows: Iterable[Row], identity: tuple[int, int, int], file: Path)
 
 
 def checksum(calibration: Iterable[Tensor]) -> int:
-    """Of the sequences of a calibration set, whatever their order and batches.
+    """Checksum of the sequences of a calibration set, independent of their order and batches.
 
-    A sum of CRC-32 modulo 2^32, so those of parts of the set (data parallel ranks) add up to that of the whole.
+    It is a sum of CRC-32 modulo 2^32, so the checksums of parts (data-parallel ranks) add up to that of the whole.
     """
     sequences = (sequence for tokens in calibration for sequence in tokens.to("cpu", torch.int64).contiguous())
     return sum(crc32(sequence.numpy().tobytes()) for sequence in sequences) % 2**32
@@ -159,16 +159,16 @@ def distance_sums(
     *,
     advance: Callable[[int], None] = lambda passes: None,
 ) -> tuple[dict[int, Tensor], int]:
-    """Sums over tokens of the distances of some rows: sums and counts of parts of a calibration set add up.
+    """Sums over tokens of the distances of some rows; sums and counts over parts of a calibration set add up.
 
     Args:
         parent: the model.
-        later: 0-based number of a block that is left out -> the later ones to compare.
+        later: 0-based number of a block that is left out -> the later blocks to compare.
         batches: tokens `[batch, seq]`.
-        advance: told of every pass of one row over one batch.
+        advance: called for every pass of one row over one batch.
 
     Returns:
-        For each row its sums `[later blocks]` in fp64, and the number of tokens.
+        Sums `[later blocks]` in fp64 for each row, and the number of tokens.
     """
     sums = {i: torch.zeros(len(after), dtype=torch.double) for i, after in later.items()}
     tokens = 0
@@ -188,15 +188,15 @@ def distance_sums(
 
 
 def cosine_distance(first: Tensor, second: Tensor) -> Tensor:
-    """1 - cosine over the last dimension, as half the square between the directions: nothing cancels near zero.
+    """1 - cosine over the last dimension, as half the squared distance of the unit vectors: no cancellation near zero.
 
-    A vector of zeros has no direction: two of them are 0 apart, one and another vector 0.5.
+    A zero vector has no direction: two of them are 0 apart, a zero and a nonzero vector 0.5.
     """
     return (normalize(first, dim=-1) - normalize(second, dim=-1)).square().sum(-1) / 2
 
 
 def _contribution(record: tuple[Tensor, Tensor]) -> Tensor:
-    """What a block adds to its input, in fp32."""
+    """A block's contribution to the residual stream, in fp32."""
     hidden, output = record
     return output.float() - hidden.float()
 
@@ -206,7 +206,7 @@ def _none_after(parent: Parent, last: int) -> dict[int, None]:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """The rows of a file; none where there is no file.
+    """Rows in a file; empty if there is no file.
 
     Raises:
         ValueError: a line is not a row.
@@ -220,10 +220,10 @@ def _row(record: dict[str, Any]) -> Row:
 
 
 def read_dependency(file: Path) -> list[list[float]]:
-    """The matrix of a file, `[i][j]` by 0-based numbers of blocks; NaN where nothing was measured, so for all j <= i.
+    """Matrix in a file, `[i][j]` by 0-based block numbers; NaN where nothing was measured, including all j <= i.
 
     Raises:
-        ValueError: no file, or a line that is not a row.
+        ValueError: there is no file, or a line is not a row.
     """
     rows = read_rows(file)
     if not rows:
@@ -242,19 +242,19 @@ def _matrix(rows: Iterable[Row], count: int) -> list[list[float]]:
 def draw_dependency(
     matrix: Dependency, path: Path, *, pattern: Pattern, groups: Sequence[Group] = (), title: str = ""
 ) -> Path:
-    """Draw a matrix as a heat map (PNG or SVG by suffix), of the blocks of which anything was measured.
+    """Draw a matrix as a heat map (PNG or SVG by suffix), of the blocks with any measurement.
 
-    The colours follow the square root of the distance: what can be fused differs in the small ones.
+    Colours follow the square root of the distance, because the blocks that can be fused differ at small distances.
 
     Args:
-        matrix: of `measure_dependency` or `read_dependency`.
-        path: where to.
-        pattern: the model's blocks; their kinds are on the diagonal.
-        groups: blocks that are fused, outlined.
-        title: what stands above.
+        matrix: matrix from `measure_dependency` or `read_dependency`.
+        path: path of the picture.
+        pattern: the model's blocks; their kinds are drawn on the diagonal.
+        groups: fused blocks, drawn with an outline.
+        title: title of the picture.
 
     Raises:
-        ValueError: a matrix of another size than the pattern, or without any number.
+        ValueError: the matrix has another size than the pattern, or no measured number.
     """
     count = len(pattern.blocks)
     if any(len(row) != count for row in [matrix, *matrix]):
@@ -285,7 +285,7 @@ def draw_dependency(
 
 
 def _add_kinds(axis: "Axes", pattern: Pattern, numbers: Sequence[int]) -> None:
-    """Every block's kind on the diagonal."""
+    """Draws every block's kind on the diagonal."""
     from matplotlib.patches import Rectangle
 
     for place, number in enumerate(numbers):
@@ -301,7 +301,7 @@ def _outline(axis: "Axes", place: int, length: int) -> None:
 
 
 def _add_legend(axis: "Axes", pattern: Pattern, numbers: Sequence[int], *, missing: bool, fused: bool) -> None:
-    """In the empty half."""
+    """Draws the legend in the empty half."""
     from matplotlib import colormaps
     from matplotlib.patches import Patch
 
@@ -316,7 +316,7 @@ def _add_legend(axis: "Axes", pattern: Pattern, numbers: Sequence[int], *, missi
 
 
 def _label(axis: "Axes", pattern: Pattern, numbers: Sequence[int]) -> None:
-    """Number and symbol of every block, of every second, fifth or tenth where they would not fit."""
+    """Labels every block with number and symbol, or every second, fifth or tenth where they would not fit."""
     step = next((step for step in (1, 2, 5, 10, 20, 50) if len(numbers) / step <= _LABELS), 100)
     places = [place for place, number in enumerate(numbers) if step == 1 or (number + 1) % step == 0]
     blocks = [(numbers[place] + 1, pattern.blocks[numbers[place]].kind) for place in places]

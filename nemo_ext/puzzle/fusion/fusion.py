@@ -1,12 +1,12 @@
-"""FFN Fusion (arXiv:2503.18908): a run of consecutive FFN blocks becomes one wide block.
+"""FFN Fusion (arXiv:2503.18908): merge a run of consecutive FFN blocks into one wide block.
 
-Blocks of a run compute x + FFN_j(norm_j(x)), one after the other. Put side by side, on the same x, they are
+The blocks of a run compute x + FFN_j(norm_j(x)), one after the other. In parallel, on the same x, they compute
 x + sum_j FFN_j(norm_j(x)), which one FFN computes exactly: each norm's weight is folded into the columns of its block's
-first linear (a LayerNorm's bias into a bias of it), first linears are stacked along the width, second ones along their
-input. What fusion costs is the difference between one after the other and side by side, so runs are fused where blocks
+first linear (a LayerNorm's bias into its bias), first linears are stacked along the width, second ones along their
+input. The error of fusion is the difference between sequential and parallel blocks, so runs are fused where blocks
 depend on each other least.
 
-Whole checkpoints are rewritten (`fuse`), tensor by tensor; they are whole whatever the tensor parallel size of the run.
+Whole checkpoints are rewritten (`fuse`), tensor by tensor, independent of the run's tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
     from nemo_ext.checkpoint.torch_dist import TorchDistReader
 
 Dependency = Sequence[Sequence[float]]
-"""`[i][j]`, i < j, 0-based block numbers: how much what block j adds changes when block i is left out (cosine distance,
+"""`[i][j]`, i < j, 0-based block numbers: change of block j's contribution when block i is left out (cosine distance,
 see `nemo_ext.puzzle.fusion.dependency`)."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Consecutive FFN blocks that become one.
+    """Consecutive FFN blocks that are merged into one.
 
     Attributes:
-        first: 0-based number of the first.
-        last: 0-based number of the last.
+        first: 0-based number of the first block.
+        last: 0-based number of the last block.
 
     Raises:
-        ValueError: fewer than two blocks.
+        ValueError: there are fewer than two blocks.
     """
 
     first: int
@@ -57,12 +57,12 @@ class Group:
 
     @property
     def blocks(self) -> range:
-        """Their numbers."""
+        """Numbers of the blocks."""
         return range(self.first, self.last + 1)
 
 
 def runs(description: Description) -> list[Group]:
-    """Maximal runs of two or more consecutive FFN blocks; a linear-replaced block ends a run."""
+    """Maximal runs of two or more consecutive FFN blocks; a linear block ends a run."""
     found: list[Group] = []
     start: int | None = None
     for number, block in enumerate((*description.blocks, None)):
@@ -88,30 +88,30 @@ def plan(
     max_blocks: int | None = None,
     max_groups: int | None = None,
 ) -> list[Group]:
-    """Which blocks to fuse, the groups that lose least first.
+    """Groups of blocks to fuse, the least dependent group first.
 
-    Every run is cut into the fewest groups that keep to all limits together. With a measured `dependency` groups are
-    then put in the order of their mean dependency, and `largest_dependency` and `max_groups` choose among them, in this
-    order; so the groups for one step of fusing more are those of the step before and one more.
+    Every run is cut into the fewest groups that meet all limits together. With a measured `dependency`, groups are then
+    sorted by mean dependency, and `largest_dependency` and `max_groups` select among them in this order; so fusing one
+    step further adds one group to those of the step before.
 
     Args:
         description: the model.
-        dependency: measured on calibration data; without it groups come in the order of the model.
-        largest_dependency: groups with a higher mean over their pairs of blocks are left alone as a whole; they are not
-            cut further, so `max_blocks` may let parts of them pass.
-        keep_last: leave the last FFN of every run as it is: it is the most sensitive one (paper, section 3).
+        dependency: dependency measured on calibration data; without it, groups are in model order.
+        largest_dependency: groups with a higher mean over their pairs of blocks are not fused at all; they are not cut
+            further, so `max_blocks` may let parts of them pass.
+        keep_last: keep the last FFN of every run as it is: it is the most sensitive one (paper, section 3).
         max_width: largest width of a fused block.
-        max_bytes: most bytes of a fused block's weights and norm, of all tensor parallel ranks together.
-        precision: of the weights that `max_bytes` counts, `bf16` or `fp8` for example.
+        max_bytes: most bytes of a fused block's weights and norm, over all tensor-parallel ranks.
+        precision: precision of the weights that `max_bytes` counts, for example `bf16` or `fp8`.
         max_blocks: most blocks in a group.
-        max_groups: how many groups there are in the end.
+        max_groups: most groups.
 
     Returns:
-        Groups that do not overlap; none where the limits leave no two neighbours together.
+        Groups that do not overlap; empty if the limits leave no two neighbours together.
 
     Raises:
-        ValueError: norms on outputs, which no fusion can fold; a limit that cannot be one; a dependency that is not of
-            this model or lacks pairs of a group.
+        ValueError: norms are on outputs, which fusion cannot fold; a limit is invalid; the dependency is not of this
+            model or lacks pairs of a group.
     """
     if description.architecture.norm_placement != "input":
         raise ValueError(
@@ -148,10 +148,10 @@ def _ordered(groups: Sequence[Group], dependency: Dependency, blocks: int, large
 
 
 def width_of_bytes(description: Description, size: float, precision: str) -> int:
-    """The largest width of a fused block whose weights, biases and norm have at most `size` bytes; 0 if none has.
+    """Largest width of a fused block whose weights, biases and norm take at most `size` bytes; 0 if none does.
 
     Raises:
-        ValueError: an unknown precision.
+        ValueError: the precision is unknown.
     """
     one, two = (block_parameters(_alone(description, width), 1).total for width in (1, 2))
     return max(0, int((size / bytes_per_number(precision) - (2 * one - two)) // (two - one)))
@@ -166,7 +166,7 @@ def _alone(description: Description, width: int) -> Architecture:
 def _cut(
     description: Description, numbers: Sequence[int], *, max_width: int | None, max_blocks: int | None
 ) -> list[Group]:
-    """The groups that leave the fewest blocks within the limits, of lengths as equal as can be.
+    """Groups that leave the fewest blocks within the limits, with lengths as equal as possible.
 
     A block that fits in no group stays alone.
     """
@@ -192,7 +192,7 @@ def _cut(
 
 
 def mean_dependency(dependency: Dependency, group: Group) -> float:
-    """The mean over all pairs i < j of a group.
+    """Mean dependency over all pairs i < j of a group.
 
     Raises:
         ValueError: a pair was not measured (NaN).
@@ -208,10 +208,10 @@ def mean_dependency(dependency: Dependency, group: Group) -> float:
 
 
 def fused(description: Description, groups: Sequence[Group]) -> Description:
-    """The model after fusion.
+    """Description of the model after fusion.
 
     Raises:
-        ValueError: groups that overlap or hold anything but FFN blocks.
+        ValueError: groups overlap or hold anything but FFN blocks.
     """
     blocks: list[Block] = []
     starts = _by_first(description, groups)
@@ -244,7 +244,7 @@ def _fused_block(description: Description, group: Group) -> Block:
 
 
 def _brings_bias(description: Description, numbers: Sequence[int]) -> bool:
-    """Whether these blocks, fused, have biases that the model's linears do not have anyway."""
+    """True if these blocks, fused, have biases that the model's linears do not have anyway."""
     own = description.architecture
     folded = own.norm_affine and own.normalization == "LayerNorm"
     some = any(
@@ -254,12 +254,12 @@ def _brings_bias(description: Description, numbers: Sequence[int]) -> bool:
 
 
 def fuse(reader: TorchDistReader, description: Description, groups: Sequence[Group]) -> list[Work]:
-    """The work that rewrites a Megatron checkpoint of `description` as one of `fused(description, groups)`.
+    """Work that rewrites a Megatron checkpoint of `description` as one of `fused(description, groups)`.
 
     Args:
         reader: the checkpoint.
-        description: the model before.
-        groups: what is fused, in any order.
+        description: the model before fusion.
+        groups: groups to fuse, in any order.
     """
     target = fused(description, groups)
     starts = _by_first(description, groups)
@@ -290,7 +290,7 @@ def _copied(reader: TorchDistReader, piece: Piece, number: int | None, origin: i
 
 
 def _fused_work(reader: TorchDistReader, description: Description, group: Group, made: Sequence[Piece]) -> Work:
-    """All tensors of a fused block at once: each of its parts is read once."""
+    """Work for all tensors of a fused block at once, so that each part is read once."""
     prefix = f"{_layer(group.first)}mlp."
     dtype = reader.tensors[f"{prefix}linear_fc1.weight"].dtype
     names = [piece.key.split(".mlp.", 1)[1] for piece in made]
@@ -308,16 +308,16 @@ def _fused_work(reader: TorchDistReader, description: Description, group: Group,
 
 
 def fuse_weights(parts: Sequence[Mapping[str, Tensor]], description: Description) -> dict[str, Tensor]:
-    """The weights of one FFN block that computes the sum of several on the same input.
+    """Weights of one FFN block that computes the sum of several on the same input.
 
     Args:
         parts: each block's tensors by their names in Megatron's checkpoint after `mlp.`: `linear_fc1.weight`
             `[ffn or 2 x ffn, hidden]`, `linear_fc2.weight` `[hidden, ffn]`, `linear_fc1.layer_norm_weight` ...; folding
             is computed in fp64.
-        description: for the norm, the gate and the biases.
+        description: the model, for the norm, the gate and the biases.
 
     Returns:
-        The fused block's tensors by the same names, of the parts' type.
+        Tensors of the fused block by the same names, in the parts' dtype.
     """
     import torch
 
@@ -348,7 +348,7 @@ def fuse_weights(parts: Sequence[Mapping[str, Tensor]], description: Description
 
 
 def _folded(part: Mapping[str, Tensor], description: Description) -> tuple[Tensor, Tensor | None]:
-    """A block's first linear with its norm folded in: the weight in its own type, the bias in fp64."""
+    """First linear of a block with its norm folded in: the weight in its own dtype, the bias in fp64."""
     given = part["linear_fc1.weight"]
     weight = given.double()
     bias = part["linear_fc1.bias"].double() if "linear_fc1.bias" in part else None
@@ -358,5 +358,5 @@ def _folded(part: Mapping[str, Tensor], description: Description) -> tuple[Tenso
     if "linear_fc1.layer_norm_bias" in part:
         shift = weight @ part["linear_fc1.layer_norm_bias"].double()
         bias = shift if bias is None else bias + shift
-    # Back at once: a fused block is large, and one part at a time in fp64 is all that needs room.
+    # Cast back at once: a fused block is large, and only one part at a time needs to be held in fp64.
     return (weight * scale).to(given.dtype), bias

@@ -1,1 +1,1 @@
-"""The stages that look into a model."""
+"""Stages that run a model."""

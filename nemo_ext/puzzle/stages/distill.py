@@ -1,9 +1,9 @@
 """Block-wise local distillation: every variant learns its parent block's output from the parent's own input.
 
 One forward pass of the parent serves many variants: each sees the input that the parent's block saw, and is trained to
-give what the block gave, alone, without a thought of what comes after (Puzzle, section 3.1; "decoupled": attention and
-FFN variants apart). The loss is the mean squared error over the parent's own contribution,
-|variant(x) - block(x)|^2 / |block(x) - x|^2, so 1 is what a no-op has.
+reproduce the block's output by itself, regardless of later blocks (Puzzle, section 3.1; "decoupled": attention and
+FFN variants apart). The loss is the mean squared error relative to the parent block's own contribution,
+|variant(x) - block(x)|^2 / |block(x) - x|^2, so a no-op has a loss of 1.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,13 +27,13 @@ from nemo_ext.puzzle.variants import KEEP, Variant
 
 @dataclass(frozen=True)
 class Result:
-    """How well a variant learnt its block.
+    """Training result of a variant.
 
     Attributes:
-        block: 1-based number.
-        variant: its name.
+        block: 1-based number of the block.
+        variant: name of the variant.
         first: normalised error of the initial weights on the first batch.
-        last: mean over the last tenth of the steps.
+        last: mean normalised error over the last tenth of the steps.
     """
 
     block: int
@@ -43,7 +43,7 @@ class Result:
 
 
 def trainable(found: Sequence[Sequence[Variant]]) -> list[Variant]:
-    """The variants that have weights of their own."""
+    """Variants with weights of their own."""
     return [variant for each in found for variant in each if variant.block is not None and variant.name != KEEP]
 
 
@@ -60,31 +60,31 @@ def distill(
 ) -> list[Result]:
     """Train every variant of `library` that is not in `trained` yet.
 
-    Data parallel: every rank has its part of each batch, gradients are those of the whole batch.
+    Data parallel: every rank has its part of each batch, and gradients are averaged over ranks.
 
     Args:
         parent: the model.
-        found: of `variants`.
-        library: initial weights.
-        trained: where trained weights go; a group of variants is written when its last step is done, and a checkpoint
-            of the group in training every `training.save_interval` steps.
-        batches: this rank's tokens `[batch, seq]` from the given step on: every group of variants sees the same ones,
-            so results do not depend on how they are grouped or interrupted.
+        found: variants of each block, from `variants`.
+        library: library of initial weights.
+        trained: library of trained weights; a group of variants is written after its last step, and a checkpoint of the
+            group in training every `training.save_interval` steps.
+        batches: this rank's tokens `[batch, seq]` from the given step on; all groups of variants see the same ones, so
+            results do not depend on grouping or interruptions.
         training: see `Training`.
-        shard: `found` are this one's, while others train theirs into the same library: its checkpoints have a name of
-            their own. Without one, checkpoints that shards left are taken up.
-        advance: told of every step of a group, times its variants; also of those that need not be done again.
+        shard: shard that `found` belongs to, while others train theirs into the same library; its checkpoints have
+            names of their own. Without one, checkpoints left by shards are resumed.
+        advance: called for every step of a group with the number of its variants; also for steps already done.
 
     Returns:
-        One result a trainable variant, in their order.
+        One result per trainable variant, in order.
 
     Raises:
-        ValueError: too few batches, or a checkpoint of another training.
+        ValueError: there are too few batches, or a checkpoint is from another training.
     """
     every = {(variant.number, variant.name): variant for variant in trainable(found)}
     todo = data_parallel.agreed(lambda: [key for key, variant in every.items() if not trained.has(variant)])
     begun = data_parallel.agreed(lambda: _begun(trained, training, shard))
-    for file in [file for file, keys in begun.items() if not {*keys} & {*todo}]:  # its files were written all the same
+    for file in [file for file, keys in begun.items() if not {*keys} & {*todo}]:  # all of its variants are written
         del begun[file]
         data_parallel.written(file.unlink)
     interrupted = {key for keys in begun.values() for key in keys}
@@ -99,7 +99,7 @@ def distill(
 
 
 def results(found: Sequence[Sequence[Variant]], trained: Library) -> list[Result]:
-    """How well the trained variants learnt, from their files."""
+    """Training results of the trained variants, read from their files."""
     made = []
     for variant in trainable(found):
         notes = trained.notes(variant)
@@ -119,7 +119,7 @@ def _train_group(
 ) -> None:
     layers: list[Any] = [library.layer(parent, variant) for variant in group]
     weights = [list(layer.parameters()) for layer in layers]
-    # What the optimizer changes is fp32; of a bf16 layer its own copy.
+    # The optimizer updates fp32 master weights; for a bf16 layer these are copies.
     masters = [[each.detach().float().requires_grad_() for each in own] for own in weights]
     optimizers = [torch.optim.AdamW(each, lr=training.lr, weight_decay=0.0) for each in masters]
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, _decay(training.steps)) for each in optimizers]
@@ -200,7 +200,7 @@ def _prefix(variant: Variant) -> str:
 
 
 def _begun(trained: Library, training: Training, shard: Shard | None) -> dict[Path, list[tuple[int, str]]]:
-    """The groups whose training was interrupted, by checkpoint; their files may have been written in part."""
+    """Groups whose training was interrupted, by checkpoint; some of their files may already be written."""
     every = [_checkpoint(trained, shard)] if shard else sorted(trained.folder.glob("in_training*.pt"))
     begun = {}
     for file in every:
@@ -220,6 +220,6 @@ def _error(parent: Parent, variant: Variant, layer: torch.nn.Module, hidden: Ten
 
 
 def _decay(steps: int) -> Callable[[int], float]:
-    """A cosine to zero after a warm-up over a twentieth of the steps."""
+    """Cosine decay to zero after a warm-up over a twentieth of the steps."""
     warm_up = max(1, steps // 20)
     return lambda step: min((step + 1) / warm_up, 0.5 * (1 + cos(pi * min(1.0, step / steps))))

@@ -1,4 +1,4 @@
-"""The language model loss of a parent with some blocks replaced, on validation data."""
+"""Language model loss of a parent with some blocks replaced, on validation data."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,12 +13,12 @@ from nemo_ext.puzzle.stages.measure import seconds_in_turn
 
 
 def loss(parent: Parent, batches: Sequence[Tensor], replaced: Replaced | None = None) -> float:
-    """Mean loss in nats a token, over all ranks.
+    """Mean loss in nats per token, over all ranks.
 
     Args:
         parent: the model.
         batches: this rank's tokens `[batch, seq]`; the next token is the label.
-        replaced: other layers, None for a block that is left out.
+        replaced: replacement layers, None for a block that is left out.
     """
     total = torch.zeros(2, dtype=torch.double)
     with torch.no_grad():
@@ -31,7 +31,7 @@ def loss(parent: Parent, batches: Sequence[Tensor], replaced: Replaced | None = 
 
 
 def forward_seconds(parent: Parent, other: Parent, tokens: Tensor) -> tuple[list[float], list[float]]:
-    """Seconds of a forward pass over tokens `[batch, seq]` of two models that take turns: of each in every round."""
+    """Seconds per forward pass over tokens `[batch, seq]` of two models that take turns, one value each per round."""
 
     def forward(model: Parent) -> Tensor:
         with torch.no_grad():

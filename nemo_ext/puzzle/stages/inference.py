@@ -1,4 +1,4 @@
-"""Blocks in Megatron's own inference: one layer of a parent, with the cache that it keeps while text is generated."""
+"""Blocks in Megatron's own inference: one layer of a parent, with the cache that it keeps during generation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +14,10 @@ class Inference:
     """Part of a model in Megatron's static inference; `open_inference` makes one.
 
     Args:
-        decoder: the stack, with the layers that are to run.
-        rotary: the model's rotary embedding for `length` tokens, None where it has none.
-        batch: sequences.
-        length: tokens of a sequence that the cache has room for.
+        decoder: the stack, holding the layers to run.
+        rotary: the model's rotary embedding for `length` tokens, None if it has none.
+        batch: batch size.
+        length: cache capacity in tokens per sequence.
     """
 
     def __init__(self, decoder: Any, rotary: Tensor | None, *, batch: int, length: int) -> None:
@@ -27,7 +27,7 @@ class Inference:
         self.context = StaticInferenceContext(batch, length)
 
     def __call__(self, hidden: Tensor, *, start: int) -> Tensor:
-        """Output `[seq, batch, hidden]` for the tokens from 0-based `start` on; those before are in the cache."""
+        """Output `[seq, batch, hidden]` for tokens from 0-based position `start` on; earlier ones are in the cache."""
         self.at(start)
         return self.decoder(hidden, None, inference_context=self.context, rotary_pos_emb=self.rotary)
 
@@ -38,18 +38,18 @@ class Inference:
 
     @property
     def cache(self) -> list[Tensor]:
-        """What the layers have allocated: keys and values, or convolution and scan states."""
+        """Tensors that the layers have allocated: keys and values, or convolution and scan states."""
         return [tensor for pair in self.context.key_value_memory_dict.values() for tensor in pair]
 
     def fill(self) -> None:
-        """Random numbers for everything in the cache: what was only allocated may be slow to compute with."""
+        """Fills the cache with random numbers: memory that was only allocated may be slow to compute with."""
         for tensor in self.cache:
             tensor.normal_()
 
 
 @contextmanager
 def open_inference(parent: Parent, layer: torch.nn.Module | None, *, batch: int, length: int) -> Iterator[Inference]:
-    """While open, the parent's stack has this layer alone and no final norm; without a layer, the norm alone."""
+    """Reduces the parent's stack to one layer without the final norm, or without a layer to the norm alone."""
     from megatron.core.inference.utils import InferenceMode
 
     decoder = parent.model.decoder
@@ -64,7 +64,7 @@ def open_inference(parent: Parent, layer: torch.nn.Module | None, *, batch: int,
 
 
 def _rotary(model: Any, length: int) -> Tensor | None:
-    """The embedding that HybridModel hands to all of its blocks; a model computes it once for all of them."""
+    """Rotary embedding that HybridModel passes to all blocks; a model computes it once for all of them."""
     if model.position_embedding_type not in ("rope", "yarn"):
         return None
     embedding = model.rotary_pos_emb(length)
@@ -73,10 +73,10 @@ def _rotary(model: Any, length: int) -> Tensor | None:
 
 @contextmanager
 def _decodes_batches(layer: Any) -> Iterator[None]:
-    """Static decoding of more than one sequence by a Mamba-2 layer.
+    """Makes a Mamba-2 layer decode more than one sequence statically.
 
-    Megatron-Core 0.19's mixer hands `[1, batch, width]` to a step that takes `[batch, 1, width]`: without this, the
-    sequences of a batch are taken for the tokens of one (`MambaMixer._decode` in core/ssm/mamba_mixer.py).
+    Megatron-Core 0.19's mixer passes `[1, batch, width]` to a step that takes `[batch, 1, width]`: without this, the
+    sequences of a batch are taken for the tokens of one sequence (`MambaMixer._decode` in core/ssm/mamba_mixer.py).
     """
     mixer = getattr(layer, "mixer", None)
     step = getattr(mixer, "_ssm_decode", None)

@@ -1,8 +1,8 @@
-"""A variant's first weights, taken from the parent's block.
+"""Initial weights of a variant, taken from the parent's block.
 
-Tensors are named as in Megatron's checkpoint after `decoder.layers.N.`. What is kept of a block is chosen by an
-importance measured on calibration data (`Importance`); without one, by the norm of the weights that carry a channel,
-head or expert back to the residual stream.
+Tensors are named as in Megatron's checkpoint after `decoder.layers.N.`. The parts of a block that are kept are chosen
+by an importance measured on calibration data (`Importance`); without one, by the norm of the weights that carry a
+channel, head or expert back to the residual stream.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Tensors = Mapping[str, "Tensor"]
 
 @dataclass(frozen=True)
 class Importance:
-    """How much each part of a block does on calibration data; larger is more.
+    """Importance of each part of a block on calibration data; larger is more important.
 
     Attributes:
-        channels: of an MLP, `[ffn]`; of experts, `[experts, ffn]`.
+        channels: importance of channels, `[ffn]` for an MLP, `[experts, ffn]` for experts.
         experts: router mass of each expert, `[experts]`.
-        heads: of a Mamba-2 block, `[heads]`.
+        heads: importance of the heads of a Mamba-2 block, `[heads]`.
     """
 
     channels: Tensor | None = None
@@ -38,17 +38,17 @@ class Importance:
 def initial_weights(
     parent: Block, variant: Block, tensors: Tensors, architecture: Architecture, importance: Importance | None = None
 ) -> dict[str, Tensor]:
-    """The tensors of a variant.
+    """Tensors of a variant.
 
     Args:
         parent: the parent's block with all values.
-        variant: what it becomes, of the same kind, with all values.
+        variant: the block that it becomes, of the same kind, with all values.
         tensors: the parent block's tensors.
-        architecture: of the parent.
-        importance: measured; None for the norms of weights.
+        architecture: the parent's architecture.
+        importance: measured importance; None to use the norms of weights.
 
     Raises:
-        ValueError: a variant that is not smaller than its parent, or of another kind.
+        ValueError: the variant is larger than its parent, of another kind, or differs in a value that must stay.
     """
     if variant.kind != parent.kind or parent.is_linear:
         raise ValueError(f"{variant} cannot be made from {parent}: a variant is of its parent's kind")
@@ -75,7 +75,7 @@ def initial_weights(
 
 
 def _fewer_kv_heads(parent: Block, variant: Block, tensors: Tensors) -> dict[str, Tensor]:
-    """Neighbouring groups share the mean of their keys and of their values (GQA, arXiv:2305.13245)."""
+    """Mean-pools the keys and values of neighbouring groups (GQA, arXiv:2305.13245)."""
     import torch
 
     heads, groups, head_dim = (parent.size(name) for name in ("heads", "kv", "head_dim"))
@@ -92,7 +92,7 @@ def _fewer_kv_heads(parent: Block, variant: Block, tensors: Tensors) -> dict[str
         queries = grouped[:, :each].reshape(fewer, merged * each, head_dim, *fused.shape[1:])
         pooled = grouped[:, each:].reshape(fewer, merged, 2, head_dim, *fused.shape[1:]).mean(1)
         made[f"self_attention.linear_qkv.{name}"] = torch.cat([queries, pooled], dim=1).reshape(-1, *fused.shape[1:])
-    # A QK norm over the full width holds one weight a key channel.
+    # A QK norm over the full width holds one weight per key channel.
     width = tensors.get("self_attention.k_layernorm.weight")
     if width is not None and width.shape[0] == groups * head_dim:
         made["self_attention.k_layernorm.weight"] = width.reshape(fewer, merged, head_dim).mean(1).reshape(-1)
@@ -116,7 +116,7 @@ def _narrower_mlp(
 
 
 def _fewer_mamba_heads(parent: Block, variant: Block, tensors: Tensors, importance: Tensor | None) -> dict[str, Tensor]:
-    """As many heads of every group, because a group's B and C serve equally many heads."""
+    """Keeps equally many heads of every group, because a group's B and C serve equally many heads."""
     import torch
 
     heads, head_dim, groups = (parent.size(name) for name in ("heads", "head_dim", "groups"))
@@ -147,7 +147,7 @@ def _smaller_moe(parent: Block, variant: Block, tensors: Tensors, importance: Im
         router = ("mlp.router.weight", "mlp.router.expert_bias", "mlp.router.bias")
         made |= {name: tensors[name][kept] for name in router if name in tensors}
     if variant.size("ffn") < parent.size("ffn"):
-        halves = first.shape[1] // second.shape[2]  # 2 for experts with a gate
+        halves = first.shape[1] // second.shape[2]  # 2 for gated experts
         width = variant.size("ffn")
         narrow = [_largest(row, width) for row in channels]
         cut = [torch.cat([h[k] for h in e.chunk(halves)]) for e, k in zip(first, narrow, strict=True)]
@@ -160,7 +160,7 @@ def _smaller_moe(parent: Block, variant: Block, tensors: Tensors, importance: Im
 
 
 def _linear(parent: Block, tensors: Tensors, architecture: Architecture) -> dict[str, Tensor]:
-    """One linear map after the block's norm, as if every token saw itself alone and nothing were gated.
+    """One linear map after the block's norm, as if every token attended to itself alone and nothing were gated.
 
     Attention: output x value; an FFN: down x up; Mamba-2: out_proj x the rows of x (Puzzle, section 3). MoE: the shared
     expert's product, or the mean of the experts'.
@@ -198,7 +198,7 @@ def _linear(parent: Block, tensors: Tensors, architecture: Architecture) -> dict
 
 
 def _norms(tensors: Tensors, at: str, norm: str, architecture: Architecture) -> dict[str, Tensor]:
-    """The block's norm under the name it has before a linear map; a neutral one where the parent's is on its output."""
+    """The block's norm under its name before a linear map; a neutral one if the parent's norm is on its output."""
     import torch
 
     if architecture.norm_affine and architecture.norm_placement == "output":
@@ -207,7 +207,7 @@ def _norms(tensors: Tensors, at: str, norm: str, architecture: Architecture) -> 
 
 
 def _largest(importance: Tensor, count: int) -> Tensor:
-    """Indices of the largest values, in their order."""
+    """Indices of the largest values, ascending."""
     import torch
 
     return torch.sort(torch.topk(importance, count).indices).values

@@ -1,8 +1,8 @@
-"""The block library: the weights of every variant of every block, one file each, made once and found again.
+"""Block library: the weights of every variant of every block, one file each, made once and reused.
 
     FOLDER/block_003/ffn256.safetensors     tensors by their names in Megatron's checkpoint after `decoder.layers.N.`
 
-A variant that is there is not made again. `keep` and `no_op` need no file.
+Existing variants are not made again. `keep` and `no_op` need no file.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,21 +30,21 @@ class Library:
     """A folder of variants.
 
     Attributes:
-        folder: where it is.
+        folder: path of the folder.
     """
 
     folder: Path
 
     def file(self, variant: Variant) -> Path:
-        """Where a variant's weights are; 1-based like everything that people read."""
+        """Path of a variant's weights; block numbers are 1-based, as in all user-facing names."""
         return self.folder / f"block_{variant.number + 1:03d}" / f"{variant.name}.safetensors"
 
     def has(self, variant: Variant) -> bool:
-        """Whether a variant is there, or needs no weights of its own."""
+        """True if a variant is in the library or needs no weights of its own."""
         return variant.name in (KEEP, NO_OP) or self.file(variant).is_file()
 
     def write(self, variant: Variant, tensors: dict[str, Tensor], **notes: str) -> None:
-        """Write a variant's weights, and notes with them; the file has its name when it is complete."""
+        """Write a variant's weights with notes as metadata; the file gets its name once it is complete."""
         file = self.file(variant)
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_name(f".{file.name}")
@@ -56,10 +56,10 @@ class Library:
         unfinished.replace(file)
 
     def read(self, variant: Variant) -> dict[str, Tensor]:
-        """A variant's weights.
+        """Weights of a variant.
 
         Raises:
-            ValueError: it is not there, or was made of another block.
+            ValueError: it is not in the library, or was made from another block.
         """
         if (made_of := self.notes(variant).get(BLOCK)) != str(variant.block):
             raise ValueError(
@@ -68,10 +68,10 @@ class Library:
         return load_file(self.file(variant))
 
     def notes(self, variant: Variant) -> dict[str, str]:
-        """What was written with a variant's weights.
+        """Metadata written with a variant's weights.
 
         Raises:
-            ValueError: it is not there.
+            ValueError: it is not in the library.
         """
         if not self.file(variant).is_file():
             raise ValueError(f"{self.file(variant)}: not in the library: run the stage `library` first")
@@ -80,7 +80,7 @@ class Library:
         return found
 
     def layer(self, parent: Parent, variant: Variant) -> torch.nn.Module | None:
-        """The layer of a variant, ready to stand in its block's place; None for a no-op."""
+        """Layer of a variant, ready to replace its block; None for a no-op."""
         if variant.block is None:
             return None
         if variant.name == KEEP:
@@ -97,16 +97,16 @@ def build(
     calibration: Sequence[Tensor],
     advance: Callable[[int], None] = lambda count: None,
 ) -> int:
-    """Make the variants that are not there yet; returns how many.
+    """Make the variants that are missing; returns how many were made.
 
     Args:
         parent: the model.
-        description: of the model.
-        found: of `variants`.
-        library: where they go.
-        calibration: this rank's tokens `[batch, seq]` on which importance is measured; empty to go by the norms of
+        description: the model's description.
+        found: variants of each block, from `variants`.
+        library: library that they are written to.
+        calibration: this rank's tokens `[batch, seq]` on which importance is measured; empty to use the norms of
             weights.
-        advance: told of every variant that is dealt with.
+        advance: called with 1 for every variant, made or found.
     """
     missing = data_parallel.agreed(lambda: [(v.number, v.name) for each in found for v in each if not library.has(v)])
     measured = importance(parent, description, calibration) if missing and calibration else {}
@@ -130,13 +130,13 @@ def build(
 
 
 def importance(parent: Parent, description: Description, calibration: Sequence[Tensor]) -> dict[int, Importance]:
-    """How much channels, experts and heads of every block do on calibration data.
+    """Importance of the channels, experts and heads of every block on calibration data.
 
-    MLP channels: mean of |activation| x norm of the column that carries it on (Puzzle, section 3.2). Mamba-2 heads:
-    root mean square of the head's output x norm of its columns. Experts: the router mass that they get.
+    MLP channels: mean of |activation| x norm of the channel's output column (Puzzle, section 3.2). Mamba-2 heads: root
+    mean square of the head's output x norm of its columns. Experts: total router weight.
 
     Returns:
-        By 0-based number; attention blocks have none.
+        Importance by 0-based block number; attention blocks have none.
     """
     sums: dict[int, Tensor] = {}
     with ExitStack() as hooks, torch.no_grad():
@@ -175,7 +175,7 @@ def _measured_modules(parent: Parent, description: Description) -> Iterator[tupl
         elif block.kind == "M":
             yield number, layer.mixer.out_proj, lambda args, output: args[0].float().square().flatten(0, -2).sum(0)
         elif block.kind == "E":
-            # The router gives the weight of every expert for every token, `[tokens, experts]`, first.
+            # The router's first output is the weight of every expert for every token, `[tokens, experts]`.
             yield number, layer.mlp.router, lambda args, output: output[0].float().flatten(0, -2).sum(0)
 
 

@@ -1,14 +1,14 @@
-"""What blocks take on this machine: seconds of prefill and of a decoding step, bytes of weights, cache and activations.
+"""Cost of blocks on this machine: seconds of prefill and of a decoding step, bytes of weights, cache and activations.
 
 Every distinct block is built once as Megatron's own layer, run in Megatron's static inference (a key-value cache for
 attention, convolution and scan states for Mamba-2) at a serving shape, timed with `torch.utils.benchmark`, and freed.
-Seconds are the median over repetitions and the spread their interquartile range. Weights and hidden states may be any:
-time does not depend on them but for MoE routing, for which the layer's own router sees random hidden states.
+Seconds are the median over repetitions, the spread is their interquartile range. Weights and hidden states are
+arbitrary: they do not affect time except through MoE routing, where the layer's own router sees random hidden states.
 
 What is timed is eager Megatron, not a serving engine: small blocks wait for kernel launches, a windowed block's cache
 is as long as the context, keys are rotated again at every step, and weights may stay in the device's cache between
-repetitions. Results are lines of JSON under a first line that says on what machine, of what model and at what shape
-they were taken; a file of other conditions is refused, because a search needs one number a block, all comparable.
+repetitions. Results are lines of JSON under a first line that gives the machine, the model and the shape; a file taken
+under other conditions is refused, because a search needs one number per block, all comparable.
 """
 
 import importlib.util
@@ -34,7 +34,7 @@ from nemo_ext.puzzle.stages.initialise import initial_weights
 from nemo_ext.puzzle.variants import KEEP, NO_OP, Variant
 
 ROUNDS = 5
-"""Repetitions at least, however long one takes: a spread of fewer says nothing."""
+"""Least number of repetitions, however long each takes: the spread of fewer means nothing."""
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
@@ -44,7 +44,7 @@ MODEL_WIDE = (
     *("bias_activation_fusion", "bias_dropout_fusion", "moe_latent_size", "moe_grouped_gemm", "moe_permute_fusion"),
     *("moe_token_dispatcher_type", "moe_router_score_function", "moe_router_num_groups", "moe_shared_expert_gate"),
 )
-"""Fields of Megatron's config on which a block's time depends and that its notation does not say."""
+"""Fields of Megatron's config that affect a block's time and are not in its notation."""
 
 STACK_WIDE = (
     *("norm_affine", "norm_placement", "qk_norm_scope", "fused_squared_relu", "position_embedding_type"),
@@ -54,17 +54,17 @@ STACK_WIDE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one block takes.
+    """Measurements of one block.
 
     Attributes:
-        block: with all of its values, in the notation; `outside`, or `no_op`.
-        prefill_seconds: a whole batch of prompts, median.
+        block: notation of the block with all of its values; or `outside`, or `no_op`.
+        prefill_seconds: seconds for a whole batch of prompts, median.
         prefill_spread: interquartile range of the same.
-        decode_seconds: one token of every sequence of the batch at full context, median.
+        decode_seconds: seconds for one token of every sequence of the batch at full context, median.
         decode_spread: interquartile range of the same.
-        weight_bytes: of the layer's parameters.
-        cache_bytes: what Megatron allocated for the batch: full context for windows too, in the model's precision.
-        activation_bytes: the most that prefill held beside weights, cache and input; None where there is no GPU.
+        weight_bytes: bytes of the layer's parameters.
+        cache_bytes: bytes Megatron allocated for the batch: full context even for windows, in the model's precision.
+        activation_bytes: peak bytes of prefill beyond weights, cache and input; None without a GPU.
     """
 
     block: str
@@ -87,16 +87,16 @@ NOTHING = Measured(
     cache_bytes=0,
     activation_bytes=0,
 )
-"""What a no-op takes."""
+"""Measurements of a no-op."""
 
 
 def block_key(block: Block | None) -> str:
-    """How a block is called in results: its notation, `no_op` for none."""
+    """Key of a block in results: its notation, or `no_op` for none."""
     return NO_OP if block is None else str(block)
 
 
 def distinct_blocks(found: Sequence[Sequence[Variant]]) -> dict[str, Variant]:
-    """Key -> the first variant that is this block, no-ops left out; equal blocks of other depths take as long."""
+    """Key -> the first variant with this block, without no-ops; equal blocks at other depths take as long."""
     distinct: dict[str, Variant] = {}
     for variant in (variant for each in found for variant in each):
         if variant.block is not None:
@@ -114,23 +114,23 @@ def measure_blocks(
     min_seconds: float = 0.2,
     advance: Callable[[int], None] = lambda count: None,
 ) -> dict[str, Measured]:
-    """Measure every distinct block, and what stands outside, that has no line in `file` yet.
+    """Measure every distinct block, and the part outside the blocks, unless `file` already has a line for it.
 
     Args:
         parent: the model, in the precision to measure in.
-        found: of `variants`.
-        layer_of: the layer of a variant (`Library.layer`, or `initial_layer` where there is no library).
-        serving: batch, prompt, context and precision; `cache_precision`, `flops` and `bandwidth` have no say here.
-        file: measured.jsonl.
-        min_seconds: how long each of the two numbers is repeated for, at least `ROUNDS` times.
-        advance: told of every distinct block that is dealt with, and of the outside: `distinct_blocks` plus one.
+        found: variants of each block, from `variants`.
+        layer_of: returns the layer of a variant (`Library.layer`, or `initial_layer` without a library).
+        serving: batch, prompt, context and precision; `cache_precision`, `flops` and `bandwidth` are not used.
+        file: path of measured.jsonl.
+        min_seconds: least time that each of the two numbers is repeated for, in at least `ROUNDS` repetitions.
+        advance: called with 1 for every distinct block and for the outside: `len(distinct_blocks) + 1` times.
 
     Returns:
-        By `block_key`, with `no_op` and `outside`.
+        Measurements by `block_key`, including `no_op` and `outside`.
 
     Raises:
-        ValueError: a precision that is not the parent's or not to be had here; a line of `file` that is no
-            measurement, or a file of another machine, model or shape.
+        ValueError: the precision is not the parent's or is not available here; a line of `file` is no measurement, or
+            `file` is from another machine, model or shape.
     """
     taken_under = conditions(parent, serving)
     known = read_measured(file, taken_under)
@@ -149,7 +149,7 @@ def measure_blocks(
 
 
 def measured_costs(analytic: Mapping[str, float], measured: Measured) -> dict[str, float]:
-    """The costs of a block (`cost.block_costs`, `cost.outside_costs`) with measured seconds in place of the roofline's.
+    """Costs of a block (`cost.block_costs`, `cost.outside_costs`) with measured seconds in place of the roofline's.
 
     Bytes stay those of the cost model: a serving engine's cache ends at the window, Megatron's static one does not.
     """
@@ -158,12 +158,12 @@ def measured_costs(analytic: Mapping[str, float], measured: Measured) -> dict[st
 
 
 def initial_layer(parent: Parent, description: Description, variant: Variant) -> torch.nn.Module | None:
-    """A variant's layer without a library, its weights cut out of the parent's; None for a no-op.
+    """Layer of a variant without a library, its weights cut out of the parent's; None for a no-op.
 
     Args:
         parent: the model.
-        description: of the model.
-        variant: of one of its blocks.
+        description: the model's description.
+        variant: a variant of one of its blocks.
     """
     if variant.block is None:
         return None
@@ -199,7 +199,7 @@ def _measure_variant(
 
 
 def _measure_outside(parent: Parent, serving: Serving, min_seconds: float) -> Measured:
-    """Embedding of all tokens, final norm, logits of every sequence's last token: the model without its blocks."""
+    """Measures the model without its blocks: token embedding, final norm, logits of each sequence's last token."""
     model = parent.model
     device = next(model.parameters()).device
     tokens = torch.randint(model.vocab_size, (serving.batch, serving.prompt), device=device)
@@ -230,8 +230,8 @@ def _measure(
     weights: torch.nn.Module,
     min_seconds: float,
 ) -> Measured:
-    # Megatron compiles its fused functions, and torch gives up after a number of shapes: without this a block's time
-    # would depend on the blocks before it.
+    # Megatron compiles its fused functions, and torch gives up after a number of shapes: without the reset a block's
+    # time would depend on the blocks before it.
     torch.compiler.reset()
     prefill()
     inference.fill()
@@ -253,7 +253,7 @@ def _measure(
 
 
 def median_seconds(run: Callable[[], Tensor], min_seconds: float) -> tuple[float, float]:
-    """Median and interquartile range of one run; the timer waits for the device."""
+    """Median and interquartile range of the seconds of one run; the timer waits for the device."""
     from torch.utils.benchmark import Measurement, Timer
 
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
@@ -263,8 +263,8 @@ def median_seconds(run: Callable[[], Tensor], min_seconds: float) -> tuple[float
 
 
 def seconds_in_turn(runs: Sequence[Callable[[], Tensor]], min_seconds: float) -> list[list[float]]:
-    """Median seconds of each run in each of `ROUNDS` rounds, in which the runs take turns: what slows the machine for
-    a while slows all of them.
+    """Median seconds of each run in each of `ROUNDS` rounds, in which the runs take turns, so that a slowdown of the
+    machine affects all of them.
     """
     from torch.utils.benchmark import Timer
 
@@ -287,10 +287,10 @@ def _peak_bytes(run: Callable[[], Tensor]) -> int | None:
 
 
 def conditions(parent: Parent, serving: Serving) -> dict[str, Any]:
-    """All that measurements depend on beside the block: machine, versions, shape, model.
+    """Everything besides the block that measurements depend on: machine, versions, shape, model.
 
     Raises:
-        ValueError: a precision that is not the parent's or not to be had here; a context too short to decode in.
+        ValueError: the precision is not the parent's or is not available here; the context is too short to decode.
     """
     config = parent.model_config.transformer
     own = "fp8" if config.fp8 else PRECISIONS.get(config.params_dtype)
@@ -334,7 +334,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The CPU's name; Linux has it in /proc alone."""
+    """Name of the CPU; Linux has it only in /proc."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
@@ -342,10 +342,10 @@ def _processor() -> str:
 
 
 def read_measured(file: Path, taken_under: Mapping[str, Any]) -> dict[str, Measured]:
-    """The measurements of a file, by `block_key`; a last line that a kill cut short is left out.
+    """Measurements in a file, by `block_key`; a last line that was cut short by a kill is left out.
 
     Raises:
-        ValueError: they were taken under other conditions, or a line is no measurement.
+        ValueError: they were taken under other conditions, or a line is not a measurement.
     """
     if not file.is_file():
         return {}

@@ -1,4 +1,4 @@
-"""The child that a choice of variants makes: its description, and its checkpoint out of parent and library."""
+"""The child made by a choice of variants: its description, and its checkpoint from parent and library."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def child(parent: Description, choice: Sequence[Variant]) -> Description:
-    """The description of a child.
+    """Description of a child.
 
     Args:
         parent: the description of the parent.
-        choice: one variant for each of its blocks, in order.
+        choice: one variant for each of the parent's blocks, in order.
 
     Raises:
-        ValueError: not one for each block, or a child without any block.
+        ValueError: the choice is not one variant per block, or the child has no block.
     """
     if [variant.number for variant in choice] != list(range(len(parent.blocks))):
         raise ValueError(f"a child needs one variant for each of the {len(parent.blocks)} blocks, in their order")
@@ -46,10 +46,10 @@ def child(parent: Description, choice: Sequence[Variant]) -> Description:
 
 
 def _shortened(architecture: Architecture, block: Block) -> Block:
-    """The block without the values that the model gives it anyway."""
+    """The block without the values that the model implies anyway."""
     values = dict(block.values)
     for name, _ in block.values:
-        # Where the model gives windows by number, a block that moves up keeps its own.
+        # Where the model sets windows by layer number, a block that moves up keeps its own.
         if name == "window" and architecture.window_attn_skip_freq is not None:
             continue
         without = Block(block.kind, tuple((key, value) for key, value in values.items() if key != name))
@@ -59,13 +59,13 @@ def _shortened(architecture: Architecture, block: Block) -> Block:
 
 
 def realise(reader: TorchDistReader, parent: Description, choice: Sequence[Variant], library: Library) -> list[Work]:
-    """The work that writes a child's checkpoint: kept blocks from the parent's, others from the library.
+    """Work that writes a child's checkpoint: kept blocks from the parent, others from the library.
 
     Args:
         reader: the parent's checkpoint.
-        parent: its description.
+        parent: the parent's description.
         choice: one variant for each block.
-        library: initial or trained weights.
+        library: library of initial or trained weights.
     """
     kept = [variant for variant in choice if variant.block is not None]
     work = []

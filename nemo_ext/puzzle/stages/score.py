@@ -1,9 +1,9 @@
-"""Replace-one-block scores: what the whole parent loses when one block is replaced by one of its variants.
+"""Replace-one-block scores: the loss of the whole parent when one block is replaced by one of its variants.
 
 For every variant: the KL divergence of the parent's next-token distribution from the changed model's, the language
 model loss, and the cosine distance of the last hidden states, means over all tokens of the calibration set. Blocks
-before the replaced one are not run for it: their outputs are kept. Results are lines of JSON;
-what is there is not scored again.
+before the replaced one are not run again: their outputs are cached. Results are lines of JSON; existing ones are not
+scored again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,18 +29,18 @@ def score_blocks(
     *,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[Score]:
-    """Score every variant that has no line in `file` yet; a block's lines are written together.
+    """Score every variant that has no line in `file` yet; the lines of a block are written together.
 
     Args:
         parent: the model.
-        found: of `variants`.
-        layer_of: the layer of a variant, None for a no-op (`Library.layer`).
+        found: variants of each block, from `variants`.
+        layer_of: returns the layer of a variant, None for a no-op (`Library.layer`).
         calibration: this rank's tokens `[batch, seq]`; the next token is the label.
-        file: scores.jsonl.
-        advance: told of every variant that is dealt with.
+        file: path of scores.jsonl.
+        advance: called with the number of variants of every finished block.
 
     Raises:
-        ValueError: a line of `file` that is not a score, or of another calibration set.
+        ValueError: a line of `file` is not a score, or is from another calibration set.
     """
     if not calibration:
         raise ValueError("the calibration set is empty: scores need tokens")
@@ -64,7 +64,7 @@ def score_blocks(
 
 
 class _Cache:
-    """Every calibration batch's input of one block, moved on block by block, and what the output layer sees of it."""
+    """Inputs of one block for every calibration batch, advanced block by block, and the final hidden states."""
 
     def __init__(self, parent: Parent, calibration: Sequence[Tensor]) -> None:
         self.parent, self.calibration = parent, calibration
@@ -73,7 +73,7 @@ class _Cache:
         self.last: list[Tensor] = []
 
     def at(self, number: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Tokens `[batch, seq]`, the input of a block and what the output layer sees, `[seq, batch, hidden]` both."""
+        """Tokens `[batch, seq]`, the block's input and the output layer's input (both `[seq, batch, hidden]`)."""
         if not self.inputs:
             for tokens in self.calibration:
                 with self.parent.recorded() as record:
@@ -111,7 +111,7 @@ def _score_block(
 
 
 def loss_sums(reference: Tensor, logits: Tensor, labels: Tensor, hidden: Tensor, changed: Tensor) -> Tensor:
-    """Sums over tokens: KL, loss, cosine distance."""
+    """Sums of KL, loss and cosine distance over tokens."""
     found = log_softmax(logits.float(), -1)
     divergence = kl_div(found, reference, log_target=True, reduction="sum")
     loss = cross_entropy(found.flatten(0, 1), labels.flatten(), reduction="sum")

@@ -1,8 +1,8 @@
-"""Shards: the variants of one stage divided among commands that run at the same time, on as many machines. No torch.
+"""Shards: the variants of one stage divided among commands that run concurrently, on as many machines. No torch.
 
-Every variant is trained and scored by itself, so it does not matter which command does it. The same division comes of
-the same variants everywhere, whatever is done already. Shards share the run directory: each keeps out its own second
-start, a command without a shard keeps out all of them, and is kept out by any.
+Every variant is trained and scored independently, so any command may do it. The division depends only on the variants,
+not on what is already done. Shards share the run directory: each shard keeps out a second start of itself, and shards
+and commands without a shard keep each other out.
 """
 
 import re
@@ -17,20 +17,20 @@ from nemo_ext.job.files import only_run_in
 from nemo_ext.puzzle.variants import Variant
 
 SHARDED = ("distill", "score")
-"""Stages whose variants do not need each other."""
+"""Stages whose variants are independent of each other."""
 
 LOCKS = ".shards"
 SECONDS_TO_START = 600.0
-"""How long a shard waits for others that start at the same moment; each takes well under a second."""
+"""Seconds that a shard waits for others that start at the same moment; each takes well under a second."""
 
 
 @dataclass(frozen=True, order=True)
 class Shard:
-    """One of several equal parts.
+    """One of several equal parts of a stage.
 
     Attributes:
-        number: 0-based.
-        count: of all.
+        number: 0-based number of the shard.
+        count: number of shards.
     """
 
     number: int
@@ -38,10 +38,10 @@ class Shard:
 
     @classmethod
     def of(cls, text: str) -> "Shard":
-        """The shard of `puzzle.shard=I/N`.
+        """Parse `puzzle.shard=I/N`.
 
         Raises:
-            ValueError: anything else.
+            ValueError: the text has another form, or no such shard exists.
         """
         given = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
         if given is None:
@@ -54,12 +54,12 @@ class Shard:
         return cls(number, count)
 
     def __str__(self) -> str:
-        """As the user writes it."""
+        """`I/N`, as the user writes it."""
         return f"{self.number}/{self.count}"
 
     @property
     def label(self) -> str:
-        """In names of files."""
+        """`IofN`, as used in file names."""
         return f"{self.number}of{self.count}"
 
     @classmethod
@@ -69,10 +69,10 @@ class Shard:
         return cls(int(number), int(count))
 
     def share(self, found: Sequence[Sequence[Variant]]) -> list[list[Variant]]:
-        """This shard's variants of every block, in their order; some blocks may have none.
+        """This shard's variants of every block, in order; some blocks may have none.
 
-        Every variant is in one shard. Variants of the same sizes take about the same time, so each kind of them is
-        dealt out evenly: shards differ by one at most, of each kind and in all.
+        Every variant is in exactly one shard. Variants of the same sizes take about the same time, so each kind is
+        dealt out evenly: shards differ by one at most, for each kind and in total.
         """
         alike = sorted((variant for each in found for variant in each), key=lambda v: (str(v.block), v.number, v.name))
         own = set(alike[self.number :: self.count])
@@ -81,15 +81,15 @@ class Shard:
 
 @contextmanager
 def only_shard_in(run_dir: Path, shard: Shard, begin: Callable[[], object]) -> Iterator[None]:
-    """Keeps the same shard and runs without a shard out of a directory while this one lives.
+    """Keeps the same shard and runs without a shard out of a directory while open.
 
     Args:
-        run_dir: of the compression.
+        run_dir: run directory of the compression.
         shard: this one.
-        begin: carried out at first, while no other shard and no other run can start.
+        begin: called first, while no other shard and no other run can start.
 
     Raises:
-        ValueError: the shard or a run without a shard is in it, or it cannot be written.
+        ValueError: the shard or a run without a shard is already running there, or the directory cannot be written.
     """
     with ExitStack() as held:
         with only_run_in(run_dir / LOCKS, wait=SECONDS_TO_START), only_run_in(run_dir):
@@ -104,10 +104,10 @@ def only_shard_in(run_dir: Path, shard: Shard, begin: Callable[[], object]) -> I
 
 
 def refuse_beside_shards(run_dir: Path) -> None:
-    """Ends a run without a shard where shards run; the directory is its own already (`only_run_in`).
+    """Stops a run without a shard if shards are running; the caller already holds the directory (`only_run_in`).
 
     Raises:
-        ValueError: shards run, and which.
+        ValueError: shards are running; names them.
     """
     running = []
     for file in (run_dir / LOCKS).glob("shard_*.lock"):

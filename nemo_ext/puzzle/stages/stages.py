@@ -1,6 +1,6 @@
-"""The stages that look into a model, on one rank: library, distill, score, cost, compare, realise, fuse, evaluate.
+"""Stages that run a model, on one rank: library, distill, score, cost, compare, realise, fuse, evaluate.
 
-Ranks share out the data (`data_parallel`); rank 0 writes. Each stage takes up what an interrupted one left.
+Ranks split the data (`data_parallel`); rank 0 writes. Each stage resumes from what an interrupted run left.
 """
 
 import json
@@ -58,14 +58,14 @@ SHARD_GIGABYTES = 5.0
 
 
 def run(config_path: str, names: Sequence[str]) -> None:
-    """Carry out stages on this rank, those that are finished excepted.
+    """Carry out stages on this rank, except those already finished.
 
     Args:
-        config_path: of the composed config, data arguments filled in.
-        names: of `workspace.STAGES`, in order.
+        config_path: path of the composed config, data arguments filled in.
+        names: names from `workspace.STAGES`, in order.
 
     Raises:
-        ValueError: a stage was done otherwise before, or its settings do not fit the model or the data.
+        ValueError: a stage was done with other settings before, or its settings do not fit the model or the data.
     """
     config = read_config(Path(config_path))
     with process_group():
@@ -81,7 +81,7 @@ class Stages:
     """The stages of one child.
 
     Args:
-        config: composed, with `puzzle`.
+        config: composed config, with `puzzle`.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -97,7 +97,7 @@ class Stages:
         return self.open(self.workspace.parent, self.description)
 
     def open(self, checkpoint: Path, description: Description) -> Parent:
-        """The model of a checkpoint, whole on this rank."""
+        """Model of a checkpoint, whole on this rank."""
         model, made = build_model(stage_config(self.config, description, data_parallel.count()))
         load_weights(model, checkpoint_folder(checkpoint))
         return Parent(model, made)
@@ -107,8 +107,8 @@ class Stages:
         return self._token_batches(split, of.sequences).batches(of.batch)
 
     def _token_batches(self, split: Any, sequences: int) -> TokenBatches:
-        # Megatron's first reader of a data set writes its index for those after it, who must not find half of it:
-        # ranks wait for rank 0 anyway, shards for each other here.
+        # Megatron's first reader of a data set writes its index for later readers, who must not find it half written:
+        # ranks wait for rank 0 anyway, shards wait for each other here.
         alone: AbstractContextManager[object] = nullcontext()
         if self.workspace.shard is not None and data_parallel.number() == 0:
             alone = FileLock(self.workspace.run_dir / LOCKS / "data.lock")
@@ -131,7 +131,7 @@ class Stages:
 
     @cached_property
     def best(self) -> Library:
-        """The weights of every variant: trained ones if they were trained."""
+        """Library with the weights of every variant: trained ones if they were trained."""
         return Library(self.workspace.trained if self.chosen.distill.steps else self.workspace.initial)
 
     def library(self) -> None:
@@ -148,7 +148,7 @@ class Stages:
             )
 
     def distill(self) -> None:
-        """Train every variant to give its block's output."""
+        """Train every variant to reproduce its block's output."""
         training = self.chosen.distill
         if not training.steps:
             return
@@ -159,7 +159,7 @@ class Stages:
             self._distill(found, initial, trained, "distill", shard)
 
     def _share(self, found: Sequence[Sequence[Variant]]) -> Sequence[Sequence[Variant]]:
-        """Those that are dealt with here."""
+        """The variants that this shard deals with; all without a shard."""
         shard = self.workspace.shard
         if shard is None:
             return found
@@ -191,7 +191,7 @@ class Stages:
             )
 
     def score(self) -> None:
-        """Score every variant in its block's place."""
+        """Score every variant in place of its block."""
         scores, whole = self.workspace.scores, self.workspace.shard is None
         order = [(variant.number + 1, variant.name) for each in self.found for variant in each]
         found = self._share(self.found)
@@ -215,7 +215,7 @@ class Stages:
             data_parallel.written(lambda: collect_scores(scores, [], order))
 
     def cost(self) -> None:
-        """What every variant takes of each resource."""
+        """Write the resources of every variant."""
         serving, architecture = self.chosen.serving, self.description.architecture
         costs = Costs(
             outside_costs(architecture, serving),
@@ -228,11 +228,11 @@ class Stages:
         if not self.chosen.measure.enabled:
             data_parallel.written(lambda: costs.write(self.workspace.costs))
             return
-        parent = self.parent  # on every rank: loading it is work for all of them
+        parent = self.parent  # on every rank: loading it is collective
         data_parallel.written(lambda: self._measured(parent, costs).write(self.workspace.costs))
 
     def _measured(self, parent: Parent, costs: Costs) -> Costs:
-        """The same with latencies that are timed on this machine, one rank alone."""
+        """The same costs with latencies timed on this machine, on one rank."""
         with _progress("cost", len(distinct_blocks(self.found)) + 1, "blocks") as advance:
             measured = measure_blocks(
                 parent,
@@ -252,9 +252,9 @@ class Stages:
         )
 
     def compare(self) -> None:
-        """Try the choices of the search; the one with the least loss on calibration data becomes the child.
+        """Evaluate the choices of the search; the one with the least loss on calibration data becomes the child.
 
-        What is reported are losses on validation data, which have no part in choosing.
+        The reported losses are on validation data, which play no part in the selection.
         """
         choices = json.loads((self.workspace.folder / "choices.json").read_text())["choices"]
         rows: list[dict[str, Any]] = [self._row("parent", [each[0] for each in self.found], self.best)]
@@ -280,20 +280,20 @@ class Stages:
         }
 
     def _named(self, names: Sequence[str]) -> list[Variant]:
-        """One variant a block, by their names."""
+        """One variant per block, by name."""
         return [next(v for v in each if v.name == name) for each, name in zip(self.found, names, strict=True)]
 
     def _replaced(self, picked: Sequence[Variant], library: Library) -> Replaced:
         return {v.number: library.layer(self.parent, v) for v in picked if v is not self.found[v.number][0]}
 
     def _total(self, blocks: Sequence[Block | None], resource: str) -> float:
-        """A resource of the whole model with these blocks."""
+        """Total of a resource for the whole model with these blocks."""
         architecture, serving = self.description.architecture, self.chosen.serving
         each = (block_costs(architecture, block, serving)[resource] for block in blocks)
         return sum(each, outside_costs(architecture, serving)[resource])
 
     def baselines(self) -> bool:
-        """Try what a search has to beat at the same cost, and what it finds where it has to keep to that alone."""
+        """Evaluate the baselines at the same cost, and the search limited by that resource alone."""
         if not self.chosen.baselines:
             return False
         choices = json.loads((self.workspace.folder / "choices.json").read_text())
@@ -406,7 +406,7 @@ class Stages:
         return True
 
     def evaluate(self) -> None:
-        """Loss and speed of the child in every state, beside the parent's, in one run."""
+        """Loss and speed of the child in every state, compared with the parent's in the same run."""
         states = {
             "parent": self.workspace.parent,
             "child": self.workspace.weights,
@@ -438,7 +438,7 @@ class Stages:
 
 
 def _as_json(made: Description) -> dict[str, Any]:
-    """A child as notation, and as Puzzle's block_configs where they can express it."""
+    """A child as notation, and as Puzzle's block_configs if they can express it."""
     pattern = made.architecture.pattern
     sizes = to_config(made)["megatron"]
     result: dict[str, Any] = {"pattern": format_pattern(pattern), "block_configs": None}
