@@ -1,4 +1,4 @@
-"""Records of the usual chat formats as samples, and samples as records.
+"""Conversion between records of the usual chat formats and samples.
 
 `openai`    {messages: [{role, content, reasoning_content?, tool_calls?, tool_call_id?}], tools?}
 `sharegpt`  {conversations: [{from: human | gpt | system | tool | function_call ..., value}], system?, tools?}
@@ -234,7 +234,7 @@ def _sharegpt_messages(record: Mapping[str, Any], turns: Sequence[Any], ignored:
     messages: list[Message] = []
     if system := record.get("system"):
         messages.append(Message(role="system", content=_text(system, "", "system")))
-    calling = False  # whether the last message may take more calls
+    calling = False  # True if the last message may take more calls
     for index, turn in enumerate(turns):
         where = f"conversations[{index}]"
         if not isinstance(turn, Mapping):
@@ -345,7 +345,7 @@ def _decoded(value: Any, where: str) -> Any:
         except (ValueError, RecursionError) as error:
             raise FormatError(f"{where}: text that is not JSON ({error})") from None
     if value:
-        try:  # half a surrogate pair, or what Parquet has and JSON has not, such as a date
+        try:  # half a surrogate pair, or a Parquet type that JSON lacks, such as a date
             json.dumps(value, ensure_ascii=False).encode()
         except (ValueError, TypeError, RecursionError) as error:
             raise FormatError(f"{where}: {error}") from None

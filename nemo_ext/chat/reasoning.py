@@ -256,7 +256,7 @@ def _moves(on: int, fixed: int, off: int, share: float) -> tuple[int, int, int]:
         wanted = round(thinking - share * total)
         if wanted <= on:
             return wanted, 0, 0
-        # Those left on cannot be stripped, so some have to go.
+        # The samples left on cannot be stripped, so some are dropped.
         return on, fixed - round(share * (off + on) / (1 - share)), 0
     drop_off = total - round(thinking / share) if share and thinking else 0
     return 0, 0, max(min(drop_off, off), 0)

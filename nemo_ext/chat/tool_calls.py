@@ -92,7 +92,7 @@ def parse_tool_calls(text: str, style: Style = "any", tools: Sequence[Mapping[st
             position = scanner.position
         except _Malformed as problem:
             problems.append(f"{found[0]} at character {found.start()}: {problem}")
-            # From where reading ended, so that no character is read twice.
+            # Continue where reading ended, so that no character is read twice.
             closing = text.find(_TAGS[found[0]], max(scanner.position, found.end()))
             position = len(text) if closing < 0 else closing + len(_TAGS[found[0]])
         if len(calls) + len(problems) > MAX_CALLS:
@@ -169,7 +169,7 @@ def call_problem(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> str:
         return f"no tool {_shown(call.name)} is declared"
     try:
         error = next(_validator(_as_text(declared[call.name])).iter_errors(dict(call.arguments)), None)
-    except Exception as problem:  # a schema that points nowhere, arguments nested too deep
+    except Exception as problem:  # an unresolvable reference in the schema, arguments nested too deep
         return f"{call.name}: {type(problem).__name__}"
     return "" if error is None else f"{call.name}: {_shown(error.json_path)}: {_shown(error.message)}"
 
@@ -217,7 +217,7 @@ class _Scanner:
         return match[0]
 
     def json(self) -> Any:
-        """Read a JSON value; the position moves behind it even where it is refused."""
+        """Read a JSON value; the position moves forward even if the value is refused."""
         value, self.position, problem = _decode(self.text, self.position)
         if problem:
             raise _Malformed(problem)
@@ -327,18 +327,18 @@ def _typed(written: str, schema: Any, where: str) -> Any:
     )
     value, end, problem = _decode(written, 0)
     if not problem and not written[end:].strip() and not isinstance(value, str) and _is_valid(value, schema):
-        return value  # a schema that allows both: what reads as JSON is meant so
+        return value  # the schema allows both: text that parses as JSON is taken as JSON
     if is_text:
         return written
     if problem or written[end:].strip():
         raise _Malformed(f"{where}: {_shown(written)} is not JSON" + (f" ({problem})" if problem else ""))
-    return value  # of the wrong type, which is for the schema's check to say
+    return value  # may have the wrong type, which the check against the schema reports
 
 
 def _is_valid(value: Any, schema: Mapping[str, Any]) -> bool:
     try:
         return _validator(_as_text(schema)).is_valid(value)
-    except Exception:  # no schema, or one that points elsewhere
+    except Exception:  # an invalid schema, or an unresolvable reference
         return isinstance(value, str)
 
 
@@ -434,7 +434,7 @@ def _validator(text: str) -> Any:
     schema = _quick(json.loads(text))
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     kind.check_schema(schema)
-    return kind(schema, registry=Registry())  # which looks nothing up on the network
+    return kind(schema, registry=Registry())  # looks nothing up on the network
 
 
 def _shown(text: str) -> str:

@@ -151,7 +151,7 @@ def _tokenize(stream: Stream, blend: Blend, *, documents_per_shard: int = _NO_LI
             selection = select(directory, count, source, blend.validation_share)
         except DamagedShard:
             raise
-        except ValueError:  # input that is refused: once it is mended, these are not its shards
+        except ValueError:  # refused input: once it is mended, these shards no longer match it
             shutil.rmtree(directory, ignore_errors=True)
             raise
         with progress_of(f"{stream.name}: writing", selection.size, enabled=progress) as advance:

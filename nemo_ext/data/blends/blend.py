@@ -39,7 +39,7 @@ def flattened(data: Mapping[str, Any], shares: Mapping[str, float] | None = None
 def tokens_of_run(config: Mapping[str, Any]) -> int | None:
     """Number of tokens that a training run reads from `data`, or None if the config does not say.
 
-    Steps times batch, else `train.tokens`; for a run with phases, the sum over the phases without data of their own.
+    Steps x batch x length, else `train.tokens`; if phases have data of their own, the sum over the others.
     """
     phases = [phase for phase in (config.get("phases") or {}).values() if isinstance(phase, Mapping)]
     if any(phase.get("data") is not None for phase in phases):

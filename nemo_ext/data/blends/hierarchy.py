@@ -153,7 +153,7 @@ class _Reader:
         if isinstance(key, bool):
             raise ValueError(f"{where}: YAML reads an unquoted yes, no, on or off as {key}: put the name in quotes")
         if isinstance(given, Mapping):
-            # Only groups have these, so a misspelt `of` is named as such.
+            # Only groups have these keys, so the error for a misspelt `of` names a group's.
             if any(word in given for word in ("of", "by", "names", "alpha", "decay")) or parent == "tiers":
                 return self._group(str(key), where, given, parent=parent)
             allowed = _AMOUNTS[parent]
@@ -207,7 +207,7 @@ class _Reader:
                     raise ValueError(
                         f"{where}[{number}] must be a name, not {key!r}; a child with settings stands in a mapping"
                     )
-            # In a list all are alike.
+            # Children in a list all get the same amount.
             alike = None if by == "temperature" else 1
             return tuple(self._node(key, f"{where}.{key}", alike, parent=by) for key in given)
         raise ValueError(f"{where} must be a mapping or a list of at least one child, not {given!r}")

@@ -28,7 +28,7 @@ def audit(config: Mapping[str, Any]) -> None:
         raise ValueError("nothing to show: give data=NAME, recipe=NAME, or a blend in data.blend")
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 160  # a file or a pipe has room
+        console.width = 160  # no need to fit a terminal
     limits = {key: config[key] for key in ("max_epochs", "refuse_epochs") if config.get(key) is not None}
     plans = [(name, plan_blend({**own, **limits}, tokens)) for name, own, tokens in _blends(config)]
     for name, plan in plans:

@@ -109,7 +109,7 @@ def plot(plan: BlendPlan, path: Path, *, title: str) -> None:
         white = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
         bars = axes[1].barh(rows, [part.epochs or 0 for part in parts], color=colours, height=0.7)
         axes[1].bar_label(bars, [_cells(part)[3] for part in parts], padding=3, fontsize=8, bbox=white)
-        # Behind the numbers, which stay legible on it.
+        # Drawn behind the numbers, which stay legible.
         axes[1].axvline(plan.max_epochs, color="#d1495b", linewidth=1, linestyle="--", zorder=0.5)
         axes[1].margins(x=0.16)
         axes[1].set_xlabel(f"epochs (dashed: warned of above {plan.max_epochs:g})")

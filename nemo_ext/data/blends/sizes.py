@@ -66,7 +66,7 @@ def indexed_tokens(index: Path) -> int:
             raise ValueError(f"{index}: cut short: tokenise or copy it again")
         size = 0
         if sequences:
-            # A sequence's length in ids, then for each its first byte in the .bin: the last one's end is the .bin's.
+            # Lengths of all sequences in ids, then their first bytes in the .bin; the last sequence ends the .bin.
             file.seek(len(head) + 4 * (sequences - 1))
             (length,) = struct.unpack("<i", file.read(4))
             file.seek(len(head) + 4 * sequences + 8 * (sequences - 1))

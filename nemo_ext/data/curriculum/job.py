@@ -52,7 +52,7 @@ def run(config: Mapping[str, Any]) -> None:
         raise ValueError(f"output={given.output}: is a file; give a directory")
     if given.previous and Path(given.previous).expanduser().resolve() == output.resolve():
         raise ValueError(f"output={given.output}: is the previous curriculum's directory; give another")
-    _pyarrow()  # hours of rollouts may be read before the first file of it
+    _pyarrow()  # fail now if it is missing, not after hours of reading rollouts
     with only_run_in(output, "output"):
         _run(given, output)
 
@@ -110,7 +110,7 @@ def _make(given: Settings, output: Path, profile: Profile, found: Sequence[Path]
     order = plan.order.ravel()
     rows, modes = selection.row[order], selection.mode[order]
     separate: dict[int, Path] = {}
-    remove_order(output)  # whatever comes of this run, an earlier one's domains no longer go with the curriculum
+    remove_order(output)  # even if this run fails, an earlier one's domains no longer match the curriculum
     if given.split_domains:
         separate = domain_files(output, prompts.domains, candidates.domain[plan.order])
     change = marker(given.thinking, given.keys.prompt) if given.thinking.off_share else None

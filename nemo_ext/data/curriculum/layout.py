@@ -83,7 +83,7 @@ def remove_order(output: Path) -> None:
     path.unlink()
     for name in names.tolist():
         file = output / DOMAINS / f"{name}.jsonl"
-        if file.parent == output / DOMAINS:  # the file may be anybody's
+        if file.parent == output / DOMAINS:  # the names in the file are not trusted
             file.unlink(missing_ok=True)
 
 

@@ -116,7 +116,7 @@ class DomainPools:
             want = _still_wanted(want, self._last_taken, quota)
             in_step |= self._texts_of(step, texts)
             self._begin_again()
-            # The new pass may begin with what ended the old one.
+            # The new pass may begin with prompts that ended the old one.
             check = np.ones(len(texts), dtype=np.bool_)
             blocked[:] = False
             refilled = True

@@ -63,9 +63,9 @@ class Profile:
         return len(self.key)
 
     def levels(self, most: int) -> int:
-        """Number of equal parts of 0 to 1 that pass rates fall into: the most rollouts of a prompt, at most `most`.
+        """Number of equal steps from 0 to 1 that tell pass rates apart: the most rollouts of a prompt, at most `most`.
 
-        Where rollouts are not counted, the fewest parts of which all pass rates are multiples.
+        Where rollouts are not counted, the fewest steps of which all pass rates are multiples, at most `most`.
         """
         if self.counted:
             return min(most, int(self.rollouts.max()))
@@ -73,7 +73,7 @@ class Profile:
         if len(rates) > most + 1:
             return most
         off = (np.abs(rates * number - np.rint(rates * number)).max() for number in range(1, most + 1))
-        # A hundredth of a part: rates are written with three digits or so.
+        # Tolerance of a hundredth of a part, since rates are written with about three digits.
         return next((number for number, most_off in enumerate(off, start=1) if most_off < 0.01), most)
 
 

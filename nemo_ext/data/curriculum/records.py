@@ -145,7 +145,7 @@ def prompt_bytes(prompt: Any) -> bytes:
 
 
 def digest(data: bytes) -> bytes:
-    """Eight-byte hash of an id or a text (ten million of them collide once in 400,000 runs)."""
+    """Eight-byte hash of an id or a text (any two of ten million collide once in 400,000 runs)."""
     return hashlib.blake2b(data, digest_size=8).digest()
 
 

@@ -267,7 +267,7 @@ def use_packed(config: dict[str, Any]) -> bool:
         raise ValueError(
             "data.packed: multi-token prediction would look across samples: remove megatron.mtp_num_layers"
         )
-    # Packs differ in how many tokens they train: every token of a global batch counts the same.
+    # Packs differ in their number of trained tokens: every token of a global batch gets the same weight.
     if megatron.setdefault("calculate_per_token_loss", True) is not True:
         raise ValueError("data.packed: megatron.calculate_per_token_loss must be true: packs train unlike many tokens")
     if not megatron.get("valid_data_path"):
@@ -377,7 +377,7 @@ def _gather(
 
 def _read_pieces(path: Path, offsets: Lengths, out: npt.NDArray[Any], targets: Lengths, lengths: Lengths) -> None:
     """Copy pieces of a file of numbers into their places in `out`."""
-    # One call a piece, straight into its place: a memory map faults in whole pages, for 1.7 times the CPU time.
+    # One call per piece, straight into its place: a memory map faults in whole pages, for 1.7 times the CPU time.
     width, into = out.itemsize, memoryview(out).cast("B")
     pieces = zip((offsets * width).tolist(), (targets * width).tolist(), (lengths * width).tolist(), strict=True)
     with open(path, "rb", buffering=0) as file:

@@ -51,7 +51,7 @@ class Packs:
 
     def __getitem__(self, pack: int) -> Lengths:
         """Numbers of one pack's samples."""
-        if not 0 <= pack < len(self):  # without it, iteration would not end
+        if not 0 <= pack < len(self):  # without this check, iteration would not end
             raise IndexError(pack)
         return self.samples[self.starts[pack] : self.starts[pack + 1]]
 

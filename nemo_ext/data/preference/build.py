@@ -163,7 +163,7 @@ def _groups(same: list[Placed], source: SourceSettings, counts: Counts) -> Itera
     if source.kind == "pairs":
         yield from (_labelled(group, source) for group in _separate(found, counts, same))
         return
-    # A record without a prompt, of a weak model for example, does not say whether tools were declared.
+    # A record without a prompt (such as a weak model's) does not tell whether tools were declared.
     lacking = [group for group in found if not group.prompt]
     asked = sorted((group for group in found if group.prompt), key=_declares)
     variants = [list(variant) for _, variant in groupby(asked, key=_declares)] or [[]]
@@ -173,7 +173,7 @@ def _groups(same: list[Placed], source: SourceSettings, counts: Counts) -> Itera
             continue
         counts.groups.records += 1
         if (whole := merged(together, counts.groups, same[0].where)) is not None:
-            if len(variants) > 1 and whole.tools:  # pairs, draws and limits go by the id
+            if len(variants) > 1 and whole.tools:  # pairs, draws and limits are identified by the id
                 whole = dataclasses.replace(whole, id=f"{whole.id}@{tools_digest(whole.tools)}")
             yield _labelled(whole, source)
     if len(variants) > 1 and lacking:

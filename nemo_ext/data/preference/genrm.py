@@ -91,7 +91,7 @@ def to_genrm(record: Mapping[str, Any], keys: RecordKeys) -> GenrmSample | None:
             raise FormatError(f"overall_preference={preference}: expected -3 to 3")
         if preference == 0:
             return None
-        # There is no middle: -1 is 3, 1 is 4.
+        # The ranking has no middle: -1 is 3, 1 is 4.
         ranking = preference + 4 if preference < 0 else preference + 3
     one, two = helpful
     return GenrmSample(id=group.id, group=group, answers=(first, second), helpfulness=(one, two), ranking=ranking)

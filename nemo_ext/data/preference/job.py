@@ -154,7 +154,7 @@ def _write(given: Settings, chosen: Sequence[Line], parts: Sequence[Sequence[Pat
                 if wanted:
                     write_split(wanted, parts, path, kind, advance)
                 else:
-                    path.unlink(missing_ok=True)  # an earlier run's
+                    path.unlink(missing_ok=True)  # left by an earlier run
     return written
 
 

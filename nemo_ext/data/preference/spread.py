@@ -22,8 +22,8 @@ from nemo_ext.data.text.documents import Part, ReadReport
 from nemo_ext.data.text.user_files import JsonlSource, ParquetSource, RecordSource
 
 PART_BYTES = 64 << 20
-MOST_PARTS = 128  # they are open at once
-_PACKED = 5  # how many times larger compressed files and Parquet are as JSON, about
+MOST_PARTS = 128  # all open at once
+_PACKED = 5  # compressed files and Parquet are about this many times larger as JSON
 
 
 class Placed(NamedTuple):

@@ -193,7 +193,7 @@ def _places(table: Table, settings: SftSettings, pairs: Iterable[tuple[int, int]
     def place(sample: int) -> str:
         number = int(np.searchsorted(ends, sample, side="right"))
         shard = table.shards[number]
-        record = int(shard.numbers[sample - ends[number]])  # from the shard's end
+        record = int(shard.numbers[sample - ends[number]])  # a negative index, from the shard's end
         source = settings.sources[shard.report["source"]]
         return source.files.place(Part(name=source.name, path=shard.report["file"], size=0), record)
 
@@ -248,7 +248,7 @@ def _balanced(
     task_of[table.samples] = table.tasks
     for kind in _UNITS:
         members = _samples_with(table, rows & fits, kind)
-        # A pair's two samples have one id and are drawn apart.
+        # The two samples of a pair have one id but are drawn separately.
         draws = [digest(settings.seed, "thinking share", int(each), kind) for each in table.ids[members]]
         drawn[kind] = members, np.array(draws, dtype=np.uint64)
         for task in np.unique(task_of[members]).tolist():
@@ -287,7 +287,7 @@ def _check_tasks(table: Table, settings: SftSettings) -> None:
             said = f"thinking_shares.{name}: no sample is of this task: {nearest(name, filter(None, table.task_names))}"
             if settings.preset is None:
                 raise ValueError(said)
-            notice(said)  # a paper's tasks need not be in one's data
+            notice(said)  # the tasks of a preset need not be in the user's data
 
 
 def _samples_with(table: Table, rows: Flags, kind: str) -> Numbers:

@@ -57,7 +57,7 @@ def run(config: Mapping[str, Any]) -> Path:
 def _run(config: Mapping[str, Any], settings: SftSettings) -> Path:
     text = config_text({**config, "output": str(settings.output)})
     encoder_of.cache_clear()  # an earlier run in this process may have had other files under the same names
-    encoder = encoder_of(text)  # a template or tokenizer that cannot be used is known before anything is read
+    encoder = encoder_of(text)  # fails on an unusable template or tokenizer before anything is read
     settings.screen.check()
     inputs = [path for source in settings.sources for _, path in source.check()]
     pieces = _pieces(settings)
@@ -130,7 +130,7 @@ def _is_there(work: Work, piece: Piece) -> bool:
 
 
 def _pack(work: Work, table: Table, chosen: Chosen, settings: SftSettings) -> dict[str, PackedManifest]:
-    if not len(chosen.valid) and is_packed(settings.output / "valid"):  # an earlier run's
+    if not len(chosen.valid) and is_packed(settings.output / "valid"):  # left by an earlier run
         for name in ("valid.json", "valid.bin", "valid.idx", "valid_loss.bin", "valid_loss.idx"):
             (settings.output / name).unlink(missing_ok=True)
     tokenizer = encoder_of(work.config).tokenizer

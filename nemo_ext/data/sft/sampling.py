@@ -52,6 +52,6 @@ def copies(passes: float, keys: npt.NDArray[np.uint64], tokens: npt.NDArray[np.i
     left = (passes - int(passes)) * tokens.sum()
     order = np.argsort(keys, kind="stable")
     reached = np.cumsum(tokens[order])
-    # To the nearest sample.
+    # Rounded to the nearest sample.
     made[order[: int(np.searchsorted(reached - tokens[order] / 2, left, side="left"))]] += 1
     return made

@@ -158,7 +158,7 @@ def _controlled(
         if texts is not None:
             made = [located.sample] if control is None else control.apply(located.sample)
             yield located.number, texts, made
-    screened.records = 0  # were counted when they were read
+    screened.records = 0  # already counted when they were read
     report.add(screened)
 
 

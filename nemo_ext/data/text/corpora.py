@@ -105,7 +105,7 @@ class DocstringsSource(InstalledSource):
             return
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a package's invalid escapes are not the reader's news
+                warnings.simplefilter("ignore")  # invalid escapes in a package do not matter here
                 module = ast.parse(source)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             report.skip("unparsable", f"{part.name}: {error}")

@@ -37,7 +37,7 @@ class TestSet:
         keys: keys of a record's texts; empty for the first of `USUAL_KEYS` that it has.
     """
 
-    __test__ = False  # pytest takes it for a test
+    __test__ = False  # keeps pytest from collecting it
 
     name: str
     path: Strings
@@ -142,7 +142,7 @@ class Index:
         first, places = words.ngrams(self.min_words, texts=_judged(texts))
         for number in np.flatnonzero(_contains(self.beginnings, first)).tolist():
             beginning, place = first[number], int(places[number])
-            end = next(end for end in words.starts if end > place)  # of the text
+            end = next(end for end in words.starts if end > place)  # end of the text
             for entry in range(
                 int(np.searchsorted(self.beginnings, beginning)),
                 int(np.searchsorted(self.beginnings, beginning, side="right")),

@@ -83,7 +83,7 @@ def repeated(
         same &= at[times - 1 :] - at[: 1 - times] <= window - length
     if not same.any():
         return None
-    # Of each n-gram's places, the next that does not overlap, `times - 1` times: groups are kept apart on the axis.
+    # Jump from each place to its n-gram's next without overlap, `times - 1` times; the axis keeps n-grams apart.
     group = np.cumsum(np.concatenate([[0], sorted_grams[1:] != sorted_grams[:-1]]))
     axis = group * (int(places[-1]) + 2 * length) + at
     after = np.append(np.searchsorted(axis, axis + length), len(axis))

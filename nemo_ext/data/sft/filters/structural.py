@@ -133,4 +133,4 @@ def _validator(parameters: str) -> Any:
     schema = json.loads(parameters)
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     kind.check_schema(schema)
-    return kind(schema, registry=Registry())  # which looks nothing up on the network
+    return kind(schema, registry=Registry())  # looks nothing up on the network

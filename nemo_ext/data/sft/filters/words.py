@@ -39,7 +39,7 @@ def word_hashes(text: str) -> Hashes:
     plain = text.lower() if text.isascii() else " ".join(words_of(text))
     hashes = []
     start = 0
-    while start < len(plain):  # long texts in pieces, so that the powers stay few
+    while start < len(plain):  # long texts in pieces, which bounds the number of powers
         end = start + _CHUNK
         while end < len(plain) and not plain[end].isspace():
             end += 1
@@ -114,7 +114,7 @@ def _between(sums: Hashes, starts: Places | slice, ends: Places | slice) -> Hash
     """Hashes of the values between starts and ends, independent of their place."""
     _, inverses = _powers((len(sums) - 1).bit_length())
     hashes = (sums[ends] - sums[starts]) * inverses[starts]
-    # Low bits of a product depend on low bits alone: bring the high ones down.
+    # Low bits of a product depend only on low bits: mix the high ones into them.
     return (hashes ^ (hashes >> np.uint64(32))) * _MIX
 
 
