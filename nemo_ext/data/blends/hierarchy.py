@@ -153,7 +153,7 @@ class _Reader:
         if isinstance(key, bool):
             raise ValueError(f"{where}: YAML reads an unquoted yes, no, on or off as {key}: put the name in quotes")
         if isinstance(given, Mapping):
-            # Only groups have these keys, so the error for a misspelt `of` names a group's.
+            # Only groups have these keys, so a misspelt `of` is reported as a group's.
             if any(word in given for word in ("of", "by", "names", "alpha", "decay")) or parent == "tiers":
                 return self._group(str(key), where, given, parent=parent)
             allowed = _AMOUNTS[parent]

@@ -104,7 +104,7 @@ def of_pair(pair: Pair, *, chosen: int, rejected: int, ranking: int) -> GenrmSam
 
 
 def genrm_record(sample: GenrmSample) -> dict[str, Any]:
-    """Record to write: the judge's messages, with the roles `response_1` and `response_2`, and the expected scores.
+    """Record to write: the judge's messages, roles `response_1` and `response_2`, and the expected scores and ranking.
 
     The judge sees answers without their reasoning ("only final answer is judged by GenRM", section 3.3.2). The roles
     and the names of the scores are those of NeMo Gym's genrm_compare.

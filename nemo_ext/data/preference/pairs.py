@@ -50,7 +50,7 @@ def delta(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pai
 
 
 def judged(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pair]:
-    """Pair the best over the worst of a scored pool, which `require_weak` wants a weak answer in (Domyn-Small 4.3)."""
+    """Pair the best over the worst of a scored pool (Domyn-Small 4.3); `require_weak` requires a weak answer in it."""
     scored = [made for made in group.generations if made.score is not None]
     if len(scored) < len(group.generations):
         report.skip("answers without a score", group.id, count=len(group.generations) - len(scored))

@@ -59,7 +59,7 @@ class Written:
 def markdown(
     title: str, facts: Mapping[str, str], counts: Mapping[str, Counts], written: Written, *, unit: str, plotted: bool
 ) -> str:
-    """Report as a Markdown page."""
+    """Format the report as a Markdown page."""
     said = [f"# {title}\n", markdown_table(("", ""), facts.items()) + "\n"]
     pairs = {key: count for key, count in written.rows.items() if key[1] != "genrm"}
     samples = {key: count for key, count in written.rows.items() if key[1] == "genrm"}
