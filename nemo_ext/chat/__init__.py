@@ -1,1 +1,1 @@
-"""Conversations, as data, RL and quantisation see them."""
+"""Conversations: formats, chat templates, control of reasoning and tool calls."""

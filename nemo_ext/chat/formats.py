@@ -1,13 +1,13 @@
-"""Records of the usual chat formats as samples, and samples as records.
+"""Conversion between records of the usual chat formats and samples.
 
 `openai`    {messages: [{role, content, reasoning_content?, tool_calls?, tool_call_id?}], tools?}
 `sharegpt`  {conversations: [{from: human | gpt | system | tool | function_call ..., value}], system?, tools?}
 `nemo`      the same with `from: User | Assistant` and `mask`, as NeMo's chat SFT has it
 
-A record that does not fit is a `FormatError` that names the place in the record, such as `messages[3].role`. What a
-message holds beside these keys is ignored and counted. `<think>...</think>` at the start of an assistant's content
-becomes its reasoning, stripped of white space at both ends, unless the message has reasoning of its own. A trace of
-white space is none, as templates write `<think></think>` for the mode without reasoning.
+A record that does not fit raises a `FormatError` that names the place in the record, such as `messages[3].role`. Other
+keys of a message are ignored and counted. `<think>...</think>` at the start of an assistant's content becomes its
+reasoning, stripped of white space at both ends, unless the message has reasoning of its own. A trace of white space
+counts as none, since templates write `<think></think>` for the mode without reasoning.
 """
 
 import json
@@ -53,21 +53,21 @@ _THINKING_VALUES: dict[str, bool] = {
     for word, on in (("on", True), ("true", True), ("yes", True), ("off", False), ("false", False), ("no", False))
     for mode in (word, f"thinking {word}", f"detailed thinking {word}")
 }
-# Domyn's and Llama-Nemotron's, which stand in a system message on a line of their own.
+# Mode lines of Domyn and Llama-Nemotron: each on a line of its own in the system message.
 _MODE_LINE = re.compile(r"^[ \t]*((?:detailed )?thinking (?:on|off))[ \t]*(?:\n|\Z)", re.IGNORECASE | re.MULTILINE)
 EMPTY_TRACE = "empty traces taken for none"
 MODE_LINE = "mode lines taken out of system messages"
 
 
 class FormatError(ValueError):
-    """A record that is no conversation; the message names the place in it."""
+    """Raised for a record that is not a conversation; the message names the place in it."""
 
 
 def detect(record: Mapping[str, Any]) -> Literal["openai", "sharegpt", "nemo"]:
-    """The format of a record.
+    """Detect the format of a record.
 
     Raises:
-        FormatError: it has neither messages nor conversations.
+        FormatError: the record has neither messages nor conversations.
     """
     if isinstance(record.get("messages"), Sequence):
         return "openai"
@@ -92,15 +92,15 @@ def to_sample(
     ignored: Counter[str] | None = None,
     changed: Counter[str] | None = None,
 ) -> Sample:
-    """A record as a sample.
+    """Convert a record to a sample.
 
     Args:
         format: `auto` looks at each record.
-        ignored: counts the keys of messages that mean nothing here, such as `messages[].name`.
-        changed: counts what was read otherwise than it stands there: empty traces.
+        ignored: counter of message keys that are not used, such as `messages[].name`.
+        changed: counter of changes made while reading: empty traces.
 
     Raises:
-        FormatError: naming the place in the record, what it holds and what it may hold.
+        FormatError: the record does not fit; the message names the place, what it holds and what it may hold.
     """
     kind = detect(record) if format == "auto" else format
     key = "messages" if kind == "openai" and record.get("messages") is not None else "conversations"
@@ -133,7 +133,7 @@ def to_sample(
 
 
 def to_record(sample: Sample) -> dict[str, Any]:
-    """A sample in the OpenAI format, arguments of calls as JSON text; `to_sample` gives it back."""
+    """Convert a sample to an OpenAI record, call arguments as JSON text; `to_sample` reads it back."""
     messages = []
     for message in sample.messages:
         record: dict[str, Any] = {"role": message.role, "content": message.content}
@@ -156,10 +156,10 @@ def to_record(sample: Sample) -> dict[str, Any]:
 
 
 def thinking_mode(value: object, where: str) -> bool | None:
-    """A mode as data sets spell it: a truth value, `on`, `thinking off`, `detailed thinking on`.
+    """Parse a thinking mode as data sets spell it: a truth value, `on`, `thinking off`, `detailed thinking on`.
 
     Raises:
-        FormatError: anything else.
+        FormatError: the value is anything else.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -170,9 +170,9 @@ def thinking_mode(value: object, where: str) -> bool | None:
 
 
 def without_mode_line(sample: Sample) -> Sample:
-    """The sample in the mode that a line of its system message says (`detailed thinking on`), without that line.
+    """Set the sample's mode from a line of its system message (`detailed thinking on`) and remove that line.
 
-    The template says the mode in its own way. A system message of nothing else goes.
+    The template states the mode in its own way. A system message left empty is removed.
 
     Raises:
         FormatError: two lines contradict each other, or the sample's mode.
@@ -234,7 +234,7 @@ def _sharegpt_messages(record: Mapping[str, Any], turns: Sequence[Any], ignored:
     messages: list[Message] = []
     if system := record.get("system"):
         messages.append(Message(role="system", content=_text(system, "", "system")))
-    calling = False  # whether the last message may take more calls
+    calling = False  # True if the last message may take more calls
     for index, turn in enumerate(turns):
         where = f"conversations[{index}]"
         if not isinstance(turn, Mapping):
@@ -267,7 +267,7 @@ def _role(value: object, where: str, known: Mapping[str, str]) -> str:
 
 
 def checked_text(value: object, where: str, key: str) -> str:
-    """The value if it is text that can be written to a file.
+    """Return the value if it is text that can be written to a file.
 
     Raises:
         FormatError: it is not.
@@ -283,7 +283,7 @@ def checked_text(value: object, where: str, key: str) -> str:
 
 
 def _text(value: Any, where: str, key: str) -> str:
-    """Text, or the texts of a message in parts joined."""
+    """Text of a value; the parts of a message in parts are joined."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         return checked_text(value, where, key)
     texts = []
@@ -296,7 +296,7 @@ def _text(value: Any, where: str, key: str) -> str:
 
 
 def _without_trace(text: str) -> tuple[str, str | None]:
-    """The answer and the trace of an assistant's text; None if it has none at its start."""
+    """Split an assistant's text into answer and trace; the trace is None if the text does not start with one."""
     if "<think>" in text and (found := _THINK.match(text)):
         return text[found.end() :], found[1].strip()
     return text, None
@@ -336,7 +336,7 @@ def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def _decoded(value: Any, where: str) -> Any:
-    """JSON in text as what it means; anything else as it is. An empty text is nothing."""
+    """Decode JSON text; other values are returned as they are, empty text as None."""
     if isinstance(value, str):
         if not value.strip():
             return None
@@ -345,7 +345,7 @@ def _decoded(value: Any, where: str) -> Any:
         except (ValueError, RecursionError) as error:
             raise FormatError(f"{where}: text that is not JSON ({error})") from None
     if value:
-        try:  # half a surrogate pair, or what Parquet has and JSON has not, such as a date
+        try:  # half a surrogate pair, or a Parquet type that JSON lacks, such as a date
             json.dumps(value, ensure_ascii=False).encode()
         except (ValueError, TypeError, RecursionError) as error:
             raise FormatError(f"{where}: {error}") from None

@@ -1,7 +1,7 @@
-"""Control of reasoning: which samples show a trace and how long a one, decided by the seed and the sample alone.
+"""Control of reasoning: which samples show a trace and how long it is, decided by the seed and the sample alone.
 
 `Control` works on one sample at a time: it pairs, strips and truncates, and settles the sample's mode. `ModeShares`
-then plans how each task comes to its share of samples with thinking on, once the modes of all samples are known.
+then plans how each task reaches its share of samples with thinking on, once the modes of all samples are known.
 """
 
 from array import array
@@ -19,21 +19,21 @@ from nemo_ext.job.settings import check_keys, checked_share, checked_whole
 ANY_TASK = "*"
 OFF = "#off"
 
-# `ChatEncoder.truncated`: a text cut to each of some budgets of tokens that it exceeds.
+# `ChatEncoder.truncated`: a text cut to each of the token budgets that it exceeds.
 Truncate = Callable[[str, Sequence[int]], Mapping[int, str]]
 Mode = Literal["on", "fixed", "off"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningSettings:
-    """What `Control` does. The shares are Nemotron 3 Nano's (section 3.1.5); it does not state the budgets (choice).
+    """Settings of `Control`. The shares are Nemotron 3 Nano's (section 3.1.5); it does not state the budgets (choice).
 
     Attributes:
         strip: share of the samples with reasoning that lose it and teach the mode without.
-        truncate: share of the traces that are cut to a budget, before the answer as it was.
-        budgets: tokens; a trace is cut to one of those it exceeds.
+        truncate: share of the traces that are cut to a budget; the answer stays as it was.
+        budgets: budgets in tokens; a trace is cut to one of those it exceeds.
         pair: share of the samples with reasoning that come twice, with it and without (Llama-Nemotron, section 3.2).
-        seed: of all decisions.
+        seed: seed of all decisions.
     """
 
     strip: float = 0.10
@@ -53,10 +53,10 @@ class ReasoningSettings:
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> "ReasoningSettings":
-        """From a config's section.
+        """Read the settings from a config's section.
 
         Raises:
-            ValueError: naming the key, what it holds and what it may hold.
+            ValueError: a setting is wrong; the message names the key, what it holds and what it may hold.
         """
         check_keys(section, [known.name for known in fields(cls)], required=(), where="reasoning")
         budgets = section.get("budgets", cls.budgets)
@@ -67,23 +67,23 @@ class ReasoningSettings:
 
 @dataclass
 class ReasoningReport:
-    """What was done.
+    """Counts of what `Control` did.
 
     Attributes:
-        counts: samples in and out, and traces, by what happened to them.
-        truncated: traces cut, by budget.
+        counts: number of samples in and out, and of traces, by what happened to them.
+        truncated: number of traces cut, by budget.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     truncated: Counter[int] = field(default_factory=Counter)
 
     def add(self, other: "ReasoningReport") -> None:
-        """Add what another worker did."""
+        """Add the counts of another worker."""
         self.counts += other.counts
         self.truncated += other.truncated
 
     def markdown(self) -> str:
-        """A table of the counts."""
+        """Format the counts as a Markdown table."""
         rows = [(name, count) for name, count in sorted(self.counts.items())]
         rows += [(f"traces cut to {budget:,} tokens", count) for budget, count in sorted(self.truncated.items())]
         return "\n".join(["| what | count |", "|:--|--:|", *(f"| {name} | {count:,} |" for name, count in rows)])
@@ -94,7 +94,7 @@ class Control:
 
     Args:
         settings: shares, budgets, seed.
-        truncate: `ChatEncoder.truncated` of the model's tokenizer; may be missing if no trace is to be cut.
+        truncate: `ChatEncoder.truncated` of the model's tokenizer; needed only if traces are to be cut.
     """
 
     def __init__(self, settings: ReasoningSettings, *, truncate: Truncate | None = None) -> None:
@@ -107,9 +107,9 @@ class Control:
         self._truncate = truncate
 
     def apply(self, sample: Sample) -> list[Sample]:
-        """The sample as it is trained on, in one mode or another, with `thinking` set; two of them for a pair.
+        """Return the sample as it is trained on, with `thinking` set; two samples for a pair.
 
-        The one without reasoning has the id of the other and `#off`.
+        In a pair, the id of the sample without reasoning is that of the other plus `#off`.
         """
         counts = self.report.counts
         counts["samples read"] += 1
@@ -172,7 +172,7 @@ class Control:
 
 
 def can_strip(sample: Sample) -> bool:
-    """Whether every message with a trace still says or does something without it."""
+    """True if every message with a trace still says or does something without it."""
     return all(
         message.reasoning is None or bool(message.content.strip()) or bool(message.tool_calls)
         for message in sample.messages
@@ -180,16 +180,16 @@ def can_strip(sample: Sample) -> bool:
 
 
 def stripped(sample: Sample) -> Sample:
-    """The sample without reasoning, in the mode without it."""
+    """Return the sample without its reasoning, with thinking off."""
     messages = tuple(m if m.reasoning is None else replace(m, reasoning=None) for m in sample.messages)
     return replace(sample, messages=messages, thinking=False)
 
 
 class ModeShares:
-    """Collects what a plan needs: eight bytes a sample. Tasks without a target are left alone.
+    """Collects what a plan needs: eight bytes per sample. Tasks without a target are left alone.
 
     Args:
-        targets: task -> share of its samples, in number, with thinking on; `*` for every task that is not named.
+        targets: task -> share of its samples (by number) with thinking on; `*` for every task that is not named.
     """
 
     def __init__(self, targets: Mapping[str, float]) -> None:
@@ -197,20 +197,20 @@ class ModeShares:
         self._digests: dict[str, dict[Mode, array[int]]] = {}
 
     def observe_digests(self, task: str, mode: Mode, digests: Iterable[int]) -> None:
-        """Take note of samples of one task and mode by numbers drawn for them, by which `ModePlan.below` then goes."""
+        """Record samples of one task and mode by the digests drawn for them, which `ModePlan.below` later bounds."""
         if self.target(task) is not None:
             kinds = self._digests.setdefault(task, {"on": array("Q"), "fixed": array("Q"), "off": array("Q")})
             kinds[mode].extend(digests)
 
     def target(self, task: str) -> float | None:
-        """The share that a task is brought to; None for none."""
+        """Target share of a task, or None."""
         return self.targets.get(task, self.targets.get(ANY_TASK))
 
     def plan(self) -> "ModePlan":
-        """What to do so that each task has its share, to the nearest sample, and loses as few samples as that takes.
+        """Plan how each task reaches its share, to the nearest sample, with as few samples lost as possible.
 
-        Too many on: samples are stripped; only where that is not enough, for want of an answer without the trace, are
-        some dropped. Too few on: samples without reasoning are dropped, since a trace cannot be made up.
+        Too many on: samples are stripped; some are dropped only where that is not enough, because nothing would be left
+        without the trace. Too few on: samples without reasoning are dropped, since a trace cannot be made up.
         """
         below: dict[tuple[str, Mode], int] = {}
         unreachable: list[str] = []
@@ -228,11 +228,11 @@ class ModeShares:
 
 @dataclass
 class ModePlan:
-    """Which samples change: those whose digest is below a bound.
+    """Plan of the samples that change: those whose digest is below a bound.
 
     Attributes:
-        below: (task, kind of sample) -> bound.
-        unreachable: tasks with a share above 0 that have no sample with reasoning, and were left alone.
+        below: (task, mode) -> bound.
+        unreachable: tasks with a share above 0 that have no sample with reasoning and were left alone.
     """
 
     below: dict[tuple[str, Mode], int]
@@ -240,7 +240,7 @@ class ModePlan:
 
 
 def mode_of(sample: Sample) -> Mode:
-    """The sample's mode, or what its traces say where that was not decided; `fixed` is on and cannot be stripped."""
+    """Mode of a sample, judged by its traces where `thinking` is None; `fixed` is on and cannot be stripped."""
     thinking = sample.thinking
     if thinking is None:
         thinking = any(message.reasoning is not None for message in sample.messages)
@@ -250,20 +250,20 @@ def mode_of(sample: Sample) -> Mode:
 
 
 def _moves(on: int, fixed: int, off: int, share: float) -> tuple[int, int, int]:
-    """How many to strip, to drop of those that cannot be stripped, and to drop of those without reasoning."""
+    """Number of samples to strip, of unstrippable ones to drop, and of ones without reasoning to drop."""
     thinking, total = on + fixed, on + fixed + off
     if thinking > share * total:
         wanted = round(thinking - share * total)
         if wanted <= on:
             return wanted, 0, 0
-        # Those left on cannot be stripped, so some have to go.
+        # The samples left on cannot be stripped, so some are dropped.
         return on, fixed - round(share * (off + on) / (1 - share)), 0
     drop_off = total - round(thinking / share) if share and thinking else 0
     return 0, 0, max(min(drop_off, off), 0)
 
 
 def _threshold(digests: "array[int]", count: int) -> int:
-    """A bound that `count` of the digests are below."""
+    """Bound that `count` of the digests are below."""
     if not count:
         return 0
     if count >= len(digests):

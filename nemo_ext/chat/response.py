@@ -1,4 +1,4 @@
-"""What a model answered, taken apart once for all verifiers and rewards."""
+"""A model's response, parsed once for all verifiers and rewards."""
 
 from dataclasses import dataclass
 
@@ -9,16 +9,16 @@ OPEN, CLOSE = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """One answer.
+    """One response of a model.
 
     Attributes:
-        text: all that was generated, with the reasoning and its tags.
-        thinking: between the tags; None where there is no trace, "" where it is empty.
-        answer: what follows the trace; "" where a trace does not end.
-        tool_calls: those that the answer makes, where an engine or `nemo_ext.chat.tool_calls` has parsed them.
-        tokens: generated tokens in all; None if nobody counted.
-        thinking_tokens: those of the trace.
-        finished: whether the model ended it; False if the limit cut it off.
+        text: whole generated text, with the reasoning and its tags.
+        thinking: text between the tags; None where there is no trace, "" where it is empty.
+        answer: text after the trace; "" where the trace does not end.
+        tool_calls: calls of the answer, where an engine or `nemo_ext.chat.tool_calls` has parsed them.
+        tokens: number of generated tokens; None if not counted.
+        thinking_tokens: number of tokens of the trace; None if not counted.
+        finished: True if the model ended the response, False if the limit cut it off.
     """
 
     text: str
@@ -39,12 +39,12 @@ def parse_response(
     thinking_tokens: int | None = None,
     finished: bool = True,
 ) -> Response:
-    """Take a generated text apart at its first `</think>`.
+    """Split a generated text at its first `</think>`.
 
     Args:
-        text: as generated.
-        thinking_opened: the prompt ends inside a trace (chat templates that write `<think>` themselves).
-        tool_calls: as `Response` has them; as are the others.
+        text: generated text.
+        thinking_opened: True if the prompt ends inside a trace (chat templates that write `<think>` themselves).
+        tool_calls, tokens, thinking_tokens, finished: see `Response`.
     """
     body = text.lstrip()
     opened = body.startswith(OPEN)

@@ -1,4 +1,4 @@
-"""A conversation, whatever format it came in."""
+"""Conversations, independent of the format they came in."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One call that the assistant makes.
+    """One tool call of the assistant.
 
     Attributes:
-        name: of the tool.
-        arguments: by their names, decoded.
-        id: by which the tool's answer refers to it; None where the data have none.
+        name: name of the tool.
+        arguments: decoded arguments, by name.
+        id: identifier by which the tool's answer refers to the call; None where the data have none.
     """
 
     name: str
@@ -24,14 +24,14 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message.
+    """One message of a conversation.
 
     Attributes:
-        role: who speaks.
-        content: what is said, without the reasoning.
+        role: role of the speaker.
+        content: text, without the reasoning.
         reasoning: the assistant's trace before its answer, without tags; None for an answer without one.
         tool_calls: calls at the end of an assistant's message.
-        tool_call_id: which call a tool's message answers.
+        tool_call_id: id of the call that a tool's message answers.
     """
 
     role: Role
@@ -46,13 +46,13 @@ class Sample:
     """One conversation.
 
     Attributes:
-        id: unique in its source.
-        messages: a system message at most once, at the start.
-        tools: JSON schemas of the tools that are declared, as OpenAI's `tools`.
-        source: name of the source that it comes from.
-        task: what it teaches (code, math, chat ...), for shares and reports; "" if unknown.
+        id: identifier, unique in its source.
+        messages: messages in order; at most one system message, at the start.
+        tools: JSON schemas of the declared tools, as OpenAI's `tools`.
+        source: name of the sample's source.
+        task: task that it teaches (code, math, chat ...), for shares and reports; "" if unknown.
         language: ISO 639-1 code; "" if unknown.
-        thinking: the mode that the sample is in; None where the template has no modes or it was not decided yet.
+        thinking: mode of the sample; None where the template has no modes or it is not decided yet.
     """
 
     id: str

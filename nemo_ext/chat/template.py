@@ -1,9 +1,9 @@
-"""Chat templates: a conversation as the text that a model reads, with what of it the model is trained to write.
+"""Chat templates: a conversation as the text that a model reads, with the spans that it is trained to write.
 
 A template is a Jinja file in Hugging Face's dialect, so the file that trains a model also serves it, as
 `tokenizer.chat_template`. What the model writes stands between `{% generation %}` and `{% endgeneration %}`, and begins
-where the template's own generation prompt ends. Data never become markup: what they spell of it is quoted before the
-template sees it.
+where the template's own generation prompt ends. Data never become markup: control tokens that they spell are quoted
+before the template sees them.
 """
 
 import json
@@ -29,20 +29,20 @@ FOLDER = Path(__file__).parent / "templates"
 
 Span = tuple[int, int]
 
-# Unicode sets these aside for a program's own use. Where data hold one all the same, it becomes ESCAPE and a digit.
+# Unicode noncharacters, reserved for a program's own use. One found in the data becomes ESCAPE and a digit.
 _OPEN, _CLOSE, _QUOTE, _UNQUOTE, _LAST_TURN, _ESCAPE = _MARKS = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4\ufdd5"
 _ANY_MARK = re.compile(f"([{_MARKS}])")
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """One conversation as text.
+    """One conversation rendered as text.
 
     Attributes:
-        text: all of it.
-        trained: where it is what the model writes, as (start, end) in characters, in order.
-        quoted: where data spell a control token that must stay ordinary text.
-        thinking: the mode that it is in.
+        text: whole text.
+        trained: spans that the model writes, as (start, end) in characters, in order.
+        quoted: spans where data spell a control token that must stay ordinary text.
+        thinking: True if the text is in the mode with reasoning.
     """
 
     text: str
@@ -52,7 +52,7 @@ class Rendered:
 
     @property
     def segments(self) -> list[tuple[str, bool]]:
-        """The text in pieces, each with whether it is trained on."""
+        """Pieces of the text, each with True if it is trained on."""
         pieces = []
         position = 0
         for start, end in self.trained:
@@ -63,22 +63,22 @@ class Rendered:
 
 
 class ControlTokens:
-    """Names of tokens that data must not become, and how data that spell one are quoted.
+    """Control tokens that data must not become; quotes data that spell one.
 
     Args:
-        tokens: the names; where one begins with another, the longest counts.
+        tokens: names of the tokens; where one begins with another, the longest counts.
     """
 
     def __init__(self, tokens: Iterable[str]) -> None:
         longest_first = sorted({token for token in tokens if token}, key=lambda token: (-len(token), token))
-        # Apart from each other, because names that all begin with "<" are found many times faster.
+        # Two patterns, because names that all begin with "<" are found many times faster alone.
         self._names = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._all = re.compile("|".join([*map(re.escape, longest_first), f"[{_MARKS}]"]))
 
     def quoted(self, value: Any) -> Any:
-        """The value with every name in its strings between marks; the value itself where there is none."""
+        """Put marks around every token name in the value's strings; returns the value itself if there is none."""
         if isinstance(value, str):
-            # Few texts hold a name and none should hold a mark: two quick looks spare the slow one.
+            # Few texts hold a name and none should hold a mark: two quick checks spare the slow one.
             found = self._names.search(value) or (not value.isascii() and _ANY_MARK.search(value))
             return self._all.sub(_quote, value) if found else value
         if isinstance(value, Mapping):
@@ -98,9 +98,9 @@ class Template:
     """A compiled chat template.
 
     Args:
-        name: what messages call it.
-        source: Jinja.
-        variables: what it may ask for beside the conversation, `bos_token` for example.
+        name: name of the template in error messages.
+        source: Jinja source.
+        variables: further variables of the template, such as `bos_token`.
     """
 
     def __init__(self, name: str, source: str, variables: Mapping[str, Any] | None = None) -> None:
@@ -123,7 +123,7 @@ class Template:
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> "Template":
-        """A template that comes with nemo_ext, by its name, or a file, or the folder of a Hugging Face tokenizer.
+        """Load a template of nemo_ext by its name, or from a file or the folder of a Hugging Face tokenizer.
 
         A published checkpoint's own template is in its folder; it needs `{% generation %}` marks to train with.
 
@@ -149,14 +149,14 @@ class Template:
         control: ControlTokens | None = None,
         add_generation_prompt: bool = False,
     ) -> Rendered:
-        """The conversation as text.
+        """Render the conversation as text.
 
         Args:
-            sample: its `thinking` says which mode the text is in; None: the mode of its last turn (`thinks`).
-            thinking: goes before the sample's.
-            train: what the template marks, or only what of it follows the last user message.
-            control: tokens that data must not become; where data spell one is listed in `quoted`.
-            add_generation_prompt: end with the prompt of the next answer, whose mode is the one asked for.
+            sample: conversation; its `thinking` sets the mode of the text, None that of its last turn (`thinks`).
+            thinking: mode that overrides the sample's.
+            train: spans to train on: all that the template marks, or only those after the last user message.
+            control: tokens that data must not become; spans where data spell one are listed in `quoted`.
+            add_generation_prompt: True to end with the prompt of the next answer, in the mode asked for.
 
         Raises:
             ValueError: the template refuses the sample, or the mode is off and its last turn has reasoning.
@@ -193,17 +193,17 @@ class Template:
         turns: Literal["split", "last", "whole"] = "split",
         control: ControlTokens | None = None,
     ) -> list[Rendered]:
-        """The texts to train on: every answer after the prompt that the model will see when it writes it.
+        """Texts to train on: every answer after the prompt that the model will see when it writes it.
 
         Args:
-            turns: what to do with earlier turns whose reasoning the template drops, since "for a given generation, only
+            turns: treatment of earlier turns whose reasoning the template drops, since "for a given generation, only
                 reasoning content from the current turn is materialized into the prompt" (Nemotron 3 Nano, figure 4).
-                split: one text a turn, up to that turn and trained on it alone; every answer is trained on once, and
+                split: one text per turn, up to that turn and trained on it alone; every answer is trained on once, and
                 the prompts repeat. last: the last turn alone. whole: one text, trained on where the template marks it.
             control: see `render`.
 
-        A template without marks is asked for the prompt of each answer instead: what the text has after it is trained
-        on, in the last turn alone if the template drops reasoning.
+        A template without marks renders the prompt of each answer instead: the text after it is trained on, in the last
+        turn alone if the template drops reasoning.
 
         Raises:
             ValueError: see `render`; a template without marks leaves reasoning out, or begins an answer otherwise than
@@ -229,7 +229,7 @@ class Template:
         )
 
     def _after_its_prompt(self, sample: Sample, place: int, text: str) -> Span:
-        """Where the text has what follows the prompt of a message."""
+        """Span of a message in the text, from the end of its prompt."""
         message = sample.messages[place]
         if (message.reasoning or "") not in text:
             raise ValueError(f"sample {sample.id}: chat template {self.name} leaves out reasoning_content: use another")
@@ -247,14 +247,14 @@ class Template:
 
     @cached_property
     def has_modes(self) -> bool:
-        """Whether a prompt in the mode with reasoning differs from one without."""
+        """True if a prompt in the mode with reasoning differs from one without."""
         asked = Sample(id="has_modes", messages=(Message(role="user", content="a"),))
         on, off = (self.render(asked, thinking=mode, add_generation_prompt=True).text for mode in (True, False))
         return on != off
 
     @cached_property
     def drops_reasoning(self) -> bool:
-        """Whether the reasoning of earlier turns is left out of the prompt."""
+        """True if the reasoning of earlier turns is left out of the prompt."""
         said = [Message(role="user", content="a"), Message(role="assistant", content="b", reasoning="earlier trace")]
         said += [Message(role="user", content="c"), Message(role="assistant", content="d", reasoning="trace")]
         return "earlier trace" not in self.render(Sample(id="drops_reasoning", messages=tuple(said))).text
@@ -266,21 +266,20 @@ def names() -> list[str]:
 
 
 def thinks(sample: Sample) -> bool:
-    """The sample's mode; where it was not decided, whether its last turn has reasoning."""
+    """Mode of a sample: its `thinking`, or where that is None, True if its last turn has reasoning."""
     return _has_reasoning(last_turn(sample.messages)) if sample.thinking is None else sample.thinking
 
 
 def last_turn(messages: Sequence[Message]) -> Sequence[Message]:
-    """What follows the last user message."""
+    """Messages after the last user message; all of them if there is none."""
     users = [number for number, message in enumerate(messages) if message.role == "user"]
     return messages[users[-1] + 1 :] if users else messages
 
 
 def split_turns(sample: Sample) -> list[Sample]:
-    """One sample for each turn with an answer, which ends there and is in that turn's mode; ids get `#1`, `#2` ...
+    """Split a sample into one per turn with an answer, ending there and in that turn's mode; ids get `#1`, `#2` ...
 
-    A sample without reasoning before its last turn's is left whole if it has no reasoning at all: then no turn's prompt
-    differs from what the whole shows.
+    A sample without any reasoning is left whole, since no turn's prompt differs from what the whole shows.
     """
     if not _has_reasoning(sample.messages):
         return [sample]
@@ -298,7 +297,7 @@ def split_turns(sample: Sample) -> list[Sample]:
 
 
 def conversation(sample: Sample) -> list[dict[str, Any]]:
-    """The messages as Hugging Face's `apply_chat_template` takes them."""
+    """Messages in the form that Hugging Face's `apply_chat_template` takes."""
     return [_message(message) for message in sample.messages]
 
 
@@ -329,7 +328,7 @@ def _quote(match: re.Match[str]) -> str:
 
 
 def _read(text: str) -> Rendered:
-    """Take the marks out of a template's text."""
+    """Turn the marks in a template's output into spans."""
     pieces = _ANY_MARK.split(text)
     plain: list[str] = []
     spans: dict[str, list[Span]] = {_CLOSE: [], _UNQUOTE: []}
@@ -355,7 +354,7 @@ def _read(text: str) -> Rendered:
 
 
 class _Generation(Extension):
-    """`{% generation %}`: puts marks around what the model writes."""
+    """Jinja tag `{% generation %}`: puts marks around what the model writes."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
 
@@ -367,7 +366,7 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What Hugging Face templates are written for: transformers' utils/chat_template_utils.py has the same names."""
+    """Jinja environment of Hugging Face templates, with the names of transformers' utils/chat_template_utils.py."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], autoescape=False
     )
@@ -392,7 +391,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def _of_folder(folder: Path) -> Template:
-    """The template of a Hugging Face tokenizer's folder."""
+    """Load the template from a Hugging Face tokenizer's folder."""
     config_file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     try:
         config = json.loads(config_file.read_bytes()) if config_file.is_file() else {}

@@ -1,14 +1,13 @@
-"""Tool calls in what a model wrote, in the format of each chat template.
+"""Parser of tool calls in model output, in the format of each chat template.
 
-style            how a call is written
+style            format of a call
 nemotron3_nano   <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
 domyn, hermes    <tool_call>{"name": NAME, "arguments": {...}}</tool_call>
 llama_nemotron   <TOOLCALL>[{"name": NAME, "arguments": {...}}, ...]</TOOLCALL>
 olmo3            <function_calls>NAME(KEY=JSON, ...), one a line</function_calls>
 any              all of these; the tags tell which
 
-What `nemo_ext.chat.template` writes is read back. Nothing that a model writes raises, or takes more than linear
-time.
+What `nemo_ext.chat.template` writes is read back. No model output raises an error or takes more than linear time.
 """
 
 import json
@@ -30,12 +29,12 @@ Style = Literal["any", "nemotron3_nano", "domyn", "hermes", "llama_nemotron", "o
 STYLES: tuple[str, ...] = get_args(Style)
 
 MAX_CALLS = 64
-"""In one answer; a right answer of any environment here has far fewer."""
+"""Largest number of calls in one answer; a right answer of any environment here has far fewer."""
 
 _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[\w.\-]+")
 _LITERALS = {"True": True, "False": False, "None": None}
-# Told by their first tag; after <tool_call> the next character tells the two formats apart.
+# Formats are told by their first tag; after <tool_call> the next characters tell the two formats apart.
 _TAGS = {"<tool_call>": "</tool_call>", "<TOOLCALL>": "</TOOLCALL>", "<function_calls>": "</function_calls>"}
 _STYLE_TAGS: dict[str, tuple[str, ...]] = {
     "any": tuple(_TAGS),
@@ -49,12 +48,12 @@ _STYLE_TAGS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class ParsedCalls:
-    """An answer taken apart.
+    """An answer split into text and calls.
 
     Attributes:
-        answer: the text without the calls.
-        calls: in order; those that could be read.
-        problems: what could not be read, and why.
+        answer: text without the calls.
+        calls: calls that could be read, in order.
+        problems: descriptions of what could not be read, and why.
     """
 
     answer: str
@@ -63,13 +62,13 @@ class ParsedCalls:
 
 
 def parse_tool_calls(text: str, style: Style = "any", tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCalls:
-    """The calls in a text.
+    """Parse the calls in a text.
 
     Args:
-        text: an answer, without its reasoning.
-        style: how the model's template writes calls.
-        tools: the declared ones, as OpenAI's `tools`; XML-style values are read as their schemas say, and as text
-            where they say nothing.
+        text: answer without its reasoning.
+        style: format in which the model's template writes calls.
+        tools: declared tools, as OpenAI's `tools`; XML-style values are read as their schemas say, and as text where
+            they say nothing.
 
     Raises:
         ValueError: there is no such style.
@@ -93,7 +92,7 @@ def parse_tool_calls(text: str, style: Style = "any", tools: Sequence[Mapping[st
             position = scanner.position
         except _Malformed as problem:
             problems.append(f"{found[0]} at character {found.start()}: {problem}")
-            # From where reading ended, so that no character is read twice.
+            # Continue where reading ended, so that no character is read twice.
             closing = text.find(_TAGS[found[0]], max(scanner.position, found.end()))
             position = len(text) if closing < 0 else closing + len(_TAGS[found[0]])
         if len(calls) + len(problems) > MAX_CALLS:
@@ -104,10 +103,10 @@ def parse_tool_calls(text: str, style: Style = "any", tools: Sequence[Mapping[st
 
 
 def read_openai_calls(given: Any) -> ParsedCalls:
-    """The structured calls of an OpenAI message (`tool_calls`) or response (items of type `function_call`).
+    """Read the structured calls of an OpenAI message (`tool_calls`) or response (items of type `function_call`).
 
     Args:
-        given: a list of {id, function: {name, arguments}} or of {call_id, name, arguments}; arguments are JSON text or
+        given: list of {id, function: {name, arguments}} or of {call_id, name, arguments}; arguments are JSON text or
             an object.
     """
     if given is None:
@@ -125,7 +124,7 @@ def read_openai_calls(given: Any) -> ParsedCalls:
 
 
 def calls_of(response: Response, tools: Sequence[Mapping[str, Any]] = (), style: Style = "any") -> ParsedCalls:
-    """A response's calls: those that the engine has parsed; else those in its answer, never in its reasoning."""
+    """Calls of a response: those that the engine has parsed, else those in its answer, never in its reasoning."""
     if response.tool_calls:
         parsed = read_openai_calls(
             [
@@ -138,10 +137,10 @@ def calls_of(response: Response, tools: Sequence[Mapping[str, Any]] = (), style:
 
 
 def check_tools(tools: Any, where: str) -> tuple[Mapping[str, Any], ...]:
-    """The declared tools as OpenAI's chat completions have them; given so or without `function`, as its responses do.
+    """Return the declared tools in the form of OpenAI's chat completions, from that form or its responses' flat one.
 
     Raises:
-        ValueError: naming `where`.
+        ValueError: a tool is wrong; the message names `where`.
     """
     if not isinstance(tools, list | tuple):
         raise ValueError(f"{where} must be a list of tools, not {tools!r}")
@@ -160,27 +159,27 @@ def check_tools(tools: Any, where: str) -> tuple[Mapping[str, Any], ...]:
 
 
 def call_problem(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Why a call does not fit the declared tools; "" if it does.
+    """Reason why a call does not fit the declared tools; "" if it does.
 
-    A schema's `pattern`, `patternProperties` and `uniqueItems` are not checked: what a model writes decides how long
-    they take.
+    A schema's `pattern`, `patternProperties` and `uniqueItems` are not checked: model output decides how long they
+    take.
     """
     declared = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     if call.name not in declared:
         return f"no tool {_shown(call.name)} is declared"
     try:
         error = next(_validator(_as_text(declared[call.name])).iter_errors(dict(call.arguments)), None)
-    except Exception as problem:  # a schema that points nowhere, arguments nested too deep
+    except Exception as problem:  # an unresolvable reference in the schema, arguments nested too deep
         return f"{call.name}: {type(problem).__name__}"
     return "" if error is None else f"{call.name}: {_shown(error.json_path)}: {_shown(error.message)}"
 
 
 class _Malformed(Exception):
-    """A call that cannot be read."""
+    """Raised for a call that cannot be read."""
 
 
 class _Scanner:
-    """A position in a text that only moves forward."""
+    """Reader with a position in a text that only moves forward."""
 
     def __init__(self, text: str, position: int) -> None:
         self.text = text
@@ -201,7 +200,7 @@ class _Scanner:
         self.position += len(word)
 
     def until(self, word: str) -> str:
-        """What stands before a word, which is passed over."""
+        """Text before a word; the position moves behind the word."""
         end = self.text.find(word, self.position)
         if end < 0:
             self.position = len(self.text)
@@ -218,7 +217,7 @@ class _Scanner:
         return match[0]
 
     def json(self) -> Any:
-        """A JSON value; its end is known even where it is refused."""
+        """Read a JSON value; the position moves forward even if the value is refused."""
         value, self.position, problem = _decode(self.text, self.position)
         if problem:
             raise _Malformed(problem)
@@ -278,7 +277,7 @@ def _function_calls(scanner: _Scanner, tools: Sequence[Mapping[str, Any]]) -> li
 
 
 def _literal(scanner: _Scanner) -> Any:
-    """JSON, or one of Python's words, which models that write such calls know from code."""
+    """Read a JSON value, or True, False or None, which models that write such calls know from code."""
     for word, value in _LITERALS.items():
         if scanner.at(word):
             scanner.expect(word)
@@ -317,7 +316,7 @@ def _parameter_schemas(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping
 
 
 def _typed(written: str, schema: Any, where: str) -> Any:
-    """An XML-style value as its schema says: text is written as it is, anything else as JSON."""
+    """Decode an XML-style value as its schema says: text is written as it is, anything else as JSON."""
     if not isinstance(schema, Mapping):
         return written
     kinds, choices = schema.get("type"), schema.get("enum")
@@ -328,18 +327,18 @@ def _typed(written: str, schema: Any, where: str) -> Any:
     )
     value, end, problem = _decode(written, 0)
     if not problem and not written[end:].strip() and not isinstance(value, str) and _is_valid(value, schema):
-        return value  # a schema that allows both: what reads as JSON is meant so
+        return value  # the schema allows both: text that parses as JSON is taken as JSON
     if is_text:
         return written
     if problem or written[end:].strip():
         raise _Malformed(f"{where}: {_shown(written)} is not JSON" + (f" ({problem})" if problem else ""))
-    return value  # of the wrong type, which is for the schema's check to say
+    return value  # may have the wrong type, which the check against the schema reports
 
 
 def _is_valid(value: Any, schema: Mapping[str, Any]) -> bool:
     try:
         return _validator(_as_text(schema)).is_valid(value)
-    except Exception:  # no schema, or one that points elsewhere
+    except Exception:  # an invalid schema, or an unresolvable reference
         return isinstance(value, str)
 
 
@@ -379,9 +378,9 @@ def _call(name: Any, arguments: Any) -> ToolCall:
 
 
 def _decode(text: str, position: int) -> tuple[Any, int, str]:
-    """The JSON value at a position, where it ends or reading did, and what is wrong with it ("" if nothing).
+    """Decode the JSON value at a position; returns value, end of reading and problem ("" if none).
 
-    Refused are what JSON does not have (NaN, Infinity, a key twice) and numbers that no float holds.
+    What JSON does not have (NaN, Infinity, a key twice) and numbers that no float holds are refused.
     """
     refused: list[str] = []
 
@@ -417,7 +416,7 @@ def _decode(text: str, position: int) -> tuple[Any, int, str]:
 
 
 def _quick(schema: Any) -> Any:
-    """A schema without what may take very long."""
+    """Remove the keywords that may take very long to check from a schema."""
     if isinstance(schema, Mapping):
         slow = {"pattern": str, "patternProperties": Mapping, "uniqueItems": bool}
         return {
@@ -435,7 +434,7 @@ def _validator(text: str) -> Any:
     schema = _quick(json.loads(text))
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     kind.check_schema(schema)
-    return kind(schema, registry=Registry())  # which looks nothing up on the network
+    return kind(schema, registry=Registry())  # looks nothing up on the network
 
 
 def _shown(text: str) -> str:

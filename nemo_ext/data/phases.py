@@ -1,8 +1,8 @@
-"""A run as a sequence of phases in tokens: what is trained on, at which length and batch, from which step on. No torch.
+"""A run as a sequence of phases in tokens, each with its data, sequence length, batch and first step. No torch.
 
 `train.tokens` is the length of the whole run and Megatron's schedule goes over all of it, whatever the phases are, so
-that a blend may change before, inside or after the decay of the learning rate. A phase may have a piece of its own
-instead (`lr`). Consecutive phases with the same Megatron flags are one segment: one start of the trainer.
+that a blend may change before, inside or after the decay of the learning rate. A phase may have a learning rate of its
+own instead (`lr`). Consecutive phases with the same Megatron flags are one segment: one start of the trainer.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from nemo_ext.job.settings import check_keys, checked_whole, nearest
 STYLES = ("linear", "cosine", "minus_sqrt", "constant")
 
 SCHEDULE = ("lr_warmup_iters", "lr_decay_iters", "lr_wsd_decay_iters", "train_iters", "global_batch_size", "seq_length")
-"""Flags that the learning rate follows from."""
+"""Flags that determine the learning rate."""
 
 _DATA = ("train_data_path", "valid_data_path", "data_path", "data_args_path", "per_split_data_args_path")
 _WHOLE_RUN = ("seed", *_DATA, *(flag for flag in SCHEDULE if flag not in ("global_batch_size", "seq_length")))
@@ -31,12 +31,12 @@ _WHOLE_RUN = ("seed", *_DATA, *(flag for flag in SCHEDULE if flag not in ("globa
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """The learning rate of one phase, as shares of its tokens pass.
+    """Learning rate of one phase, as a function of the share of its tokens trained on.
 
     Attributes:
-        start: learning rate at its beginning.
-        end: at its end.
-        style: the way between them; `constant` stays at `start`.
+        start: learning rate at the beginning of the phase.
+        end: learning rate at its end.
+        style: shape of the decay between them; `constant` stays at `start`.
     """
 
     start: float
@@ -57,19 +57,19 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """One phase, placed in the run.
+    """One phase and its place in the run.
 
     Attributes:
-        name: its key in the config.
-        seq_length: tokens of a sequence.
-        global_batch_size: sequences of a step.
-        first_step: steps of the run before it.
-        first_sample: sequences before it.
-        first_token: tokens before it.
-        steps: its own.
-        data: section of its own like the config's `data`; None for that one.
+        name: key of the phase in the config.
+        seq_length: number of tokens of a sequence.
+        global_batch_size: number of sequences of a step.
+        first_step: number of steps of the run before the phase.
+        first_sample: number of sequences before the phase.
+        first_token: number of tokens before the phase.
+        steps: number of steps of the phase.
+        data: `data` section of the phase; None for that of the config.
         megatron: flags that differ from the config's.
-        lr: learning rate of its own.
+        lr: learning rate of the phase; None for that of the run.
     """
 
     name: str
@@ -85,17 +85,17 @@ class Phase:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all ranks together."""
+        """Number of tokens per step, of all ranks together."""
         return self.seq_length * self.global_batch_size
 
     @property
     def samples(self) -> int:
-        """Sequences of the phase."""
+        """Number of sequences of the phase."""
         return self.steps * self.global_batch_size
 
     @property
     def last_step(self) -> int:
-        """The step with which it ends."""
+        """Last step of the phase, counted from 1."""
         return self.first_step + self.steps
 
 
@@ -104,41 +104,41 @@ class Plan:
     """All phases of a run, in order.
 
     Attributes:
-        phases: at least one; each begins where the one before it ends.
+        phases: at least one phase; each begins where the one before it ends.
     """
 
     phases: tuple[Phase, ...]
 
     @property
     def segments(self) -> list[tuple[Phase, ...]]:
-        """Consecutive phases with the same Megatron flags."""
+        """Groups of consecutive phases with the same Megatron flags."""
         return [tuple(each) for _, each in itertools.groupby(self.phases, key=lambda phase: phase.megatron)]
 
     def at_step(self, step: int) -> Phase:
-        """The phase to which a step belongs, counted from 1."""
+        """Phase of a step, counted from 1."""
         return next((phase for phase in self.phases if step <= phase.last_step), self.phases[-1])
 
     def at_sample(self, sample: int) -> Phase:
-        """The phase to which a sequence belongs, counted from 0."""
+        """Phase of a sequence, counted from 0."""
         return next((p for p in self.phases if sample < p.first_sample + p.samples), self.phases[-1])
 
     def tokens_at_step(self, step: int) -> int:
-        """Tokens trained on when a step is done."""
+        """Number of tokens trained on after a step."""
         phase = self.at_step(step)
         return phase.first_token + (step - phase.first_step) * phase.tokens_per_step
 
     def samples_at_step(self, step: int) -> int:
-        """Sequences trained on when a step is done."""
+        """Number of sequences trained on after a step."""
         phase = self.at_step(step)
         return phase.first_sample + (step - phase.first_step) * phase.global_batch_size
 
     def tokens_at_sample(self, sample: int) -> int:
-        """Tokens before a sequence."""
+        """Number of tokens before a sequence."""
         phase = self.at_sample(sample)
         return phase.first_token + (sample - phase.first_sample) * phase.seq_length
 
     def table(self) -> str:
-        """One line a phase, for people."""
+        """Human-readable table with one line per phase."""
         rows: list[tuple[str, ...]] = [("phase", "from step", "steps", "from token", "tokens", "sequence", "batch")]
         for p in self.phases:
             numbers = (p.first_step + 1, p.steps, p.first_token, p.steps * p.tokens_per_step)
@@ -152,13 +152,13 @@ class Plan:
 
 
 def plan_of(config: Mapping[str, Any]) -> Plan | None:
-    """The phases of a composed training config, None where it has none.
+    """Read the phases of a composed training config; None if it has none.
 
-    A phase begins with the step whose number of tokens comes nearest to what the config says, counted from the start of
-    the run, so rounding does not add up.
+    A phase begins at the step whose number of tokens is nearest to the config's, counted from the start of the run, so
+    rounding does not add up.
 
     Raises:
-        ValueError: for an unknown key, lengths that do not add up to `train.tokens`, a phase without steps.
+        ValueError: a key is unknown, lengths do not add up to `train.tokens`, or a phase has no steps.
     """
     section: Mapping[str, Any] = config.get("phases") or {}
     if not section:
@@ -213,10 +213,10 @@ def plan_of(config: Mapping[str, Any]) -> Plan | None:
 
 
 def wanted_tokens(config: Mapping[str, Any]) -> dict[str, float]:
-    """Tokens of each phase of a config by its name, in order.
+    """Number of tokens of each phase of a config, by name, in order.
 
     Raises:
-        ValueError: what is wrong about a phase, with its place.
+        ValueError: a phase is wrong; the message names the place.
     """
     section = config.get("phases") or {}
     if not isinstance(section, Mapping):
@@ -270,17 +270,17 @@ def _piece(name: str, given: Mapping[str, Any] | None) -> Piece | None:
 
 
 def segments(config: Mapping[str, Any], paths: Mapping[str, list[str] | None]) -> list[dict[str, Any]]:
-    """The configs of a run's segments, in order; the config itself where it has no phases.
+    """Make the configs of a run's segments, in order; the config itself if it has no phases.
 
-    Each has its own flags and last step, and under `segment` what is the whole run's: `phases` (names of its own),
-    `whole` (its flags that segments change) and `train_data_path` of every phase.
+    Each has its own flags and last step, and under `segment`: `phases` (names of the segment's phases), `whole` (the
+    whole run's values of flags that segments change) and `train_data_path` of every phase.
 
     Args:
-        config: of the run, data arguments filled in (`nemo_ext.data.training.use_data`).
-        paths: of `data_paths`.
+        config: config of the run, data arguments filled in (`nemo_ext.data.training.use_data`).
+        paths: result of `data_paths`.
 
     Raises:
-        ValueError: as `plan_of`.
+        ValueError: see `plan_of`.
     """
     plan = plan_of(config)
     if plan is None:
@@ -301,7 +301,7 @@ def segments(config: Mapping[str, Any], paths: Mapping[str, list[str] | None]) -
             "max_position_embeddings": longest,
             **phases[0].megatron,
             "train_iters": phases[-1].last_step,
-            # The learning rate follows the whole run's; Megatron's parser wants lengths that fit this segment.
+            # The learning rate follows the whole run's flags; Megatron's parser wants lengths that fit this segment.
             "lr_warmup_iters": 0,
             "lr_decay_iters": None,
             "lr_wsd_decay_iters": 1 if whole.get("lr_decay_style") == "WSD" else None,
@@ -311,10 +311,10 @@ def segments(config: Mapping[str, Any], paths: Mapping[str, list[str] | None]) -
 
 
 def data_paths(config: Mapping[str, Any]) -> dict[str, list[str] | None]:
-    """Each phase's blend as Megatron's argument, None for that of the whole run.
+    """Blend of each phase as Megatron's argument, None for that of the whole run.
 
     Raises:
-        ValueError: as `nemo_ext.data.training.use_data`; a phase with another tokenizer than the run, or with packs
+        ValueError: see `nemo_ext.data.training.use_data`; or a phase has another tokenizer than the run, or packs
             where the run's loss is not per token.
     """
     plan = plan_of(config)
@@ -353,7 +353,7 @@ def shares_of(words: Sequence[object]) -> dict[str, float]:
         words: Megatron's list: weight, prefix, weight, prefix, ..., or one prefix.
 
     Raises:
-        ValueError: several prefixes without weights, whose shares Megatron takes from their sizes.
+        ValueError: there are several prefixes without weights, whose shares Megatron takes from their sizes.
     """
     words = [words] if isinstance(words, str) else words
     if len(words) == 1:
@@ -370,17 +370,17 @@ def shares_of(words: Sequence[object]) -> dict[str, float]:
 
 
 Drawn = Mapping[Reading, Mapping[str, int]]
-"""Sequences that were read, by how they were read and by the prefix of their stream."""
+"""Number of sequences read, by reading and by prefix of the stream."""
 
 
 def drawn_before(
     plan: Plan, shares: Mapping[str, Mapping[str, float]], mixed: Mapping[str, MixedLengths | None]
 ) -> dict[str, Drawn]:
-    """What earlier phases have read of each stream, by the name of the phase.
+    """Sequences of each stream read by earlier phases, by the name of the phase.
 
     Args:
-        plan: all phases.
-        shares: of the streams, by prefix, in each phase.
+        plan: plan of all phases.
+        shares: shares of the streams, by prefix, in each phase.
         mixed: mixed lengths of each phase.
     """
     drawn: dict[Reading, dict[str, int]] = {}
@@ -395,7 +395,7 @@ def drawn_before(
 
 
 def most_drawn(share: float, count: int) -> int:
-    """The most sequences of a stream among the first `count` of a blend, which is at most a few more than there are.
+    """Upper bound on the sequences of a stream among the first `count` of a blend, at most a few too many.
 
     Megatron's blend takes the next sequence from the stream that lags most behind its share
     (megatron/core/datasets/helpers.cpp, build_blending_indices): one that does not lag is never taken, so none gets
@@ -406,7 +406,7 @@ def most_drawn(share: float, count: int) -> int:
 
 
 def resolved_path(config: Mapping[str, Any], phase: Phase) -> list[str] | None:
-    """The training data of a phase as Megatron's argument, from the config of a segment: its own or the run's."""
+    """Training data of a phase as Megatron's argument, from the config of a segment: its own or the run's."""
     path: list[str] | None = config["segment"]["train_data_path"].get(phase.name) or config["megatron"].get(
         "train_data_path"
     )
@@ -414,18 +414,18 @@ def resolved_path(config: Mapping[str, Any], phase: Phase) -> list[str] | None:
 
 
 def mixed_of(config: Mapping[str, Any], phase: Phase) -> Mapping[str, Any] | None:
-    """`mixed_lengths` of a phase's data: its own or the run's."""
+    """Section `mixed_lengths` of a phase's data: its own or the run's."""
     data = config.get("data") if phase.data is None else phase.data
     mixed: Mapping[str, Any] | None = (data or {}).get("mixed_lengths")
     return mixed
 
 
 def told_of_streams(config: Mapping[str, Any], *, max_epochs: float = MAX_EPOCHS) -> list[str]:
-    """Lines on streams that several phases read: where later phases go on, and what all together read too often.
+    """Lines on streams that several phases read: where later phases continue, and which are read too often in all.
 
     Args:
-        config: of a segment (see `segments`).
-        max_epochs: passes above which a stream is told of.
+        config: config of a segment (see `segments`).
+        max_epochs: number of passes above which a stream is reported.
     """
     plan = plan_of(config)
     if plan is None:

@@ -1,4 +1,4 @@
-"""What a config asks to have tokenised: the streams of a blend, or a user's own files as a blend of one."""
+"""Streams to tokenise: those of a blend, or a user's own files as a blend of one."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ _OVER_BLEND = ("tokenizer", "validation_share", "workers")
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """A source whose tokenised files go to `<prefix>_train`, `<prefix>_valid`; `inputs` are the source's."""
+    """A source whose tokenised files go to `<prefix>_train` and `<prefix>_valid`; `inputs` are the source's files."""
 
     name: str
     prefix: Path
@@ -36,7 +36,7 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True)
 class Blend:
-    """The streams that have a source, checked, and how to tokenise them (`workers` None: one for each core)."""
+    """The checked streams that have a source, and settings for tokenising them (`workers` None: one per core)."""
 
     streams: list[Stream]
     tokenizer: Tokenizer
@@ -46,7 +46,7 @@ class Blend:
 
 
 def read_blend(config: Mapping[str, object]) -> Blend:
-    """Check everything in a blend, its weights too, which only sampling uses, and that its input can be read.
+    """Check everything in a blend, including the weights, which only sampling uses, and that its input can be read.
 
     Args:
         config: `directory`, `tokenizer` (see `load_tokenizer`), `streams`, and, if wanted, `validation_share`, `seed`
@@ -78,7 +78,7 @@ def read_blend(config: Mapping[str, object]) -> Blend:
 
 
 def blend_to_tokenize(config: Mapping[str, object]) -> dict[str, object]:
-    """The blend that the config of `nemo-ext tokenize` asks for: `input` and `output`, or `data`.
+    """Return the blend that the config of `nemo-ext tokenize` asks for: by `input` and `output`, or by `data`.
 
     Raises:
         ValueError: It asks for neither or for both, or does not say where to write or how to read.
@@ -109,7 +109,7 @@ def blend_to_tokenize(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def _blend_of_files(given: object, output: object, *, kind: object, text_key: object) -> dict[str, object]:
-    """`directory` and `streams` of a blend of one stream."""
+    """Make `directory` and `streams` of a blend of one stream."""
     paths = [given] if isinstance(given, str) else given
     if not isinstance(paths, Sequence) or not paths or not all(isinstance(path, str) and path for path in paths):
         raise ValueError(f"input must be a file, a glob, a directory or a list of files and globs, not {given!r}")
@@ -129,7 +129,7 @@ def _blend_of_files(given: object, output: object, *, kind: object, text_key: ob
 
 
 def _kind_of(paths: Sequence[str]) -> str:
-    """The kind of source that one's own files are, by their names."""
+    """Kind of source of a user's files, by their names."""
     kinds = set()
     for path in map(Path, paths):
         if path.expanduser().is_dir():

@@ -1,7 +1,7 @@
-"""Text to Megatron's .bin/.idx files, in parallel and resumable.
+"""Tokenising of text into Megatron's .bin/.idx files, in parallel and resumable.
 
 A stream is cut into shards, lists of parts of its source. Workers read and tokenise a shard each and leave it
-in `<prefix>.shards/`; then the shards are written in order into `<prefix>_train` and `<prefix>_valid`. What
+in `<prefix>.shards/`; then the shards are written in order into `<prefix>_train` and `<prefix>_valid`. Whatever
 depends on more than one document (duplicates, `max_bytes`, the split) is decided in that last pass, so the files
 are the same byte for byte whatever the number of workers and however often the work was interrupted.
 
@@ -39,15 +39,15 @@ def tokenize_blend(
 
     Args:
         config: A blend, see `read_blend`.
-        workers: Goes before the config's.
-        progress: Show a bar on a terminal, else a line now and then, both on stderr.
+        workers: Number of processes, which overrides the config's.
+        progress: True to show a bar on a terminal, else a line now and then, both on stderr.
 
     Returns:
-        The manifests of the streams with a source, in their order.
+        Manifests of the streams with a source, in their order.
 
     Raises:
-        ValueError: Anything in `config` is wrong or missing, before any work; input that cannot be read to its end, or
-            output that cannot be written.
+        ValueError: Anything in `config` is wrong or missing (before any work), input cannot be read to its end, or
+            output cannot be written.
         RuntimeError: A worker process died.
     """
     try:
@@ -78,21 +78,21 @@ def tokenize_stream(
 ) -> Manifest:
     """Write `<output_prefix>_train.{bin,idx}`, `_valid.{bin,idx}` and the manifest `<output_prefix>.json`.
 
-    Run again after an interruption, it goes on with the shards that are missing; finished with the same
+    Run again after an interruption, it continues with the shards that are missing; if finished with the same
     settings and input files, it only returns the manifest; with others it starts over and says so.
 
-    A document goes to validation when a hash of (seed, document id) falls below `validation_share`; a stream
-    of two or more documents has one in each split at least, unless the share is 0. Every document ends with eod.
+    A document goes to validation if a hash of (seed, document id) falls below `validation_share`; a stream of two or
+    more documents has at least one in each split, unless the share is 0. Every document ends with eod.
 
     Args:
-        workers: Processes (None: one for each core this process may use). One works without starting any;
+        workers: Number of processes (None: one for each core this process may use). 1 works without starting any;
             more need a main module that can be imported (`if __name__ == "__main__":`).
-        documents_per_shard: Cut shards after so many documents, not only by size into about 64. It changes how
-            much work an interruption loses, not the files.
-        progress: Show a bar on a terminal, else a line now and then, both on stderr.
+        documents_per_shard: Number of documents after which shards are cut, besides by size into about 64. It
+            changes how much work an interruption loses, not the files.
+        progress: True to show a bar on a terminal, else a line now and then, both on stderr.
 
     Raises:
-        ValueError: Wrong settings, a source that cannot be read or is malformed, or one without documents.
+        ValueError: A setting is wrong, or the source cannot be read, is malformed or has no documents.
         RuntimeError: A worker process died.
     """
     prefix = Path(output_prefix)
@@ -151,7 +151,7 @@ def _tokenize(stream: Stream, blend: Blend, *, documents_per_shard: int = _NO_LI
             selection = select(directory, count, source, blend.validation_share)
         except DamagedShard:
             raise
-        except ValueError:  # input that is refused: once it is mended, these are not its shards
+        except ValueError:  # refused input: once it is mended, these shards no longer match it
             shutil.rmtree(directory, ignore_errors=True)
             raise
         with progress_of(f"{stream.name}: writing", selection.size, enabled=progress) as advance:

@@ -1,4 +1,4 @@
-"""What the `data` of a training config means to Megatron: a blend or packs, and rows of mixed lengths."""
+"""Megatron's data arguments from the `data` of a training config: a blend or packs, and rows of mixed lengths."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,14 +11,14 @@ from nemo_ext.data.packs.packed_files import use_packed
 
 
 def use_data(config: dict[str, Any], *, tokens: int | None = None) -> None:
-    """Fills Megatron's data and tokenizer arguments; arguments that the user set stay. A config without data is left.
+    """Fills Megatron's data and tokenizer arguments; arguments that the user set stay, as does a config without data.
 
     Args:
-        config: of a training run; changed in place.
-        tokens: that are read of this data; None: those of the whole run.
+        config: config of a training run; changed in place.
+        tokens: number of tokens read from this data; None: those of the whole run.
 
     Raises:
-        ValueError: as `use_packed`, `use_blend` and `MixedLengths.from_config`.
+        ValueError: see `use_packed`, `use_blend` and `MixedLengths.from_config`.
     """
     if config.get("data") is not None and not use_packed(config):
         use_blend(config, tokens=tokens)
@@ -29,10 +29,10 @@ def tokenize_streams(data: Mapping[str, Any] | None) -> bool:
     """Tokenises the streams of a `data` section that have a source and are not tokenised yet, with progress.
 
     Returns:
-        Whether any were tokenised, so that their sizes are others than before.
+        True if any were tokenised, so that their sizes changed.
 
     Raises:
-        ValueError: as `tokenize_blend`; a stream has no documents for validation.
+        ValueError: see `tokenize_blend`; or a stream has no documents for validation.
     """
     if data is None or (data.get("blend") is None and not data.get("streams")):
         return False

@@ -1,1 +1,1 @@
-"""Which streams are trained on, in which shares."""
+"""Blends: the streams to train on and their shares."""

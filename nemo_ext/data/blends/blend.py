@@ -1,4 +1,4 @@
-"""From the config's blend to Megatron's data arguments."""
+"""Conversion of the config's blend to Megatron's data arguments."""
 
 import math
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ from nemo_ext.job.progress import notice
 
 
 def flattened(data: Mapping[str, Any], shares: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """The `data` section with its blend as a flat list of `streams`.
+    """Return the `data` section with its blend as a flat list of `streams`.
 
     Args:
         data: A `data` section; one with `streams` stays as it is, without what only a blend's plan reads.
-        shares: The streams' weights; without them all are 1, which will do for tokenising.
+        shares: Weights of the streams; without them all are 1, which is enough for tokenising.
 
     Raises:
         ValueError: The blend is wrong.
@@ -37,9 +37,9 @@ def flattened(data: Mapping[str, Any], shares: Mapping[str, float] | None = None
 
 
 def tokens_of_run(config: Mapping[str, Any]) -> int | None:
-    """Tokens that a training config reads of its `data`; None if it does not tell.
+    """Number of tokens that a training run reads from `data`, or None if the config does not say.
 
-    They are its steps times its batch, else `train.tokens`; of a run with phases those of the phases without own data.
+    Steps x batch x length, else `train.tokens`; if phases have data of their own, the sum over the others.
     """
     phases = [phase for phase in (config.get("phases") or {}).values() if isinstance(phase, Mapping)]
     if any(phase.get("data") is not None for phase in phases):
@@ -61,12 +61,12 @@ def use_blend(config: dict[str, Any], *, tokens: int | None = None) -> None:
     warned of.
 
     Args:
-        config: of a training run, resolved.
-        tokens: that are read of this blend; None: those of the whole run.
+        config: resolved config of a training run.
+        tokens: number of tokens read from this blend; None: those of the whole run.
 
     Raises:
-        ValueError: for a stream without source whose tokenised files are missing or of another tokenizer, a blend that
-            is wrong (see `plan_blend`), no share for validation, or a tokenizer with more ids than the model has
+        ValueError: a stream without source has no tokenised files or files of another tokenizer, the blend is wrong
+            (see `plan_blend`), there is no share for validation, or the tokenizer has more ids than the model has
             embedding rows.
     """
     data, megatron = config["data"], config["megatron"]
@@ -90,7 +90,7 @@ def use_blend(config: dict[str, Any], *, tokens: int | None = None) -> None:
         megatron.setdefault(f"{split}_data_path", plan.megatron_words(split))
     config["data"] = flattened(data, {name: float(share) for name, share in plan.shares.items()})
     if megatron.get("tokenizer_type") is None:
-        # Training needs only the number of ids and the end of document, so not even transformers.
+        # Training needs only the number of ids and the end-of-document id, so transformers is not imported.
         megatron.update(megatron_arguments(tokenizer, ids_only=True))
     check_rows(tokenizer, megatron)
 
@@ -99,7 +99,7 @@ def check_rows(tokenizer: Tokenizer, megatron: Mapping[str, Any]) -> None:
     """Refuses a tokenizer with more ids than the model has embedding rows.
 
     Raises:
-        ValueError: with both numbers.
+        ValueError: the tokenizer has more; the message has both numbers.
     """
     rows = megatron.get("padded_vocab_size")
     if rows is not None and tokenizer.vocab_size > int(rows):
@@ -110,7 +110,7 @@ def check_rows(tokenizer: Tokenizer, megatron: Mapping[str, Any]) -> None:
 
 
 def _check_tokenizer(leaf: Leaf, tokenizer: Tokenizer) -> None:
-    """Refuses files that another tokenizer made, where their manifest tells; files made elsewhere have none."""
+    """Refuses files of another tokenizer by their manifest; files made elsewhere have none and pass."""
     if not Path(f"{leaf.prefix}.json").is_file():
         return
     manifest = read_manifest(leaf.prefix)
@@ -122,14 +122,14 @@ def _check_tokenizer(leaf: Leaf, tokenizer: Tokenizer) -> None:
 
 
 def other_order(before: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """One line where Megatron orders streams of a resumed run anew; None where all stay as they were.
+    """One line on the streams that Megatron orders anew in a resumed run; None if all keep their order.
 
-    Its GPTDataset shuffles all epochs of a run together, so a run that reads other epochs of a stream has another order
-    of all of them. Packs, mixed lengths and the phases of a run have an order that stays.
+    Megatron's GPTDataset shuffles all epochs of a run together, so a run that reads a different number of epochs of a
+    stream has a different order of all of them. Packs, mixed lengths and phases keep their order.
 
     Args:
-        before: the config that the run was begun with, its data arguments filled in.
-        config: the one it is resumed with.
+        before: config that the run was started with, its data arguments filled in.
+        config: config that it is resumed with.
     """
     old, new = _epochs(before), _epochs(config)
     changed = [
@@ -146,10 +146,10 @@ def other_order(before: Mapping[str, Any], config: Mapping[str, Any]) -> str | N
 
 
 def _epochs(config: Mapping[str, Any]) -> dict[str, tuple[float, tuple[int, bool]]]:
-    """Of each training stream: its epochs, and what Megatron's order of it follows from.
+    """Epochs of each training stream, and what determines Megatron's order of it.
 
-    That are the epochs begun, and whether the last is shuffled by itself (megatron/core/datasets/gpt_dataset.py,
-    `_build_document_sample_shuffle_indices`).
+    The latter is the number of epochs begun, and whether the last is shuffled by itself
+    (megatron/core/datasets/gpt_dataset.py, `_build_document_sample_shuffle_indices`).
     """
     megatron = config["megatron"]
     given = megatron.get("train_data_path") or ()

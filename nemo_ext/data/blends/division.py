@@ -1,4 +1,4 @@
-"""How a blend's tokens are divided down its tree: the rules of groups, and caps.
+"""Division of a blend's tokens down its tree: the rules of groups, and caps.
 
 Shares are exact fractions, so those of a blend sum to one however deep it is.
 """
@@ -11,7 +11,7 @@ from nemo_ext.data.blends.sizes import Size
 
 
 def divide(root: Group, sizes: Mapping[str, Size], *, tokens: int | None = None) -> dict[str, Fraction]:
-    """Each stream's share of the tokens, by name; they sum to one.
+    """Share of the tokens of each stream, by name; the shares sum to one.
 
     A group's tokens are divided by its rule: `shares` in proportion to the children's shares; `epochs` in proportion to
     epochs x size; `temperature` to size^alpha (Conneau et al. 2020, section 3.1, on sentences; here on tokens); `tiers`
@@ -24,8 +24,8 @@ def divide(root: Group, sizes: Mapping[str, Size], *, tokens: int | None = None)
 
     Args:
         root: The tree.
-        sizes: Of streams, by name; those that rules and caps need must be there.
-        tokens: Of the run; only caps need them.
+        sizes: Sizes of streams, by name; those that rules and caps need must be there.
+        tokens: Number of tokens of the run; only caps need it.
 
     Raises:
         ValueError: A rule or cap needs a size, or caps need `tokens`; or the caps together are below `tokens`.
@@ -46,7 +46,7 @@ def divide(root: Group, sizes: Mapping[str, Size], *, tokens: int | None = None)
 
 
 def proportions(group: Group, sizes: Mapping[str, Size]) -> list[Fraction]:
-    """What each child gets of the group by its rule alone, without caps; they sum to one.
+    """Parts that the group's rule alone gives its children, without caps; they sum to one.
 
     Raises:
         ValueError: The rule needs a size that is not known.
@@ -68,10 +68,10 @@ def proportions(group: Group, sizes: Mapping[str, Size]) -> list[Fraction]:
 
 
 def tokens_in(node: Node, sizes: Mapping[str, Size], *, why: str) -> int:
-    """The size of a node: its stream's, or those of all its streams together.
+    """Size of a node in tokens: that of its stream, or of all its streams together.
 
     Raises:
-        ValueError: One is not known, and `why` it is needed.
+        ValueError: A size is not known; the message says `why` it is needed.
     """
     if isinstance(node, Group):
         return sum(tokens_in(leaf, sizes, why=why) for leaf in node.leaves())
@@ -119,7 +119,7 @@ def _first_cap(node: Node) -> str | None:
 
 
 def _capacity(node: Node, sizes: Mapping[str, Size]) -> Fraction | None:
-    """The most tokens that the caps let a node take; None: any number."""
+    """Most tokens that the caps let a node take; None if there is no limit."""
     most = None
     if isinstance(node, Group):
         parts = [_capacity(child, sizes) for child in node.children]
@@ -142,12 +142,12 @@ def _allot(node: Node, budget: Fraction, sizes: Mapping[str, Size], shares: dict
 
 
 def fill(budget: Fraction, parts: Sequence[Fraction], limits: Sequence[Fraction | None]) -> list[Fraction]:
-    """`budget` divided in proportion to `parts`, none above its limit.
+    """Divide `budget` in proportion to `parts`, none above its limit.
 
     Args:
-        budget: At most the sum of the limits, if all have one.
-        parts: Above zero.
-        limits: None: no limit.
+        budget: Amount to divide; at most the sum of the limits, if all have one.
+        parts: Weights above zero.
+        limits: Limits; None for no limit.
     """
     got: list[Fraction] = [Fraction(0)] * len(parts)
     open_, left = list(range(len(parts))), budget

@@ -24,7 +24,7 @@ from nemo_ext.job.settings import check_keys, nearest
 
 DECAY = Fraction(1, 2)  # (choice)
 
-# What a rule takes of the group, and what it takes of each child.
+# Settings that a rule takes from the group, and from each child.
 _SETTINGS = {"shares": (), "epochs": (), "temperature": ("alpha",), "tiers": ("decay",)}
 _AMOUNTS = {"shares": ("share",), "epochs": ("epochs",), "temperature": (), "tiers": ("each", "share")}
 _LEAF = ("prefix", "source", "tokens", "cap_epochs")
@@ -36,14 +36,14 @@ class Leaf:
     """A stream in a blend.
 
     Attributes:
-        key: Its name in its group.
-        where: Its place in the config.
-        name: Its name in the blend, which its files have too.
-        amount: Its share, or epochs, in its group's terms; None where the rule takes neither.
-        prefix: What its files begin with.
-        source: What to tokenise; None if the files are made elsewhere.
-        tokens: Assumed size, for a plan before there are files.
-        cap_epochs: The most passes over it; what it would get beyond goes to its siblings.
+        key: Name of the stream in its group.
+        where: Place of the stream in the config.
+        name: Name of the stream in the blend, and of its files.
+        amount: Share or epochs in the group's terms; None where the rule takes neither.
+        prefix: Prefix of the stream's files.
+        source: Source to tokenise; None if the files are made elsewhere.
+        tokens: Assumed size in tokens, for a plan before there are files.
+        cap_epochs: Largest number of passes; the excess goes to the stream's siblings.
     """
 
     key: str
@@ -58,14 +58,14 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Children and the rule by which they divide what the group gets.
+    """Children of a blend and the rule that divides the group's share among them.
 
     Attributes:
-        key, where, cap_epochs: As of a leaf; the cap is of all passes over all that is in the group.
-        amount: Share or epochs in its parent's terms; of a tier its part of 1, None for those that decay over the rest.
-        by: `shares`, `epochs`, `temperature` or `tiers`.
-        setting: alpha of temperature, decay of tiers.
-        children: In the config's order.
+        key, where, cap_epochs: See `Leaf`; the cap is on passes over all streams of the group together.
+        amount: Share or epochs in the parent's terms; a tier's part of 1, None for tiers that decay over the rest.
+        by: Rule: `shares`, `epochs`, `temperature` or `tiers`.
+        setting: Alpha of temperature, decay of tiers.
+        children: Children in the config's order.
     """
 
     key: str
@@ -77,7 +77,7 @@ class Group:
     cap_epochs: Fraction | None = None
 
     def leaves(self) -> Iterator[Leaf]:
-        """All streams of the group, in order."""
+        """Iterate over all streams of the group, in order."""
         for child in self.children:
             if isinstance(child, Leaf):
                 yield child
@@ -89,14 +89,14 @@ Node = Leaf | Group
 
 
 def read_tree(data: Mapping[str, object]) -> Group:
-    """The tree that a `data` section describes: `blend`, or a flat list of `streams`.
+    """Read the tree that a `data` section describes: `blend`, or a flat list of `streams`.
 
     Args:
         data: `directory` and either `blend`, a group or a mapping of the nodes of a group that divides by shares, or
             `streams`, a list of mappings with `name`, `weight` and, if wanted, `prefix` and `source`.
 
     Raises:
-        ValueError: What is wrong, with its place in the config.
+        ValueError: The blend is wrong; the message names the place in the config.
     """
     blend, streams = data.get("blend"), data.get("streams")
     if blend is not None and streams is not None:
@@ -119,7 +119,7 @@ def read_tree(data: Mapping[str, object]) -> Group:
 
 @dataclass(frozen=True)
 class _Reader:
-    """What the nodes of a tree have in common."""
+    """Reader of a tree, with what its nodes have in common."""
 
     directory: Path
     names: str = "*"
@@ -153,7 +153,7 @@ class _Reader:
         if isinstance(key, bool):
             raise ValueError(f"{where}: YAML reads an unquoted yes, no, on or off as {key}: put the name in quotes")
         if isinstance(given, Mapping):
-            # Only groups have these, so a misspelt `of` is named as such.
+            # Only groups have these keys, so a misspelt `of` is reported as a group's.
             if any(word in given for word in ("of", "by", "names", "alpha", "decay")) or parent == "tiers":
                 return self._group(str(key), where, given, parent=parent)
             allowed = _AMOUNTS[parent]
@@ -207,7 +207,7 @@ class _Reader:
                     raise ValueError(
                         f"{where}[{number}] must be a name, not {key!r}; a child with settings stands in a mapping"
                     )
-            # In a list all are alike.
+            # Children in a list all get the same amount.
             alike = None if by == "temperature" else 1
             return tuple(self._node(key, f"{where}.{key}", alike, parent=by) for key in given)
         raise ValueError(f"{where} must be a mapping or a list of at least one child, not {given!r}")
@@ -285,7 +285,7 @@ def _check_tiers(group: Group) -> None:
 
 
 def positive(where: str, value: object, *, zero: bool = False, most: int | None = None) -> Fraction:
-    """A setting's number as it is written: 0.1 is a tenth.
+    """Return a setting's number exactly as written: 0.1 is a tenth.
 
     Raises:
         ValueError: It is not a number within the limits.

@@ -1,4 +1,4 @@
-"""The job `nemo-ext blend`: the audit of a config's blends."""
+"""Job `nemo-ext blend`: audit of a config's blends."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,9 +14,9 @@ from nemo_ext.data.phases import wanted_tokens
 
 
 def audit(config: Mapping[str, Any]) -> None:
-    """Prints what every stream gets and what is odd about it; with `output` writes report and blend files there.
+    """Prints the share of every stream and warnings; with `output` writes report and blend files there.
 
-    A recipe's phases with data of their own are blends of their own, and have folders of their own in `output`.
+    A recipe's phases with data of their own are separate blends, with separate folders in `output`.
 
     Raises:
         ValueError: There is no blend, it is wrong, or a stream is read more often than `refuse_epochs`.
@@ -28,7 +28,7 @@ def audit(config: Mapping[str, Any]) -> None:
         raise ValueError("nothing to show: give data=NAME, recipe=NAME, or a blend in data.blend")
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 160  # a file or a pipe has room
+        console.width = 160  # no need to fit a terminal
     limits = {key: config[key] for key in ("max_epochs", "refuse_epochs") if config.get(key) is not None}
     plans = [(name, plan_blend({**own, **limits}, tokens)) for name, own, tokens in _blends(config)]
     for name, plan in plans:
@@ -51,9 +51,9 @@ def audit(config: Mapping[str, Any]) -> None:
 
 
 def _blends(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], int | None]]:
-    """Name, section and tokens of each blend: of `data`, and of phases with data of their own.
+    """Name, section and tokens of each blend: that of `data`, and those of phases with data of their own.
 
-    Where `tokens` is another length of the run, its phases have as much of it as of their own.
+    If `tokens` gives another length of the run, its phases are scaled in proportion.
     """
     tokens = config["tokens"]
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int | float)):
@@ -95,7 +95,7 @@ def _check_files(plan: BlendPlan) -> None:
 
 
 def _often_in_all(plans: Sequence[BlendPlan]) -> str:
-    """Streams that no blend reads too often, but all together do."""
+    """Streams that no single blend reads too often, but all blends together do."""
     total: dict[Path, float] = {}
     alone: set[Path] = set()
     for plan in plans:

@@ -1,4 +1,4 @@
-"""A blend against real sizes: what each stream gets of a run's tokens, how often it is read, what to know of it."""
+"""A blend against real sizes: each stream's share of a run's tokens, its epochs, warnings and notes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ from nemo_ext.data.blends.hierarchy import Group, Leaf, Node, positive, read_tre
 from nemo_ext.data.blends.sizes import Size, size_of
 
 MAX_EPOCHS = 4.0
-"""Up to so many passes repeated text trains about as well as new text (Muennighoff et al. 2023, arXiv 2305.16264)."""
+"""Passes up to which repeated text trains about as well as new text (Muennighoff et al. 2023, arXiv 2305.16264)."""
 
 LIMITS = ("max_epochs", "refuse_epochs")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A node of a blend and what it gets.
+    """A node of a blend and its part of the run.
 
     Attributes:
         node: The group or stream.
         depth: 0 for the root.
-        share: Of the run's tokens; exact.
-        size: Tokens there are, None where a stream's is not known.
-        assumed: Some of `size` is assumed, not counted in files.
-        tokens: Of the run, None if its length is not known.
-        capped: Its share is its cap's.
+        share: Exact share of the run's tokens.
+        size: Number of tokens available, None where the size of a stream is not known.
+        assumed: True if some of `size` is assumed, not counted in files.
+        tokens: Number of the run's tokens, None if its length is not known.
+        capped: True if its cap sets the share.
     """
 
     node: Node
@@ -40,7 +40,7 @@ class Part:
 
     @property
     def epochs(self) -> float | None:
-        """Passes over it in the run."""
+        """Number of passes over the node in the run; None if not known."""
         return None if self.size is None or self.tokens is None else self.tokens / self.size
 
 
@@ -50,10 +50,10 @@ class BlendPlan:
 
     Attributes:
         root: The tree.
-        sizes: Of the streams whose size is known, by name.
-        shares: Of all streams, by name; they sum to one exactly.
-        tokens: Of the run; None if not known.
-        max_epochs: Passes above which a stream is warned of.
+        sizes: Sizes of the streams whose size is known, by name.
+        shares: Shares of all streams, by name; they sum to one exactly.
+        tokens: Number of tokens of the run; None if not known.
+        max_epochs: Number of passes above which a stream is warned of.
     """
 
     root: Group
@@ -64,16 +64,16 @@ class BlendPlan:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """All nodes from the root down, a group before its children."""
+        """Parts of all nodes from the root down, a group before its children."""
         parts: list[Part] = []
         self._describe(self.root, 0, parts)
         return parts
 
     def part(self, *path: str) -> Part:
-        """The part at these keys from the root down: `part("multilingual", "A")`.
+        """Part at the given keys from the root down: `part("multilingual", "A")`.
 
         Raises:
-            KeyError: There is none.
+            KeyError: There is no such part.
         """
         node: Node = self.root
         for key in path:
@@ -87,7 +87,7 @@ class BlendPlan:
         return [word for leaf in self.root.leaves() for word in (weights[leaf.name], f"{leaf.prefix}_{split}")]
 
     def warning(self) -> str | None:
-        """One line on the streams that are read more often than `max_epochs`, the worst first; None without any."""
+        """One line on the streams read more often than `max_epochs`, the worst first; None if there are none."""
         read = [(part.epochs or 0, part.node.name) for part in self.parts if isinstance(part.node, Leaf)]
         often = sorted(((epochs, name) for epochs, name in read if epochs > self.max_epochs), reverse=True)
         if not often:
@@ -98,7 +98,7 @@ class BlendPlan:
         )
 
     def notes(self) -> list[str]:
-        """What the shares do not show: sums that were normalised, wishes that were not met, sizes that are assumed."""
+        """Notes on what the shares do not show: normalised sums, epochs that are not met, assumed sizes."""
         notes = []
         for part in self.parts:
             node = part.node
@@ -140,7 +140,7 @@ class BlendPlan:
         return [f"{group.where}: the shares sum to {float(total):g} and are divided by it"]
 
     def _rising(self, group: Group) -> list[str]:
-        """Tiers whose children get more than those of a tier above."""
+        """Notes on tiers whose children get more than those of the tier above."""
         if group.by != "tiers":
             return []
         counts = [len(child.children) if isinstance(child, Group) else 1 for child in group.children]
@@ -153,7 +153,7 @@ class BlendPlan:
         ]
 
     def _other_epochs(self, group: Group) -> list[str]:
-        """Epochs asked for that the run's length does not give: they are relative."""
+        """Notes on requested epochs that the run's length does not give, since epochs are relative."""
         if group.by != "epochs" or self.tokens is None:
             return []
         own = [part for part in self.parts if part.node in group.children]
@@ -165,13 +165,13 @@ class BlendPlan:
 
 
 def plan_blend(data: Mapping[str, Any], tokens: int | None = None, *, before_tokenising: bool = False) -> BlendPlan:
-    """The shares of a blend, by the sizes of what is tokenised.
+    """Plan the shares of a blend from the sizes of the tokenised files.
 
     Args:
         data: A `data` section, see `read_tree`; `max_epochs` (default 4) warns of streams that are read more often,
             `refuse_epochs` (default none) refuses them.
-        tokens: Of the run.
-        before_tokenising: Streams with a source will be tokenised, so damaged files of theirs only have no size.
+        tokens: Number of tokens of the run.
+        before_tokenising: True to ignore damaged files of streams with a source, which will be tokenised anyway.
 
     Raises:
         ValueError: The blend is wrong, a stream is empty, or one is read more often than `refuse_epochs`.
@@ -207,5 +207,5 @@ def _count(tokens: float | None) -> str:
 
 
 def some_of(names: list[str], most: int = 8) -> str:
-    """The first names, and how many more there are."""
+    """Join the first names and say how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,4 +1,4 @@
-"""The audit of a blend: a table, a page with a picture, and the blend in the forms that trainers read. No torch."""
+"""Audit of a blend: a table, a page with a plot, and the blend in the formats that trainers read. No torch."""
 
 import io
 import json
@@ -16,7 +16,7 @@ _UNITS = ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"))
 
 
 def print_table(plan: BlendPlan, console: Console) -> None:
-    """Prints what every group and stream gets."""
+    """Prints a table of the share, tokens, size and epochs of every group and stream."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("stream", overflow="fold")
     for name in ("share", "tokens", "there are", "epochs"):
@@ -62,7 +62,7 @@ def write_blend(plan: BlendPlan, folder: Path, *, title: str) -> Path:
 
 
 def markdown(plan: BlendPlan, *, title: str) -> str:
-    """The audit as a page."""
+    """Format the audit as a Markdown page."""
     out = io.StringIO()
     length = "a run of unknown length" if plan.tokens is None else f"{plan.tokens:,} tokens"
     leaves = [part for part in plan.parts if isinstance(part.node, Leaf)]
@@ -100,7 +100,7 @@ def plot(plan: BlendPlan, path: Path, *, title: str) -> None:
     labels = ["    " * (part.depth - 1) + _label(part) for part in parts]
     axes[0].set_yticks(rows, labels, fontsize=8.5, ha="left")
     axes[0].set_ylim(len(parts) - 0.4, -0.6)
-    # Names begin at one edge, so that the indentation shows the tree.
+    # Left-aligned names, so that the indentation shows the tree.
     axes[0].tick_params(axis="y", length=0, pad=5.6 * max(map(len, labels)))
     for label, is_leaf in zip(axes[0].get_yticklabels(), leaf, strict=True):
         label.set_fontweight("normal" if is_leaf else "bold")
@@ -109,7 +109,7 @@ def plot(plan: BlendPlan, path: Path, *, title: str) -> None:
         white = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
         bars = axes[1].barh(rows, [part.epochs or 0 for part in parts], color=colours, height=0.7)
         axes[1].bar_label(bars, [_cells(part)[3] for part in parts], padding=3, fontsize=8, bbox=white)
-        # Behind the numbers, which stay legible on it.
+        # Drawn behind the numbers, which stay legible.
         axes[1].axvline(plan.max_epochs, color="#d1495b", linewidth=1, linestyle="--", zorder=0.5)
         axes[1].margins(x=0.16)
         axes[1].set_xlabel(f"epochs (dashed: warned of above {plan.max_epochs:g})")

@@ -1,4 +1,4 @@
-"""How many training tokens a stream has: from its files, or as a config assumes before there are any."""
+"""Number of training tokens of a stream: counted in its files, or assumed by the config before there are any."""
 
 import struct
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ _WIDTHS = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Tokens to train on, and whether they are in `files` or `assumed` by the config."""
+    """Number of tokens to train on, counted in `files` or `assumed` by the config."""
 
     tokens: int
     known: Literal["files", "assumed"]
 
 
 def size_of(prefix: Path, *, assumed: int | None = None) -> Size | None:
-    """The size of a stream's training split.
+    """Size of a stream's training split.
 
     Args:
-        prefix: what its files begin with: `<prefix>_train.idx`, `<prefix>_train.bin`, and a manifest `<prefix>.json`
-            where this project made them.
-        assumed: tokens to count on where there are no files.
+        prefix: prefix of the stream's files: `<prefix>_train.idx`, `<prefix>_train.bin`, and a manifest
+            `<prefix>.json` where this project made them.
+        assumed: number of tokens to assume where there are no files.
 
     Returns:
         None if there are neither files nor an assumption.
@@ -50,10 +50,10 @@ def size_of(prefix: Path, *, assumed: int | None = None) -> Size | None:
 
 
 def indexed_tokens(index: Path) -> int:
-    """Tokens of a Megatron .bin by its .idx, whoever wrote them; takes the same time for a file of any size.
+    """Number of tokens of a Megatron .bin, read from its .idx in constant time, whoever wrote them.
 
     Raises:
-        ValueError: Not an .idx, cut short, or the .bin beside it is missing or of another size.
+        ValueError: The file is no .idx or is cut short, or the .bin beside it is missing or of another size.
     """
     with open(index, "rb") as file:
         head = file.read(len(_MAGIC) + _HEADER.size)
@@ -66,7 +66,7 @@ def indexed_tokens(index: Path) -> int:
             raise ValueError(f"{index}: cut short: tokenise or copy it again")
         size = 0
         if sequences:
-            # A sequence's length in ids, then for each its first byte in the .bin: the last one's end is the .bin's.
+            # Lengths of all sequences in ids, then their first bytes in the .bin; the last sequence ends the .bin.
             file.seek(len(head) + 4 * (sequences - 1))
             (length,) = struct.unpack("<i", file.read(4))
             file.seek(len(head) + 4 * sequences + 8 * (sequences - 1))

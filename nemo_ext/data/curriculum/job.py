@@ -1,4 +1,4 @@
-"""`nemo-ext curriculum`: rollouts -> profile -> filters -> plan -> files."""
+"""Job `nemo-ext curriculum`: rollouts -> profile -> filters -> plan -> files."""
 
 import dataclasses
 import json
@@ -36,12 +36,12 @@ from nemo_ext.job.progress import notice
 from nemo_ext.job.workers import usable_cores
 
 LEAST_TO_TEACH = 0.05
-"""Of a domain in `adapted`."""
+"""Least value of a domain in `adapted`."""
 MOST_LEVELS = 64
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Do what the composed config says.
+    """Run the job that the composed config describes.
 
     Raises:
         ValueError: a setting or a file is at fault.
@@ -52,7 +52,7 @@ def run(config: Mapping[str, Any]) -> None:
         raise ValueError(f"output={given.output}: is a file; give a directory")
     if given.previous and Path(given.previous).expanduser().resolve() == output.resolve():
         raise ValueError(f"output={given.output}: is the previous curriculum's directory; give another")
-    _pyarrow()  # hours of rollouts may be read before the first file of it
+    _pyarrow()  # fail now if it is missing, not after hours of reading rollouts
     with only_run_in(output, "output"):
         _run(given, output)
 
@@ -110,7 +110,7 @@ def _make(given: Settings, output: Path, profile: Profile, found: Sequence[Path]
     order = plan.order.ravel()
     rows, modes = selection.row[order], selection.mode[order]
     separate: dict[int, Path] = {}
-    remove_order(output)  # whatever comes of this run, an earlier one's domains no longer go with the curriculum
+    remove_order(output)  # even if this run fails, an earlier one's domains no longer match the curriculum
     if given.split_domains:
         separate = domain_files(output, prompts.domains, candidates.domain[plan.order])
     change = marker(given.thinking, given.keys.prompt) if given.thinking.off_share else None
@@ -122,7 +122,7 @@ def _make(given: Settings, output: Path, profile: Profile, found: Sequence[Path]
 
 
 def _shares(given: Settings, candidates: Candidates) -> dict[str, float]:
-    """Shares of the domains: those given, or those of the prompts."""
+    """Shares of the domains: those given, else the numbers of their prompts."""
     if given.domains is None:
         counts = np.bincount(candidates.domain, minlength=len(candidates.domains)).tolist()
         return dict(zip(candidates.domains, counts, strict=True))
@@ -130,7 +130,7 @@ def _shares(given: Settings, candidates: Candidates) -> dict[str, float]:
 
 
 def adapted(shares: Mapping[str, float], candidates: Candidates, power: float) -> dict[str, float]:
-    """Shares times what each domain can still teach, to a power: adaptive weights of multi-environment RL.
+    """Weight each domain's share by what it can still teach, to a power: adaptive weights of multi-environment RL.
 
     A prompt that is solved with probability p teaches in proportion to 4 p (1 - p), the variance of its reward, which
     is what an advantage without division by the deviation scales with. A domain has the mean of its prompts, at least
@@ -150,7 +150,7 @@ def adapted(shares: Mapping[str, float], candidates: Candidates, power: float) -
 
 
 def _used(given: Settings) -> tuple[Keys, Numbers]:
-    """Keys that the previous curricula trained on, sorted, and how often each."""
+    """Sorted keys that the previous curricula trained on, and their counts."""
     if given.previous is None:
         return np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64)
     path = Path(given.previous).expanduser() / ARRAYS
@@ -167,7 +167,7 @@ def _used(given: Settings) -> tuple[Keys, Numbers]:
 
 
 def _save(plan: Plan, selection: Selection, output: Path, used: tuple[Keys, Numbers]) -> None:
-    """The arrays by which the next curriculum knows what was trained on."""
+    """Save the arrays from which the next curriculum knows what was trained on."""
     candidates = selection.candidates
     path = output / ARRAYS
     with open(unfinished(path), "wb") as file:
@@ -184,7 +184,7 @@ def _save(plan: Plan, selection: Selection, output: Path, used: tuple[Keys, Numb
 
 
 def _describe(given: Settings, plan: Plan, selection: Selection, prompts: Prompts, output: Path) -> None:
-    """curriculum.json, plot.png, report.md, and the same in a few lines."""
+    """Write curriculum.json, plot.png and report.md, and print a summary."""
     candidates, batch = selection.candidates, given.batch
     steps = steps_of(plan, candidates)
     times = np.bincount(plan.order.ravel(), minlength=len(candidates))
@@ -252,7 +252,7 @@ def _domain_rows(
 
 
 def _warn(plan: Plan, candidates: Candidates, steps: Steps) -> None:
-    """Say what a user may not have wanted."""
+    """Warn of what the user may not have wanted."""
     if plan.stopped:
         notice(f"stopped after {len(plan.order):,} steps: {plan.stopped}; exhausted=repeat would begin it again")
     for name, again in zip(candidates.domains, plan.epochs, strict=True):

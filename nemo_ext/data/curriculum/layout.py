@@ -1,4 +1,4 @@
-"""The files of a curriculum's directory, and those of its domains that a dataloader each reads."""
+"""Files of a curriculum's directory, and the files of its domains, one for each dataloader."""
 
 import re
 import zipfile
@@ -18,13 +18,13 @@ DOMAINS, ORDER = "domains", "order.npz"
 
 @dataclass(frozen=True)
 class Order:
-    """Which domain each prompt of each step is of.
+    """Domain of each prompt of each step.
 
     Attributes:
-        names: of the domains' files, without the ending.
+        names: names of the domains' files, without the ending.
         domain: [steps, batch], index into `names`.
-        before: [steps + 1, domains], prompts of each domain in all steps before.
-        anchor: a domain of which every step has a prompt.
+        before: [steps + 1, domains], number of prompts of each domain in all steps before.
+        anchor: index of a domain of which every step has a prompt.
     """
 
     names: tuple[str, ...]
@@ -34,7 +34,7 @@ class Order:
 
 
 def stored_arrays(path: Path, *names: str) -> tuple[npt.NDArray[Any], ...]:
-    """Arrays of an .npz file of a curriculum, by their names.
+    """Load the named arrays from an .npz file of a curriculum.
 
     Raises:
         ValueError: the file is something else, or is damaged.
@@ -50,7 +50,7 @@ def stored_arrays(path: Path, *names: str) -> tuple[npt.NDArray[Any], ...]:
 
 
 def domain_files(output: Path, domains: Sequence[str], drawn: npt.NDArray[np.int16]) -> dict[int, Path]:
-    """The file of each domain that was drawn from, by the domain's number; makes the folder.
+    """Path of the file of each domain that was drawn from, by the domain's number; makes the folder.
 
     Raises:
         ValueError: two names make the same file, or no domain is in every step.
@@ -75,7 +75,7 @@ def domain_files(output: Path, domains: Sequence[str], drawn: npt.NDArray[np.int
 
 
 def remove_order(output: Path) -> None:
-    """Remove the domains' files of an earlier curriculum, as far as their order names them."""
+    """Remove the domains' files of an earlier curriculum that its order file names."""
     path = output / DOMAINS / ORDER
     if not path.is_file():
         return
@@ -83,12 +83,12 @@ def remove_order(output: Path) -> None:
     path.unlink()
     for name in names.tolist():
         file = output / DOMAINS / f"{name}.jsonl"
-        if file.parent == output / DOMAINS:  # the file may be anybody's
+        if file.parent == output / DOMAINS:  # the names in the file are not trusted
             file.unlink(missing_ok=True)
 
 
 def save_order(output: Path, files: Mapping[int, Path], drawn: npt.NDArray[np.int16]) -> None:
-    """Write beside the domains' files which of them each prompt of each step comes from."""
+    """Write the order file beside the domains' files: the domain of each prompt of each step."""
     number = np.full(max(files) + 1, -1, dtype=np.int16)
     number[list(files)] = np.arange(len(files))
     temporary = output / DOMAINS / f".{ORDER}"
@@ -101,7 +101,7 @@ def read_order(directory: Path) -> Order:
     """Read the order of a curriculum made with `split_domains=true`.
 
     Raises:
-        ValueError: it was made without.
+        ValueError: the curriculum was made without it.
     """
     path = directory / DOMAINS / ORDER
     if not path.is_file():

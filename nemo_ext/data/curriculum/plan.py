@@ -3,9 +3,9 @@
 A pool holds the prompts of one domain and one level of pass rate that were not drawn yet, in an order that depends on
 the seed and their ids alone. A step takes from the front of each pool as many as the Gaussian asks for or there are,
 and what is then missing from the largest pools (Llama-Nemotron, section 5.1; Nemotron 3 Nano, section 3.2.2). A prompt
-whose text is in the step already stays at the front for the next one. So the state after a step is nothing but how
-often each prompt was used: a plan made from there with the same settings and the same shares of the domains (those of
-the prompts are others once some are used) is the rest of the whole plan.
+whose text is in the step already stays at the front for the next one. So the state after a step is just how often each
+prompt was used: a plan made from there with the same settings and the same shares of the domains (the default shares
+change once some prompts are used) is the rest of the whole plan.
 """
 
 from collections.abc import Iterator
@@ -25,15 +25,15 @@ BLOCK = 4096
 
 @dataclass(frozen=True)
 class Candidates:
-    """What may be trained on, one entry of every array each.
+    """Prompts that may be trained on, one entry of every array each.
 
     Attributes:
-        key: of the id; no two are equal.
-        text: equal for identical prompts, which are never in one step.
+        key: key of the id; no two are equal.
+        text: key of the text; equal for identical prompts, which are never in one step.
         domain: index into `domains`.
         rate: pass rate.
-        used: how often it was trained on before.
-        domains: their names.
+        used: number of times that the prompt was trained on before.
+        domains: names of the domains.
     """
 
     key: Keys
@@ -49,15 +49,15 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained on, step by step.
+    """Prompts to train on, step by step.
 
     Attributes:
         order: [steps, batch], indices into the candidates, shuffled inside a step.
-        first_step: number of the first one in the schedule.
-        targets: [steps], mean pass rate that each aims at.
-        off_target: [steps], prompts that came from the largest pools for want of the right pass rate.
-        epochs: of each domain, how often it was begun again.
-        stopped: why there are fewer steps than asked for, or "".
+        first_step: number of the first step in the schedule.
+        targets: [steps], mean pass rate that each step aims at.
+        off_target: [steps], number of prompts from the largest pools for want of the right pass rate.
+        epochs: number of times that each domain was begun again.
+        stopped: reason why there are fewer steps than asked for, or "".
     """
 
     order: npt.NDArray[np.int64]
@@ -85,16 +85,16 @@ def make_plan(
     """Plan the steps of a curriculum.
 
     Args:
-        candidates: what there is to train on.
+        candidates: prompts to choose from.
         ratios: shares of the domains in each step.
-        batch: prompts in a step.
-        steps: of the whole schedule; None for as many as last until a domain has too few prompts left.
-        first_step: where on the schedule to begin; what `used` says is then that of the steps before.
+        batch: number of prompts in a step.
+        steps: number of steps of the whole schedule; None for as many as last until a domain has too few prompts left.
+        first_step: step of the schedule to begin at; `used` then counts the steps before.
         mean_first: mean of the Gaussian in the schedule's first step.
-        mean_last: in its last.
-        sigma: the Gaussian's standard deviation.
-        levels: pass rates are rounded to multiples of 1/levels.
-        seed: of the order of prompts with one pass rate and inside a step.
+        mean_last: mean of the Gaussian in its last step.
+        sigma: standard deviation of the Gaussian.
+        levels: number of equal parts of pass rates, which are rounded to multiples of 1/levels.
+        seed: seed of the order of prompts with one pass rate and inside a step.
         exhausted: `stop` ends the schedule where a domain has too few prompts left that were not used, `repeat` begins
             its pool again, first with those used least.
 
@@ -170,7 +170,7 @@ def _draw(
     seed: int,
     exhausted: str,
 ) -> Iterator[int | str]:
-    """Draw step after step; yields how many were off target, or at last why no further step can be made."""
+    """Draw step by step; yields the number off target, or at last the reason why no further step can be made."""
     starts = [start_of(seed, name) for name in candidates.domains]
     for begin in range(0, len(needed), BLOCK):
         block = slice(begin, min(begin + BLOCK, len(needed)))
@@ -215,7 +215,7 @@ def _draw(
 def _order(
     pools: list[DomainPools], steps: int, batch: int, keys: Keys, *, first_step: int, seed: int
 ) -> npt.NDArray[np.int64]:
-    """[steps, batch], each step's prompts in an order of its own."""
+    """Prompts of each step in a shuffled order, [steps, batch]."""
     drawn = [piece for pool in pools for piece in pool.drawn(steps)]
     items = np.concatenate([items for items, _ in drawn])
     at = np.concatenate([at for _, at in drawn])
@@ -233,7 +233,7 @@ def _order(
 
 
 def _repeated(texts: Keys) -> npt.NDArray[np.bool_] | None:
-    """Which candidates have a text that others have, too; None if there are none."""
+    """Mask of the candidates that share their text with others; None if there are none."""
     order = np.argsort(texts)
     same = texts[order[1:]] == texts[order[:-1]]
     if not same.any():

@@ -1,4 +1,4 @@
-"""The prompts of one domain that are still to be drawn, by level of pass rate."""
+"""Pools of the prompts of one domain that are still to be drawn, by level of pass rate."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from nemo_ext.data.curriculum.schedule import from_the_largest
 
 
 def ordering_keys(keys: Keys, seed: int) -> Keys:
-    """Random bits of each key and a seed (the finaliser of SplitMix64): ten million in a fraction of a second."""
+    """Hash each key with a seed (the finaliser of SplitMix64): ten million in a fraction of a second."""
     mixed = keys ^ np.uint64(seed)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
@@ -19,7 +19,7 @@ def ordering_keys(keys: Keys, seed: int) -> Keys:
 
 @dataclass
 class _Epoch:
-    """One pass over the domain: the prompts by level, and what every step took from each level."""
+    """One pass over the domain: the prompts by level, and the number that every step took from each level."""
 
     items: Numbers
     begin: Numbers
@@ -28,18 +28,18 @@ class _Epoch:
 
 
 class DomainPools:
-    """The pools of one domain, of which there is one a level.
+    """Pools of one domain, one per level.
 
     The first pass goes over the prompts that were not used before, or if they may be repeated, over those used least.
 
     Args:
-        members: the domain's candidates.
-        level: of each.
-        levels: how many levels there are.
-        key: of all candidates.
-        used: how often each member was used before.
-        repeat: whether a new pass begins when all are drawn.
-        seed: of the order in a pool.
+        members: candidates of the domain.
+        level: level of each member.
+        levels: number of levels.
+        key: keys of all candidates.
+        used: number of times that each member was used before.
+        repeat: True to begin a new pass when all are drawn.
+        seed: seed of the order in a pool.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class DomainPools:
         self._begin(members[which], level[which])
 
     def _begin(self, members: Numbers, level: Numbers, *, carried: int = 0) -> None:
-        """Begin a pass over these candidates, the first so many of them at the front."""
+        """Begin a pass over these candidates, the first `carried` of them at the front."""
         keys = ordering_keys(ordering_keys(self._key[members], self._seed), self._pass)
         order = np.lexsort((keys, np.arange(len(members)) >= carried, level))
         sizes = np.bincount(level, minlength=self._levels)
@@ -78,15 +78,16 @@ class DomainPools:
         """Draw `quota` prompts for a step.
 
         Args:
-            want: [levels], how many of each level, if there are.
-            quota: their sum.
+            want: [levels], number of prompts wanted of each level.
+            quota: sum of `want`.
             step: number of the step, from 0.
-            texts: of all candidates.
-            repeated: which of them share their text with others; None if no one does.
-            in_step: texts in the step that it must not get again; texts drawn are added. None if that cannot happen.
+            texts: text keys of all candidates.
+            repeated: mask of candidates that share their text with others; None if none do.
+            in_step: texts that the step has already and must not get again; texts drawn are added. None if that cannot
+                happen.
 
         Returns:
-            How many came from other levels than asked for, or None if there are not enough.
+            Number of prompts from other levels than asked for, or None if there are not enough.
         """
         off_target = 0
         check, refilled = repeated, False
@@ -106,7 +107,7 @@ class DomainPools:
             if not quota:
                 return off_target
             if got < int(take.sum()):
-                # In some level all that is left is in the step already: ask the others.
+                # Some level has only prompts left whose text is in the step already: ask the others.
                 blocked |= self._last_taken < take
                 want = _still_wanted(want, self._last_taken, quota)
                 continue
@@ -115,13 +116,13 @@ class DomainPools:
             want = _still_wanted(want, self._last_taken, quota)
             in_step |= self._texts_of(step, texts)
             self._begin_again()
-            # The new pass may begin with what ended the old one.
+            # The new pass may begin with prompts that ended the old one.
             check = np.ones(len(texts), dtype=np.bool_)
             blocked[:] = False
             refilled = True
 
     def _begin_again(self) -> None:
-        """A pass over all; what is left of the last one, because the step has its text already, comes first."""
+        """Begin a pass over all members; prompts left from the last pass come first."""
         epoch = self._epochs[-1]
         left = [epoch.items[front : front + count] for front, count in zip(self._front, self.left, strict=True)]
         carried = np.concatenate(left)
@@ -138,7 +139,7 @@ class DomainPools:
         check: npt.NDArray[np.bool_] | None,
         in_step: set[int] | None,
     ) -> int:
-        """Take from the front of each level; returns how many, fewer where texts are in the step already."""
+        """Take from the front of each level; returns the number taken, fewer where texts are in the step already."""
         epoch = self._epochs[-1]
         if check is not None and in_step is not None:
             take = take.copy()
@@ -157,7 +158,7 @@ class DomainPools:
     def _bring_forward(
         self, level: int, count: int, texts: Keys, check: npt.NDArray[np.bool_], in_step: set[int]
     ) -> int:
-        """Put prompts that the step may have at the front of a level, the others behind them; returns how many."""
+        """Put prompts that the step may have at the front of a level, the others behind; returns their number."""
         items, front = self._epochs[-1].items, int(self._front[level])
         marked = check[items[front : front + count]]
         if not marked.any():
@@ -188,7 +189,7 @@ class DomainPools:
         return set(texts[np.concatenate(pieces)].tolist()) if pieces else set()
 
     def drawn(self, steps: int) -> list[tuple[Numbers, Numbers]]:
-        """What was drawn in the first so many steps: the candidates, and the step of each."""
+        """Candidates drawn in the first `steps` steps, and the step of each."""
         pieces = []
         for epoch in self._epochs:
             numbers = np.array(epoch.steps, dtype=np.int64)
@@ -204,7 +205,7 @@ class DomainPools:
 
 
 def _still_wanted(want: Numbers, taken: Numbers, quota: int) -> Numbers:
-    """What is wanted of each level beyond what was taken, at most `quota` in all."""
+    """Number still wanted of each level beyond what was taken, at most `quota` in all."""
     rest = np.maximum(want - taken, 0)
     over = int(rest.sum()) - quota
     return rest - from_the_largest(rest, over) if over > 0 else rest

@@ -1,4 +1,4 @@
-"""Profiles: of every prompt the pass rate, mean reward and mean tokens of its rollouts.
+"""Profiles: pass rate, mean reward and mean tokens of the rollouts of every prompt.
 
 Rollouts are grouped part by part and the groups merged now and then, so memory follows the number of prompts, not of
 rollouts; each process holds the records of one part besides.
@@ -41,14 +41,14 @@ SUMS = ("rollouts", "successes", "reward", "tokens", "with_tokens")
 
 @dataclass(frozen=True)
 class Profile:
-    """One entry a prompt, sorted by key.
+    """Pass rates of prompts, one entry each, sorted by key.
 
     Attributes:
-        key: of the prompt's id.
-        rollouts: how many there were; 1 where that is not known.
-        counted: whether it is known.
-        pass_rate: share of them that succeeded.
-        mean_reward: NaN if it is not known.
+        key: key of the prompt's id.
+        rollouts: number of rollouts; 1 if not known.
+        counted: True if the number of rollouts is known.
+        pass_rate: share of the rollouts that succeeded.
+        mean_reward: mean reward of the rollouts; NaN if not known.
         report: records read and left out.
     """
 
@@ -63,9 +63,9 @@ class Profile:
         return len(self.key)
 
     def levels(self, most: int) -> int:
-        """In how many equal parts of 0 to 1 pass rates are told apart: the most rollouts of a prompt, or `most`.
+        """Number of equal steps from 0 to 1 that tell pass rates apart: the most rollouts of a prompt, at most `most`.
 
-        Where that is not known, the fewest of which all pass rates are multiples.
+        Where rollouts are not counted, the fewest steps of which all pass rates are multiples, at most `most`.
         """
         if self.counted:
             return min(most, int(self.rollouts.max()))
@@ -73,7 +73,7 @@ class Profile:
         if len(rates) > most + 1:
             return most
         off = (np.abs(rates * number - np.rint(rates * number)).max() for number in range(1, most + 1))
-        # A hundredth of a part: rates are written with three digits or so.
+        # Tolerance of a hundredth of a part, since rates are written with about three digits.
         return next((number for number, most_off in enumerate(off, start=1) if most_off < 0.01), most)
 
 
@@ -92,9 +92,11 @@ def write_profile(
 
     Args:
         files: JSONL (plain, .gz, .zst) or Parquet, one rollout a record, in any order.
-        path: the file to write.
-        keys: what is where in a record.
+        path: path of the file to write.
+        keys: keys of the values in a record.
         success: least reward of a success.
+        max_bad_share: largest share of malformed records.
+        workers: number of processes.
 
     Raises:
         ValueError: a file is damaged, there is no record, or too many are malformed.
@@ -135,7 +137,8 @@ def read_profile(path: Path) -> Profile:
     `rollouts` and `mean_reward` may be missing: they are then 1 and NaN.
 
     Raises:
-        ValueError: no such file, columns or types; a pass rate out of 0 to 1; an id twice.
+        ValueError: the file, a column or its type is missing or wrong, a pass rate is not in 0 to 1, or an id comes
+            twice.
     """
     arrow = _pyarrow()
     if not path.is_file():
@@ -181,7 +184,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def rows_of(profile: Profile, keys: Keys) -> Numbers:
-    """The profile's entry of every prompt, -1 where it has none."""
+    """Index of every prompt's entry in the profile, -1 where it has none."""
     if not len(profile):
         return np.full(len(keys), -1)
     # In sorted order the search reads memory from front to back.
@@ -194,7 +197,7 @@ def rows_of(profile: Profile, keys: Keys) -> Numbers:
 
 
 def _read_part(part: Part, *, keys: RolloutKeys, success: float) -> tuple[Any, ReadReport]:
-    """The part's sums by prompt, as a table, and what was left out."""
+    """Read a part's sums by prompt as a table, and the report of what was left out."""
     ids, rewards, tokens, report = list[str](), list[float](), list[int | None](), ReadReport()
     id_steps, prompt_steps = keys.id.split("."), keys.prompt.split(".")
     reward_steps = keys.reward.split(".")
@@ -245,14 +248,14 @@ def _tokens(value: Any, path: str | None) -> int:
 
 
 def _grouped(tables: Sequence[Any]) -> Any:
-    """The sums of several tables, one row an id; one thread, so that sums of floats do not depend on the machine."""
+    """Sum several tables, one row per id; one thread, so that sums of floats do not depend on the machine."""
     whole = _pyarrow().concat_tables([table for table in tables if table is not None])
     grouped = whole.group_by("id", use_threads=False).aggregate([(name, "sum") for name in SUMS])
     return grouped.rename_columns([name.removesuffix("_sum") for name in grouped.column_names]).select(["id", *SUMS])
 
 
 def _keys_of(ids: Any) -> Keys:
-    """Keys of a column of ids: `digest` of each, without a call for each."""
+    """Keys of a column of ids: `digest` of each, without a function call per id."""
     blake2b = hashlib.blake2b
     pieces = [
         b"".join([blake2b(identity, digest_size=8).digest() for identity in chunk.cast("binary").to_pylist()])
@@ -262,7 +265,7 @@ def _keys_of(ids: Any) -> Keys:
 
 
 def _table_of_lines(path: Path) -> Any:
-    """A JSONL profile as a table."""
+    """Read a JSONL profile as a table."""
     records = []
     lines = (line for part in parts_of([path]) for _, line in lines_of(part))
     for number, line in enumerate(lines, start=1):

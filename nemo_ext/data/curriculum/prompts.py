@@ -1,4 +1,4 @@
-"""Prompts as arrays: where each record is, and eight bytes for its id and for its text."""
+"""Prompts as arrays: the place of each record, and eight bytes for its id and for its text."""
 
 import functools
 import hashlib
@@ -39,17 +39,17 @@ DUPLICATE = "id seen before"
 
 @dataclass(frozen=True)
 class Prompts:
-    """All prompts, one entry of every array each, in the order of the files; about 36 bytes a prompt.
+    """All prompts, one entry of every array each, in the order of the files; about 36 bytes per prompt.
 
     Attributes:
-        files: plain JSONL.
+        files: plain JSONL files.
         file: index into `files`.
         offset: first byte of the record.
-        length: its bytes without the line's end.
-        key: of the id.
-        text: of the prompt; equal for identical ones.
+        length: number of bytes of the record, without the line's end.
+        key: key of the id.
+        text: key of the prompt; equal for identical ones.
         domain: index into `domains`.
-        domains: their names, sorted.
+        domains: names of the domains, sorted.
         report: records read and left out.
     """
 
@@ -68,12 +68,12 @@ class Prompts:
 
 
 def key_of(identity: str) -> np.uint64:
-    """The key of one id."""
+    """Key of one id."""
     return np.frombuffer(digest(identity.encode()), dtype=np.uint64)[0]
 
 
 def read_prompts(files: Sequence[Path], keys: PromptKeys, *, max_bad_share: float = 0.01, workers: int = 1) -> Prompts:
-    """Read plain JSONL files; of several records with one id the first stays.
+    """Read plain JSONL files; of several records with one id the first is kept.
 
     Raises:
         ValueError: a file is damaged, there is no record, too many are malformed, or there are too many domains.
@@ -126,13 +126,13 @@ def read_prompts(files: Sequence[Path], keys: PromptKeys, *, max_bad_share: floa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Piece:
-    """Prompts of one part of a file. Bytes of arrays, which go between processes as they are.
+    """Prompts of one part of a file, as bytes of arrays, which pass between processes unchanged.
 
     Attributes:
-        offset, length, key, text: as of `Prompts`.
+        offset, length, key, text: see `Prompts`.
         domain: index into `names`.
         line: number of the record's line in its part.
-        names: of the part's domains, in the order in which they come.
+        names: names of the part's domains, in order of appearance.
         report: records read and left out.
     """
 
@@ -147,7 +147,7 @@ class _Piece:
 
 
 def _read_part(part: Part, *, keys: PromptKeys) -> _Piece:
-    """The prompts of a part."""
+    """Read the prompts of a part."""
     offsets, lengths, domains, numbers = array("q"), array("i"), array("h"), array("q")
     ids, texts, names, report = list[bytes](), list[bytes](), dict[str, int](), ReadReport()
     flat = not any("." in key for key in (keys.id, keys.prompt, keys.domain or ""))
@@ -155,7 +155,7 @@ def _read_part(part: Part, *, keys: PromptKeys) -> _Piece:
     loads, blake2b = orjson.loads, hashlib.blake2b
     for number, (offset, line) in enumerate(lines_of(part)):
         try:
-            # Ten million records go through here: what most of them are like is done without a call.
+            # Ten million records go through here: the common case is done without a function call.
             record: Any = loads(line) if plain else None
             identity, prompt, domain = record[keys.id], record[keys.prompt], record[keys.domain]
             code = names[domain]
@@ -190,10 +190,10 @@ def _read_part(part: Part, *, keys: PromptKeys) -> _Piece:
 
 
 def _entry(record: dict[str, object], keys: PromptKeys) -> tuple[bytes, bytes, str]:
-    """The digests of one record's id and text, and its domain; raises Malformed."""
+    """Digests of one record's id and text, and its domain; raises Malformed."""
     text = digest(prompt_bytes(value_at(record, keys.prompt, keys.prompt.split("."))))
     if keys.id == PROMPT:
-        identity = digest(text.hex().encode())  # as a profile has it, whose ids are texts
+        identity = digest(text.hex().encode())  # as in a profile, whose ids are text
     elif keys.id == LINE:
         identity = b"\0" * 8  # the line's number is known only when all parts before are read
     else:
@@ -215,7 +215,7 @@ def _domain(record: dict[str, object], steps: Sequence[str]) -> str:
 
 
 def _number(domain: str, names: dict[str, int], keys: PromptKeys) -> int:
-    """The domain's number, a new one if it has none."""
+    """Number of the domain, a new one if it has none."""
     if domain not in names and len(names) == MOST_DOMAINS:
         raise ValueError(
             f"keys.domain={keys.domain}: more than {MOST_DOMAINS:,} domains, such as {next(iter(names))!r} and "
@@ -225,7 +225,7 @@ def _number(domain: str, names: dict[str, int], keys: PromptKeys) -> int:
 
 
 def _first_lines(parts: Sequence[Part]) -> list[int]:
-    """Number of the first line of every part that is not blank, over all files."""
+    """Number of the first non-blank line of every part, counted over all files."""
     firsts, lines = [], 0
     for part in parts:
         firsts.append(lines)
@@ -234,7 +234,7 @@ def _first_lines(parts: Sequence[Part]) -> list[int]:
 
 
 def _first_of_each(keys: Keys, report: ReadReport) -> npt.NDArray[np.bool_]:
-    """Which entries are the first with their key; the others are counted."""
+    """Mask of the entries that are the first with their key; the others are counted."""
     order = np.argsort(keys, kind="stable")
     same = keys[order[1:]] == keys[order[:-1]]
     keep = np.ones(len(keys), dtype=np.bool_)
@@ -245,5 +245,5 @@ def _first_of_each(keys: Keys, report: ReadReport) -> npt.NDArray[np.bool_]:
 
 
 def left_out(report: ReadReport) -> dict[str, int]:
-    """Records that are no prompt, by reason."""
+    """Numbers of records that are left out, by reason."""
     return {reason: report.skipped[reason] for reason in (MALFORMED, DUPLICATE) if reason in report.skipped}

@@ -1,7 +1,7 @@
-"""Files of records read in parts, by one process or several: JSONL, plain or .gz or .zst, and Parquet.
+"""Reader of files of records in parts, by one process or several: JSONL (plain, .gz, .zst) and Parquet.
 
-A part of a plain file is a range of bytes and has the lines that begin in it; of Parquet, a row group; a compressed
-file is one part. Results come in the order of the files, so nothing depends on how many processes there are.
+A part of a plain file is the lines that begin in a range of bytes; a part of a Parquet file is a row group; a
+compressed file is one part. Results come in the order of the files, so nothing depends on the number of processes.
 """
 
 import glob
@@ -28,7 +28,7 @@ MALFORMED = "malformed"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes `start` to `stop` of a plain file, or row group `start` of a Parquet file, or a whole compressed file."""
+    """Part of a file: bytes `start` to `stop`, or row group `start` of Parquet, or a whole compressed file."""
 
     path: str
     file: int
@@ -38,14 +38,14 @@ class Part:
 
 
 class Malformed(ValueError):
-    """A record that has not what is asked of it."""
+    """Raised for a record that lacks what is required."""
 
 
 def find_files(patterns: Sequence[str], key: str) -> list[Path]:
-    """Files behind paths and globs, each once, in the order of the patterns and sorted within one.
+    """Find the files of paths and globs, each once, in the order of the patterns and sorted within one.
 
     Raises:
-        ValueError: no file is there, or it is a directory.
+        ValueError: a pattern matches no file, or matches a directory.
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
@@ -61,7 +61,7 @@ def find_files(patterns: Sequence[str], key: str) -> list[Path]:
 
 
 def parts_of(files: Sequence[Path], *, part_bytes: int = PART_BYTES) -> list[Part]:
-    """All parts of the files, in order.
+    """Split the files into parts, in order.
 
     Raises:
         ValueError: a Parquet file cannot be read.
@@ -84,7 +84,7 @@ def parts_of(files: Sequence[Path], *, part_bytes: int = PART_BYTES) -> list[Par
 
 
 def lines_of(part: Part) -> Iterator[tuple[int, bytes]]:
-    """The lines of a part that are not blank, each with its byte offset; a Parquet row is a line of JSON.
+    """Iterate over the non-blank lines of a part, each with its byte offset (row for Parquet, given as JSON).
 
     Raises:
         ValueError: the file is damaged.
@@ -111,7 +111,7 @@ def lines_of(part: Part) -> Iterator[tuple[int, bytes]]:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """The object of one line; raises Malformed."""
+    """Parse the JSON object of one line; raises Malformed."""
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError as error:
@@ -122,7 +122,7 @@ def parse(line: bytes) -> dict[str, Any]:
 
 
 def value_at(record: Mapping[str, Any], path: str, steps: Sequence[str]) -> Any:
-    """What a record has at a key, or below nested ones; raises Malformed if there is nothing."""
+    """Value of a record at a key or a path of nested keys; raises Malformed if there is none."""
     value: Any = record
     for step in steps:
         if not isinstance(value, dict) or (value := value.get(step)) is None:
@@ -131,7 +131,7 @@ def value_at(record: Mapping[str, Any], path: str, steps: Sequence[str]) -> Any:
 
 
 def checked_id(value: Any, path: str) -> str:
-    """An id as a text; raises Malformed."""
+    """Return an id as text; raises Malformed."""
     if isinstance(value, str) and value:
         return value
     if isinstance(value, int) and not isinstance(value, bool):
@@ -140,12 +140,12 @@ def checked_id(value: Any, path: str) -> str:
 
 
 def prompt_bytes(prompt: Any) -> bytes:
-    """A prompt as bytes that are the same if the prompt is the same, however its JSON was written."""
+    """Serialise a prompt to bytes that are equal for equal prompts, however their JSON was written."""
     return prompt.encode() if isinstance(prompt, str) else orjson.dumps(prompt, option=orjson.OPT_SORT_KEYS)
 
 
 def digest(data: bytes) -> bytes:
-    """Eight bytes that stand for an id or a text (a pair in ten million is taken for the same once in 400,000 runs)."""
+    """Eight-byte hash of an id or a text (any two of ten million collide once in 400,000 runs)."""
     return hashlib.blake2b(data, digest_size=8).digest()
 
 
@@ -158,7 +158,7 @@ def note_malformed(report: ReadReport, part: Part, offset: int, problem: str) ->
 
 
 def check_share(report: ReadReport, what: str, most: float) -> None:
-    """Raises ValueError where nothing is in the files, or more records than the share are malformed."""
+    """Raises ValueError if the files have no records, or if more than the share of them are malformed."""
     if not report.records:
         raise ValueError(f"{what}: the files have no records")
     bad = report.skipped.get(MALFORMED, 0)
@@ -172,7 +172,7 @@ def check_share(report: ReadReport, what: str, most: float) -> None:
 def read_parts[Result](
     parts: Sequence[Part], read: Callable[[Part], Result], *, workers: int, label: str
 ) -> Iterator[Result]:
-    """What `read` gives for each part, in their order; `read` must be picklable."""
+    """Iterate over the results of `read` for each part, in order; `read` must be picklable."""
     total = sum(part.size for part in parts)
     with progress_of(label, total) as advance:
         few = len(parts) == 1 or total < PART_BYTES // 4
@@ -183,7 +183,7 @@ def read_parts[Result](
 
 
 def unpacked(files: Sequence[Path], folder: Path) -> list[Path]:
-    """The files as plain JSONL: compressed and Parquet ones are written into the folder."""
+    """Return the files as plain JSONL; compressed and Parquet ones are unpacked into the folder."""
     plain = []
     for number, path in enumerate(files):
         if path.suffix not in (*PACKED, ".parquet"):
@@ -200,7 +200,7 @@ def unpacked(files: Sequence[Path], folder: Path) -> list[Path]:
 
 
 def _line_number(part: Part, offset: int) -> int:
-    """From 1; of Parquet, the row."""
+    """Line number, from 1; the row for Parquet."""
     if part.path.endswith(".parquet"):
         return offset + 1
     line, left = 1, offset

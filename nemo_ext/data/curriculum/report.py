@@ -1,4 +1,4 @@
-"""What a curriculum is, for a reader: numbers of every step, a page, and the pass rates over the steps as a picture."""
+"""Report of a curriculum: numbers of every step, a page, and a plot of the pass rates over the steps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ LATE = 0.1
 
 @dataclass(frozen=True)
 class Steps:
-    """One entry a step of every array.
+    """Numbers of a plan, one entry of every array per step.
 
     Attributes:
         target: mean pass rate aimed at.
-        mean: of the step's prompts.
-        spread: their standard deviation.
+        mean: mean pass rate of the step's prompts.
+        spread: standard deviation of their pass rates.
         off_target: share of prompts from other pass rates than asked for.
-        domains: prompts of each domain.
+        domains: number of prompts of each domain.
     """
 
     target: Floats
@@ -38,7 +38,7 @@ class Steps:
 
 
 def steps_of(plan: Plan, candidates: Candidates) -> Steps:
-    """Numbers of every step of a plan."""
+    """Compute the numbers of every step of a plan."""
     steps, batch = plan.order.shape
     mean, spread = np.empty(steps), np.empty(steps)
     counts = np.zeros((len(candidates.domains), steps), dtype=np.int64)
@@ -54,7 +54,7 @@ def steps_of(plan: Plan, candidates: Candidates) -> Steps:
 
 
 def as_json(steps: Steps) -> dict[str, Any]:
-    """Lists of the numbers, one entry a step."""
+    """Lists of the numbers, one entry per step."""
     return {
         "target": steps.target.round(4).tolist(),
         "mean": steps.mean.round(4).tolist(),
@@ -65,7 +65,7 @@ def as_json(steps: Steps) -> dict[str, Any]:
 
 
 def markdown(title: str, facts: Mapping[str, str], domains: Sequence[Sequence[str]], left: Mapping[str, int]) -> str:
-    """The page: what was made, a table of domains, and prompts left out by reason."""
+    """Format the report as a page: a summary, a table of domains, and prompts left out by reason."""
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     table = "\n".join("| " + " | ".join(row) + " |" for row in domains)
     why = "\n".join(f"| {reason} | {count:,} |" for reason, count in left.items()) or "| | 0 |"
@@ -113,7 +113,7 @@ def plot(steps: Steps, path: Path, *, first_step: int, batch: int, title: str) -
 
 
 def _means(values: npt.NDArray[Any], width: int) -> Floats:
-    """Means over neighbouring steps, the last over what is left."""
+    """Means over windows of `width` steps; the last window may be shorter."""
     starts = np.arange(0, len(values), width)
     return np.add.reduceat(values, starts) / np.diff(np.append(starts, len(values)))
 

@@ -1,4 +1,4 @@
-"""How many prompts of each domain and pass rate a step asks for; what is there to give is `plan`'s business."""
+"""Number of prompts of each domain and pass rate that a step asks for; `plan` draws those that are available."""
 
 from collections.abc import Callable, Mapping
 
@@ -16,14 +16,14 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 def fixed(shares: Mapping[str, float], domains: tuple[str, ...]) -> Ratios:
-    """The same shares in every step, scaled to sum to one; a domain without one gets none."""
+    """Constant shares in every step, scaled to sum to one; a domain without one gets none."""
     given = np.array([shares.get(name, 0.0) for name in domains], dtype=np.float64)
     given /= given.sum()
     return lambda step: given
 
 
 def quotas(ratios: Ratios, *, batch: int, steps: int) -> Counts:
-    """Prompts of each domain in each step, [steps, domains]; every row sums to `batch`.
+    """Number of prompts of each domain in each step, [steps, domains]; every row sums to `batch`.
 
     Largest remainders, with what was rounded carried to the next step: over the steps, a domain stays within two
     prompts of its share.
@@ -60,19 +60,19 @@ def wanted(
     sigma: float,
     start: float,
 ) -> Counts:
-    """Prompts of each pass-rate level that steps ask for, [steps, levels]; rows sum to `quota`.
+    """Number of prompts of each pass-rate level that steps ask for, [steps, levels]; rows sum to `quota`.
 
     A step's counts are proportional to the Gaussian's density at the levels. They are rounded by systematic sampling:
     each is its expectation rounded up or down, and over the steps the rounding evens out, where always rounding to the
     nearest would never draw a level of which a small quota wants less than half a prompt.
 
     Args:
-        means_of_steps: [steps].
-        quota: [steps].
+        means_of_steps: [steps], mean of the Gaussian in each step.
+        quota: [steps], number of prompts of the domain in each step.
         first_step: number of the first of these steps in the schedule.
-        present: [levels], whether the domain has prompts of that level at all.
-        sigma: the Gaussian's standard deviation.
-        start: in [0, 1), where the sampling begins in step 0.
+        present: [levels], True if the domain has prompts of that level.
+        sigma: standard deviation of the Gaussian.
+        start: start of the sampling in step 0, in [0, 1).
     """
     levels = np.linspace(0, 1, len(present))
     exponent = -((levels - means_of_steps[:, None]) ** 2) / (2 * sigma**2)
@@ -91,12 +91,12 @@ def wanted(
 
 
 def start_of(seed: int, domain: str) -> float:
-    """Where systematic sampling begins for a domain."""
+    """Start of the systematic sampling for a domain, in [0, 1)."""
     return uniform(seed, "curriculum", "levels", domain)
 
 
 def from_the_largest(left: Counts, short: int) -> Counts:
-    """Takes `short` prompts out of pools of `left`, always one of the largest; `left` must hold so many."""
+    """Number to take from each pool, `short` in all, always from one of the largest; `left` must hold that many."""
     order = np.argsort(-left, kind="stable")
     sizes = left[order]
     sums = np.cumsum(sizes)

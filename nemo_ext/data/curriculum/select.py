@@ -1,4 +1,4 @@
-"""Which prompts may be trained on, with what pass rate, and as what copies."""
+"""Selection of the prompts that may be trained on, with their pass rates and copies."""
 
 from dataclasses import dataclass
 
@@ -19,13 +19,13 @@ OFF_BITS = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class Selection:
-    """What may be trained on.
+    """Prompts that may be trained on.
 
     Attributes:
-        candidates: the prompts, and their copies with thinking off.
-        row: of each, index into the prompts.
-        mode: of each.
-        left: prompts left out, by reason.
+        candidates: prompts, and their copies with thinking off.
+        row: index of each candidate into the prompts.
+        mode: mode of each candidate.
+        left: number of prompts left out, by reason.
     """
 
     candidates: Candidates
@@ -38,11 +38,11 @@ def select(prompts: Prompts, profile: Profile, at: Numbers, given: Settings, use
     """Apply the filters, and make the copies with thinking off.
 
     Args:
-        at: each prompt's entry in the profile, -1 for none.
-        used: sorted keys that were trained on before, and how often.
+        at: index of each prompt's entry in the profile, -1 for none.
+        used: sorted keys that were trained on before, and their counts.
 
     Raises:
-        ValueError: a domain with a share is not there, or nothing is left.
+        ValueError: no prompt is in the profile, a domain with a share does not exist, or nothing is left.
     """
     filters = given.filters
     has = at >= 0
@@ -103,7 +103,7 @@ def select(prompts: Prompts, profile: Profile, at: Numbers, given: Settings, use
 
 
 def _copied(row: Numbers, prompts: Prompts, off_share: float, seed: int) -> Numbers:
-    """Those prompts of each domain that get a copy, so many that the copies have their share of all."""
+    """Rows of the prompts of each domain that get a copy, so many that the copies have their share of all."""
     if not off_share:
         return row[:0]
     draw = ordering_keys(prompts.key[row], digest(seed, "curriculum", "thinking"))

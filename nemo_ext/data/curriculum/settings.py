@@ -1,4 +1,4 @@
-"""The settings of `nemo-ext curriculum`, checked. No torch."""
+"""Checked settings of `nemo-ext curriculum`. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import field
@@ -14,16 +14,16 @@ Text = Annotated[str, Field(min_length=1)]
 Paths = tuple[Text, ...]
 
 LINE, PROMPT = "line", "prompt"
-"""Identities that are no key of a record: the number of its line, from 0 over all files, and the text of its prompt."""
+"""Ids that are not a key of a record: the number of its line, from 0 over all files, and the text of its prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PromptKeys:
-    """Where a record of a prompt has what; dots lead into nested objects.
+    """Keys of a prompt's record; dots lead into nested objects.
 
     Attributes:
-        id: a key with a text or whole number, or `line`, or `prompt`.
-        prompt: what the model is given, as a text or as any JSON.
+        id: key with a text or whole number, or `line`, or `prompt`.
+        prompt: key of the model's input, a text or any JSON.
         domain: key of the domain's name; null puts all prompts into one domain.
     """
 
@@ -34,12 +34,12 @@ class PromptKeys:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RolloutKeys:
-    """Where a record of one rollout has what; dots lead into nested objects.
+    """Keys of a rollout's record; dots lead into nested objects.
 
     Attributes:
-        id: key of the prompt's id, or `prompt` if the prompts go by their text.
-        prompt: used if `id` is `prompt`.
-        reward: a number, true or false, or a list of one of them.
+        id: key of the prompt's id, or `prompt` if the prompts are identified by their text.
+        prompt: key of the prompt, used if `id` is `prompt`.
+        reward: key of the reward: a number, true or false, or a list of one of them.
         tokens: key of the number of generated tokens; null if there is none.
     """
 
@@ -51,12 +51,12 @@ class RolloutKeys:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Filters:
-    """Which prompts are trained on.
+    """Filters of the prompts to train on.
 
     Attributes:
-        drop_from: pass rate from which on a prompt is left out; 1 leaves out those always solved; null none.
+        drop_from: pass rate from which on a prompt is left out; 1 leaves out those always solved, null none.
         keep_from: pass rate below which a prompt is left out.
-        min_rollouts: fewer rollouts than these do not count as a profile.
+        min_rollouts: least number of rollouts of a prompt; those with fewer are left out.
     """
 
     drop_from: Share | None = 1.0
@@ -70,9 +70,9 @@ class Thinking:
 
     Attributes:
         off_share: share of the copies in all; 0 makes none and marks nothing.
-        key: key of a written record that says true or false.
+        key: key of a written record that holds the mode, true or false.
         system_on: system message of prompts with reasoning on; prompts are then lists of messages.
-        system_off: the same with reasoning off.
+        system_off: system message of prompts with reasoning off.
     """
 
     off_share: Annotated[float, Field(ge=0, le=0.5)] = 0.0
@@ -83,28 +83,28 @@ class Thinking:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings:
-    """All of them.
+    """Settings of the job.
 
     Attributes:
         output: directory of the result.
-        prompts: files or globs, JSONL (also .gz, .zst) or Parquet.
+        prompts: files or globs of prompts, JSONL (also .gz, .zst) or Parquet.
         rollouts: files or globs of rollouts.
-        profile: pass rates made before, in place of rollouts.
+        profile: file of pass rates made before, in place of rollouts.
         previous: directory of the curriculum that was trained on before.
-        previous_steps: so many of its steps; null for all.
-        batch: prompts in a step.
-        steps: of the whole schedule; null for as many as the prompts last.
-        first_step: the step of the schedule that is written first.
+        previous_steps: number of its steps that were trained on; null for all.
+        batch: number of prompts in a step.
+        steps: number of steps of the whole schedule; null for as many as the prompts last.
+        first_step: step of the schedule that is written first.
         success: least reward of a success.
         mean_first, mean_last: mean of the Gaussian over pass rates in the first and last step.
-        sigma: its standard deviation.
-        levels: how many equal parts the pass rates from 0 to 1 are rounded to; null: see `Profile.levels`, at most 64.
+        sigma: standard deviation of the Gaussian.
+        levels: number of equal parts that pass rates are rounded to; null: see `Profile.levels`, at most 64.
         domains: share of each domain in every batch; null for the shares of the prompts.
         adapt: power of what a domain can still teach in its share, see `job.adapted`; 0 leaves the shares as they are.
-        exhausted: what happens when a domain has no prompt left.
-        split_domains: also write a file for each domain, for NeMo-RL's `custom_dataloader`.
-        max_bad_share: more malformed records than this share are an error.
-        workers: processes that read; null for one a CPU.
+        exhausted: action when a domain has too few prompts left: `stop` or `repeat`.
+        split_domains: true to also write a file for each domain, for NeMo-RL's `custom_dataloader`.
+        max_bad_share: share of malformed records above which reading fails.
+        workers: number of reading processes; null for one per CPU.
     """
 
     output: Text
@@ -135,10 +135,10 @@ class Settings:
 
 
 def settings(config: Mapping[str, Any]) -> Settings:
-    """The composed config as checked settings.
+    """Check the composed config and return the settings.
 
     Raises:
-        ValueError: naming the key, what it holds and what it may hold, or keys that do not go together.
+        ValueError: a key is wrong (the message names it, what it holds and what it may hold), or keys contradict.
     """
     given = {key: value for key, value in config.items() if key != "hydra"}
     for name in ("prompts", "rollouts"):

@@ -1,8 +1,8 @@
-"""The ordered JSONL: the records of the prompts, byte for byte, in the order of the plan.
+"""Writer of the ordered JSONL: the records of the prompts, byte for byte, in the order of the plan.
 
-Records are gathered from the mapped files. Where these do not fit into memory, that would read the disk all over
-for every step; then they are first copied, front to back, into buckets of neighbouring steps that do fit. So are those
-of very many files, since a map keeps its file open.
+Records are gathered from memory-mapped files. Where these do not fit into memory, that would read all over the disk
+for every step; then they are first copied, front to back, into buckets of neighbouring steps that do fit. So are the
+records of very many files, since a map keeps its file open.
 """
 
 import contextlib
@@ -46,13 +46,13 @@ def write_ordered(
     """Write the records of `rows`, in this order.
 
     Args:
-        prompts: where they are.
+        prompts: prompts and the places of their records.
         rows: [lines], indices into the prompts.
-        path: the file to write.
-        change: what is made of a record and its mode; None leaves it as it is.
-        modes: [lines], if there is a `change`.
+        path: path of the file to write.
+        change: function of a record and its mode that returns the line to write; None leaves records as they are.
+        modes: [lines], modes of the records, needed with `change`.
         domain_files: files that get the records of their domain in the same order.
-        memory: bytes of source files that may be read in any order; None for half of what is free.
+        memory: bytes of source files that may be read in any order; None for half of the free memory.
 
     Raises:
         ValueError: a file changed since it was read, or a record cannot be changed.
@@ -86,7 +86,7 @@ def write_ordered(
 
 
 def marker(settings: Thinking, prompt_key: str) -> Change:
-    """Marks records with their mode, and gives them its system message if there is one."""
+    """Return a function that marks records with their mode, and adds the mode's system message if there is one."""
     field = f'"{settings.key}":'.encode()
     marked = re.compile(re.escape(field[:-1]) + rb"\s*:")
     systems = {ON: settings.system_on, OFF: settings.system_off}
@@ -106,7 +106,7 @@ def marker(settings: Thinking, prompt_key: str) -> Change:
 
 
 def _set_system(record: dict[str, Any], steps: Sequence[str], key: str, system: str) -> None:
-    """Put a system message first; one that is there goes on after it."""
+    """Put a system message first; an existing one is appended to it."""
     owner = record
     for step in steps[:-1]:
         owner = owner[step]
@@ -124,7 +124,7 @@ def _set_system(record: dict[str, Any], steps: Sequence[str], key: str, system: 
 
 
 def _gathered(prompts: Prompts, rows: Rows) -> Iterator[list[bytes]]:
-    """The records, some tens of thousands at a time."""
+    """Iterate over the records, some tens of thousands at a time."""
     with contextlib.ExitStack() as stack:
         maps = _Maps(prompts.files, stack, mmap.MADV_RANDOM)
         for begin in range(0, len(rows), ROWS):
@@ -132,7 +132,7 @@ def _gathered(prompts: Prompts, rows: Rows) -> Iterator[list[bytes]]:
 
 
 def _through_buckets(prompts: Prompts, rows: Rows, path: Path, memory: int) -> Iterator[list[bytes]]:
-    """The records in the same order, with every file read once from front to back."""
+    """Iterate over the records in the same order, with every file read once from front to back."""
     bytes_of_rows = int(prompts.length[rows].sum(dtype=np.int64))
     bucket_bytes = max(1, min(BUCKET_BYTES, memory // 2))
     count = max(1, -(-bytes_of_rows // bucket_bytes))
@@ -169,7 +169,7 @@ def _through_buckets(prompts: Prompts, rows: Rows, path: Path, memory: int) -> I
 
 
 class _Maps:
-    """The files mapped as they are asked for, the last `MOST_OPEN` of them."""
+    """Memory maps of the files, opened on demand; the `MOST_OPEN` last used stay open."""
 
     def __init__(self, files: Sequence[Path], stack: contextlib.ExitStack, advice: int) -> None:
         self._files, self._advice = files, advice

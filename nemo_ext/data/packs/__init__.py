@@ -1,1 +1,1 @@
-"""Samples in rows of one length."""
+"""Packing of samples into rows of one length."""

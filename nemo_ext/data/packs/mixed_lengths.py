@@ -1,4 +1,4 @@
-"""Rows of one length of which some are one long sequence and the others are many short ones, at a given token ratio.
+"""Rows of one length, some of one long sequence and the others of many short ones, at a given token ratio.
 
 Nemotron 3 Nano's long-context phase mixes sequences of 512 k and 4 k tokens (paper section 2.5). Every row has the same
 number of tokens, so the share of rows is the share of tokens.
@@ -15,18 +15,18 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from nemo_ext.job.settings import check_keys, checked_share
 
 Documents = tuple[float, float]
-"""Part of a stream's documents: from and to, as shares of its tokens in a shuffled order."""
+"""Part of a stream's documents: start and end, as shares of its tokens in a shuffled order."""
 
 ALL: Documents = (0.0, 1.0)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How streams are read: two readings of the same documents at the same length have the same order.
+    """A way to read streams: two readings of the same documents at the same length have the same order.
 
     Attributes:
-        length: of the sequences, in tokens.
-        documents: part of every stream that they come from.
+        length: length of the sequences, in tokens.
+        documents: part of every stream that the sequences come from.
     """
 
     length: int
@@ -35,16 +35,16 @@ class Reading:
 
 @checked_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True))
 class MixedLengths:
-    """`data.mixed_lengths` of a training config.
+    """Settings `data.mixed_lengths` of a training config.
 
     Long and short sequences come from different documents: short ones from `short_share` of every stream's tokens.
 
     Attributes:
         short: length of the short sequences; divides the row's length (`megatron.seq_length`).
         short_share: share of the tokens that is in short sequences.
-        rows_together: so many rows in a row are of one kind. With the data-parallel size here, ranks that work at the
+        rows_together: number of consecutive rows of one kind. With the data-parallel size here, ranks that work at the
             same time have the same work.
-        document_boundaries: whether attention and Mamba stop at the end of a document too.
+        document_boundaries: True if attention and Mamba also stop at the end of a document.
     """
 
     short: int
@@ -54,7 +54,7 @@ class MixedLengths:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "MixedLengths | None":
-        """The settings of a training config, checked against its sequence length and layout; None without them.
+        """Read the settings of a training config, checked against its sequence length and layout; None without them.
 
         Raises:
             ValueError: an unknown or missing key, or a value that does not fit.
@@ -90,13 +90,13 @@ class MixedLengths:
 
     @property
     def schedule(self) -> "RowSchedule":
-        """Which rows are short."""
-        # By the decimal digits that were written: 0.1 is a tenth.
+        """Schedule of the short rows."""
+        # The decimal digits as written: 0.1 is a tenth.
         return RowSchedule(share=Fraction(repr(self.short_share)), together=self.rows_together)
 
 
 def sequences_of(rows: int, seq_length: int, mixed: MixedLengths | None) -> dict[Reading, int]:
-    """What is read for so many rows of `seq_length` tokens: the long and then the short sequences of mixed lengths."""
+    """Number of sequences per reading in `rows` rows of `seq_length` tokens; with `mixed`, the long, then the short."""
     if mixed is None:
         return {Reading(seq_length): rows}
     short, share = mixed.schedule.short_before(rows), mixed.short_share
@@ -108,25 +108,25 @@ def sequences_of(rows: int, seq_length: int, mixed: MixedLengths | None) -> dict
 
 @dataclass(frozen=True)
 class RowSchedule:
-    """Which rows hold short sequences: as evenly spread as whole rows can be, from the row's number alone.
+    """Schedule of the rows that hold short sequences: spread as evenly as possible, from the row's number alone.
 
-    Any stretch of n groups of rows has `share` x n short ones, to one group.
+    Any stretch of n groups of rows has `share` x n short ones, within one group.
 
     Attributes:
-        share: of the rows.
-        together: rows in a group; all of a group are of one kind.
+        share: share of the rows that are short.
+        together: number of rows in a group; all of a group are of one kind.
     """
 
     share: Fraction
     together: int = 1
 
     def is_short(self, row: int) -> bool:
-        """Whether this row holds short sequences."""
+        """True if this row holds short sequences."""
         group = row // self.together
         return self._groups_before(group + 1) > self._groups_before(group)
 
     def short_before(self, row: int) -> int:
-        """How many of the rows before this one hold short sequences."""
+        """Number of the rows before this one that hold short sequences."""
         group, inside = divmod(row, self.together)
         return self._groups_before(group) * self.together + (inside if self.is_short(row) else 0)
 

@@ -1,13 +1,13 @@
-"""Packs on disk: Megatron's own indexed files, one sequence a sample and one document a pack, with a mask beside them.
+"""Packs on disk: Megatron's indexed files, one sequence per sample and one document per pack, with a mask beside them.
 
     PREFIX.bin, PREFIX.idx              token ids
     PREFIX_loss.bin, PREFIX_loss.idx    uint8, 1 where a token is one to learn
-    PREFIX.json                         the manifest: settings and counts; it comes last and marks the rest as whole
+    PREFIX.json                         the manifest: settings and counts; written last, it marks the rest as complete
 
-Until then they are in a folder `.NAME.packing` beside them, which one process at a time writes in.
+Until then the files are in a folder `.NAME.packing` beside them, which one process at a time writes in.
 
-What is packed comes in sample files (`nemo_ext.data.packs.sample_files`). Packing reads the lengths of all samples and
-then their tokens in the order of the packs, a window of packs at a time: memory depends on the number of samples and
+The input is sample files (`nemo_ext.data.packs.sample_files`). Packing reads the lengths of all samples and then
+their tokens in the order of the packs, a window of packs at a time: memory depends on the number of samples and
 hardly on their tokens.
 """
 
@@ -41,15 +41,15 @@ _WINDOW_TOKENS = 1 << 24
 
 @checked_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class PackingSettings:
-    """How samples are packed.
+    """Settings of packing.
 
     Attributes:
-        capacity: of a pack in tokens; training has it as `megatron.seq_length`.
-        even: packs with the same mix of lengths, so that they cost like time, if those are at most a hundredth more.
-        longer: what to do with a longer sample: `drop` (counted), `truncate` (keeps the beginning, counted), `error`.
-        max_samples: the most samples in a pack, or None.
-        align: each sample takes up a multiple of so many places: 2 x context_parallel_size, else 1.
-        seed: of the order of the packs.
+        capacity: capacity of a pack in tokens; `megatron.seq_length` in training.
+        even: True for packs with the same mix of lengths, which take equal time, if at most a hundredth more are made.
+        longer: action on a longer sample: `drop` (counted), `truncate` (keeps the beginning, counted), `error`.
+        max_samples: largest number of samples in a pack, or None.
+        align: number of places whose multiple each sample takes up: 2 x context_parallel_size, else 1.
+        seed: seed of the order of the packs.
     """
 
     capacity: int
@@ -62,14 +62,14 @@ class PackingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedManifest:
-    """What a finished set of packs holds. `prefix` is where it was found and is not stored.
+    """Contents of a finished set of packs. `prefix` is where it was found and is not stored.
 
     Attributes:
-        config_hash: of the settings and the sample files.
-        tokens: of the samples, without padding.
-        trained_tokens: that the loss is taken of: marked, and not the first of their sample.
-        without_loss: samples that have no such token.
-        dropped: samples left out for their length; the packs hold `samples`.
+        config_hash: hash of the settings and the sample files.
+        tokens: number of tokens of the samples, without padding.
+        trained_tokens: number of tokens in the loss: marked, and not the first of their sample.
+        without_loss: number of samples without such a token.
+        dropped: number of samples left out for their length; the packs hold `samples`.
         fill: share of the packs' places that hold a token.
     """
 
@@ -95,7 +95,7 @@ class PackedManifest:
     fill: float
 
     def contents(self) -> str:
-        """One line for the user."""
+        """Summary in one line, for the user."""
         text = (
             f"{self.samples:,} samples in {self.packs:,} packs of {self.capacity:,} (fill {self.fill:.2%}, up to "
             f"{self.most_samples:,} samples a pack), {self.tokens:,} tokens, {self.trained_tokens:,} of them trained"
@@ -119,16 +119,16 @@ def write_packed(
     tokenizer_identity: str = "",
     progress: bool = True,
 ) -> PackedManifest:
-    """Pack the samples of all files, or a choice of them. Packs of the same settings and samples are kept.
+    """Pack the samples of all files, or a selection. Existing packs of the same settings and samples are kept.
 
     Args:
-        prefix: of the files to write; its folder is made.
-        files: the samples; their order counts only through the seed.
-        settings: how.
-        vocab_size: of the tokenizer.
-        rows: numbers of the samples to pack, counted over all files, any of them more than once; None for all once.
-        tokenizer_identity: of the tokenizer, by which training refuses another one; "" if not known.
-        progress: shows progress on stderr.
+        prefix: prefix of the files to write; its folder is made.
+        files: sample files; their order counts only through the seed.
+        settings: settings of packing.
+        vocab_size: number of ids of the tokenizer.
+        rows: numbers of the samples to pack, counted over all files, repeats allowed; None for all once.
+        tokenizer_identity: identity of the tokenizer, by which training refuses another one; "" if not known.
+        progress: True to show progress on stderr.
 
     Raises:
         ValueError: no samples are left, a sample is too long under `longer=error`, a setting does not make sense, or
@@ -192,13 +192,13 @@ def write_packed(
 
 
 def is_packed(prefix: str | Path) -> bool:
-    """Whether the files of that prefix are packs (their manifest says so)."""
+    """True if the files of that prefix are packs, by their manifest."""
     values = _stored(prefix)
     return values is not None and values.get("kind") == KIND
 
 
 def read_packed_manifest(prefix: str | Path) -> PackedManifest:
-    """The manifest of a finished set of packs.
+    """Read the manifest of a finished set of packs.
 
     Raises:
         ValueError: there is none, or it is something else.
@@ -223,14 +223,14 @@ def use_packed(config: dict[str, Any]) -> bool:
     the packs; without it the model has as many ids as the packs' tokenizer.
 
     Args:
-        config: of a training run; changed in place.
+        config: config of a training run; changed in place.
 
     Returns:
-        Whether the config has `data.packed`.
+        True if the config has `data.packed`.
 
     Raises:
-        ValueError: packs that are not there, cut short or of another length than `megatron.seq_length`, another
-            tokenizer, or an argument that packs do not go with.
+        ValueError: packs are missing, cut short, of another length than `megatron.seq_length` or of another tokenizer,
+            or an argument does not work with packs.
     """
     data, megatron = config.get("data") or {}, config["megatron"]
     given = data.get("packed")
@@ -267,7 +267,7 @@ def use_packed(config: dict[str, Any]) -> bool:
         raise ValueError(
             "data.packed: multi-token prediction would look across samples: remove megatron.mtp_num_layers"
         )
-    # Packs differ in how many tokens they train: every token of a global batch counts the same.
+    # Packs differ in their number of trained tokens: every token of a global batch gets the same weight.
     if megatron.setdefault("calculate_per_token_loss", True) is not True:
         raise ValueError("data.packed: megatron.calculate_per_token_loss must be true: packs train unlike many tokens")
     if not megatron.get("valid_data_path"):
@@ -277,13 +277,13 @@ def use_packed(config: dict[str, Any]) -> bool:
 
 
 def _prefixes(words: Sequence[object] | None) -> list[str]:
-    """The prefixes in Megatron's list: weight, prefix, weight, prefix, ..., or one prefix."""
+    """Prefixes in Megatron's list: weight, prefix, weight, prefix, ..., or one prefix."""
     given = [words] if isinstance(words, str) else [str(word) for word in words or ()]
     return given if len(given) == 1 else given[1::2]
 
 
 def one_tokenizer(manifests: Sequence[PackedManifest]) -> None:
-    """Checks that packs that are trained on together are of one tokenizer.
+    """Checks that packs trained on together share one tokenizer.
 
     Raises:
         ValueError: they are of several.
@@ -323,7 +323,7 @@ def _write_tokens(
     *,
     progress: bool,
 ) -> tuple[int, int]:
-    """Write the .bin and .idx of tokens and mask; gives the trained tokens and the samples without any."""
+    """Write the .bin and .idx of tokens and mask; returns the numbers of trained tokens and of samples without any."""
     lengths = fitted.lengths[packs.samples]
     samples = fitted.samples[packs.samples]
     outputs = {"": dtype, "_loss": np.uint8}
@@ -377,7 +377,7 @@ def _gather(
 
 def _read_pieces(path: Path, offsets: Lengths, out: npt.NDArray[Any], targets: Lengths, lengths: Lengths) -> None:
     """Copy pieces of a file of numbers into their places in `out`."""
-    # One call a piece, straight into its place: a memory map faults in whole pages, for 1.7 times the CPU time.
+    # One call per piece, straight into its place: a memory map faults in whole pages, for 1.7 times the CPU time.
     width, into = out.itemsize, memoryview(out).cast("B")
     pieces = zip((offsets * width).tolist(), (targets * width).tolist(), (lengths * width).tolist(), strict=True)
     with open(path, "rb", buffering=0) as file:

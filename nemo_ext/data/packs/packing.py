@@ -4,9 +4,9 @@ The longest sample comes first; each goes into the pack that it leaves the least
 one length are placed together: while a pack has room for another of them, it is the best fit for it. So the work grows
 with the number of (pack, length) pairs and not with the number of samples, and a million lengths take about a second.
 
-Where samples are short beside a pack, best fit makes packs of long samples alone and packs of short ones alone, which
-cost attention very different time. Even packs have the same mix of lengths each: the longest sample goes into the
-emptiest of as many packs as best fit needs, and only what then finds no room goes where it fits best.
+Where samples are short compared with a pack, best fit makes packs of only long samples and packs of only short ones,
+whose attention takes very different time. Even packs all have the same mix of lengths: the longest sample goes into the
+emptiest of as many packs as best fit needs, and only samples that then find no room go where they fit best.
 """
 
 import heapq
@@ -24,21 +24,21 @@ from nemo_ext.job.settings import checked_whole, nearest
 Lengths = npt.NDArray[np.int64]
 
 Longer = Literal["error", "drop", "truncate"]
-"""What to do with a sample longer than a pack: refuse them all, leave it out, or keep its beginning."""
+"""Action on a sample longer than a pack: raise an error, leave it out, or keep its beginning."""
 
 _MORE_PACKS = 0.01
-"""Share of packs that even ones may take more."""
+"""Largest share of additional packs that even packing may take."""
 
 
 @dataclass(frozen=True)
 class Packs:
-    """Which samples lie in which pack.
+    """Assignment of samples to packs.
 
     Attributes:
         samples: numbers of the samples, pack after pack.
-        starts: `[packs + 1]`, where each pack begins in `samples`.
-        capacity: of a pack, in tokens.
-        tokens: in all packs together, without padding.
+        starts: `[packs + 1]`, start of each pack in `samples`.
+        capacity: capacity of a pack, in tokens.
+        tokens: number of tokens in all packs together, without padding.
     """
 
     samples: Lengths
@@ -51,7 +51,7 @@ class Packs:
 
     def __getitem__(self, pack: int) -> Lengths:
         """Numbers of one pack's samples."""
-        if not 0 <= pack < len(self):  # without it, iteration would not end
+        if not 0 <= pack < len(self):  # without this check, iteration would not end
             raise IndexError(pack)
         return self.samples[self.starts[pack] : self.starts[pack + 1]]
 
@@ -61,7 +61,7 @@ class Packs:
         return self.tokens / (len(self) * self.capacity) if len(self) else 1.0
 
     def summary(self) -> str:
-        """One line for the user."""
+        """Summary in one line, for the user."""
         if not len(self):
             return "no packs"
         sizes = np.diff(self.starts)
@@ -76,11 +76,11 @@ class Fitted:
     """Samples that fit into a pack.
 
     Attributes:
-        samples: numbers of the samples that are kept, ascending.
-        lengths: their lengths, cut to the capacity where they were longer.
-        dropped: how many were left out.
-        truncated: how many were cut.
-        truncated_tokens: how many tokens that cost.
+        samples: numbers of the kept samples, ascending.
+        lengths: lengths of the kept samples, cut to the capacity where they were longer.
+        dropped: number of samples left out.
+        truncated: number of samples cut.
+        truncated_tokens: number of tokens cut off.
     """
 
     samples: Lengths
@@ -91,7 +91,7 @@ class Fitted:
 
 
 def fit(lengths: npt.ArrayLike, capacity: int, longer: Longer) -> Fitted:
-    """Samples without those that no pack can hold.
+    """Drop or truncate the samples that no pack can hold.
 
     Raises:
         ValueError: `longer` is `error` and a sample is longer than the capacity (naming the first), or is no known
@@ -126,19 +126,19 @@ def pack(
     align: int = 1,
     seed: int | None = None,
 ) -> Packs:
-    """Best-fit decreasing.
+    """Pack samples by best-fit decreasing.
 
     Args:
-        lengths: of the samples in tokens, one or more each.
-        capacity: of a pack, in tokens.
-        even: makes packs with the same mix of lengths, if that takes no more than one pack in a hundred more.
-        max_samples: the most samples in a pack; None for no limit.
-        align: each sample takes up a multiple of this many places (context parallelism wants 2 x its size).
-        seed: shuffles the packs, and the samples of one length among each other; None keeps the order in which they
+        lengths: lengths of the samples in tokens, at least one each.
+        capacity: capacity of a pack, in tokens.
+        even: True for packs with the same mix of lengths, if that takes at most one pack in a hundred more.
+        max_samples: largest number of samples in a pack; None for no limit.
+        align: number of places whose multiple each sample takes up (context parallelism needs 2 x its size).
+        seed: seed of the order of the packs, and of the samples of one length; None keeps the order in which they
             are made, longest samples first. The result depends on nothing else.
 
     Returns:
-        Every sample once.
+        Packs that hold every sample once.
 
     Raises:
         ValueError: a length below one or above the capacity, or a setting that is no positive whole number.
@@ -186,14 +186,14 @@ def _place(
     begun: Sequence[int] = (),
     sizes: Sequence[int] = (),
 ) -> Lengths:
-    """The pack of each sample by best fit.
+    """Pack of each sample by best fit.
 
     Args:
-        places: that each sample takes up, descending.
-        capacity: of a pack, in places.
-        max_samples: the most in a pack.
-        begun: places taken in packs that there are already.
-        sizes: number of their samples.
+        places: number of places that each sample takes up, descending.
+        capacity: capacity of a pack, in places.
+        max_samples: largest number of samples in a pack.
+        begun: number of places taken in each existing pack.
+        sizes: number of samples in each existing pack.
     """
     pack_of_run, length_of_run = array("q"), array("q")
     packs_by_room: dict[int, list[int]] = {}
@@ -229,7 +229,7 @@ def _place(
 
 
 def _spread(places: Lengths, *, capacity: int, max_samples: int, packs: int) -> Lengths:
-    """The pack of each sample: the emptiest of `packs` packs, and where that has no room the one that fits best."""
+    """Pack of each sample: the emptiest of `packs` packs, or where that has no room the one that fits best."""
     pack_of_sample = np.empty(len(places), dtype=np.int64)
     taken, sizes = [0] * packs, [0] * packs
     emptiest = [(0, number) for number in range(packs)]
@@ -252,7 +252,7 @@ def _spread(places: Lengths, *, capacity: int, max_samples: int, packs: int) -> 
 
 
 class _SortedNumbers:
-    """A set of numbers from 0 to `largest` that gives the least one from a bound on: two levels of bits."""
+    """Set of numbers from 0 to `largest` that finds the least one from a bound on: two levels of bits."""
 
     def __init__(self, largest: int) -> None:
         self._bits = max(1, (largest.bit_length() + 1) // 2)

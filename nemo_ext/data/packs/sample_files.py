@@ -1,8 +1,8 @@
-"""Tokenised samples on their way to packs: any number of processes write files of them, packing reads them all.
+"""Files of tokenised samples, the input of packing; any number of processes write them.
 
 BASE.tokens          the ids of all samples one after the other, in `ids_type` of the vocabulary
-BASE.loss            a byte a token, 1 where it is one to learn
-BASE.lengths.npy     of the samples; it comes last and marks the others as whole
+BASE.loss            one byte per token, 1 where it is one to learn
+BASE.lengths.npy     lengths of the samples; written last, it marks the others as complete
 """
 
 from collections.abc import Iterable
@@ -21,11 +21,11 @@ Mask = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, kw_only=True)
 class SampleFile:
-    """Tokenised samples one after the other.
+    """File of tokenised samples, one after the other.
 
     Attributes:
         base: path without endings.
-        lengths: of the samples, in tokens.
+        lengths: lengths of the samples, in tokens.
     """
 
     base: Path
@@ -33,26 +33,26 @@ class SampleFile:
 
     @property
     def tokens(self) -> Path:
-        """The ids, in `ids_type` of the vocabulary."""
+        """Path of the ids, in `ids_type` of the vocabulary."""
         return self.base.with_name(f"{self.base.name}.tokens")
 
     @property
     def loss(self) -> Path:
-        """A byte a token, 1 where it is one to learn."""
+        """Path of the loss mask: one byte per token, 1 where it is one to learn."""
         return self.base.with_name(f"{self.base.name}.loss")
 
 
 def write_samples(base: Path, samples: Iterable[tuple[npt.ArrayLike, npt.ArrayLike]], *, vocab_size: int) -> SampleFile:
-    """Write samples as they come; the file of lengths comes last and marks the others as whole.
+    """Write samples as they come; the file of lengths is written last and marks the others as complete.
 
     Args:
         base: path without endings; its folder exists.
-        samples: ids and mask of each, equally long; a mask is 0 or 1.
-        vocab_size: decides the integer type of ids.
+        samples: ids and mask of each sample, equally long; a mask is 0 or 1.
+        vocab_size: size of the vocabulary, which decides the integer type of ids.
 
     Raises:
-        ValueError: an empty sample, ids and mask of different length, an id that is not an integer or outside the
-            vocabulary, or a mark that is neither 0 nor 1.
+        ValueError: a sample is empty, its ids and mask differ in length, an id is not an integer or outside the
+            vocabulary, or a mark is neither 0 nor 1.
     """
     dtype = ids_type(vocab_size)
     lengths = list[int]()
@@ -86,10 +86,10 @@ def write_samples(base: Path, samples: Iterable[tuple[npt.ArrayLike, npt.ArrayLi
 
 
 def open_samples(base: Path, *, vocab_size: int) -> SampleFile:
-    """A finished sample file.
+    """Open a finished sample file.
 
     Raises:
-        ValueError: it is not there, or damaged.
+        ValueError: the file is missing or damaged.
     """
     path = _lengths_path(base)
     try:

@@ -1,6 +1,6 @@
-"""One part of a source: records -> groups -> pairs -> filters -> lines in a file, with the counts of all of it.
+"""Build of one part of a source: records -> groups -> pairs -> filters -> lines in a file, with counts of all of it.
 
-A worker does it, the result is kept under a name of its own, and a run that was interrupted goes on after it.
+A worker builds each part into a file of its own, so an interrupted run continues with the parts that are missing.
 """
 
 import dataclasses
@@ -36,12 +36,12 @@ class Row(NamedTuple):
     """One line of a part.
 
     Attributes:
-        order: random, by which the lines of all sources are mixed.
-        unit: random, the same for a pair and the samples made of it: the smallest ones are kept under a limit.
+        order: random number by which the lines of all sources are mixed.
+        unit: random number, equal for a pair and the samples made of it: a limit keeps the smallest ones.
         content: digest by which the same pair in two sources is found.
-        prompt: digest by which the split goes.
-        genrm: whether it is a sample for a reward model.
-        position: where the line begins in its file.
+        prompt: digest by which the lines are split.
+        genrm: True for a sample of a reward model.
+        position: byte offset of the line in its file.
     """
 
     order: int
@@ -54,14 +54,14 @@ class Row(NamedTuple):
 
 @dataclass
 class Counts:
-    """What a part met.
+    """Counts of one part.
 
     Attributes:
         records: read and skipped.
         groups: prompts, and those without a pair by reason; also answers left out.
-        pairs: made, and dropped by reason.
-        before: of all pairs, chosen minus rejected length -> how many.
-        after: of those kept.
+        pairs: pairs made, and those dropped by reason.
+        before: chosen minus rejected length -> number of pairs, for all pairs.
+        after: the same for the pairs kept.
     """
 
     records: ReadReport = field(default_factory=ReadReport)
@@ -80,7 +80,7 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a worker needs to build any part of one source."""
+    """Settings that a worker needs to build any part of one source."""
 
     source: SourceSettings
     filters: Filters
@@ -91,7 +91,7 @@ class Work:
 
 
 def build(work: Work, records: Path, output: Path) -> None:
-    """Build one part into `output`, unless it is there."""
+    """Build one part into `output`, unless it exists."""
     if output.exists():
         return
     counts = Counts()
@@ -110,7 +110,7 @@ def build(work: Work, records: Path, output: Path) -> None:
 
 
 def read_counts(output: Path) -> tuple[Counts, list[Row]]:
-    """Counts and rows of a part that is built."""
+    """Read the counts and rows of a part that is built."""
     stored = json.loads(counts_path(output).read_text())
     records, groups, pairs = (ReadReport(**stored[name]) for name in ("records", "groups", "pairs"))
     before, after = (Counter({int(key): count for key, count in stored[name].items()}) for name in ("before", "after"))
@@ -119,7 +119,7 @@ def read_counts(output: Path) -> tuple[Counts, list[Row]]:
 
 
 def counts_path(output: Path) -> Path:
-    """Beside a part, what it met."""
+    """Path of the counts of a part, beside it."""
     return output.with_name(f"{output.name}.json")
 
 
@@ -150,7 +150,7 @@ def _staged(work: Work, records: Path, counts: Counts) -> Iterator[tuple[dict[st
 
 
 def _groups(same: list[Placed], source: SourceSettings, counts: Counts) -> Iterator[Group]:
-    """The groups of records with one id: with and without tools."""
+    """Groups of records with one id: with and without tools."""
     found: list[Group] = []
     for placed in same:
         try:
@@ -163,7 +163,7 @@ def _groups(same: list[Placed], source: SourceSettings, counts: Counts) -> Itera
     if source.kind == "pairs":
         yield from (_labelled(group, source) for group in _separate(found, counts, same))
         return
-    # A record without a prompt, of a weak model for example, does not say whether tools were declared.
+    # A record without a prompt (such as a weak model's) does not tell whether tools were declared.
     lacking = [group for group in found if not group.prompt]
     asked = sorted((group for group in found if group.prompt), key=_declares)
     variants = [list(variant) for _, variant in groupby(asked, key=_declares)] or [[]]
@@ -173,7 +173,7 @@ def _groups(same: list[Placed], source: SourceSettings, counts: Counts) -> Itera
             continue
         counts.groups.records += 1
         if (whole := merged(together, counts.groups, same[0].where)) is not None:
-            if len(variants) > 1 and whole.tools:  # pairs, draws and limits go by the id
+            if len(variants) > 1 and whole.tools:  # pairs, draws and limits are identified by the id
                 whole = dataclasses.replace(whole, id=f"{whole.id}@{tools_digest(whole.tools)}")
             yield _labelled(whole, source)
     if len(variants) > 1 and lacking:
@@ -181,7 +181,7 @@ def _groups(same: list[Placed], source: SourceSettings, counts: Counts) -> Itera
 
 
 def _separate(found: list[Group], counts: Counts, same: list[Placed]) -> Iterator[Group]:
-    """Pairs made elsewhere are groups of their own; ids that repeat get a number."""
+    """Yield pairs made elsewhere as one group each; repeated ids get a number."""
     distinct = {json.dumps([group.generations[0].key, group.generations[1].key]): group for group in found}
     if len(found) > len(distinct):
         counts.groups.skip("identical pairs", same[0].where, count=len(found) - len(distinct))
@@ -293,7 +293,7 @@ def _row(work: Work, identifier: str, content: str, group: Group, *, genrm: bool
 
 @lru_cache(maxsize=1)
 def loaded(tokenizer: str, template: str | None) -> tuple[Tokenizer | None, Template | None]:
-    """Those of a `Work`, once in a process."""
+    """Load the tokenizer and template of a `Work`, cached in the process."""
     config = json.loads(tokenizer)
     if config is not None and template is not None and config["kind"] == "huggingface":
         config = {"parse_special_tokens": True, **config}  # the template's markup is tokens

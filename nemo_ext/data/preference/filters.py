@@ -1,4 +1,4 @@
-"""Which pairs are kept, and why the others are not.
+"""Filters of pairs, with the reasons for dropping.
 
 "To mitigate length bias ... the chat and multi-turn data was filtered to ensure that the chosen-vs-rejected length
 difference was less than 100 tokens" (Domyn-Small, section 4.3), so the filters can differ from source to source.
@@ -19,7 +19,7 @@ MULTI_TURN = "multi_turn"
 
 
 class Lengths(NamedTuple):
-    """Tokens, or characters where there is no tokenizer."""
+    """Lengths of a pair in tokens, or in characters where there is no tokenizer."""
 
     prompt: int
     chosen: int
@@ -28,18 +28,18 @@ class Lengths(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class Filters:
-    """What a pair must be to be kept; null switches a limit off.
+    """Conditions for keeping a pair; null switches a limit off.
 
     Attributes:
-        max_length_difference: the answers' lengths differ by less than this many tokens (Domyn-Small: 100).
-        length_difference_tasks: only of pairs with these tasks, or of several turns where `multi_turn` is one of them;
-            of all pairs if there are none.
-        max_prompt_tokens: at most (Domyn-Small: 640).
-        max_tokens: of the prompt and the longer answer (Domyn-Small: 3456).
-        different_answers: drop two answers that say the same but for white space, without calls that differ.
-        empty_answers: drop a pair with an answer that says nothing and calls nothing.
-        declared_calls: drop a chosen answer that calls a tool which the prompt does not declare.
-        same_mode: drop a pair of which one answer has reasoning and the other has none.
+        max_length_difference: tokens that the difference of the answers' lengths must stay below (Domyn-Small: 100).
+        length_difference_tasks: tasks of the pairs that this limit applies to; `multi_turn` stands for pairs of several
+            turns; empty for all pairs.
+        max_prompt_tokens: largest number of tokens of the prompt (Domyn-Small: 640).
+        max_tokens: largest number of tokens of the prompt and the longer answer (Domyn-Small: 3456).
+        different_answers: True to drop pairs whose answers and calls are equal but for white space.
+        empty_answers: True to drop pairs with an answer that says nothing and calls nothing.
+        declared_calls: True to drop pairs whose chosen answer calls a tool that the prompt does not declare.
+        same_mode: True to drop pairs of which one answer has reasoning and the other has none.
     """
 
     max_length_difference: PositiveInt | None = None
@@ -53,11 +53,11 @@ class Filters:
 
     @property
     def need_tokens(self) -> bool:
-        """Whether a limit is in tokens."""
+        """True if a limit is in tokens."""
         return not (self.max_length_difference is self.max_prompt_tokens is self.max_tokens is None)
 
     def reason(self, pair: Pair, lengths: Lengths) -> str | None:
-        """Why a pair is dropped; None if it is kept."""
+        """Reason why a pair is dropped; None if it is kept."""
         chosen, rejected = pair.chosen.messages, pair.rejected.messages
         if self.empty_answers:
             for side, messages in (("chosen", chosen), ("rejected", rejected)):
@@ -84,12 +84,12 @@ class Filters:
 
 
 def has_reasoning(messages: Sequence[Message]) -> bool:
-    """Whether any message has a trace, be it empty."""
+    """True if any message has a trace, even an empty one."""
     return any(message.reasoning is not None for message in messages)
 
 
 def _said(messages: Sequence[Message]) -> str:
-    """All that is said and called, without white space; equal traces do not tell equal answers apart."""
+    """Text of all that is said and called, without white space and without reasoning."""
     said = [{**record, "content": "".join(record["content"].split())} for record in message_records(messages)]
     for record in said:
         record.pop("reasoning_content", None)

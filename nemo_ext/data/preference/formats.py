@@ -23,7 +23,7 @@ _OPEN = ("arguments",)
 
 
 def trl_record(staged: Mapping[str, Any]) -> JsonObject:
-    """A pair for TRL's DPOTrainer: with an explicit prompt, conversational unless it is rendered."""
+    """Record of a pair for TRL's DPOTrainer: with an explicit prompt, conversational unless it is rendered."""
     labels = {key: staged[key] for key in LABELS} | {key: staged[key] for key in _SCORES if staged.get(key) is not None}
     if texts := staged.get("texts"):
         return dict(zip(("prompt", "chosen", "rejected"), texts, strict=True)) | labels
@@ -38,10 +38,10 @@ def trl_record(staged: Mapping[str, Any]) -> JsonObject:
 
 
 def nemo_rl_record(staged: Mapping[str, Any]) -> JsonObject:
-    """A pair for NeMo-RL's PreferenceDataset; rendered ones want `policy.tokenizer.chat_template: null`.
+    """Record of a pair for NeMo-RL's PreferenceDataset; rendered ones need `policy.tokenizer.chat_template: null`.
 
-    NeMo-RL hands no tools to the template (nemo_rl/data/processors.py, preference_preprocessor), so a pair with tools
-    shows them to the model only if it is rendered; the column is for people.
+    NeMo-RL passes no tools to the template (nemo_rl/data/processors.py, preference_preprocessor), so a pair with tools
+    shows them to the model only if it is rendered; the column is for human readers.
     """
     sides = [staged["prompt"], staged["chosen"], staged["rejected"]]
     if texts := staged.get("texts"):
@@ -58,14 +58,14 @@ def nemo_rl_record(staged: Mapping[str, Any]) -> JsonObject:
 
 
 def genrm_line(staged: Mapping[str, Any]) -> JsonObject:
-    """A sample for the reward model, as `nemo_ext.data.preference.genrm.genrm_record` made it."""
+    """Record of a sample for the reward model, made by `nemo_ext.data.preference.genrm.genrm_record`."""
     return {**staged["genrm"], **{key: staged[key] for key in ("source", "task", "language")}}
 
 
 class Columns:
-    """The keys of all records of a file.
+    """Union of the keys of all records of a file.
 
-    `see` every record, then write `first` before the others and each `filled`.
+    Call `see` on every record; write those for which it is True first, and each one `filled`.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Columns:
         self._known: set[str] = set()
 
     def see(self, record: JsonObject) -> bool:
-        """Note a record's keys; whether it holds a value where none before it did."""
+        """Note a record's keys; returns True if it has a key, or a value for a key, that no record before it had."""
         found = set(_paths(record, ""))
         new = not found <= self._known
         if new:
@@ -82,7 +82,7 @@ class Columns:
         return new
 
     def filled(self, record: JsonObject) -> JsonObject:
-        """The record with null where it lacks a key that others have."""
+        """Return the record with null where it lacks a key that others have."""
         filled: JsonObject = _filled(record, self._shape)
         return filled
 

@@ -1,4 +1,4 @@
-"""Samples that train a generative reward model: two answers with their scores, and the same the other way round.
+"""Samples that train a generative reward model: two answers with their scores, and the same in swapped order.
 
 Nemotron 3 Nano, section 3.3.1: helpfulness is 1 to 5, higher is better; the ranking is 1 (the first is far superior)
 to 6 (the second is). "We augment each sample by switching positions of two responses to prevent positional bias."
@@ -21,14 +21,14 @@ _SCORES = (("helpfulness_1", "score_1"), ("helpfulness_2", "score_2"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenrmSample:
-    """Two answers to compare.
+    """Sample of two answers to compare.
 
     Attributes:
-        group: the prompt's; its generations do not matter.
-        answers: the two, in the order in which they are shown.
-        helpfulness: of each, 1 to 5; None where only the ranking is known.
-        ranking: 1 to 6.
-        swapped: whether they are the other way round than in the data.
+        group: group of the prompt; its generations are not used.
+        answers: the two answers, in the order in which they are shown.
+        helpfulness: score of each answer, 1 to 5; None where only the ranking is known.
+        ranking: ranking, from 1 (the first is far superior) to 6 (the second is).
+        swapped: True if the answers are in the opposite order to the data.
     """
 
     id: str
@@ -47,7 +47,7 @@ class GenrmSample:
 
 
 def swapped(sample: GenrmSample) -> GenrmSample:
-    """The same sample the other way round; twice is the sample itself."""
+    """Swap the answers of a sample; swapping twice gives the sample itself."""
     return replace(
         sample,
         answers=sample.answers[::-1],
@@ -58,14 +58,14 @@ def swapped(sample: GenrmSample) -> GenrmSample:
 
 
 def to_genrm(record: Mapping[str, Any], keys: RecordKeys) -> GenrmSample | None:
-    """A record with two answers; None for a tie, which the ranking cannot express.
+    """Convert a record with two answers to a sample; None for a tie, which the ranking cannot express.
 
-    `response_1` and `response_2` (or without the underscore, as HelpSteer3 has them), `helpfulness_1` and
+    Keys: `response_1` and `response_2` (or without the underscore, as in HelpSteer3), `helpfulness_1` and
     `helpfulness_2` (or `score_1` and `score_2`), and either `ranking` (1 to 6) or `overall_preference` (-3, the first
-    is much better, to 3; 0 is a tie), as HelpSteer3 has it.
+    is much better, to 3; 0 is a tie), as in HelpSteer3.
 
     Raises:
-        FormatError: naming what is missing or out of range.
+        FormatError: something is missing or out of range; the message names it.
     """
     answers = []
     for names in _ANSWERS:
@@ -91,20 +91,20 @@ def to_genrm(record: Mapping[str, Any], keys: RecordKeys) -> GenrmSample | None:
             raise FormatError(f"overall_preference={preference}: expected -3 to 3")
         if preference == 0:
             return None
-        # There is no middle: -1 is 3, 1 is 4.
+        # The ranking has no middle: -1 is 3, 1 is 4.
         ranking = preference + 4 if preference < 0 else preference + 3
     one, two = helpful
     return GenrmSample(id=group.id, group=group, answers=(first, second), helpfulness=(one, two), ranking=ranking)
 
 
 def of_pair(pair: Pair, *, chosen: int, rejected: int, ranking: int) -> GenrmSample:
-    """A pair with labels of its kind, the chosen answer first."""
+    """Make a sample of a pair with the given labels, the chosen answer first."""
     answers = (pair.chosen.messages, pair.rejected.messages)
     return GenrmSample(id=pair.id, group=pair.group, answers=answers, helpfulness=(chosen, rejected), ranking=ranking)
 
 
 def genrm_record(sample: GenrmSample) -> dict[str, Any]:
-    """What is written: the judge's messages, with the roles `response_1` and `response_2`, and what it should say.
+    """Record to write: the judge's messages, roles `response_1` and `response_2`, and the expected scores and ranking.
 
     The judge sees answers without their reasoning ("only final answer is judged by GenRM", section 3.3.2). The roles
     and the names of the scores are those of NeMo Gym's genrm_compare.

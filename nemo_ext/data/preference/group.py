@@ -1,4 +1,4 @@
-"""Answers to one prompt, and a pair of them of which one is preferred."""
+"""Groups of answers to one prompt, and pairs of which one answer is preferred."""
 
 import hashlib
 import json
@@ -18,12 +18,12 @@ class Generation:
     """One answer.
 
     Attributes:
-        messages: what follows the prompt; more than one where tools were called and answered.
-        model: that wrote it; "" if unknown.
-        side: of delta learning, where the file it came from says so.
-        score: a judge's or reward model's.
-        correct: whether the final answer is right.
-        label: safe, unsafe or refusal, for safety pairs.
+        messages: messages after the prompt; more than one where tools were called and answered.
+        model: name of the model that wrote it; "" if unknown.
+        side: side of delta learning, where the answer's file determines it.
+        score: score of a judge or reward model.
+        correct: True if the final answer is right; None if unknown.
+        label: safe, unsafe or refusal for safety pairs, chosen or rejected for pairs made elsewhere.
     """
 
     messages: tuple[Message, ...]
@@ -35,20 +35,20 @@ class Generation:
 
     @property
     def key(self) -> str:
-        """Sorts generations the same way in whatever order they came."""
+        """Sort key that does not depend on the order in which generations came."""
         rest = [self.model, self.side, self.score, self.correct, self.label]
         return json.dumps([message_records(self.messages), *rest], sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The answers to one prompt, in the order of their keys.
+    """Answers to one prompt, in the order of their keys.
 
     Attributes:
-        id: unique in its source; that of a prompt which comes with several sets of tools ends with theirs.
-        prompt: the conversation up to the answer.
+        id: identifier, unique in its source; for a prompt with several sets of tools it ends with the tools' digest.
+        prompt: conversation up to the answer.
         tools: JSON schemas of the tools that the prompt declares.
-        label: of the prompt: harmful or safe; "" if unknown.
+        label: label of the prompt: harmful or safe; "" if unknown.
     """
 
     id: str
@@ -62,18 +62,20 @@ class Group:
 
     @property
     def multi_turn(self) -> bool:
-        """Whether the assistant has spoken before this answer's turn."""
+        """True if the prompt holds a message of the assistant."""
         return any(message.role == "assistant" for message in self.prompt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Two answers to one prompt.
+    """Pair of answers to one prompt.
 
     Attributes:
-        id: unique in its source.
-        group: the group they are from, but for its generations.
-        kind: how they were paired: delta, judged, no_tools ...
+        id: identifier, unique in its source.
+        group: group that the answers are from.
+        chosen: preferred answer.
+        rejected: other answer.
+        kind: method of pairing: delta, judged, no_tools ...
     """
 
     id: str
@@ -84,7 +86,7 @@ class Pair:
 
 
 def trainer_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them: arguments of calls are objects."""
+    """Messages in the form that chat templates take: arguments of calls are objects."""
     return conversation(Sample(id="", messages=tuple(messages)))
 
 
@@ -95,22 +97,22 @@ def message_records(messages: Iterable[Message]) -> list[dict[str, Any]]:
 
 
 def prompt_digest(prompt: Iterable[Message]) -> str:
-    """The same for prompts whose users say the same, whatever the system message and the tools (16 hex digits).
+    """Digest of a prompt's user messages, whatever the system message and the tools (16 hex digits).
 
-    All that is asked in the same words lands on one side of the split.
+    Prompts in the same words land on one side of the split.
     """
     said = [message.content.strip() for message in prompt if message.role == "user"]
     return _digest(json.dumps(said))
 
 
 def pair_digest(pair: Pair) -> str:
-    """The same for pairs of the same two answers to the same prompt with the same tools (16 hex digits)."""
+    """Digest of a pair's prompt, tools and two answers (16 hex digits)."""
     parts = [message_records(part) for part in (pair.group.prompt, pair.chosen.messages, pair.rejected.messages)]
     return _digest(json.dumps([*parts, list(pair.group.tools)], sort_keys=True))
 
 
 def tools_digest(tools: Iterable[Mapping[str, Any]]) -> str:
-    """The same for the same tools (16 hex digits)."""
+    """Digest of tools (16 hex digits)."""
     return _digest(json.dumps(list(tools), sort_keys=True))
 
 

@@ -1,12 +1,12 @@
-"""Tool hallucination: pairs out of many solutions of one task (Nemotron 3 Nano, appendix C).
+"""Tool hallucination: pairs from many solutions of one task (Nemotron 3 Nano, appendix C).
 
 no_tools                no tools are declared; a right answer over a wrong one
 with_tools              tools are declared; a right answer over a wrong one, called or not
 hallucination_penalty   no tools are declared; a right answer without a call over any answer with one
 
-The paper says what decides each group and how many pairs there were in all (2000 tasks, 32 solutions, about 50 000
-pairs). Its text does not say these (choice): pairs of no_tools hold no calls, so that correctness alone decides;
-the chosen side of hallucination_penalty is right; at most so many pairs a task and group.
+The paper states what decides each group and the number of pairs in all (2000 tasks, 32 solutions, about 50 000 pairs).
+It does not state these (choice): pairs of no_tools hold no calls, so that correctness alone decides; the chosen side of
+hallucination_penalty is right; the number of pairs per task and group is limited.
 """
 
 import re
@@ -20,12 +20,12 @@ from nemo_ext.data.text.documents import ReadReport
 
 NO_TOOLS, WITH_TOOLS, PENALTY = GROUPS = ("no_tools", "with_tools", "hallucination_penalty")
 
-# Parts of JSON, such that a search takes linear time: objects hold objects, which hold none.
+# Parts of JSON, written so that a search takes linear time: objects hold objects, which hold none.
 _VALUE = r"\s*:\s*(?:\"(?:[^\"\\]|\\.)*\"|[\w.+-]+)\s*,\s*"
 _OTHERS = rf"(?:\"(?!(?:name|arguments|parameters)\")\w+\"{_VALUE})*"
 _ARGUMENTS = r"\"(?:arguments|parameters)\""
 
-# Of the models and runtimes whose tokens these are; "any tool-specific API format" is the paper's wording.
+# Markup of calls by model or runtime; "any tool-specific API format" is the paper's wording.
 CALL_PATTERNS = (
     r"<tool_call>",  # Qwen, Nemotron 3, Domyn
     r"<TOOLCALL>",  # Llama-Nemotron
@@ -45,13 +45,13 @@ CALL_PATTERNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class HallucinationRules:
-    """How the three groups are made.
+    """Settings of the three groups.
 
     Attributes:
-        per_prompt: at most so many pairs of each group for one task; a group left out has none.
-        call_patterns: regular expressions of what counts as a call in text; proper tool calls always do.
-        search_reasoning: look for them in the reasoning too.
-        chosen_correct: the chosen side of the penalty group must be right, not only free of calls.
+        per_prompt: largest number of pairs of each group for one task; a group left out has none.
+        call_patterns: regular expressions of text that counts as a call; proper tool calls always do.
+        search_reasoning: True to search the reasoning, too.
+        chosen_correct: True if the chosen side of the penalty group must be right, not only free of calls.
     """
 
     per_prompt: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(GROUPS, 9))
@@ -64,7 +64,7 @@ class HallucinationRules:
         return re.compile("|".join(f"(?:{pattern})" for pattern in self.call_patterns) or "(?!)")
 
     def calls(self, made: Generation) -> bool:
-        """Whether an answer calls a tool, or tries to."""
+        """True if an answer calls a tool, or tries to."""
         for message in made.messages:
             if message.tool_calls or message.role == "tool" or self._calls.search(message.content):
                 return True
@@ -74,7 +74,7 @@ class HallucinationRules:
 
 
 def tool_hallucination(group: Group, rules: HallucinationRules, seed: int, report: ReadReport) -> list[Pair]:
-    """The pairs of one task, with or without tools as its prompt declares them."""
+    """Make the pairs of one task, with or without tools as its prompt declares."""
     unknown = sum(made.correct is None for made in group.generations)
     if unknown:
         report.skip("answers not marked correct or not", group.id, count=unknown)

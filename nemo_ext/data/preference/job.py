@@ -1,4 +1,4 @@
-"""`nemo-ext preference_data`: files of generations -> pairs -> filters -> TRL's and NeMo-RL's files and a report."""
+"""Job `nemo-ext preference_data`: generations -> pairs -> filters -> TRL's and NeMo-RL's files and a report."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ _BAD = ("malformed", "schema")
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Do what the composed config says; a run that was interrupted goes on with the parts that are not done.
+    """Run the job that the composed config describes; an interrupted run continues with the parts that are not done.
 
     Raises:
         ValueError: a setting or a file is at fault.
@@ -69,7 +69,7 @@ def _run(given: Settings, files: Mapping[str, Mapping[str, RecordSource]], outpu
 def _built(
     source: SourceSettings, given: Settings, files: Mapping[str, RecordSource], folder: Path
 ) -> tuple[list[tuple[Path, list[Any]]], Counts]:
-    """Parts of one source with their rows, and the counts of all."""
+    """Build the parts of one source; returns them with their rows, and the counts of all."""
     work = Work(
         source=source,
         filters=given.filters[source.name],
@@ -122,7 +122,7 @@ def _check_bad_share(source: SourceSettings, report: ReadReport, most: float) ->
 
 
 def _spread(source: SourceSettings, files: Mapping[str, RecordSource], place: Path, report: ReadReport) -> list[Path]:
-    """The records of a source in parts, unless an earlier run left them."""
+    """Write the records of a source to parts, unless an earlier run left them; returns the paths."""
     done = place / "spread.json"
     if done.exists():
         stored = json.loads(done.read_text())
@@ -154,7 +154,7 @@ def _write(given: Settings, chosen: Sequence[Line], parts: Sequence[Sequence[Pat
                 if wanted:
                     write_split(wanted, parts, path, kind, advance)
                 else:
-                    path.unlink(missing_ok=True)  # an earlier run's
+                    path.unlink(missing_ok=True)  # left by an earlier run
     return written
 
 
@@ -187,7 +187,7 @@ def _report(given: Settings, counts: Mapping[str, Counts], written: Written, out
 
 
 def _fingerprint(work: Work, files: Mapping[str, RecordSource]) -> str:
-    """Of all that a source's parts depend on; the limit applies after them."""
+    """Fingerprint of all that a source's parts depend on; the limit is applied after them."""
     settled = dataclasses.asdict(dataclasses.replace(work, source=dataclasses.replace(work.source, limit=None)))
     inputs = {side: reader.fingerprint(reader.inputs()) for side, reader in files.items()}
     if work.template is not None:

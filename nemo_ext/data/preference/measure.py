@@ -1,4 +1,4 @@
-"""How long a pair is, and its texts where a chat template renders it."""
+"""Lengths of a pair, and its texts where a chat template renders it."""
 
 import json
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ Texts = tuple[str, str, str]
 
 
 def texts_of(pair: Pair, template: Template) -> Texts:
-    """Prompt with the beginning of the answer, and both answers after it up to the token that ends a turn.
+    """Render the prompt with the beginning of the answer, and both answers after it up to the end-of-turn token.
 
-    The mode is on if an answer has reasoning.
+    Thinking is on if an answer has reasoning.
 
     Raises:
-        ValueError: the template refuses a side, or begins an answer otherwise than its prompt ends.
+        ValueError: the template refuses a side, or begins an answer differently from the end of its prompt.
     """
     group = pair.group
     thinking = has_reasoning(pair.chosen.messages) or has_reasoning(pair.rejected.messages)
@@ -35,9 +35,9 @@ def texts_of(pair: Pair, template: Template) -> Texts:
 
 
 def lengths_of(pair: Pair, tokenizer: Tokenizer | None, texts: Texts | None = None) -> Lengths:
-    """Tokens of a pair: of its texts if it is rendered, else of all it says, which leaves out a template's markup.
+    """Lengths of a pair in tokens: of its texts if rendered, else of all that it says, without a template's markup.
 
-    Characters without a tokenizer.
+    In characters if there is no tokenizer.
     """
     if texts is None:
         declared = [json.dumps(list(pair.group.tools), ensure_ascii=False)] if pair.group.tools else []

@@ -1,4 +1,4 @@
-"""Out of the lines that all sources gave: no pair twice, the limits, the order and the split."""
+"""Mixing of the lines of all sources: deduplication, limits, order and split."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,15 +24,16 @@ def mixed(
     limit: int | None,
     reports: Sequence[ReadReport],
 ) -> list[Line]:
-    """The lines that stay, in random order; what goes is counted in its source's report.
+    """Select the lines to keep, in random order; the others are counted in their source's report.
 
-    Of a pair that several sources have, the first source's stays. Under a limit a random part stays. A limit counts
-    pairs, or the samples of a source that has only those, where both positions of one are one.
+    Of a pair in several sources, the first source's is kept. A limit keeps a random part. It counts pairs, or the
+    samples of a source that has only those, where both orders of one count once.
 
     Args:
-        sources: lines of each.
-        limits: of each source.
-        limit: of all together.
+        sources: lines of each source.
+        limits: limit of each source.
+        limit: limit of all sources together.
+        reports: report of each source.
     """
     kept: list[Line] = []
     seen: set[tuple[int, bool]] = set()
@@ -50,14 +51,14 @@ def mixed(
 
 
 def is_validation(row: Row, share: float, seed: int) -> bool:
-    """Whether a line is for validation: the same for all that ask the same."""
+    """True if a line is for validation; the same for all lines with the same question."""
     return uniform(seed, "validation", row.prompt) < share
 
 
 def _limited(
     lines: list[Line], most: int | None, reports: Sequence[ReadReport], reason: str, *, anew: bool = False
 ) -> list[Line]:
-    """The lines of the `most` smallest units, drawn anew where the units that are left are small already."""
+    """Lines of the `most` smallest units; `anew` draws units again, since an earlier limit left only small ones."""
     drawn = [digest(0, line.row.unit, line.source) if anew else line.row.unit for line in lines]
     units = sorted(set(drawn))
     if most is None or len(units) <= most:

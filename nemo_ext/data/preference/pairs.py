@@ -1,7 +1,7 @@
-"""Pairs out of the answers to one prompt: pure functions of a group, the settings and the seed.
+"""Pairs from the answers to one prompt: pure functions of a group, the settings and the seed.
 
-A group that gives no pair is counted in a report with the reason, so the pairs and the reasons together are all groups.
-Who is drawn among equals depends on the seed, the group and the answer, never on their order.
+A group without a pair is counted in a report with the reason, so pairs and reasons together account for all groups.
+The draw among equals depends on the seed, the group and the answer, never on their order.
 """
 
 import fnmatch
@@ -19,14 +19,14 @@ SAFE, UNSAFE, REFUSAL = "safe", "unsafe", "refusal"
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How pairs are made of a group.
+    """Settings for making pairs of a group.
 
     Attributes:
         strong_models: patterns (`*` for anything) of models whose answers are chosen, in delta learning.
-        weak_models: of those whose answers are rejected; in judged pools, of the deliberately weak ones.
-        pairs_per_prompt: at most.
+        weak_models: patterns of models whose answers are rejected; in judged pools, of the deliberately weak ones.
+        pairs_per_prompt: largest number of pairs per prompt.
         min_margin: least difference of the best and the worst score; equal scores are never a pair.
-        require_weak: a judged pool must hold an answer of `weak_models`.
+        require_weak: True if a judged pool must hold an answer of `weak_models`.
     """
 
     strong_models: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class Rules:
 
 
 def delta(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pair]:
-    """A strong model's answers over a weak one's, whatever is in them (Geng et al. 2025; OLMo 3, Domyn-Small 4.3)."""
+    """Pair strong over weak models' answers, whatever their content (Geng et al. 2025; OLMo 3, Domyn-Small 4.3)."""
     strong = [made for made in group.generations if _is(made, "strong", rules.strong_models)]
     weak = [made for made in group.generations if _is(made, "weak", rules.weak_models)]
     both = [made for made in strong if made in weak]
@@ -50,7 +50,7 @@ def delta(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pai
 
 
 def judged(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pair]:
-    """The best over the worst of a scored pool, which may have to hold a deliberately weak answer (Domyn-Small 4.3)."""
+    """Pair the best over the worst of a scored pool (Domyn-Small 4.3); `require_weak` requires a weak answer in it."""
     scored = [made for made in group.generations if made.score is not None]
     if len(scored) < len(group.generations):
         report.skip("answers without a score", group.id, count=len(group.generations) - len(scored))
@@ -70,7 +70,7 @@ def judged(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pa
 
 
 def safety(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pair]:
-    """Safe over unsafe for harmful prompts, safe over needless refusal for safe ones (Nemotron 3 Nano, appendix D).
+    """Pair safe over unsafe for harmful prompts, safe over refusal for safe ones (Nemotron 3 Nano, appendix D).
 
     A refusal is a safe answer to a harmful prompt.
     """
@@ -92,7 +92,7 @@ def safety(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pa
 
 
 def ready(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pair]:
-    """Pairs made elsewhere: of the answers labelled chosen and rejected."""
+    """Pair the answers labelled chosen and rejected, for pairs made elsewhere."""
     good = [made for made in group.generations if made.label == "chosen"]
     bad = [made for made in group.generations if made.label == "rejected"]
     return balanced(group, good, bad, limit=rules.pairs_per_prompt, kind="pairs", seed=seed)
@@ -101,7 +101,7 @@ def ready(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pai
 def balanced(
     group: Group, good: Sequence[Generation], bad: Sequence[Generation], *, limit: int, kind: str, seed: int
 ) -> list[Pair]:
-    """At most `limit` different pairs, each answer in about equally many; ids end with the pair's number.
+    """Make at most `limit` different pairs, each answer in about equally many; ids end with the pair's number.
 
     The first ones are a random matching, so that a small limit draws from all answers.
     """
@@ -117,9 +117,9 @@ def balanced(
 
 
 def grid(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Every (row, column) once; after any number of steps two rows differ by one use at most, and so do two columns."""
+    """Yield every (row, column) once; at any step, the uses of two rows differ by at most one, and so for columns."""
     if rows and columns:
-        # Down the diagonals: the diagonal closes after the least common multiple, and the next begins one beside it.
+        # Down the diagonals: one closes after the least common multiple, and the next begins beside it.
         period = math.lcm(rows, columns)
         for step in range(rows * columns):
             yield step % rows, (step + step // period) % columns

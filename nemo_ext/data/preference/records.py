@@ -1,4 +1,4 @@
-"""Records of generation files as groups.
+"""Conversion of records of generation files to groups.
 
 A record has a prompt and either a list of generations or one answer of its own:
 
@@ -6,7 +6,7 @@ A record has a prompt and either a list of generations or one answer of its own:
     {id?, messages | prompt, tools?, response | text | message, model?, score?, correct?, label?}
     {id?, prompt?, chosen, rejected, chosen_model?, rejected_model? ...}      pairs made elsewhere
 
-Records with one id are one group, so one of them is enough to hold the prompt. Without an id the prompt is the id.
+Records with one id form one group, so it is enough if one of them holds the prompt. Without an id the prompt is the id.
 """
 
 import hashlib
@@ -28,15 +28,15 @@ _SHOWN = 60
 
 @dataclass(frozen=True, kw_only=True)
 class RecordKeys:
-    """Where a record, or one of its generations, says what; a.b is b in a.
+    """Keys of a record or of one of its generations; a.b is b in a.
 
     Attributes:
-        id: of the prompt.
-        prompt: a text, a list of messages, or null for the first of `PROMPT_KEYS` that is there.
-        history: earlier turns that go before the prompt, where it has none: synthetic context, self-talk.
-        generations: the list of answers.
-        answer: of a generation, or of a record that is one; null for the first of `ANSWER_KEYS`.
-        prompt_label: harmful or safe.
+        id: key of the prompt's id.
+        prompt: key of the prompt, a text or a list of messages; null for the first of `PROMPT_KEYS` that is present.
+        history: key of earlier turns to put before a prompt that has none: synthetic context, self-talk.
+        generations: key of the list of answers.
+        answer: key of the answer in a generation, or in a record that is one; null for the first of `ANSWER_KEYS`.
+        prompt_label: key of the prompt's label, harmful or safe.
     """
 
     id: str = "id"
@@ -57,10 +57,10 @@ class RecordKeys:
 
 
 def group_key(record: Mapping[str, Any], keys: RecordKeys) -> str:
-    """By which records are one group: the id, or else the prompt.
+    """Key by which records form one group: the id, else the prompt.
 
     Raises:
-        FormatError: it has neither.
+        FormatError: the record has neither.
     """
     found = value_at(record, keys.id)
     if found is not None and not isinstance(found, bool) and isinstance(found, str | int):
@@ -72,14 +72,14 @@ def group_key(record: Mapping[str, Any], keys: RecordKeys) -> str:
 
 
 def to_group(record: Mapping[str, Any], keys: RecordKeys, *, side: Side = "", pairs: bool = False) -> Group:
-    """One record as a group, which lacks its prompt if the record does.
+    """Convert one record to a group, which lacks its prompt if the record does.
 
     Args:
-        side: of every generation in it.
-        pairs: the record has `chosen` and `rejected`, which become two generations with these labels.
+        side: side of every generation in the record.
+        pairs: True if the record has `chosen` and `rejected`, which become two generations with these labels.
 
     Raises:
-        FormatError: naming the place in the record.
+        FormatError: the record does not fit; the message names the place in it.
     """
     sample = None if pairs else _prompt(record, keys)
     task, language = (_text(value_at(record, key), key) for key in (keys.task, keys.language))
@@ -104,9 +104,9 @@ def to_group(record: Mapping[str, Any], keys: RecordKeys, *, side: Side = "", pa
 
 
 def merged(groups: Sequence[Group], report: ReadReport, where: str = "") -> Group | None:
-    """Groups of one id as one, the same in whatever order they are given; None if their prompts differ.
+    """Merge groups of one id into one, whatever their order; None if they have no prompt or different ones.
 
-    Identical generations are one; the others are counted in `report`, as is what becomes None.
+    Identical generations are kept once; the repeats are counted in `report`, as are groups that become None.
     """
     prompts = {json.dumps(message_records(group.prompt)): group.prompt for group in groups if group.prompt}
     if len(prompts) != 1:
@@ -137,10 +137,10 @@ def merged(groups: Sequence[Group], report: ReadReport, where: str = "") -> Grou
 
 
 def completion(value: Any, where: str) -> tuple[Message, ...]:
-    """An answer: a text, a message, or several messages of which the first is the assistant's.
+    """Read an answer: a text, a message, or several messages of which the first and last are the assistant's.
 
     Raises:
-        FormatError: it is none of these.
+        FormatError: the value is none of these.
     """
     turns = value
     if isinstance(value, str):
@@ -157,10 +157,10 @@ def completion(value: Any, where: str) -> tuple[Message, ...]:
 
 
 def number(value: Any, where: str) -> float | None:
-    """A number, or None for nothing.
+    """Return a number, or None for None.
 
     Raises:
-        FormatError: it is neither, or not finite.
+        FormatError: the value is neither, or not finite.
     """
     if value is None:
         return None
@@ -195,7 +195,7 @@ def _conversation(record: Mapping[str, Any], value: Any, name: str, keys: Record
 
 
 def _ready_pair(record: Mapping[str, Any], keys: RecordKeys) -> tuple[tuple[Message, ...], list[Generation]]:
-    """Prompt and the two generations; whole conversations give their common beginning as the prompt."""
+    """Read the prompt and the two generations; whole conversations give their common beginning as the prompt."""
     sample = _prompt(record, keys) if keys.prompt or any(record.get(key) is not None for key in PROMPT_KEYS) else None
     sides = {}
     for key in (keys.chosen, keys.rejected):

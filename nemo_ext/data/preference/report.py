@@ -1,4 +1,4 @@
-"""What the pairs are, for a reader: counts by source, kind, task and language, what was left out and why, lengths."""
+"""Report of the pairs: counts by source, kind, task and language, reasons for leaving out, and lengths."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -19,10 +19,12 @@ _COLOURS = ("#9db7d5", "#1f4e8c")
 
 @dataclass
 class Written:
-    """What is in the output files.
+    """Counts of the output files.
 
     Attributes:
-        rows: (source, kind, task, language, split) -> how many, models -> how many, and so on.
+        rows: (source, kind, task, language, split) -> number of lines.
+        models: (chosen model, rejected model) -> number of pairs.
+        multi_turn, tools, thinking: number of pairs with several turns, with tools, with reasoning.
         lengths: source -> sums of prompt, chosen and rejected lengths of its pairs, and their number.
     """
 
@@ -57,7 +59,7 @@ class Written:
 def markdown(
     title: str, facts: Mapping[str, str], counts: Mapping[str, Counts], written: Written, *, unit: str, plotted: bool
 ) -> str:
-    """The page."""
+    """Format the report as a Markdown page."""
     said = [f"# {title}\n", markdown_table(("", ""), facts.items()) + "\n"]
     pairs = {key: count for key, count in written.rows.items() if key[1] != "genrm"}
     samples = {key: count for key, count in written.rows.items() if key[1] == "genrm"}
@@ -105,7 +107,7 @@ def markdown(
 
 
 def plot(counts: Mapping[str, Counts], path: Path, *, unit: str) -> bool:
-    """Draw how the answers' lengths differ before and after the filters (PNG); False if there is nothing to draw."""
+    """Plot the differences of the answers' lengths before and after the filters (PNG); False if there are none."""
     from matplotlib.ticker import FuncFormatter
 
     drawn = {name: one for name, one in counts.items() if one.before}
@@ -139,7 +141,7 @@ def plot(counts: Mapping[str, Counts], path: Path, *, unit: str) -> bool:
 
 
 def _edges(largest: int) -> np.ndarray[Any, Any]:
-    """Bins as wide as each other on the axis: ten up to 100, ten for every power of ten beyond."""
+    """Edges of bins that look equally wide on the axis: ten up to 100, ten for every power of ten beyond."""
     decades = 0
     while _LINEAR * 10**decades < largest + 1:
         decades += 1

@@ -1,4 +1,4 @@
-"""Settings of `nemo-ext preference_data`, checked."""
+"""Checked settings of `nemo-ext preference_data`."""
 
 import re
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ _FORBID = ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, kw_only=True, config=_FORBID)
 class GenrmLabels:
-    """What a reward model should say of a pair, the chosen answer shown first."""
+    """Labels that a reward model should give a pair, the chosen answer shown first."""
 
     chosen: int = 5
     rejected: int = 1
@@ -50,20 +50,21 @@ class GenrmLabels:
 
 @dataclass(frozen=True, kw_only=True, config=_FORBID)
 class SourceSettings:
-    """Files of generations, and how pairs are made of them.
+    """Settings of a source: files of generations, and how pairs are made of them.
 
     Attributes:
-        kind: delta, judged, tool_hallucination, safety, pairs (made elsewhere) or genrm.
+        kind: kind of pairs: delta, judged, tool_hallucination, safety, pairs (made elsewhere) or genrm.
         path: files and globs, JSONL (plain, .gz, .zst) or Parquet.
-        strong: the same for delta learning, files whose answers are all strong; joined with `weak` by id.
-        weak: likewise.
-        file_kind: of files whose names do not tell.
-        keys: see `RecordKeys`.
-        task: of records that do not say; `language` likewise.
-        turns: single or multi leaves out other prompts; any keeps all.
-        limit: keep so many pairs, drawn by the seed after the filters; null for all.
-        as_genrm: also write every pair as a sample for a reward model, with these labels.
-        filters: in place of the general ones, key by key.
+        strong: files and globs whose answers are all strong, for delta learning; joined with `weak` by id.
+        weak: files and globs whose answers are all weak.
+        file_kind: kind of files whose names do not tell it.
+        keys: keys of a record, see `RecordKeys`.
+        task: task of records that do not have one.
+        language: language of records that do not have one.
+        turns: single or multi to leave out other prompts, any to keep all.
+        limit: number of pairs to keep, drawn by the seed after the filters; null for all.
+        as_genrm: labels with which to also write every pair as a sample for a reward model; null for none.
+        filters: settings that replace the general filters', key by key.
 
     The others are those of `Rules` and `HallucinationRules`.
     """
@@ -118,13 +119,13 @@ class SourceSettings:
 
     @property
     def files(self) -> dict[str, tuple[str, ...]]:
-        """Side ("", strong, weak) -> paths."""
+        """Paths by side ("", strong, weak)."""
         every = {"": self.path, "strong": self.strong, "weak": self.weak}
         return {side: paths for side, paths in every.items() if paths}
 
     @cached_property
     def rules(self) -> Rules:
-        """How pairs are made of a group."""
+        """Settings for making pairs of a group."""
         return Rules(
             strong_models=self.strong_models,
             weak_models=self.weak_models,
@@ -135,7 +136,7 @@ class SourceSettings:
 
     @cached_property
     def hallucination_rules(self) -> HallucinationRules:
-        """How the groups of tool hallucination are made."""
+        """Settings of the groups of tool hallucination."""
         return HallucinationRules(
             per_prompt=self.per_prompt,
             call_patterns=self.call_patterns,
@@ -145,13 +146,13 @@ class SourceSettings:
 
     @cached_property
     def record_keys(self) -> RecordKeys:
-        """Where records say what."""
+        """Checked keys of a record."""
         return checked(RecordKeys, self.keys, where=f"sources.{self.name}.keys")
 
 
 @dataclass(frozen=True, kw_only=True, config=_FORBID)
 class Settings:
-    """All of them, checked; `filters` are those of each source."""
+    """Checked settings of the job; `filters` are those of each source, by name."""
 
     output: str
     sources: tuple[SourceSettings, ...]
@@ -169,10 +170,10 @@ class Settings:
 
 
 def settings(config: Mapping[str, Any]) -> Settings:
-    """The settings in a composed config.
+    """Check a composed config and return the settings.
 
     Raises:
-        ValueError: naming the key, what it holds and what it may hold.
+        ValueError: a key is wrong; the message names it, what it holds and what it may hold.
     """
     given = {key: value for key, value in config.items() if key != "hydra"}
     check_keys(given, _KEYS, required=("output", "sources"), where="preference_data")
@@ -228,10 +229,10 @@ def settings(config: Mapping[str, Any]) -> Settings:
 
 
 def output_directory(path: str) -> Path:
-    """The directory to write to.
+    """Path of the directory to write to.
 
     Raises:
-        ValueError: it is a file.
+        ValueError: the path is a file.
     """
     output = Path(path).expanduser()
     if output.exists() and not output.is_dir():

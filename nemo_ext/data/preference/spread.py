@@ -1,9 +1,9 @@
-"""Bringing the records of one prompt together, from any number of files and in any order.
+"""Grouping of the records of one prompt, from any number of files and in any order.
 
 Records are written to parts by a digest of their id (a Grace hash join), and each part is sorted by it when it is
-read; one that is too large is divided again before. So no file is ever in memory whole, two files of any size are
-joined by id, answers to one prompt may lie anywhere, and what comes out does not depend on the order of files, records
-or parts.
+read; one that is too large is divided again first. So no file is ever in memory whole, two files of any size are
+joined by id, answers to one prompt may lie anywhere, and the result does not depend on the order of files, records or
+parts.
 """
 
 import hashlib
@@ -22,12 +22,12 @@ from nemo_ext.data.text.documents import Part, ReadReport
 from nemo_ext.data.text.user_files import JsonlSource, ParquetSource, RecordSource
 
 PART_BYTES = 64 << 20
-MOST_PARTS = 128  # they are open at once
-_PACKED = 5  # how many times larger compressed files and Parquet are as JSON, about
+MOST_PARTS = 128  # all open at once
+_PACKED = 5  # compressed files and Parquet are about this many times larger as JSON
 
 
 class Placed(NamedTuple):
-    """A record on its way: where it is for people, and which side its file is for."""
+    """A record with its place, for messages, and the side of its file."""
 
     record: dict[str, Any]
     where: str
@@ -35,7 +35,7 @@ class Placed(NamedTuple):
 
 
 def readers(source: SourceSettings, max_bad_share: float) -> dict[str, RecordSource]:
-    """Side -> reader of its files.
+    """Reader of the files of each side.
 
     Raises:
         ValueError: a file is missing, or the names mix .parquet and others.
@@ -64,7 +64,7 @@ def spread(
     report: ReadReport,
     advance: Callable[[int], None],
 ) -> list[Path]:
-    """Write the records of a source to parts in `folder`; those that have no id and no prompt are counted.
+    """Write the records of a source to parts in `folder`; those without id and prompt are skipped and counted.
 
     Raises:
         ValueError: a file cannot be read, or too many of its records are malformed.
@@ -95,7 +95,7 @@ def spread(
 
 
 def gathered(path: Path) -> Iterator[list[Placed]]:
-    """The records of each id in a part, ids in the order of their digests and records of one in a fixed one."""
+    """Yield the records of each id in a part, ids in the order of their digests and their records in a fixed order."""
     if path.stat().st_size > 2 * PART_BYTES and (pieces := _divided(path)):
         for piece in pieces:
             yield from gathered(piece)
@@ -108,7 +108,7 @@ def gathered(path: Path) -> Iterator[list[Placed]]:
 
 
 def _divided(path: Path) -> list[Path]:
-    """The part in smaller ones, which follow each other in the order of the digests; none if it is all one id."""
+    """Divide a part into smaller ones, in the order of the digests; an empty list if it is all one id."""
     with open(path, encoding="ascii") as file:
         keys = [int(line[:16], 16) for line in file]
     low, high = min(keys), max(keys)

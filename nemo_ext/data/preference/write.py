@@ -1,4 +1,4 @@
-"""The output files: every format for each split, from the lines that stay."""
+"""Writer of the output files: every format for each split, from the lines that are kept."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from nemo_ext.job.files import publish, unfinished
 
 Parts = Sequence[Sequence[Path]]
 MOST_OPEN = 128
-"""Files that are open at once, whatever the number of parts: systems allow 256 or 1024."""
+"""Largest number of files open at once, whatever the number of parts: systems allow 256 or 1024."""
 SPLITS = ("train", "validation")
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], JsonObject]] = {
     "trl": trl_record,
@@ -21,11 +21,14 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], JsonObject]] = {
 
 
 def write_split(lines: Sequence[Line], parts: Parts, path: Path, kind: str, advance: Callable[[int], None]) -> None:
-    """Write lines in one format, in their order but for the first few, which hold every key that comes up.
+    """Write lines in one format, in order except that lines which together hold every key come first.
 
     Args:
+        lines: lines to write.
         parts: files of each source.
-        kind: of `FORMATS`.
+        path: path of the file to write.
+        kind: key in `FORMATS`.
+        advance: function to call with the number of lines done.
     """
     convert = FORMATS[kind]
     columns = Columns()
@@ -44,7 +47,7 @@ def write_split(lines: Sequence[Line], parts: Parts, path: Path, kind: str, adva
 
 
 def read_lines(lines: Sequence[Line], parts: Parts) -> Iterator[dict[str, Any]]:
-    """What was staged, line by line in the order given."""
+    """Yield the staged lines in the order given."""
     opened: dict[tuple[int, int], IO[bytes]] = {}  # in the order of their last use
     try:
         for line in lines:

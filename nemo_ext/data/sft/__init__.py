@@ -1,1 +1,1 @@
-"""Conversations to train on: read, filter, render with a chat template, mask, sample, pack, report."""
+"""SFT data: read conversations, filter, render with a chat template, mask, sample, pack, report."""

@@ -1,4 +1,4 @@
-"""What of all shards is trained on: one copy of each sample, what fits, each task's share of thinking, the budget."""
+"""Choice of what to train on from all shards: deduplication, length, each task's share of thinking, the budget."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,21 +29,22 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Table:
-    """All shards together. A row is a text, a sample the conversation that it is of.
+    """All shards together. A row is a text, a sample the conversation that it renders.
 
     Attributes:
-        shards: in order.
+        shards: shards in order.
         sources: [samples] number of the source.
         ids: [samples] digests of source and id.
         contents: [samples] digests of the messages.
         samples: [rows] sample of a row.
-        lengths: [rows] tokens.
-        trained: [rows] tokens that the loss is taken of.
+        lengths: [rows] number of tokens.
+        trained: [rows] number of tokens in the loss.
         modes: [rows] index into `shards.MODES`.
         kinds: [rows] index into `shards.KINDS`.
-        tasks: [rows] index into `task_names`, `languages` likewise.
-        task_names: of all shards.
-        language_names: likewise.
+        tasks: [rows] index into `task_names`.
+        languages: [rows] index into `language_names`.
+        task_names: names of the tasks of all shards.
+        language_names: names of the languages of all shards.
     """
 
     shards: Sequence[Shard]
@@ -63,16 +64,17 @@ class Table:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What is trained on.
+    """Rows to train on.
 
     Attributes:
-        train: numbers of rows, those of later passes again.
-        valid: numbers of rows.
-        passes: over each source.
-        dropped: reason -> samples left out in this pass over all of them; texts that are longer than a pack.
-        changed: what -> samples brought to another mode.
-        shares: task -> the share of its samples to be on, and how many are on and off now, of training and validation.
-        examples: reason -> where the first of those samples are, and what they repeat.
+        train: numbers of the rows for training, repeated for later passes.
+        valid: numbers of the rows for validation.
+        passes: number of passes over each source.
+        dropped: reason -> number of samples left out here (for texts longer than a pack, number of texts).
+        changed: change -> number of samples brought to another mode.
+        shares: task -> target share of samples with thinking on, and the numbers of those on and off, in training and
+            validation.
+        examples: reason -> places of the first of those samples, and of what they repeat.
     """
 
     train: Numbers
@@ -85,7 +87,7 @@ class Chosen:
 
 
 def table_of(shards: Sequence[Shard], packing: PackingSettings) -> Table:
-    """The shards as one table; texts that packing cuts have the lengths that they are cut to."""
+    """Join the shards into one table; texts that packing cuts have the lengths that they are cut to."""
     before = np.cumsum([0, *(len(shard.ids) for shard in shards)])
     tasks = sorted({name for shard in shards for name in shard.report["task_names"]})
     languages = sorted({name for shard in shards for name in shard.report["language_names"]})
@@ -121,7 +123,7 @@ def table_of(shards: Sequence[Shard], packing: PackingSettings) -> Table:
 
 
 def check_bad_share(table: Table, settings: SftSettings) -> None:
-    """Raises ValueError where more of a source's records than `max_bad_share` are no conversation."""
+    """Raises ValueError if more than `max_bad_share` of a source's records are not conversations."""
     for number, source in enumerate(settings.sources):
         reports = [shard.report for shard in table.shards if shard.report["source"] == number]
         records = sum(report["records"] for report in reports)
@@ -136,11 +138,11 @@ def check_bad_share(table: Table, settings: SftSettings) -> None:
 
 
 def choose(table: Table, settings: SftSettings) -> Chosen:
-    """Which rows are trained on: without duplicates, in the shares of thinking, split, and sampled to the budget.
+    """Choose the rows to train on: without duplicates, in the shares of thinking, split, and sampled to the budget.
 
     Raises:
-        ValueError: an id twice under `duplicate_ids=error`, a task of `thinking_shares` that is not there, nothing
-            left, or a budget that cannot be reached.
+        ValueError: an id comes twice under `duplicate_ids=error`, a task of `thinking_shares` does not exist, nothing
+            is left, or the budget cannot be reached.
     """
     dropped: dict[str, int] = {}
     changed, examples = Counter[str](), dict[str, list[str]]()
@@ -151,7 +153,7 @@ def choose(table: Table, settings: SftSettings) -> Chosen:
     if too_long := int((rows & ~fits).sum()):
         dropped["text longer than a pack"] = too_long
     rows &= fits
-    # Both by the sample's own id: more data or another order move nobody to the other side.
+    # Split by the sample's own id: more data or another order move no sample to the other side.
     keys = np.array([digest(settings.seed, "split", int(each)) for each in table.ids], dtype=np.uint64)
     held_out = keys < np.uint64(int(settings.validation_share * 2**64))
     valid, train = np.flatnonzero(rows & held_out[table.samples]), np.flatnonzero(rows & ~held_out[table.samples])
@@ -177,7 +179,7 @@ def choose(table: Table, settings: SftSettings) -> Chosen:
 
 
 def summary(table: Table, dropped: Mapping[str, int]) -> str:
-    """One line of what was left out, here and in the shards."""
+    """One line on what was left out, here and in the shards."""
     counts = Counter[str](dropped)
     for shard in table.shards:
         counts.update(shard.report["skipped"])
@@ -185,13 +187,13 @@ def summary(table: Table, dropped: Mapping[str, int]) -> str:
 
 
 def _places(table: Table, settings: SftSettings, pairs: Iterable[tuple[int, int]]) -> list[str]:
-    """Where samples are, each with the one that it repeats."""
+    """Places of samples, each with that of the one it repeats."""
     ends = np.cumsum([len(shard.ids) for shard in table.shards])
 
     def place(sample: int) -> str:
         number = int(np.searchsorted(ends, sample, side="right"))
         shard = table.shards[number]
-        record = int(shard.numbers[sample - ends[number]])  # from the shard's end
+        record = int(shard.numbers[sample - ends[number]])  # a negative index, from the shard's end
         source = settings.sources[shard.report["source"]]
         return source.files.place(Part(name=source.name, path=shard.report["file"], size=0), record)
 
@@ -199,7 +201,7 @@ def _places(table: Table, settings: SftSettings, pairs: Iterable[tuple[int, int]
 
 
 def _distinct(table: Table, settings: SftSettings, dropped: dict[str, int], examples: dict[str, list[str]]) -> Flags:
-    """[samples] whether it is the first of its id and near no other before it."""
+    """Mask of the samples that are the first of their id and near no earlier one, [samples]."""
     first = first_of_each(table.ids)
     again = first != np.arange(len(first))
     other = again & (table.contents != table.contents[first])
@@ -235,7 +237,7 @@ def _distinct(table: Table, settings: SftSettings, dropped: dict[str, int], exam
 def _balanced(
     table: Table, settings: SftSettings, keep: Flags, fits: Flags, dropped: dict[str, int], changed: Counter[str]
 ) -> tuple[Flags, dict[str, tuple[float, int, int]]]:
-    """[rows] that are kept so that tasks have their shares of thinking, and what the shares are then."""
+    """Mask of the rows kept so that tasks have their shares of thinking, [rows], and the shares reached."""
     rows = keep & (table.kinds != KINDS.index("stripped"))
     targets = ModeShares(settings.thinking_shares)
     if not targets.targets:
@@ -246,7 +248,7 @@ def _balanced(
     task_of[table.samples] = table.tasks
     for kind in _UNITS:
         members = _samples_with(table, rows & fits, kind)
-        # A pair's two samples have one id and are drawn apart.
+        # The two samples of a pair have one id but are drawn separately.
         draws = [digest(settings.seed, "thinking share", int(each), kind) for each in table.ids[members]]
         drawn[kind] = members, np.array(draws, dtype=np.uint64)
         for task in np.unique(task_of[members]).tolist():
@@ -285,17 +287,17 @@ def _check_tasks(table: Table, settings: SftSettings) -> None:
             said = f"thinking_shares.{name}: no sample is of this task: {nearest(name, filter(None, table.task_names))}"
             if settings.preset is None:
                 raise ValueError(said)
-            notice(said)  # a paper's tasks need not be in one's data
+            notice(said)  # the tasks of a preset need not be in the user's data
 
 
 def _samples_with(table: Table, rows: Flags, kind: str) -> Numbers:
-    """Samples that have such a row of that kind, ascending."""
+    """Samples that have one of these rows of that kind, ascending."""
     found: Numbers = np.unique(table.samples[rows & (table.kinds == KINDS.index(kind))])
     return found
 
 
 def _trained_within(shard: Shard, capacity: int) -> Numbers:
-    """[rows] tokens that the loss is taken of in the first `capacity` of each text."""
+    """Number of tokens in the loss among the first `capacity` of each text, [rows]."""
     trained, lengths = shard.trained.copy(), shard.file.lengths
     starts = np.cumsum(lengths) - lengths
     for row in np.flatnonzero(lengths > capacity).tolist():

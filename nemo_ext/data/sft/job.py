@@ -1,8 +1,8 @@
-"""Conversations to packs: shards made by workers, then one pass that decides over all samples, packs and reports.
+"""SFT data job: shards made by workers, then one pass that decides over all samples, packs and reports.
 
 OUTPUT/.work/              tokenised texts; kept, so that other sampling or packing starts from them
 OUTPUT/train.*, valid.*    packs (`nemo_ext.data.packs.packed_files`)
-OUTPUT/report.md           what there is, what was left out and why
+OUTPUT/report.md           contents, and what was left out and why
 """
 
 import json
@@ -33,15 +33,15 @@ LATER = (
     *("preset", "output", "sampling", "packing", "validation_share", "workers", "duplicate_ids", "thinking_shares"),
     "max_bad_share",
 )
-"""Keys that change nothing in the shards, but for whether there are shares of thinking."""
+"""Keys that do not change the shards, except by whether there are shares of thinking."""
 
 
 def run(config: Mapping[str, Any]) -> Path:
-    """Make packs and a report of the composed config; returns the report's path.
+    """Make packs and a report from the composed config; returns the report's path.
 
     Raises:
-        ValueError: anything in the config, a source that cannot be read, output that cannot be written, or nothing
-            left to train on.
+        ValueError: the config is wrong, a source cannot be read, output cannot be written, or nothing is left to train
+            on.
         RuntimeError: a worker died.
     """
     settings = read_settings(config)
@@ -57,7 +57,7 @@ def run(config: Mapping[str, Any]) -> Path:
 def _run(config: Mapping[str, Any], settings: SftSettings) -> Path:
     text = config_text({**config, "output": str(settings.output)})
     encoder_of.cache_clear()  # an earlier run in this process may have had other files under the same names
-    encoder = encoder_of(text)  # a template or tokenizer that cannot be used is known before anything is read
+    encoder = encoder_of(text)  # fails on an unusable template or tokenizer before anything is read
     settings.screen.check()
     inputs = [path for source in settings.sources for _, path in source.check()]
     pieces = _pieces(settings)
@@ -93,10 +93,10 @@ def _pieces(settings: SftSettings) -> list[Piece]:
 def _shard_folder(
     config: Mapping[str, Any], settings: SftSettings, encoder: ChatEncoder, inputs: Sequence[Path]
 ) -> Path:
-    """The folder of shards of these inputs and settings; shards of others are removed.
+    """Prepare the folder of shards of these inputs and settings; shards of others are removed.
 
     Raises:
-        ValueError: it holds something else, or an input lies in it.
+        ValueError: the folder holds something else, or an input lies in it.
     """
     folder = settings.output / ".work"
     tokenizer, template = encoder.tokenizer, encoder.template
@@ -130,7 +130,7 @@ def _is_there(work: Work, piece: Piece) -> bool:
 
 
 def _pack(work: Work, table: Table, chosen: Chosen, settings: SftSettings) -> dict[str, PackedManifest]:
-    if not len(chosen.valid) and is_packed(settings.output / "valid"):  # an earlier run's
+    if not len(chosen.valid) and is_packed(settings.output / "valid"):  # left by an earlier run
         for name in ("valid.json", "valid.bin", "valid.idx", "valid_loss.bin", "valid_loss.idx"):
             (settings.output / name).unlink(missing_ok=True)
     tokenizer = encoder_of(work.config).tokenizer

@@ -1,9 +1,9 @@
-"""Token ids of a conversation, and which of them are trained on.
+"""Token ids of a conversation and their loss mask.
 
 The text is encoded once, by the model's own tokenizer with two changes. Its control tokens go by secret names, which
-the template's text is translated to, so that data which spell `<|im_end|>` are ordinary text. And two more tokens stand
-where trained text begins and ends, so that no token holds some of both, and the prompt before an answer has the very
-ids that it has when the model writes the answer. The two are taken out of the ids again.
+the template's text is translated to, so that data which spell `<|im_end|>` stay ordinary text. And two more tokens
+mark where trained text begins and ends, so that no token spans both, and the prompt before an answer has the same ids
+as when the model writes the answer. The two are then removed from the ids.
 """
 
 import json
@@ -24,7 +24,7 @@ from nemo_ext.chat.template import ControlTokens, Rendered, Template
 from nemo_ext.data.text.tokenizers import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from nemo_ext.job.settings import nearest
 
-# What looks like a control token in a template, and must be one token of the model.
+# Text that looks like a control token in a template, and must be one token of the model.
 _LOOKS_LIKE_CONTROL = re.compile(r"<\|[^<>|\s]+\|>")
 
 
@@ -33,10 +33,10 @@ class Encoded:
     """One text to train on.
 
     Attributes:
-        ids: token ids [length], int32.
-        mask: 1 where the token itself is trained on, as a target [length], uint8. A label is the next token, so
-            the loss at position i counts where `mask[i + 1]` is 1.
-        thinking: the mode that the text is in, which may be another than its sample's where turns are split.
+        ids: [length] token ids, int32.
+        mask: [length] uint8, 1 where the token itself is trained on, as a target. A label is the next token, so the
+            loss at position i counts where `mask[i + 1]` is 1.
+        thinking: mode of the text, which may differ from its sample's where turns are split.
     """
 
     ids: npt.NDArray[np.int32]
@@ -45,13 +45,13 @@ class Encoded:
 
 
 class ChatEncoder:
-    """A template and a tokenizer.
+    """Encoder of conversations with a template and a tokenizer.
 
     Args:
-        template: renders the samples.
-        tokenizer: of bytes, which has no control tokens, so that what data spell cannot be told from markup; or a
-            Hugging Face one. Its special tokens are control tokens, and so is any added token that the template writes.
-        allow_missing: let the template's control tokens that the tokenizer lacks be ordinary text.
+        template: template that renders the samples.
+        tokenizer: byte tokenizer, which has no control tokens, so that data cannot be told from markup; or a Hugging
+            Face one. Its special tokens are control tokens, and so is any added token that the template writes.
+        allow_missing: True to encode the template's control tokens that the tokenizer lacks as ordinary text.
 
     Raises:
         ValueError: The template writes a token like `<|im_end|>` that the tokenizer does not have.
@@ -68,7 +68,7 @@ class ChatEncoder:
         return _rebuild, (self.template, self.tokenizer.describe())
 
     def encode(self, sample: Sample, *, turns: Literal["split", "last", "whole"] = "split") -> list[Encoded]:
-        """The sample's texts to train on, see `Template.renderings`.
+        """Encode the sample's texts to train on, see `Template.renderings`.
 
         Raises:
             ValueError: The template refuses the sample.
@@ -77,7 +77,7 @@ class ChatEncoder:
         return [replace(self.tokens(text), thinking=text.thinking) for text in texts]
 
     def tokens(self, rendered: Rendered) -> Encoded:
-        """Ids and mask of a text that was rendered with this encoder's `control`."""
+        """Encode a text that was rendered with this encoder's `control`."""
         if isinstance(self.tokenizer, ByteTokenizer):
             return _bytes(rendered)
         if not self._cuts:
@@ -93,7 +93,7 @@ class ChatEncoder:
             ]
             position = end
         parts.append(self._secret(rendered, position, len(rendered.text)))
-        # A batch of one keeps to one core: how many are used is the caller's choice, by its number of processes.
+        # A batch of one uses one core: the caller chooses the number of cores by its number of processes.
         encoding = self._tokenizer.encode_batch_fast(["".join(parts)], add_special_tokens=False)[0]
         ids = np.array(encoding.ids, dtype=np.int32)
         opens, closes = ids == self._open_id, ids == self._close_id
@@ -106,20 +106,20 @@ class ChatEncoder:
         return len(self._ends(text)[0])
 
     def truncated(self, text: str, budgets: Sequence[int]) -> dict[int, str]:
-        """The text cut to each budget of tokens that it exceeds, less a character that would not be whole."""
+        """Cut the text to each budget of tokens that it exceeds, without a partial character at the end."""
         starts, ends = self._ends(text)
         cuts = {}
         for budget in budgets:
             if budget < len(ends):
                 last = budget
-                # Tokens of bytes share the offsets of a character that they divide.
+                # Byte-level tokens share the offsets of a character that they divide.
                 while last and starts[last] < ends[last - 1]:
                     last -= 1
                 cuts[budget] = text[: ends[last - 1]] if last else ""
         return cuts
 
     def _ends(self, text: str) -> tuple[list[int], list[int]]:
-        """Where each token of the text begins and ends, in characters."""
+        """Start and end of each token of the text, in characters."""
         if isinstance(self.tokenizer, ByteTokenizer):
             sizes = [len(character.encode()) for character in text]
             starts = [number for number, size in enumerate(sizes) for _ in range(size)]
@@ -159,12 +159,12 @@ class ChatEncoder:
         return number
 
     def _cut_is_clean(self) -> bool:
-        """Whether text after a cut is what it is elsewhere; some tokenizers put a space before each piece of text."""
+        """True if text after a cut is encoded as elsewhere; some tokenizers put a space before each piece of text."""
         ids = self._tokenizer.encode(f"a{self._open}a", add_special_tokens=False).ids
         return ids[ids.index(self._open_id) + 1 :] == [self._tokenizer.token_to_id("a")]
 
     def _secret(self, rendered: Rendered, start: int, end: int) -> str:
-        """A part of the text where the template's control tokens, not what data spell, go by their secret names."""
+        """Part of the text with secret names for the template's control tokens, but not for those that data spell."""
         parts = []
         for quote_start, quote_end in rendered.quoted:
             if start <= quote_start and quote_end <= end:
@@ -177,12 +177,12 @@ class ChatEncoder:
         return self._names.sub(lambda match: self._secrets[match[0]], text)
 
     def _by_offsets(self, rendered: Rendered) -> Encoded:
-        """For tokenizers that a cut would change: a token is trained on if all its characters are."""
+        """Encode with a tokenizer that cuts would disturb: a token is trained on if all its characters are."""
         parts = [self._secret(rendered, start, end) for start, end in _between(rendered)]
         encoding = self._tokenizer.encode("".join(parts), add_special_tokens=False)
         ids = np.array(encoding.ids, dtype=np.int32)
         starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
-        # Of the parts, which go by turns, every second one is trained on; a token lies in the part that it starts in.
+        # Parts alternate, and every second one is trained on; a token belongs to the part that it starts in.
         bounds = np.cumsum([len(part) for part in parts])
         part = np.searchsorted(bounds, starts, side="right")
         part = np.minimum(part, len(parts) - 1)
@@ -192,7 +192,7 @@ class ChatEncoder:
 def encode(
     sample: Sample, template: Template, tokenizer: Tokenizer, *, turns: Literal["last", "whole"] = "whole"
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
-    """Ids and mask of one sample as one text; `ChatEncoder.encode` also divides it into its turns.
+    """Encode one sample as one text, to ids and mask; `ChatEncoder.encode` also splits it into its turns.
 
     Raises:
         ValueError: see `ChatEncoder`.
@@ -215,7 +215,7 @@ def _rebuild(template: Template, tokenizer: dict[str, object]) -> ChatEncoder:
 
 
 def _between(rendered: Rendered) -> Iterator[tuple[int, int]]:
-    """The text's parts: by turns not trained on and trained on, from the start to the end."""
+    """Yield the text's parts from start to end, alternately not trained on and trained on."""
     position = 0
     for start, end in rendered.trained:
         yield position, start
@@ -232,7 +232,7 @@ def _bytes(rendered: Rendered) -> Encoded:
 
 
 def _renamed(described: dict[str, Any], names: dict[str, str], tokenizer: HuggingFaceTokenizer) -> RustTokenizer:
-    """The tokenizer with other names for some tokens, and the same ids."""
+    """Tokenizer with new names for some tokens, and the same ids."""
     before = RustTokenizer.from_str(json.dumps(described)).get_vocab(with_added_tokens=True)
     model = described["model"]
     for token in described.get("added_tokens", []):
@@ -243,7 +243,7 @@ def _renamed(described: dict[str, Any], names: dict[str, str], tokenizer: Huggin
         model["vocab"] = [[names.get(token, token), score] for token, score in model["vocab"]]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
-    # A post-processor adds tokens, which chat text has already, or takes spaces out of the offsets.
+    # A post-processor adds tokens, which chat text has already, or removes spaces from the offsets.
     described |= {"post_processor": None, "truncation": None, "padding": None}
     renamed = RustTokenizer.from_str(json.dumps(described))
     after = renamed.get_vocab(with_added_tokens=True)

@@ -1,4 +1,4 @@
-"""The report of SFT data: tasks, modes and languages as in Domyn's tables 2 to 4, what was left out and why."""
+"""Report of SFT data: tasks, modes and languages as in Domyn's tables 2 to 4, what was left out and why."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PLOT = "report.png"
 _SHOWN = 30
-"""Most rows of a table; the rest is one row."""
+"""Largest number of rows of a table; the rest is one row."""
 
 
 def write_report(settings: SftSettings, table: "Table", chosen: "Chosen", packed: Mapping[str, PackedManifest]) -> Path:
@@ -156,7 +156,7 @@ def _cell(text: str) -> str:
 
 
 def _plot(table: "Table", chosen: "Chosen", settings: SftSettings, path: Path) -> None:
-    """Lengths of texts as a histogram, and each task's tokens by mode."""
+    """Plot a histogram of the texts' lengths, and each task's tokens by mode."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     rows = chosen.train

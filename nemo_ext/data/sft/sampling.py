@@ -1,4 +1,4 @@
-"""Dynamic sampling: how often each source comes, and which of its samples come once more."""
+"""Dynamic sampling: number of passes over each source, and the samples that a partial pass repeats."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -11,17 +11,17 @@ from nemo_ext.data.sft.settings import Sampling
 
 
 def epochs(tokens: Sequence[int], sampling: Sampling) -> list[float]:
-    """Passes over each source.
+    """Number of passes over each source.
 
     Shares of the budget are proportional to size to the power `alpha`; what a source cannot take within `max_epochs`
     goes to the others.
 
     Args:
-        tokens: of each source, of training.
+        tokens: number of training tokens of each source.
         sampling: see `Sampling`.
 
     Raises:
-        ValueError: the budget is more than all sources give within `max_epochs`.
+        ValueError: the budget is more than all sources can give within `max_epochs`.
     """
     if sampling.tokens is None:
         return [1.0 if size else 0.0 for size in tokens]
@@ -41,17 +41,17 @@ def epochs(tokens: Sequence[int], sampling: Sampling) -> list[float]:
 
 
 def copies(passes: float, keys: npt.NDArray[np.uint64], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """[samples] how often each comes: whole passes, and the samples with the smallest keys once more.
+    """Number of copies of each sample, [samples]: whole passes, and one more for those with the smallest keys.
 
     Args:
-        passes: over all of them.
-        keys: [samples] random and fixed, so that more passes never take a sample away.
-        tokens: [samples].
+        passes: number of passes over all samples.
+        keys: [samples] random but fixed keys, so that more passes never remove a sample.
+        tokens: [samples] number of tokens.
     """
     made = np.full(len(keys), int(passes), dtype=np.int64)
     left = (passes - int(passes)) * tokens.sum()
     order = np.argsort(keys, kind="stable")
     reached = np.cumsum(tokens[order])
-    # To the nearest sample.
+    # Rounded to the nearest sample.
     made[order[: int(np.searchsorted(reached - tokens[order] / 2, left, side="left"))]] += 1
     return made

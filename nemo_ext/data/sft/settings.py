@@ -1,4 +1,4 @@
-"""What `nemo-ext sft_data` is told: sources, filters, template, reasoning, sampling, packing. No torch."""
+"""Settings of `nemo-ext sft_data`: sources, filters, template, reasoning, sampling, packing. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ KEYS = (
 
 @checked_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class Sampling:
-    """How often a source comes: small ones many times, large ones few (Nemotron 3 Nano, section 3.1; all (choice)).
+    """Sampling of sources: small ones many times, large ones few (Nemotron 3 Nano, section 3.1; all (choice)).
 
     Attributes:
-        tokens: in all, of training; None takes every sample once.
-        alpha: a source's share of the tokens is proportional to its size to this power; 1 has all alike.
-        max_epochs: most repetitions of a source, whatever its share.
+        tokens: number of training tokens in all; None to take every sample once.
+        alpha: power of its size to which a source's share of the tokens is proportional; 1 for equal passes.
+        max_epochs: largest number of passes over a source, whatever its share.
     """
 
     tokens: PositiveFloat | None = None
@@ -39,26 +39,26 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class SftSettings:
-    """The checked config.
+    """Checked settings of the job.
 
     Attributes:
         preset: name of the preset, for the report.
-        output: folder.
-        tokenizer: as everywhere, `{kind: ..., path: ...}`.
+        output: output folder.
+        tokenizer: config of the tokenizer, `{kind: ..., path: ...}`.
         template: name of a chat template, or a file or folder that has one.
-        turns: what of a conversation becomes a text, see `Template.renderings`.
-        sources: where conversations come from.
+        turns: splitting of a conversation into texts, see `Template.renderings`.
+        sources: sources of conversations.
         screen: filters of single samples.
-        near_duplicates: see `NearDuplicates`; None leaves them in.
+        near_duplicates: filter of near duplicates; None to leave them in.
         duplicate_ids: `drop` all but the first sample of an id, or `error`.
-        reasoning: see `ReasoningSettings`; None leaves samples as they are.
+        reasoning: control of reasoning; None to leave samples as they are.
         thinking_shares: task -> share of samples with thinking on, see `ModeShares`.
-        sampling: see `Sampling`.
-        packing: see `PackingSettings`.
-        validation_share: of samples, chosen by seed and id; they come once and are packed apart.
-        max_bad_share: of a source's records that may be no conversation (malformed or schema); more are an error.
-        seed: of all decisions.
-        workers: processes; None for one a core.
+        sampling: sampling of sources.
+        packing: settings of packing.
+        validation_share: share of samples for validation, chosen by seed and id; they come once and are packed apart.
+        max_bad_share: largest share of a source's records that are not conversations (malformed or schema).
+        seed: seed of all decisions.
+        workers: number of processes; None for one per core.
     """
 
     preset: str | None
@@ -81,10 +81,10 @@ class SftSettings:
 
 
 def read_settings(config: Mapping[str, Any]) -> SftSettings:
-    """The settings of a composed config.
+    """Check a composed config and return the settings.
 
     Raises:
-        ValueError: naming the key, what it holds and what it may hold.
+        ValueError: a key is wrong; the message names it, what it holds and what it may hold.
     """
     given = {key: value for key, value in config.items() if key != "data_root"}
     check_keys(given, KEYS, required=KEYS, where="sft_data")

@@ -1,8 +1,8 @@
-"""One part of a source as tokenised texts: read, filtered, its reasoning controlled, rendered, encoded; by workers.
+"""Shards: parts of sources that workers read, filter, control the reasoning of, render and encode.
 
 FOLDER/NNNNNN.tokens, .loss, .lengths.npy   the texts (`nemo_ext.data.packs.sample_files`)
-FOLDER/NNNNNN.npz                           what decisions over all samples need
-FOLDER/NNNNNN.json                          what was read, left out and changed; it comes last
+FOLDER/NNNNNN.npz                           arrays for decisions over all samples
+FOLDER/NNNNNN.json                          counts of what was read, left out and changed; written last
 """
 
 import json
@@ -30,20 +30,20 @@ from nemo_ext.job.files import publish, unfinished, write_text
 from nemo_ext.job.seeds import digest
 
 FORMAT = 2
-"""Of these files; shards of another one are made again."""
+"""Version of these files; shards of another one are made again."""
 MODES = ("off", "on")
 KINDS = ("off", "fixed", "on", "stripped")
-"""`Mode` of the sample that a row is of; `stripped` rows are what one that is on becomes without its reasoning."""
+"""`Mode` of a row's sample; `stripped` rows are the texts of a sample that is on, without its reasoning."""
 _SKETCHED_TOGETHER = 256
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a worker needs to know.
+    """Job description for a worker.
 
     Attributes:
-        config: of the job, as JSON: settings are read again in every process.
-        folder: of the shards.
+        config: config of the job, as JSON: settings are read again in every process.
+        folder: folder of the shards.
     """
 
     config: str
@@ -51,18 +51,18 @@ class Work:
 
     @property
     def settings(self) -> SftSettings:
-        """The job's."""
+        """Settings of the job."""
         return _settings(self.config)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One part of one source.
+    """One part of one source, which becomes a shard.
 
     Attributes:
         index: number of the shard.
         source: number of the source.
-        part: of it.
+        part: part of the source.
     """
 
     index: int
@@ -72,21 +72,21 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shard:
-    """A finished shard. A sample is a conversation that was read; a row is a text that is trained on.
+    """A finished shard. A sample is a conversation that was read; a row is one of its texts.
 
     Attributes:
         file: tokens and masks of the rows.
         ids: [samples] uint64, digests of source and id.
         contents: [samples] uint64, digests of the messages.
-        numbers: [samples] of their records in the file.
-        sketches: of the samples, None where near duplicates stay.
-        samples: [rows] the sample that a row is of.
-        modes: [rows] an index into `MODES`.
-        kinds: [rows] an index into `KINDS`.
-        tasks: [rows] an index into `task_names`.
-        languages: [rows] an index into `language_names`.
-        trained: [rows] tokens that the loss is taken of.
-        report: the JSON file.
+        numbers: [samples] numbers of their records in the file.
+        sketches: sketches of the samples, None where near duplicates are kept.
+        samples: [rows] sample of a row.
+        modes: [rows] index into `MODES`.
+        kinds: [rows] index into `KINDS`.
+        tasks: [rows] index into `task_names`.
+        languages: [rows] index into `language_names`.
+        trained: [rows] number of tokens in the loss.
+        report: contents of the JSON file.
     """
 
     file: SampleFile
@@ -110,25 +110,25 @@ def _settings(config: str) -> SftSettings:
 
 @lru_cache(maxsize=4)
 def encoder_of(config: str) -> ChatEncoder:
-    """Template and tokenizer of a job."""
+    """Encoder of a job, from its template and tokenizer; cached."""
     settings = _settings(config)
     return ChatEncoder(Template.load(settings.template), load_tokenizer(settings.tokenizer))
 
 
 def make_shard(work: Work, piece: Piece) -> int:
-    """Make the files of one shard, if they are not there; gives its number."""
+    """Make the files of one shard, if they do not exist; returns its number."""
     if not is_finished(work.folder, piece.index):
         _Writer(work, piece).write()
     return piece.index
 
 
 def is_finished(folder: Path, index: int) -> bool:
-    """Whether all files of a shard are there."""
+    """True if all files of a shard exist."""
     return _base(folder, index).with_suffix(".json").is_file()
 
 
 def open_shard(work: Work, index: int) -> Shard:
-    """A finished shard."""
+    """Open a finished shard."""
     base = _base(work.folder, index)
     vocab_size = encoder_of(work.config).tokenizer.vocab_size
     with np.load(base.with_suffix(".npz")) as arrays:
@@ -145,7 +145,7 @@ def _base(folder: Path, index: int) -> Path:
 def _controlled(
     work: Work, piece: Piece, report: ConversationReport, reasoning: ReasoningReport
 ) -> Iterator[tuple[int, Texts, list[Sample]]]:
-    """The samples of a part that no filter leaves out, each with its record's number and what is made of it."""
+    """Yield the samples of a part that no filter drops: record number, texts, and the samples made by `Control`."""
     settings, encoder = work.settings, encoder_of(work.config)
     control = None
     if settings.reasoning is not None:
@@ -158,13 +158,13 @@ def _controlled(
         if texts is not None:
             made = [located.sample] if control is None else control.apply(located.sample)
             yield located.number, texts, made
-    screened.records = 0  # were counted when they were read
+    screened.records = 0  # already counted when they were read
     report.add(screened)
 
 
 @dataclass
 class _Writer:
-    """Collects what a shard's files hold while its texts are written."""
+    """Collects the contents of a shard's files while its texts are written."""
 
     work: Work
     piece: Piece
@@ -228,7 +228,7 @@ class _Writer:
                 yield text.ids, text.mask
 
     def _encoded(self, sample: Sample) -> list[tuple[Sample, str, Encoded]]:
-        """The texts of a sample, and where there are shares of thinking, also those that it may change to for them."""
+        """Encode the texts of a sample; with shares of thinking, also the stripped texts that may replace them."""
         settings, encoder = self.work.settings, encoder_of(self.work.config)
         versions: dict[str, Sample] = {mode_of(sample): sample}
         if settings.thinking_shares and "on" in versions:
@@ -264,5 +264,5 @@ class _Writer:
 
 
 def config_text(config: Mapping[str, Any]) -> str:
-    """The config as `Work` carries it."""
+    """Serialise the config for `Work`."""
     return json.dumps(dict(config), sort_keys=True)

@@ -1,7 +1,7 @@
 """Conversations from files: JSONL (plain, .gz, .zst) and Parquet, streamed part by part.
 
-A record that is no conversation costs only itself: it is counted with its place, as `malformed` (no JSON object) or
-`schema` (`FormatError`). A file that cannot be read to its end is an error, for nobody can say what is missing.
+A record that is not a conversation is skipped and counted with its place, as `malformed` (no JSON object) or `schema`
+(`FormatError`). A file that cannot be read to its end is an error, since it is unknown what is missing.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ Paths = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isi
 
 
 class Located(NamedTuple):
-    """A sample, where it is, for people, and the number of its record in its file."""
+    """A sample, its place for messages, and the number of its record in its file."""
 
     sample: Sample
     where: str
@@ -48,7 +48,7 @@ class Located(NamedTuple):
 
 @plain_dataclass
 class ConversationReport(ReadReport):
-    """What a reader met; `ignored` counts keys of messages that mean nothing here, `changed` what was put right."""
+    """Counts of a reader; `ignored` counts message keys that are not used, `changed` corrections."""
 
     ignored: Counter[str] = field(default_factory=Counter)
     changed: Counter[str] = field(default_factory=Counter)
@@ -62,18 +62,21 @@ class ConversationReport(ReadReport):
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class ConversationSource:
-    """Files with a conversation a record. Keys may be paths such as `metadata.task`.
+    """Files with one conversation per record. Keys may be paths such as `metadata.task`.
 
     Attributes:
-        name: of the source, in reports and shares.
+        name: name of the source, in reports and shares.
         path: files and globs.
-        kind: by the files' names if not given.
-        format: of the records; `auto` looks at each.
-        id_key: where a record says its id; without one it is a digest of the record, wherever that stands.
-        task_key: likewise, with `task` for records that do not say.
-        language_key: likewise, with `language`.
-        thinking_key: likewise, with `thinking`: on, off, true, false, `detailed thinking on` ... A line of the system
-            message that says a mode counts as well.
+        kind: kind of the files; told by their names if not given.
+        format: format of the records; `auto` looks at each.
+        id_key: key of the id; records without one get a digest of their content.
+        task_key: key of the task.
+        language_key: key of the language.
+        thinking_key: key of the mode: on, off, true, false, `detailed thinking on` ... A line of the system message
+            that states a mode counts as well.
+        task: task of records that do not have one.
+        language: language of records that do not have one.
+        thinking: mode of records that do not have one.
     """
 
     name: str
@@ -90,7 +93,7 @@ class ConversationSource:
 
     @cached_property
     def files(self) -> RecordSource:
-        """The reader of the files' records."""
+        """Reader of the files' records."""
         kind = self.kind
         if kind is None:
             parquet = {path.endswith(".parquet") for path in self.path}
@@ -100,7 +103,7 @@ class ConversationSource:
         return (ParquetSource if kind == "parquet" else JsonlSource)(path=self.path)
 
     def check(self) -> list[tuple[str, Path]]:
-        """The input files, after the first records of each were read.
+        """Check the first records of each input file; returns the files.
 
         Raises:
             ValueError: a file is missing or cannot be read, or none of its first records is a conversation.
@@ -119,18 +122,18 @@ class ConversationSource:
         return inputs
 
     def parts(self, *, max_documents: int, max_size: int) -> Iterator[Part]:
-        """The files in pieces that are read on their own; see `nemo_ext.data.text.documents.Source.parts`."""
+        """Split the files into parts that are read on their own; see `nemo_ext.data.text.documents.Source.parts`."""
         for name, path in self.files.inputs():
             if path.stat().st_size == 0:
                 yield Part(name=name, path=str(path), size=0, documents=0)
         yield from self.files.parts(max_documents=max_documents, max_size=max_size)
 
     def read(self, part: Part, report: ConversationReport, *, mode_lines: bool = False) -> Iterator[Located]:
-        """The samples of one part in order; what is none is counted in `report`.
+        """Read the samples of one part in order; other records are counted in `report`.
 
         Args:
-            mode_lines: leave lines such as `detailed thinking on` in the system messages, for a template that says no
-                mode itself.
+            mode_lines: True to leave lines such as `detailed thinking on` in the system messages, for a template that
+                states no mode itself.
 
         Raises:
             ValueError: the file cannot be read to its end.
@@ -173,16 +176,16 @@ class ConversationSource:
 
 
 def load_conversations(config: Mapping[str, Any]) -> ConversationSource:
-    """The source that a config describes.
+    """Build the source that a config describes.
 
     Raises:
-        ValueError: naming the key, with the nearest known one.
+        ValueError: a key is wrong; the message names it, with the nearest known one.
     """
     return checked(ConversationSource, config, where=f"source {config.get('name', '')}".strip())
 
 
 def without_nulls(value: Any) -> Any:
-    """Parquet's structs without their nulls: a struct column gives every record all keys that any record has."""
+    """Remove nulls from Parquet's structs: a struct column gives every record all keys that any record has."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -201,14 +204,14 @@ def value_at(record: Mapping[str, Any], key: str) -> Any:
 
 
 def outside(folder: Path, inputs: Iterable[Path]) -> None:
-    """Raises ValueError for an input inside a folder that a job makes and removes itself."""
+    """Raises ValueError if an input lies inside a folder that a job makes and removes itself."""
     for path in inputs:
         if folder.resolve() in path.resolve().parents:
             raise ValueError(f"{path} lies in {folder}, which is emptied: move it, or choose another output")
 
 
 def _digest(record: Mapping[str, Any]) -> str:
-    """An id by content: no other records and no order of files change it."""
+    """Id by content, independent of other records and of the order of files."""
     try:
         text = json.dumps(record, sort_keys=True, default=str)
     except RecursionError as error:

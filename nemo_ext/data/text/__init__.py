@@ -1,1 +1,1 @@
-"""Documents into Megatron's indexed files."""
+"""Sources of documents, tokenizers, and writing of Megatron's indexed files."""

@@ -1,4 +1,4 @@
-"""Sources that any installation has, offline: code, docstrings and prose of Python and the installed packages."""
+"""Offline sources of any installation: code, docstrings and prose of Python and the installed packages."""
 
 import ast
 import email
@@ -20,7 +20,7 @@ _HEADERS = (".h", ".hpp", ".cuh")
 
 @dataclass(frozen=True, kw_only=True)
 class PythonStdlibSource(Source):
-    """The .py files of Python's standard library, without tests and what differs between machines."""
+    """The .py files of Python's standard library, without tests and files that differ between machines."""
 
     kind: ClassVar[str] = "python_stdlib"
     _times_matter: ClassVar[bool] = False
@@ -43,8 +43,8 @@ class PythonStdlibSource(Source):
 class InstalledSource(Source):
     """Files of the installed packages, without vendored copies and tests.
 
-    packages: Only these top-level modules and distributions (empty: all), which pins what a stream holds.
-    exclude_packages: By default this project, and installers, which differ with how an environment was made.
+    packages: Top-level modules and distributions to read (empty: all), which pins the contents of a stream.
+    exclude_packages: Packages to leave out; by default this project, and installers, which differ by environment.
     """
 
     _times_matter: ClassVar[bool] = False
@@ -83,13 +83,13 @@ class InstalledSource(Source):
         return sorted(found.items())
 
     def _takes(self, name: str) -> bool:
-        """Whether a file is read, by its path in the package."""
+        """True if a file is read, by its path in the package."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocstringsSource(InstalledSource):
-    """Docstrings of the installed packages: one document a module, each below the name it belongs to.
+    """Docstrings of the installed packages: one document per module, each docstring below its object's name.
 
     A docstring repeated within a module is given once.
     """
@@ -105,7 +105,7 @@ class DocstringsSource(InstalledSource):
             return
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a package's invalid escapes are not the reader's news
+                warnings.simplefilter("ignore")  # invalid escapes in a package do not matter here
                 module = ast.parse(source)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             report.skip("unparsable", f"{part.name}: {error}")
@@ -124,8 +124,8 @@ class DocstringsSource(InstalledSource):
 class PackageDocsSource(InstalledSource):
     """Prose of the installed packages: READMEs (from METADATA), change logs, licences, C++ header comments.
 
-    Of a header, the comments that read like sentences and are not its licence make one document. Unless
-    `packages` is given, there is also the language reference that Python's `help` shows, a document a topic.
+    The comments of a header that read like sentences and are not its licence make one document. Unless `packages` is
+    given, there is also the language reference that Python's `help` shows, one document per topic.
     """
 
     kind: ClassVar[str] = "package_docs"
@@ -144,7 +144,7 @@ class PackageDocsSource(InstalledSource):
         path = Path(name)
         if path.suffix in (".md", ".rst", *_HEADERS) or name == "METADATA":
             return True
-        # Of the other .txt files most are for machines: entry points, requirements, CMake, tables.
+        # Most other .txt files are for machines: entry points, requirements, CMake, tables.
         prose = self._PROSE.search(path.name) is not None
         return prose and (path.suffix in ("", ".txt") or name.startswith("licenses/"))
 
@@ -175,7 +175,7 @@ def _package(entry: str) -> str:
 
 
 def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
-    """(qualified name, docstring) of a node and of every class and function in it, in source order."""
+    """Yield (qualified name, docstring) of a node and of every class and function in it, in source order."""
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         docstring = ast.get_docstring(node)
         if docstring and not docstring.isspace():
@@ -190,7 +190,7 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _literal_topics(source: str) -> dict[str, str]:
-    """The `topics` dictionary of pydoc_data.topics, read without running it."""
+    """Read the `topics` dictionary of pydoc_data.topics without running it."""
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
             return {str(topic): str(body) for topic, body in ast.literal_eval(statement.value).items()}
@@ -198,7 +198,7 @@ def _literal_topics(source: str) -> dict[str, str]:
 
 
 def _prose_comments(source: str) -> Iterator[str]:
-    """Comments of C++ code, without their marks, that are a sentence or more and no licence."""
+    """Yield comments of C++ code, without their marks, that are a sentence or more and not a licence."""
     for comment in re.findall(r"/\*.*?\*/|(?:^[ \t]*//[^\n]*\n)+", source, re.DOTALL | re.MULTILINE):
         lines = [re.sub(r"^\s*(/\*+[!<]*|//+[!<]*|\*(?!/)|) ?|\s*\**/?$", "", line) for line in comment.splitlines()]
         text = "\n".join(lines).strip()

@@ -1,9 +1,9 @@
-"""Documents, and what every source of them is.
+"""Documents, and the base class of their sources.
 
 A source is a frozen dataclass that lists its input in a fixed order (`parts`, cheap) and reads one part at a time
-(`read`), so any worker can read any part and the documents do not depend on who read them. What applies to the
-stream as a whole, removing duplicates and stopping at `max_bytes`, is `Admission`: it sees the documents in order.
-What does not become a document is counted with a reason in a `ReadReport`.
+(`read`), so any worker can read any part and the documents do not depend on who read them. Decisions on the stream as
+a whole, removing duplicates and stopping at `max_bytes`, are those of `Admission`, which sees the documents in order.
+Records that do not become a document are counted with a reason in a `ReadReport`.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ EXAMPLES_PER_REASON = 5
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text and a name for it that is unique in its source and does not hold the machine's paths."""
+    """One text and its id, which is unique in its source and does not hold the machine's paths."""
 
     id: str
     text: str
@@ -29,9 +29,9 @@ class Document:
 class Part:
     """A piece of a source that is read on its own: a file, some lines of it, or a Parquet row group.
 
-    `size` is in bytes of input; `documents` is how many documents it should give (0: not known). `start` and
-    `stop` are byte offsets in a JSONL file (stop 0: to the end), `start` is the row group in a Parquet file,
-    and `first` is the number of the first line or row.
+    `size` is in bytes of input; `documents` is the expected number of documents (0: not known). `start` and `stop` are
+    byte offsets in a JSONL file (stop 0: to the end), `start` is the row group in a Parquet file, and `first` is the
+    number of the first line or row.
     """
 
     name: str
@@ -45,14 +45,14 @@ class Part:
 
 @dataclass
 class ReadReport:
-    """What a reader met: records seen, and those skipped by reason with the first few places of each."""
+    """Counts of a reader: records seen, and records skipped by reason with the first few places of each."""
 
     records: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
     def skip(self, reason: str, where: str = "", *, count: int = 1) -> None:
-        """Count a record that gave no document; `where` is kept for the first few, and left out if none is expected."""
+        """Count a skipped record; `where` is its place, kept for the first few of each reason."""
         self.skipped[reason] = self.skipped.get(reason, 0) + count
         if where and len(places := self.examples.setdefault(reason, [])) < EXAMPLES_PER_REASON:
             places.append(where)
@@ -77,7 +77,7 @@ class ReadReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Options that every kind has.
+    """Base class of sources, with the options that every kind has.
 
     max_bytes: Keep documents, in order, while their UTF-8 text is at most this long in total (None: all).
     deduplicate: Drop byte-identical documents after the first.
@@ -88,22 +88,22 @@ class Source:
     deduplicate: bool = True
 
     def describe(self) -> dict[str, object]:
-        """The mapping that `load_source` turns back into this source."""
+        """Mapping that `load_source` turns back into this source."""
         return {"kind": self.kind} | dataclasses.asdict(self)
 
     def inputs(self) -> list[tuple[str, Path]]:
-        """The (name, path) of every input file, sorted by name.
+        """List the (name, path) of every input file, sorted by name.
 
         Raises:
-            ValueError: If there is none, or a named one does not exist.
+            ValueError: There is none, or a named one does not exist.
         """
         raise NotImplementedError
 
     def check(self) -> list[tuple[str, Path]]:
-        """Find out cheaply whether the source can be read, and return its `inputs`.
+        """Check cheaply that the source can be read, and return its `inputs`.
 
         Raises:
-            ValueError: Naming the file and what is wrong with it.
+            ValueError: A file cannot be read; the message names it and what is wrong.
         """
         return self.inputs()
 
@@ -116,16 +116,16 @@ class Source:
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
     def parts(self, *, max_documents: int, max_size: int) -> Iterator[Part]:
-        """The source in pieces of at most so many documents and input bytes, where its format can be cut."""
+        """Split the source into parts of at most so many documents and input bytes, where its format can be cut."""
         for name, path in self.inputs():
             yield Part(name=name, path=str(path), size=path.stat().st_size)
 
     def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
-        """Read the documents of one part in order and count in `report` what is skipped."""
+        """Read the documents of one part in order; skipped records are counted in `report`."""
         raise NotImplementedError
 
     def finish(self, report: ReadReport) -> None:
-        """Judge a fully read source: ValueError when too much of it was bad."""
+        """Check a fully read source; raises ValueError if too much of it was bad."""
 
     # Installed files get new times with every installation; the same version has the same content.
     _times_matter: ClassVar[bool] = True
@@ -134,7 +134,7 @@ class Source:
 class Admission:
     """Decides in stream order which documents are kept: no byte-identical duplicates, at most `max_bytes`.
 
-    Duplicates are recognised by a 16-byte digest: about 100 bytes of memory a document while reading.
+    Duplicates are recognised by a 16-byte digest: about 100 bytes of memory per document while reading.
     """
 
     def __init__(self, source: Source) -> None:
@@ -144,7 +144,7 @@ class Admission:
         self.full = False
 
     def admit(self, digest: bytes, size: int, report: ReadReport) -> bool:
-        """Say whether the next document of `size` bytes is kept; `full` tells that `max_bytes` is reached."""
+        """Return True if the next document, of `size` bytes, is kept; sets `full` when `max_bytes` is reached."""
         if self.full:
             return False
         if self._seen is not None and digest in self._seen:
@@ -160,7 +160,7 @@ class Admission:
 
 
 def readable(source: Source, part: Part, report: ReadReport) -> Iterator[tuple[Document, bytes]]:
-    """The documents of a part with their UTF-8 bytes; blank and unencodable ones are only counted."""
+    """Yield the documents of a part with their UTF-8 bytes; blank and unencodable ones are only counted."""
     for document in source.read(part, report):
         try:
             data = document.text.encode()
@@ -179,6 +179,6 @@ def document_digest(text: bytes) -> bytes:
 
 
 def split_position(seed: int, document_id: str) -> int:
-    """Place of a document in [0, 2**64), the same for ever: below `validation_share` of it is validation."""
+    """Fixed position of a document in [0, 2**64); the first `validation_share` of this range is validation."""
     name = f"{seed}\0{document_id}".encode(errors="surrogateescape")  # file names need not be UTF-8
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")

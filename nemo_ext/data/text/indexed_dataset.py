@@ -1,4 +1,4 @@
-"""Megatron's .bin/.idx files: the ids of all documents one after the other, and where each begins.
+"""Megatron's .bin/.idx files: the ids of all documents one after the other, and the start of each.
 
 Written here so that making data needs neither torch nor Megatron; the format is that of IndexedDataset
 (megatron/core/datasets/indexed_dataset.py), whose reader the tests use.
@@ -20,7 +20,7 @@ _HEADER = "<9sQBQQ"  # magic, version, code of the type, sequences, documents
 
 
 def ids_type(vocab_size: int) -> type[np.uint16] | type[np.int32]:
-    """The integer type in which Megatron stores ids of a vocabulary of this size."""
+    """Integer type in which Megatron stores ids of a vocabulary of this size."""
     return np.uint16 if vocab_size < _SMALL_VOCABULARY else np.int32
 
 
@@ -34,11 +34,11 @@ def write_index(
     """Write the .idx of a .bin whose sequences have these lengths in tokens.
 
     Args:
-        path: the .idx.
-        lengths: of the sequences.
-        dtype: of a token in the .bin.
-        documents: `[documents + 1]`, the sequence that each document begins with, and their number; None for one
-            sequence a document.
+        path: path of the .idx.
+        lengths: lengths of the sequences, in tokens.
+        dtype: type of a token in the .bin.
+        documents: `[documents + 1]`, first sequence of each document, and the number of sequences; None for one
+            sequence per document.
 
     Raises:
         ValueError: A sequence is too long for the format, 2**31 tokens or more.
@@ -57,13 +57,13 @@ def write_index(
 
 
 def read_index(path: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], type[np.uint16] | type[np.int32]]:
-    """Lengths of all sequences in tokens, where each begins in the .bin in bytes, and the type of ids.
+    """Read the lengths of all sequences in tokens, their starts in the .bin in bytes, and the type of ids.
 
     Args:
-        path: the .idx.
+        path: path of the .idx.
 
     Raises:
-        ValueError: it is not there, or no index of token ids.
+        ValueError: the file is missing, damaged, or no index of token ids.
     """
     types: dict[int, type[np.uint16] | type[np.int32]] = {
         _TYPE_CODES[np.uint16]: np.uint16,

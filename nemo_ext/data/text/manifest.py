@@ -1,4 +1,4 @@
-"""The manifest `<prefix>.json` of a finished stream: what its files hold and what they were made from."""
+"""The manifest `<prefix>.json` of a finished stream: the contents of its files and what they were made from."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ SPLITS = ("train", "valid")
 
 @dataclass(frozen=True, kw_only=True)
 class SplitCounts:
-    """What one split holds; `tokens` includes the eod of every document, `text_bytes` is UTF-8."""
+    """Counts of one split; `tokens` includes the eod of every document, `text_bytes` is UTF-8."""
 
     documents: int = 0
     tokens: int = 0
@@ -27,9 +27,9 @@ class SplitCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a finished stream holds and what it was made from. A split without documents has no files.
+    """Contents of a finished stream and what it was made from. A split without documents has no files.
 
-    `report` counts by reason what was read and not used; `reached_max_bytes` tells that the source had more.
+    `report` counts by reason what was read and not used; `reached_max_bytes` is True if the source had more.
     `prefix` is where the manifest was found and is not stored, so the files can be moved together.
     """
 
@@ -48,12 +48,12 @@ class Manifest:
     reached_max_bytes: bool
 
     def split_prefix(self, split: str) -> str:
-        """The path without .bin/.idx that Megatron takes for "train" or "valid"."""
+        """Path without .bin/.idx that Megatron takes for "train" or "valid"."""
         assert split in SPLITS, split
         return f"{self.prefix}_{split}"
 
     def contents(self) -> str:
-        """One line for the user: how much there is of what."""
+        """Summary of documents and tokens in one line, for the user."""
         train, valid = (self.splits[split] for split in SPLITS)
         documents, tokens = train.documents + valid.documents, train.tokens + valid.tokens
         if valid.documents:
@@ -63,7 +63,7 @@ class Manifest:
         return f"{documents:,} document{'s' * (documents > 1)}, {tokens:,} tokens; no validation files, because {why}"
 
     def left_out(self) -> str:
-        """The end of that line: what was read and not used."""
+        """End of that line: what was read and not used."""
         full = f"; stopped at max_bytes={self.source['max_bytes']}" if self.reached_max_bytes else ""
         return full + (f"; skipped {self.report.summary(examples=1)}" if self.report.skipped else "")
 
@@ -89,7 +89,9 @@ def read_manifest(prefix: str | Path) -> Manifest:
 
 
 def finished_manifest(prefix: Path, config_hash: str) -> Manifest | None:
-    """The manifest, if the stream was finished with these settings and its files are whole; else says why not.
+    """Return the manifest if the stream was finished with these settings and its files are complete; else None.
+
+    The reason is printed, unless there is no manifest.
 
     Raises:
         ValueError: There is a file of that name that is not a manifest.
@@ -112,7 +114,7 @@ def finished_manifest(prefix: Path, config_hash: str) -> Manifest | None:
 
 
 def write_manifest(manifest: Manifest, directory: Path) -> None:
-    """Write `<prefix>.json`, by way of `directory`."""
+    """Write `<prefix>.json`, through a temporary file in `directory`."""
     values = {"format_version": FORMAT_VERSION} | dataclasses.asdict(manifest)
     del values["prefix"]
     complete = unfinished(directory / "manifest.json")

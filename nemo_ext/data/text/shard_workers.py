@@ -1,4 +1,4 @@
-"""Making the shards of a stream, in this process or in several."""
+"""Tokenising of the shards of a stream, in this process or in several."""
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
@@ -20,7 +20,7 @@ def complete_shards(
     """Make the shards that are missing, as far as `max_bytes` needs them; return how many are in use.
 
     Args:
-        advance: Called with the bytes of input of every shard that is ready.
+        advance: Function to call with the input bytes of every shard that is ready.
 
     Raises:
         RuntimeError: A worker process died.
@@ -45,7 +45,7 @@ def complete_shards(
 
 
 def _ready_shards(work: ShardWork, shards: Iterator[list[Part]], *, workers: int) -> Generator[tuple[int, list[Part]]]:
-    """Yield each shard when its files are there, in any order, tokenising those that are not."""
+    """Yield each shard when its files exist, in any order, tokenising those that are missing."""
 
     def is_there(shard: tuple[int, list[Part]]) -> bool:
         return is_finished(work.directory, shard[0])

@@ -34,12 +34,12 @@ _BATCH_BYTES = 1 << 20
 
 
 class DamagedShard(ValueError):
-    """A shard that cannot be read."""
+    """Raised for a shard that cannot be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardWork:
-    """What a worker process needs for any shard, in a form that is cheap to send."""
+    """Settings that a worker process needs for any shard, in a form that is cheap to send."""
 
     source: str
     tokenizer: str
@@ -50,7 +50,7 @@ class ShardWork:
 
 @dataclass(frozen=True)
 class ShardRows:
-    """One row a document of a shard, in reading order; `positions` decide the split."""
+    """One row per document of a shard, in reading order; `positions` decide the split."""
 
     lengths: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
@@ -60,7 +60,7 @@ class ShardRows:
 
 
 def open_shards(directory: Path, plan_hash: str) -> None:
-    """Make the shards' directory, emptying it if another plan began it."""
+    """Make the shards' directory, emptying it if it belongs to another plan."""
     plan = directory / "plan"
     if directory.exists() and not (plan.exists() and plan.read_text() == plan_hash):
         notice(f"{directory}: begun with other settings or input files: starting over")
@@ -73,7 +73,7 @@ def open_shards(directory: Path, plan_hash: str) -> None:
 
 
 def cut(source: Source, *, max_documents: int, max_size: int) -> Iterator[list[Part]]:
-    """The parts of a source in lists of at most so many documents and bytes, or of one part."""
+    """Yield the parts of a source in lists of at most so many documents and bytes, or of one part."""
     shard: list[Part] = []
     documents = size = 0
     for part in source.parts(max_documents=max_documents, max_size=max_size):
@@ -87,7 +87,7 @@ def cut(source: Source, *, max_documents: int, max_size: int) -> Iterator[list[P
 
 
 def is_finished(directory: Path, shard: int) -> bool:
-    """Whether a shard has been made."""
+    """True if a shard has been made."""
     return _rows_path(directory, shard).exists()
 
 
@@ -95,7 +95,7 @@ def tokenize_shard(work: ShardWork, shard: int, parts: Sequence[Part]) -> None:
     """Read and tokenise one shard.
 
     Raises:
-        ValueError: The tokenizer's files are not those that the work began with, or the source is at fault.
+        ValueError: The tokenizer's files changed since the work began, or the source is at fault.
     """
     source, tokenizer = _loaded(work.source, work.tokenizer)
     if tokenizer.identity != work.tokenizer_identity:
@@ -128,7 +128,7 @@ def tokenize_shard(work: ShardWork, shard: int, parts: Sequence[Part]) -> None:
 
 
 def read_rows(directory: Path, shard: int) -> ShardRows:
-    """The rows of a finished shard.
+    """Read the rows of a finished shard.
 
     Raises:
         ValueError: The file is damaged.
@@ -148,7 +148,7 @@ def read_rows(directory: Path, shard: int) -> ShardRows:
 
 
 def open_tokens(directory: Path, shard: int, dtype: type[np.uint16 | np.int32], count: int) -> Ids:
-    """The ids of a finished shard, mapped, of which there are `count`.
+    """Open the `count` ids of a finished shard as a memory map.
 
     Raises:
         ValueError: The file is damaged.

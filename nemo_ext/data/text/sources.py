@@ -1,4 +1,4 @@
-"""Every kind of source by its name in a config: `{kind: jsonl, path: texts.jsonl, max_bytes: 8000000}`."""
+"""Registry of sources by their kind in a config: `{kind: jsonl, path: texts.jsonl, max_bytes: 8000000}`."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ def load_source(config: Mapping[str, object]) -> Source:
     """Build the source that `config["kind"]` names from the other keys, the fields of its class.
 
     Raises:
-        ValueError: Unknown kind or key (with the nearest known), missing key, value of the wrong type.
+        ValueError: A kind or key is unknown (with the nearest known), a key is missing, or a value has the wrong type.
     """
     kind = config.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
@@ -45,7 +45,7 @@ def load_source(config: Mapping[str, object]) -> Source:
 
 
 def _checked_value(name: str, value: object, expected: object) -> object:
-    """The value in the type that its dataclass field has."""
+    """Return the value in the type of its dataclass field."""
     if expected == tuple[str, ...]:
         items = [value] if isinstance(value, str) else value
         if isinstance(items, Sequence) and all(isinstance(item, str) for item in items):

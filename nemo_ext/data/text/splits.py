@@ -1,4 +1,4 @@
-"""The last pass over the shards of a stream: what is kept, and which of it is for training and for validation.
+"""Last pass over the shards of a stream: the documents to keep, and their split into training and validation.
 
 It sees every document in order, in one process, so the files are the same however the shards came to be.
 """
@@ -19,7 +19,7 @@ from nemo_ext.job.files import publish, unfinished
 
 @dataclass(frozen=True)
 class Selection:
-    """For each shard, which of its documents are kept and which of them are for validation; `size` in bytes."""
+    """Masks of the documents of each shard that are kept, and of those for validation; `size` in bytes."""
 
     kept: list[npt.NDArray[np.bool_]]
     validation: list[npt.NDArray[np.bool_]]
@@ -28,14 +28,14 @@ class Selection:
     full: bool
 
     def of(self, split: str) -> list[npt.NDArray[np.bool_]]:
-        """For each shard, which of its documents are in the split."""
+        """Masks of the documents of each shard that are in the split."""
         if split == "valid":
             return self.validation
         return [kept & ~held for kept, held in zip(self.kept, self.validation, strict=True)]
 
 
 def select(directory: Path, count: int, source: Source, validation_share: float) -> Selection:
-    """Go through the rows of all shards in order and decide what becomes of each document.
+    """Go through the rows of all shards in order and select the documents of each split.
 
     Raises:
         ValueError: There are no documents, or too much of the source is malformed.
@@ -74,17 +74,17 @@ def select(directory: Path, count: int, source: Source, validation_share: float)
 def write_splits(
     prefix: Path, directory: Path, selection: Selection, vocab_size: int, *, advance: Callable[[int], None]
 ) -> dict[str, SplitCounts]:
-    """Write the selected documents as Megatron's files and put these in place.
+    """Write the selected documents as Megatron's files and move these into place.
 
     Args:
-        advance: Called with the bytes of text that were written.
+        advance: Function to call with the number of bytes of text written.
     """
     dtype = ids_type(vocab_size)
     counts: dict[str, SplitCounts] = {}
     written: list[Path] = []
     for split in SPLITS:
         data, index = Path(f"{prefix}_{split}.bin"), Path(f"{prefix}_{split}.idx")
-        # In the shards' directory, which is removed in the end: a killed run leaves nothing else behind.
+        # In the shards' directory, which is removed at the end: a killed run leaves nothing else behind.
         lengths: list[npt.NDArray[np.int64]] = []
         text_bytes = 0
         with open(unfinished(directory / data.name), "wb") as file:
@@ -92,7 +92,7 @@ def write_splits(
                 rows = read_rows(directory, shard)
                 ends = np.concatenate(([0], np.cumsum(rows.lengths)))
                 stored = open_tokens(directory, shard, dtype, int(ends[-1]))
-                # Where a run of documents of this split begins and ends: most are long.
+                # Start and end of each run of documents of this split: most are long.
                 turns = np.flatnonzero(np.diff(flags, prepend=False, append=False))
                 for first, last in turns.reshape(-1, 2):
                     file.write(stored[ends[first] : ends[last]])

@@ -1,7 +1,7 @@
 """Tokenizers for making training data: UTF-8 bytes, or any Hugging Face `tokenizer.json`.
 
-Both turn text into ids without special tokens; whoever writes a document ends it with `eod`. A tokenizer is
-rebuilt in another process from `describe()`, and `identity` tells whether two of them give the same ids.
+Both turn text into ids without special tokens; the writer of a document ends it with `eod`. A tokenizer is
+rebuilt in another process from `describe()`, and two tokenizers with equal `identity` give the same ids.
 """
 
 import hashlib
@@ -23,9 +23,9 @@ COMMON_EOD = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 
 class ByteTokenizer:
-    """The 256 bytes are ids 0 to 255 and the end of a document is id 256: no file, no unknown text.
+    """Byte tokenizer: ids 0 to 255 are the bytes, id 256 is the end of a document. No file, no unknown text.
 
-    The same as Megatron's NullTokenizer with vocab_size 257, whose eod is the last id
+    Matches Megatron's NullTokenizer with vocab_size 257, whose eod is the last id
     (megatron/core/tokenizers/text/libraries/null_tokenizer.py).
     """
 
@@ -34,15 +34,15 @@ class ByteTokenizer:
     identity = "byte-257"
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text, without eod."""
+        """Encode each text, without eod."""
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(ids_type(self.vocab_size)) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids; eod is left out, and bytes that are not UTF-8 (a cut character) become U+FFFD."""
+        """Decode the ids; eod is left out, and bytes that are not UTF-8 (a cut character) become U+FFFD."""
         return bytes(token for token in ids if token != self.eod).decode(errors="replace")
 
     def describe(self) -> dict[str, object]:
-        """The mapping that `load_tokenizer` turns back into this tokenizer."""
+        """Mapping that `load_tokenizer` turns back into this tokenizer."""
         return {"kind": "byte"}
 
 
@@ -51,13 +51,13 @@ class HuggingFaceTokenizer:
 
     The file's own truncation, padding and added special tokens are switched off: a training document is never
     cut, and only `eod` is added. Text that spells a special token (`<|endoftext|>` in a web page) is encoded
-    as ordinary characters unless `parse_special_tokens`, which text with chat markers in it wants.
+    as ordinary characters unless `parse_special_tokens` is set, which text with chat markers needs.
 
     Args:
-        path: The file, or the directory that holds it.
+        path: Path of the file, or of the directory that holds it.
         eod: Name of the token that ends a document. Without it: `eos_token` of the tokenizer_config.json
-            beside the file, as Megatron and transformers have it, else the first of `COMMON_EOD` it has.
-        parse_special_tokens: Turn the names of special tokens in the text into these tokens.
+            beside the file, as in Megatron and transformers, else the first of `COMMON_EOD` that it has.
+        parse_special_tokens: True to turn the names of special tokens in the text into these tokens.
 
     Raises:
         ValueError: The file is missing or unreadable, or has no such end-of-document token.
@@ -80,18 +80,18 @@ class HuggingFaceTokenizer:
         self.identity = "huggingface-" + hashlib.sha256(content + b"\0" + options).hexdigest()[:16]
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text, without eod and other special tokens."""
-        # Batches of one keep to one core: how many are used is the caller's choice, by its number of processes.
+        """Encode each text, without eod and other special tokens."""
+        # Batches of one use one core: the caller chooses the number of cores by its number of processes.
         encodings = [self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0] for text in texts]
         return [np.array(encoding.ids, dtype=ids_type(self.vocab_size)) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids, as far as the tokenizer can restore it; eod is left out."""
+        """Decode the ids, as far as the tokenizer can restore the text; eod is left out."""
         kept = [int(token) for token in ids if token != self.eod]
         return self._tokenizer.decode(kept, skip_special_tokens=False)
 
     def describe(self) -> dict[str, object]:
-        """The mapping that `load_tokenizer` turns back into this tokenizer."""
+        """Mapping that `load_tokenizer` turns back into this tokenizer."""
         return {
             "kind": "huggingface",
             "path": str(self.path),
@@ -106,7 +106,7 @@ _KEYS: dict[str, tuple[str, ...]] = {"byte": (), "huggingface": ("path", "eod", 
 
 
 def named_tokenizer(name: str) -> dict[str, object]:
-    """What `load_tokenizer` wants of `byte`, or of the place of a Hugging Face tokenizer."""
+    """Config for `load_tokenizer` from `byte` or the path of a Hugging Face tokenizer."""
     return {"kind": "byte"} if name == "byte" else {"kind": "huggingface", "path": name}
 
 
@@ -114,7 +114,7 @@ def load_tokenizer(config: Mapping[str, object]) -> Tokenizer:
     """Build a tokenizer from `{"kind": "byte"}` or `{"kind": "huggingface", "path": ..., "eod": ...}`.
 
     Raises:
-        ValueError: Unknown kind or key, a value of the wrong type, or a file that cannot be used.
+        ValueError: A kind or key is unknown, a value has the wrong type, or a file cannot be used.
     """
     kind = config.get("kind")
     if not isinstance(kind, str) or kind not in _KEYS:
@@ -169,7 +169,7 @@ def megatron_arguments(tokenizer: Tokenizer, *, ids_only: bool = False) -> dict[
 
 
 def _read_tokenizer(path: Path) -> tuple["RustTokenizer", bytes]:
-    """The tokenizer in a file, and the file's bytes."""
+    """Read the tokenizer in a file; returns it and the file's bytes."""
     try:
         from tokenizers import Tokenizer as RustTokenizer
     except ImportError as error:
@@ -202,7 +202,7 @@ def _end_token(vocabulary: Mapping[str, int], path: Path, eod: str | None) -> st
 
 
 def _configured_eos(path: Path) -> str | None:
-    """`eos_token` of the tokenizer_config.json beside a tokenizer.json, if there is one."""
+    """Name of the `eos_token` in the tokenizer_config.json beside a tokenizer.json, or None."""
     beside = path.parent / "tokenizer_config.json"
     try:
         config = json.loads(beside.read_bytes())

@@ -1,6 +1,6 @@
 """Sources that read the user's own files.
 
-`jsonl` and `parquet` hold many records a file; of `text` and `tree` (a directory of source files) every file is a
+`jsonl` and `parquet` files hold many records each; in `text` and `tree` (a directory of source files) every file is one
 document.
 """
 
@@ -27,9 +27,9 @@ _SAMPLE_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class RecordSource(Source):
-    """Files with many records each. More than `max_bad_share` of malformed ones is an error.
+    """Files with many records each. A share of malformed ones above `max_bad_share` is an error.
 
-    path: One path or glob, or several.
+    path: Paths and globs.
     text_key: Key of the JSON object, or column of the table, that holds the text.
     """
 
@@ -41,15 +41,15 @@ class RecordSource(Source):
         return _named_files(self.path, self.kind)
 
     def check_files(self) -> None:
-        """Raises ValueError if a file is missing or, as far as is cheap to see, not of this kind."""
+        """Raises ValueError if a file is missing or, by a cheap check, not of this kind."""
         self.inputs()
 
     def records(self, part: Part, report: ReadReport) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Line or row number and content of every record of a part; what is none is counted as malformed."""
+        """Yield line or row number and content of every record of a part; malformed ones are counted."""
         raise NotImplementedError
 
     def place(self, part: Part, number: int) -> str:
-        """Where a record is, for people."""
+        """Place of a record, for messages."""
         raise NotImplementedError
 
     def finish(self, report: ReadReport) -> None:
@@ -64,7 +64,7 @@ class RecordSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class JsonlSource(RecordSource):
-    """One JSON object a line, plain, .gz or .zst (.zst needs pyarrow); blank lines are ignored.
+    """One JSON object per line, plain, .gz or .zst (.zst needs pyarrow); blank lines are ignored.
 
     Plain files are read by several workers at once, a compressed file by one.
     """
@@ -131,7 +131,7 @@ class JsonlSource(RecordSource):
 
 @dataclass(frozen=True, kw_only=True)
 class ParquetSource(RecordSource):
-    """One row a document, streamed by row group; a null counts as malformed. Needs pyarrow."""
+    """One document per row, streamed by row group; a null counts as malformed. Needs pyarrow."""
 
     kind: ClassVar[str] = "parquet"
 
@@ -226,7 +226,7 @@ class TextSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class TreeSource(Source):
-    """Files below a directory, one document a file; binary, undecodable and unreadable ones are counted.
+    """Files below a directory, one document per file; binary, undecodable and unreadable ones are counted.
 
     A glob is compared with the file's path below `path` (where `*` also crosses `/`) and with its name; an
     exclude glob also with every directory on the way. Links to directories are not followed.
@@ -257,7 +257,7 @@ class TreeSource(Source):
 
 
 def _named_files(patterns: Collection[str], kind: str) -> list[tuple[str, Path]]:
-    """Files behind paths and globs, each once, named by their path below their common directory."""
+    """Find the files of paths and globs, each once, named by their path below their common directory."""
     if not patterns:
         raise ValueError(f"{kind} source: path is empty: name at least one file")
     found: set[Path] = set()
@@ -279,7 +279,7 @@ def _named_files(patterns: Collection[str], kind: str) -> list[tuple[str, Path]]
 
 
 def walk(root: Path, takes: Callable[[str], bool], *, skip_directories: Collection[str]) -> list[tuple[str, Path]]:
-    """Files below `root` whose path below it is taken, as (that path, whole path), sorted."""
+    """List the files below `root` whose relative path `takes` accepts, as (relative path, path), sorted."""
     found = []
     for directory, names, files in os.walk(root):
         names[:] = [name for name in names if not matches(name, skip_directories)]
@@ -293,13 +293,13 @@ def walk(root: Path, takes: Callable[[str], bool], *, skip_directories: Collecti
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a path or its last part fits one of the globs."""
+    """True if a path or its last part matches one of the globs."""
     last = name.rsplit("/", 1)[-1]
     return any(fnmatch.fnmatchcase(text, pattern) for pattern in patterns for text in (name, last))
 
 
 def file_text(part: Part, report: ReadReport) -> str | None:
-    """Text of a UTF-8 file without its byte order mark, or None with the reason counted."""
+    """Read a UTF-8 file without its byte order mark; None if it cannot be read, with the reason counted."""
     report.records += 1
     try:
         data = Path(part.path).read_bytes()
@@ -324,7 +324,7 @@ def _json_object(line: bytes) -> tuple[dict[str, Any] | None, str]:
 
 
 def _readable_rows(batch: Any) -> list[dict[str, Any] | UnicodeDecodeError]:
-    """The rows of a batch, the error in place of one with text that is not UTF-8."""
+    """Rows of a batch, with the error in place of a row with text that is not UTF-8."""
     try:
         return cast(list[dict[str, Any] | UnicodeDecodeError], batch.to_pylist())
     except UnicodeDecodeError as error:
@@ -350,7 +350,7 @@ def _open_lines(path: str) -> IO[bytes]:
 
 
 def _whole_lines(file: IO[bytes], path: str) -> Iterator[bytes]:
-    """Lines of a file, with an error that names it when its compression is damaged."""
+    """Yield the lines of a file; raises ValueError with its name if its compression is damaged."""
     try:
         while line := file.readline():
             yield line

@@ -1,4 +1,4 @@
-"""What every filter is."""
+"""Base class of all filters."""
 
 import json
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ SETTINGS = ConfigDict(extra="forbid")
 
 
 class Drop(NamedTuple):
-    """Why a sample is left out.
+    """Reason why a sample is left out.
 
     Attributes:
         reason: a few words with hyphens, counted in reports.
-        detail: what was found, for an example in the report.
+        detail: text that was found, for an example in the report.
     """
 
     reason: str
@@ -37,14 +37,14 @@ class Text:
 
 
 class Texts:
-    """A sample with what several filters need of it, computed once."""
+    """A sample with values that several filters need, computed once."""
 
     def __init__(self, sample: Sample) -> None:
         self.sample = sample
 
     @cached_property
     def spoken(self) -> list[Text]:
-        """What user and assistant say, think and call, and what tools answer, in order, without empty texts."""
+        """Texts of user, assistant and tools in order: contents, reasoning and calls, without empty ones."""
         spoken = []
         for message in self.sample.messages:
             if message.reasoning:
@@ -58,17 +58,17 @@ class Texts:
 
     @cached_property
     def words(self) -> Words:
-        """The words of `spoken` as hashes."""
+        """Words of `spoken` as hashes."""
         return Words([text.text for text in self.spoken])
 
     @cached_property
     def said(self) -> list[int]:
-        """Which of `spoken` are the assistant's, without its calls."""
+        """Indices of `spoken` that are the assistant's, without its calls."""
         return [index for index, text in enumerate(self.spoken) if text.role == "assistant" and not text.is_call]
 
     @cached_property
     def calls(self) -> list[int]:
-        """Which of `spoken` are calls."""
+        """Indices of `spoken` that are calls."""
         return [index for index, text in enumerate(self.spoken) if text.is_call]
 
 
@@ -78,21 +78,21 @@ class Filter:
     name: ClassVar[str]
 
     def check(self) -> None:
-        """Find out before the work whether the settings can be used; files are read anew.
+        """Check before the work that the settings can be used; files are read again.
 
         Raises:
-            ValueError: naming the setting and what is wrong with it.
+            ValueError: a setting is wrong; the message names it.
         """
 
     def reads(self) -> list[Path]:
-        """Files that it judges by: with other content of these it judges otherwise."""
+        """Paths of the files whose content determines the filter's decisions."""
         return []
 
     def drop(self, texts: Texts) -> Drop | None:
-        """Why the sample is left out; None keeps it."""
+        """Reason why the sample is left out; None keeps it."""
         raise NotImplementedError
 
     def reason(self, sample: Sample) -> str | None:
-        """The reason alone."""
+        """Reason alone, without the detail; None if the sample is kept."""
         dropped = self.drop(Texts(sample))
         return dropped and dropped.reason

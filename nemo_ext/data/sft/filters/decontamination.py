@@ -1,7 +1,7 @@
-"""Samples that hold items of benchmarks: word n-grams shared with test sets.
+"""Decontamination: drops samples that share word n-grams with test sets.
 
-n-grams of 13 words are those of GPT-3 (arXiv 2005.14165, appendix C), 8 are also usual. An n-gram that many items
-share is a benchmark's own phrasing and is left out. An item shorter than an n-gram is looked for whole; one of fewer
+n-grams of 13 words are those of GPT-3 (arXiv 2005.14165, appendix C); 8 are also usual. An n-gram that many items
+share is a benchmark's own phrasing and is left out. An item shorter than an n-gram is searched for whole; one of fewer
 than `min_words` words only as a whole message of the user.
 """
 
@@ -29,15 +29,15 @@ Strings = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if i
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class TestSet:
-    """One benchmark's items.
+    """Items of one benchmark.
 
     Attributes:
-        name: in reports.
-        path: .txt (an item a line), .jsonl (also .gz, .zst) or .parquet files and globs.
-        keys: of a record's texts; empty: the first of `USUAL_KEYS` that it has.
+        name: name in reports.
+        path: .txt (one item per line), .jsonl (also .gz, .zst) or .parquet files and globs.
+        keys: keys of a record's texts; empty for the first of `USUAL_KEYS` that it has.
     """
 
-    __test__ = False  # pytest takes it for a test
+    __test__ = False  # keeps pytest from collecting it
 
     name: str
     path: Strings
@@ -46,14 +46,14 @@ class TestSet:
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class Decontamination(Filter):
-    """Overlap of user's and assistant's texts, calls included, with test sets.
+    """Filter for overlap of user's and assistant's texts, calls included, with test sets.
 
     Attributes:
-        test_sets: what must not be in the data.
-        ngram: words.
-        min_words: shorter items are compared with whole messages of the user only.
-        share: of an item's n-grams that a sample must hold; 0: one is enough.
-        common: n-grams of more items than this are left out.
+        test_sets: test sets that must not be in the data.
+        ngram: number of words of an n-gram.
+        min_words: number of words below which items are compared only with whole messages of the user.
+        share: share of an item's n-grams that a sample must hold; 0 if one is enough.
+        common: number of items above which an n-gram that they share is left out.
     """
 
     name: ClassVar[str] = "decontamination"
@@ -76,7 +76,7 @@ class Decontamination(Filter):
 
     @property
     def items(self) -> "Index":
-        """The n-grams of the test sets; made once in a process."""
+        """Index of the test sets; made once per process."""
         return _index(self)
 
     def drop(self, texts: Texts) -> Drop | None:
@@ -86,16 +86,19 @@ class Decontamination(Filter):
 
 @plain_dataclass(frozen=True)
 class Index:
-    """Items of test sets by their n-grams.
+    """Index of test sets' items by their n-grams.
 
     Attributes:
-        items: name of each, `gsm8k test.jsonl:12`.
+        items: name of each item, `gsm8k test.jsonl:12`.
         report: items read, those without text or words, and the n-grams left out.
-        length: words of an n-gram.
-        min_words: words of the beginnings of short items.
-        grams: [n-grams] sorted hashes, and `owners` the items, once for every item that has one.
-        sizes: [items] different n-grams of each that are in `grams`.
-        beginnings: [short texts] sorted hashes of their first words, `short` their items, and `lengths` in words.
+        length: number of words of an n-gram.
+        min_words: number of words of the beginnings of short items.
+        grams: [n-grams] sorted hashes, once for every item that has one.
+        owners: [n-grams] items of `grams`.
+        sizes: [items] number of different n-grams of each that are in `grams`.
+        beginnings: [short texts] sorted hashes of their first words.
+        short: [short texts] items of the texts.
+        lengths: [short texts] lengths of the texts, in words.
         wholes: (words, hash) of a short text -> item.
     """
 
@@ -112,7 +115,7 @@ class Index:
     wholes: dict[tuple[int, int], int]
 
     def found_in(self, texts: Texts, *, share: float) -> str | None:
-        """The first item that a sample holds enough of, or None."""
+        """Name of an item that the sample holds enough of, or None."""
         for index, text in enumerate(texts.spoken):
             words = texts.words.of(index)
             if text.role == "user" and 0 < len(words) < self.min_words and (item := self._whole(words)) is not None:
@@ -139,7 +142,7 @@ class Index:
         first, places = words.ngrams(self.min_words, texts=_judged(texts))
         for number in np.flatnonzero(_contains(self.beginnings, first)).tolist():
             beginning, place = first[number], int(places[number])
-            end = next(end for end in words.starts if end > place)  # of the text
+            end = next(end for end in words.starts if end > place)  # end of the text
             for entry in range(
                 int(np.searchsorted(self.beginnings, beginning)),
                 int(np.searchsorted(self.beginnings, beginning, side="right")),
@@ -155,7 +158,7 @@ def _judged(texts: Texts) -> list[int]:
 
 
 def _contains(known: Hashes, wanted: Hashes) -> npt.NDArray[np.bool_]:
-    """[wanted] whether each is among the sorted `known`."""
+    """Mask of the values that are among the sorted `known`, [wanted]."""
     return known[np.minimum(np.searchsorted(known, wanted), len(known) - 1)] == wanted
 
 
@@ -211,7 +214,7 @@ def _index(settings: Decontamination) -> Index:
 
 
 def _items(test_set: TestSet, report: ReadReport) -> Iterator[tuple[str, list[str]]]:
-    """Name and texts of every item."""
+    """Yield the name and texts of every item."""
     where = f"decontamination: test set {test_set.name}"
     if all(Path(path).suffix == ".txt" for path in test_set.path):
         for name, path in JsonlSource(path=test_set.path).inputs():

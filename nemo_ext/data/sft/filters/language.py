@@ -1,8 +1,8 @@
-"""Whether prompts, answers and traces are in the languages that they should be in, by py3langid.
+"""Language filter of prompts, answers and traces, by py3langid.
 
 Domyn-Small, SFT: "language filtering on prompts, answers, and reasoning traces based on pre-defined language tiers".
-Code, formulas, addresses and names (words with a capital) are left out, texts with too few letters are not judged, and
-only a confident judgement counts. Of long texts three pieces are looked at; most of them must be in another language.
+Code, formulas, addresses and names (words with a capital) are ignored, texts with too few letters are not judged, and
+only a confident judgement counts. Of long texts three pieces are examined; most of them must be in another language.
 """
 
 import re
@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from nemo_ext.data.sft.filters.base import SETTINGS, Drop, Filter, Text, Texts
 from nemo_ext.job.settings import nearest
 
-# What no identifier tells apart in a few sentences.
+# Languages that no identifier tells apart in a few sentences.
 CONFUSABLE: tuple[frozenset[str], ...] = tuple(
     map(
         frozenset,
@@ -48,7 +48,7 @@ _NOT_PROSE = re.compile(
 )
 _LONG = 3000
 
-# Frequent in English and rare elsewhere: most data are English, and this spares most of the library's time.
+# Words frequent in English and rare elsewhere: most data are English, and this spares most of the library's time.
 _ENGLISH = frozenset(
     re.findall(
         r"\w+",
@@ -63,15 +63,15 @@ Codes = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isi
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class Language(Filter):
-    """Language of user, assistant and traces; calls and what tools answer may be in any.
+    """Language of user, assistant and traces; calls and answers of tools may be in any.
 
     Attributes:
-        languages: ISO 639-1 codes that any sample may be in; empty: any.
-        by_source: name of a source -> the codes of its samples, instead of `languages`.
-        declared: a sample that says its language must be in it, whatever else is allowed; `en-GB` is `en`.
+        languages: ISO 639-1 codes that any sample may be in; empty for any.
+        by_source: name of a source -> codes of its samples, instead of `languages`.
+        declared: True if a sample that declares its language must be in it, whatever else is allowed; `en-GB` is `en`.
         confidence: least probability that a text is in none of its languages.
-        characters: looked at of a piece of text; more is surer and slower.
-        min_letters: a piece with fewer is not judged.
+        characters: number of characters of a piece of text that are examined; more is more reliable and slower.
+        min_letters: least number of letters of a piece that is judged.
     """
 
     name: ClassVar[str] = "language"
@@ -111,20 +111,20 @@ class Language(Filter):
         return None
 
     def _found(self, text: str, allowed: set[str]) -> str | None:
-        """The language that most of the text is in, if it is surely none of those allowed."""
+        """Language that most of the text is in, if it is confidently none of those allowed."""
         likely = _with_confusable(frozenset(allowed))
         prose = _FENCE.sub(" ", text) if "```" in text or "~~~" in text else text
         pieces = 1 if len(prose) < _LONG else 3
         others: list[str] = []
         for number in range(pieces):
-            # Code and formulas go later: the piece is taken twice as long.
+            # Code and formulas are removed later, so the piece is taken twice as long.
             middle = len(prose) * (2 * number + 1) // (2 * pieces)
             start = max(0, min(middle - self.characters, len(prose) - 2 * self.characters))
             piece = _NOT_PROSE.sub(" ", prose[start : start + 2 * self.characters])[: self.characters]
             if sum(map(str.isalpha, piece)) * _weight(piece) < self.min_letters:
                 continue
             code = "en" if "en" in likely and _is_english(piece) else _identifier().classify(piece)[0]
-            # Dialects share the probability: what counts is how little is left for what is allowed.
+            # Dialects share the probability: what counts is how little is left for the allowed languages.
             if code not in likely and _probability(piece, likely) <= 1 - self.confidence:
                 others.append(code)
             elif 2 * (len(others) + pieces - number - 1) <= pieces:
@@ -146,7 +146,7 @@ def _probability(piece: str, codes: frozenset[str]) -> float:
 
 
 def _weight(piece: str) -> int:
-    """A character of Chinese, Japanese or Korean says as much as several letters."""
+    """Weight of a character in letters: one of Chinese, Japanese or Korean counts as several."""
     return 4 if sum("\u3040" <= character <= "\ud7ff" for character in piece[:40]) > 10 else 1
 
 

@@ -1,4 +1,4 @@
-"""Samples that are too long or too short.
+"""Filter of samples that are too long or too short.
 
 Domyn-Small, SFT: "length filtering capped at 32,600 tokens to leave headroom for chat-template tokens".
 """
@@ -18,13 +18,13 @@ from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer, Tokenizer, load_
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class Length(Filter):
-    """Length of all that a sample says, tools and calls included, before a template adds its own.
+    """Length of all that a sample says, tools and calls included, before a template adds its markup.
 
     Attributes:
-        max_tokens: 32 600 is Domyn's, for sequences of 32 768; needs `tokenizer`.
-        max_characters: likewise in characters.
-        min_characters: least of the assistant's answers, all together.
-        tokenizer: as `nemo_ext.data.text.tokenizers.load_tokenizer` takes it: {kind: huggingface, path: ...}.
+        max_tokens: largest number of tokens (Domyn: 32 600, for sequences of 32 768); needs `tokenizer`.
+        max_characters: largest number of characters.
+        min_characters: least number of characters of the assistant's answers together.
+        tokenizer: config for `nemo_ext.data.text.tokenizers.load_tokenizer`: {kind: huggingface, path: ...}.
     """
 
     name: ClassVar[str] = "length"
@@ -57,7 +57,7 @@ class Length(Filter):
         characters = sum(map(len, parts))
         if self.max_characters is not None and characters > self.max_characters:
             return Drop("too-long", f"{characters} characters")
-        # A token is a byte at least, but for one that may begin a text, so short texts need not be tokenised.
+        # A token is at least a byte, except one that may begin a text, so short texts need not be tokenised.
         if self.max_tokens is not None and 4 * characters + len(parts) > self.max_tokens:
             if sum(len(part.encode()) + 1 for part in parts) <= self.max_tokens:
                 return None

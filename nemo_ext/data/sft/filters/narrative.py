@@ -1,9 +1,9 @@
-"""Patterns that speak for a nation, a party or a maker of models.
+"""Filter of texts that speak for a nation, a party or a model vendor.
 
 Nemotron 3 Nano, section 3.1.3: "we apply targeted keyword- and regex-based filters (e.g., patterns such as "our
 nation/party [...]", "our values") and remove all trajectories matching such behavior". The paper's list is not public:
-PAPER has what it quotes, lists of one's own come from files. Every pattern costs a search through the text; keywords,
-however many, cost one look-up a word.
+PAPER has what it quotes; further lists come from files. Every pattern costs a search through the text; keywords,
+however many, cost one look-up per word.
 """
 
 import re
@@ -34,7 +34,8 @@ class Narrative(Filter):
     Attributes:
         patterns: regular expressions, without regard to case; no references to groups.
         keywords: whole words and phrases, without regard to case and punctuation.
-        files: lists: .yaml with the keys `patterns` and `keywords`, or text with a pattern a line and # for comments.
+        files: files of lists: .yaml with the keys `patterns` and `keywords`, or text with one pattern per line and #
+            for comments.
     """
 
     name: ClassVar[str] = "narrative"

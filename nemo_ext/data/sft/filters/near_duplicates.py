@@ -1,10 +1,10 @@
-"""Samples that are nearly one another: MinHash sketches made by workers, and one pass that decides.
+"""Near duplicates: MinHash sketches made by workers, and one pass that decides.
 
-A sketch is made of the sample's word n-grams by rensa's R-MinHash: of all that is said, thought, called and answered by
-tools. System messages must be equal, not similar: one that a whole source shares would make all of it alike. A sketch's
-slots are joined to bands: two samples with an equal band are compared by the low byte of every slot (Li and König,
-b-Bit Minwise Hashing, 2010). 1 M sketches of 128 slots take 212 MB. Sketches of different versions of the library
-cannot be compared.
+A sketch is made by rensa's R-MinHash of the sample's word n-grams: of all contents, reasoning, calls and answers of
+tools. System messages must be equal, not similar: one that a whole source shares would make all of it alike. A
+sketch's slots are joined to bands: two samples with an equal band are compared by the low byte of every slot (Li and
+König, b-Bit Minwise Hashing, 2010). 1 M sketches of 128 slots take 212 MB. Sketches of different versions of the
+library cannot be compared.
 """
 
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ Samples = npt.NDArray[np.int64]
 
 @plain_dataclass(frozen=True)
 class Sketches:
-    """Of some samples, one row each.
+    """Sketches of samples, one row each.
 
     Attributes:
-        bands: [samples, bands] uint32; equal in two samples that may be near duplicates. 0 for one without words.
-        slots: [samples, slots] uint8 the low bytes of the MinHash.
+        bands: [samples, bands] uint32, equal in two samples that may be near duplicates; 0 for samples without words.
+        slots: [samples, slots] uint8, low bytes of the MinHash.
     """
 
     bands: npt.NDArray[np.uint32]
@@ -40,7 +40,7 @@ class Sketches:
 
     @staticmethod
     def joined(parts: "Sequence[Sketches]") -> "Sketches":
-        """Several, in their order."""
+        """Concatenate sketches, in order."""
         return Sketches(np.concatenate([part.bands for part in parts]), np.concatenate([part.slots for part in parts]))
 
 
@@ -49,13 +49,13 @@ class NearDuplicates:
     """Near duplicates by the estimated Jaccard similarity of their word n-grams. All numbers are (choice).
 
     Attributes:
-        threshold: least similarity.
-        ngram: words; a shorter text counts as one n-gram.
-        slots: of the MinHash; the estimate's error is about sqrt(threshold * (1 - threshold) / slots).
-        rows: slots a band. Fewer find more of what is just above the threshold, and compare more.
-        prompts: compare what the user says alone (after equal system messages), so that other answers to the same
-            prompt are duplicates too.
-        seed: of the hash functions.
+        threshold: least similarity of near duplicates.
+        ngram: number of words of an n-gram; a shorter text counts as one n-gram.
+        slots: number of slots of the MinHash; the estimate's error is about sqrt(threshold * (1 - threshold) / slots).
+        rows: number of slots per band. Fewer find more pairs just above the threshold, at the cost of more comparisons.
+        prompts: True to compare only the user's texts (after equal system messages), so that other answers to the same
+            prompt are duplicates, too.
+        seed: seed of the hash functions.
     """
 
     threshold: Annotated[float, Field(gt=0, le=1)] = 0.8
@@ -71,11 +71,11 @@ class NearDuplicates:
 
     @property
     def bands(self) -> int:
-        """Bands of a sketch."""
+        """Number of bands of a sketch."""
         return self.slots // self.rows
 
     def sketch(self, samples: Sequence[Texts]) -> Sketches:
-        """Sketches of some samples, a few hundred at a time."""
+        """Make the sketches of samples, best a few hundred at a time."""
         grams = [self._grams(texts) for texts in samples]
         ends = np.cumsum([0, *map(len, grams)], dtype=np.uint64)
         if not grams or not ends[-1]:
@@ -105,17 +105,18 @@ class NearDuplicates:
         return whole ^ np.uint64(digest(0, first.content))
 
     def duplicate_of(self, sketches: Sketches, *, order: Samples | None = None) -> Samples:
-        """[samples] the kept sample that each is a near duplicate of, or -1.
+        """Kept sample that each is a near duplicate of, or -1, [samples].
 
-        In order, a sample goes if one that was kept before shares a band with it and is similar enough. Of a band's
+        In order, a sample is dropped if an earlier kept one shares a band with it and is similar enough. Of a band's
         samples the first 64 kept are compared, which bounds the work where very many share a band by chance.
 
         Args:
-            order: [samples] positions in the order in which the first is kept; None is the order of the rows.
+            sketches: sketches of the samples.
+            order: [samples] samples in the order in which the first is kept; None for the order of the rows.
         """
         count = len(sketches.bands)
         order = np.arange(count) if order is None else order
-        # Equal slots that are not equal hashes: one in 256 of those that differ.
+        # One in 256 slots whose hashes differ is equal by chance.
         least = self.threshold + (1 - self.threshold) / 256
         found = np.full(count, -1, dtype=np.int64)
         starts, groups = _groups(sketches.bands)
@@ -144,14 +145,14 @@ class NearDuplicates:
 
 
 def first_of_each(ids: npt.NDArray[np.uint64]) -> Samples:
-    """[samples] the first sample with the id of each (a 64-bit digest of source and id), often the sample itself."""
+    """First sample with the id of each (a 64-bit digest of source and id), often the sample itself, [samples]."""
     _, first, number = np.unique(ids, return_index=True, return_inverse=True)
     found: Samples = first[number]
     return found
 
 
 def _groups(bands: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Which samples share a band: [samples + 1] where a sample's groups begin, and the groups' numbers."""
+    """Groups of samples that share a band: [samples + 1] start of each sample's groups, and the groups' numbers."""
     members, numbers = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
     first = 0
     for band in range(bands.shape[1]):

@@ -1,4 +1,4 @@
-"""The same words again and again: within a window, over the whole trajectory, or one character pattern in a row.
+"""Filter of repetition: n-grams within a window or over the whole trajectory, or one character pattern in a row.
 
 Nemotron 3 Nano, section 3.1.3: "We then aggressively filter reasoning traces exhibiting pathological repetition, such
 as repeated n-grams within a sliding window or across the entire trajectory". The paper gives no numbers.
@@ -21,16 +21,17 @@ Times = Annotated[int, Field(ge=2)]
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class Repetition(Filter):
-    """Repetition in what the assistant says and thinks; n-grams do not overlap themselves. All numbers are (choice).
+    """Repetition in the assistant's texts and reasoning, of non-overlapping n-grams. All numbers are (choice).
 
     A call is judged alone: calls of one tool begin alike.
 
     Attributes:
-        ngram: words of an n-gram.
-        window: words in which `window_times` is counted.
-        window_times: so many of the same n-gram within a window are too many; None does not look.
-        trajectory_times: likewise in all of the assistant's texts together, or in one call.
-        characters: so many bytes of a pattern of at most 8 bytes in a row are too many; None does not look.
+        ngram: number of words of an n-gram.
+        window: number of words of the window.
+        window_times: number of times the same n-gram within a window that are too many; None for no check.
+        trajectory_times: number of times in all of the assistant's texts together, or in one call, that are too many;
+            None for no check.
+        characters: number of bytes in a row of a pattern of at most 8 bytes that are too many; None for no check.
     """
 
     name: ClassVar[str] = "repetition"
@@ -68,9 +69,10 @@ def repeated(
 
     Args:
         grams: [n-grams] hashes.
-        places: [n-grams] of their first words, rising.
-        length: words of an n-gram.
-        window: words from the beginning of the first to the end of the last; None for any.
+        places: [n-grams] places of their first words, ascending.
+        length: number of words of an n-gram.
+        times: least number of occurrences.
+        window: largest number of words from the beginning of the first to the end of the last; None for any.
     """
     if len(grams) <= length * (times - 1):
         return None
@@ -81,7 +83,7 @@ def repeated(
         same &= at[times - 1 :] - at[: 1 - times] <= window - length
     if not same.any():
         return None
-    # Of each n-gram's places, the next that does not overlap, `times - 1` times: groups are kept apart on the axis.
+    # Jump from each place to its n-gram's next without overlap, `times - 1` times; the axis keeps n-grams apart.
     group = np.cumsum(np.concatenate([[0], sorted_grams[1:] != sorted_grams[:-1]]))
     axis = group * (int(places[-1]) + 2 * length) + at
     after = np.append(np.searchsorted(axis, axis + length), len(axis))
@@ -97,9 +99,9 @@ def repeated(
 
 
 def longest_run(text: str, least: int) -> int:
-    """Bytes of the longest stretch that repeats a pattern of at most 8 bytes, if `least` or more; else 0."""
+    """Length in bytes of the longest run of a pattern of at most 8 bytes, if `least` or more; else 0."""
     whole = text.encode()
-    # A stretch of `least` bytes covers one of these places, and there the next bytes come again within a period.
+    # A run of `least` bytes covers one of these places, and there the next bytes come again within a period.
     probes = range(0, len(whole) - _LONGEST_PERIOD, least // 2)
     ends = 2 * _LONGEST_PERIOD
     if not any(whole.find(whole[at : at + _LONGEST_PERIOD], at + 1, at + ends) >= 0 for at in probes):

@@ -1,4 +1,4 @@
-"""The filters of a job, applied in order; what is left out is counted by filter and reason."""
+"""The filters of a job, applied in order; dropped samples are counted by filter and reason."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from nemo_ext.data.sft.sources import Located
 from nemo_ext.data.text.documents import ReadReport
 from nemo_ext.job.settings import checked, nearest
 
-# In this order: what is cheap and certain comes first.
+# In this order: cheap and certain filters come first.
 FILTERS: tuple[type[Filter], ...] = (Structural, Length, Narrative, Repetition, Decontamination, Language)
 
 
 @dataclass(frozen=True)
 class Screen:
-    """Filters of samples, which can be sent to a worker."""
+    """Filters of samples, picklable for workers."""
 
     filters: tuple[Filter, ...]
 
@@ -32,11 +32,11 @@ class Screen:
             judge.check()
 
     def reads(self) -> list[Path]:
-        """Files that the filters judge by."""
+        """Paths of the files whose content determines the filters' decisions."""
         return [path for judge in self.filters for path in judge.reads()]
 
     def kept(self, located: Located, report: ReadReport) -> Texts | None:
-        """The sample with its words if no filter drops it, else None and the first reason is counted in `report`."""
+        """Return the sample with its words if no filter drops it; else None, and count the first reason in `report`."""
         report.records += 1
         texts = Texts(located.sample)
         for judge in self.filters:
@@ -49,10 +49,10 @@ class Screen:
 
 
 def load_filters(config: Mapping[str, Any]) -> Screen:
-    """Filters from a config: name -> settings; null leaves one out. They run in the order of `FILTERS`.
+    """Read filters from a config: name -> settings; null leaves one out. They run in the order of `FILTERS`.
 
     Raises:
-        ValueError: naming the filter and the key, with the nearest known one.
+        ValueError: a filter or key is wrong; the message names it, with the nearest known one.
     """
     kinds = {kind.name: kind for kind in FILTERS}
     for name in config:

@@ -1,4 +1,4 @@
-"""Conversations that cannot be right, whatever they say.
+"""Filter of malformed conversations and tool calls.
 
 Nemotron 3 Nano, section 3.1.3: "We first discard malformed examples using structural checks (e.g., missing tool
 definitions when tool calls are present)."
@@ -21,7 +21,7 @@ from nemo_ext.data.sft.filters.base import SETTINGS, Drop, Filter, Texts
 _TAGS = ("<think>", "</think>")
 _SHOWN = 80
 
-# After a call come its answers; a conversation may end with a call.
+# Roles that may follow each. A call is followed by its answers; a conversation may end with a call.
 _FOLLOWERS: dict[str, tuple[str, ...]] = {
     "start": ("user", "assistant"),
     "user": ("assistant",),
@@ -36,8 +36,8 @@ class Structural(Filter):
     """Broken conversations and tool calls.
 
     Attributes:
-        arguments: check the arguments of calls against the tool's JSON schema.
-        end_with_assistant: the last message must be the assistant's.
+        arguments: True to check the arguments of calls against the tool's JSON schema.
+        end_with_assistant: True if the last message must be the assistant's.
     """
 
     name: ClassVar[str] = "structural"
@@ -99,7 +99,7 @@ def _tools(sample: Sample, *, arguments: bool) -> Drop | None:
 
 
 def _answer(messages: tuple[Message, ...], index: int) -> Drop | None:
-    """What is wrong with a tool's message: it answers no call, or more than there are."""
+    """Drop for a tool's message that answers no call, or more calls than there are; None if it is right."""
     first = index
     while messages[first].role == "tool" and first > 0:
         first -= 1
@@ -114,7 +114,7 @@ def _answer(messages: tuple[Message, ...], index: int) -> Drop | None:
 
 
 def _problem(parameters: Any, arguments: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Reason and detail of what breaks the tool's schema, or makes it none."""
+    """Reason and detail if the arguments break the tool's schema or the schema is invalid; else None."""
     if not parameters:
         return None
     try:
@@ -133,4 +133,4 @@ def _validator(parameters: str) -> Any:
     schema = json.loads(parameters)
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     kind.check_schema(schema)
-    return kind(schema, registry=Registry())  # which looks nothing up on the network
+    return kind(schema, registry=Registry())  # looks nothing up on the network

@@ -1,7 +1,7 @@
 """Words and word n-grams as 64-bit hashes, the same in every process.
 
 A run of bytes or words hashes to a polynomial modulo 2**64, taken from prefix sums: numpy hashes all words of a text at
-once, and n-grams cost the same whatever their length. Two words or n-grams in practice never share a hash.
+once, and n-grams cost the same whatever their length. In practice, two words or n-grams never share a hash.
 """
 
 import re
@@ -15,7 +15,7 @@ import numpy.typing as npt
 Hashes = npt.NDArray[np.uint64]
 Places = npt.NDArray[np.int64]
 
-# Scripts that are written without spaces: Thai, Lao, Burmese, Khmer, Japanese, Chinese. Each character is a word.
+# Scripts written without spaces: Thai, Lao, Burmese, Khmer, Japanese, Chinese. Each character is a word.
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[^\W{_UNSPACED}]+|[{_UNSPACED}]")
 _ASCII_WORD = re.compile(r"\w+", re.ASCII)
@@ -28,18 +28,18 @@ _CHUNK = 1 << 16
 
 
 def words_of(text: str) -> list[str]:
-    """Words of a text in lower case, compatibility forms made one; punctuation is left out."""
+    """Words of a text in lower case, compatibility forms normalised (NFKC), without punctuation."""
     if text.isascii():
         return _ASCII_WORD.findall(text.lower())
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
 def word_hashes(text: str) -> Hashes:
-    """[words] one hash a word of `words_of`."""
+    """Hash of each word of `words_of`, [words]."""
     plain = text.lower() if text.isascii() else " ".join(words_of(text))
     hashes = []
     start = 0
-    while start < len(plain):  # long texts in pieces, so that the powers stay few
+    while start < len(plain):  # long texts in pieces, which bounds the number of powers
         end = start + _CHUNK
         while end < len(plain) and not plain[end].isspace():
             end += 1
@@ -51,18 +51,18 @@ def word_hashes(text: str) -> Hashes:
 
 
 def ngram_hashes(words: Hashes, length: int) -> Hashes:
-    """[max(0, words - length + 1)] hash of the `length` words that begin at each place."""
+    """Hash of the `length` words that begin at each place, [max(0, words - length + 1)]."""
     if len(words) < length:
         return np.empty(0, dtype=np.uint64)
     return _between(_sums(words), slice(None, len(words) - length + 1), slice(length, None))
 
 
 class Words:
-    """Words of several texts in a row.
+    """Words of several texts, concatenated.
 
     Attributes:
-        hashes: [words].
-        starts: [texts + 1] where each text begins.
+        hashes: [words] hashes of the words.
+        starts: [texts + 1] start of each text.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -74,14 +74,15 @@ class Words:
         self._running = _sums(self.hashes)
 
     def of(self, text: int) -> Hashes:
-        """The words of one text."""
+        """Words of one text."""
         return self.hashes[self.starts[text] : self.starts[text + 1]]
 
     def ngrams(self, length: int, *, texts: Collection[int] | None = None) -> tuple[Hashes, Places]:
         """Hashes of the n-grams and places of their first words, none across two texts.
 
         Args:
-            texts: only of these; None for all.
+            length: number of words of an n-gram.
+            texts: texts to take n-grams of; None for all.
         """
         chosen = range(len(self.starts) - 1) if texts is None else texts
         spans = [(self.starts[text], self.starts[text + 1] - length + 1) for text in chosen]
@@ -92,7 +93,7 @@ class Words:
 
 
 def _run_hashes(data: npt.NDArray[np.uint8]) -> Hashes:
-    """Hashes of the words in bytes."""
+    """Hashes of the words in UTF-8 bytes."""
     inside = np.zeros(len(data) + 2, dtype=bool)
     inside[1:-1] = _IN_WORD[data]
     edges = np.flatnonzero(inside[1:] != inside[:-1])
@@ -100,7 +101,7 @@ def _run_hashes(data: npt.NDArray[np.uint8]) -> Hashes:
 
 
 def _sums(values: Hashes) -> Hashes:
-    """[values + 1] running sums of the values times powers of the base."""
+    """Running sums of the values times powers of the base, [values + 1]."""
     sums = np.empty(len(values) + 1, dtype=np.uint64)
     sums[0] = 0
     if len(values):
@@ -110,10 +111,10 @@ def _sums(values: Hashes) -> Hashes:
 
 
 def _between(sums: Hashes, starts: Places | slice, ends: Places | slice) -> Hashes:
-    """Hashes of what lies between starts and ends, wherever it lies."""
+    """Hashes of the values between starts and ends, independent of their place."""
     _, inverses = _powers((len(sums) - 1).bit_length())
     hashes = (sums[ends] - sums[starts]) * inverses[starts]
-    # Low bits of a product depend on low bits alone: bring the high ones down.
+    # Low bits of a product depend only on low bits: mix the high ones into them.
     return (hashes ^ (hashes >> np.uint64(32))) * _MIX
 
 
