@@ -18,11 +18,11 @@ _ANSWER = "\ue000"  # of the private use area, so no template writes it
 
 @dataclass(frozen=True)
 class Prompts:
-    """A chat template as the adapter uses it.
+    """Chat template of the policy.
 
     Attributes:
-        template: of the model.
-        eos: the token that ends a response, which NeMo-RL has already when the next turn begins.
+        template: chat template of the model.
+        eos: end-of-sequence token of a response, which NeMo-RL already has when the next turn begins.
     """
 
     template: Template
@@ -30,7 +30,7 @@ class Prompts:
 
     @classmethod
     def load(cls, template: str, *, eos: str | None = None) -> "Prompts":
-        """By a template's name, its file, or the folder of a tokenizer.
+        """Load by a template's name, its file, or the folder of a tokenizer.
 
         Raises:
             ValueError: there is none.
@@ -60,9 +60,9 @@ class Prompts:
         return self._ending(sample, task.thinking)
 
     def in_mode(self, task: Task) -> Task:
-        """The task in the mode that its prompt asks for: where it says none and the template has modes, thinking.
+        """The task with its mode filled in: thinking, if it names no mode and the template has modes.
 
-        Rewards of formats want to know.
+        Format rewards need the mode.
         """
         if task.thinking is not None:
             return task
@@ -72,12 +72,12 @@ class Prompts:
     def continuation(
         self, answers: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], thinking: bool | None
     ) -> tuple[str, bool]:
-        """What stands between a response and the next one, and whether it ends inside a trace.
+        """Text between a response and the next one, and whether it ends inside a trace.
 
         Args:
             answers: the tools' messages.
-            tools: that are declared.
-            thinking: the mode asked for.
+            tools: declared tools.
+            thinking: requested mode.
         """
         before = (Message(role="user", content="-"), Message(role="assistant", content=_ANSWER))
         sample = Sample(id="continuation", messages=(*before, *answers), tools=tuple(tools))

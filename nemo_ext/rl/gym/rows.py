@@ -22,10 +22,10 @@ _ROLES: Mapping[str, Role] = {"system": "system", "developer": "system", "user":
 
 
 def to_gym(task: Task, *, thinking_key: str = "enable_thinking") -> dict[str, Any]:
-    """A task's row.
+    """Row of a task.
 
     Args:
-        thinking_key: the variable of the model's chat template that turns reasoning on and off, which Gym's vllm_model
+        thinking_key: variable of the model's chat template that turns reasoning on and off, which Gym's vllm_model
             passes on for tasks that ask for a mode.
     """
     parameters: dict[str, Any] = {"input": [item for message in task.prompt for item in _items(message)]}
@@ -44,7 +44,7 @@ def of_gym(row: Mapping[str, Any], environment: str) -> Task:
     """The task of a row, ours or Gym's own.
 
     Args:
-        environment: of the server that the row is sent to.
+        environment: environment of the server that the row is sent to.
 
     Raises:
         ValueError: naming the key; a row of another environment.
@@ -81,7 +81,7 @@ def messages(given: Any) -> tuple[Message, ...]:
     """The messages of OpenAI's Responses input.
 
     Raises:
-        ValueError: naming the item that is none, or holds something else than text.
+        ValueError: naming the item that is not a message, or holds anything but text.
     """
     if isinstance(given, str):
         return (Message(role="user", content=given),)
@@ -149,7 +149,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _gym_reference(row: Mapping[str, Any], environment: str, tools: Any) -> Mapping[str, Any]:
-    """What a row of one of Gym's own servers says, in our words."""
+    """Our reference for a row of one of Gym's own servers."""
     for keys, made in _GYM.get(environment, ()):
         if all(row.get(key) is not None for key in keys):
             return made(row)
