@@ -1,7 +1,7 @@
-"""An algorithm for NeMo-RL: changes to the example config of the installed version, and what our adapter adds to it.
+"""An algorithm for NeMo-RL: changes to the example config of the installed version, and additions of our adapter.
 
-`Checkout.config` makes the whole master config of them, and `nemo_ext.rl.nemo_rl.run` trains with it and the adapter's.
-Which version does what is asked of its sources (`nemo_ext.rl.nemo_rl.checkout`), never of a number.
+`Checkout.config` makes the complete master config of them, and `nemo_ext.rl.nemo_rl.run` trains with it and the
+adapter. Features of a version are read from its sources (`nemo_ext.rl.nemo_rl.checkout`), never from its number.
 """
 
 from collections.abc import Mapping
@@ -20,20 +20,20 @@ ALL = 1_000_000
 
 
 def section_of(algorithm: Algorithm) -> Section:
-    """Which of NeMo-RL's master configs an algorithm is for."""
+    """Section of NeMo-RL's master config for an algorithm."""
     return "grpo" if isinstance(algorithm, PolicyGradient) else "dpo"
 
 
 def render(
     algorithm: Algorithm, checkout: Checkout, *, backend: Backend = "megatron", precision: Precision | None = None
 ) -> Rendered:
-    """The algorithm as changes to `checkout.config(section_of(algorithm))`.
+    """Render the algorithm as changes to `checkout.config(section_of(algorithm))`.
 
     Args:
-        algorithm: see `nemo_ext.rl.algorithms`.
-        checkout: the version that it is for.
-        backend: that trains; both sections of optimisers are in NeMo-RL's configs, one is read.
-        precision: of generation and training; None leaves it to NeMo-RL's configs.
+        algorithm: algorithm; see `nemo_ext.rl.algorithms`.
+        checkout: NeMo-RL version to render for.
+        backend: training backend; NeMo-RL's configs have optimizer sections for both and read one.
+        precision: precision of generation and training; None leaves it to NeMo-RL's configs.
 
     Raises:
         ValueError: there is no such backend.
@@ -55,7 +55,7 @@ def render(
 
 
 class _Draft:
-    """Settings in the making; a key that the version lacks is noted, with the nearest."""
+    """Draft of the settings; a key that the version lacks is noted with the nearest."""
 
     def __init__(self, checkout: Checkout, algorithm: Algorithm) -> None:
         self.keys = checkout.keys(section_of(algorithm))
@@ -253,7 +253,7 @@ def _optimizer(draft: _Draft, algorithm: Algorithm, backend: Backend) -> None:
 
 
 def _torch_schedule(algorithm: Algorithm, last: float) -> list[dict[str, Any]]:
-    """NeMo-RL's list for torch's SequentialLR."""
+    """Scheduler list in NeMo-RL's form for torch's SequentialLR."""
     schedule, warmup = algorithm.schedule, algorithm.warmup
     if schedule.kind == "constant":
         after = ("ConstantLR", {"factor": 1.0, "total_iters": _FOREVER})

@@ -1,8 +1,8 @@
-"""Processes that are killed when they take too long, for libraries that nothing else stops.
+"""Worker processes that are killed at a time limit, for libraries that nothing else stops.
 
-A signal handler does not run while C code computes (a power of large integers, a regular expression), and works in the
-main thread alone, where engines do not call verifiers. Here the kernel's own timer ends the process, so that the limit
-holds whatever runs. Workers import what they need once and serve many calls; a new one takes a killed one's place.
+A signal handler does not run while C code computes (a power of large integers, a regular expression), and works only in
+the main thread, where engines do not call verifiers. Here the kernel's own timer ends the process, so that the limit
+always holds. Workers import what they need once and serve many calls; a new one replaces a killed one.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class WorkerError(Exception):
 
 
 class TimeLimitError(WorkerError):
-    """It did not give one in time."""
+    """A worker gave no result in time."""
 
 
 class _Worker:
@@ -59,7 +59,7 @@ class _Worker:
         self._unread = b""
 
     def receive(self, seconds: float) -> Any:
-        """The next message; raises TimeLimitError or, at the end of the process, EOFError."""
+        """Read the next message; raises TimeLimitError or, at the end of the process, EOFError."""
         assert self.process.stdout is not None
         deadline = time.monotonic() + seconds
         poll = select.poll()
@@ -87,7 +87,7 @@ class _Worker:
                 pipe.close()
 
     def kill(self) -> int:
-        """End it; its exit status."""
+        """Kill the process; returns its exit status."""
         self.process.kill()
         self.release()
         return self.process.wait()
@@ -100,17 +100,17 @@ class WorkerPool:
     killed. A forked child and an unpickled copy have workers of their own.
 
     Attributes:
-        time_limit: seconds of each call, from when a worker takes it.
+        time_limit: seconds for each call, from when a worker takes it.
     """
 
     def __init__(self, function: str, *, time_limit: float, workers: int | None = None, memory: int = 4096) -> None:
         """
         Args:
-            function: `module:name`; it takes and gives what JSON can say. If the module has a function `prepare`, each
-                worker calls it once before it counts as started: for imports that take long.
-            time_limit: as the attribute.
-            workers: processes at most; None for one per core that this process may use, eight at most.
-            memory: address space of each, in MiB.
+            function: `module:name` of a function that takes and returns JSON values. If the module has a function
+                `prepare`, each worker calls it once before it counts as started: for slow imports.
+            time_limit: seconds for each call.
+            workers: maximum number of processes; None for one per core that this process may use, eight at most.
+            memory: address space of each worker, in MiB.
 
         Raises:
             ValueError: a number that is not positive.
@@ -131,11 +131,11 @@ class WorkerPool:
         return _unpickled, (self._function, self.time_limit, self._workers, self._memory)
 
     def call(self, *arguments: Any) -> Any:
-        """What the function gives for these arguments. Waits for a free worker, however long that takes.
+        """Call the function with these arguments. Waits for a free worker, however long that takes.
 
         Raises:
-            TimeLimitError: it took longer than the time limit.
-            WorkerError: it raised, or its process ended or did not start; the text says which.
+            TimeLimitError: the call took longer than the time limit.
+            WorkerError: the function raised, or its process ended or did not start; the text says which.
         """
         with self._free:
             worker = self._borrow()
@@ -166,7 +166,7 @@ class WorkerPool:
         self._end = weakref.finalize(self, _end, self._alive, os.getpid())
 
     def _forked(self) -> None:
-        """In a forked child: leave the parent its workers, and its ends of the pipes to itself."""
+        """In a forked child: forget the parent's workers and close the inherited ends of their pipes."""
         self._end.detach()
         for worker in self._alive:
             worker.release()
@@ -246,7 +246,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _serve(function: str, memory: int) -> None:
-    """A worker's life: import, say so, answer until there is nobody to answer to."""
+    """Main loop of a worker: import, report it, answer until the parent is gone."""
     parent = os.getppid()
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nowhere = os.open(os.devnull, os.O_RDWR)

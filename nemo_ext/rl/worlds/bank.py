@@ -185,7 +185,7 @@ def update_address(database: Database, customer_id: Id, address: Text) -> Any:
 
 
 def build(seed: int) -> dict[str, dict[str, dict[str, Any]]]:
-    """The tables of a seed."""
+    """Build the tables of a seed."""
     random = generator(seed, "bank")
 
     def number(low: int, high: int) -> int:
@@ -246,11 +246,11 @@ def environment(*, max_turns: int = 5, style: Style = "any") -> Environment:
     """The environment `bank`.
 
     Args:
-        max_turns: responses in one conversation at most; five in Domyn-Small, section 4.4.
-        style: of calls in raw text; see `nemo_ext.chat.tool_calls`.
+        max_turns: maximum number of responses in one conversation; five in Domyn-Small, section 4.4.
+        style: style of calls in raw text; see `nemo_ext.chat.tool_calls`.
 
     Raises:
-        ValueError: a setting that is none.
+        ValueError: invalid setting.
     """
     return world_environment(WORLD, max_turns=max_turns, style=style)
 
