@@ -154,7 +154,7 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Optimizer:
-    """AdamW."""
+    """Settings of AdamW."""
 
     learning_rate: Positive
     betas: tuple[Share, Share] = (0.9, 0.999)

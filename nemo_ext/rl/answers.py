@@ -5,9 +5,9 @@ import unicodedata
 from collections.abc import Mapping
 
 MAX_CHOICE = 10_000
-"""Longest text that is taken for a choice, in characters."""
+"""Maximum length in characters of a text that is taken for a choice."""
 
-# One pass over the tokens that matter; an escaped character is none of them.
+# One pass over the tokens that matter; escaped characters are skipped.
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _MARKER = re.compile(
     r"(?:\banswer|\bchoice|\boption(?:[ \t]selected)?)[*_]{0,3}[ \t]*(?::|=|\bis\b)[*_]{0,3}:?"
@@ -98,7 +98,7 @@ def named_choices(text: str, choices: Mapping[str, str | None]) -> set[str]:
     if len(text) > MAX_CHOICE:
         return set()
     inner = _unwrap(text)
-    # An upper-case letter is a choice's, whatever the choices' texts are.
+    # A single upper-case letter names its choice, whatever the choices' texts are.
     if len(inner) == 1 and inner in choices:
         return {inner}
     named = _by_text(text, choices)

@@ -126,11 +126,11 @@ class Episodes:
 
     Args:
         config: `name` of the environment and its `settings`; `reward`, see `nemo_ext.rl.rewards.named.reward_of`;
-            `tool_style`, what calls are written in; `concurrency`, verifications at once.
-        prompts: the model's chat template; an environment with several turns needs it.
+            `tool_style`, format of the calls; `concurrency`, number of concurrent verifications.
+            prompts: chat template of the model, required for environments with several turns.
 
     Raises:
-        ValueError: a key is not known or holds what it may not.
+        ValueError: unknown key or invalid value.
     """
 
     def __init__(self, config: Mapping[str, Any], prompts: Prompts | None = None) -> None:
@@ -147,7 +147,7 @@ class Episodes:
         count = config.get("concurrency")
         slots = CONCURRENCY if count is None else checked_whole("concurrency", count, least=1)
         self._threads = ThreadPoolExecutor(slots, thread_name_prefix=config["name"])
-        # Of all calls: an engine may hand over one response at a time.
+        # Shared by all calls: an engine may pass one response at a time.
         self._at_once = asyncio.Semaphore(slots)
         self._references = References(self.environment.check)
         self._tally = Tally()
@@ -184,7 +184,7 @@ class Episodes:
         return self._rewarded(turn.following, replace(turn, verdict=verdict, observation="", following=None))
 
     def take_metrics(self) -> dict[str, float]:
-        """Metrics since this was last called."""
+        """Metrics since the last call."""
         tally, self._tally = self._tally, Tally()
         return tally.metrics()
 
@@ -245,7 +245,7 @@ class Episodes:
         if not episode.task.tools:
             return response
         parsed = parse_tool_calls(response.answer, self._tool_style, episode.task.tools)
-        # Where some of it cannot be read, the verifier must see that.
+        # If a call cannot be read, the verifier must see that.
         if parsed.problems or not parsed.calls:
             return response
         return replace(response, answer=parsed.answer, tool_calls=parsed.calls)

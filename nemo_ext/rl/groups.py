@@ -88,7 +88,7 @@ def check_judges(environments: Iterable[Environment], group: Mapping[str, Any]) 
 
 
 def length_controlled(members: Sequence[Member], control: LengthControl) -> tuple[float, ...]:
-    """Rewards of verifiers in place of a judge's, with lengths controlled within the group."""
+    """Rewards of verifiers instead of a judge, with lengths controlled within the group."""
     given = control_lengths(
         [member.reward for member in members],
         thinking_lengths=[member.thinking_tokens for member in members],

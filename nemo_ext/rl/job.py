@@ -67,7 +67,7 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         ValueError: naming each key, what it was and what it is.
     """
     changed = differing(*({key: config.get(key) for key in SAME} for config in (before, now)))
-    # Where a file's share is bounded by epochs, more steps are another plan from the first step on.
+    # If a file's share is bounded by epochs, more steps change the plan from the first step on.
     bounded = any(key.endswith("cap_epochs") for key in flat((now.get("tasks") or {}).get("train") or {}))
     kept = {
         key: change

@@ -35,7 +35,7 @@ _KEYS = (
     "total_seconds",
     "concurrency",
 )
-# What a server answers that another attempt may mend: time-outs, conflicts, too many requests, its own failures.
+# Status codes worth another attempt: time-outs, conflicts, too many requests, server failures.
 _AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _MAX_BYTES = 8 << 20
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
@@ -248,7 +248,7 @@ def _again(error: BaseException) -> bool:
 
 
 def _wait(state: "RetryCallState") -> float:
-    """Exponential with full jitter, so that a server that came back is not asked by all at once."""
+    """Exponential backoff with full jitter, so that a recovered server is not asked by all at once."""
     from tenacity import wait_random_exponential
 
     failed = state.outcome.exception() if state.outcome else None
@@ -272,7 +272,7 @@ def _text(body: bytes) -> str:
         content, ended = choice["message"]["content"], choice.get("finish_reason")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise _Failed("an answer that is no chat completion") from None
-    # What it would have ended with is not known, and a quotation may be where it was cut.
+    # The intended ending is unknown, and the text may have been cut inside a quotation.
     if ended == "length":
         raise _Failed("an answer that was cut off: give it more max_tokens")
     if isinstance(content, list):
@@ -284,7 +284,7 @@ def _text(body: bytes) -> str:
 
 def _refusal(status: int, content: bytes, key: str) -> str:
     problem = f"HTTP {status}"
-    # What a server says of a bad key may hold part of it.
+    # A server's message about a bad key may contain part of it.
     if status in (401, 403):
         return problem
     said = " ".join(content.decode(errors="replace").split())

@@ -181,7 +181,7 @@ class PlannedTasks:
         return sorted({name for file in self._files for name in file.environments})
 
     def every_task(self) -> Iterator[tuple[str, Task]]:
-        """Each task once, with the file it is in."""
+        """Each task once, with the path of its file."""
         for file in self._files:
             for row in range(len(file)):
                 yield str(file.path), file[row]
@@ -189,7 +189,7 @@ class PlannedTasks:
     def _slots(self, step: int) -> npt.NDArray[np.int64]:
         """Stream index of each prompt of a step, `[prompts]`."""
         streams = np.repeat(np.arange(len(self.names)), self.quotas[step])
-        # Streams are mixed within a step, for what a later shard of the batch sees.
+        # Streams are mixed within a step, since the batch may be sharded later.
         return (
             generator(self._seed, "tasks", "step", str(step)).permutation(streams) if len(self.names) > 1 else streams
         )

@@ -1,7 +1,7 @@
-"""Prompts as a model reads them, and what it reads between its turns, by its chat template.
+"""Prompts and texts between turns as a model reads them, rendered by its chat template.
 
-NeMo-RL tokenises observations as they are, without a chat template: an environment with tools must write the frame of
-its messages itself, the end of the response before them included.
+NeMo-RL tokenizes observations as they are, without a chat template: an environment with tools must itself write the
+template's text around its messages, including the end of the response before them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,10 +39,10 @@ class Prompts:
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Any) -> "Prompts":
-        """The template that a Hugging Face tokenizer brings.
+        """Chat template of a Hugging Face tokenizer.
 
         Raises:
-            ValueError: it brings none.
+            ValueError: the tokenizer has none.
         """
         source = getattr(tokenizer, "chat_template", None)
         if not isinstance(source, str):
@@ -51,7 +51,7 @@ class Prompts:
         return cls(Template("of the tokenizer", source, special), tokenizer.eos_token)
 
     def prompt(self, task: Task) -> tuple[str, bool]:
-        """The text before the first response, and whether it ends inside a trace.
+        """Text before the first response, and whether it ends inside a trace.
 
         Raises:
             ValueError: the template refuses the task.
@@ -82,12 +82,12 @@ class Prompts:
         before = (Message(role="user", content="-"), Message(role="assistant", content=_ANSWER))
         sample = Sample(id="continuation", messages=(*before, *answers), tools=tuple(tools))
         text, opened = self._ending(sample, thinking)
-        # The last one, should a template repeat messages.
+        # Take the last one, in case a template repeats messages.
         following = text.rpartition(_ANSWER)[2]
         return following.removeprefix(self.eos) if self.eos else following, opened
 
     def _ending(self, sample: Sample, thinking: bool | None) -> tuple[str, bool]:
-        # A task without a mode is of a model without modes, or leaves it to the template.
+        # A task without a mode is for a model without modes, or leaves the mode to the template.
         mode = True if thinking is None else thinking
         text = self.template.render(sample, thinking=mode, add_generation_prompt=True).text
         return text, text.rstrip().endswith(OPEN)

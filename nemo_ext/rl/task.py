@@ -1,4 +1,4 @@
-"""A prompt to train on by reinforcement, with what its verifier needs to know."""
+"""An RL task: a prompt with the data that its verifier needs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -139,7 +139,7 @@ def run(config: Mapping[str, Any]) -> str:
     """Write the folder; the same command again writes the same.
 
     Returns:
-        What to do with it: the command that starts the first server.
+        Instructions: the command that starts the first server.
 
     Raises:
         ValueError: naming the key, what it holds and what it may hold; a task that no server verifies.

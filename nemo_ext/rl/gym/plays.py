@@ -52,12 +52,12 @@ class Play:
     replies: dict[str, Reply] = field(default_factory=dict)
 
     def step(self, answered: Answered, identity: str) -> Reply:
-        """Carry out a response; it is over when the world has nothing to say, or after the last turn."""
+        """Carry out a response; the conversation ends when the world has no reply, or after the last turn."""
         if identity in self.replies:
             return self.replies[identity]
         self.turns += 1
         response, outputs = answered.response, [(key, f"Error: {why}") for key, why in answered.unreadable.items()]
-        # With no call that can be read, the text beside it is not for the user.
+        # If no call can be read, the text beside the calls is not for the user.
         said = self.conversation.step(response) if response.tool_calls or not outputs else ()
         outputs += [(message.tool_call_id, message.content) for message in said if message.tool_call_id]
         observation = "\n\n".join(message.content for message in said if not message.tool_call_id)

@@ -39,7 +39,7 @@ def read_answer(answered: Mapping[str, Any], *, thinking_opened: bool = False) -
     said = "".join(text for item in output if _is_said(item) for text in _texts(item, "content"))
     if trace.strip():
         ends = f"\n{CLOSE}\n" if said.strip() or calls or finished else ""
-        # Not `parse_response`: a tag that the trace quotes must not make an answer of the rest of it.
+        # Not `parse_response`: a closing tag quoted in the trace must not turn the rest of it into an answer.
         response = Response(text=f"{OPEN}\n{trace}{ends}{said}", thinking=trace.strip(), answer=said.strip())
     else:
         response = parse_response(said, thinking_opened=thinking_opened)

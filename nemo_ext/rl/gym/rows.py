@@ -1,4 +1,4 @@
-"""Tasks as rows of NeMo Gym's data, and what Gym's own rows say in our environments' words.
+"""Tasks as rows of NeMo Gym's data, and Gym's own rows as tasks of our environments.
 
 A row is {responses_create_params: {input, tools, ...}, verifier_metadata: {id, environment, domain, reference,
 thinking}}; the prompt is OpenAI's Responses input. Rows of Gym's own servers are read where an environment here does
@@ -93,7 +93,7 @@ def messages(given: Any) -> tuple[Message, ...]:
             read = read_openai_calls([item])
             if read.problems:
                 raise ValueError(f"{where}: {read.problems[0]}")
-            # Calls that follow one another are one message's.
+            # Consecutive calls belong to one message.
             if made and made[-1].tool_calls:
                 last = made.pop()
                 made.append(Message(role="assistant", content=last.content, tool_calls=last.tool_calls + read.calls))
@@ -115,7 +115,7 @@ def messages(given: Any) -> tuple[Message, ...]:
 
 
 def check_listed(given: Any, where: str) -> list[Mapping[str, Any]]:
-    """The items, if they are mappings in a list.
+    """Check that the items are mappings in a list, and return them.
 
     Raises:
         ValueError: naming `where`.
@@ -162,7 +162,7 @@ def _math(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"answer": row["expected_answer"]}
 
 
-# How mcqa's grading_mode looks for the answer, and our format that looks there.
+# mcqa's grading_mode -> our format that looks for the answer in the same place.
 _MCQA = {
     "strict_single_letter_boxed": "letter",
     "lenient_boxed": "boxed",

@@ -40,7 +40,7 @@ from nemo_ext.rl.task import Task
 from nemo_ext.rl.verdict import Verdict
 
 _MANY_TURNS = 10_000  # of tools that are called one by one: the agent's max_steps ends them
-# What Gym itself writes into a server's config.
+# Keys that Gym itself writes into a server's config.
 _GYM_KEYS = ("verified", "verified_url", "description", "value", "datasets", "license")
 
 
@@ -81,7 +81,7 @@ class VerifierConfig(OwnConfig):
 
 
 class VerifyRequest(BaseVerifyRequest):
-    """A row with the response to it."""
+    """A row and the response to it."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -158,7 +158,7 @@ class VerifierServer(SimpleResourcesServer):
         return VerifyResponse(**{**given, **outcome, "tool_outputs": turns})
 
     async def reset(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
-        """Begin a rollout whose turns come to `step`."""
+        """Begin a rollout whose turns are passed to `step`."""
         self._begin(request, body, self._environment)
         return {"observation": None, "info": {}}
 

@@ -106,7 +106,7 @@ class Checkout:
         return made
 
     def _read_from(self, name: str) -> frozenset[str]:
-        """Keys that the modules in `nemo_rl/models` read from a mapping of this name; some are in no type or example."""
+        """Keys that modules in `nemo_rl/models` read from a mapping of this name; some are in no type or example."""
         found = set[str]()
         for file in sorted((self.root / "nemo_rl" / "models").rglob("*.py")):
             text = file.read_text(encoding="utf-8")
@@ -128,7 +128,7 @@ class Checkout:
                 if missing := self.keys(section).missing(path):
                     raise ValueError(f"nemo_rl.{path}: this version has {missing}")
         merged = OmegaConf.merge(OmegaConf.load(self._example(section)), *(dict(change) for change in changes))
-        # NeMo-RL registers its own resolvers when it is imported, and fails if there is one of the same name.
+        # NeMo-RL registers its own resolvers when it is imported, and fails if one of the same name exists.
         ours = not OmegaConf.has_resolver("mul")
         if ours:
             OmegaConf.register_new_resolver("mul", lambda a, b: a * b)

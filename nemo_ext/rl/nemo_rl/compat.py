@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 from nemo_ext.rl.job import SAVE_BY
 
-# What grpo.setup returns, in order. 0.5 and 0.6:
+# Return values of grpo.setup, in order. 0.5 and 0.6:
 _TEN = "policy policy_generation cluster dataloader val_dataloader loss_fn logger checkpointer grpo_save_state config"
 # 0.7 and later:
 _THIRTEEN = (
@@ -247,7 +247,7 @@ def is_async(config: Any) -> bool:
 
 
 def create_environment(name: str, config: Mapping[str, Any]) -> Any:
-    """Start the actor of a registered environment; 0.5 wants the settings of all environments, by name."""
+    """Start the actor of a registered environment; 0.5 takes the settings of all environments, by name."""
     create = _module("nemo_rl.environments.utils").create_env
     all_of_them = "env_configs" in inspect.signature(create).parameters
     return create(name, {name: dict(config)} if all_of_them else dict(config))
@@ -256,7 +256,7 @@ def create_environment(name: str, config: Mapping[str, Any]) -> Any:
 def baseline_modules() -> list[ModuleType]:
     """Modules that import `calculate_baseline_and_std_per_prompt` into their own namespace."""
     modules = [grpo()]
-    # 0.6 and later compute advantages in a module of their own.
+    # 0.6 and later compute advantages in a separate module.
     if importlib.util.find_spec("nemo_rl.algorithms.advantage_estimator") is not None:
         modules.append(_module("nemo_rl.algorithms.advantage_estimator"))
     return modules

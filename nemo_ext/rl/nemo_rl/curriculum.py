@@ -1,9 +1,9 @@
 """A `data.custom_dataloader` for NeMo-RL: batches of a curriculum whose domains are separate datasets.
 
-A single dataset whose records name their environment (NeMo-Gym's) needs none of this: it trains on `curriculum.jsonl` with
-`data.shuffle=false`. Datasets with a processor and environment each are read by a dataloader each, and NeMo-RL (0.6 and
-later) asks a function for the next batch. `next_batch` draws from each as many prompts as the curriculum's step has of
-it, in the curriculum's order, so that the batches are those of `curriculum.jsonl`.
+A single dataset whose records name their environment (NeMo-Gym's) needs none of this: it trains on `curriculum.jsonl`
+with `data.shuffle=false`. Datasets with a processor and environment each are read by a dataloader each, and NeMo-RL
+(0.6 and later) asks a function for the next batch. `next_batch` draws from each as many prompts as the curriculum's
+step has of it, in the curriculum's order, so that the batches are those of `curriculum.jsonl`.
 
 It keeps no state: which step comes next follows from the position of the first prompt that it draws. NeMo-RL saves
 the dataloaders' positions in its checkpoints, so a resumed run goes on with the step after them.

@@ -32,7 +32,7 @@ class TaskEnvironment(EnvironmentInterface):
             count tokens: `tokenizer`, a Hugging Face name or folder, and `max_tokens`, at which a response was cut off.
 
     Raises:
-        ValueError: a key is not known or holds what it may not.
+        ValueError: unknown key or invalid value.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -80,7 +80,7 @@ class TaskEnvironment(EnvironmentInterface):
         return batch, self.take_metrics()
 
     def take_metrics(self) -> dict[str, float]:
-        """Metrics since this was last called."""
+        """Metrics since the last call."""
         return self._episodes.take_metrics()
 
     def shutdown(self) -> None:

@@ -115,7 +115,7 @@ def leave_model(
         config: config of the job, for `trust_remote_code`.
     """
     if _noted(run_dir) != _record(step, master, section):
-        # A model that is there is of other steps; gone first, so that beside the note there is no other's.
+        # An existing model is from other steps; remove it first, so that none stands beside a note that is not its own.
         shutil.rmtree(run_dir / MODEL, ignore_errors=True)
         write_text(run_dir / FINISHED, json.dumps(_record(step, master, section)) + "\n")
     best = chosen(saved_in(Path(master["checkpointing"]["checkpoint_dir"])), master["checkpointing"])

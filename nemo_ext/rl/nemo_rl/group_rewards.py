@@ -85,7 +85,7 @@ class Groups:
             count = int(valid.sum())
             if count < 2:
                 continue
-            # In float64, since a group's mean is subtracted from rewards that may be nearly it.
+            # In float64, since a group's mean is subtracted from rewards that may be nearly equal to it.
             own = rewards[group].double()
             total = own[valid].sum()
             others = (total - own * valid) / (count - valid.double()) if self.leave_one_out else total / count

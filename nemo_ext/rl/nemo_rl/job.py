@@ -116,7 +116,7 @@ def _save_format(policy: Mapping[str, Any], checkout: Checkout) -> dict[str, Any
     if not dtensor.get("enabled"):
         return {}
     if not dtensor.get("_v2"):
-        # Its first version has one format, and insists that none is named.
+        # DTensor's first version has one format, and requires that none is named.
         return {"checkpointing": {"model_save_format": None}}
     if checkout.converts_dtensor_v2:
         return {"checkpointing": {"model_save_format": "torch_save"}}

@@ -51,7 +51,7 @@ def _generation(precision: Precision, algorithm: Algorithm, backend: str, has: H
     put("precision_plan.default", f"{GENERATION}.precision", "fp8")
     ignored = list(precision.high)
     if plan.recipe == "mxfp8" and has(f"{GENERATION}.is_mx"):
-        # By vLLM's ModelOpt path, which leaves nothing out by itself (NeMo-RL's recipes name lm_head and mlp.gate).
+        # vLLM's ModelOpt path excludes nothing by itself (NeMo-RL's recipes name lm_head and mlp.gate).
         ignored += precision.never
         put("precision_plan.recipe", f"{GENERATION}.is_mx", True)
         # MXFP8 has no others; not to say so is an error in NeMo-RL.

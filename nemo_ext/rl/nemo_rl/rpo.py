@@ -60,14 +60,14 @@ class RPOLoss(_DPOLoss):
             raise ValueError(f"rpo.eta must be a number above 0, not {eta!r}")
         if distance not in get_args(Distance):
             raise ValueError(f"rpo.distance: unknown {distance!r}: {nearest(str(distance), get_args(Distance))}")
-        # What its constructor takes differs between versions.
+        # The arguments of its constructor differ between versions.
         self.__dict__.update(vars(loss))
         self.eta = float(eta)
         self.distance: Distance = distance
         self._true_rewards: torch.Tensor | None = None
 
     def _dpo_loss(self, inputs: torch.Tensor, data: Mapping[str, Any], *arguments: Any, **keywords: Any) -> Any:
-        # A copy carries the rewards, since only the rewards' owner knows which microbatch is under way.
+        # A copy carries the rewards of this microbatch to `_preference_loss`.
         loss = copy.copy(self)
         loss._true_rewards = data[REWARDS]
         return super(RPOLoss, loss)._dpo_loss(inputs, data, *arguments, **keywords)

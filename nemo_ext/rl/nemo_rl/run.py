@@ -52,14 +52,14 @@ def run(config: Mapping[str, Any]) -> End:
     """Train to the end of the run, resuming it if its checkpoint directory has a checkpoint.
 
     Args:
-        config: `algorithm`, one of ALGORITHMS; `nemo_rl`, a master config of the installed NeMo-RL (for GRPO or DPO,
-            whole, as plain mappings); `template`, a chat template (see `Template.load`; the tokenizer's own if None).
+        config: `algorithm`, one of ALGORITHMS; `nemo_rl`, a complete master config of the installed NeMo-RL (for GRPO
+            or DPO, as plain mappings); `template`, a chat template (see `Template.load`; the tokenizer's own if None).
 
-            GRPO and RLOO: `tasks` with `train` (see `data.plan_tasks`) and `validation` (`path`); `environments`, for
-            each name what `environment.TaskEnvironment` takes; `tool_style`; `advantage` and `group`, see
-            `group_settings.groups_of`.
+            GRPO and RLOO: `tasks` with `train` (see `nemo_ext.rl.plan.plan_tasks`) and `validation` (`path`);
+            `environments`, settings of `environment.TaskEnvironment` by name; `tool_style`; `advantage` and `group`,
+            see `group_settings.groups_of`.
 
-            DPO and RPO: `pairs` with `train` and, if wanted, `validation` (paths) and `rendered` (they hold text);
+            DPO and RPO: `pairs` with `train` and optionally `validation` (paths) and `rendered` (they hold text);
             for RPO `rpo` with `eta` and `distance`.
 
     Returns:
@@ -101,7 +101,7 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> 
     if dynamic:
         spare = steps * grpo["dynamic_sampling_max_gen_batches"]
     elif compat.is_async(master):
-        # Its collector loses what is under way when the data end, and the training waits for it without end.
+        # Its collector loses unfinished batches when the data end, and the training then waits for them forever.
         spare = grpo["async_grpo"]["max_trajectory_age_steps"] + 2
     prompts = int(grpo["num_prompts_per_step"] * (grpo.get("batch_multiplier") or 1))
     train = plan_tasks(config["tasks"]["train"], steps=steps, prompts=prompts, spare=spare)
@@ -131,7 +131,7 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> 
     ]
     compat.with_generation(master, tokenizer)
     environments = {PREFIX + name: compat.create_environment(PREFIX + name, given) for name, given in settings.items()}
-    # Actors of their own, so that the metrics of training and validation stay apart.
+    # Separate actors, so that the metrics of training and validation stay apart.
     of_validation = [] if validation is None else validation.environments()
     judges = {PREFIX + name: compat.create_environment(PREFIX + name, settings[name]) for name in of_validation}
     try:
@@ -260,7 +260,7 @@ def _processed(tasks: PlannedTasks, names: Mapping[str, Any], tokenizer: Any, pr
     datasets = importlib.import_module("nemo_rl.data.datasets")
     spec = importlib.import_module("nemo_rl.data.interfaces").TaskDataSpec
     processors = {PREFIX + name: (spec(task_name=PREFIX + name), processor) for name in names}
-    # 0.5 copies a default's settings to all, later versions want none.
+    # 0.5 copies the default's settings to all tasks; later versions need none.
     default = spec(task_name="nemo_ext")
     return datasets.AllTaskProcessedDataset(
         Records(tasks, PREFIX), tokenizer, default, processors, max_seq_length=length
@@ -286,7 +286,7 @@ def _end(ready: compat.Ready, logged: int, steps: int, clocks: Sequence[Any]) ->
     """
     config, step = ready.config, logged
     if compat.setting(config, "checkpointing", "enabled"):
-        # Whichever way a loop ends, it saves its last step.
+        # However a loop ends, it saves its last step.
         saved = saved_in(Path(compat.setting(config, "checkpointing", "checkpoint_dir")))
         step = saved[-1].step if saved else 0
     told = any(clock.last_saved for clock in clocks)

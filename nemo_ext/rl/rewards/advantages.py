@@ -49,7 +49,7 @@ def group_advantages(
     centred = np.where(flat, 0.0, given - given.mean(axis=-1, keepdims=True))
     if size == 1:
         return centred
-    # The mean of the others is the group's mean less this deviation over size - 1.
+    # The mean of the others is the group's mean minus this deviation over size - 1.
     advantages = centred * (size / (size - 1)) if baseline == "leave_one_out" else centred
     if normalise == "none":
         return advantages

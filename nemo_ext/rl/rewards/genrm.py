@@ -17,7 +17,7 @@ from nemo_ext.rl.quotation import nonce, plain, quote
 from nemo_ext.rl.rewards.comparison import Judgement
 from nemo_ext.rl.rewards.components import Reward
 
-# What NeMo Gym shows in place of an empty answer; chat templates skip empty messages or fail on them.
+# NeMo Gym's text in place of an empty answer; chat templates skip empty messages or fail on them.
 _EMPTY = "None"
 _KEYS = ("score_1", "score_2", "ranking")
 # Without braces inside, so that it is found in linear time.

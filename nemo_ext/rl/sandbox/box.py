@@ -143,7 +143,7 @@ class Nursery:
                     try:
                         socket.send_fds(self._started(), [b"+"], [inside.fileno()])
                     except ConnectionError:
-                        # Somebody has ended it; a second one may live.
+                        # The interpreter was ended from outside; a second one may live.
                         self._stop()
                         socket.send_fds(self._started(), [b"+"], [inside.fileno()])
             except OSError as error:
@@ -158,7 +158,7 @@ class Nursery:
 
     def _started(self) -> socket.socket:
         if self._host is not None and self._owner != os.getpid():
-            # This process is a fork of the one whose it is.
+            # This process is a fork of the nursery's owner.
             self._host.close()
             self._host = self._process = None
         if self._host is None:
@@ -211,7 +211,7 @@ class Box:
             directory = os.path.join(self._outer, "tmp") if self._outer else ""
             if directory:
                 os.mkdir(directory, 0o700)
-                # The directory's own name is out of a program's reach; it may pass, not read.
+                # Programs cannot learn the directory's own name: they may pass through the outer folder, not list it.
                 os.chmod(self._outer, 0o711)
             header = {
                 "directory": directory,
@@ -274,7 +274,7 @@ class Box:
         seconds = max(limit.wall_seconds for limit in limits) + _GRACE_SECONDS
         try:
             while taken < len(given):
-                # One ahead, if it fits into the socket's buffer: neither side may wait in the middle of sending.
+                # Send one ahead if it fits into the socket's buffer: neither side may block in the middle of sending.
                 while sent <= taken or (sent == taken + 1 < len(given) and len(given[sent]) < _SENT_AHEAD):
                     header = {"operation": "run", "limits": limits[sent].record()}
                     self._send(header, [given[sent]], seconds)
@@ -355,7 +355,7 @@ main()
 
 def _environment() -> dict[str, str]:
     """Environment of the interpreter; from this process it takes only the library path."""
-    # Python's sets of texts have the same order in every run.
+    # A fixed hash seed gives sets of strings the same order in every run.
     environment = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     if "LD_LIBRARY_PATH" in os.environ:
         environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]

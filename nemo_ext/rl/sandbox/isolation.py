@@ -8,7 +8,7 @@ KINDS = ("auto", "namespaces", "processes")
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed; what a program does never raises it."""
+    """The sandbox itself failed; programs never cause this error."""
 
 
 class BusyError(SandboxError):
@@ -22,7 +22,7 @@ class Isolation:
     Attributes:
         namespaces: True if it has its own process, mount, network, IPC and host name namespaces; its root has
             system folders, the interpreter, and nothing of a user's.
-        own_user: True if no other process has its user ID, so it can neither read this user's private files nor
+        own_user: True if nothing else runs under its user ID, so it can neither read this user's private files nor
             signal its processes.
         network: namespace (there is none), filter (the kernel refuses sockets), open.
         system_call_filter: True with a seccomp filter; only x86_64 and aarch64 have one here.

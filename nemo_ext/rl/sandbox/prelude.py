@@ -35,11 +35,11 @@ _STARS = (
 _WHOLE = tuple(module for module in _STARS if module != "typing")
 _WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+([A-Za-z_][\w., \t]*)", re.ASCII | re.MULTILINE)
-# Importing these says or opens something.
+# Importing these prints or opens something.
 _LOUD = {"antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "test"}
 _LIBRARIES = {"numpy"}
-# What leaves a process as it was, so that it may run again on the next test; sets of names, not a barrier: a program
-# that gets round it meets its own leavings, and expected outputs are nowhere in reach in any case.
+# Modules that leave a process as it was, so that it may run again on the next test. These names are no barrier: a
+# program that gets round them only meets its own leavings, and expected outputs are out of reach in any case.
 _TIDY = {"__future__", "abc", "array", "bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal"}
 _TIDY |= {"enum", "fractions", "functools", "heapq", "io", "itertools", "json", "math", "numbers", "numpy", "operator"}
 _TIDY |= {"os", "queue", "random", "re", "statistics", "string", "sys", "time", "typing"}
@@ -87,6 +87,6 @@ def _star_names() -> Mapping[str, str]:
     for module in _STARS:
         found = importlib.import_module(module)
         exported = getattr(found, "__all__", None) or [name for name in vars(found) if not name.startswith("_")]
-        # What is built in stays what it is.
+        # Built-in names are not overridden.
         names |= {name: module for name in exported if not hasattr(builtins, name)}
     return names

@@ -159,13 +159,13 @@ class Sandbox:
             # Told last: who has a result finds nothing of it left, and its place free.
             self._gate.leave()
             with contextlib.suppress(InvalidStateError):
-                # An event loop that has ended meanwhile has cancelled it.
+                # The event loop may have ended meanwhile and cancelled it.
                 if failure is None:
                     done.set_result(result)
                 else:
                     done.set_exception(failure)
 
-        # A daemon: a host that ends does not wait for programs, and their supervisors see that it is gone.
+        # A daemon thread: a host that ends does not wait for programs, and their supervisors see that it is gone.
         threading.Thread(target=run, name="sandbox", daemon=True).start()
         try:
             return await asyncio.shield(asyncio.wrap_future(done))

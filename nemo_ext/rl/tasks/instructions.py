@@ -27,7 +27,7 @@ _FORBIDDEN = ("never", "very", "beautiful", "problem", "suddenly", "amazing", "h
 _ENDINGS = ("That is all for today.", "Thank you for reading.", "Let me know what you think.")
 _CAPITALS = ("NORTH", "SOUTH", "EAST", "WEST")
 
-# Of each set one at most.
+# At most one rule of each set is drawn.
 _ALTERNATIVES: tuple[tuple[str, ...], ...] = (
     ("keywords:existence",),
     ("keywords:frequency",),

@@ -280,7 +280,7 @@ def tasks(
         raise ValueError(f"style must be function, stdin or none, not {style!r}")
     for index in range(count):
         chosen = level_of(index, level, LEVELS)
-        # A turn of all levels in one style, then one in the other.
+        # A round of all levels in one style, then one in the other.
         turn = index // (LEVELS if level is None else 1)
         asked: Style = style or ("function" if turn % 2 == 0 else "stdin")
         random = generator(seed, "programs", chosen, index)
@@ -309,7 +309,7 @@ def _task(id: str, kind: _Kind, number: int, style: Style, tests: int, random: n
     while len(calls) < tests:
         args = kind.draw(random, number)
         expected = function(*args)
-        # Inputs differ, and no one answer is right for most of them.
+        # Inputs differ, and no single answer is correct for most of them.
         same = sum(other == expected for _, other in calls)
         if random.random() < 0.002 or (all(args != other for other, _ in calls) and same < _MOST_SAME * tests):
             calls.append((args, expected))

@@ -97,7 +97,7 @@ def _flat(random: np.random.Generator, kind: str, *, properties: int) -> tuple[d
 
 
 def _words(kind: str, made: Mapping[str, Any]) -> str:
-    """The object as sentences."""
+    """Description of the object in sentences."""
     sentences = [f"There is a {kind}."]
     for name, value in made.items():
         shown = name.replace("_", " ")

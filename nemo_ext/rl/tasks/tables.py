@@ -25,7 +25,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Names in the first column, whole numbers in the others, no number twice in a column."""
+    """Table with names in the first column and integers in the others, no number twice in a column."""
 
     kind: str
     names: tuple[str, ...]
@@ -40,7 +40,7 @@ class Table:
 
 
 Question = tuple[str, str, Sequence[str]]
-"""The question, its answer, and candidates for wrong choices."""
+"""Question, its answer, and candidates for wrong choices."""
 
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:

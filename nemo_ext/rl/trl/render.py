@@ -161,7 +161,7 @@ def _grpo(draft: _Draft, algorithm: PolicyGradient) -> None:
         draft.settings |= {
             "vllm_importance_sampling_mode": f"{correction.level}_{how}",
             "vllm_importance_sampling_clip_max": correction.cap,
-            # TRL wants a bound; ratios are never below 0.
+            # TRL requires a bound; ratios are never below 0.
             "vllm_importance_sampling_clip_min": correction.floor or (0.0 if correction.cap is None else None),
         }
 
@@ -238,7 +238,7 @@ def _optimizer(draft: _Draft, algorithm: Algorithm) -> None:
     elif schedule.epochs is not None:
         draft.settings["num_train_epochs"] = float(schedule.epochs)
     if validation.every is not None:
-        # Whether there is something to validate on only the adapter knows: it sets eval_strategy.
+        # Only the adapter knows if there are validation data: it sets eval_strategy.
         draft.settings |= {"eval_steps": validation.every * updates, "save_steps": validation.every * updates}
     draft.settings["eval_on_start"] = False
     draft.adapter["validation"] = {"every": validation.every, "at_start": validation.at_start}

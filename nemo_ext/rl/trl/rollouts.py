@@ -79,7 +79,7 @@ class Rollouts:
         """Prompt text of a task.
 
         Raises:
-            ValueError: another task with a different environment or reference has the same text, by which tasks are found.
+            ValueError: another task, verified differently, has the same text, by which tasks are found.
         """
         text, opened = self.prompts.prompt(task)
         known = self._begun.get(text)
@@ -129,7 +129,7 @@ class Rollouts:
             going = [index for index in range(len(texts)) if index not in ended]
             room = {index: self.tokens - len(tokens[index]) for index in going}
             made = generate([prompts[index] + tokens[index] for index in going], max(room.values()))
-            # A long conversation takes no other's room.
+            # A long conversation does not reduce the room of the others.
             made = [ids[: room[index]] for index, ids in zip(going, made, strict=True)]
             for index, ids in zip(going, made, strict=True):
                 tokens[index] += ids
@@ -143,7 +143,7 @@ class Rollouts:
                     continue
                 read = self.encoded([turn.observation])[0]
                 if not end or len(tokens[index]) + len(read) >= self.tokens:
-                    # Neither a response that was cut off nor a full context has a next turn; the state is what it is.
+                    # No next turn after a cut-off response or with a full context; the state stays as it is.
                     ended[index] = self._closed(turn)
                     continue
                 tokens[index] += read

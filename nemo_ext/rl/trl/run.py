@@ -53,14 +53,14 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
 
 
 def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phases) -> bool:
-    """As `run`; False if there was nothing left to do."""
+    """Train as `run` does; returns False if there was nothing left to do."""
     # Threads that spin while they wait take the verifiers' cores; read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         transformers, trainers = import_module("transformers"), import_module("nemo_ext.rl.trl.trainers")
     except ImportError as error:
         raise ValueError(f"engine=trl: {error}: pip install 'nemo_ext[trl]'") from None
-    # What TRL and transformers say to each other of names that change is not the user's to mend.
+    # Deprecation warnings between TRL and transformers are not for the user to fix.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers|trl")
     transformers.utils.logging.disable_progress_bar()
     run_dir = Path(config["run_dir"])
@@ -74,7 +74,7 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if config["template"] is not None:
-        # The model that the run leaves is asked as it was trained.
+        # The exported model gets the chat template it was trained with.
         tokenizer.chat_template = Template.load(config["template"]).source
     micro_batch = gcd(algorithm.batch, config["micro_batch"])
     rendered = render(algorithm, micro_batch=micro_batch, by_adapter=BY_ADAPTER)

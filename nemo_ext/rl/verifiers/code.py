@@ -342,7 +342,7 @@ def _call(test: Any, where: str) -> Test:
         raise ValueError(f"{where}.kwargs must be a mapping of names, not {kwargs!r}")
     try:
         given = json.dumps({"args": list(args), "kwargs": dict(kwargs)}, allow_nan=False)
-        # What JSON makes of it, tuples as lists for example: that is what a result is compared with.
+        # Results are compared with the JSON form, with tuples as lists for example.
         expected = json.loads(json.dumps(test["expected"], allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{where}: args, kwargs and expected must be values of JSON: {error}") from None

@@ -20,7 +20,7 @@ from typing import Any
 
 RELATIONS = ("less than", "at least")
 OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-# Those of IFEval's data, and others that py3langid tells apart.
+# Languages of IFEval's data, and others that py3langid tells apart.
 LANGUAGES = (
     *("ar", "bg", "bn", "cs", "da", "de", "el", "en", "es", "et", "fa", "fi", "fr", "gu", "he", "hi", "hr", "hu", "id"),
     *("it", "ja", "kn", "ko", "lt", "lv", "mk", "ml", "mr", "ne", "nl", "no", "pa", "pl", "pt", "ro", "ru", "sk", "sl"),
@@ -110,7 +110,7 @@ def _same(one: str, other: str) -> bool:
 
 
 def _parts(text: str, divider: str) -> list[str] | None:
-    """Parts between dividers; None if one in the middle is empty."""
+    """Parts of a text between dividers; None if one in the middle is empty."""
     parts = [part.strip() for part in text.split(divider)]
     if not all(parts[1:-1]):
         return None

@@ -21,7 +21,7 @@ MAX_CHARACTERS = 100_000
 MOST_WORDS = 30
 """Maximum number of words of a phrase to repeat."""
 
-# What no text has: control characters other than white space, halves of surrogate pairs.
+# Characters that no text has: control characters other than white space, lone surrogates.
 _NO_TEXT = re.compile("[\x00-\x08\x0e-\x1f\x7f\ud800-\udfff]")
 
 

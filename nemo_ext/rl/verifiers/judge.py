@@ -110,7 +110,7 @@ def question(answer: str, reference: Reference) -> str:
 
 
 def parse_verdict(text: str, *, correct: str = CORRECT, incorrect: str = INCORRECT) -> bool | None:
-    """Verdict from the label that begins the last line after the judge's trace; None if there is not exactly one.
+    """True or False by the label that begins the last line after the judge's trace; None unless there is just one.
 
     Labels above it do not count: a judge may quote what the candidate wrote. Markdown around a label is allowed.
 

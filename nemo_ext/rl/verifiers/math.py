@@ -37,19 +37,19 @@ _TAKES_DIGITS = re.compile(r"\\[dtc]?frac\s|\\[dt]?binom\s|\\begin")
 _DEGREES = re.compile(r"\^?\s*(?:\\degree(?![A-Za-z])|°)")
 _INFINITY = re.compile(r"∞|(?<![\\A-Za-z])infinity(?![A-Za-z])")
 _MIXED = re.compile(r"(?<![0-9.,/^_{}])([0-9]{1,20}) ([0-9]{1,20})/([0-9]{1,20})(?![0-9./])")
-# Of several, math-verify drops what is between the first and the last.
+# With several units, math-verify drops everything between the first and the last.
 _UNIT_IN_TEXT = re.compile(
     r"([0-9]\}*)(?:\s|\\[ ,;])*\\(?:text|mathrm)\s*\{(?!\s*(?:and|or)\b)[^{}0-9%]*\}(?:\^[23]|\^\{[23]\})?"
     r"(?=\s*(?:[,;)\]]|\\\}|\\text|$))"
 )
 _AND_IN_TEXT = re.compile(r"\\text\s*\{[^{}0-9]*\b(?:and|or)\s*\}")
-# Those that math-verify does not know; the others it drops itself.
+# Units that math-verify does not know; it drops the others itself.
 _UNIT = re.compile(
     r"(?<=[0-9])\s*(?:[kcdm]m(?:\^[23]|\^\{[23]\})|dollars?|euros?|(?<=\s)(?:[kc]?m|mi)/(?:h|min|s))\s*$"
 )
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 
-# A value as one writes it: a number, fraction, mixed or scientific number, with a unit, or a name.
+# A value in plain notation: a number, fraction, mixed or scientific number, with a unit, or a name.
 _NUMBER = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _VALUE = re.compile(
     rf"(?:[+-]|\\pm|\\mp)?\s*(?:(?:{_NUMBER}\s*\\times\s*)?10\s*\^\s*[+-]?[0-9]+"
@@ -69,7 +69,7 @@ _WORDS = re.compile(r"[A-Za-z ]*[A-Za-z] *[A-Za-z][A-Za-z ]*")
 _REASON = re.compile(r",?\s(?:since|because)\b")
 _SYMBOL = re.compile(r"[0-9][A-Za-z]|[0-9] +[A-Za-z](?![A-Za-z/])")
 _BASE = re.compile(r"(?<=[0-9])_(\w+)")
-# Simplifications of how values are written, in this order.
+# Simplifications of the notation of values, applied in this order.
 _FLAT = (
     (_TEXT, r"\1"),
     (re.compile(r"\\\\|;|\b(?:and|or)\b|\\(?:lor|vee)(?![A-Za-z])"), ","),
@@ -222,7 +222,7 @@ def equal(expected: str, answer: str) -> bool:
     from sympy import Expr
 
     def read(text: str) -> list[Any]:
-        # math-verify knows a percentage by the sign behind the formula.
+        # math-verify recognizes a percentage by the sign after the formula.
         percent = re.fullmatch(r"(.*?)\s*\\?%", text, re.DOTALL)
         formula = rf"$\boxed{{{text}}}$" if percent is None else f"${percent[1]}$%"
         return parse(formula, [LatexExtractionConfig()], parsing_timeout=None)

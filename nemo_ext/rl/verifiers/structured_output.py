@@ -25,7 +25,7 @@ _FENCE = re.compile(r"```(?:json|JSON)?[ \t]*\n")
 _BRACKETS = re.compile(r'"|[\[{]|[\]}]')
 _STRING_END = re.compile(r'\\.|"', re.DOTALL)
 _REFERS = ("$ref", "$dynamicRef", "$recursiveRef")
-# What these hold is data or names, not schemas.
+# The values of these keys are data or names, not schemas.
 _DATA = ("const", "enum", "default", "examples")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 
@@ -224,10 +224,10 @@ def problem(schema: str, text: str) -> str:
     from jsonschema.validators import validator_for
     from referencing import Registry
 
-    # Schemas that refer to themselves descend as deep as the answer, in several calls each.
+    # Recursive schemas descend as deep as the answer, with several calls per level.
     sys.setrecursionlimit(20_000)
     loaded = json.loads(schema)
-    # A registry of its own: jsonschema's default fetches what it does not know.
+    # An empty registry: jsonschema's default fetches unknown documents.
     validator = validator_for(loaded, default=_default())(loaded, registry=Registry())
     error = next(validator.iter_errors(json.loads(text)), None)
     if error is None:

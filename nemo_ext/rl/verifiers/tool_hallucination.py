@@ -136,7 +136,7 @@ def environment(
         ValueError: invalid setting.
     """
     verifier = Verifier(environments=environments, search_reasoning=search_reasoning, style=style)
-    # Whether the answer's check waits is known with its reference only.
+    # Only the reference tells whether the answer's check waits.
     return Environment(
         name="tool_hallucination", check=verifier.check, verify=verifier.verify, waits=True, reach=verifier.reach
     )

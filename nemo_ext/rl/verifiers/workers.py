@@ -20,11 +20,11 @@ import weakref
 from typing import Any
 
 START_LIMIT = 120.0
-"""Seconds in which a worker must have imported its function."""
+"""Seconds within which a worker must have imported its function."""
 GRACE = 5.0
 """Seconds after which the host kills a worker that its own timer has not ended."""
 MAX_CALLS = 2000
-"""Calls after which a worker is replaced: parsers keep growing tables of what they have seen."""
+"""Number of calls after which a worker is replaced, since parsers keep growing caches."""
 _INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "SYSTEMROOT", "TMPDIR")
 
 
@@ -46,7 +46,7 @@ class _Worker:
             "PYTHONHASHSEED": "0",
             "OMP_NUM_THREADS": "1",
         }
-        # A session of its own: a Ctrl-C at the terminal is the host's to handle.
+        # A separate session: Ctrl-C at the terminal is handled by the host.
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", __name__, function, str(memory)],
             stdin=subprocess.PIPE,
@@ -142,7 +142,7 @@ class WorkerPool:
             try:
                 answer = self._ask(worker, arguments)
             except BaseException:
-                # Ctrl-C included: what is in flight must not be taken for the next call's answer.
+                # Including Ctrl-C: an answer in flight must not be taken for that of the next call.
                 self._discard(worker)
                 raise
             if worker.calls >= MAX_CALLS or self._closed:

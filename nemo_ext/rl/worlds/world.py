@@ -1,9 +1,9 @@
 """A world: tables, tools that read and change them, and a conversation that is judged by how the tables end.
 
 A tool is a function of a `Database` and of typed arguments; its schema is made from its signature and docstring, and
-what does not fit the signature never reaches it. What a tool refuses comes back to the model as text. Tools have no
-other side effects than changes to the database, which holds them apart from the rows it began with: so a state is
-small, and two states are compared by what they changed.
+arguments that do not fit the signature never reach it. A refusal by a tool is returned to the model as text. The only
+side effects of tools are changes to the database, which stores them apart from its initial rows: so a state is small,
+and two states are compared by their changes.
 """
 
 import inspect
@@ -293,7 +293,7 @@ class Session:
     changed: Changed = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Neither tables nor functions travel: a world is found by its name again, the tables by their seed.
+        # Neither tables nor functions are pickled: the world is restored by its name, the tables by their seed.
         state = (self.turns, self.heard, self.failure, self.last, self.changed)
         return _restored, (self.world.name, self.reference, self.max_turns, self.style, state)
 
