@@ -127,7 +127,7 @@ class Episodes:
     Args:
         config: `name` of the environment and its `settings`; `reward`, see `nemo_ext.rl.rewards.named.reward_of`;
             `tool_style`, format of the calls; `concurrency`, number of concurrent verifications.
-            prompts: chat template of the model, required for environments with several turns.
+        prompts: chat template of the model, required for environments with several turns.
 
     Raises:
         ValueError: unknown key or invalid value.
