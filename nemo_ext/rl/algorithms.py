@@ -385,10 +385,10 @@ class PreferenceLoss:
 
     Attributes:
         beta: scale of the policy's implicit rewards; the papers' KL penalty or coefficient.
-        length_normalised: take the mean of the implicit rewards over tokens, not their sum.
+        length_normalised: take the mean of the implicit rewards over tokens, not the sum.
         weight: weight of the preference loss.
         sft_weight: weight of the chosen response's negative log-likelihood.
-        sft_length_normalised: take the mean of that likelihood over tokens, not their sum.
+        sft_length_normalised: take the mean of that loss over tokens, not the sum.
         eta: scale of the true rewards; rpo only.
         distance: distance between the margins; rpo only (`nemo_ext.rl.nemo_rl.rpo`).
     """
