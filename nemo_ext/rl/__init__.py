@@ -1,1 +1,1 @@
-"""Reinforcement learning: what engines are given to train with, each adapter in a folder named for its engine."""
+"""Reinforcement learning: tasks, verifiers and rewards, with an adapter for each engine in a folder of its name."""

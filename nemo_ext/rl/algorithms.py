@@ -1,6 +1,6 @@
 """Algorithms in one vocabulary for all engines: presets of the papers' numbers, checked, which renderers translate.
 
-A preset is a file of `hydra_conf/rl`. Whether an engine can do what a preset says is the renderer's to tell
+A preset is a file of `hydra_conf/rl`. The renderers report settings that an engine cannot express
 (`nemo_ext.rl.nemo_rl.render`, `nemo_ext.rl.trl.render`, `nemo_ext.rl.rendering`).
 """
 
@@ -25,12 +25,11 @@ NonNegative = Annotated[FiniteFloat, Field(ge=0)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Advantage:
-    """How a reward is compared with its group's, as `nemo_ext.rl.rewards.advantages.group_advantages` computes it.
+    """Advantage of a reward within its group, as computed by `nemo_ext.rl.rewards.advantages.group_advantages`.
 
     Attributes:
-        baseline: the mean of the group, or for each response that of the others.
-        normalise: by the standard deviation that divides by the number of responses (`std`), by that of one less
-            (`unbiased_std`), or not.
+        baseline: mean reward of the group, or, for each response, of the other responses.
+        normalise: division by the standard deviation over n responses (`std`), over n - 1 (`unbiased_std`), or none.
     """
 
     baseline: Literal["mean", "leave_one_out"]
@@ -39,11 +38,11 @@ class Advantage:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Kl:
-    """A penalty in the loss for leaving the reference policy.
+    """KL penalty in the loss for leaving the reference policy.
 
     Attributes:
-        coefficient: 0 for none.
-        estimator: Schulman's (http://joschu.net/blog/kl-approx.html).
+        coefficient: weight of the penalty; 0 for none.
+        estimator: one of Schulman's (http://joschu.net/blog/kl-approx.html).
     """
 
     coefficient: NonNegative = 0.0
@@ -52,14 +51,14 @@ class Kl:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ImportanceCorrection:
-    """For what the generation engine sampled with other probabilities than the trainer computes.
+    """Importance sampling correction where generation and training compute different probabilities.
 
     Attributes:
         kind: the ratio of probabilities multiplies the loss as it is (`untruncated`), within its bounds (`truncated`),
             or only where it is within them, else the loss is 0 (`masked`).
-        level: a ratio for every token, or one for a response, the product of them.
-        cap: the greatest ratio.
-        floor: the least.
+        level: one ratio per token, or one per response, the product of its tokens' ratios.
+        cap: upper bound of the ratio.
+        floor: lower bound of the ratio.
     """
 
     kind: Literal["none", "untruncated", "truncated", "masked"] = "none"
@@ -83,9 +82,9 @@ class PolicyLoss:
     """The surrogate loss.
 
     Attributes:
-        level: what a batch's loss is the mean of: all tokens (`token`); responses, each the mean of its tokens
-            (`sequence`) or their sum (`sequence_sum`, RLOO's response as one action).
-        ratio: of probabilities, for each token (PPO) or for a response, the geometric mean of its tokens (GSPO).
+        level: unit that a batch's loss is averaged over: all tokens (`token`), or responses, each the mean of its
+            tokens (`sequence`) or their sum (`sequence_sum`, RLOO's response as one action).
+        ratio: probability ratio per token (PPO) or per response, the geometric mean over its tokens (GSPO).
         clip_low: the ratio is clipped to 1 - clip_low ...
         clip_high: ... to 1 + clip_high; both null leave the ratio out (REINFORCE).
         dual_clip: bound on the ratio where the advantage is negative; null for none.
@@ -112,13 +111,13 @@ class PolicyLoss:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Sampling:
-    """How responses are drawn.
+    """Sampling of responses.
 
     Attributes:
-        temperature: of the softmax.
-        top_p: share of the probability that is drawn from.
+        temperature: softmax temperature.
+        top_p: probability mass of nucleus sampling.
         drop_zero_variance: leave out groups whose rewards are all the same, and generate for more prompts instead.
-        max_batches: generated for one step at most.
+        max_batches: maximum number of batches generated for one step.
     """
 
     temperature: Positive = 1.0
@@ -133,12 +132,12 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Lengths:
-    """In tokens.
+    """Maximum lengths in tokens.
 
     Attributes:
-        prompt: longer ones are not trained on.
-        response: that may be generated.
-        total: both together.
+        prompt: prompt length; longer prompts are not trained on.
+        response: length of a generated response.
+        total: length of prompt and response together.
     """
 
     prompt: PositiveInt | None = None
@@ -147,7 +146,7 @@ class Lengths:
 
     @property
     def context(self) -> int | None:
-        """What prompt and response need."""
+        """Context length for prompt and response; None if it is not known."""
         if self.total is not None:
             return self.total
         return None if self.response is None or self.prompt is None else self.prompt + self.response
@@ -155,7 +154,7 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Optimizer:
-    """AdamW."""
+    """Settings of AdamW."""
 
     learning_rate: Positive
     betas: tuple[Share, Share] = (0.9, 0.999)
@@ -166,16 +165,16 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Schedule:
-    """Of the learning rate, and how long training is.
+    """Learning rate schedule and length of training.
 
     Attributes:
-        kind: after the warm-up.
-        warmup_steps: the rate grows linearly.
-        warmup_share: of all steps, instead.
-        final_share: of the learning rate that is left at the end.
-        steps: of the optimiser's batches of prompts or pairs; a step of `prompts_per_step` prompts counts as one.
-        epochs: instead, over `examples`.
-        examples: prompts or pairs of the paper's data, to count steps with.
+        kind: decay after the warm-up.
+        warmup_steps: steps of the linear warm-up.
+        warmup_share: share of all steps that are warm-up, instead of `warmup_steps`.
+        final_share: share of the learning rate that is left at the end.
+        steps: number of batches of prompts or pairs; a step of `prompts_per_step` prompts counts as one.
+        epochs: passes over `examples`, instead of `steps`.
+        examples: number of prompts or pairs in the paper's data, from which steps are computed.
     """
 
     kind: Literal["constant", "linear", "cosine"] = "constant"
@@ -195,13 +194,13 @@ class Schedule:
             raise ValueError("schedule: give steps or epochs")
 
     def total(self, examples_per_step: int) -> int | None:
-        """Steps in all; None if neither they nor the data are known."""
+        """Total number of steps, or None if neither steps nor epochs and examples are given."""
         if self.steps is not None:
             return self.steps
         return self.epochs * (self.examples // examples_per_step) if self.epochs and self.examples else None
 
     def warmup(self, total: int | None) -> int:
-        """Steps of the warm-up, of so many.
+        """Number of warm-up steps out of `total`.
 
         Raises:
             ValueError: it is a share of a number of steps that is not known.
@@ -215,12 +214,12 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Asynchronous:
-    """Generation and training at the same time.
+    """Asynchronous RL: generation and training at the same time.
 
     Attributes:
-        max_age: steps of the optimiser since the weights that a response was generated with.
-        in_flight: new weights are taken over while responses are generated, and what is cached of these is computed
-            anew; else generation ends first.
+        max_age: maximum age, in optimizer steps, of the weights that generated a response.
+        in_flight: update the weights while responses are being generated and recompute their KV cache; otherwise
+            generation ends first.
     """
 
     max_age: PositiveInt = 1
@@ -229,11 +228,11 @@ class Asynchronous:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Router:
-    """Of a mixture of experts.
+    """Router of a mixture of experts.
 
     Attributes:
-        frozen: its weights are not trained.
-        bias_update_rate: of the experts' bias that balances their load; 0 leaves it as it is.
+        frozen: True if the router's weights are not trained.
+        bias_update_rate: update rate of the expert bias that balances the load; 0 leaves the bias unchanged.
     """
 
     frozen: bool = False
@@ -242,12 +241,12 @@ class Router:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Validation:
-    """While training.
+    """Validation during training.
 
     Attributes:
-        every: steps; null for never.
-        at_start: before the first.
-        keep_best: checkpoints, by the validation's accuracy; null keeps all.
+        every: steps between validations; null for never.
+        at_start: validate before the first step.
+        keep_best: number of checkpoints to keep, by validation accuracy; null keeps all.
     """
 
     every: PositiveInt | None = None
@@ -260,9 +259,9 @@ class EnvironmentUse:
     """Tasks of one environment.
 
     Attributes:
-        weight: share of the prompts, over the sum of all weights.
-        reward: of a response, by name, or a mapping with `name` and what it takes (`nemo_ext.rl.rewards`).
-        settings: what the environment takes.
+        weight: share of the prompts, relative to the sum of all weights.
+        reward: name of the reward, or a mapping with `name` and its arguments (`nemo_ext.rl.rewards`).
+        settings: settings of the environment.
     """
 
     weight: Positive = 1.0
@@ -277,9 +276,9 @@ class GroupReward:
     Attributes:
         judge: settings of the generative reward model (`nemo_ext.rl.judge.JudgeSettings`) that compares the responses
             in a circle; null leaves the environments' rewards as base.
-        show: how the judge sees responses: `genrm` for a reward model whose chat template has roles for them,
-            `instructed` for any chat model.
-        both_orders: whether it sees each pair twice; the paper has N comparisons of N responses, both orders 2N.
+        show: form in which the judge sees responses: `genrm` for a reward model whose chat template has roles for
+            them, `instructed` for any chat model.
+        both_orders: judge each pair in both orders: 2N comparisons of N responses; the paper has N.
         length_control: coefficients of `nemo_ext.rl.rewards.comparison.LengthControl`.
     """
 
@@ -289,18 +288,18 @@ class GroupReward:
     length_control: Mapping[str, FiniteFloat] = field(default_factory=dict)
 
     def settings(self) -> dict[str, Any]:
-        """As `nemo_ext.rl.groups.group_reward` takes them."""
+        """Settings in the form that `nemo_ext.rl.groups.group_reward` takes."""
         judge = {"judge": self.judge, "show": self.show, "both_orders": self.both_orders} if self.judge else {}
         return judge | ({"length_control": dict(self.length_control)} if self.length_control else {})
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Curriculum:
-    """What `nemo-ext curriculum` is told when it makes the order of prompts.
+    """Settings of `nemo-ext curriculum`, which orders the prompts.
 
     Attributes:
-        drop_from: pass rate from which on prompts are left out.
-        easy_to_hard: the target pass rate falls over training; else at random.
+        drop_from: pass rate at and above which prompts are left out.
+        easy_to_hard: lower the target pass rate over training; otherwise the order is random.
     """
 
     drop_from: Share | None = None
@@ -312,16 +311,16 @@ class PolicyGradient:
     """GRPO and its relatives: rewards of responses that the policy generates.
 
     Attributes:
-        algorithm: `rloo` or `grpo`: which of an engine's trainers, where it has several.
+        algorithm: `rloo` or `grpo`; selects the trainer where an engine has several.
         source: paper and section.
-        prompts_per_step: prompts that responses are generated to at once.
-        generations_per_prompt: responses to each.
-        batch: responses in one update; all of a step's for one update a step, on-policy.
-        passes: over a step's responses.
-        turns: responses in a conversation with tools at most.
-        overlong_filtering: no loss on responses that the limit cut off.
-        thinking_share: of the prompts that ask for thinking; null where the model has no modes.
-        environments: by name, what tasks are of; empty for those of the task files.
+        prompts_per_step: number of prompts per generation step.
+        generations_per_prompt: number of responses per prompt.
+        batch: number of responses per update; all of a step's responses for one on-policy update per step.
+        passes: passes over a step's responses.
+        turns: maximum number of responses in a conversation with tools.
+        overlong_filtering: exclude responses cut off at the length limit from the loss.
+        thinking_share: share of prompts that ask for thinking; null where the model has no modes.
+        environments: environments of the tasks, by name; empty for those of the task files.
     """
 
     algorithm: Literal["grpo", "rloo"]
@@ -361,37 +360,37 @@ class PolicyGradient:
 
     @property
     def responses_per_step(self) -> int:
-        """That are generated at once."""
+        """Number of responses generated per step."""
         return self.prompts_per_step * self.generations_per_prompt
 
     @property
     def updates_per_step(self) -> int:
-        """Of the optimiser, on the same generated responses."""
+        """Number of optimizer updates on the same generated responses."""
         return self.passes * self.responses_per_step // self.batch
 
     @property
     def steps(self) -> int | None:
-        """Of generation, in all; None if neither the schedule nor the data says."""
+        """Total number of generation steps, or None if the schedule does not determine it."""
         return self.schedule.total(self.prompts_per_step)
 
     @property
     def warmup(self) -> int:
-        """Steps of the warm-up."""
+        """Number of warm-up steps."""
         return self.schedule.warmup(self.steps)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PreferenceLoss:
-    """Of pairs.
+    """Loss on preference pairs.
 
     Attributes:
-        beta: of the policy's implicit rewards; the papers' KL penalty or coefficient.
-        length_normalised: these are means over tokens, not sums.
-        weight: of this part.
-        sft_weight: of the chosen response's negative log-likelihood.
-        sft_length_normalised: the mean over its tokens, not their sum.
-        eta: scale of the true rewards, for rpo alone.
-        distance: between the margins, for rpo alone (`nemo_ext.rl.nemo_rl.rpo`).
+        beta: scale of the policy's implicit rewards; the papers' KL penalty or coefficient.
+        length_normalised: take the mean of the implicit rewards over tokens, not the sum.
+        weight: weight of the preference loss.
+        sft_weight: weight of the chosen response's negative log-likelihood.
+        sft_length_normalised: take the mean of that loss over tokens, not the sum.
+        eta: scale of the true rewards; rpo only.
+        distance: distance between the margins; rpo only (`nemo_ext.rl.nemo_rl.rpo`).
     """
 
     beta: Positive
@@ -405,11 +404,11 @@ class PreferenceLoss:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Online:
-    """Pairs are made of the policy's own responses while it trains.
+    """Online preference training: pairs are made of the policy's own responses while it trains.
 
     Attributes:
-        generations_per_prompt: of which the best and the worst by the reward model are a pair.
-        rounds: the whole is done so often, each from the last one's weights.
+        generations_per_prompt: number of responses per prompt; the best and the worst by the reward model are a pair.
+        rounds: number of rounds, each from the weights of the last.
     """
 
     generations_per_prompt: Annotated[int, Field(ge=2)]
@@ -421,10 +420,10 @@ class Preference:
     """DPO and its relatives: pairs of responses.
 
     Attributes:
-        algorithm: `rpo` fits the margin to true rewards.
+        algorithm: `dpo`, or `rpo`, which fits the margin to true rewards.
         source: paper and section.
-        batch: pairs in one update.
-        rounds: offline training on pairs of the policy's own, each round from the last one's weights.
+        batch: number of pairs per update.
+        rounds: rounds of offline training on the policy's own pairs, each from the weights of the last.
     """
 
     algorithm: Literal["dpo", "rpo"]
@@ -452,12 +451,12 @@ class Preference:
 
     @property
     def steps(self) -> int | None:
-        """In all; None if neither the schedule nor the data says."""
+        """Total number of steps, or None if the schedule does not determine it."""
         return self.schedule.total(self.batch)
 
     @property
     def warmup(self) -> int:
-        """Steps of the warm-up."""
+        """Number of warm-up steps."""
         return self.schedule.warmup(self.steps)
 
 
@@ -485,7 +484,7 @@ def algorithm_of(config: Mapping[str, Any], *, where: str = "algorithm") -> Algo
 
 
 def presets() -> tuple[str, ...]:
-    """Their names, sorted."""
+    """Names of the presets, sorted."""
     return tuple(sorted(file.name.removesuffix(".yaml") for file in _folder().iterdir() if file.name.endswith(".yaml")))
 
 
@@ -493,11 +492,11 @@ def load(preset: str, changes: Mapping[str, Any] | None = None) -> Algorithm:
     """The algorithm of a preset.
 
     Args:
-        preset: a name, see `presets`.
-        changes: merged into the preset: `{"loss": {"kl": {"coefficient": 0.01}}}`; null removes.
+        preset: name of the preset; see `presets`.
+        changes: settings merged into the preset: `{"loss": {"kl": {"coefficient": 0.01}}}`; null removes.
 
     Raises:
-        ValueError: there is none of that name, or as `algorithm_of`.
+        ValueError: there is no preset of that name, or as `algorithm_of`.
     """
     if preset not in presets():
         raise ValueError(f"rl preset: unknown name {preset!r}: {nearest(preset, presets())}")

@@ -1,13 +1,13 @@
-r"""Where in a response its answer stands: \boxed{}s, "the answer is" and choices. All in linear time."""
+r"""Locate the answer in a response: \boxed{}, "the answer is" and choices. All in linear time."""
 
 import re
 import unicodedata
 from collections.abc import Mapping
 
 MAX_CHOICE = 10_000
-"""Longest text that is taken for a choice, in characters."""
+"""Maximum length in characters of a text that is taken for a choice."""
 
-# One pass over the tokens that matter; an escaped character is none of them.
+# One pass over the tokens that matter; escaped characters are skipped.
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _MARKER = re.compile(
     r"(?:\banswer|\bchoice|\boption(?:[ \t]selected)?)[*_]{0,3}[ \t]*(?::|=|\bis\b)[*_]{0,3}:?"
@@ -25,9 +25,9 @@ _LETTERED = re.compile(r"[(\[]?([A-Za-z])[)\]]?[.:,\-\u2013]?\s+(\S.*)|([A-Za-z]
 
 
 def boxes(text: str) -> list[tuple[int, int]]:
-    r"""Where the contents of the \boxed{}s begin and end, by their ends; a box in a box comes before the outer one.
+    r"""Spans (begin, end) of the contents of all \boxed{}, sorted by end; an inner box comes before the outer one.
 
-    Braces must balance, escaped ones (`\{`) aside; a box that does not close is none.
+    Braces must balance, escaped ones (`\{`) aside; a box that does not close is not counted.
     """
     found, open_braces = [], []
     for token in _BRACES.finditer(text):
@@ -44,15 +44,15 @@ def boxes(text: str) -> list[tuple[int, int]]:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{} holds, with any boxes in it; None if there is none."""
+    r"""Contents of the last \boxed{}, including any inner boxes, or None if there is no box."""
     found = boxes(text)
     return text[slice(*found[-1])].strip() if found else None
 
 
 def final_line(text: str) -> str | None:
-    """What follows the last "answer is", "Answer:", "Choice:", "Option selected:" or "####", to its line's end.
+    """Rest of the line after the last "answer is", "Answer:", "Choice:", "Option selected:" or "####".
 
-    None where there is no such phrase or nothing behind it.
+    None if there is no such phrase or nothing follows it.
     """
     text, end = text.strip(), None
     for marker in _MARKER.finditer(text):
@@ -67,15 +67,15 @@ def final_answer(text: str) -> str | None:
 
 
 def bare(text: str) -> str | None:
-    """The text itself if it is one line, without emphasis and a full stop; else None."""
+    """The text without emphasis and full stop if it is a single line, else None."""
     stripped = _trimmed(text)
     return stripped if stripped and "\n" not in stripped else None
 
 
 def unreadable(text: str) -> str | None:
-    """Why a text is none that a person would write as an answer; None if it may be one.
+    """Reason why a text cannot be an answer written by a person, or None if it can.
 
-    Control characters, halves of surrogate pairs, and digits other than 0 to 9, which Python would read as numbers.
+    Rejects control characters, lone surrogates, and digits other than 0 to 9, which Python would read as numbers.
     """
     if text.isascii() and text.isprintable():
         return None
@@ -89,16 +89,16 @@ def unreadable(text: str) -> str | None:
 
 
 def named_choices(text: str, choices: Mapping[str, str | None]) -> set[str]:
-    """The letters of all choices that a text names, by letter, by text or by both ("B. Paris").
+    """Letters of all choices that a text names, by letter, by text or by both ("B. Paris").
 
     Args:
-        text: an answer alone: what a box holds or what follows "Answer:".
+        text: answer alone: the contents of a box or the text after "Answer:".
         choices: the text of each letter; None where it is not known.
     """
     if len(text) > MAX_CHOICE:
         return set()
     inner = _unwrap(text)
-    # An upper-case letter is a choice's, whatever the choices' texts are.
+    # A single upper-case letter names its choice, whatever the choices' texts are.
     if len(inner) == 1 and inner in choices:
         return {inner}
     named = _by_text(text, choices)
@@ -122,12 +122,12 @@ def named_choices(text: str, choices: Mapping[str, str | None]) -> set[str]:
 
 
 def normal(text: str) -> str:
-    """For comparing choices: without letter case, LaTeX's fonts and differences in white space."""
+    """Normalized form for comparing choices: no letter case, LaTeX fonts or differences in white space."""
     return " ".join(_SPACES.sub(" ", _WRAPPED.sub(r"\1", text)).casefold().split()).removesuffix(".").strip()
 
 
 def _by_text(text: str, choices: Mapping[str, str | None]) -> set[str]:
-    """The choices with this text: as it stands, or else without what `_unwrap` takes off both."""
+    """Letters of the choices with this text, exactly or, failing that, after `_unwrap` of both."""
     for form in (normal, lambda text: normal(_unwrap(text))):
         sought = form(text)
         named = {
@@ -139,12 +139,12 @@ def _by_text(text: str, choices: Mapping[str, str | None]) -> set[str]:
 
 
 def _trimmed(text: str) -> str | None:
-    """Without emphasis and a full stop around the whole; None if nothing is left."""
+    """Text without surrounding emphasis and full stop; None if nothing is left."""
     return text.strip().strip("*_").strip().removesuffix(".").strip().strip("*_").strip() or None
 
 
 def _unwrap(text: str) -> str:
-    """Without fonts, brackets and punctuation around the whole."""
+    """Text without surrounding fonts, brackets and punctuation."""
     inner = _SPACES.sub(" ", _WRAPPED.sub(r"\1", text)).strip()
     while inner:
         before = inner

@@ -1,6 +1,6 @@
-"""The environments by name: what checks a reference, and what verifies a response or holds a conversation.
+"""Environments by name; each checks references, and verifies responses or holds conversations.
 
-Engines' adapters know no environment by itself: they look a task's up here.
+Engine adapters look up a task's environment here.
 """
 
 import importlib
@@ -16,14 +16,14 @@ from nemo_ext.rl.verdict import Verdict
 
 
 class Conversation(Protocol):
-    """A tool environment's state in one rollout. Pickles, so that an engine may keep it between turns."""
+    """State of a tool environment in one rollout. Picklable, so that an engine may keep it between turns."""
 
     def step(self, response: Response) -> Sequence[Message]:
-        """Carry out the response's calls; the tools' answers, or nothing if the conversation is over."""
+        """Carry out the response's calls; returns the tools' answers, or nothing if the conversation is over."""
         ...
 
     def verdict(self) -> Verdict:
-        """Whether the state at the end is what the task asks for."""
+        """Verdict on the final state, compared with the one that the task asks for."""
         ...
 
 
@@ -32,15 +32,15 @@ class Environment:
     """One environment.
 
     Attributes:
-        name: in task files.
-        check: raises ValueError for a reference that it cannot verify against, naming the key; returns it parsed.
-        verify: the verdict on a response, given what `check` returned; never raises on what a model wrote. None for
-            environments with `begin`.
-        begin: a new conversation, given what `check` returned; None for environments of a single turn.
-        max_turns: responses in one conversation at most.
-        waits: whether `verify` waits for something else (processes, a judge), so that many may run at once.
-        judged_in_groups: a response earns nothing by itself: a judge compares it with the others of its group.
-        reach: raises ValueError if what it asks, a judge, is not there; for the start of a run.
+        name: name in task files.
+        check: function that parses a reference; raises ValueError, naming the key, for one it cannot verify against.
+        verify: function that returns the verdict on a response, given the parsed reference; never raises on model
+            output. None for environments with `begin`.
+        begin: function that starts a conversation, given the parsed reference; None for single-turn environments.
+        max_turns: maximum number of responses in one conversation.
+        waits: True if `verify` waits for processes or a judge, so that many may run at once.
+        judged_in_groups: True if a response earns nothing by itself: a judge compares it with the others of its group.
+        reach: coroutine that raises ValueError if the environment's judge cannot be reached; called when a run starts.
     """
 
     name: str
@@ -74,10 +74,10 @@ def make(name: str, settings: Mapping[str, Any] | None = None) -> Environment:
     """The environment of a name.
 
     Args:
-        settings: what its module's `environment` takes, limits for example.
+        settings: arguments of its module's `environment`, limits for example.
 
     Raises:
-        ValueError: there is none of that name, or it does not know a setting.
+        ValueError: unknown environment, or unknown setting.
     """
     if name not in ENVIRONMENTS:
         raise ValueError(f"environment: unknown name {name!r}: {nearest(name, ENVIRONMENTS)}")

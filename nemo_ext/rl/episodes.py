@@ -1,7 +1,7 @@
 """Responses verified and rewarded, and conversations carried on, whatever engine generated them.
 
-A reward here depends on one response and its task. Verifiers run in threads, or as coroutines where they are, many at
-once; a conversation's state travels in what is known of the episode, so nothing is kept between turns.
+A reward here depends on one response and its task. Verifiers run concurrently, in threads or as coroutines. The state
+of a conversation travels in its `Episode`, so nothing is kept between turns.
 """
 
 import asyncio
@@ -27,20 +27,20 @@ from nemo_ext.rl.verdict import Verdict
 
 KEYS = ("name", "settings", "reward", "tool_style", "concurrency")
 CONCURRENCY = 64
-"""Verifications at once; those that wait for something else cost no more than a thread."""
+"""Number of concurrent verifications; one that waits for something else costs no more than a thread."""
 REFERENCES = 4096
-"""Parsed references that are kept."""
+"""Number of parsed references that are cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """What is known of a task while responses to it are generated. Pickles.
+    """State of a task while responses to it are generated. Picklable.
 
     Attributes:
-        task: what is asked.
-        thinking_opened: the prompt ends inside a trace.
-        turn: responses before this one.
-        conversation: the state of a tool environment; None before the first response.
+        task: task to respond to.
+        thinking_opened: True if the prompt ends inside a reasoning trace.
+        turn: number of responses before this one.
+        conversation: state of a tool environment; None before the first response.
     """
 
     task: Task
@@ -51,14 +51,14 @@ class Episode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What came of a response.
+    """Outcome of a response.
 
     Attributes:
-        response: taken apart.
-        verdict: None where the conversation goes on.
-        reward: None likewise.
-        observation: what the model reads before its next response; "" where there is none.
-        following: of the next response; None where there is none.
+        response: parsed response.
+        verdict: verdict on it; None if the conversation goes on.
+        reward: reward of it; None if the conversation goes on.
+        observation: text that the model reads before its next response; "" if there is none.
+        following: episode of the next response; None if there is none.
     """
 
     response: Response
@@ -70,7 +70,7 @@ class Turn:
 
 @dataclass
 class Tally:
-    """What one environment saw since it was last asked."""
+    """Running totals of one environment since its metrics were last taken."""
 
     responses: int = 0
     episodes: int = 0
@@ -82,7 +82,7 @@ class Tally:
     parts: dict[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
-        """Means over the episodes that ended; nothing if none did."""
+        """Means over the episodes that ended; empty if none did."""
         if not self.episodes:
             return {}
         shares = {name: getattr(self, name) / self.episodes for name in ("correct", "error", "score", "reward")}
@@ -96,10 +96,10 @@ class Tally:
 
 
 class References:
-    """The parsed references of tasks; those seen last are kept, since a group's responses share one.
+    """Cache of parsed references, least recently used ones dropped; the responses of a group share one.
 
     Args:
-        check: an environment's.
+        check: `Environment.check`.
     """
 
     def __init__(self, check: Callable[[Mapping[str, Any]], Any]) -> None:
@@ -107,7 +107,7 @@ class References:
         self._kept: OrderedDict[str, tuple[Mapping[str, Any], Any]] = OrderedDict()
 
     def of(self, task: Task) -> Any:
-        """The parsed one. Ids are unique in a file only, so it is looked at as well.
+        """Parsed reference of a task. Ids are unique only within a file, so the reference is compared as well.
 
         Raises:
             ValueError: as `check`.
@@ -126,11 +126,11 @@ class Episodes:
 
     Args:
         config: `name` of the environment and its `settings`; `reward`, see `nemo_ext.rl.rewards.named.reward_of`;
-            `tool_style`, what calls are written in; `concurrency`, verifications at once.
-        prompts: the model's chat template; an environment with several turns needs it.
+            `tool_style`, format of the calls; `concurrency`, number of concurrent verifications.
+        prompts: chat template of the model, required for environments with several turns.
 
     Raises:
-        ValueError: a key is not known or holds what it may not.
+        ValueError: unknown key or invalid value.
     """
 
     def __init__(self, config: Mapping[str, Any], prompts: Prompts | None = None) -> None:
@@ -147,7 +147,7 @@ class Episodes:
         count = config.get("concurrency")
         slots = CONCURRENCY if count is None else checked_whole("concurrency", count, least=1)
         self._threads = ThreadPoolExecutor(slots, thread_name_prefix=config["name"])
-        # Of all calls: an engine may hand over one response at a time.
+        # Shared by all calls: an engine may pass one response at a time.
         self._at_once = asyncio.Semaphore(slots)
         self._references = References(self.environment.check)
         self._tally = Tally()
@@ -160,13 +160,13 @@ class Episodes:
         tokens: Sequence[int | None] | None = None,
         finished: Sequence[bool] | None = None,
     ) -> list[Turn]:
-        """What comes of the responses, in order.
+        """Outcomes of the responses, in order.
 
         Args:
-            episodes: of each response.
-            texts: as generated, without the token that ends them.
-            tokens: generated; what rewards of lengths need.
-            finished: False where the limit cut a response off.
+            episodes: episode of each response.
+            texts: generated texts without the end-of-sequence token.
+            tokens: number of generated tokens per response, needed by length rewards.
+            finished: False for responses cut off at the length limit.
         """
         counts = tokens or [None] * len(texts)
         ends = finished or [True] * len(texts)
@@ -178,13 +178,13 @@ class Episodes:
         return list(await asyncio.gather(*map(one, episodes, texts, counts, ends)))
 
     async def close(self, turn: Turn) -> Turn:
-        """The same turn as a conversation's last: it is judged by the state it is in."""
+        """End the conversation after this turn: the turn with a verdict on the state it is in."""
         assert turn.following is not None and turn.following.conversation is not None
         verdict = await asyncio.get_running_loop().run_in_executor(self._threads, turn.following.conversation.verdict)
         return self._rewarded(turn.following, replace(turn, verdict=verdict, observation="", following=None))
 
     def take_metrics(self) -> dict[str, float]:
-        """Metrics since this was last called."""
+        """Metrics since the last call."""
         tally, self._tally = self._tally, Tally()
         return tally.metrics()
 
@@ -245,7 +245,7 @@ class Episodes:
         if not episode.task.tools:
             return response
         parsed = parse_tool_calls(response.answer, self._tool_style, episode.task.tools)
-        # Where some of it cannot be read, the verifier must see that.
+        # If a call cannot be read, the verifier must see that.
         if parsed.problems or not parsed.calls:
             return response
         return replace(response, answer=parsed.answer, tool_calls=parsed.calls)

@@ -16,7 +16,7 @@ from nemo_ext.rl.rewards.genrm import genrm_messages
 from nemo_ext.rl.rewards.rlhf import SHOWN, Show, rlhf_rewards
 
 GroupReward = Callable[[Sequence[Sequence["Member"]]], Sequence[Sequence[float]]]
-"""The rewards of the members of all groups of a step, in order."""
+"""Function that returns the rewards of the members of all groups of a step, in order."""
 KEYS = ("length_control", "judge", "show", "both_orders")
 
 
@@ -25,11 +25,11 @@ class Member:
     """One response of a group.
 
     Attributes:
-        reward: what the environment gave.
-        thinking_tokens: of the reasoning, with the tag that ends it; 0 without one.
-        answer_tokens: all others that were generated.
+        reward: reward from the environment.
+        thinking_tokens: number of reasoning tokens, including the closing tag; 0 without reasoning.
+        answer_tokens: number of all other generated tokens.
         prompt: messages before the response.
-        response: the last one.
+        response: last response.
     """
 
     reward: float
@@ -40,11 +40,11 @@ class Member:
 
 
 def group_reward(group: Mapping[str, Any]) -> GroupReward | None:
-    """The rewards over groups that settings ask for; None if they ask for none.
+    """Group reward function that the settings ask for, or None if they ask for none.
 
     Args:
         group: one of `length_control` (a `LengthControl`) or `judge` (a `JudgeSettings`) with it; `show`, how the
-            judge sees responses, of `nemo_ext.rl.rewards.rlhf.SHOWN`; `both_orders`, whether it sees each pair twice.
+            judge sees responses, of `nemo_ext.rl.rewards.rlhf.SHOWN`; `both_orders`, to judge each pair in both orders.
 
     Raises:
         ValueError: naming the key.
@@ -63,10 +63,11 @@ def group_reward(group: Mapping[str, Any]) -> GroupReward | None:
 
 
 def check_judges(environments: Iterable[Environment], group: Mapping[str, Any]) -> None:
-    """That all judges of a run are there, before days of it are spent.
+    """Check that all judges of a run can be reached, before days of it are spent.
 
     Raises:
-        ValueError: an environment needs one over groups and has none, or one does not answer or serves another model.
+        ValueError: an environment needs a judge of groups and has none, or a judge does not answer or serves another
+            model.
     """
     environments = list(environments)
     asked = [environment.reach for environment in environments if environment.reach is not None]
@@ -87,7 +88,7 @@ def check_judges(environments: Iterable[Environment], group: Mapping[str, Any]) 
 
 
 def length_controlled(members: Sequence[Member], control: LengthControl) -> tuple[float, ...]:
-    """Rewards of verifiers in place of a judge's, with lengths controlled within the group."""
+    """Rewards of verifiers instead of a judge, with lengths controlled within the group."""
     given = control_lengths(
         [member.reward for member in members],
         thinking_lengths=[member.thinking_tokens for member in members],
@@ -107,10 +108,10 @@ async def judged(
 ) -> list[tuple[float, ...]]:
     """Rewards of groups by circular comparison (`nemo_ext.rl.rewards.rlhf`), all at once.
 
-    What the environment gave does not count. Comparisons without an answer are told.
+    The environment's rewards are ignored. Comparisons without an answer are reported.
 
     Raises:
-        ValueError: the judge answered nothing at all: nothing could be learnt from such a step.
+        ValueError: the judge answered none of the questions: nothing could be learnt from such a step.
     """
     asked = [
         rlhf_rewards(

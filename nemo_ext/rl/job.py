@@ -19,7 +19,7 @@ KEYS = (
     *("on_inexpressible", "micro_batch", "save_every", "memory_profile", "seed"),
 )
 OPTIONAL = ("precision_plan", "megatron", "trust_remote_code")
-"""The first two are set by precision=..., which is for other jobs too: `megatron` is not read here."""
+"""The first two are set by precision=..., which other jobs share: `megatron` is not read here."""
 SAME = (
     "precision_plan",
     "engine",
@@ -33,20 +33,20 @@ SAME = (
     "nemo_rl",
     "seed",
 )
-"""What a run that goes on must have as it began."""
+"""Keys that must be unchanged when a run is resumed."""
 STEPS = "rl.schedule.steps"
 SAVE_BY = "NEMO_EXT_SAVE_BY"
-"""An environment variable: seconds since 1970 by which NeMo-RL, which knows no signals, has to save and end."""
+"""Environment variable: Unix time in seconds by which NeMo-RL, which handles no signals, has to save and end."""
 OF_THE_MACHINE = ("nemo_rl.set.cluster.", "nemo_rl.set.checkpointing.checkpoint_must_save_by")
-"""Beginnings of keys that may change when a run goes on elsewhere."""
+"""Prefixes of keys that may change when a run is resumed on another machine."""
 ENGINES = {"trl": "nemo_ext.rl.trl.run", "nemo_rl": "nemo_ext.rl.nemo_rl.job"}
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Train as the composed config says, or go on with it.
+    """Train as the composed config says, or resume the run.
 
     Raises:
-        ValueError: naming the key, what it holds and what it may hold; an engine that is not there or cannot do it.
+        ValueError: naming the key, its value and the allowed ones; an engine that is missing or cannot do it.
     """
     algorithm = checked_algorithm(config)
     if Path(config["policy"]).expanduser().is_dir():
@@ -61,13 +61,13 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuses to go on with a run under other settings than it began with; more steps are the same run.
+    """Refuses to resume a run under other settings than it began with; more steps are the same run.
 
     Raises:
         ValueError: naming each key, what it was and what it is.
     """
     changed = differing(*({key: config.get(key) for key in SAME} for config in (before, now)))
-    # Where a file's share is bounded by epochs, more steps are another plan from the first step on.
+    # If a file's share is bounded by epochs, more steps change the plan from the first step on.
     bounded = any(key.endswith("cap_epochs") for key in flat((now.get("tasks") or {}).get("train") or {}))
     kept = {
         key: change
@@ -81,9 +81,9 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def planned_tasks(config: Mapping[str, Any], algorithm: Algorithm) -> dict[str, Any]:
-    """The `tasks`, drawn by the run's seed if they have none of their own.
+    """The `tasks` settings, with the run's seed if they have none of their own.
 
-    A directory without a blend has the algorithm's environments in their weights, a file for each.
+    A directory without a blend gets the algorithm's environments with their weights, a file for each.
     """
     tasks = dict(config["tasks"])
     if not isinstance(algorithm, PolicyGradient):
@@ -100,7 +100,7 @@ def planned_tasks(config: Mapping[str, Any], algorithm: Algorithm) -> dict[str, 
 
 
 def over_own_pairs(config: Mapping[str, Any], algorithm: Algorithm) -> Algorithm:
-    """The algorithm with its epochs over the pairs that are there, not the paper's.
+    """The algorithm with its epochs counted over the actual pairs, not the paper's.
 
     Raises:
         ValueError: there is no such file, or it has fewer pairs than a batch.
@@ -124,7 +124,7 @@ def over_own_pairs(config: Mapping[str, Any], algorithm: Algorithm) -> Algorithm
 
 
 def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:
-    """The algorithm, after the keys around it were checked.
+    """The algorithm of a config whose other keys are checked.
 
     Raises:
         ValueError: as `run`.

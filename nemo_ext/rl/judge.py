@@ -1,7 +1,7 @@
-"""A judge behind an OpenAI-compatible endpoint: asked many questions at once, and never waited for without end.
+"""A judge behind an OpenAI-compatible endpoint: asked many questions concurrently, always within a time limit.
 
 Rules: an answer that does not come, cannot be read or comes too late is `Answer(value=None, problem=...)`, never an
-exception; all that one question takes, its wait for a turn and its retries included, is within `total_seconds`;
+exception; one question, including its wait for a turn and its retries, takes at most `total_seconds`;
 cancelling (Ctrl-C) cancels the requests. Each request has a connection of its own, so that a judge works in any event
 loop and a balancer in front of several replicas spreads them. The key comes from the environment alone.
 """
@@ -35,7 +35,7 @@ _KEYS = (
     "total_seconds",
     "concurrency",
 )
-# What a server answers that another attempt may mend: time-outs, conflicts, too many requests, its own failures.
+# Status codes worth another attempt: time-outs, conflicts, too many requests, server failures.
 _AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _MAX_BYTES = 8 << 20
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
@@ -43,18 +43,18 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeSettings:
-    """Where the judge is and how it is asked.
+    """Endpoint of the judge and its request settings.
 
     Attributes:
-        base_url: up to and with `/v1`.
-        model: as the endpoint names it.
-        key_variable: environment variable that holds the key; None where the endpoint wants none.
-        sampling: what else the request says (temperature, top_p, max_tokens, chat_template_kwargs).
-        attempts: at one question at most.
-        attempt_seconds: for one of them.
-        total_seconds: for all of them, with the wait for a turn: so more than the questions asked at once, over
+        base_url: URL up to and including `/v1`.
+        model: name of the model at the endpoint.
+        key_variable: environment variable that holds the API key; None if the endpoint needs none.
+        sampling: other fields of the request (temperature, top_p, max_tokens, chat_template_kwargs).
+        attempts: maximum number of attempts per question.
+        attempt_seconds: time limit of one attempt.
+        total_seconds: limit for all attempts and the wait for a turn: so more than the questions asked at once, over
             `concurrency`, times the seconds that one takes. 128 prompts x 32 comparisons of 20 s want 1280 s at 64.
-        concurrency: requests at once from one event loop; 64 as in NeMo Gym.
+        concurrency: number of concurrent requests from one event loop; 64 as in NeMo Gym.
 
     Raises:
         ValueError: naming the setting.
@@ -71,7 +71,7 @@ class JudgeSettings:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "JudgeSettings":
-        """From a config, whose keys are checked.
+        """Settings from a config, whose keys are checked.
 
         Raises:
             ValueError: naming the key `judge.KEY`, what it holds and what it may hold.
@@ -105,11 +105,11 @@ class JudgeSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer[T]:
-    """What came of one question.
+    """Outcome of one question.
 
     Attributes:
-        value: as it was read; None if there is none.
-        problem: why there is none; "" if there is one.
+        value: parsed answer; None if there is none.
+        problem: reason why there is no value; "" if there is one.
     """
 
     value: T | None
@@ -117,7 +117,7 @@ class Answer[T]:
 
 
 class Judge:
-    """Asks. Pickles, and may be used from several event loops."""
+    """Client of a judge. Picklable, and may be used from several event loops."""
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
@@ -128,11 +128,11 @@ class Judge:
         return Judge, (self.settings,)
 
     async def ask[T](self, messages: Messages, read: Callable[[str], T | None]) -> Answer[T]:
-        """One question.
+        """Ask one question.
 
         Args:
-            messages: of the chat, as the endpoint takes them.
-            read: what the answer's text means; None if nothing, which is asked again like a request that failed.
+            messages: chat messages as the endpoint takes them.
+            read: parser of the answer's text; if it returns None, the question is asked again like a failed request.
         """
         from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt
 
@@ -166,13 +166,13 @@ class Judge:
             return Answer(value=None, problem=f"no answer within {settings.total_seconds:g} s: {problem}")
 
     async def ask_all[T](self, questions: Iterable[Messages], read: Callable[[str], T | None]) -> list[Answer[T]]:
-        """Many questions at once; their answers in the same order, all within `total_seconds`."""
+        """Ask many questions concurrently; returns their answers in the same order, all within `total_seconds`."""
         async with asyncio.TaskGroup() as group:
             asked = [group.create_task(self.ask(question, read)) for question in questions]
         return [task.result() for task in asked]
 
     async def check(self) -> None:
-        """Whether the endpoint is there and serves the model: for the start of a run, which should not find out later.
+        """Check that the endpoint can be reached and serves the model; called when a run starts.
 
         Raises:
             ValueError: saying what is wrong.
@@ -235,7 +235,7 @@ class Judge:
 
 
 class _Failed(Exception):
-    """An attempt came to nothing."""
+    """A failed attempt."""
 
     def __init__(self, problem: str, *, again: bool = True, after: float = 0.0) -> None:
         super().__init__(problem)
@@ -248,7 +248,7 @@ def _again(error: BaseException) -> bool:
 
 
 def _wait(state: "RetryCallState") -> float:
-    """Exponential with full jitter, so that a server that came back is not asked by all at once."""
+    """Exponential backoff with full jitter, so that a recovered server is not asked by all at once."""
     from tenacity import wait_random_exponential
 
     failed = state.outcome.exception() if state.outcome else None
@@ -266,13 +266,13 @@ async def _read(response: "aiohttp.ClientResponse") -> bytes:
 
 
 def _text(body: bytes) -> str:
-    """The text in a chat completion."""
+    """Text of a chat completion."""
     try:
         choice = json.loads(body)["choices"][0]
         content, ended = choice["message"]["content"], choice.get("finish_reason")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise _Failed("an answer that is no chat completion") from None
-    # What it would have ended with is not known, and a quotation may be where it was cut.
+    # The intended ending is unknown, and the text may have been cut inside a quotation.
     if ended == "length":
         raise _Failed("an answer that was cut off: give it more max_tokens")
     if isinstance(content, list):
@@ -284,7 +284,7 @@ def _text(body: bytes) -> str:
 
 def _refusal(status: int, content: bytes, key: str) -> str:
     problem = f"HTTP {status}"
-    # What a server says of a bad key may hold part of it.
+    # A server's message about a bad key may contain part of it.
     if status in (401, 403):
         return problem
     said = " ".join(content.decode(errors="replace").split())

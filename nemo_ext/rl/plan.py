@@ -1,4 +1,4 @@
-"""Which task each step trains on, decided before a run begins.
+"""The task of each training step, decided before a run begins.
 
 A plan has `steps x prompts` items. Item i is the task in place i % prompts of step i // prompts, a function of the
 settings and i alone: engines read it in order, and a run that is resumed goes on with the next task. Three kinds:
@@ -36,11 +36,11 @@ _SUFFIX = ".jsonl"
 
 
 class TaskFile:
-    """The tasks of a file; lines are found once and read when they are asked for.
+    """Tasks of a file; lines are located once and read when they are asked for.
 
     Args:
-        path: JSONL, a task's record a line; lines that are blank are passed over.
-        repeats: a task may come again, as in a curriculum that begins a domain anew.
+        path: JSONL file, one task record per line; blank lines are skipped.
+        repeats: True if a task may occur again, as in a curriculum that begins a domain anew.
 
     Raises:
         ValueError: there is no such file or no task in it, a line is no task, or two have one id; names the line.
@@ -74,7 +74,7 @@ class TaskFile:
         return self._read(*self._lines[row], f"{self.path}, task {row}")
 
     def leave_out(self, unwanted: Callable[[Task], bool]) -> list[str]:
-        """Forget tasks; returns their ids.
+        """Drop the unwanted tasks; returns their ids.
 
         Raises:
             ValueError: none is left.
@@ -115,15 +115,15 @@ class TaskFile:
 
 
 class PlannedTasks:
-    """The tasks of a run in the order that it trains on them.
+    """Tasks of a run in training order.
 
     Args:
-        files: by the stream's name.
-        shares: of the streams, by name.
-        steps: batches that may be drawn.
-        prompts: of a step.
-        seed: of all orders.
-        shuffle: draw the order of a file anew for every pass over it; else it is the file's own.
+        files: task files by the stream's name.
+        shares: shares of the streams by name.
+        steps: number of batches that may be drawn.
+        prompts: number of prompts per step.
+        seed: seed of all orders.
+        shuffle: draw the order of a file anew for every pass over it; otherwise keep the file's order.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class PlannedTasks:
         self._pass = functools.lru_cache(maxsize=2 * len(self.names))(self._order_of_pass)
 
     def place(self, number: int) -> tuple[int, int]:
-        """Which stream an item is of, and which task of its file."""
+        """Index of an item's stream, and of the task in its file."""
         step, slot = divmod(number, self._prompts)
         streams = self._slots(step)
         stream = int(streams[slot])
@@ -173,23 +173,23 @@ class PlannedTasks:
         return stream, int(self._pass(stream, epoch)[at])
 
     def leave_out(self, unwanted: Callable[[Task], bool]) -> list[str]:
-        """Forget tasks of the files before any is read; returns their ids."""
+        """Drop unwanted tasks of the files before training reads any; returns their ids."""
         return [one for file in self._files for one in file.leave_out(unwanted)]
 
     def environments(self) -> list[str]:
-        """Names of all environments that the files' tasks are of."""
+        """Names of the environments of all tasks, sorted."""
         return sorted({name for file in self._files for name in file.environments})
 
     def every_task(self) -> Iterator[tuple[str, Task]]:
-        """Each task once, with the file it is in."""
+        """Each task once, with the path of its file."""
         for file in self._files:
             for row in range(len(file)):
                 yield str(file.path), file[row]
 
     def _slots(self, step: int) -> npt.NDArray[np.int64]:
-        """The stream of each prompt of a step, [prompts]."""
+        """Stream index of each prompt of a step, `[prompts]`."""
         streams = np.repeat(np.arange(len(self.names)), self.quotas[step])
-        # Streams are mixed within a step, for what a later shard of the batch sees.
+        # Streams are mixed within a step, since the batch may be sharded later.
         return (
             generator(self._seed, "tasks", "step", str(step)).permutation(streams) if len(self.names) > 1 else streams
         )
@@ -204,14 +204,14 @@ class PlannedTasks:
 def plan_tasks(
     settings: Mapping[str, Any], *, steps: int, prompts: int, spare: int = 0, where: str = "tasks.train"
 ) -> PlannedTasks:
-    """The tasks of a run, from settings as the module's text has them.
+    """Tasks of a run, from the settings described in the module's docstring.
 
     Args:
         settings: `path` with `shuffle` (default true), `curriculum`, or `directory` with `blend` or `streams`; `seed`
             (default 1234).
-        steps: of the run.
-        prompts: of a step.
-        spare: batches that may be drawn beyond one a step; after its last step a curriculum begins again.
+        steps: number of steps of the run.
+        prompts: number of prompts per step.
+        spare: batches that may be drawn beyond one per step; after its last step a curriculum begins again.
 
     Raises:
         ValueError: naming the key or the file and line.
@@ -243,8 +243,8 @@ def check_references(tasks: PlannedTasks, check: Callable[[Task], object]) -> No
     """Check every task's reference before a run of days begins.
 
     Args:
-        tasks: all of them are read once.
-        check: raises ValueError for a task that its environment cannot verify against.
+        tasks: tasks to check; all of them are read once.
+        check: function that raises ValueError for a task that its environment cannot verify.
 
     Raises:
         ValueError: naming the file and the task.
@@ -266,7 +266,7 @@ def _blended(settings: Mapping[str, Any], *, steps: int, prompts: int, seed: int
 
 
 def _counts_nothing(node: Group | Leaf) -> None:
-    """Refuses what a blend of text has and one of tasks does not."""
+    """Refuses keys of a text blend that a task blend does not have."""
     if isinstance(node, Leaf):
         for key in ("source", "tokens"):
             if getattr(node, key) is not None:

@@ -1,4 +1,4 @@
-"""The precision plan of an RL run, held against the model that is trained: what engines are told of it."""
+"""The precision plan of an RL run, resolved for the model that is trained."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ PLACES = ("generation", "training", "both")
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """A plan for a model, and where it counts.
+    """A precision plan for a model, and the phases it applies to.
 
     Attributes:
-        plan: of the weights.
-        high: linear maps outside FP8, from `layers.` on.
-        never: routers, convolutions and the output layer likewise, where the plan has them outside FP8.
-        head: whether the plan has the output layer in FP8.
+        plan: precision plan of the weights.
+        high: names of the linear layers outside FP8, from `layers.` on.
+        never: names of routers, convolutions and the output layer, where the plan has them outside FP8.
+        head: True if the plan has the output layer in FP8.
         where: generation, training or both.
     """
 
@@ -37,10 +37,10 @@ class Precision:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: str | None = None) -> "Precision | None":
-        """Of an RL run's config; None without a plan, or with one that has nothing in FP8.
+        """Precision of an RL run's config; None without a plan, or with one that has nothing in FP8.
 
         Args:
-            config: of `nemo-ext rl`.
+            config: config of `nemo-ext rl`.
             where: generation (the default), training or both.
 
         Raises:
@@ -68,5 +68,5 @@ class Precision:
         )
 
     def in_(self, place: str) -> bool:
-        """Whether it counts in generation or in training."""
+        """True if the plan applies to a place: generation or training."""
         return self.where in (place, "both")

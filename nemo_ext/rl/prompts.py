@@ -1,7 +1,7 @@
-"""Prompts as a model reads them, and what it reads between its turns, by its chat template.
+"""Prompts and texts between turns as a model reads them, rendered by its chat template.
 
-NeMo-RL tokenises observations as they are, without a chat template: an environment with tools must write the frame of
-its messages itself, the end of the response before them included.
+NeMo-RL tokenizes observations as they are, without a chat template: an environment with tools must itself write the
+template's text around its messages, including the end of the response before them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ _ANSWER = "\ue000"  # of the private use area, so no template writes it
 
 @dataclass(frozen=True)
 class Prompts:
-    """A chat template as the adapter uses it.
+    """Chat template of the policy.
 
     Attributes:
-        template: of the model.
-        eos: the token that ends a response, which NeMo-RL has already when the next turn begins.
+        template: chat template of the model.
+        eos: end-of-sequence token of a response, which NeMo-RL already has when the next turn begins.
     """
 
     template: Template
@@ -30,7 +30,7 @@ class Prompts:
 
     @classmethod
     def load(cls, template: str, *, eos: str | None = None) -> "Prompts":
-        """By a template's name, its file, or the folder of a tokenizer.
+        """Load by a template's name, its file, or the folder of a tokenizer.
 
         Raises:
             ValueError: there is none.
@@ -39,10 +39,10 @@ class Prompts:
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Any) -> "Prompts":
-        """The template that a Hugging Face tokenizer brings.
+        """Chat template of a Hugging Face tokenizer.
 
         Raises:
-            ValueError: it brings none.
+            ValueError: the tokenizer has none.
         """
         source = getattr(tokenizer, "chat_template", None)
         if not isinstance(source, str):
@@ -51,7 +51,7 @@ class Prompts:
         return cls(Template("of the tokenizer", source, special), tokenizer.eos_token)
 
     def prompt(self, task: Task) -> tuple[str, bool]:
-        """The text before the first response, and whether it ends inside a trace.
+        """Text before the first response, and whether it ends inside a trace.
 
         Raises:
             ValueError: the template refuses the task.
@@ -60,9 +60,9 @@ class Prompts:
         return self._ending(sample, task.thinking)
 
     def in_mode(self, task: Task) -> Task:
-        """The task in the mode that its prompt asks for: where it says none and the template has modes, thinking.
+        """The task with its mode filled in: thinking, if it names no mode and the template has modes.
 
-        Rewards of formats want to know.
+        Format rewards need the mode.
         """
         if task.thinking is not None:
             return task
@@ -72,22 +72,22 @@ class Prompts:
     def continuation(
         self, answers: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], thinking: bool | None
     ) -> tuple[str, bool]:
-        """What stands between a response and the next one, and whether it ends inside a trace.
+        """Text between a response and the next one, and whether it ends inside a trace.
 
         Args:
             answers: the tools' messages.
-            tools: that are declared.
-            thinking: the mode asked for.
+            tools: declared tools.
+            thinking: requested mode.
         """
         before = (Message(role="user", content="-"), Message(role="assistant", content=_ANSWER))
         sample = Sample(id="continuation", messages=(*before, *answers), tools=tuple(tools))
         text, opened = self._ending(sample, thinking)
-        # The last one, should a template repeat messages.
+        # Take the last one, in case a template repeats messages.
         following = text.rpartition(_ANSWER)[2]
         return following.removeprefix(self.eos) if self.eos else following, opened
 
     def _ending(self, sample: Sample, thinking: bool | None) -> tuple[str, bool]:
-        # A task without a mode is of a model without modes, or leaves it to the template.
+        # A task without a mode is for a model without modes, or leaves the mode to the template.
         mode = True if thinking is None else thinking
         text = self.template.render(sample, thinking=mode, add_generation_prompt=True).text
         return text, text.rstrip().endswith(OPEN)

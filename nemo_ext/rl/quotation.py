@@ -1,23 +1,23 @@
-"""Text that a model wrote, put into a prompt for another so that it is read and not obeyed.
+"""Quotation of a model's text in the prompt of another model, so that it is read and not obeyed.
 
 Two ways out of a quotation are closed: writing its end, which has a nonce that the text's author cannot know, and
-writing tokens of the judge's chat template, which its tokeniser would take for the template's own.
+writing tokens of the judge's chat template, which its tokenizer would take for the template's own.
 """
 
 import re
 
 from nemo_ext.job.seeds import digest
 
-# What may be one token (<|im_end|>, </s>, <SPECIAL_11>, <think>, [INST]) or a verdict ([[A]]).
+# Possible special tokens (<|im_end|>, </s>, <SPECIAL_11>, <think>, [INST]) and verdicts ([[A]]).
 _TEMPLATE_TOKEN = re.compile(r"<(?=[|｜/]?[A-Za-z_▁|｜][^<>\n]{0,64}>)|\[(?=\[|/?[A-Z_]{1,32}\])")
 _WORD_JOINER = "\N{WORD JOINER}"
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
 def plain(text: str) -> str:
-    """The text with nothing in it that a tokeniser, a chat template or JSON takes for more than text.
+    """Text without anything that a tokenizer, a chat template or JSON takes for more than text.
 
-    Looks the same: a word joiner (U+2060), which has no width, stands after the first character of each special token.
+    It looks the same: a word joiner (U+2060), which has no width, follows the first character of each special token.
     Control characters and lone surrogates become U+FFFD.
     """
     clean = _CONTROL.sub("\ufffd", text).encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
@@ -25,10 +25,10 @@ def plain(text: str) -> str:
 
 
 def nonce(*texts: str) -> str:
-    """16 hex digits that depend on all that is quoted, so that nothing in it can hold them, and are the same again."""
+    """16 hex digits derived from all quoted texts, so that none can contain them; deterministic."""
     return f"{digest(0, 'quotation', *texts):016x}"
 
 
 def quote(name: str, text: str, mark: str) -> str:
-    """The text between two lines that name it and carry the mark of `nonce`."""
+    """Text between two lines with its name and the mark of `nonce`."""
     return f"BEGIN {name} {mark}\n{plain(text)}\nEND {name} {mark}"

@@ -1,4 +1,4 @@
-"""What a renderer made of an algorithm for one engine, and what it could not."""
+"""An algorithm rendered for one engine, with the settings that could not be expressed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,13 +10,13 @@ from nemo_ext.rl.algorithms import Algorithm, PolicyGradient
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """An algorithm for one engine. Every setting of the algorithm is in one of the three.
+    """An algorithm rendered for one engine. Every setting of the algorithm is in one of the three.
 
     Attributes:
-        settings: the engine's own, under its names.
-        adapter: what nemo_ext does around the engine, in the algorithm's names: rewards, shares of environments, the
-            order of prompts, and what the adapter adds to the engine.
-        inexpressible: our key -> why neither can do it, and what is done instead (`settings` has that).
+        settings: settings of the engine, under its names.
+        adapter: settings that nemo_ext applies around the engine, in the algorithm's names: rewards, shares of
+            environments, the order of prompts, and additions to the engine.
+        inexpressible: key of the algorithm -> why neither can express it, and what `settings` do instead.
     """
 
     settings: Mapping[str, Any]
@@ -24,10 +24,10 @@ class Rendered:
     inexpressible: Mapping[str, str] = field(default_factory=dict)
 
     def settled(self, on_inexpressible: Literal["error", "warn"] = "error") -> "Rendered":
-        """This, if all is expressed or `warn` accepts what is done instead.
+        """Returns itself if everything is expressed, or if `warn` accepts the substitutes.
 
         Raises:
-            ValueError: not all is expressed, with what and why.
+            ValueError: some settings are not expressed; lists them with reasons.
         """
         if on_inexpressible not in ("error", "warn"):
             raise ValueError(f"on_inexpressible must be error or warn, not {on_inexpressible!r}")
@@ -47,7 +47,7 @@ class Rendered:
 
 
 def around(algorithm: Algorithm) -> tuple[dict[str, Any], dict[str, str]]:
-    """What nemo_ext does around every engine, and what it cannot: `adapter` and `inexpressible` to begin with.
+    """Initial `adapter` and `inexpressible`, common to all engines.
 
     `environments` and `group` are in the words of `nemo_ext.rl.nemo_rl.run.run`; `data` is for whoever makes the files:
     `shares` of environments, `thinking_share`, `drop_from` and `easy_to_hard` of `nemo-ext curriculum`,

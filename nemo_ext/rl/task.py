@@ -1,4 +1,4 @@
-"""A prompt to train on by reinforcement, with what its verifier needs to know."""
+"""An RL task: a prompt with the data that its verifier needs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,13 +17,13 @@ class Task:
     """One task; a line of a task file is its record.
 
     Attributes:
-        id: unique in its file.
-        environment: name of the verifier or of the tool environment, a key of `nemo_ext.rl.environments.ENVIRONMENTS`.
+        id: identifier, unique in its file.
+        environment: name of the verifier or tool environment, a key of `nemo_ext.rl.environments.ENVIRONMENTS`.
         prompt: messages before the response.
-        reference: what the environment checks the response against; its keys are the environment's own.
-        tools: JSON schemas of the tools that are declared, as OpenAI's `tools`.
-        domain: for shares, curricula and metrics; the environment's name if a record has none.
-        thinking: the mode that is asked for; None where the model has no modes.
+        reference: data that the environment checks the response against; its keys depend on the environment.
+        tools: JSON schemas of the declared tools, as OpenAI's `tools`.
+        domain: group for shares, curricula and metrics; the environment's name if a record has none.
+        thinking: requested mode; None where the model has no modes.
     """
 
     id: str
@@ -36,7 +36,7 @@ class Task:
 
     @classmethod
     def of(cls, record: Mapping[str, Any], where: str = "task") -> "Task":
-        """From a task file's record; a prompt that is a text is one user message.
+        """Task from a record of a task file; a prompt given as text is one user message.
 
         Raises:
             ValueError: naming `where`, the key, what it holds and what it may hold.
@@ -68,7 +68,7 @@ class Task:
         )
 
     def record(self) -> dict[str, Any]:
-        """The line of a task file; `of` gives the task back."""
+        """Record of the task for a task file; the inverse of `of`."""
         sample = to_record(Sample(id=self.id, messages=self.prompt, tools=self.tools))
         record: dict[str, Any] = {
             "id": self.id,

@@ -1,4 +1,4 @@
-"""What a verifier says of one response."""
+"""Verdict of a verifier on one response."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,14 +8,14 @@ Outcome = Literal["correct", "wrong", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Correct, wrong, or not to be told.
+    """Verdict on a response: correct, wrong, or error if it cannot be told.
 
     Attributes:
         outcome: `error` where the verifier itself failed (its time limit, a judge that did not answer), which is
             not the response's fault; an answer that cannot be read is `wrong`.
         score: from 0 to 1; 1 if and only if `outcome` is correct, between them where parts of a task are solved.
-        reason: why, in a few words, for reports; "" if correct.
-        answer: what was compared, as it was found in the response; None if there was nothing.
+        reason: short explanation for reports; "" if correct.
+        answer: compared text as found in the response; None if there was none.
     """
 
     outcome: Outcome
@@ -33,7 +33,7 @@ class Verdict:
 
     @classmethod
     def wrong(cls, reason: str, answer: str | None = None, *, score: float = 0.0) -> "Verdict":
-        """It is not, or not all of it."""
+        """The task is not solved, or only in part."""
         return cls(outcome="wrong", score=score, reason=reason, answer=answer)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Requests that are answered together: when a group is complete, or when its first one has waited long enough."""
+"""Requests answered together: when a group is complete, or when its first request has waited long enough."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Sequence
@@ -15,12 +15,12 @@ class _Cohort[M, R]:
 
 
 class Cohorts[M, R]:
-    """Groups by key.
+    """Groups of requests by key.
 
     Args:
-        size: members of a complete group.
-        wait_seconds: from a group's first member on; who comes later is in another group.
-        answer: the results of a group's members, in their order.
+        size: number of members of a complete group.
+        wait_seconds: time limit from a group's first member on; later members form another group.
+        answer: function that returns the results of a group's members, in their order.
     """
 
     def __init__(self, size: int, wait_seconds: float, answer: Callable[[Sequence[M]], Awaitable[Sequence[R]]]) -> None:
@@ -31,12 +31,12 @@ class Cohorts[M, R]:
         self._running: set[asyncio.Task[None]] = set()
 
     async def join(self, key: Hashable, place: Hashable, member: M) -> R:
-        """The member's result.
+        """Add a member to its group and wait for its result.
 
         Args:
-            key: of the group.
-            place: in it; whoever comes again with the same one, after a lost connection, counts once.
-            member: what is answered.
+            key: key of the group.
+            place: place in the group; a request repeated with the same place, after a lost connection, counts once.
+            member: request to answer.
         """
         cohort = self._open.get(key)
         if cohort is None:

@@ -1,7 +1,7 @@
-"""Groups compared by a generative reward model, with time limits: NeMo Gym's genrm_compare waits without end.
+"""Groups compared by a generative reward model, with time limits; NeMo Gym's genrm_compare has none.
 
-All responses to one prompt are judged together, `nemo_ext.rl.rewards.rlhf`, when the last of them has come or the first
-has waited long enough. A judge that does not answer is left out, and said to be.
+All responses to one prompt are judged together (`nemo_ext.rl.rewards.rlhf`) when the last of them has come or the first
+has waited long enough. Comparisons that the judge does not answer are left out and reported.
 """
 
 from collections.abc import Sequence
@@ -27,16 +27,16 @@ from nemo_ext.rl.rewards.rlhf import SHOWN, rlhf_rewards
 
 
 class ComparisonConfig(OwnConfig):
-    """What the server takes.
+    """Config of the comparison server.
 
     Attributes:
-        judge: as `nemo_ext.rl.judge.JudgeSettings` has it: base_url, model, and its time limits.
-        group_size: responses to one prompt: Gym's num_repeats, NeMo-RL's num_generations_per_prompt.
-        wait_seconds: from a group's first response on, for the others.
+        judge: fields of `nemo_ext.rl.judge.JudgeSettings`: base_url, model, and its time limits.
+        group_size: responses per prompt: Gym's num_repeats, NeMo-RL's num_generations_per_prompt.
+        wait_seconds: time limit for the other responses, from a group's first one on.
         show: genrm for a judge whose chat template has the roles response_1 and response_2, instructed for any other.
-        both_orders: each pair twice, in both orders.
-        length_control: as `nemo_ext.rl.rewards.comparison.LengthControl` has it.
-        thinking_opened: the model's prompts end inside a trace and the model server parses no reasoning.
+        both_orders: judge each pair in both orders.
+        length_control: fields of `nemo_ext.rl.rewards.comparison.LengthControl`.
+        thinking_opened: True if the model's prompts end inside a trace and the model server parses no reasoning.
     """
 
     judge: dict[str, Any]
@@ -79,7 +79,7 @@ class ComparisonServer(SimpleResourcesServer):
         self._cohorts = Cohorts(size, config.wait_seconds, self._compared)
 
     async def verify(self, body: VerifyRequest) -> VerifyResponse:
-        """The reward of a response within its group, when the group is there."""
+        """Reward of a response within its group, once the group is judged."""
         given = body.model_dump()
         asked = given[PARAMETERS]["input"]
         try:

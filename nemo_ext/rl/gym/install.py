@@ -24,7 +24,7 @@ from nemo_ext.rl.tasks import generate
 
 SERVER = "nemo_ext"
 EXAMPLES = 5
-"""Rows of example.jsonl: what `gym env test` asks for."""
+"""Number of rows of example.jsonl, as `gym env test` requires."""
 _KEYS = ("output", "servers", "tasks", "seed")
 _JUDGE = {
     "base_url": "${nemo_ext_judge_base_url}",
@@ -49,13 +49,13 @@ class Served:
     """One server and its agent.
 
     Attributes:
-        domain: one of Gym's.
-        description: for Gym's lists.
-        generator: of the example data.
-        config: the server's own keys.
-        agent: gymnasium_agent where a user speaks between the model's turns.
-        max_steps: of the agent; None as it has it.
-        entrypoint: in the server's folder.
+        domain: one of Gym's domains.
+        description: text for Gym's lists.
+        generator: name of the generator of the example data.
+        config: keys of the server itself.
+        agent: name of the agent; gymnasium_agent where a user speaks between the model's turns.
+        max_steps: step limit of the agent; None for its default.
+        entrypoint: file in the server's folder.
     """
 
     domain: str
@@ -139,7 +139,7 @@ def run(config: Mapping[str, Any]) -> str:
     """Write the folder; the same command again writes the same.
 
     Returns:
-        What to do with it: the command that starts the first server.
+        Instructions: the command that starts the first server.
 
     Raises:
         ValueError: naming the key, what it holds and what it may hold; a task that no server verifies.
@@ -162,7 +162,7 @@ def run(config: Mapping[str, Any]) -> str:
 
 
 def server_config(name: str) -> dict[str, Any]:
-    """Gym's config of a server and its agent: nemo_ext_NAME and nemo_ext_NAME_agent."""
+    """Gym config of a server and its agent: nemo_ext_NAME and nemo_ext_NAME_agent."""
     served, instance = SERVERS[name], f"{SERVER}_{name}"
     agent: dict[str, Any] = {
         "entrypoint": "app.py",
@@ -187,7 +187,7 @@ def server_config(name: str) -> dict[str, Any]:
 
 
 def examples(name: str, seed: int) -> list[dict[str, Any]]:
-    """Rows to try a server with."""
+    """Example rows to try a server with."""
     return [to_gym(_asked(name, task)) for task in generate(SERVERS[name].generator, EXAMPLES, seed=seed)]
 
 
@@ -196,7 +196,7 @@ def _example(name: str) -> str:
 
 
 def _asked(name: str, task: Task) -> Task:
-    """A generator's task as the server takes it."""
+    """A generator's task in the form that the server takes."""
     if name == "judge":
         reference = {"question": task.prompt[-1].content, "answer": str(task.reference["answer"])}
         return replace(task, environment="judge", domain="judge", reference=reference)
@@ -206,7 +206,7 @@ def _asked(name: str, task: Task) -> Task:
 
 
 def _files(names: list[str], seed: int, tasks: list[Path]) -> dict[str, str]:
-    """What to write, by path in the server's folder."""
+    """Contents of the files to write, by path in the server's folder."""
     files = {
         "app.py": _APP.format(module="server", server="VerifierServer"),
         "comparison.py": _APP.format(module="comparison", server="ComparisonServer"),
@@ -251,6 +251,6 @@ def _lines(rows: list[dict[str, Any]]) -> str:
 
 
 def _requirement() -> str:
-    """This very package, which Gym installs into the server's own environment."""
+    """Requirement for this package, which Gym installs into the server's own environment."""
     root = Path(__file__).parents[3]
     return f"{SERVER}[gym] @ {root.as_uri()}" if (root / "pyproject.toml").exists() else f"{SERVER}[gym]=={__version__}"

@@ -1,4 +1,4 @@
-"""Conversations in worlds that a server keeps between an agent's requests, by the agent's session."""
+"""Conversations that a server keeps between an agent's requests, by the agent's session."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -11,21 +11,21 @@ from nemo_ext.rl.gym.responses import Answered
 from nemo_ext.rl.verdict import Verdict
 
 MAX_PLAYS = 50_000
-"""That are kept; more conversations at once are no engine's."""
+"""Number of conversations that are kept; no engine holds more at once."""
 
 
 class NoPlayError(LookupError):
-    """A session in which no conversation was begun, or another one."""
+    """The session has no conversation, or another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What the world says to a response.
+    """The world's reply to a response.
 
     Attributes:
-        outputs: the tools' answers by the ids of the calls.
-        observation: what the user says, or tools to calls that have no id; "" if nothing.
-        verdict: None while the conversation goes on.
+        outputs: the tools' answers, with the ids of the calls.
+        observation: text of the user, or of tools for calls without an id; "" if none.
+        verdict: verdict at the end; None while the conversation goes on.
     """
 
     outputs: tuple[tuple[str, str], ...] = ()
@@ -38,11 +38,11 @@ class Play:
     """One conversation.
 
     Attributes:
-        task: what it was begun with.
-        conversation: its state.
-        max_turns: responses at most.
-        turns: responses so far.
-        replies: to the latest response, by its id, so that a request that was lost may be sent again.
+        task: task that it began with.
+        conversation: state of the conversation.
+        max_turns: maximum number of responses.
+        turns: number of responses so far.
+        replies: reply to the latest response, by its id, so that a lost request may be sent again.
     """
 
     task: Mapping[str, Any]
@@ -52,12 +52,12 @@ class Play:
     replies: dict[str, Reply] = field(default_factory=dict)
 
     def step(self, answered: Answered, identity: str) -> Reply:
-        """Carry out a response; it is over when the world has nothing to say, or after the last turn."""
+        """Carry out a response; the conversation ends when the world has no reply, or after the last turn."""
         if identity in self.replies:
             return self.replies[identity]
         self.turns += 1
         response, outputs = answered.response, [(key, f"Error: {why}") for key, why in answered.unreadable.items()]
-        # With no call that can be read, the text beside it is not for the user.
+        # If no call can be read, the text beside the calls is not for the user.
         said = self.conversation.step(response) if response.tool_calls or not outputs else ()
         outputs += [(message.tool_call_id, message.content) for message in said if message.tool_call_id]
         observation = "\n\n".join(message.content for message in said if not message.tool_call_id)
@@ -69,29 +69,29 @@ class Play:
         return reply
 
     def call(self, response: Response) -> str:
-        """A single call's answer, for agents that carry out calls one by one; they count the turns."""
+        """Answer to a single call, for agents that carry out calls one by one and count the turns themselves."""
         self.turns += 1
         return "\n\n".join(message.content for message in self.conversation.step(response))
 
     def close(self, response: Response) -> Verdict:
-        """The verdict after a last message without calls."""
+        """Verdict after a last message without calls."""
         if response.answer:
             self.conversation.step(Response(text=response.text, answer=response.answer))
         return self.conversation.verdict()
 
 
 class Plays:
-    """Conversations by session. One rollout is one session, so that a session is begun once.
+    """Conversations by session. One rollout is one session, and a session is begun once.
 
-    A model may call a tool that it names like one of the server's own routes: it must not begin anew, or with another
-    task, what it has begun.
+    A model may call a tool that it names like one of the server's routes: this must not restart its conversation, nor
+    begin one with another task.
     """
 
     def __init__(self) -> None:
         self._plays: OrderedDict[str, Play] = OrderedDict()
 
     def begin(self, session: str, task: Mapping[str, Any], make: Callable[[], Play]) -> None:
-        """Begin; the same request again changes nothing.
+        """Begin a conversation; the same request again changes nothing.
 
         Raises:
             NoPlayError: the session has one under way.
@@ -106,7 +106,7 @@ class Plays:
             self._plays.popitem(last=False)
 
     def get(self, session: str, task: Mapping[str, Any] | None = None) -> Play:
-        """A session's conversation; its last use is now.
+        """Conversation of a session, marked as the most recently used.
 
         Raises:
             NoPlayError: there is none, or it was begun with another task.

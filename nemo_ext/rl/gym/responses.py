@@ -1,6 +1,6 @@
-"""What a model server of NeMo Gym answered, as verifiers take it.
+"""Answers of a NeMo Gym model server, in the form that verifiers take.
 
-Where the model server has parsed reasoning and calls, what it says holds; else they are read in the text.
+Reasoning and calls that the model server has parsed are used as they are; otherwise they are parsed from the text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from nemo_ext.chat.tool_calls import MAX_CALLS, read_openai_calls
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """An OpenAI response read.
+    """A parsed OpenAI response.
 
     Attributes:
-        response: as verifiers take it.
-        unreadable: by the id of a call that cannot be read: why.
+        response: response in the form that verifiers take.
+        unreadable: id of each call that cannot be read -> reason.
     """
 
     response: Response
@@ -26,11 +26,11 @@ class Answered:
 
 
 def read_answer(answered: Mapping[str, Any], *, thinking_opened: bool = False) -> Answered:
-    """A response of one turn, or all turns of an agent taken together.
+    """Parse a response of one turn, or all turns of an agent together.
 
     Args:
         answered: OpenAI's `response`: output items, `usage`, `incomplete_details`.
-        thinking_opened: the prompt ends inside a trace and the model server parses no reasoning.
+        thinking_opened: True if the prompt ends inside a trace and the model server parses no reasoning.
     """
     output = [item for item in answered.get("output") or () if isinstance(item, Mapping)]
     finished = not answered.get("incomplete_details")
@@ -39,7 +39,7 @@ def read_answer(answered: Mapping[str, Any], *, thinking_opened: bool = False) -
     said = "".join(text for item in output if _is_said(item) for text in _texts(item, "content"))
     if trace.strip():
         ends = f"\n{CLOSE}\n" if said.strip() or calls or finished else ""
-        # Not `parse_response`: a tag that the trace quotes must not make an answer of the rest of it.
+        # Not `parse_response`: a closing tag quoted in the trace must not turn the rest of it into an answer.
         response = Response(text=f"{OPEN}\n{trace}{ends}{said}", thinking=trace.strip(), answer=said.strip())
     else:
         response = parse_response(said, thinking_opened=thinking_opened)
@@ -50,7 +50,7 @@ def read_answer(answered: Mapping[str, Any], *, thinking_opened: bool = False) -
 
 
 def last_turn(answered: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with the output behind the last tool's answer alone."""
+    """The response with only the output after the last tool's answer."""
     output = list(answered.get("output") or ())
     outputs = [
         place

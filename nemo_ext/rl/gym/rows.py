@@ -1,4 +1,4 @@
-"""Tasks as rows of NeMo Gym's data, and what Gym's own rows say in our environments' words.
+"""Tasks as rows of NeMo Gym's data, and Gym's own rows as tasks of our environments.
 
 A row is {responses_create_params: {input, tools, ...}, verifier_metadata: {id, environment, domain, reference,
 thinking}}; the prompt is OpenAI's Responses input. Rows of Gym's own servers are read where an environment here does
@@ -22,10 +22,10 @@ _ROLES: Mapping[str, Role] = {"system": "system", "developer": "system", "user":
 
 
 def to_gym(task: Task, *, thinking_key: str = "enable_thinking") -> dict[str, Any]:
-    """A task's row.
+    """Row of a task.
 
     Args:
-        thinking_key: the variable of the model's chat template that turns reasoning on and off, which Gym's vllm_model
+        thinking_key: variable of the model's chat template that turns reasoning on and off, which Gym's vllm_model
             passes on for tasks that ask for a mode.
     """
     parameters: dict[str, Any] = {"input": [item for message in task.prompt for item in _items(message)]}
@@ -44,7 +44,7 @@ def of_gym(row: Mapping[str, Any], environment: str) -> Task:
     """The task of a row, ours or Gym's own.
 
     Args:
-        environment: of the server that the row is sent to.
+        environment: environment of the server that the row is sent to.
 
     Raises:
         ValueError: naming the key; a row of another environment.
@@ -81,7 +81,7 @@ def messages(given: Any) -> tuple[Message, ...]:
     """The messages of OpenAI's Responses input.
 
     Raises:
-        ValueError: naming the item that is none, or holds something else than text.
+        ValueError: naming the item that is not a message, or holds anything but text.
     """
     if isinstance(given, str):
         return (Message(role="user", content=given),)
@@ -93,7 +93,7 @@ def messages(given: Any) -> tuple[Message, ...]:
             read = read_openai_calls([item])
             if read.problems:
                 raise ValueError(f"{where}: {read.problems[0]}")
-            # Calls that follow one another are one message's.
+            # Consecutive calls belong to one message.
             if made and made[-1].tool_calls:
                 last = made.pop()
                 made.append(Message(role="assistant", content=last.content, tool_calls=last.tool_calls + read.calls))
@@ -115,7 +115,7 @@ def messages(given: Any) -> tuple[Message, ...]:
 
 
 def check_listed(given: Any, where: str) -> list[Mapping[str, Any]]:
-    """The items, if they are mappings in a list.
+    """Check that the items are mappings in a list, and return them.
 
     Raises:
         ValueError: naming `where`.
@@ -149,7 +149,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _gym_reference(row: Mapping[str, Any], environment: str, tools: Any) -> Mapping[str, Any]:
-    """What a row of one of Gym's own servers says, in our words."""
+    """Our reference for a row of one of Gym's own servers."""
     for keys, made in _GYM.get(environment, ()):
         if all(row.get(key) is not None for key in keys):
             return made(row)
@@ -162,7 +162,7 @@ def _math(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"answer": row["expected_answer"]}
 
 
-# How mcqa's grading_mode looks for the answer, and our format that looks there.
+# mcqa's grading_mode -> our format that looks for the answer in the same place.
 _MCQA = {
     "strict_single_letter_boxed": "letter",
     "lenient_boxed": "boxed",

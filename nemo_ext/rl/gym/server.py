@@ -1,11 +1,11 @@
-"""The resources server of an environment, whichever it is: NeMo Gym asks it over HTTP.
+"""The NeMo Gym resources server of any environment, called over HTTP.
 
 /seed_session and /verify     for Gym's simple_agent: the reward of a response
 /TOOL                         a world's tools, one call a request, in the session's conversation
 /reset and /step              for Gym's gymnasium_agent: conversations in which a user has more to say, turn by turn
 
-What a model writes never makes a request fail. A verdict that the verifier itself could not give is marked so that
-Gym's rollout collection keeps it out of the results and tries again.
+Model output never makes a request fail. Failures of the verifier itself are marked so that Gym's rollout collection
+keeps them out of the results and tries again.
 """
 
 import asyncio
@@ -40,12 +40,12 @@ from nemo_ext.rl.task import Task
 from nemo_ext.rl.verdict import Verdict
 
 _MANY_TURNS = 10_000  # of tools that are called one by one: the agent's max_steps ends them
-# What Gym itself writes into a server's config.
+# Keys that Gym itself writes into a server's config.
 _GYM_KEYS = ("verified", "verified_url", "description", "value", "datasets", "license")
 
 
 class OwnConfig(BaseResourcesServerConfig):
-    """A server's config, in which no key is passed over in silence.
+    """Config of a server; unknown keys are errors.
 
     Raises:
         ValueError: a key that neither Gym nor the server knows, or several worker processes.
@@ -63,14 +63,14 @@ class OwnConfig(BaseResourcesServerConfig):
 
 
 class VerifierConfig(OwnConfig):
-    """What the server of an environment takes.
+    """Config of the server of an environment.
 
     Attributes:
         environment: a key of `nemo_ext.rl.environments.ENVIRONMENTS`.
-        settings: its own.
-        reward: as engines have it: outcome, score, {name: domyn_math, ...}.
-        thinking_opened: the model's prompts end inside a trace and the model server parses no reasoning.
-        concurrency: verifications at once.
+        settings: settings of the environment.
+        reward: reward as in the engines' configs: outcome, score, {name: domyn_math, ...}.
+        thinking_opened: True if the model's prompts end inside a trace and the model server parses no reasoning.
+        concurrency: number of concurrent verifications.
     """
 
     environment: str
@@ -81,13 +81,13 @@ class VerifierConfig(OwnConfig):
 
 
 class VerifyRequest(BaseVerifyRequest):
-    """A row with the response to it."""
+    """A row and the response to it."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class VerifyResponse(BaseVerifyResponse):
-    """The same with a reward, and what Gym makes metrics of."""
+    """A row with its reward and the values that Gym turns into metrics."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -119,7 +119,7 @@ class VerifierServer(SimpleResourcesServer):
             self._by_call = make(config.environment, {**config.settings, "max_turns": _MANY_TURNS})
 
     def setup_webserver(self) -> FastAPI:
-        """The routes."""
+        """App with the server's routes."""
         app: FastAPI = super().setup_webserver()
         app.post("/reset")(self.reset)
         app.post("/step")(self.step)
@@ -133,7 +133,7 @@ class VerifierServer(SimpleResourcesServer):
         return BaseSeedSessionResponse()
 
     async def call(self, request: Request, tool: str) -> PlainTextResponse:
-        """A world's answer to one call."""
+        """Answer of a world to one call."""
         try:
             play = self._plays.get(request.session[SESSION_ID_KEY])
         except NoPlayError as error:
@@ -145,7 +145,7 @@ class VerifierServer(SimpleResourcesServer):
         return PlainTextResponse(said.encode(errors="replace"))
 
     async def verify(self, request: Request, body: VerifyRequest) -> VerifyResponse:
-        """The reward of a response, or of the state that a conversation ended in."""
+        """Reward of a response, or of the state that a conversation ended in."""
         given = body.model_dump()
         task = self._task(given)
         answered = self._read(given["response"])
@@ -158,12 +158,12 @@ class VerifierServer(SimpleResourcesServer):
         return VerifyResponse(**{**given, **outcome, "tool_outputs": turns})
 
     async def reset(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
-        """Begin a rollout whose turns come to `step`."""
+        """Begin a rollout whose turns are passed to `step`."""
         self._begin(request, body, self._environment)
         return {"observation": None, "info": {}}
 
     async def step(self, request: Request, body: VerifyRequest) -> dict[str, Any]:
-        """What the world says to one response, and the reward when it is over."""
+        """The world's reply to one response, and the reward when the conversation is over."""
         given = body.model_dump()
         task = self._task(given)
         answered = self._read(given["response"])
@@ -228,7 +228,7 @@ class VerifierServer(SimpleResourcesServer):
             return Verdict.error(f"{type(error).__name__}: {error}"[:300])
 
     def _outcome(self, task: Task, answered: Answered, verdict: Verdict) -> dict[str, Any]:
-        """The reward, and numbers beside it."""
+        """Reward and metrics of a response."""
         response = answered.response
         if self._reward.counts_tokens and response.tokens is None:
             raise HTTPException(
@@ -247,7 +247,7 @@ class VerifierServer(SimpleResourcesServer):
 
 
 def failure(failed: bool) -> dict[str, Any]:
-    """What marks a verifier's own failure: a number for metrics, and what Gym's rollout collection looks for."""
+    """Fields that mark a failure of the verifier: a number for metrics, and the key that Gym's collection looks for."""
     return {"verifier_error": failed, **({NG_FAILURE_CLASS_KEY: "verifier_error"} if failed else {})}
 
 

@@ -1,1 +1,1 @@
-"""Plug-ins of NeMo-RL. Nothing here imports it before it is used."""
+"""Plug-ins for NeMo-RL, which is imported only when it is used."""

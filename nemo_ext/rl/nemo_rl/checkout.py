@@ -1,8 +1,8 @@
-"""What the installed NeMo-RL knows: the keys of its configs and what its asynchronous loop does, read from its sources.
+"""Config keys and asynchronous loop of the installed NeMo-RL, read from its sources.
 
-Nothing of it is imported, which would take ray, torch and half a minute. NeMo-RL does not refuse a key that it does
-not know: its TypedDicts check nothing and its pydantic models allow extras. Keys are those of the types that a master
-config is annotated with, and of the example config, which has some that no type has.
+It is not imported, which would take ray, torch and half a minute. NeMo-RL does not refuse unknown keys: its TypedDicts
+check nothing and its pydantic models allow extras. Keys are those of the types that a master config is annotated with,
+and of the example config, which has some that no type has.
 """
 
 import ast
@@ -26,24 +26,24 @@ _READ_AS = {"policy.generation.vllm_cfg": "vllm_cfg", "policy.megatron_cfg.fp8_c
 
 @dataclass
 class Keys:
-    """The keys of one mapping of a config.
+    """Keys of one mapping of a config.
 
     Attributes:
-        children: by key; a value that is no mapping has none.
-        open: any key may be there.
+        children: keys of the nested mappings, by key; empty for other values.
+        open: True if any key is allowed.
     """
 
     children: dict[str, "Keys"] = field(default_factory=dict)
     open: bool = False
 
     def merge(self, other: "Keys") -> None:
-        """Add those of another mapping."""
+        """Add the keys of another mapping."""
         self.open |= other.open
         for key, keys in other.children.items():
             self.children.setdefault(key, Keys()).merge(keys)
 
     def missing(self, path: str) -> str | None:
-        """Why there is no such key, with the nearest one; None if there is. `path`: `loss_fn.ratio_clip_min`."""
+        """Message that names the nearest key if a path such as `loss_fn.ratio_clip_min` is missing, else None."""
         here = self
         words = path.split(".")
         for place, word in enumerate(words):
@@ -67,7 +67,7 @@ class Checkout:
     """A source checkout of NeMo-RL.
 
     Args:
-        root: the folder that has `nemo_rl` and `examples`; None for that of the `nemo_rl` that Python finds.
+        root: folder that has `nemo_rl` and `examples`; None for that of the `nemo_rl` that Python finds.
 
     Raises:
         ValueError: there is none.
@@ -90,7 +90,7 @@ class Checkout:
         return self.root / "examples" / "configs" / _EXAMPLES[section]
 
     def keys(self, section: Section) -> Keys:
-        """Of the master config of GRPO or DPO."""
+        """Keys of the master config of GRPO or DPO."""
         return self._keys[section]
 
     @cached_property
@@ -106,7 +106,7 @@ class Checkout:
         return made
 
     def _read_from(self, name: str) -> frozenset[str]:
-        """Keys that the models' modules read from a mapping of this name: some are in no type and no example."""
+        """Keys that modules in `nemo_rl/models` read from a mapping of this name; some are in no type or example."""
         found = set[str]()
         for file in sorted((self.root / "nemo_rl" / "models").rglob("*.py")):
             text = file.read_text(encoding="utf-8")
@@ -115,20 +115,20 @@ class Checkout:
         return frozenset(found)
 
     def config(self, section: Section, *changes: Mapping[str, Any]) -> dict[str, Any]:
-        """The example config with changes, whole and resolved, as `nemo_ext.rl.nemo_rl.run.run` takes it.
+        """Complete, resolved example config with changes, as `nemo_ext.rl.nemo_rl.run.run` takes it.
 
         Args:
-            changes: nested, the later ones win; interpolations are resolved after them.
+            changes: nested mappings, of which later ones win; interpolations are resolved after them.
 
         Raises:
-            ValueError: a change has a key that this version lacks, with the nearest.
+            ValueError: a change has a key that this version lacks; names the nearest.
         """
         for change in changes:
             for path in leaves(change):
                 if missing := self.keys(section).missing(path):
                     raise ValueError(f"nemo_rl.{path}: this version has {missing}")
         merged = OmegaConf.merge(OmegaConf.load(self._example(section)), *(dict(change) for change in changes))
-        # NeMo-RL registers its own resolvers when it is imported, and fails if there is one of the same name.
+        # NeMo-RL registers its own resolvers when it is imported, and fails if one of the same name exists.
         ours = not OmegaConf.has_resolver("mul")
         if ours:
             OmegaConf.register_new_resolver("mul", lambda a, b: a * b)
@@ -142,14 +142,14 @@ class Checkout:
 
     @cached_property
     def converts_dtensor_v2(self) -> bool:
-        """Whether `convert_dcp_to_hf` reads what the second version of DTensor's workers saves, in a folder `model`."""
+        """True if `convert_dcp_to_hf` reads checkpoints of the DTensor v2 workers, which are in a folder `model`."""
         module = ast.parse((self.root / "nemo_rl/utils/native_checkpoint.py").read_text(encoding="utf-8"))
         found = [one for one in module.body if isinstance(one, ast.FunctionDef) and one.name == "convert_dcp_to_hf"]
         return any(isinstance(node, ast.Constant) and node.value == ".metadata" for f in found for node in ast.walk(f))
 
     @cached_property
     def asynchronous(self) -> frozenset[str]:
-        """Names that `async_grpo_train` uses: it leaves out parts of what `grpo_train` does."""
+        """Names that `async_grpo_train` uses, since it leaves out parts of `grpo_train`."""
         module = ast.parse((self.root / "nemo_rl/algorithms/grpo.py").read_text(encoding="utf-8"))
         loops = [one for one in module.body if isinstance(one, ast.FunctionDef) and one.name == "async_grpo_train"]
         return frozenset(name for loop in loops for node in ast.walk(loop) for name in _names(node))
@@ -175,7 +175,7 @@ class _Sources:
         self._parsed: dict[str, _Parsed] = {}
 
     def keys_of(self, name: str, module: str, above: tuple[str, ...] = ()) -> Keys:
-        """The keys of a TypedDict or pydantic model."""
+        """Keys of a TypedDict or pydantic model."""
         keys = Keys()
         found = self._find(name, module)
         if found is None or name in above:
@@ -205,7 +205,7 @@ class _Sources:
         return keys
 
     def _find(self, name: str, module: str, depth: int = 0) -> tuple[ast.ClassDef | ast.expr, str] | None:
-        """Where a class or alias of this name is defined, through the imports of modules."""
+        """Definition of a class or alias of this name, found through imports, and its module."""
         defined, imported = self._parse(module)
         if name in defined:
             return defined[name], module
@@ -214,7 +214,7 @@ class _Sources:
         return self._find(imported[name][0], imported[name][1], depth + 1)
 
     def _parse(self, module: str) -> _Parsed:
-        """What a module defines and what it imports from NeMo-RL, as (name there, module)."""
+        """Definitions of a module, and its imports from NeMo-RL as (name there, module)."""
         if module in self._parsed:
             return self._parsed[module]
         path = self._root.joinpath(*module.split("."))
@@ -233,7 +233,7 @@ class _Sources:
 
 
 def _names(node: ast.AST) -> list[str]:
-    """The identifier or text that a node is."""
+    """Identifier or string constant of a node, in a list; empty for other nodes."""
     if isinstance(node, ast.Name):
         return [node.id]
     if isinstance(node, ast.Attribute):
@@ -248,7 +248,7 @@ def _keys_in(config: Any) -> Keys:
 
 
 def _keys_read(module: ast.Module, name: str) -> set[str]:
-    """Constants that a variable of this name is asked for, as `name["key"]` or `name.get("key")`."""
+    """Constant keys read from a variable of this name, as `name["key"]` or `name.get("key")`."""
     found = set[str]()
     for node in ast.walk(module):
         asked: ast.expr | None = None
@@ -262,12 +262,12 @@ def _keys_read(module: ast.Module, name: str) -> set[str]:
 
 
 def _is_name(node: ast.expr, name: str) -> bool:
-    """A variable of the name, or `self.NAME`."""
+    """True for a variable of the name, or `self.NAME`."""
     return name in _names(node)
 
 
 def _nested(path: str, keys: Iterable[str]) -> Keys:
-    """The mapping that has these keys at a path; nothing where there are none."""
+    """Mapping that has these keys at a path; empty if there are none."""
     made = Keys({key: Keys() for key in keys})
     if not made.children:
         return made

@@ -1,6 +1,6 @@
-"""What differs between the versions of NeMo-RL, 0.5, 0.7 and later; nothing else here asks which one it is.
+"""Differences between NeMo-RL 0.5, 0.7 and later; no other module asks which version it is.
 
-A version is told by what it has: the main branch calls itself 0.6.0 and has more than 0.7.0.
+A version is recognized by its features: the main branch calls itself 0.6.0 and has more than 0.7.0.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 from nemo_ext.rl.job import SAVE_BY
 
-# What grpo.setup returns, in order. 0.5 and 0.6:
+# Return values of grpo.setup, in order. 0.5 and 0.6:
 _TEN = "policy policy_generation cluster dataloader val_dataloader loss_fn logger checkpointer grpo_save_state config"
 # 0.7 and later:
 _THIRTEEN = (
@@ -34,11 +34,11 @@ _MEGATRON_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.Megatro
 
 @dataclass(kw_only=True)
 class Ready:
-    """What `grpo.setup` or `dpo.setup` made, by name; attributes that a version or algorithm lacks are None.
+    """Results of `grpo.setup` or `dpo.setup` by name; attributes that a version or algorithm lacks are None.
 
     Attributes:
-        config: the master config, a dict in 0.5 and pydantic's model later.
-        rest: what only some versions return and hand to the training loop.
+        config: master config, a dict in 0.5 and a pydantic model later.
+        rest: results that only some versions return and pass to the training loop.
     """
 
     policy: Any
@@ -54,7 +54,7 @@ class Ready:
 
 
 def grpo() -> ModuleType:
-    """NeMo-RL's module of GRPO.
+    """NeMo-RL's GRPO module.
 
     Raises:
         ValueError: NeMo-RL cannot be imported, with the reason and what to do.
@@ -63,23 +63,23 @@ def grpo() -> ModuleType:
 
 
 def dpo() -> ModuleType:
-    """NeMo-RL's module of DPO; raises as `grpo`."""
+    """NeMo-RL's DPO module; raises as `grpo`."""
     return _module("nemo_rl.algorithms.dpo")
 
 
 def dpo_loss() -> Any:
-    """The class of NeMo-RL's DPO loss."""
+    """Class of NeMo-RL's DPO loss."""
     return dpo().DPOLossFn
 
 
 def master_config(module: ModuleType, config: Mapping[str, Any]) -> Any:
-    """The config in the type that a module's `setup` takes."""
+    """Convert a config to the type that a module's `setup` takes."""
     kind = module.MasterConfig
     return kind(**config) if hasattr(kind, "model_fields") else dict(config)
 
 
 def setting(config: Any, *path: str) -> Any:
-    """A value of a master config, `setting(config, "grpo", "num_prompts_per_step")`; None where there is none."""
+    """Value in a master config, `setting(config, "grpo", "num_prompts_per_step")`; None if missing."""
     for key in path:
         config = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
         if config is None:
@@ -88,7 +88,7 @@ def setting(config: Any, *path: str) -> Any:
 
 
 def tokenizer_of(config: Mapping[str, Any]) -> Any:
-    """The tokenizer that a master config (a plain mapping) names."""
+    """Load the tokenizer that a master config (a plain mapping) names."""
     return _module("nemo_rl.algorithms.utils").get_tokenizer(config["policy"]["tokenizer"])
 
 
@@ -107,7 +107,7 @@ def set_up_grpo(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> 
     """Call `grpo.setup`.
 
     Raises:
-        ValueError: it returns another number of items than the versions known here.
+        ValueError: it returns another number of items than the known versions.
     """
     items = grpo().setup(config, tokenizer, dataset, val_dataset)
     names = {10: _TEN, 13: _THIRTEEN}.get(len(items))
@@ -128,7 +128,7 @@ def set_up_dpo(config: Any, tokenizer: Any, dataset: Any, val_datasets: Mapping[
 
 
 def train_grpo(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], val_environments: Any) -> None:
-    """Run GRPO to its end: `async_grpo_train` where `grpo.async_grpo.enabled` asks for it, else `grpo_train`."""
+    """Run GRPO to its end: `async_grpo_train` if `grpo.async_grpo.enabled`, else `grpo_train`."""
     module = grpo()
     first = (ready.policy, ready.policy_generation, ready.dataloader, ready.val_dataloader, tokenizer, ready.loss_fn)
     then = (dict(environments), val_environments, ready.logger, ready.checkpointer, ready.save_state, ready.config)
@@ -141,7 +141,7 @@ def train_grpo(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], va
 
 
 def train_dpo(ready: Ready, tokenizer: Any) -> None:
-    """Run DPO, or what its loss was replaced by, to its end."""
+    """Run DPO to its end, with its own loss or the one that replaces it."""
     dpo().dpo_train(
         ready.policy,
         ready.dataloader,
@@ -157,10 +157,10 @@ def train_dpo(ready: Ready, tokenizer: Any) -> None:
 
 @contextlib.contextmanager
 def clocks(module: ModuleType) -> Iterator[list[Any]]:
-    """What a training loop watches `checkpointing.checkpoint_must_save_by` with, as it is made while this lasts.
+    """Context that collects the training loop's timeout checkers (`checkpointing.checkpoint_must_save_by`).
 
-    Their `last_saved` is true once they told the loop to save and end; it returns as at the end of its steps. They
-    know of SAVE_BY too.
+    Their `last_saved` is true once they have told the loop to save and end; it returns as at the end of its steps.
+    They also obey SAVE_BY.
     """
     made: list[Any] = []
     kind = module.TimeoutChecker
@@ -180,11 +180,11 @@ def convert_dcp(weights: Path, to: Path, model: str, tokenizer: str, overrides: 
     """Convert a DTensor checkpoint to a Hugging Face folder with one pickled file of weights.
 
     Args:
-        weights: `step_N/policy/weights`; 0.5 reads those of DTensor's first version only.
-        to: the folder, which must not be there.
-        model: name or folder that the config comes from.
-        tokenizer: name or folder.
-        overrides: of the config.
+        weights: folder `step_N/policy/weights`; 0.5 reads those of DTensor's first version only.
+        to: output folder, which must not exist.
+        model: name or folder of the model that the config comes from.
+        tokenizer: name or folder of the tokenizer.
+        overrides: overrides of the config.
 
     Raises:
         Exception: whatever NeMo-RL raises.
@@ -199,18 +199,18 @@ def convert_dcp(weights: Path, to: Path, model: str, tokenizer: str, overrides: 
 
 
 def convert_megatron(root: Path, config: Path, weights: Path, to: Path, log: Path) -> None:
-    """Run the checkout's convert_megatron_to_hf.py where its Megatron workers run: it needs Megatron-Bridge.
+    """Run the checkout's convert_megatron_to_hf.py in the Python of its Megatron workers: it needs Megatron-Bridge.
 
     Args:
-        root: the checkout.
-        config: `step_N/config.yaml`.
-        weights: `step_N/policy/weights/iter_N`.
-        to: the folder, which must not be there.
-        log: gets what the script prints.
+        root: folder of the checkout.
+        config: path of `step_N/config.yaml`.
+        weights: folder `step_N/policy/weights/iter_N`.
+        to: output folder, which must not exist.
+        log: file for the script's output.
 
     Raises:
-        ValueError: it failed; with its last line.
-        subprocess.CalledProcessError: the workers' environment could not be made.
+        ValueError: the script failed; quotes its last line.
+        subprocess.CalledProcessError: the workers' environment could not be created.
     """
     python = Path(_megatron_python())
     paths = {"--config": config, "--megatron-ckpt-path": weights, "--hf-ckpt-path": to}
@@ -229,7 +229,7 @@ def convert_megatron(root: Path, config: Path, weights: Path, to: Path, log: Pat
 
 
 def _megatron_python() -> str:
-    """The Python of NeMo-RL's Megatron workers on this machine; makes their environment if it is not there."""
+    """Python of NeMo-RL's Megatron workers on this machine; creates their environment if it is missing."""
     executable: str = _module("nemo_rl.distributed.ray_actor_environment_registry").get_actor_python_env(
         _MEGATRON_WORKER
     )
@@ -242,28 +242,28 @@ def _megatron_python() -> str:
 
 
 def is_async(config: Any) -> bool:
-    """Whether a master config asks for asynchronous GRPO."""
+    """True if a master config asks for asynchronous GRPO."""
     return bool(setting(config, "grpo", "async_grpo", "enabled"))
 
 
 def create_environment(name: str, config: Mapping[str, Any]) -> Any:
-    """Start the actor of a registered environment; 0.5 wants the settings of all environments, by name."""
+    """Start the actor of a registered environment; 0.5 takes the settings of all environments, by name."""
     create = _module("nemo_rl.environments.utils").create_env
     all_of_them = "env_configs" in inspect.signature(create).parameters
     return create(name, {name: dict(config)} if all_of_them else dict(config))
 
 
 def baseline_modules() -> list[ModuleType]:
-    """The modules that call `calculate_baseline_and_std_per_prompt` by a name of their own."""
+    """Modules that import `calculate_baseline_and_std_per_prompt` into their own namespace."""
     modules = [grpo()]
-    # 0.6 and later compute advantages in a module of their own.
+    # 0.6 and later compute advantages in a separate module.
     if importlib.util.find_spec("nemo_rl.algorithms.advantage_estimator") is not None:
         modules.append(_module("nemo_rl.algorithms.advantage_estimator"))
     return modules
 
 
 def has_estimator() -> bool:
-    """Whether advantages come from an estimator that is handed the batch (0.6 and later)."""
+    """True if advantages come from an estimator that is passed the batch (0.6 and later)."""
     return hasattr(grpo(), "_create_advantage_estimator")
 
 
@@ -273,7 +273,7 @@ def _ready(made: Mapping[str, Any], rest: dict[str, Any]) -> Ready:
 
 
 def _known(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the keywords that the function takes."""
+    """Keywords that the function accepts."""
     taken = inspect.signature(function).parameters
     return {key: value for key, value in keywords.items() if key in taken}
 

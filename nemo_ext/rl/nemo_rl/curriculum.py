@@ -1,9 +1,9 @@
-"""NeMo-RL's `data.custom_dataloader`: batches of a curriculum whose domains are datasets of their own.
+"""A `data.custom_dataloader` for NeMo-RL: batches of a curriculum whose domains are separate datasets.
 
-One dataset whose records name their environment (NeMo-Gym's) needs none of this: it trains on `curriculum.jsonl` with
-`data.shuffle=false`. Datasets with a processor and environment each are read by a dataloader each, and NeMo-RL (0.6 and
-later) asks a function for the next batch. `next_batch` draws from each as many prompts as the curriculum's step has of
-it, in the curriculum's order, so that the batches are those of `curriculum.jsonl`.
+A single dataset whose records name their environment (NeMo-Gym's) needs none of this: it trains on `curriculum.jsonl`
+with `data.shuffle=false`. Datasets with a processor and environment each are read by a dataloader each, and NeMo-RL
+(0.6 and later) asks a function for the next batch. `next_batch` draws from each as many prompts as the curriculum's
+step has of it, in the curriculum's order, so that the batches are those of `curriculum.jsonl`.
 
 It keeps no state: which step comes next follows from the position of the first prompt that it draws. NeMo-RL saves
 the dataloaders' positions in its checkpoints, so a resumed run goes on with the step after them.
@@ -26,7 +26,7 @@ VARIABLE = "NEMO_EXT_CURRICULUM"
 def next_batch(
     data_iterators: dict[str, Iterator[Any]], dataloaders: Mapping[str, Any], **records: object
 ) -> tuple[Any, dict[str, Iterator[Any]]]:
-    """The curriculum's next batch, as NeMo-RL's `MultipleDataloaderWrapper` asks for it.
+    """Next batch of the curriculum, called by NeMo-RL's `MultipleDataloaderWrapper`.
 
     The directory of the curriculum is in the environment variable NEMO_EXT_CURRICULUM. Config:
     `data.use_multiple_dataloader=true data.num_prompts_per_dataloader=1 data.shuffle=false
@@ -47,11 +47,11 @@ def next_batch(
 
 
 def draw_step(data_iterators: Mapping[str, Iterator[Any]], order: Order) -> list[Any]:
-    """The batches of one prompt each that make up the next step, in the curriculum's order.
+    """Draw the single-prompt batches that make up the next step, in the curriculum's order.
 
     Args:
-        data_iterators: by NeMo-RL's names of the datasets: `domains-math` is that of `domains/math.jsonl`.
-        order: of the curriculum.
+        data_iterators: iterators by NeMo-RL's names of the datasets: `domains-math` for `domains/math.jsonl`.
+        order: order of the curriculum.
 
     Raises:
         ValueError: as `next_batch`.
@@ -93,7 +93,7 @@ def _order(directory: str) -> Order:
 
 
 def _position(batch: Any) -> int:
-    """Where in its dataset the only prompt of a batch stands."""
+    """Position in its dataset of the only prompt of a batch."""
     positions = batch["idx"]
     if len(positions) != 1:
         raise ValueError(f"a dataloader gives {len(positions)} prompts at once: set data.num_prompts_per_dataloader=1")

@@ -15,11 +15,11 @@ from nemo_ext.rl.task import Task
 
 @dataclass(frozen=True)
 class TaskProcessor:
-    """NeMo-RL's processor of a task: the prompt as tokens, and what the environment is told.
+    """NeMo-RL task processor: makes the prompt's tokens and the environment's information.
 
     Attributes:
-        prompts: the model's chat template.
-        with_prompt: the messages travel with the sample.
+        prompts: chat template of the model.
+        with_prompt: True to keep the messages with the sample.
     """
 
     prompts: Prompts
@@ -28,7 +28,7 @@ class TaskProcessor:
     def __call__(
         self, record: Mapping[str, Any], spec: Any, tokenizer: Any, max_length: int | None, number: int
     ) -> Any:
-        """A sample as NeMo-RL's rollouts take it.
+        """Make a sample for NeMo-RL's rollouts.
 
         A prompt of `max_length` tokens or more leaves nothing to generate: it is cut, takes part with no loss
         (`loss_multiplier` 0), and a warning names it.
@@ -56,8 +56,8 @@ class Records:
     """Tasks as the records that NeMo-RL's `AllTaskProcessedDataset` hands to a processor.
 
     Attributes:
-        tasks: in order.
-        prefix: of environments' names in NeMo-RL.
+        tasks: tasks in training order.
+        prefix: prefix of the environments' names in NeMo-RL.
     """
 
     tasks: PlannedTasks
@@ -72,7 +72,7 @@ class Records:
 
 
 def environment_info(task: Task, *, thinking_opened: bool, with_prompt: bool = False) -> dict[str, Any]:
-    """What the environment is told of a task, and a group's judge by `with_prompt`: a sample's `extra_env_info`."""
+    """A sample's `extra_env_info`: a task for its environment, and with `with_prompt` for a group's judge."""
     prompt = {"prompt": task.prompt} if with_prompt else {}
     return {
         **prompt,

@@ -1,8 +1,8 @@
-"""The Ray actor in which NeMo-RL verifies responses: any environment of `nemo_ext.rl.environments`.
+"""Ray actor that verifies responses for NeMo-RL in any environment of `nemo_ext.rl.environments`.
 
-A step sees messages of role and content alone, and a call holds the samples of a whole batch (sync rollouts) or one
-sample (async). So a reward here depends on one response and its task; what depends on a group is in `group_rewards`.
-A conversation's state travels in the metadata, so the actor keeps none.
+A step gets messages with role and content only, and a call has the samples of a whole batch (sync rollouts) or one
+sample (async). So a reward here depends on one response and its task; rewards over groups are in `group_rewards`. A
+conversation's state travels in the metadata, so the actor keeps none.
 """
 
 import importlib
@@ -27,12 +27,12 @@ class TaskEnvironment(EnvironmentInterface):
 
     Args:
         config: `name` of the environment and its `settings`; `reward`, see `rewards.reward_of`; `concurrency`,
-            verifications at once. What the responses are written in: `tool_style` of calls, for conversations
+            number of concurrent verifications. Format of the responses: `tool_style` of calls; for conversations
             `template`, a chat template's name or file, and `eos`, the token that ends a response. For rewards that
-            count tokens `tokenizer`, a Hugging Face name or folder, and `max_tokens`, at which a response was cut off.
+            count tokens: `tokenizer`, a Hugging Face name or folder, and `max_tokens`, at which a response was cut off.
 
     Raises:
-        ValueError: a key is not known or holds what it may not.
+        ValueError: unknown key or invalid value.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -47,11 +47,11 @@ class TaskEnvironment(EnvironmentInterface):
     async def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[Mapping[str, Any]]
     ) -> EnvironmentReturn:
-        """Verify the last message of every conversation, or carry out what it asks for.
+        """Verify the last message of every conversation, or carry out its calls.
 
         Args:
-            message_log_batch: [batch], messages of role and content each.
-            metadata: [batch], what `data.prompt_datum` wrote, or the step before returned.
+            message_log_batch: `[batch]`, messages with role and content each.
+            metadata: `[batch]`, dicts from `data.environment_info` or the previous step.
 
         Returns:
             Observations of role `environment`: the tools' answers as the chat template writes them, up to the prompt of
@@ -76,11 +76,11 @@ class TaskEnvironment(EnvironmentInterface):
         )
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float]]:
-        """The batch as it is, and the metrics; NeMo-RL's training loops never ask for them."""
+        """The unchanged batch and the metrics; NeMo-RL's training loops never call this."""
         return batch, self.take_metrics()
 
     def take_metrics(self) -> dict[str, float]:
-        """Metrics since this was last called."""
+        """Metrics since the last call."""
         return self._episodes.take_metrics()
 
     def shutdown(self) -> None:
@@ -125,4 +125,4 @@ def _tokenizer(name: str | None) -> Any:
 
 
 TaskEnvironmentActor = ray.remote(TaskEnvironment)
-"""What NeMo-RL creates; see `register`."""
+"""Actor class that NeMo-RL creates; see `register`."""

@@ -1,6 +1,6 @@
-"""What a finished run leaves: the trained model for Hugging Face, converted by NeMo-RL's own functions.
+"""Export of a finished run: the trained model for Hugging Face, converted by NeMo-RL's own functions.
 
-RUN_DIR/finished.json    the step that training ended with and the plan it ended by; a run with it trains no more
+RUN_DIR/finished.json    last training step and the plan by which training ended; a run that has it trains no more
 RUN_DIR/model            the model of the chosen checkpoint, with tokenizer; written as .model and renamed
 """
 
@@ -29,12 +29,12 @@ _BIN = "pytorch_model.bin"
 
 @dataclass(frozen=True)
 class Saved:
-    """A whole checkpoint of NeMo-RL.
+    """A complete checkpoint of NeMo-RL.
 
     Attributes:
-        step: after which it was saved.
-        path: `.../step_N`.
-        info: its training_info.json, in which metrics are by their full names, `val:accuracy`.
+        step: step after which it was saved.
+        path: folder `.../step_N`.
+        info: contents of training_info.json, with metrics by their full names, `val:accuracy`.
     """
 
     step: int
@@ -43,12 +43,12 @@ class Saved:
 
     @property
     def weights(self) -> Path:
-        """The policy's weights, in the format of the backend."""
+        """Folder of the policy's weights, in the format of the backend."""
         return self.path / "policy" / "weights"
 
 
 def saved_in(folder: Path) -> list[Saved]:
-    """The whole checkpoints of a run, first to last; one that is being written has another name, `tmp_step_N`."""
+    """Complete checkpoints of a run, first to last; one that is being written is called `tmp_step_N`."""
     found = []
     for path in folder.glob("step_*"):
         info = path / "training_info.json"
@@ -58,10 +58,10 @@ def saved_in(folder: Path) -> list[Saved]:
 
 
 def chosen(saved: Sequence[Saved], checkpointing: Mapping[str, Any]) -> Saved | None:
-    """The checkpoint to leave as the model: the best where a number of best ones is kept, else the last.
+    """Checkpoint to export as the model: the best if a number of best ones is kept, else the last.
 
-    The best is that of NeMo-RL's `CheckpointManager.get_best_checkpoint_path`, of equal ones the last as on its main
-    branch; that of 0.5 fails where a checkpoint lacks the metric.
+    The best is that of NeMo-RL's `CheckpointManager.get_best_checkpoint_path`, and the last of equal ones as on its
+    main branch; the function of 0.5 fails if a checkpoint lacks the metric.
     """
     metric, keep = checkpointing.get("metric_name"), checkpointing.get("keep_top_k")
     if metric and keep and keep < ALL:
@@ -74,9 +74,9 @@ def chosen(saved: Sequence[Saved], checkpointing: Mapping[str, Any]) -> Saved | 
 
 
 def finished_step(run_dir: Path, master: Mapping[str, Any], section: Section) -> int | None:
-    """The step that training ended with; None if the run is to go on.
+    """Last training step; None if the run is to go on.
 
-    It is finished at `max_num_steps`, and where it ended earlier by the same plan: data, epochs, a threshold.
+    A run is finished at `max_num_steps`, or if it ended earlier under the same plan: data, epochs, a threshold.
     """
     saved = saved_in(Path(master["checkpointing"]["checkpoint_dir"]))
     if not saved:
@@ -88,7 +88,7 @@ def finished_step(run_dir: Path, master: Mapping[str, Any], section: Section) ->
 
 
 def has_model(run_dir: Path, step: int, master: Mapping[str, Any], section: Section) -> bool:
-    """Whether RUN_DIR/model is that of the training that ended with a step."""
+    """True if RUN_DIR/model is from the training that ended with a step."""
     return _noted(run_dir) == _record(step, master, section) and (run_dir / MODEL).is_dir()
 
 
@@ -106,16 +106,16 @@ def leave_model(
     If it cannot be converted there is no RUN_DIR/model, and a notice says where the checkpoint is and what converts it.
 
     Args:
-        run_dir: of the run.
-        step: that training ended with.
-        master: NeMo-RL's master config, plain mappings.
-        section: which one.
-        root: the checkout.
-        template: that the model was trained with (see `Template.load`); None for its tokenizer's own.
-        config: of the job, for `trust_remote_code`.
+        run_dir: directory of the run.
+        step: last training step.
+        master: NeMo-RL's master config as plain mappings.
+        section: section of the master config, grpo or dpo.
+        root: folder of the checkout.
+        template: chat template used in training (see `Template.load`); None for the tokenizer's own.
+        config: config of the job, for `trust_remote_code`.
     """
     if _noted(run_dir) != _record(step, master, section):
-        # A model that is there is of other steps; gone first, so that beside the note there is no other's.
+        # An existing model is from other steps; remove it first, so that none stands beside a note that is not its own.
         shutil.rmtree(run_dir / MODEL, ignore_errors=True)
         write_text(run_dir / FINISHED, json.dumps(_record(step, master, section)) + "\n")
     best = chosen(saved_in(Path(master["checkpointing"]["checkpoint_dir"])), master["checkpointing"])
@@ -142,7 +142,7 @@ def leave_model(
 
 
 def command(saved: Saved, to: Path, root: Path) -> str:
-    """What NeMo-RL's documentation (docs/design-docs/checkpointing.md) says to type."""
+    """Conversion command from NeMo-RL's documentation (docs/design-docs/checkpointing.md)."""
     iteration = _iteration(saved)
     name, extra = ("dcp", []) if iteration is None else ("megatron", ["--extra", "mcore"])
     words = ["uv", "run", *extra, "python", f"examples/converters/convert_{name}_to_hf.py"]
@@ -199,7 +199,7 @@ def _convert(
 
 
 def _adapters(policy: Mapping[str, Any]) -> str | None:
-    """The section that trains adapters: their checkpoints are no models."""
+    """Config section that trains adapters, whose checkpoints are not models; None if there is none."""
     for backend, section in (("dtensor_cfg", "lora_cfg"), ("megatron_cfg", "peft")):
         above = policy.get(backend) or {}
         if above.get("enabled") and (above.get(section) or {}).get("enabled"):
@@ -208,12 +208,12 @@ def _adapters(policy: Mapping[str, Any]) -> str | None:
 
 
 def _iteration(saved: Saved) -> Path | None:
-    """Megatron's folder in a checkpoint; None in one of DTensor."""
+    """Megatron's folder in a checkpoint; None for a DTensor checkpoint."""
     return max(saved.weights.glob("iter_*"), default=None)
 
 
 def _as_safetensors(folder: Path) -> None:
-    """Replaces the one pickled file that NeMo-RL writes: other jobs and tools read safetensors."""
+    """Convert the pickled file that NeMo-RL writes to safetensors, which other jobs and tools read."""
     torch, hub = import_module("torch"), import_module("huggingface_hub")
     state = torch.load(folder / _BIN, map_location="cpu", mmap=True, weights_only=True)
     hub.save_torch_state_dict(state, folder)
@@ -221,7 +221,7 @@ def _as_safetensors(folder: Path) -> None:
 
 
 def _copy_beside(base: Path, to: Path) -> None:
-    """What the policy's folder has and a conversion does not write: how to generate, and code of the model's own."""
+    """Copy files of the policy's folder that a conversion does not write: generation config and model code."""
     for file in (base / "generation_config.json", *base.glob("*.py")):
         if file.is_file() and not (to / file.name).exists():
             shutil.copyfile(file, to / file.name)

@@ -1,4 +1,4 @@
-"""What depends on a group, all responses to one prompt: baselines, standard deviations and rewards over groups.
+"""Computations over a group, all responses to one prompt: baselines, standard deviations and rewards.
 
 NeMo-RL has no hook for any of it, so names in its modules are replaced while a run lasts:
 
@@ -9,10 +9,11 @@ rewards, sync         grpo.scale_rewards                               all
 rewards, async        the estimator of grpo._create_advantage_estimator  0.6 and later
 rewards, async        grpo.BatchedDataDict.from_batches                0.5
 
-NeMo-RL's own baseline differs in three ways (0.5 to 0.7 and main). With leave-one-out it takes the standard deviation
-of the other responses, too: in a group with one success that response's is 0, so it is not normalised, and dynamic
-sampling drops it, the only one with a signal. It computes the variance as a difference of squares in float32, so groups
-of equal rewards such as 0.1 may get a deviation above 0. And it takes identical prompts of one step for one group.
+NeMo-RL's own baseline differs in three ways (0.5 to 0.7 and main). With leave-one-out it also takes the standard
+deviation of the other responses: in a group with one success that response's is 0, so it is not normalised, and
+dynamic sampling drops it, the only one with a signal. It computes the variance as a difference of squares in float32,
+so groups of equal rewards such as 0.1 may get a deviation above 0. And it takes identical prompts of one step for one
+group.
 """
 
 import contextlib
@@ -35,14 +36,14 @@ Normalise = Literal["std", "unbiased_std", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """How groups are scored.
+    """Scoring of groups.
 
     Attributes:
-        generations: responses to a prompt.
-        leave_one_out: each response's baseline is the mean of the others, not of all.
-        biased: the standard deviation divides by the number of responses, not by one less.
-        reward: rewrites the rewards of a group; None leaves them.
-        tasks: whose rewards are rewritten, by name in NeMo-RL; None for all.
+        generations: number of responses per prompt.
+        leave_one_out: True if each response's baseline is the mean of the others, not of all.
+        biased: True if the variance divides by the number of responses n, not by n - 1.
+        reward: function that rewrites the rewards of groups; None leaves them.
+        tasks: names in NeMo-RL of the tasks whose rewards are rewritten; None for all.
     """
 
     generations: int
@@ -63,14 +64,14 @@ class Groups:
         leave_one_out_baseline: bool = True,
         std_rewards: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """In place of NeMo-RL's `calculate_baseline_and_std_per_prompt`, with its arguments.
+        """Replacement of NeMo-RL's `calculate_baseline_and_std_per_prompt`, with its arguments.
 
         Args:
-            prompts: [batch, tokens].
-            rewards: [batch].
-            valid_mask: [batch], 0 leaves a response out of its group's statistics.
-            leave_one_out_baseline: not used, the settings here decide.
-            std_rewards: [batch], whose deviation is wanted; `rewards` if None.
+            prompts: token ids of the prompts, `[batch, tokens]`.
+            rewards: rewards, `[batch]`.
+            valid_mask: `[batch]`, 0 leaves a response out of its group's statistics.
+            leave_one_out_baseline: unused; the settings here decide.
+            std_rewards: rewards for the standard deviation, `[batch]`; `rewards` if None.
 
         Returns:
             Baselines and deviations, [batch] each. The deviation is that of the whole group, exactly 0 if its rewards
@@ -84,7 +85,7 @@ class Groups:
             count = int(valid.sum())
             if count < 2:
                 continue
-            # In float64, since a group's mean is subtracted from rewards that may be nearly it.
+            # In float64, since a group's mean is subtracted from rewards that may be nearly equal to it.
             own = rewards[group].double()
             total = own[valid].sum()
             others = (total - own * valid) / (count - valid.double()) if self.leave_one_out else total / count
@@ -95,10 +96,10 @@ class Groups:
         return baseline, std
 
     def rewritten(self, batch: Mapping[str, Any], marker: Sequence[int]) -> torch.Tensor:
-        """The rewards of a batch after `reward`, [batch].
+        """Rewards of a batch after `reward`, `[batch]`.
 
         Args:
-            batch: NeMo-RL's, with `message_log`, `total_reward`, `task_name` and `extra_env_info`.
+            batch: NeMo-RL's batch with `message_log`, `total_reward`, `task_name` and `extra_env_info`.
             marker: token ids of `</think>`.
 
         Raises:
@@ -127,7 +128,7 @@ class Groups:
 
 
 class _Estimator:
-    """NeMo-RL's estimator of advantages, which sees rewritten rewards."""
+    """NeMo-RL's advantage estimator with rewritten rewards."""
 
     def __init__(self, inner: Any, rewrite: Callable[[Any], torch.Tensor]) -> None:
         self._inner = inner
@@ -147,12 +148,12 @@ class _Estimator:
 
 @contextlib.contextmanager
 def scored(groups: Groups, tokenizer: Any, *, asynchronous: bool) -> Iterator[None]:
-    """NeMo-RL scores groups so while this lasts, in this process.
+    """Context in which NeMo-RL scores groups by these settings, in this process.
 
     Args:
-        groups: how.
-        tokenizer: the policy's.
-        asynchronous: for `async_grpo_train`, which scales no rewards.
+        groups: scoring of the groups.
+        tokenizer: tokenizer of the policy.
+        asynchronous: True for `async_grpo_train`, which does not scale rewards.
     """
     module = compat.grpo()
     marker = tokenizer(CLOSE, add_special_tokens=False).input_ids
@@ -180,15 +181,15 @@ def scored(groups: Groups, tokenizer: Any, *, asynchronous: bool) -> Iterator[No
 
 
 def lengths(log: Sequence[Mapping[str, Any]], marker: Sequence[int], *, opened: bool = False) -> tuple[int, int]:
-    """Generated tokens of a conversation: those of reasoning, and the others.
+    """Numbers of generated tokens of a conversation: of reasoning, and of the rest.
 
-    Where `</think>` is not there as tokens of its own, because the tokenizer joined a character to it, a response's
-    tokens are divided as its characters are.
+    If the tokenizer joined a character to `</think>`, so that it has no tokens of its own, a response's tokens are
+    divided in proportion to its characters.
 
     Args:
-        log: messages with `role`, `content` and `token_ids`, the prompt as one message of the user.
+        log: messages with `role`, `content` and `token_ids`; the prompt is one user message.
         marker: token ids of `</think>`.
-        opened: the prompt ends inside a trace.
+        opened: True if the prompt ends inside a trace.
     """
     thinking = answer = 0
     for message in log:
@@ -220,7 +221,7 @@ def _member(log: Sequence[Mapping[str, Any]], reward: float, info: Mapping[str, 
 
 
 def _groups(prompts: torch.Tensor, generations: int) -> Iterator[torch.Tensor]:
-    """Rows of each group: neighbours, as NeMo-RL repeats prompts; where rows were left out, those of equal prompts."""
+    """Rows of each group: adjacent ones, as NeMo-RL repeats prompts; if rows were left out, those of equal prompts."""
     rows = torch.arange(len(prompts), device=prompts.device)
     if len(prompts) % generations == 0:
         blocks = prompts.view(-1, generations, *prompts.shape[1:])
@@ -233,7 +234,7 @@ def _groups(prompts: torch.Tensor, generations: int) -> Iterator[torch.Tensor]:
 
 
 def _find(ids: Sequence[int], marker: Sequence[int]) -> int | None:
-    """The number of tokens up to the end of the first marker."""
+    """Number of tokens up to the end of the first marker, or None if there is no marker."""
     if not marker:
         return None
     for begin in range(len(ids) - len(marker) + 1):
@@ -251,7 +252,7 @@ def _rewriting(scale: Callable[..., Any], rewrite: Callable[[Any], torch.Tensor]
 
 
 def _rewriting_batches(rewrite: Callable[[Any], torch.Tensor]) -> type:
-    """The class of batches whose groups are joined with their rewards rewritten; only async_grpo_train joins them."""
+    """Batch class that rewrites rewards when groups are joined, which only async_grpo_train does."""
     kind: Any = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
 
     class RewritingBatches(kind):

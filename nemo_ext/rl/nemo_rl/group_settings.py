@@ -1,4 +1,4 @@
-"""The settings of groups: baselines, standard deviations and rewards over a group."""
+"""Settings of groups: baselines, standard deviations and rewards over a group."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,13 +13,13 @@ _NORMALISATIONS = ("std", "unbiased_std", "none")
 
 
 def groups_of(*, generations: int, advantage: Mapping[str, Any] | None, group: Mapping[str, Any] | None) -> Groups:
-    """How a run's groups are scored.
+    """Scoring of a run's groups.
 
     Args:
-        generations: responses to a prompt.
-        advantage: `baseline` (mean, leave_one_out) and `normalise` (std, unbiased_std, none); NeMo-RL's
-            `grpo.normalize_rewards` says whether the deviation divides.
-        group: `environments`, names of those it is for (all if left out), and one of `length_control` (a
+        generations: number of responses per prompt.
+        advantage: `baseline` (mean, leave_one_out) and `normalise` (std, unbiased_std, none); NeMo-RL divides by the
+            deviation if `grpo.normalize_rewards` is set.
+        group: `environments`, names of those it applies to (default: all), and one of `length_control` (a
             `LengthControl`) or `judge` (a `JudgeSettings`) with it; `show`, see `nemo_ext.rl.groups`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`nemo-ext rl engine=nemo_rl`: the composed config as NeMo-RL's master config and what our adapter is told."""
+"""`nemo-ext rl engine=nemo_rl`: turns the composed config into NeMo-RL's master config and our adapter's settings."""
 
 import os
 import sys
@@ -26,12 +26,12 @@ _OPTIONAL = ("fp8_in",)
 def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
     """Train with the NeMo-RL that NEMO_RL_ROOT or PYTHONPATH names and leave the model in `RUN_DIR/model`.
 
-    A run directory with a checkpoint goes on from it; a finished one without its model gets it. Where NeMo-RL ended
-    at the time it was told (`checkpointing.checkpoint_must_save_by`), the exit code is that of an interrupted run.
+    A run directory with a checkpoint is resumed from it; a finished one without its model gets it. If NeMo-RL ended at
+    its time limit (`checkpointing.checkpoint_must_save_by`), the exit code is that of an interrupted run.
 
     Raises:
-        ValueError: NeMo-RL is not there, lacks a key or cannot do what the algorithm says, or the tasks or pairs are
-            at fault, or the model has Python files of others and `trust_remote_code` is not set.
+        ValueError: NeMo-RL is not installed, lacks a key or cannot do what the algorithm says, or the tasks or pairs
+            are invalid, or the model has Python files and `trust_remote_code` is not set.
     """
     checkout = Checkout(os.environ.get("NEMO_RL_ROOT"))
     given, master = settings_of(config, algorithm, checkout)
@@ -65,7 +65,7 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
 def settings_of(
     config: Mapping[str, Any], algorithm: Algorithm, checkout: Checkout
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `nemo_ext.rl.nemo_rl.run.run` is told beside the master config, and the master config.
+    """Settings of `nemo_ext.rl.nemo_rl.run.run` besides the master config, and the master config.
 
     Raises:
         ValueError: as `run`.
@@ -111,12 +111,12 @@ def settings_of(
 
 
 def _save_format(policy: Mapping[str, Any], checkout: Checkout) -> dict[str, Any]:
-    """How DTensor's workers are to save, so that the last checkpoint becomes `RUN_DIR/model`."""
+    """Save format of DTensor's workers from which the last checkpoint can become `RUN_DIR/model`."""
     dtensor = policy.get("dtensor_cfg") or {}
     if not dtensor.get("enabled"):
         return {}
     if not dtensor.get("_v2"):
-        # Its first version has one format, and insists that none is named.
+        # DTensor's first version has one format, and requires that none is named.
         return {"checkpointing": {"model_save_format": None}}
     if checkout.converts_dtensor_v2:
         return {"checkpointing": {"model_save_format": "torch_save"}}

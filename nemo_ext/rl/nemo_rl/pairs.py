@@ -1,8 +1,8 @@
 """Preference pairs as NeMo-RL's datasets, for DPO and RPO.
 
 A line has NeMo-RL's form, as `nemo-ext preference_data` writes it: {context: messages, completions: [{rank, completion:
-messages}, ...]}, lower ranks preferred; for RPO each completion has its true `reward`, too. Rendered pairs hold a text
-of the user and one of the assistant.
+messages}, ...]}, lower ranks preferred; for RPO each completion also has its true `reward`. Rendered pairs hold one
+text of the user and one of the assistant.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,13 @@ from nemo_ext.rl.prompts import Prompts
 
 @dataclass(frozen=True)
 class Pair:
-    """One line of a file, checked.
+    """A preference pair from one line of a file, checked.
 
     Attributes:
-        prompt: the text before the responses.
-        chosen: text of the better response, with the token that ends it.
-        rejected: of the other.
-        rewards: true rewards of both; None without.
+        prompt: text before the responses.
+        chosen: text of the better response, with its end token.
+        rejected: text of the other response.
+        rewards: true rewards of both; None if there are none.
     """
 
     prompt: str
@@ -36,12 +36,12 @@ class Pair:
 
 
 def read_pairs(path: str | Path, prompts: Prompts | None, *, with_rewards: bool = False) -> list[Pair]:
-    """The pairs of a file.
+    """Read the pairs of a file.
 
     Args:
-        path: JSONL.
-        prompts: the model's chat template; None if the pairs are rendered.
-        with_rewards: they must have true rewards.
+        path: path of a JSONL file.
+        prompts: chat template of the model; None if the pairs are rendered.
+        with_rewards: True if the pairs must have true rewards.
 
     Raises:
         ValueError: naming the line.
@@ -61,12 +61,12 @@ def read_pairs(path: str | Path, prompts: Prompts | None, *, with_rewards: bool 
 
 @dataclass(frozen=True)
 class PairDataset:
-    """Pairs as `dpo.setup` takes a dataset.
+    """Dataset of pairs for `dpo.setup`.
 
     Attributes:
-        pairs: in order.
-        tokenizer: the policy's.
-        max_length: tokens of a conversation at most; a longer pair takes part with no loss.
+        pairs: pairs in order.
+        tokenizer: tokenizer of the policy.
+        max_length: maximum tokens of a conversation; a longer pair takes part with no loss.
     """
 
     pairs: Sequence[Pair]

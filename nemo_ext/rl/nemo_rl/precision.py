@@ -1,8 +1,8 @@
-"""A precision plan for NeMo-RL: vLLM that quantises each new policy while it loads it, and Megatron that trains in FP8.
+"""A precision plan for NeMo-RL: vLLM quantises each new policy while loading it, and Megatron trains in FP8.
 
-NeMo-RL's generation knows FP8 with blocks of 128x128 and, in newer versions, MXFP8. Modules leave it by words of their
-names (`quantization_ignored_layer_kws`), which holds for single blocks; `num_first_layers_in_bf16` of 0.5 to 0.7 puts a
-list into a list, which vLLM passes over.
+NeMo-RL's generation supports FP8 with blocks of 128x128 and, in newer versions, MXFP8. Modules are excluded by keywords
+in their names (`quantization_ignored_layer_kws`), which works for single blocks; `num_first_layers_in_bf16` of 0.5 to
+0.7 puts a list into a list, which vLLM ignores.
 """
 
 from collections.abc import Callable
@@ -21,15 +21,15 @@ Has = Callable[[str], bool]
 def render_precision(
     precision: Precision, algorithm: Algorithm, *, backend: str, has: Has, put: Put, cannot: Cannot
 ) -> None:
-    """Writes a plan into a draft of NeMo-RL's config.
+    """Write a plan into a draft of NeMo-RL's config.
 
     Args:
-        precision: the plan.
-        algorithm: that is trained.
+        precision: precision plan.
+        algorithm: algorithm to train with.
         backend: megatron or dtensor.
-        has: whether the version has a key.
-        put: notes a setting: our key, NeMo-RL's, the value.
-        cannot: notes what cannot be done: our key, why and what is done instead.
+        has: function that returns True if the version has a key.
+        put: function that adds a setting: our key, NeMo-RL's key, the value.
+        cannot: function that notes an inexpressible setting: our key, the reason and what is done instead.
     """
     if precision.head:
         cannot("precision_plan.rules", "the output layer has no FP8 in vLLM nor in Megatron; it is in BF16 instead")
@@ -51,7 +51,7 @@ def _generation(precision: Precision, algorithm: Algorithm, backend: str, has: H
     put("precision_plan.default", f"{GENERATION}.precision", "fp8")
     ignored = list(precision.high)
     if plan.recipe == "mxfp8" and has(f"{GENERATION}.is_mx"):
-        # By vLLM's ModelOpt path, which leaves nothing out by itself (NeMo-RL's recipes name lm_head and mlp.gate).
+        # vLLM's ModelOpt path excludes nothing by itself (NeMo-RL's recipes name lm_head and mlp.gate).
         ignored += precision.never
         put("precision_plan.recipe", f"{GENERATION}.is_mx", True)
         # MXFP8 has no others; not to say so is an error in NeMo-RL.

@@ -9,12 +9,12 @@ ACTOR = "nemo_ext.rl.nemo_rl.environment.TaskEnvironmentActor"
 
 
 def register() -> list[str]:
-    """Enter every environment in NeMo-RL's registry of environments, and their actor in that of Python executables.
+    """Add every environment to NeMo-RL's environment registry, and their actor to that of Python executables.
 
     Both are needed: the first alone fails when the actor is created. May be called again, and in any process.
 
     Returns:
-        The names in NeMo-RL, `nemo_ext_math` for example.
+        Names in NeMo-RL, `nemo_ext_math` for example.
 
     Raises:
         ValueError: another environment has one of the names.

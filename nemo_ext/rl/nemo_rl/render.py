@@ -1,7 +1,7 @@
-"""An algorithm for NeMo-RL: changes to the example config of the installed version, and what our adapter adds to it.
+"""An algorithm for NeMo-RL: changes to the example config of the installed version, and additions of our adapter.
 
-`Checkout.config` makes the whole master config of them, and `nemo_ext.rl.nemo_rl.run` trains with it and the adapter's.
-Which version does what is asked of its sources (`nemo_ext.rl.nemo_rl.checkout`), never of a number.
+`Checkout.config` makes the complete master config of them, and `nemo_ext.rl.nemo_rl.run` trains with it and the
+adapter. Features of a version are read from its sources (`nemo_ext.rl.nemo_rl.checkout`), never from its number.
 """
 
 from collections.abc import Mapping
@@ -20,20 +20,20 @@ ALL = 1_000_000
 
 
 def section_of(algorithm: Algorithm) -> Section:
-    """Which of NeMo-RL's master configs an algorithm is for."""
+    """Section of NeMo-RL's master config for an algorithm."""
     return "grpo" if isinstance(algorithm, PolicyGradient) else "dpo"
 
 
 def render(
     algorithm: Algorithm, checkout: Checkout, *, backend: Backend = "megatron", precision: Precision | None = None
 ) -> Rendered:
-    """The algorithm as changes to `checkout.config(section_of(algorithm))`.
+    """Render the algorithm as changes to `checkout.config(section_of(algorithm))`.
 
     Args:
-        algorithm: see `nemo_ext.rl.algorithms`.
-        checkout: the version that it is for.
-        backend: that trains; both sections of optimisers are in NeMo-RL's configs, one is read.
-        precision: of generation and training; None leaves it to NeMo-RL's configs.
+        algorithm: algorithm; see `nemo_ext.rl.algorithms`.
+        checkout: NeMo-RL version to render for.
+        backend: training backend; NeMo-RL's configs have optimizer sections for both and read one.
+        precision: precision of generation and training; None leaves it to NeMo-RL's configs.
 
     Raises:
         ValueError: there is no such backend.
@@ -55,7 +55,7 @@ def render(
 
 
 class _Draft:
-    """Settings in the making; a key that the version lacks is noted, with the nearest."""
+    """Draft of the settings; a key that the version lacks is noted with the nearest."""
 
     def __init__(self, checkout: Checkout, algorithm: Algorithm) -> None:
         self.keys = checkout.keys(section_of(algorithm))
@@ -106,7 +106,7 @@ def _policy_gradient(draft: _Draft, algorithm: PolicyGradient) -> None:
         draft.put("asynchronous.max_age", "grpo.async_grpo.max_trajectory_age_steps", age)
         for key in ("in_flight_weight_updates", "recompute_kv_cache_after_weight_updates"):
             draft.put("asynchronous.in_flight", f"grpo.async_grpo.{key}", algorithm.asynchronous.in_flight)
-        # What async_grpo_train insists on.
+        # Required by async_grpo_train.
         draft.put("asynchronous", "policy.generation.colocated.enabled", False)
         draft.put("asynchronous", "policy.generation.vllm_cfg.async_engine", True)
     else:
@@ -163,7 +163,7 @@ def _importance_correction(draft: _Draft, algorithm: PolicyGradient) -> None:
         draft.cannot(f"{ours}.floor", "this version has no lower bound; floor=0 is done instead")
     elif correction.floor:
         draft.cannot(f"{ours}.floor", "this version has no lower bound; floor=0 is done instead")
-    # NeMo-RL takes the level of the policy's ratio for this one, too.
+    # NeMo-RL uses the level of the policy's ratio for this one, too.
     if use and correction.level != algorithm.loss.ratio:
         draft.cannot(f"{ours}.level", f"it is that of loss.ratio; level={algorithm.loss.ratio} is done instead")
 
@@ -202,7 +202,7 @@ def _preference(draft: _Draft, algorithm: Preference) -> None:
 def _duration(draft: _Draft, algorithm: Algorithm, section: Section) -> None:
     if algorithm.steps is not None:
         draft.put("schedule.steps", f"{section}.max_num_steps", algorithm.steps)
-    # The steps end a run; epochs would end it before if the user's data are fewer than the paper's.
+    # The steps end a run; epochs would end it earlier if the user has fewer data than the paper.
     epochs = algorithm.schedule.epochs
     draft.put("schedule.epochs", f"{section}.max_num_epochs", _FOREVER if epochs is None else epochs)
     validation = algorithm.validation
@@ -210,10 +210,10 @@ def _duration(draft: _Draft, algorithm: Algorithm, section: Section) -> None:
     draft.put("validation.at_start", f"{section}.val_at_start", validation.at_start)
     if validation.every is not None:
         draft.put("validation.every", "checkpointing.save_period", validation.every)
-    # 0.7 insists on a number.
+    # 0.7 requires a number.
     draft.put("validation.keep_best", "checkpointing.keep_top_k", validation.keep_best or ALL)
     if validation.every is None:
-        # NeMo-RL's default metric is of a validation that does not take place.
+        # NeMo-RL's default metric comes from a validation that does not take place.
         draft.put("validation", "checkpointing.metric_name", None)
 
 
@@ -242,7 +242,7 @@ def _optimizer(draft: _Draft, algorithm: Algorithm, backend: Backend) -> None:
         ):
             draft.put("schedule", f"{above}.{key}", number)
         draft.put("schedule.kind", f"{above}.lr_decay_style", schedule.kind)
-        # Megatron needs a number of steps above those of the warm-up even where nothing decays.
+        # Megatron needs more decay steps than warm-up steps even where nothing decays.
         draft.put("schedule", f"{above}.lr_decay_iters", max(total or 0, warmup + 1))
         return
     kwargs = {"lr": optimizer.learning_rate, "betas": list(optimizer.betas), "eps": optimizer.eps}
@@ -253,7 +253,7 @@ def _optimizer(draft: _Draft, algorithm: Algorithm, backend: Backend) -> None:
 
 
 def _torch_schedule(algorithm: Algorithm, last: float) -> list[dict[str, Any]]:
-    """NeMo-RL's list for torch's SequentialLR."""
+    """Scheduler list in NeMo-RL's form for torch's SequentialLR."""
     schedule, warmup = algorithm.schedule, algorithm.warmup
     if schedule.kind == "constant":
         after = ("ConstantLR", {"factor": 1.0, "total_iters": _FOREVER})
@@ -265,7 +265,7 @@ def _torch_schedule(algorithm: Algorithm, last: float) -> list[dict[str, Any]]:
         }[schedule.kind]
     parts = [after]
     if warmup:
-        # LinearLR begins above 0: the first step has a share of 1 / warmup, the last one of the warm-up all.
+        # LinearLR begins above 0: the first warm-up step has a share of 1 / warmup, the last one the full rate.
         growth: Mapping[str, Any] = {"start_factor": 1 / warmup, "end_factor": 1.0, "total_iters": max(warmup - 1, 1)}
         parts.insert(0, ("LinearLR", dict(growth)))
     listed: list[dict[str, Any]] = [

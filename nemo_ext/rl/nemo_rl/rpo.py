@@ -1,7 +1,7 @@
-"""Reward-aware preference optimisation (RPO), as a loss for NeMo-RL's `dpo_train`.
+"""Reward-aware preference optimization (RPO), as a loss for NeMo-RL's `dpo_train`.
 
-DPO asks that the chosen response beat the rejected one, however little it is better. RPO fits the margin of the
-policy's implicit rewards to that of true ones, r* (Sun et al. 2025, arXiv 2502.00203; Llama-Nemotron, section 6.2 and
+DPO requires that the chosen response beat the rejected one, however little better it is. RPO fits the margin of the
+policy's implicit rewards to that of true rewards r* (Sun et al. 2025, arXiv 2502.00203; Llama-Nemotron, section 6.2 and
 appendix). With d = beta (sum log pi/pi_ref of the chosen - of the rejected), g = eta (r*(chosen) - r*(rejected)),
 p = sigmoid(g) and q = sigmoid(d), in NeMo-Aligner's names (megatron_gpt_dpo_model.py):
 
@@ -26,11 +26,11 @@ from nemo_ext.rl.nemo_rl import compat
 
 Distance = Literal["backward_kl", "forward_kl", "squared"]
 REWARDS = "preference_rewards"
-"""The key of the true rewards in a batch, [2 x pairs]: chosen, rejected, chosen, ..."""
+"""Key of the true rewards in a batch, `[2 x pairs]`: chosen, rejected, chosen, ..."""
 
 
 def rpo_loss(margin: torch.Tensor, true_margin: torch.Tensor, distance: Distance) -> torch.Tensor:
-    """The distance of each pair's margins, [pairs]; both with their scale, d and g of the module's text."""
+    """Distance between the scaled margins of each pair, `[pairs]`: d and g of the module's docstring."""
     if distance == "squared":
         return (margin - true_margin) ** 2
     fitted, wanted = (margin, true_margin) if distance == "backward_kl" else (true_margin, margin)
@@ -44,12 +44,12 @@ _DPOLoss: Any = compat.dpo_loss()
 
 
 class RPOLoss(_DPOLoss):
-    """NeMo-RL's DPO loss with RPO's distance for the preference part; its SFT part, weights and metrics stay.
+    """NeMo-RL's DPO loss with RPO's distance as the preference part; SFT part, weights and metrics are unchanged.
 
     Args:
-        loss: NeMo-RL's, as its `dpo.setup` made it; its `reference_policy_kl_penalty` is beta.
+        loss: NeMo-RL's loss from `dpo.setup`; its `reference_policy_kl_penalty` is beta.
         eta: scale of the true rewards (Llama-Nemotron: 3.0 for Super).
-        distance: between the two margins.
+        distance: distance between the two margins.
 
     Raises:
         ValueError: eta is not positive, or there is no such distance.
@@ -60,14 +60,14 @@ class RPOLoss(_DPOLoss):
             raise ValueError(f"rpo.eta must be a number above 0, not {eta!r}")
         if distance not in get_args(Distance):
             raise ValueError(f"rpo.distance: unknown {distance!r}: {nearest(str(distance), get_args(Distance))}")
-        # What its constructor takes differs between versions.
+        # The arguments of its constructor differ between versions.
         self.__dict__.update(vars(loss))
         self.eta = float(eta)
         self.distance: Distance = distance
         self._true_rewards: torch.Tensor | None = None
 
     def _dpo_loss(self, inputs: torch.Tensor, data: Mapping[str, Any], *arguments: Any, **keywords: Any) -> Any:
-        # A copy carries the rewards, since only the rewards' owner knows which microbatch is under way.
+        # A copy carries the rewards of this microbatch to `_preference_loss`.
         loss = copy.copy(self)
         loss._true_rewards = data[REWARDS]
         return super(RPOLoss, loss)._dpo_loss(inputs, data, *arguments, **keywords)
@@ -86,7 +86,7 @@ class RPOLoss(_DPOLoss):
 
 
 class WithRewards:
-    """A collate function that adds the pairs' true rewards to the batch."""
+    """Collate function that adds the pairs' true rewards to the batch."""
 
     def __init__(self, collate: Any) -> None:
         self._collate = collate
@@ -100,7 +100,7 @@ class WithRewards:
 
 @contextlib.contextmanager
 def padded_rewards() -> Iterator[None]:
-    """NeMo-RL pads the last batch of validation, whose keys it knows; while this lasts, the true rewards as well."""
+    """Context in which NeMo-RL's padding of the last validation batch also pads the true rewards."""
     module = compat.dpo()
     pad = module.maybe_pad_last_batch
 

@@ -1,6 +1,6 @@
 """Train with NeMo-RL: our environments and data, its algorithms, policies and training loops.
 
-`run` does what NeMo-RL's `examples/run_grpo.py` and `run_dpo.py` do, with datasets and environments of its own: in 0.6
+`run` does the same as NeMo-RL's `examples/run_grpo.py` and `run_dpo.py`, with its own datasets and environments: in 0.6
 and 0.7 NeMo-RL's `setup_response_data` fails on a list in `data.train`, so several environments need it in any case.
 """
 
@@ -37,11 +37,11 @@ _PAIRS = ("pairs", "rpo")
 
 @dataclass(frozen=True)
 class End:
-    """How training ended.
+    """End of training.
 
     Attributes:
-        step: the last one.
-        stopped: before the last step of the plan, when `checkpointing.checkpoint_must_save_by` told it to.
+        step: last step.
+        stopped: True if `checkpointing.checkpoint_must_save_by` ended it before the last step of the plan.
     """
 
     step: int
@@ -49,21 +49,21 @@ class End:
 
 
 def run(config: Mapping[str, Any]) -> End:
-    """Train to the end of the run, or go on with it where its checkpoint directory has one.
+    """Train to the end of the run, resuming it if its checkpoint directory has a checkpoint.
 
     Args:
-        config: `algorithm`, one of ALGORITHMS; `nemo_rl`, a master config of the installed NeMo-RL (for GRPO or DPO,
-            whole, as plain mappings); `template`, a chat template (see `Template.load`; the tokenizer's own if None).
+        config: `algorithm`, one of ALGORITHMS; `nemo_rl`, a complete master config of the installed NeMo-RL (for GRPO
+            or DPO, as plain mappings); `template`, a chat template (see `Template.load`; the tokenizer's own if None).
 
-            GRPO and RLOO: `tasks` with `train` (see `data.plan_tasks`) and `validation` (`path`); `environments`, for
-            each name what `environment.TaskEnvironment` takes; `tool_style`; `advantage` and `group`, see
-            `group_settings.groups_of`.
+            GRPO and RLOO: `tasks` with `train` (see `nemo_ext.rl.plan.plan_tasks`) and `validation` (`path`);
+            `environments`, settings of `environment.TaskEnvironment` by name; `tool_style`; `advantage` and `group`,
+            see `group_settings.groups_of`.
 
-            DPO and RPO: `pairs` with `train` and, if wanted, `validation` (paths) and `rendered` (they hold text);
+            DPO and RPO: `pairs` with `train` and optionally `validation` (paths) and `rendered` (they hold text);
             for RPO `rpo` with `eta` and `distance`.
 
     Returns:
-        How it ended.
+        End of the training.
 
     Raises:
         ValueError: a key is unknown or does not fit, a file is wrong, or NeMo-RL cannot be imported.
@@ -101,7 +101,7 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> 
     if dynamic:
         spare = steps * grpo["dynamic_sampling_max_gen_batches"]
     elif compat.is_async(master):
-        # Its collector loses what is under way when the data end, and the training waits for it without end.
+        # Its collector loses unfinished batches when the data end, and the training then waits for them forever.
         spare = grpo["async_grpo"]["max_trajectory_age_steps"] + 2
     prompts = int(grpo["num_prompts_per_step"] * (grpo.get("batch_multiplier") or 1))
     train = plan_tasks(config["tasks"]["train"], steps=steps, prompts=prompts, spare=spare)
@@ -131,7 +131,7 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> 
     ]
     compat.with_generation(master, tokenizer)
     environments = {PREFIX + name: compat.create_environment(PREFIX + name, given) for name, given in settings.items()}
-    # Actors of their own, so that the metrics of training and validation stay apart.
+    # Separate actors, so that the metrics of training and validation stay apart.
     of_validation = [] if validation is None else validation.environments()
     judges = {PREFIX + name: compat.create_environment(PREFIX + name, settings[name]) for name in of_validation}
     try:
@@ -177,7 +177,7 @@ def _dpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, *, w
 
 @contextlib.contextmanager
 def _as_rpo(config: Mapping[str, Any], ready: compat.Ready) -> Iterator[None]:
-    """What `dpo.setup` made trains by RPO's loss."""
+    """Context in which the results of `dpo.setup` train with RPO's loss."""
     # Imported late: its class is NeMo-RL's.
     rpo = importlib.import_module("nemo_ext.rl.nemo_rl.rpo")
     check_keys(config["rpo"], ("eta", "distance"), required=("eta",), where="rpo")
@@ -189,9 +189,9 @@ def _as_rpo(config: Mapping[str, Any], ready: compat.Ready) -> Iterator[None]:
 
 
 class WithEnvironments:
-    """A logger's `log_metrics` that logs what environments saw, once a step, under `train/` and `validation/`.
+    """Wrapper of a logger's `log_metrics` that also logs the environments' metrics, once per step.
 
-    NeMo-RL never asks an environment for metrics.
+    They are logged under `train/` and `validation/`; NeMo-RL never asks an environment for metrics.
     """
 
     def __init__(self, log: Any, environments: Mapping[str, Any], judges: Mapping[str, Any]) -> None:
@@ -232,7 +232,7 @@ def _validation(given: Mapping[str, Any] | None) -> PlannedTasks | None:
 def _environment_settings(
     config: Mapping[str, Any], master: Mapping[str, Any], tokenizer: Any, planned: list[PlannedTasks]
 ) -> dict[str, dict[str, Any]]:
-    """What the actor of each environment that the tasks are of is told, by name."""
+    """Settings of the actor of each environment that the tasks use, by name."""
     given = config.get("environments") or {}
     used = sorted({name for tasks in planned for name in tasks.environments()})
     for name in given:
@@ -251,7 +251,7 @@ def _environment_settings(
 
 
 def _folder(tokenizer: Any) -> str | None:
-    """Where a tokenizer's chat template is, if it is a folder."""
+    """Folder of a tokenizer, if it was loaded from one."""
     name = str(tokenizer.name_or_path)
     return name if Path(name).is_dir() else None
 
@@ -260,7 +260,7 @@ def _processed(tasks: PlannedTasks, names: Mapping[str, Any], tokenizer: Any, pr
     datasets = importlib.import_module("nemo_rl.data.datasets")
     spec = importlib.import_module("nemo_rl.data.interfaces").TaskDataSpec
     processors = {PREFIX + name: (spec(task_name=PREFIX + name), processor) for name in names}
-    # 0.5 copies a default's settings to all, later versions want none.
+    # 0.5 copies the default's settings to all tasks; later versions need none.
     default = spec(task_name="nemo_ext")
     return datasets.AllTaskProcessedDataset(
         Records(tasks, PREFIX), tokenizer, default, processors, max_seq_length=length
@@ -273,20 +273,20 @@ def _start_ray(master: Mapping[str, Any]) -> None:
 
 
 def _end(ready: compat.Ready, logged: int, steps: int, clocks: Sequence[Any]) -> End:
-    """How training ended.
+    """End of a training.
 
     Args:
-        ready: what it ran with.
-        logged: the last step with something in the log, which a loop that failed may have begun only.
-        steps: of the plan.
-        clocks: see `compat.clocks`.
+        ready: objects that it ran with.
+        logged: last step in the log, which a loop that failed may only have begun.
+        steps: number of steps of the plan.
+        clocks: timeout checkers; see `compat.clocks`.
 
     Raises:
-        RuntimeError: an asynchronous run ended early: NeMo-RL prints the error and returns as if all were well.
+        RuntimeError: an asynchronous run ended early: NeMo-RL prints the error and returns normally.
     """
     config, step = ready.config, logged
     if compat.setting(config, "checkpointing", "enabled"):
-        # Whichever way a loop ends, it saves its last step.
+        # However a loop ends, it saves its last step.
         saved = saved_in(Path(compat.setting(config, "checkpointing", "checkpoint_dir")))
         step = saved[-1].step if saved else 0
     told = any(clock.last_saved for clock in clocks)

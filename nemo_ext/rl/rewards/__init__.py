@@ -1,4 +1,4 @@
-"""Rewards: pure functions from verdicts, lengths and a judge's scores to numbers, of one response or of a group.
+"""Rewards: pure functions of verdicts, lengths and a judge's scores, for one response or a group.
 
-Whoever trains imports the function it means; `nemo_ext.rl.rewards.rlhf` is the one that asks a judge.
+Trainers import the function that they need; only `nemo_ext.rl.rewards.rlhf` asks a judge.
 """

@@ -1,4 +1,4 @@
-"""Advantages over groups of responses to one prompt: for engines that lack them, and to test adapters against.
+"""Advantages over groups of responses to one prompt, for engines that lack them and to test adapters.
 
 Rewards are `[..., responses]`: the last axis is the group.
 """
@@ -20,21 +20,20 @@ def group_advantages(
     normalise: Normalisation = "std",
     epsilon: float = 1e-6,
 ) -> Array:
-    """Each reward less the group's baseline, over the group's standard deviation.
+    """Rewards minus the group's baseline, divided by the group's standard deviation.
 
     GRPO (arXiv 2402.03300): mean, std. OLMo 3: mean, none. RLOO (arXiv 2402.14740): leave_one_out, none. Domyn-Small,
     section 4.4: leave_one_out, unbiased_std ("normalised by the unbiased within-group standard deviation"). Without
     variance, as in a group of one, advantages are exactly 0.
 
     Args:
-        rewards: `[..., responses]`.
-        baseline: the mean of the group, or for each response that of the others.
-        normalise: by the root of the mean square deviation from the group's mean (`std`), of its unbiased estimate,
-            which divides by one response fewer, or not.
-        epsilon: added to the standard deviation.
+        rewards: rewards, `[..., responses]`.
+        baseline: mean of the group, or, for each response, of the other responses.
+        normalise: division by the standard deviation over n responses (`std`), over n - 1 (`unbiased_std`), or none.
+        epsilon: constant added to the standard deviation.
 
     Returns:
-        `[..., responses]`.
+        Advantages, `[..., responses]`.
 
     Raises:
         ValueError: a reward is not finite, there is none, or `baseline` or `normalise` is unknown.
@@ -50,7 +49,7 @@ def group_advantages(
     centred = np.where(flat, 0.0, given - given.mean(axis=-1, keepdims=True))
     if size == 1:
         return centred
-    # The mean of the others is the group's mean less this deviation over size - 1.
+    # The mean of the others is the group's mean minus this deviation over size - 1.
     advantages = centred * (size / (size - 1)) if baseline == "leave_one_out" else centred
     if normalise == "none":
         return advantages
@@ -60,7 +59,9 @@ def group_advantages(
 
 
 def zero_variance(rewards: npt.ArrayLike, *, tolerance: float = 0.0) -> npt.NDArray[np.bool_]:
-    """Whether a group has nothing to learn from: all its rewards are within `tolerance`. `[..., responses]` -> `[...]`.
+    """True for groups whose rewards are all within `tolerance`, from which nothing is learnt.
+
+    `[..., responses]` -> `[...]`.
 
     Dynamic sampling leaves such groups out (DAPO, arXiv 2503.14476, section 3.2; Domyn-Small, section 4.4; OLMo 3).
 

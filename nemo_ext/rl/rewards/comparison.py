@@ -1,4 +1,4 @@
-"""Rewards of a group of responses by comparing each with the next, and by their lengths within the group.
+"""Rewards of a group of responses, from comparing each with the next and from their lengths within the group.
 
 Nemotron 3 Nano, section 3.3.2. NeMo Gym's server genrm_compare does the same; where the two differ, the paper holds.
 """
@@ -16,11 +16,11 @@ NO_PREFERENCE = (FIRST_SUPERIOR + SECOND_SUPERIOR) / 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What a judge says of two responses.
+    """A judge's judgement of two responses.
 
     Attributes:
-        helpfulness: of the first and the second as shown, 1 to 5.
-        ranking: 1, the first is far superior, to 6, the second is.
+        helpfulness: scores of the first and second response as shown, 1 to 5.
+        ranking: preference from 1, the first is far superior, to 6, the second is.
 
     Raises:
         ValueError: out of range, or NaN.
@@ -38,7 +38,7 @@ class Judgement:
 
     @property
     def scores(self) -> tuple[float, float]:
-        """Helpfulness; if it is the same, with the ranking as tie-breaker, equations 2 and 3: from -1.5 to 7.5."""
+        """Helpfulness, with the ranking as tie-breaker if equal, equations 2 and 3: from -1.5 to 7.5."""
         first, second = self.helpfulness
         if first != second:
             return first, second
@@ -47,14 +47,14 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthControl:
-    """How lengths count within a group; the defaults are the paper's.
+    """Length control within a group; the defaults are the paper's.
 
     Attributes:
-        thinking: lambda of the traces' lengths, equation 6.
-        answer: of the answers'.
+        thinking: lambda of the lengths of the traces, equation 6.
+        answer: lambda of the lengths of the answers.
         thinking_bonus: beta for the shortest trace, if its base reward is above the percentile.
-        answer_bonus: for the shortest answer.
-        percentile: of the base rewards, 0 to 100.
+        answer_bonus: beta for the shortest answer, under the same condition.
+        percentile: percentile of the base rewards, 0 to 100.
 
     Raises:
         ValueError: a coefficient is negative or not finite, or the percentile out of range.
@@ -77,16 +77,16 @@ class LengthControl:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRewards:
-    """What the responses of a group earn.
+    """Rewards of the responses of a group.
 
     Attributes:
-        rewards: one for each response.
-        base: the part that comes from the judge.
-        length: the zero-sum part that comes from lengths.
-        bonus: for the shortest of the good ones.
-        judged: whether any match of the response was judged; where not, its base is the mean of those that were.
-        missing: comparisons that were asked for and not answered.
-        problem: why one of them was not.
+        rewards: total reward of each response.
+        base: part that comes from the judge.
+        length: zero-sum part that comes from lengths.
+        bonus: bonus for the shortest good responses.
+        judged: True for responses with a judged match; the base of the others is the mean of those.
+        missing: number of comparisons that were not answered.
+        problem: reason why one of them was not answered.
     """
 
     rewards: tuple[float, ...]
@@ -99,11 +99,11 @@ class GroupRewards:
 
 
 def circular_comparisons(size: int, *, both_orders: bool = True) -> list[tuple[int, int]]:
-    """Which responses to compare, as (shown first, shown second): each with the next, the last with the first.
+    """Pairs of responses to compare, (shown first, shown second): each with the next, the last with the first.
 
     "Each response is also judged twice in different positions": each pair is shown in both orders, 2N comparisons.
     With `both_orders=False` there are N, as in NeMo Gym, in which each response is once first and once second, but
-    against different others. A pair comes up once in each order at most: two responses make one pair, one makes none.
+    against different others. A pair occurs at most once in each order: two responses make one pair, one makes none.
 
     Raises:
         ValueError: `size` is negative.
@@ -119,16 +119,16 @@ def circular_comparisons(size: int, *, both_orders: bool = True) -> list[tuple[i
 def base_rewards(
     size: int, judgements: Mapping[tuple[int, int], Judgement | None]
 ) -> tuple[tuple[float, ...], tuple[bool, ...]]:
-    """Each response's mean over its matches, a match's score being the mean over the orders that were judged.
+    """Mean of each response over its matches, a match's score being the mean over the orders that were judged.
 
     A comparison without an answer is left out. A response with none left gets the mean of the others, so that with the
     group's mean as baseline nothing is learnt from it; if the whole group has none, each gets the neutral 3.
 
     Args:
-        judgements: by (shown first, shown second); None where the judge did not answer.
+        judgements: judgements by (shown first, shown second); None where the judge did not answer.
 
     Returns:
-        The rewards, and whether each is from a judgement.
+        Rewards, and a flag for each that is True if it is from a judgement.
 
     Raises:
         ValueError: a comparison names a response that is not in the group, or one with itself.
@@ -149,7 +149,7 @@ def base_rewards(
 
 
 def length_weights(lengths: Sequence[int]) -> tuple[float, ...]:
-    """1 for the shortest to 0 for the longest, less the group's mean, equations 4 and 5; all 0 if all are the same.
+    """Weights from 1 for the shortest to 0 for the longest, minus their mean, equations 4 and 5; 0 if all are equal.
 
     Raises:
         ValueError: a length is negative.
@@ -173,24 +173,24 @@ def group_rewards(
     answer_lengths: Sequence[int],
     control: LengthControl | None = None,
 ) -> GroupRewards:
-    """Base rewards with the length of thinking and answers controlled within the group, and the bonuses.
+    """Base rewards with length control of thinking and answers within the group, and bonuses.
 
     Where the paper leaves a case open:
-    - An empty answer is no short one: it counts as long as the longest, and neither it nor an empty trace can have a
+    - An empty answer is not a short one: it counts as long as the longest, and neither it nor an empty trace can get a
       bonus (as in NeMo Gym).
-    - Responses that are equally short all have the bonus, if they are good enough: a group has no order.
-    - The percentile is that of the judged responses, with linear interpolation; others cannot have a bonus.
-    - Without any judgement lengths do not count either, and all rewards are the same: a judge that is down would
+    - Equally short responses all get the bonus, if they are good enough: a group has no order.
+    - The percentile is that of the judged responses, with linear interpolation; others cannot get a bonus.
+    - Without any judgement lengths do not count either, and all rewards are equal: a judge that is down would
       otherwise teach brevity alone.
 
     Args:
-        judgements: of `circular_comparisons`.
-        thinking_lengths: of each response's trace, in tokens or characters; 0 without one.
-        answer_lengths: of what follows it.
-        control: the paper's coefficients if None.
+        judgements: judgements of the `circular_comparisons`.
+        thinking_lengths: length of each response's trace, in tokens or characters; 0 without one.
+        answer_lengths: length of the answer after the trace.
+        control: coefficients; the paper's if None.
 
     Raises:
-        ValueError: the lengths are not as many, a length is negative, or a comparison is of no response.
+        ValueError: the numbers of lengths differ, a length is negative, or a comparison names no response.
     """
     base, judged = base_rewards(len(thinking_lengths), judgements)
     missing = sum(judgement is None for judgement in judgements.values())
@@ -208,14 +208,14 @@ def control_lengths(
     judged: Sequence[bool] | None = None,
     control: LengthControl | None = None,
 ) -> GroupRewards:
-    """The same on base rewards that are known, a verifier's for example.
+    """`group_rewards` with known base rewards, a verifier's for example.
 
     Args:
-        base: one for each response.
-        judged: for each, whether its base reward is its own; of all if None.
+        base: base reward of each response.
+        judged: True for each response whose base reward is its own; all if None.
 
     Raises:
-        ValueError: the lengths are not as many, or one is negative.
+        ValueError: the number of lengths is not that of the responses, or one is negative.
     """
     control = control or LengthControl()
     size = len(base)

@@ -9,13 +9,13 @@ from nemo_ext.job.settings import nearest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """One part.
+    """One part of a reward.
 
     Attributes:
-        name: in values and metrics.
-        weight: the clipped value is multiplied by it; it may be negative.
-        low: the least value, before the weight.
-        high: the greatest.
+        name: name in values and metrics.
+        weight: factor of the clipped value; may be negative.
+        low: lower bound of the value, before the weight.
+        high: upper bound of the value, before the weight.
 
     Raises:
         ValueError: the range is empty, or the weight or the range is not finite.
@@ -36,11 +36,11 @@ class Component:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """What one response earns.
+    """Reward of one response.
 
     Attributes:
-        total: the sum of `parts`.
-        parts: by component, clipped and weighted, for metrics.
+        total: sum of `parts`.
+        parts: clipped and weighted values by component, for metrics.
     """
 
     total: float
@@ -48,10 +48,10 @@ class Reward:
 
 
 def combine(components: Sequence[Component], values: Mapping[str, float]) -> Reward:
-    """The weighted sum of values, each clipped to its component's range.
+    """Weighted sum of values, each clipped to its component's range.
 
     Raises:
-        ValueError: two components have one name, a value is missing or NaN, or is of no component.
+        ValueError: two components have the same name, a value is missing or NaN, or belongs to no component.
     """
     names = [component.name for component in components]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -72,6 +72,6 @@ def combine(components: Sequence[Component], values: Mapping[str, float]) -> Rew
 
 
 def reward_range(components: Sequence[Component]) -> tuple[float, float]:
-    """The least and the greatest total."""
+    """Smallest and largest possible total."""
     ends = [sorted((component.weight * component.low, component.weight * component.high)) for component in components]
     return sum(low for low, _ in ends), sum(high for _, high in ends)

@@ -1,4 +1,4 @@
-r"""Whether a response has the form that was asked for: <think> tags on or off, exactly one \boxed{}. Scores in [0, 1].
+r"""Format scores of a response: <think> tags on or off, exactly one \boxed{}. Scores are in [0, 1].
 
 The papers word it differently: Llama-Nemotron asks for both tags, Domyn counts closing tags and boxes.
 """
@@ -14,7 +14,7 @@ def think_tags(response: Response, *, thinking: bool, opened: bool = False) -> f
     non-existence of thinking tags" in the off mode.
 
     Args:
-        opened: the prompt ends in `<think>`, so that the response must not open it again.
+        opened: True if the prompt ends in `<think>`, so that the response must not open it again.
     """
     opens, closes = response.text.count(OPEN), response.text.count(CLOSE)
     if not thinking:
@@ -29,7 +29,7 @@ def closes_once(response: Response, *, thinking: bool) -> float:
 
 
 def one_boxed(response: Response) -> float:
-    r"""1 for exactly one \boxed{} in the answer, the part behind the thinking, else 0. A box in a box makes two."""
+    r"""1 for exactly one \boxed{} in the answer, the part after the thinking, else 0. A box in a box makes two."""
     return float(len(boxes(response.answer)) == 1)
 
 

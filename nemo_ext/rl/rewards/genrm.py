@@ -1,4 +1,4 @@
-"""The generative reward model: what it is shown, what its answer means, and what it earns in its own training.
+"""The generative reward model (GenRM): its prompts, the parsing of its answers, and its reward in training.
 
 Roles and keys are those of NVIDIA's GenRM and of NeMo Gym's genrm_compare, as `nemo_ext.data.preference.genrm` writes
 them; helpfulness is 1 to 5, the ranking 1 to 6.
@@ -17,7 +17,7 @@ from nemo_ext.rl.quotation import nonce, plain, quote
 from nemo_ext.rl.rewards.comparison import Judgement
 from nemo_ext.rl.rewards.components import Reward
 
-# What NeMo Gym shows in place of an empty answer; chat templates skip empty messages or fail on them.
+# NeMo Gym's text in place of an empty answer; chat templates skip empty messages or fail on them.
 _EMPTY = "None"
 _KEYS = ("score_1", "score_2", "ranking")
 # Without braces inside, so that it is found in linear time.
@@ -42,19 +42,19 @@ R: {FIRST_SUPERIOR} response 1 is much better, 2 better, 3 slightly better, 4 re
 
 
 def genrm_messages(prompt: Sequence[Message], first: str, second: str) -> list[dict[str, Any]]:
-    """A comparison for a model whose chat template knows the roles `response_1` and `response_2`.
+    """Messages of a comparison for a model whose chat template has the roles `response_1` and `response_2`.
 
     Args:
-        prompt: the conversation up to the responses.
-        first: the answer shown first, without its trace ("only final answer is judged by GenRM", section 3.3.2).
-        second: the other.
+        prompt: conversation up to the responses.
+        first: answer shown first, without its trace ("only final answer is judged by GenRM", section 3.3.2).
+        second: answer shown second.
     """
     shown = [{"role": f"response_{place}", "content": _shown(text)} for place, text in ((1, first), (2, second))]
     return trainer_messages(prompt) + shown
 
 
 def instructed_messages(prompt: Sequence[Message], first: str, second: str) -> list[dict[str, Any]]:
-    """The same for any chat model, which is told what to do; the arguments are those of `genrm_messages`."""
+    """Messages of a comparison for any chat model, with instructions; the arguments are those of `genrm_messages`."""
     turns = [f"{message.role}: {_said(message)}" for message in prompt]
     conversation, first, second = "\n\n".join(turns), _shown(first), _shown(second)
     mark = nonce(conversation, first, second)
@@ -68,11 +68,11 @@ def instructed_messages(prompt: Sequence[Message], first: str, second: str) -> l
 
 
 def parse_judgement(text: str) -> Judgement | None:
-    """The judgement in a GenRM's answer; None if there is none, or there are two that differ.
+    """Judgement in a GenRM's answer; None if there is none, or if it is ambiguous.
 
-    An answer holds a flat JSON object with `score_1`, `score_2` and `ranking`, each a number in its range, behind the
-    trace. Of several that differ, the one counts with which the answer ends: others may be quotations. NeMo Gym takes
-    the neutral value for a key that is missing and the first or last of several objects, wherever it stands.
+    An answer holds a flat JSON object with `score_1`, `score_2` and `ranking`, each a number in its range, after the
+    trace. Of several that differ, the one that ends the answer counts: others may be quotations. NeMo Gym takes the
+    neutral value for a missing key and the first or last of several objects, wherever it stands.
     """
     answer = parse_response(text).answer
     found = [
@@ -93,16 +93,16 @@ def genrm_reward(
     format_penalty: float = 10.0,
     ranking_weight: float = 1.0,
 ) -> Reward:
-    """What a GenRM in training earns: -C1 I_format - |Ph1 - Gh1| - |Ph2 - Gh2| - C2 |Pr - Gr|.
+    """Reward of a GenRM in training: -C1 I_format - |Ph1 - Gh1| - |Ph2 - Gh2| - C2 |Pr - Gr|.
 
     Nemotron 3 Nano, section 3.3.1, equation 1: C1 = `format_penalty`, C2 = `ranking_weight`. Where the format is
     violated there are no predictions, and the penalty stands alone. With the paper's coefficients predictions that are
     as wrong as can be earn -13, less than none.
 
     Args:
-        answer: the response, which `parse_judgement` reads.
-        helpfulness: the data's, of the responses in the order shown; None where it is not known, which is no term.
-        ranking: the data's.
+        answer: response of the GenRM, parsed by `parse_judgement`.
+        helpfulness: true scores of the responses in the order shown; None, which adds no term, where not known.
+        ranking: true ranking.
 
     Raises:
         ValueError: the data's scores are out of range.
@@ -125,7 +125,7 @@ def _said(message: Message) -> str:
 
 
 def true_judgement(helpfulness: tuple[float | None, float | None], ranking: float) -> Judgement:
-    """The data's judgement; for a score that is not known the least stands.
+    """Judgement of the data, with the lowest score in place of an unknown one.
 
     Raises:
         ValueError: a score is out of range.

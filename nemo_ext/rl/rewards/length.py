@@ -1,4 +1,4 @@
-"""Rewards for how long a response is, and which responses no loss is taken on. Lengths are generated tokens."""
+"""Length rewards, and the mask of overlong filtering. Lengths are numbers of generated tokens."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from nemo_ext.chat.response import Response
 
 
 def linear_length_penalty(tokens: int, *, max_tokens: int = 8192, at_max: float = -0.25) -> float:
-    """0 for no token, `at_max` for `max_tokens` and more, linear between them.
+    """Penalty of 0 for no tokens, `at_max` for `max_tokens` and more, linear in between.
 
     Domyn-Small, section 4.2: "decreasing linearly from 0 to -0.25 at the 8,192-token maximum response length".
 
@@ -32,7 +32,7 @@ def overlong_penalty(tokens: int, *, max_tokens: int, buffer_tokens: int, at_max
 
 
 def overlong_mask(responses: Iterable[Response]) -> list[bool]:
-    """Overlong filtering: False for responses that the limit cut off, which no loss is taken on.
+    """Overlong filtering: False for responses cut off at the length limit, which are excluded from the loss.
 
     DAPO (arXiv 2503.14476), section 3.4; Nemotron 3 Nano, section 3.2.5. Their rewards still count in the group's
     baseline, as in NeMo-RL's `overlong_filtering`.

@@ -1,4 +1,4 @@
-"""One response's reward, named in the settings of its environment, from its verdict and what is known of its task.
+"""Reward of one response, named in the settings of its environment, from its verdict and facts of its task.
 
 reward: outcome                                   1 for a correct response, else 0 (the default)
 reward: {name: score}                             the verdict's score, where parts of a task count
@@ -23,12 +23,12 @@ from nemo_ext.rl.verdict import Verdict
 
 @dataclass(frozen=True)
 class Facts:
-    """What a reward may know of a task beside the verdict.
+    """Facts of a task that a reward may use besides the verdict.
 
     Attributes:
-        thinking: whether reasoning is asked for; where the model has no modes, whether the prompt begins it.
-        thinking_opened: the prompt ends inside a trace.
-        reference: the task's.
+        thinking: True if reasoning is requested, or, where the model has no modes, if the prompt begins it.
+        thinking_opened: True if the prompt ends inside a trace.
+        reference: reference of the task.
     """
 
     thinking: bool = False
@@ -37,7 +37,7 @@ class Facts:
 
     @classmethod
     def of(cls, task: Task, *, thinking_opened: bool) -> "Facts":
-        """Of a task whose prompt ends inside a trace or not."""
+        """Facts of a task, given whether its prompt ends inside a trace."""
         return cls(thinking_opened if task.thinking is None else task.thinking, thinking_opened, task.reference)
 
 
@@ -46,11 +46,11 @@ Scoring = Callable[[Verdict, Response, Facts], Reward]
 
 @dataclass(frozen=True)
 class NamedReward:
-    """A reward by its name.
+    """A named reward.
 
     Attributes:
-        score: the reward of one response.
-        counts_tokens: whether it asks for `Response.tokens`.
+        score: function that returns the reward of one response.
+        counts_tokens: True if it needs `Response.tokens`.
         reference: keys of the task's reference that it reads.
     """
 
@@ -59,16 +59,16 @@ class NamedReward:
     reference: tuple[str, ...] = ()
 
     def check(self, reference: Mapping[str, Any]) -> None:
-        """Raises ValueError for a task's reference that it cannot work with."""
+        """Raises ValueError if a task's reference lacks a key that the reward reads."""
         if missing := [key for key in self.reference if key not in reference]:
             raise ValueError(f"reference: the reward reads {', '.join(missing)}, which is not there")
 
 
 def reward_of(given: Any, *, where: str = "reward") -> NamedReward:
-    """The reward that a setting names: a name, or a mapping of `name` and what the reward takes.
+    """Reward of a setting: a name, or a mapping of `name` and the reward's arguments.
 
     Raises:
-        ValueError: there is none of this name, or it takes no such setting.
+        ValueError: unknown reward, or unknown setting of it.
     """
     if given is not None and not isinstance(given, str | Mapping):
         raise ValueError(f"{where} must be a name, or a mapping with a name, not {given!r}")
@@ -126,4 +126,4 @@ _REWARDS: Mapping[str, tuple[Callable[..., Reward], tuple[str, ...], bool]] = {
     "accuracy_format": (_accuracy_format, ("accuracy_weight", "format_weight"), False),
 }
 _REFERENCES: Mapping[str, Mapping[str, Any]] = {"genrm_training": {"ranking": 1}}
-"""For rewards that read the task's reference, one with the keys that must be there."""
+"""Example reference, with the required keys, of each reward that reads the task's reference."""

@@ -1,4 +1,4 @@
-"""A group's rewards by a generative reward model: asks the judge, then `nemo_ext.rl.rewards.comparison`."""
+"""Rewards of a group by a generative reward model: asks the judge, then uses `nemo_ext.rl.rewards.comparison`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,20 +25,20 @@ async def rlhf_rewards(
     control: LengthControl | None = None,
     max_answer_characters: int = 40_000,
 ) -> GroupRewards:
-    """What responses to one prompt earn: 2N comparisons at once, or N with `both_orders=False`.
+    """Rewards of the responses to one prompt, from 2N concurrent comparisons, or N with `both_orders=False`.
 
-    Lengths are those of the texts in characters, as NeMo Gym's genrm_compare has them: engines seldom count the tokens
-    of a trace, and only their proportions within the group matter.
+    Lengths are those of the texts in characters, as in NeMo Gym's genrm_compare: engines seldom count the tokens of a
+    trace, and only proportions within the group matter.
 
     Args:
-        judge: never raises and never hangs; comparisons that it does not answer are left out and counted.
-        prompt: the conversation up to the responses.
-        responses: the group.
+        judge: judge, which never raises or hangs; comparisons that it does not answer are left out and counted.
+        prompt: conversation up to the responses.
+        responses: responses of the group.
         show: one of `SHOWN`.
-        both_orders: as `circular_comparisons` has it.
-        control: as `group_rewards` has it.
-        max_answer_characters: the judge sees as much of an answer (choice): one that is more than it can read would
-            not be judged, and earn what the others do.
+        both_orders: compare each pair in both orders; see `circular_comparisons`.
+        control: length control; see `group_rewards`.
+        max_answer_characters: length at which an answer is cut for the judge (choice): one that is more than the judge
+            can read would not be judged, and earn the mean of the others.
     """
     answers = [_cut(response.answer, max_answer_characters) for response in responses]
     pairs = circular_comparisons(len(responses), both_orders=both_orders)

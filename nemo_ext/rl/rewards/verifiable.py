@@ -1,4 +1,4 @@
-"""Rewards of single responses from a verifier's verdict and the format, as the papers put them together.
+"""Rewards of single responses from a verifier's verdict and the format, combined as in the papers.
 
 Format scores are those of `nemo_ext.rl.rewards.format`; the caller knows the mode that the prompt asks for.
 """
@@ -20,7 +20,7 @@ DOMYN_MATH = (
 def outcome_reward(verdict: Verdict) -> float:
     """1 for a correct response, else 0: Domyn-Small's multi-environment stage, section 4.4, and Nemotron 3 Nano's RLVR.
 
-    An error is 0 as well; whoever would rather take no loss on it looks at `verdict.outcome`.
+    An error is 0 as well; callers that would rather exclude it from the loss check `verdict.outcome`.
     """
     return float(verdict.outcome == "correct")
 
@@ -31,10 +31,10 @@ def domyn_math_reward(verdict: Verdict, *, format_score: float, tokens: int, max
     The paper gives the range as "approximately [-3, +4]"; its three components add up to [-2.65, 4].
 
     Args:
-        verdict: 3 x {correct 1, wrong 0, verifier error -0.8}.
-        format_score: the mean of two checks, 0, 0.5 or 1.
-        tokens: that were generated.
-        max_tokens: where the length penalty is -0.25.
+        verdict: verdict, worth 3 x {correct 1, wrong 0, verifier error -0.8}.
+        format_score: mean of two checks, 0, 0.5 or 1.
+        tokens: number of generated tokens.
+        max_tokens: number of tokens at which the length penalty reaches -0.25.
 
     Raises:
         ValueError: the format score is NaN, or `tokens` is negative.
@@ -52,7 +52,7 @@ def accuracy_format_reward(
 ) -> Reward:
     """Llama-Nemotron's reward, section 5.1: accuracy by a judge, and the tags that the mode asks for.
 
-    The paper gives no weights; that both are 1 is a choice.
+    The paper gives no weights; 1 for both is a choice.
 
     Raises:
         ValueError: a value or a weight is not finite.

@@ -1,8 +1,8 @@
-"""Programs that nobody trusts, each in processes of its own that leave nothing behind.
+"""Runs untrusted programs, each in its own processes that leave nothing behind.
 
-limits.py     what a program may use
-sandbox.py    how many run at once, from threads and from asyncio
+limits.py     resource limits of a program
+sandbox.py    queue of programs, from threads and from asyncio
 box.py        one supervised place for the runs of one answer
-isolation.py  what keeps a program in, as it was found to work here
-inside/       what runs on the other side: standard library only, nothing of the host's memory or environment
+isolation.py  isolation found to work on this machine
+inside/       code on the other side: standard library only, nothing of the host's memory or environment
 """

@@ -24,7 +24,7 @@ from nemo_ext.rl.sandbox.prelude import preloaded, prelude, reusable
 _PACKAGE = str(Path(__file__).parent)
 _STARTING_SECONDS = 60.0
 _GRACE_SECONDS = 60.0
-"""What a supervisor may take beyond a program's own limits, on a machine that is very busy."""
+"""Extra time for a supervisor beyond a program's own limits, for very busy machines."""
 
 _SENT_AHEAD = 32 << 10
 
@@ -41,7 +41,7 @@ SYSTEM = (
     "/etc/localtime",
     "/nix/store",
 )
-"""What programs may read beside the interpreter; what a machine lacks of it is left out."""
+"""Paths that programs may read besides the interpreter; those that a machine lacks are left out."""
 
 CPP_OPTIONS = ("-O2", "-std=gnu++20", "-pipe")
 
@@ -50,15 +50,16 @@ Ending = Literal["exit", "signal", "time", "cpu", "memory", "output", "processes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """How a program ended.
+    """Result of a program's run.
 
     Attributes:
         ended: exit or signal, or the limit that ended it: time (wall clock), cpu, memory, output, processes, disk.
-        status: the exit status, or the signal's number.
-        stdout: at most the limit.
-        stderr: its beginning, for messages.
-        value: a function's result as JSON, as the program wrote it: not to be trusted more than stdout.
-        seconds: wall clock, and of processors.
+        status: exit status, or the signal's number.
+        stdout: standard output, up to the limit.
+        stderr: beginning of standard error, for messages.
+        value: result of a function as JSON, as the program wrote it: no more trustworthy than stdout.
+        seconds: wall clock time.
+        cpu_seconds: processor time.
     """
 
     ended: Ending
@@ -71,7 +72,7 @@ class Run:
 
     @property
     def ok(self) -> bool:
-        """It ended by itself, with status 0."""
+        """True if it ended by itself with status 0."""
         return self.ended == "exit" and self.status == 0
 
     def __str__(self) -> str:
@@ -88,13 +89,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What boxes of one sandbox share.
+    """Settings shared by the boxes of one sandbox.
 
     Attributes:
-        python: an interpreter, 3.10 or later.
+        python: path of an interpreter, 3.10 or later.
         packages: folders that Python programs import from besides the standard library.
         readable: more files and folders that programs may read.
-        compiler: of C++.
+        compiler: path of the C++ compiler.
     """
 
     python: str
@@ -106,7 +107,7 @@ class Settings:
     def found(
         cls, *, python: str | None = None, packages: Sequence[str] | None = None, readable: Sequence[str] = ()
     ) -> "Settings":
-        """This interpreter and its site-packages, and g++ where it is installed."""
+        """Settings with this interpreter, its site-packages, and g++ where it is installed."""
         if packages is None:
             packages = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")] if python is None else []
         prefix = sys.base_prefix if python is None else str(Path(python).resolve().parents[1])
@@ -120,7 +121,7 @@ class Settings:
 
 
 class Nursery:
-    """An interpreter that has started and makes supervisors; thread-safe. It ends with this process at the latest."""
+    """A started interpreter that forks supervisors; thread-safe. It ends with this process at the latest."""
 
     def __init__(self, python: str) -> None:
         self._python = python
@@ -130,7 +131,7 @@ class Nursery:
         self._owner = 0
 
     def connect(self) -> socket.socket:
-        """A connection to a new supervisor.
+        """Connect to a new supervisor.
 
         Raises:
             SandboxError: the interpreter does not start.
@@ -142,7 +143,7 @@ class Nursery:
                     try:
                         socket.send_fds(self._started(), [b"+"], [inside.fileno()])
                     except ConnectionError:
-                        # Somebody has ended it; a second one may live.
+                        # The interpreter was ended from outside; a second one may live.
                         self._stop()
                         socket.send_fds(self._started(), [b"+"], [inside.fileno()])
             except OSError as error:
@@ -151,13 +152,13 @@ class Nursery:
         return ours
 
     def close(self) -> None:
-        """End it; supervisors that it has made go on."""
+        """End the interpreter; supervisors that it has made go on."""
         with self._lock:
             self._stop()
 
     def _started(self) -> socket.socket:
         if self._host is not None and self._owner != os.getpid():
-            # This process is a fork of the one whose it is.
+            # This process is a fork of the nursery's owner.
             self._host.close()
             self._host = self._process = None
         if self._host is None:
@@ -187,10 +188,10 @@ class Nursery:
 
 
 class Box:
-    """A supervisor's host side. Used by one thread; `kill` may be called by any.
+    """Host side of a supervisor. Used by one thread; `kill` may be called by any.
 
     Raises:
-        SandboxError: its supervisor does not start, or not in the confinement that is asked for.
+        SandboxError: its supervisor does not start, or not in the requested confinement.
     """
 
     def __init__(
@@ -210,7 +211,7 @@ class Box:
             directory = os.path.join(self._outer, "tmp") if self._outer else ""
             if directory:
                 os.mkdir(directory, 0o700)
-                # The directory's own name is out of a program's reach; it may pass, not read.
+                # Programs cannot learn the directory's own name: they may pass through the outer folder, not list it.
                 os.chmod(self._outer, 0o711)
             header = {
                 "directory": directory,
@@ -232,11 +233,11 @@ class Box:
             raise
 
     def compile_python(self, source: str, limits: Limits, *, function: str | None = None) -> Run:
-        """Make a Python program the one that runs; the compiler's words are in `stderr`.
+        """Compile a Python program, which `run` then runs; the compiler's messages are in `stderr`.
 
         Args:
-            function: runs are calls of that function, or of that method of the class Solution, and what is given to
-                them are its arguments as JSON, {"args": [...], "kwargs": {...}}.
+            function: name of a function, or of a method of the class Solution, that each run calls; its input is the
+                arguments as JSON, {"args": [...], "kwargs": {...}}.
         """
         names = prelude(source)
         header = {
@@ -250,7 +251,7 @@ class Box:
         return self._run(header, _encoded(source), limits)
 
     def compile_cpp(self, source: str, *, options: Sequence[str] = CPP_OPTIONS, limits: Limits = COMPILATION) -> Run:
-        """Make a C++ program the one that `run` runs; the compiler's words are in `stderr`.
+        """Compile a C++ program, which `run` then runs; the compiler's messages are in `stderr`.
 
         Raises:
             SandboxError: there is no compiler.
@@ -265,15 +266,15 @@ class Box:
         return next(self.runs([stdin], [limits]))
 
     def runs(self, given: Sequence[bytes], limits: Sequence[Limits]) -> Generator[Run]:
-        """`run` for each input in turn; the next one begins while the caller looks at the last.
+        """`run` for each input in turn; the next one begins while the caller handles the last.
 
-        A box ends with an iterator that is left before its end, since a program may be running then.
+        Leaving the iterator before its end ends the box, since a program may be running then.
         """
         sent = taken = 0
         seconds = max(limit.wall_seconds for limit in limits) + _GRACE_SECONDS
         try:
             while taken < len(given):
-                # One ahead, if it fits into the socket's buffer: neither side may wait in the middle of sending.
+                # Send one ahead if it fits into the socket's buffer: neither side may block in the middle of sending.
                 while sent <= taken or (sent == taken + 1 < len(given) and len(given[sent]) < _SENT_AHEAD):
                     header = {"operation": "run", "limits": limits[sent].record()}
                     self._send(header, [given[sent]], seconds)
@@ -285,7 +286,7 @@ class Box:
                 self.kill()
 
     def kill(self) -> None:
-        """End it at once, with what runs in it; whoever waits for it gets a SandboxError."""
+        """End the box at once with all that runs in it; callers waiting for it get a SandboxError."""
         with suppress(OSError):
             self._host.shutdown(socket.SHUT_WR)
 
@@ -325,7 +326,7 @@ class Box:
         return Run(**answer, stdout=stdout, stderr=stderr, value=value)
 
     def _send(self, header: Mapping[str, Any], blobs: Sequence[bytes], seconds: float) -> None:
-        """`seconds` hold for this, and for each wait for an answer after it."""
+        """Send a message; `seconds` is the time limit for this and for each later wait for an answer."""
         self._host.settimeout(seconds)
         with _failures_told():
             wire.send(self._host, header, blobs)
@@ -353,8 +354,8 @@ main()
 
 
 def _environment() -> dict[str, str]:
-    """For the interpreter's start; nothing of this process's but where libraries are."""
-    # Python's sets of texts have the same order in every run.
+    """Environment of the interpreter; from this process it takes only the library path."""
+    # A fixed hash seed gives sets of strings the same order in every run.
     environment = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     if "LD_LIBRARY_PATH" in os.environ:
         environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]

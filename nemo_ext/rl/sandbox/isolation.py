@@ -1,4 +1,4 @@
-"""What keeps programs in, as it was found to work on this machine."""
+"""Isolation of programs, as found to work on this machine."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,27 +8,29 @@ KINDS = ("auto", "namespaces", "processes")
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed; what a program does never raises it."""
+    """The sandbox itself failed; programs never cause this error."""
 
 
 class BusyError(SandboxError):
-    """A request waited longer than it may for a place to run."""
+    """A request waited too long for a place to run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Isolation:
-    """What holds while a program runs; rlimits, an empty environment and a private directory always do.
+    """Isolation of a running program; rlimits, an empty environment and a private directory always apply.
 
     Attributes:
-        namespaces: its own processes, mounts, network, IPC and host name; its root has system folders, the
-            interpreter, and nothing of a user's.
-        own_user: its user number is no other's, so it can neither read this user's private files nor signal it.
+        namespaces: True if it has its own process, mount, network, IPC and host name namespaces; its root has
+            system folders, the interpreter, and nothing of a user's.
+        own_user: True if nothing else runs under its user ID, so it can neither read this user's private files nor
+            signal its processes.
         network: namespace (there is none), filter (the kernel refuses sockets), open.
-        system_call_filter: seccomp; machines other than x86_64 and aarch64 have none here.
-        landlock: without namespaces: it opens system folders and its own directory, and signals nobody else's.
-        counts_processes: the kernel refuses one process too many; otherwise it refuses any second one, or, without
-            a filter, they are counted now and then.
-        why_no_namespaces: the system's words, or that they were not wanted.
+        system_call_filter: True with a seccomp filter; only x86_64 and aarch64 have one here.
+        landlock: True if, without namespaces, Landlock confines it to system folders and its own directory, and to
+            signalling its own processes.
+        counts_processes: True if the kernel enforces the number of processes; otherwise it refuses any second one,
+            or, without a filter, they are counted now and then.
+        why_no_namespaces: message of the system, or that namespaces were not wanted.
     """
 
     namespaces: bool

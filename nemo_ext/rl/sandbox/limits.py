@@ -1,4 +1,4 @@
-"""What a program may use."""
+"""Resource limits of a program."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -12,13 +12,15 @@ class Limits:
     """Limits of one run; a test is one run.
 
     Attributes:
-        cpu_seconds: of one process; the kernel counts whole ones, upwards. 10 as in Domyn's code environment.
-        wall_seconds: of all of it; more than `cpu_seconds`, since a busy machine is not the program's fault.
-        memory_megabytes: resident memory of all its processes together, looked at every 20 ms and more seldom where
-            many processes run; each one's address space is held to twice that by the kernel.
-        processes: processes and threads together.
-        output_bytes: of stdout, and of a function's result. Of stderr 16 kB are kept.
-        disk_megabytes: its private directory.
+        cpu_seconds: processor time of one process, which the kernel rounds up to whole seconds. 10 as in Domyn's code
+            environment.
+        wall_seconds: wall clock time of the run; more than `cpu_seconds`, since a busy machine is not the program's
+            fault.
+        memory_megabytes: resident memory of all its processes together, checked every 20 ms, less often where many
+            processes run; the kernel limits the address space of each to twice that.
+        processes: number of processes and threads together.
+        output_bytes: size of stdout, and of a function's result. Of stderr 16 kB are kept.
+        disk_megabytes: size of its private directory.
     """
 
     cpu_seconds: float = 10.0
@@ -38,7 +40,7 @@ class Limits:
                 raise ValueError(f"limits.{field.name} must be {kind} above 0, not {value!r}")
 
     def changed(self, changes: Mapping[str, Any], where: str = "limits") -> "Limits":
-        """Others, with the changes that a config or a task names.
+        """Copy with the changes that a config or a task names.
 
         Raises:
             ValueError: naming the key, what it holds and what it may hold.
@@ -50,9 +52,9 @@ class Limits:
             raise ValueError(f"{where.removesuffix('limits')}{error}") from None
 
     def record(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Limits as a JSON object."""
         return asdict(self)
 
 
 COMPILATION = Limits(cpu_seconds=30, wall_seconds=60, memory_megabytes=2048, disk_megabytes=64)
-"""g++ -O2 takes a second or two for a contest's program; templates can keep it busy for ever."""
+"""Limits of g++ -O2, which takes a second or two for a contest program; templates can keep it busy forever."""

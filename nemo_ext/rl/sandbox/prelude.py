@@ -1,7 +1,7 @@
 """Names that answers use without importing them, as in the editors of coding contests.
 
 The data's solutions leave out `from typing import List` and the like, and NeMo Gym's verifier runs every program after
-star imports of twenty modules. Here only those names are imported that the source has; a program's own imports and
+star imports of twenty modules. Here only the names that occur in the source are imported; a program's own imports and
 definitions come later and win.
 """
 
@@ -35,11 +35,11 @@ _STARS = (
 _WHOLE = tuple(module for module in _STARS if module != "typing")
 _WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+([A-Za-z_][\w., \t]*)", re.ASCII | re.MULTILINE)
-# Importing these says or opens something.
+# Importing these prints or opens something.
 _LOUD = {"antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "test"}
 _LIBRARIES = {"numpy"}
-# What leaves a process as it was, so that it may run again on the next test; sets of names, not a barrier: a program
-# that gets round it meets its own leavings, and expected outputs are nowhere in reach in any case.
+# Modules that leave a process as it was, so that it may run again on the next test. These names are no barrier: a
+# program that gets round them only meets its own leavings, and expected outputs are out of reach in any case.
 _TIDY = {"__future__", "abc", "array", "bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal"}
 _TIDY |= {"enum", "fractions", "functools", "heapq", "io", "itertools", "json", "math", "numbers", "numpy", "operator"}
 _TIDY |= {"os", "queue", "random", "re", "statistics", "string", "sys", "time", "typing"}
@@ -47,7 +47,7 @@ _UNTIDY = re.compile(r"__import__|importlib|\bfork|\bspawn|setitimer|sys\.module
 
 
 def prelude(source: str) -> str:
-    """Lines of imports for names that the source mentions."""
+    """Import lines for the names that the source mentions."""
     stars, words = _star_names(), set(_WORD.findall(source))
     lines = [f"from {stars[word]} import {word}" for word in sorted(words & stars.keys())]
     # Whole modules come last, as in Gym: `datetime` and `copy` are the modules.
@@ -55,7 +55,7 @@ def prelude(source: str) -> str:
 
 
 def preloaded(source: str) -> list[str]:
-    """Modules that the source imports and that may be imported once, before it runs, for all of its runs."""
+    """Modules imported by the source that may be imported once, before all of its runs."""
     found: dict[str, None] = {}
     for match in _IMPORT.finditer(source):
         for part in _imported(match):
@@ -67,9 +67,9 @@ def preloaded(source: str) -> list[str]:
 
 
 def reusable(source: str) -> bool:
-    """Whether a process that has run the program may run it again, on another input, as if it were a new one.
+    """True if a process that has run the program may run it again on another input as if it were a new process.
 
-    NeMo Gym's verifier takes that of all programs. Threads, signals and exit handlers, for example, outlive a run.
+    NeMo Gym's verifier assumes that of all programs. Threads, signals and exit handlers, for example, outlive a run.
     """
     names = {
         name.strip().split(".")[0].split(" ")[0] for match in _IMPORT.finditer(source) for name in _imported(match)
@@ -87,6 +87,6 @@ def _star_names() -> Mapping[str, str]:
     for module in _STARS:
         found = importlib.import_module(module)
         exported = getattr(found, "__all__", None) or [name for name in vars(found) if not name.startswith("_")]
-        # What is built in stays what it is.
+        # Built-in names are not overridden.
         names |= {name: module for name in exported if not hasattr(builtins, name)}
     return names

@@ -28,18 +28,18 @@ class Sandbox:
     """Runs untrusted programs. Thread-safe; a sandbox may serve several event loops.
 
     Args:
-        limits: of each run.
-        concurrency: boxes at once; as many as there are processors if it is not given.
-        queue_seconds: how long a request may wait for its turn; None waits for as long as it takes.
-        isolation: auto takes namespaces where they are to be had, namespaces insists on them, processes does without.
-        strict: the same as insisting on namespaces: nothing runs, and this raises, if there are none.
-        python: an interpreter for programs, with the standard library only; this one, with its packages, if not given.
+        limits: limits of each run.
+        concurrency: number of boxes at once; by default the number of processors.
+        queue_seconds: time that a request may wait for its turn; None waits for as long as it takes.
+        isolation: auto uses namespaces where available, namespaces requires them, processes does without.
+        strict: same as requiring namespaces: raises, and runs nothing, if there are none.
+        python: interpreter for programs, with the standard library only; by default this one, with its packages.
         packages: folders that programs import from.
         readable: more files and folders that programs may read.
 
     Raises:
-        ValueError: an argument is none of those.
-        SandboxError: with `strict` or `isolation="namespaces"`: there are none here, and why.
+        ValueError: an argument is not one of those.
+        SandboxError: `strict` or `isolation="namespaces"` is set and there are no namespaces; says why.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class Sandbox:
             self.describe()
 
     def describe(self) -> Isolation:
-        """What keeps programs in here, found by trying, once.
+        """Isolation on this machine, found by trying, once.
 
         Raises:
-            SandboxError: namespaces are insisted on and not to be had, or nothing can be run at all.
+            SandboxError: namespaces are required and not available, or nothing can be run at all.
         """
         with self._lock:
             if self._found is None:
@@ -110,7 +110,7 @@ class Sandbox:
             return box.isolation
 
     def session(self, work: Callable[[Box], T]) -> T:
-        """What `work` returns, given a box of its own when its turn has come; waits in this thread.
+        """Call `work` with a box of its own when its turn has come and return its result; waits in this thread.
 
         Raises:
             BusyError: it waited longer than `queue_seconds`.
@@ -132,7 +132,7 @@ class Sandbox:
             self._gate.leave()
 
     async def session_async(self, work: Callable[[Box], T]) -> T:
-        """The same for asyncio: `work` runs in a thread, others go on. What is cancelled ends at once, box and all."""
+        """`session` for asyncio: `work` runs in a thread. Cancelling ends it at once, together with its box."""
         turn = self._gate.enter()
         try:
             await asyncio.wait_for(asyncio.wrap_future(turn), self._queue_seconds)
@@ -159,13 +159,13 @@ class Sandbox:
             # Told last: who has a result finds nothing of it left, and its place free.
             self._gate.leave()
             with contextlib.suppress(InvalidStateError):
-                # An event loop that has ended meanwhile has cancelled it.
+                # The event loop may have ended meanwhile and cancelled it.
                 if failure is None:
                     done.set_result(result)
                 else:
                     done.set_exception(failure)
 
-        # A daemon: a host that ends does not wait for programs, and their supervisors see that it is gone.
+        # A daemon thread: a host that ends does not wait for programs, and their supervisors see that it is gone.
         threading.Thread(target=run, name="sandbox", daemon=True).start()
         try:
             return await asyncio.shield(asyncio.wrap_future(done))
@@ -178,7 +178,7 @@ class Sandbox:
     def run(
         self, source: str, *, stdin: str | bytes = b"", language: Language = "python", limits: Limits | None = None
     ) -> Run:
-        """Run one program once; if it does not compile, how the compiler ended.
+        """Run one program once; if it does not compile, returns the compiler's run.
 
         Raises:
             BusyError: it waited longer than `queue_seconds`.
@@ -193,7 +193,7 @@ class Sandbox:
         return await self.session_async(self._once(source, stdin, language, limits))
 
     def close(self) -> None:
-        """End what waits for programs to run. Those that run end by themselves; a later one starts it anew."""
+        """End the interpreter that starts supervisors. Running programs go on; a later one starts it anew."""
         self._nursery.close()
 
     def _once(self, source: str, stdin: str | bytes, language: Language, limits: Limits | None) -> Callable[[Box], Run]:
@@ -224,7 +224,7 @@ class Sandbox:
 
 
 class _Gate:
-    """First come, first served, for threads and event loops alike."""
+    """First-come-first-served queue for threads and event loops alike."""
 
     def __init__(self, places: int) -> None:
         self._free = places
@@ -236,7 +236,7 @@ class _Gate:
         return len(self._turns)
 
     def enter(self) -> "Future[None]":
-        """A future that is done when there is a place; then `leave` is to be called."""
+        """Future that is done when there is a place; call `leave` afterwards."""
         turn: Future[None] = Future()
         with self._lock:
             if self._free:
@@ -258,6 +258,6 @@ class _Gate:
             self._free += 1
 
     def give_up(self, turn: "Future[None]") -> None:
-        """Wait no longer; a place that has come meanwhile goes to the next."""
+        """Stop waiting; a place that was given meanwhile goes to the next in line."""
         if not turn.cancel():
             self.leave()

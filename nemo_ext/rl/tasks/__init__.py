@@ -1,8 +1,8 @@
-"""Tasks that the package makes itself, so that every environment can be tried without data from elsewhere.
+"""Generated tasks, so that every environment can be tried without external data.
 
-Each module has `tasks(count, *, seed, level=None) -> Iterator[Task]`, `solution(task)`, a right answer, and `LEVELS`,
-the number of levels of difficulty: 1 is the easiest; without a level they take turns. A task depends on the seed, the
-level and its number alone: more tasks begin with the same ones.
+Each module has `tasks(count, *, seed, level=None) -> Iterator[Task]`, `solution(task)`, which returns a correct answer,
+and `LEVELS`, the number of levels of difficulty: 1 is the easiest; without a level they take turns. A task depends only
+on the seed, the level and its index: a larger count begins with the same tasks.
 """
 
 import importlib
@@ -24,10 +24,10 @@ GENERATORS: Mapping[str, str] = {
 
 
 def generate(name: str, count: int, *, seed: int, level: int | None = None, **settings: Any) -> Iterator[Task]:
-    """Tasks of a generator's name.
+    """Tasks of the generator with a name.
 
     Raises:
-        ValueError: there is none of that name, or a number is out of range.
+        ValueError: unknown generator, or a number is out of range.
     """
     if name not in GENERATORS:
         raise ValueError(f"tasks: unknown name {name!r}: {nearest(name, GENERATORS)}")
@@ -37,7 +37,7 @@ def generate(name: str, count: int, *, seed: int, level: int | None = None, **se
 
 
 def level_of(index: int, level: int | None, levels: int) -> int:
-    """The level of a generator's task: the one that is asked for, or all in turn.
+    """Level of a generator's task: the requested one, or each in turn.
 
     Raises:
         ValueError: there is no such level.

@@ -1,4 +1,4 @@
-r"""Arithmetic and algebra with one right answer, in eight levels, for the environment `math`."""
+r"""Arithmetic and algebra with one correct answer, in eight levels, for the environment `math`."""
 
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -24,8 +24,8 @@ def tasks(count: int, *, seed: int, level: int | None = None, format: Format = "
     """Problems of the levels 1 (sums of digits) to 8 (quadratic equations).
 
     Args:
-        level: of all; None for all levels in turn.
-        format: how the answer is asked for, as `nemo_ext.rl.verifiers.math.Reference` has it.
+        level: level of all tasks; None for all levels in turn.
+        format: requested form of the answer; see `nemo_ext.rl.verifiers.math.Reference`.
 
     Raises:
         ValueError: there is no such level or format.
@@ -45,7 +45,7 @@ def tasks(count: int, *, seed: int, level: int | None = None, format: Format = "
 
 
 def solution(task: Task) -> str:
-    """A right answer, worked out: to train on and to test with."""
+    """Worked-out correct answer, for training and tests."""
     _, seed, level, index = task.id.split("/")
     _, work, answer = _problem(int(seed), int(level), int(index))
     return {"boxed": f"{work}\n\n\\boxed{{{answer}}}", "text": f"{work}\n\nThe answer is {answer}", "bare": answer}[

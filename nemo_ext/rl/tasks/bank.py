@@ -2,7 +2,7 @@
 
 1  the customer gives number, date of birth and one wish at once
 2  the date of birth must be asked for
-3  the number must be found by name too, and there are two wishes, or one that has to be met in another way
+3  the number must also be found by name, and there are two wishes, or one that has to be met in another way
 """
 
 from collections.abc import Callable, Iterator

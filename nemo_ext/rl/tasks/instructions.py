@@ -1,6 +1,6 @@
 """Prompts with one to ten instructions that a program can check (as many as in Llama-Nemotron, section 6.1).
 
-The level is their number. Instructions are drawn so that one answer can keep them all, and `solution` writes one.
+The level is their number. Instructions are drawn so that one answer can follow them all, and `solution` writes one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ _FORBIDDEN = ("never", "very", "beautiful", "problem", "suddenly", "amazing", "h
 _ENDINGS = ("That is all for today.", "Thank you for reading.", "Let me know what you think.")
 _CAPITALS = ("NORTH", "SOUTH", "EAST", "WEST")
 
-# Of each set one at most.
+# At most one rule of each set is drawn.
 _ALTERNATIVES: tuple[tuple[str, ...], ...] = (
     ("keywords:existence",),
     ("keywords:frequency",),
@@ -71,7 +71,7 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
 
 
 def solution(task: Task) -> str:
-    """A text that keeps all of a task's instructions."""
+    """Text that follows all of a task's instructions."""
     return _written(task.reference)
 
 
@@ -120,7 +120,7 @@ def _drawn(random: np.random.Generator, name: str) -> dict[str, Any]:
 
 
 def _written(reference: Mapping[str, Any]) -> str:
-    """A text that is made of what each instruction asks for, and as long as they need."""
+    """Text made of what each instruction asks for, as long as they need."""
     asked = {each["id"]: each["kwargs"] for each in reference["instructions"]}
     parts = _parts(asked)
     for length in range(40):
@@ -131,7 +131,7 @@ def _written(reference: Mapping[str, Any]) -> str:
 
 
 def _parts(asked: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Sentences that hold what is asked for."""
+    """Sentences that contain what the instructions ask for."""
     parts = [f"Here the word {word} belongs." for word in asked.get("keywords:existence", {}).get("keywords", ())]
     if frequency := asked.get("keywords:frequency"):
         parts.append("We wrote " + " and ".join([frequency["keyword"]] * frequency["frequency"]) + ".")
@@ -186,7 +186,7 @@ def _is_long_enough(asked: Mapping[str, Mapping[str, Any]], text: str) -> bool:
 
 
 def _filler(number: int) -> str:
-    """A sentence of its own for each number up to some hundreds."""
+    """Filler sentence, distinct for each number up to some hundreds."""
     subject = _SUBJECTS[number % len(_SUBJECTS)]
     verb = _VERBS[(number // 2) % len(_VERBS)]
     return f"{subject} {verb} {_OBJECTS[(number // 3) % len(_OBJECTS)]}."

@@ -1,4 +1,4 @@
-"""Files of tasks, generated or from records, and of conversations that solve generated ones."""
+"""Writes files of tasks, generated or from records, and of conversations that solve generated ones."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,11 +22,11 @@ from nemo_ext.rl.tasks.records import tasks_of
 
 _KEYS = ("generator", "environment", "records", "count", "level", "seed", "settings", "thinking", "output", "solutions")
 COUNT = 1000
-"""Generated tasks if no number is given."""
+"""Default number of generated tasks."""
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Write tasks to `output`, and conversations with right answers to `solutions` if it is given.
+    """Write tasks to `output`, and conversations with correct answers to `solutions` if it is given.
 
     Raises:
         ValueError: naming the key, what it holds and what it may hold.
@@ -85,7 +85,7 @@ def _from_records(config: Mapping[str, Any]) -> list[Task]:
 
 
 def solved(task: Task, generator: str) -> Sample:
-    """The task with a right answer, as a conversation to train on."""
+    """Training conversation of a task with a correct answer."""
     answer = import_module(GENERATORS[generator]).solution(task)
     messages = list(
         _calling(task, answer) if isinstance(answer, tuple) else [Message(role="assistant", content=answer)]
@@ -96,7 +96,7 @@ def solved(task: Task, generator: str) -> Sample:
 
 
 def _calling(task: Task, calls: tuple[ToolCall, ...]) -> Iterator[Message]:
-    """Questions while the user has more to say, all calls with what the world answers, and a last word."""
+    """Questions while the user has more to say, all calls with the world's answers, and a last message."""
     environment = make(task.environment)
     assert environment.begin is not None
     conversation = environment.begin(environment.check(task.reference))

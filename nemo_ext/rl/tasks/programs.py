@@ -1,7 +1,7 @@
 """Small programming tasks with tests, in six levels and two styles, for the environment `code`.
 
-Every task is one of a level's kinds with a number of its own in the statement, so that a program learnt by heart for
-one does not solve the next. Style `function` asks for a function; `stdin` for a program with one argument on each line.
+Every task is one of a level's kinds with a number of its own in the statement, so that a memorized program for one does
+not solve the next. Style `function` asks for a function; `stdin` for a program with one argument on each line.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -268,9 +268,9 @@ def tasks(
     """Tasks for the environment `code`, in Python.
 
     Args:
-        level: 1 to 6; None takes turns.
-        style: None takes turns, level by level.
-        tests: of each task.
+        level: level from 1 to 6; None for all levels in turn.
+        style: style of all tasks; None alternates after each round of levels.
+        tests: number of tests per task.
 
     Raises:
         ValueError: there is no such level or style, or fewer than two tests are asked for.
@@ -280,7 +280,7 @@ def tasks(
         raise ValueError(f"style must be function, stdin or none, not {style!r}")
     for index in range(count):
         chosen = level_of(index, level, LEVELS)
-        # A turn of all levels in one style, then one in the other.
+        # A round of all levels in one style, then one in the other.
         turn = index // (LEVELS if level is None else 1)
         asked: Style = style or ("function" if turn % 2 == 0 else "stdin")
         random = generator(seed, "programs", chosen, index)
@@ -291,7 +291,7 @@ def tasks(
 
 
 def solution(task: Task) -> str:
-    """A right answer.
+    """Correct answer to a task.
 
     Raises:
         ValueError: the task is not one of these.
@@ -309,7 +309,7 @@ def _task(id: str, kind: _Kind, number: int, style: Style, tests: int, random: n
     while len(calls) < tests:
         args = kind.draw(random, number)
         expected = function(*args)
-        # Inputs differ, and no one answer is right for most of them.
+        # Inputs differ, and no single answer is correct for most of them.
         same = sum(other == expected for _, other in calls)
         if random.random() < 0.002 or (all(args != other for other, _ in calls) and same < _MOST_SAME * tests):
             calls.append((args, expected))
@@ -349,7 +349,7 @@ def _callable(kind: _Kind, number: int) -> Callable[..., Any]:
 
 
 def _made_from(prompt: str, id: str) -> tuple[_Kind, int]:
-    """The kind and the number with which a prompt reads as it does."""
+    """Kind and number that a prompt was made from."""
     for kind in _KINDS:
         for number in range(kind.least, kind.most + 1):
             if f"s {kind.statement.replace('K', str(number))}. " in prompt:
@@ -387,7 +387,7 @@ def _output(value: Any) -> str:
 
 
 def _brackets(random: np.random.Generator) -> str:
-    """Balanced in about half of all cases."""
+    """Random brackets, balanced in about half of all cases."""
     text, open = "", ""
     for _ in range(int(random.integers(1, 9))):
         if open and random.random() < 0.45:

@@ -1,4 +1,4 @@
-"""Tasks from records that are there: prompts of conversations, and comparisons that train a reward model."""
+"""Tasks from existing records: prompts of conversations, and comparisons that train a reward model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,16 +17,16 @@ _REFERENCE = ("score_1", "score_2", "ranking")
 
 
 def tasks_of(environment: str, paths: Sequence[str], report: ConversationReport) -> Iterator[Task]:
-    """A task for each record, in the files' order; what gives none is counted in `report`.
+    """A task for each record, in the files' order; skipped records are counted in `report`.
 
-    chat      a conversation in any format of `nemo-ext sft_data`: all up to the last question is the prompt
+    chat      a conversation in any format of `nemo-ext sft_data`: the messages up to the last question are the prompt
     genrm     `genrm_*.jsonl` of `nemo-ext preference_data`: two responses, which any chat model is told to compare
 
     Args:
-        paths: files and globs, JSONL or Parquet.
+        paths: paths and globs of JSONL or Parquet files.
 
     Raises:
-        ValueError: there is no way from records to this environment, or a file cannot be read.
+        ValueError: records cannot be turned into tasks of this environment, or a file cannot be read.
     """
     if environment not in _MADE:
         raise ValueError(f"environment: no way from records to {environment!r}: {nearest(environment, _MADE)}")
@@ -58,7 +58,7 @@ def _chats(source: ConversationSource, part: Any, report: ConversationReport) ->
 
 
 def _prompt(sample: Sample) -> tuple[Message, ...]:
-    """All up to the last question."""
+    """Messages up to the last question."""
     asked = [place for place, message in enumerate(sample.messages) if message.role == "user"]
     return sample.messages[: asked[-1] + 1] if asked else ()
 

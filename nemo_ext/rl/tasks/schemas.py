@@ -30,7 +30,7 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
     """Descriptions of the levels 1 (two texts) to 4 (lists of objects).
 
     Args:
-        level: of all; None for all levels in turn.
+        level: level of all tasks; None for all levels in turn.
     """
     for index in range(count):
         of = level_of(index, level, LEVELS)
@@ -49,13 +49,13 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
 
 
 def solution(task: Task) -> str:
-    """A right answer, the object that the prompt describes: to train on and to test with."""
+    """Correct answer, the object that the prompt describes, for training and tests."""
     _, seed, level, index = task.id.split("/")
     return json.dumps(_described(int(seed), int(level), int(index))[2])
 
 
 def _described(seed: int, level: int, index: int) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """The kind of an object, its schema and the object."""
+    """Kind, schema and value of an object."""
     random = generator(seed, "schemas", level, index)
     kind = str(random.choice(list(_KINDS)))
     schema, made = _flat(random, kind, properties=2 if level == 1 else 5)
@@ -97,7 +97,7 @@ def _flat(random: np.random.Generator, kind: str, *, properties: int) -> tuple[d
 
 
 def _words(kind: str, made: Mapping[str, Any]) -> str:
-    """The object as sentences."""
+    """Description of the object in sentences."""
     sentences = [f"There is a {kind}."]
     for name, value in made.items():
         shown = name.replace("_", " ")

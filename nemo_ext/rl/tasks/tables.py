@@ -25,7 +25,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Names in the first column, whole numbers in the others, no number twice in a column."""
+    """Table with names in the first column and integers in the others, no number twice in a column."""
 
     kind: str
     names: tuple[str, ...]
@@ -33,21 +33,21 @@ class Table:
     values: np.ndarray  # [rows, columns]
 
     def markdown(self) -> str:
-        """As the prompt shows it."""
+        """Table in Markdown, as the prompt shows it."""
         rows = [[self.kind, *self.columns], ["---"] * (1 + len(self.columns))]
         rows += [[name, *map(str, values)] for name, values in zip(self.names, self.values, strict=True)]
         return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 Question = tuple[str, str, Sequence[str]]
-"""The question, its answer, and candidates for wrong choices."""
+"""Question, its answer, and candidates for wrong choices."""
 
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
     """Questions of the levels 1 (look up a number) to 5 (a column's value where another is largest).
 
     Args:
-        level: of all; None for all levels in turn.
+        level: level of all tasks; None for all levels in turn.
     """
     for index in range(count):
         of = level_of(index, level, LEVELS)
@@ -67,7 +67,7 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
 
 
 def solution(task: Task) -> str:
-    """A right answer: to train on and to test with."""
+    """Correct answer, for training and tests."""
     letter = task.reference["answer"]
     return f"The answer is {task.reference['choices'][LETTERS.index(letter)]}.\n\n\\boxed{{{letter}}}"
 
@@ -131,7 +131,7 @@ LEVELS = len(_LEVELS)
 
 
 def _choices(random: np.random.Generator, answer: str, wrong: Sequence[str]) -> tuple[list[str], int]:
-    """Four different choices in random order, and which of them is right."""
+    """Four different choices in random order, and the index of the correct one."""
     others = [choice for choice in dict.fromkeys(wrong) if choice != answer]
     picked = [others[place] for place in random.permutation(len(others))[: len(LETTERS) - 1]]
     right = int(random.integers(len(LETTERS)))

@@ -1,11 +1,10 @@
 """Work in the office of `nemo_ext.rl.worlds.workplace`, in three levels.
 
-1  one change, where it is found in one or two looks
-2  the same change of several rows, or a row that must be found among others
+1  one change, of a row found by one or two look-ups
+2  the same change to several rows, or to a row that must be found among others
 3  a condition, or changes in two databases
 
-Wording and rows are drawn from the seed; the right calls are those that the reference has, written for the tables as
-they are.
+Wording and rows are drawn from the seed; the reference has the correct calls for the tables as they are.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +34,7 @@ _TEXTS = (
     "Please send me the latest numbers.",
 )
 _MOST = 4
-"""Rows to change in one task, so that it can be done within the turns."""
+"""Maximum number of rows to change in one task, so that it can be done within the turns."""
 
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
@@ -226,7 +225,7 @@ def _each(found: list[str], call: Callable[[str], Call], question: str) -> Made 
 
 
 def _next_event(random: np.random.Generator, database: Database) -> tuple[str, Row]:
-    """The first of those with a name and a participant."""
+    """First event with the name and participant of a randomly drawn one."""
     events = sorted(database.rows("events"), key=lambda item: item[1]["start"])
     _, chosen = _one(random, events)
     pair = (chosen["name"], chosen["participant"])

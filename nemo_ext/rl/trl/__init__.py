@@ -1,1 +1,1 @@
-"""TRL: GRPO, RLOO and DPO on one machine, on a Hugging Face model. Nothing here imports it before it is used."""
+"""TRL: GRPO, RLOO and DPO on one machine, on a Hugging Face model. TRL is imported only when it is used."""

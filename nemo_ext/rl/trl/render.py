@@ -1,6 +1,6 @@
 """An algorithm for TRL: the arguments of its GRPOConfig, RLOOConfig or DPOConfig.
 
-Rewards, shares of environments and the order of prompts are the adapter's. Imports TRL only where a config is made.
+The adapter handles rewards, shares of environments and the order of prompts. TRL is imported only to make a config.
 """
 
 import dataclasses
@@ -21,17 +21,17 @@ def render(
     vllm: bool = False,
     by_adapter: Collection[str] = (),
 ) -> Rendered:
-    """The algorithm as arguments of the config that `config_class` names.
+    """Render the algorithm as arguments of `config_class`.
 
     Args:
-        algorithm: see `nemo_ext.rl.algorithms`.
-        micro_batch: responses or pairs on a device at once.
-        processes: devices that train.
-        vllm: generate with it; else with transformers.
-        by_adapter: our keys that TRL cannot do and the caller does, `advantage.baseline` for example.
+        algorithm: algorithm; see `nemo_ext.rl.algorithms`.
+        micro_batch: number of responses or pairs on a device at once.
+        processes: number of training devices.
+        vllm: generate with vLLM instead of transformers.
+        by_adapter: our keys that TRL cannot express and the caller handles, `advantage.baseline` for example.
 
     Raises:
-        ValueError: the batch is not whole micro-batches on all devices.
+        ValueError: the batch is not a multiple of the micro-batches on all devices.
     """
     share = micro_batch * processes
     if algorithm.batch % share:
@@ -62,7 +62,7 @@ def render(
 
 
 def config_class(algorithm: Algorithm) -> type[Any]:
-    """TRL's class for the algorithm."""
+    """TRL's config class for the algorithm."""
     import trl
 
     names = {"grpo": "GRPOConfig", "rloo": "RLOOConfig", "dpo": "DPOConfig", "rpo": "DPOConfig"}
@@ -71,13 +71,13 @@ def config_class(algorithm: Algorithm) -> type[Any]:
 
 
 def make_config(algorithm: Algorithm, rendered: Rendered, **others: Any) -> Any:
-    """TRL's config, of what was rendered and other arguments, which win.
+    """Make TRL's config from the rendered settings and other arguments, which win.
 
     Args:
-        others: `output_dir`, `use_cpu`, `bf16`, `report_to` ...
+        others: arguments such as `output_dir`, `use_cpu`, `bf16`, `report_to`.
 
     Raises:
-        ValueError: the installed TRL has no such argument, with the nearest, or refuses a value.
+        ValueError: the installed TRL lacks an argument (names the nearest), or refuses a value.
     """
     kind = config_class(algorithm)
     known = [field.name for field in dataclasses.fields(kind) if field.init]
@@ -89,7 +89,7 @@ def make_config(algorithm: Algorithm, rendered: Rendered, **others: Any) -> Any:
 
 
 class _Draft:
-    """Settings in the making; what the caller's adapter does is not inexpressible."""
+    """Draft of the settings; keys that the caller's adapter handles are not noted as inexpressible."""
 
     def __init__(self, algorithm: Algorithm, by_adapter: Collection[str]) -> None:
         self.settings: dict[str, Any] = {}
@@ -161,7 +161,7 @@ def _grpo(draft: _Draft, algorithm: PolicyGradient) -> None:
         draft.settings |= {
             "vllm_importance_sampling_mode": f"{correction.level}_{how}",
             "vllm_importance_sampling_clip_max": correction.cap,
-            # TRL wants a bound; ratios are never below 0.
+            # TRL requires a bound; ratios are never below 0.
             "vllm_importance_sampling_clip_min": correction.floor or (0.0 if correction.cap is None else None),
         }
 
@@ -238,7 +238,7 @@ def _optimizer(draft: _Draft, algorithm: Algorithm) -> None:
     elif schedule.epochs is not None:
         draft.settings["num_train_epochs"] = float(schedule.epochs)
     if validation.every is not None:
-        # Whether there is something to validate on only the adapter knows: it sets eval_strategy.
+        # Only the adapter knows if there are validation data: it sets eval_strategy.
         draft.settings |= {"eval_steps": validation.every * updates, "save_steps": validation.every * updates}
     draft.settings["eval_on_start"] = False
     draft.adapter["validation"] = {"every": validation.every, "at_start": validation.at_start}

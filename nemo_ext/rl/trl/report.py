@@ -1,4 +1,4 @@
-"""A run's report: rewards, lengths and outcomes over the steps, and memory."""
+"""Report of a run: rewards, lengths and outcomes over the steps, and memory."""
 
 import json
 from collections.abc import Mapping, Sequence

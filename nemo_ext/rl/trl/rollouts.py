@@ -1,7 +1,7 @@
-"""What TRL generates: prompts from tasks, responses to rewards, conversations, and a record of them all.
+"""Rollouts for TRL: prompts from tasks, rewards of responses, conversations, and a record of them all.
 
-TRL hands texts to reward functions from which special tokens are gone, `<think>` among them in some tokenizers; here
-responses are decoded from their tokens.
+TRL passes texts without special tokens to reward functions, `<think>` among them in some tokenizers; here responses are
+decoded from their tokens.
 """
 
 import asyncio
@@ -18,19 +18,19 @@ from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.task import Task
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]
-"""Responses to prompts as token ids, of at most so many tokens."""
+"""Function that generates responses to prompts, as token ids, of at most a number of tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """A response, or a conversation's responses with what was read between them.
+    """A response, or the responses of a conversation with the observations between them.
 
     Attributes:
-        episode: as it began.
-        prompt: token ids.
-        tokens: ids after the prompt.
-        own: 1 where the model wrote the token, 0 where it read it.
-        turn: what came of the last response.
+        episode: initial episode.
+        prompt: token ids of the prompt.
+        tokens: token ids after the prompt.
+        own: mask of `tokens`: 1 for tokens that the model wrote, 0 for those that it read.
+        turn: outcome of the last response.
     """
 
     episode: Episode
@@ -45,14 +45,14 @@ class Rollouts:
     """Prompts, verification and records of a run.
 
     Attributes:
-        tokenizer: Hugging Face's.
-        prompts: the model's chat template.
-        environments: by name.
-        generations: responses to a prompt, one after the other in a batch.
-        group: rewrites the rewards of groups; None leaves them.
-        record: JSONL to append to.
-        tokens: that a response may have; of a conversation, all its responses and what is read between them.
-        same: ids of tasks with the prompt and the reference of another, as which they count.
+        tokenizer: Hugging Face tokenizer.
+        prompts: chat template of the model.
+        environments: environments by name.
+        generations: number of responses per prompt, adjacent in a batch.
+        group: function that rewrites the rewards of groups; None leaves them.
+        record: path of the JSONL file to append to.
+        tokens: maximum number of tokens of a response, or of all responses and observations of a conversation.
+        same: ids of tasks with the prompt and reference of another task, as which they count.
     """
 
     tokenizer: Any
@@ -72,14 +72,14 @@ class Rollouts:
 
     @property
     def has_conversations(self) -> bool:
-        """Whether an environment has several turns."""
+        """True if an environment has several turns."""
         return any(episodes.environment.begin is not None for episodes in self.environments.values())
 
     def prompt(self, task: Task) -> str:
-        """The text that asks for a response.
+        """Prompt text of a task.
 
         Raises:
-            ValueError: another task that is verified otherwise has the same text, by which tasks are found.
+            ValueError: another task, verified differently, has the same text, by which tasks are found.
         """
         text, opened = self.prompts.prompt(task)
         known = self._begun.get(text)
@@ -94,15 +94,15 @@ class Rollouts:
         return text
 
     def encoded(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of prompts: what the template wrote and nothing beside it."""
+        """Token ids of prompts, without added special tokens."""
         return list(self.tokenizer(list(texts), add_special_tokens=False)["input_ids"])
 
     def verified(self, texts: Sequence[str], responses: Sequence[Sequence[int]]) -> list[Rollout]:
-        """Single responses, verified.
+        """Verify single responses.
 
         Args:
-            texts: prompts.
-            responses: token ids, with the one that ends them unless the limit did.
+            texts: texts of the prompts.
+            responses: token ids, including the end token unless cut off at the limit.
 
         Raises:
             ValueError: an environment has several turns.
@@ -118,7 +118,7 @@ class Rollouts:
         ]
 
     def conversations(self, texts: Sequence[str], generate: Generate) -> list[Rollout]:
-        """Responses, and further ones where an environment answers, until all conversations are over."""
+        """Generate responses, and further ones where an environment answers, until all conversations are over."""
         begun = [self._begun[text] for text in texts]
         now = list(begun)
         prompts = self.encoded(texts)
@@ -129,7 +129,7 @@ class Rollouts:
             going = [index for index in range(len(texts)) if index not in ended]
             room = {index: self.tokens - len(tokens[index]) for index in going}
             made = generate([prompts[index] + tokens[index] for index in going], max(room.values()))
-            # A long conversation takes no other's room.
+            # A long conversation does not reduce the room of the others.
             made = [ids[: room[index]] for index, ids in zip(going, made, strict=True)]
             for index, ids in zip(going, made, strict=True):
                 tokens[index] += ids
@@ -143,7 +143,7 @@ class Rollouts:
                     continue
                 read = self.encoded([turn.observation])[0]
                 if not end or len(tokens[index]) + len(read) >= self.tokens:
-                    # Neither a response that was cut off nor a full context has a next turn; the state is what it is.
+                    # No next turn after a cut-off response or with a full context; the state stays as it is.
                     ended[index] = self._closed(turn)
                     continue
                 tokens[index] += read
@@ -156,7 +156,7 @@ class Rollouts:
         ]
 
     def rewards(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """The rewards of a batch: responses to one prompt follow one another."""
+        """Rewards of a batch, in which responses to one prompt are adjacent."""
         given = [rollout.turn.reward.total if rollout.turn.reward else 0.0 for rollout in rollouts]
         if self.group is None:
             return given
@@ -165,7 +165,7 @@ class Rollouts:
         return [reward for rewards in self.group(groups) for reward in rewards]
 
     def note(self, rollouts: Sequence[Rollout], rewards: Sequence[float], *, step: int) -> None:
-        """Append them to the record."""
+        """Append rollouts and their rewards to the record."""
         with self.record.open("a") as file:
             for rollout, reward in zip(rollouts, rewards, strict=True):
                 task, verdict = rollout.episode.task, rollout.turn.verdict
@@ -185,7 +185,7 @@ class Rollouts:
                 file.write(json.dumps(line) + "\n")
 
     def metrics(self) -> dict[str, float]:
-        """Of every environment since this was last called, as `environment/metric`."""
+        """Metrics of every environment since the last call, as `environment/metric`."""
         return {
             f"{name}/{metric}": value
             for name, episodes in self.environments.items()
@@ -222,7 +222,7 @@ class Rollouts:
         return [made[index] for index in range(len(episodes))]
 
     def _closed(self, turn: Turn) -> Turn:
-        """The last turn of a conversation that cannot go on."""
+        """Last turn of a conversation that cannot go on."""
         assert turn.following is not None
         episodes = self.environments[turn.following.task.environment]
         return self._run(episodes.close(turn))

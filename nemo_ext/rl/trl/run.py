@@ -31,14 +31,14 @@ from nemo_ext.rl.trl.rollouts import Rollouts
 
 MODEL, ROLLOUTS = "model", "rollouts.jsonl"
 BY_ADAPTER = ("lengths.prompt",)
-"""What TRL cannot do and is done here."""
+"""Keys that TRL cannot express and that are handled here."""
 
 
 def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
-    """Train to the end of the schedule; a run directory with a checkpoint goes on from it.
+    """Train to the end of the schedule; a run directory with a checkpoint is resumed from it.
 
     Raises:
-        ValueError: TRL is not there, or a setting, the model, the tasks or the pairs are at fault.
+        ValueError: TRL is not installed, or a setting, the model, the tasks or the pairs are invalid.
     """
     seconds, folder = sampler.interval(config), Path(config["run_dir"]) / sampler.FOLDER
     with sampler.sampled(folder, seconds):
@@ -53,14 +53,14 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
 
 
 def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phases) -> bool:
-    """As `run`; False if there was nothing left to do."""
+    """Train as `run` does; returns False if there was nothing left to do."""
     # Threads that spin while they wait take the verifiers' cores; read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         transformers, trainers = import_module("transformers"), import_module("nemo_ext.rl.trl.trainers")
     except ImportError as error:
         raise ValueError(f"engine=trl: {error}: pip install 'nemo_ext[trl]'") from None
-    # What TRL and transformers say to each other of names that change is not the user's to mend.
+    # Deprecation warnings between TRL and transformers are not for the user to fix.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers|trl")
     transformers.utils.logging.disable_progress_bar()
     run_dir = Path(config["run_dir"])
@@ -74,7 +74,7 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if config["template"] is not None:
-        # The model that the run leaves is asked as it was trained.
+        # The exported model gets the chat template it was trained with.
         tokenizer.chat_template = Template.load(config["template"]).source
     micro_batch = gcd(algorithm.batch, config["micro_batch"])
     rendered = render(algorithm, micro_batch=micro_batch, by_adapter=BY_ADAPTER)
@@ -120,7 +120,7 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
 
 
 def _own_settings(config: Mapping[str, Any], algorithm: Algorithm, *, resumed: bool) -> dict[str, Any]:
-    """What a run of ours has beside its algorithm."""
+    """Settings of a run besides its algorithm."""
     updates = updates_of(algorithm)  # which TRL counts; and a step must be resumed at its beginning
     on_gpu = import_module("torch").cuda.is_available()
     settings = {
@@ -146,7 +146,7 @@ def _own_settings(config: Mapping[str, Any], algorithm: Algorithm, *, resumed: b
 def _tasks(
     config: Mapping[str, Any], algorithm: PolicyGradient, settings: Mapping[str, Any], tokenizer: Any
 ) -> tuple[Rollouts, PlannedTasks, TaskFile | None]:
-    """Prompts and verification, the tasks of every step, and those to validate on."""
+    """Rollouts, the tasks of every step, and the validation tasks."""
     prompts = Prompts.of_tokenizer(tokenizer) if config["template"] is None else Prompts.load(config["template"])
     if not algorithm.steps:
         raise ValueError("rl.schedule.steps=null: say how many steps to train")
@@ -186,7 +186,7 @@ def _tasks(
 
 
 def _told(name: str, use: EnvironmentUse, turns: int) -> dict[str, Any]:
-    """What an environment is told; one with several turns the algorithm's number of them, where it has one."""
+    """Config of an environment; one with several turns gets the algorithm's number of turns as its default."""
     settings = dict(use.settings)
     if turns > 1 and make(name, settings).begin is not None:
         settings.setdefault("max_turns", turns)
@@ -194,7 +194,7 @@ def _told(name: str, use: EnvironmentUse, turns: int) -> dict[str, Any]:
 
 
 def _leave_out_longer(rollouts: Rollouts, tasks: PlannedTasks, most: int, given: Mapping[str, Any]) -> None:
-    """Tasks whose prompts have more tokens are not trained on."""
+    """Leave out tasks whose prompts have more tokens."""
 
     def longer(task: Task) -> bool:
         return len(rollouts.encoded([rollouts.prompts.prompt(task)[0]])[0]) > most
@@ -213,7 +213,7 @@ def _leave_out_longer(rollouts: Rollouts, tasks: PlannedTasks, most: int, given:
 
 
 def updates_of(algorithm: Algorithm) -> int:
-    """Updates in a step."""
+    """Number of optimizer updates per step."""
     return algorithm.updates_per_step if isinstance(algorithm, PolicyGradient) else 1
 
 

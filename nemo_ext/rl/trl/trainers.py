@@ -20,7 +20,7 @@ from nemo_ext.rl.trl.rollouts import Rollout, Rollouts
 
 
 class _Phased:
-    """Of a trainer: notes what transformers' callbacks tell of only when it is over."""
+    """Trainer mixin that records phases which transformers' callbacks report only at their end."""
 
     phases = Phases(None)
 
@@ -34,7 +34,7 @@ class _Phased:
 
 
 class _OurPrompts(_Phased):
-    """Of a trainer: prompts are texts that the chat template has made already, special tokens and all."""
+    """Trainer mixin for prompts that the chat template has already rendered, with special tokens."""
 
     rollouts: Rollouts
     model: Any
@@ -74,7 +74,7 @@ def policy_gradient(
     train: PlannedTasks,
     validation: TaskFile | None,
 ) -> GRPOTrainer | RLOOTrainer:
-    """A GRPO or RLOO trainer on tasks.
+    """Make a GRPO or RLOO trainer on tasks.
 
     Raises:
         ValueError: a setting that TRL does not know, or RLOO with an environment of several turns.
@@ -109,7 +109,7 @@ def preference(
     tokenizer: Any,
     pairs: Mapping[str, Any],
 ) -> DPOTrainer:
-    """A DPO trainer on pairs as `nemo-ext preference_data` writes them for TRL.
+    """Make a DPO trainer on pairs that `nemo-ext preference_data` writes for TRL.
 
     Raises:
         ValueError: a file that is not there, or a setting that TRL does not know.
@@ -130,7 +130,7 @@ def preference(
 
 
 def _pairs(path: Path, where: str, tokenizer: Any, most: int | None) -> Dataset:
-    """A file's pairs without those that are longer than `most` tokens, which TRL would cut and train on."""
+    """Pairs of a file without those longer than `most` tokens, which TRL would cut and train on."""
     try:
         pairs = (Dataset.from_parquet if path.suffix == ".parquet" else Dataset.from_json)(str(path))
     except (DatasetGenerationError, StopIteration, ValueError) as error:
@@ -161,7 +161,7 @@ def _tokens(prompt: Any, answer: Any, tokenizer: Any) -> int:
 
 
 class Log(TrainerCallback):
-    """Writes every log of the trainer as a line, with the environments' metrics, and shows one line a step."""
+    """Writes every log of the trainer as a line with the environments' metrics, and prints one line per step."""
 
     def __init__(self, path: Path, rollouts: Rollouts | None) -> None:
         self._path, self._rollouts = path, rollouts
@@ -201,7 +201,7 @@ def _dataset(rollouts: Rollouts, tasks: PlannedTasks | TaskFile) -> Dataset:
 
 
 class _Reward:
-    """The verifiers' rewards, changed over groups where the algorithm says so, as TRL's reward function."""
+    """TRL reward function: the verifiers' rewards, rewritten over groups if the algorithm asks for it."""
 
     __name__ = "verified"
 
@@ -226,7 +226,7 @@ class _Reward:
 
 
 def _conversations(prompts: list[str], trainer: Any) -> dict[str, list[Any] | None]:
-    """TRL's `rollout_func`: all turns of all conversations of a batch."""
+    """TRL's `rollout_func`: generate all turns of all conversations of a batch."""
 
     def generate(ids: list[list[int]], room: int) -> list[list[int]]:
         limit = trainer.generation_config.max_new_tokens

@@ -1,1 +1,1 @@
-"""Verifiers: whether a response solves its task. They import no framework and never raise on what a model wrote."""
+"""Verifiers of responses to tasks. They import no framework and never raise on model output."""

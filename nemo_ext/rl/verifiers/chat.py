@@ -1,6 +1,6 @@
-"""Prompts without a right answer: a judge compares the responses of a group, and its rewards are all there is.
+"""Prompts without a correct answer: a judge compares the responses of a group and gives the only rewards.
 
-Nemotron 3 Nano, section 3.3.2. The judge and how lengths count are settings of the group, `rl.group`.
+Nemotron 3 Nano, section 3.3.2. The judge and the length control are settings of the group, `rl.group`.
 """
 
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ from nemo_ext.rl.verdict import Verdict
 
 
 def check(reference: Mapping[str, Any]) -> None:
-    """There is nothing to compare with.
+    """Check that the reference is empty.
 
     Raises:
-        ValueError: there is.
+        ValueError: the reference has a key.
     """
     check_keys(reference, (), required=(), where="reference")
 
 
 def verify(response: Response, reference: None) -> Verdict:
-    """Whether there is an answer."""
+    """Correct if there is an answer."""
     return Verdict.correct() if response.answer.strip() else Verdict.wrong("no answer")
 
 

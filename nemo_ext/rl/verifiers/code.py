@@ -1,11 +1,11 @@
-"""Programs, by running them on tests: each answer in a sandbox of its own, each test in a process of its own.
+"""Programs, verified by running them on tests: each answer in its own sandbox, each test in its own process.
 
     {language: python | cpp, style: stdin, tests: [{input: "1 2\\n", output: "3\\n", tolerance?: 1e-6}], limits?: {...}}
     {language: python, style: function, function: name, tests: [{args: [...], kwargs?: {...}, expected: ...}]}
 
-An answer's program is its last fenced block of the language, or its last one that names none. All tests must pass.
-Expected outputs stay in this process: a program is given inputs, and what it wrote is compared here, so nothing that
-it does to its own interpreter, or learns from its memory, passes for an output. A function's result comes as JSON.
+An answer's program is its last fenced block of the language, or its last block without a language. All tests must pass.
+Expected outputs stay in this process: a program gets inputs only, and its output is compared here, so it cannot pass by
+tampering with its own interpreter or reading its memory. A function's result comes as JSON.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 LANGUAGES, STYLES = ("python", "cpp"), ("stdin", "function")
 MAX_TESTS = 50
-"""As Nemotron 3 Nano has them (section 3.2, competition code)."""
+"""Maximum number of tests, as in Nemotron 3 Nano (section 3.2, competition code)."""
 
 _TAGS = {"python": {"python", "py", "python3"}, "cpp": {"cpp", "c++", "cc", "cxx"}}
 _MOST_CODE = 1 << 18
@@ -43,8 +43,8 @@ class Test:
 
     Attributes:
         given: standard input, or the call's arguments as JSON.
-        expected: standard output, or the result, as JSON holds it.
-        tolerance: how far numbers may be off, absolutely or relatively; None compares exactly.
+        expected: expected standard output, or result as a JSON value.
+        tolerance: absolute or relative tolerance of numbers; None compares exactly.
     """
 
     __test__ = False
@@ -56,13 +56,13 @@ class Test:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What a program must do.
+    """Tests that a program must pass.
 
     Attributes:
         language: python or cpp.
-        function: None for programs that read standard input.
-        tests: at least one.
-        limits: of one test; None for the sandbox's.
+        function: name of the function to call; None for programs that read standard input.
+        tests: tests, at least one.
+        limits: changes to the sandbox's limits for one test.
     """
 
     language: Literal["python", "cpp"]
@@ -72,7 +72,7 @@ class Reference:
 
 
 def check(reference: Mapping[str, Any], *, max_tests: int = MAX_TESTS) -> Reference:
-    """A task's reference.
+    """Parse a task's reference.
 
     Raises:
         ValueError: naming `reference.KEY`, what it holds and what it may hold.
@@ -116,8 +116,8 @@ def verify(response: Response, reference: Reference, *, sandbox: "Sandbox", part
     """Run the answer's program on the tests, in this thread.
 
     Args:
-        partial: a wrong verdict's score is the share of tests that pass. All of them are run then; otherwise none
-            after the first that fails.
+        partial: score wrong answers by the share of tests that pass, which runs all of them; otherwise testing stops
+            at the first failure.
     """
     source = program(response.answer, reference.language)
     if source is None:
@@ -131,7 +131,7 @@ def verify(response: Response, reference: Reference, *, sandbox: "Sandbox", part
 async def verify_async(
     response: Response, reference: Reference, *, sandbox: "Sandbox", partial: bool = False
 ) -> Verdict:
-    """`verify`, for asyncio: as many at once as the sandbox runs, others wait."""
+    """`verify` for asyncio: as many at once as the sandbox runs; others wait."""
     source = program(response.answer, reference.language)
     if source is None:
         return _no_program(response.answer, reference.language)
@@ -156,12 +156,12 @@ def environment(
     """The environment `code`, with a sandbox of its own.
 
     Args:
-        max_tests: a reference with more is refused.
-        limits: changes to `nemo_ext.rl.sandbox.limits.Limits`; a reference's own limits go before them.
-        concurrency: as `nemo_ext.rl.sandbox.sandbox.Sandbox` has it; as are the others.
+        max_tests: maximum number of tests; a reference with more is refused.
+        limits: changes to `nemo_ext.rl.sandbox.limits.Limits`; a reference's own limits take precedence.
+        concurrency: number of boxes at once; this and the rest as in `nemo_ext.rl.sandbox.sandbox.Sandbox`.
 
     Raises:
-        ValueError: a setting is none of those.
+        ValueError: invalid setting.
         SandboxError: `strict`, and there are no namespaces.
     """
     from nemo_ext.rl.environments import Environment
@@ -185,7 +185,7 @@ def environment(
 
 
 def program(answer: str, language: str) -> str | None:
-    """The last closed fence that names the language; if none does, the last that names none; None without either.
+    """Last closed fence of the language; else the last fence without a language; None without either.
 
     Models show inputs and outputs in fences too, so the very last fence need not be the program.
     """
@@ -210,7 +210,7 @@ def program(answer: str, language: str) -> str | None:
 
 
 def judged(box: Box, source: str, reference: Reference, *, limits: Limits, partial: bool = False) -> Verdict:
-    """The verdict on a program, run in a box.
+    """Verdict on a program, run in a box.
 
     Raises:
         SandboxError: the sandbox failed.
@@ -242,13 +242,13 @@ def judged(box: Box, source: str, reference: Reference, *, limits: Limits, parti
 
 
 def _limits(test: Test, limits: Limits) -> Limits:
-    """An output much longer than the right one is wrong before it ends."""
+    """Limits of a test: an output much longer than the expected one is cut off as wrong."""
     expected = test.expected if isinstance(test.expected, bytes) else json.dumps(test.expected)
     return replace(limits, output_bytes=min(limits.output_bytes, 4 * len(expected) + (1 << 16)))
 
 
 def _missed(run: Run, test: Test, function: str | None) -> str:
-    """Why the program does not pass the test; "" if it does."""
+    """Reason why the program fails the test; "" if it passes."""
     if not run.ok:
         return _words(run)
     if function is None:
@@ -261,7 +261,7 @@ def _missed(run: Run, test: Test, function: str | None) -> str:
 
 
 def same_output(output: bytes, expected: bytes, tolerance: float | None = None) -> bool:
-    """Whether two outputs have the same lines of the same words, white space around lines and at both ends aside.
+    """True if two outputs have the same lines of the same words, ignoring white space around lines and at both ends.
 
     Words that are numbers on a line of numbers compare by value, 1.50 with 1.5, as in NeMo Gym's verifier.
     """
@@ -294,10 +294,10 @@ def _near(word: bytes, expected: bytes, tolerance: float) -> bool:
 
 
 def same_value(value: Any, expected: Any, tolerance: float | None = None) -> bool:
-    """Whether two values of JSON are the same: 1, 1.0 and true are, as in Python, and NaN is nothing's equal.
+    """True if two JSON values are equal: 1, 1.0 and true are, as in Python, and NaN equals nothing.
 
     Raises:
-        RecursionError: they are nested too deep.
+        RecursionError: the values are nested too deep.
     """
     if isinstance(expected, list):
         return (
@@ -342,7 +342,7 @@ def _call(test: Any, where: str) -> Test:
         raise ValueError(f"{where}.kwargs must be a mapping of names, not {kwargs!r}")
     try:
         given = json.dumps({"args": list(args), "kwargs": dict(kwargs)}, allow_nan=False)
-        # What JSON makes of it, tuples as lists for example: that is what a result is compared with.
+        # Results are compared with the JSON form, with tuples as lists for example.
         expected = json.loads(json.dumps(test["expected"], allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{where}: args, kwargs and expected must be values of JSON: {error}") from None
@@ -369,6 +369,6 @@ def _no_program(answer: str, language: str) -> Verdict:
 
 
 def _words(run: Run) -> str:
-    """How it ended, and the last line that it wrote about it."""
+    """How the run ended, and the last line of its stderr."""
     lines = run.stderr.decode(errors="replace").strip().splitlines()
     return f"{run}: {lines[-1][:200]}" if lines else str(run)

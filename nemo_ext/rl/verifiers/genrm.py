@@ -1,4 +1,4 @@
-"""Whether a reward model in training prefers the response that the data prefer. Its reward is `genrm_training`.
+"""Checks that a reward model in training prefers the same response as the data. Its reward is `genrm_training`.
 
 Tasks: `nemo-ext rl_tasks environment=genrm records=...`, from what `nemo-ext preference_data` writes.
 """
@@ -19,11 +19,11 @@ _KEYS = ("score_1", "score_2", "ranking")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What the data say of two responses.
+    """Human judgement of two responses.
 
     Attributes:
-        helpfulness: of the first and the second as shown, 1 to 5; None where it is not known.
-        ranking: 1, the first is far superior, to 6, the second is.
+        helpfulness: scores of the first and second response as shown, 1 to 5; None where not known.
+        ranking: preference from 1, the first is far superior, to 6, the second is.
     """
 
     helpfulness: tuple[float | None, float | None]
@@ -31,7 +31,7 @@ class Reference:
 
 
 def check(reference: Mapping[str, Any]) -> Reference:
-    """A task's reference, parsed: {score_1: 4, score_2: null, ranking: 2}.
+    """Parse a task's reference: {score_1: 4, score_2: null, ranking: 2}.
 
     Raises:
         ValueError: naming the key, what it holds and what it may hold.
@@ -51,7 +51,7 @@ def check(reference: Mapping[str, Any]) -> Reference:
 
 
 def verify(response: Response, reference: Reference) -> Verdict:
-    """Correct if the judgement's ranking is on the data's side; one in the middle is on none."""
+    """Correct if the judgement's ranking prefers the same response as the data; one in the middle is wrong."""
     judgement = parse_judgement(response.answer)
     if judgement is None:
         return Verdict.wrong("no judgement, or more than one")

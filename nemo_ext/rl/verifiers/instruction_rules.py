@@ -5,8 +5,8 @@ the library of Gym's instruction_following server has them. Written here, becaus
 NLTK data at run time (lm-eval, Gym's library, which is on no package index either), raises on some answers, and takes
 quadratic time on others.
 
-Where these rules are stricter than the published checks, it is where doing nothing would be rewarded;
-`docs/rl/tools.md` lists the differences. All take time linear in the answer. Keywords are text, never patterns.
+These rules are stricter than the published checks only where doing nothing would be rewarded; `docs/rl/tools.md` lists
+the differences. All take time linear in the answer. Keywords are text, never patterns.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Any
 
 RELATIONS = ("less than", "at least")
 OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-# Those of IFEval's data, and others that py3langid tells apart.
+# Languages of IFEval's data, and others that py3langid tells apart.
 LANGUAGES = (
     *("ar", "bg", "bn", "cs", "da", "de", "el", "en", "es", "et", "fa", "fi", "fr", "gu", "he", "hi", "hr", "hu", "id"),
     *("it", "ja", "kn", "ko", "lt", "lv", "mk", "ml", "mr", "ne", "nl", "no", "pa", "pl", "pt", "ro", "ru", "sk", "sl"),
@@ -44,10 +44,10 @@ class Rule:
     """One rule.
 
     Attributes:
-        follows: whether an answer keeps it, given its parameters by name.
-        parameters: kind of each, a key of `KINDS`; all are required.
-        says: how a prompt asks for it, to be formatted with the parameters.
-        ignored: parameters that data have and the rule does not need.
+        follows: function that returns True if an answer follows the rule, given its parameters by name.
+        parameters: kind of each parameter, a key of `_KINDS` in `instructions`; all are required.
+        says: request in a prompt, to be formatted with the parameters.
+        ignored: parameters that occur in data but that the rule does not need.
     """
 
     follows: Callable[..., bool]
@@ -57,12 +57,12 @@ class Rule:
 
 
 def words(text: str) -> list[str]:
-    """Words; hyphens and apostrophes join."""
+    """Words of a text; hyphens and apostrophes join."""
     return _WORD.findall(text)
 
 
 def sentences(text: str) -> list[str]:
-    """Sentences, by what ends them; a line break after a blank line ends one too."""
+    """Sentences of a text, split at end punctuation and blank lines."""
     found = []
     for block in re.split(r"\n[^\S\n]*\n", text):
         start = 0
@@ -77,7 +77,7 @@ def sentences(text: str) -> list[str]:
 
 
 def language_of(text: str) -> str:
-    """The ISO 639-1 code of a text's language, by py3langid; "" where it has no letters."""
+    """ISO 639-1 code of a text's language, by py3langid; "" if it has no letters."""
     plain = text[:_LANGUAGE_CHARACTERS].lower()
     if not any(map(str.isalpha, plain)):
         return ""
@@ -110,7 +110,7 @@ def _same(one: str, other: str) -> bool:
 
 
 def _parts(text: str, divider: str) -> list[str] | None:
-    """Parts between dividers; None if one in the middle is empty."""
+    """Parts of a text between dividers; None if one in the middle is empty."""
     parts = [part.strip() for part in text.split(divider)]
     if not all(parts[1:-1]):
         return None

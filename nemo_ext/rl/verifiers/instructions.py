@@ -1,7 +1,7 @@
 """Instruction following: rules that a program can check (IFEval, Zhou et al. 2023, and IFBench's training constraints).
 
 A reference is {instructions: [{id, kwargs}], mode: all | share}, with one to ten instructions a prompt as in
-Llama-Nemotron, section 6.1. All must be kept; with `share` the verdict's score is the share of those that are.
+Llama-Nemotron, section 6.1. All must be followed; with `share` the verdict's score is the share of those that are.
 """
 
 import math
@@ -19,37 +19,37 @@ from nemo_ext.rl.verifiers.instruction_rules import LANGUAGES, RELATIONS, RULES,
 MOST = 10
 MAX_CHARACTERS = 100_000
 MOST_WORDS = 30
-"""Of a phrase to repeat."""
+"""Maximum number of words of a phrase to repeat."""
 
-# What no text has: control characters other than white space, halves of surrogate pairs.
+# Characters that no text has: control characters other than white space, lone surrogates.
 _NO_TEXT = re.compile("[\x00-\x08\x0e-\x1f\x7f\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
-    """One of a prompt's instructions.
+    """An instruction of a prompt.
 
     Attributes:
-        id: a key of `RULES`.
-        kwargs: its parameters.
+        id: id of the rule, a key of `RULES`.
+        kwargs: parameters of the rule.
     """
 
     id: str
     kwargs: Mapping[str, Any]
 
     def says(self) -> str:
-        """How a prompt asks for it."""
+        """Request for it in a prompt."""
         shown = {key: ", ".join(value) if isinstance(value, tuple) else value for key, value in self.kwargs.items()}
         return RULES[self.id].says.format(**shown)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What a response is checked against.
+    """Instructions that a response is checked against.
 
     Attributes:
-        instructions: all of the prompt.
-        mode: what the score is where some are kept: 0 (all) or their share.
+        instructions: all instructions of the prompt.
+        mode: score if only some are followed: 0 (`all`) or their share (`share`).
     """
 
     instructions: tuple[Instruction, ...]
@@ -57,7 +57,7 @@ class Reference:
 
 
 def check(reference: Mapping[str, Any]) -> Reference:
-    """A reference parsed.
+    """Parse a reference.
 
     Raises:
         ValueError: naming the key, what it holds and what it may hold.
@@ -73,7 +73,7 @@ def check(reference: Mapping[str, Any]) -> Reference:
 
 
 def verify(response: Response, reference: Reference, *, max_characters: int = MAX_CHARACTERS) -> Verdict:
-    """Whether the answer keeps all instructions; what is no text, or has no word, keeps none."""
+    """Correct if the answer follows all instructions; one that is not text, or has no word, follows none."""
     answer = response.answer
     if len(answer) > max_characters:
         return Verdict.wrong(f"longer than {max_characters} characters")
@@ -93,10 +93,10 @@ def environment(*, max_characters: int = MAX_CHARACTERS) -> Environment:
     """The environment `instructions`.
 
     Args:
-        max_characters: longer answers are wrong.
+        max_characters: maximum length of an answer; longer ones are wrong.
 
     Raises:
-        ValueError: a setting that is none.
+        ValueError: invalid setting.
     """
     checked_whole("max_characters", max_characters, least=1)
     return Environment(

@@ -1,7 +1,7 @@
-"""Whether an answer says what the reference says, by a judge: open questions, and questions on long documents.
+"""Equivalence of an answer and the reference, by a judge: open questions, and questions on long documents.
 
 Nemotron 3 Nano, section 3.2.1 (long context), and Llama-Nemotron, section 5.1. The judge sees the question, the
-reference and the answer, not the document, as NeMo Gym's lc_judge has it.
+reference and the answer, not the document, as in NeMo Gym's lc_judge.
 """
 
 from collections.abc import Mapping
@@ -37,12 +37,12 @@ Say in a few sentences what agrees and what does not. Then end with a line that 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What to compare with.
+    """Question and correct answer that the judge compares with.
 
     Attributes:
-        question: as it was asked, without the document.
-        answer: the right one.
-        rubric: what else the judge should look at; "" if nothing.
+        question: question without the document.
+        answer: correct answer.
+        rubric: further criteria for the judge; "" if none.
     """
 
     question: str
@@ -51,7 +51,7 @@ class Reference:
 
 
 def check(reference: Mapping[str, Any]) -> Reference:
-    """The reference of a task.
+    """Parse the reference of a task.
 
     Raises:
         ValueError: naming the key `reference.KEY`, what it holds and what it may hold.
@@ -65,12 +65,12 @@ def check(reference: Mapping[str, Any]) -> Reference:
 
 
 def environment(*, judge: Judge | Mapping[str, Any], max_answer_characters: int = 20_000) -> Environment:
-    """Equivalence by judge.
+    """The environment `judge`.
 
     Args:
-        judge: or its settings, as `JudgeSettings` has them.
-        max_answer_characters: a longer answer is wrong and not shown: it may be more than the judge can read, and an
-            answer must not get away from its verdict by its length. (choice)
+        judge: judge, or its settings (`JudgeSettings`).
+        max_answer_characters: maximum length of an answer; a longer one is wrong and not shown: it may be more than the
+            judge can read, and an answer must not escape its verdict by its length. (choice)
 
     Raises:
         ValueError: naming the setting.
@@ -100,7 +100,7 @@ async def verify(response: Response, reference: Reference, *, judge: Judge, max_
 
 
 def question(answer: str, reference: Reference) -> str:
-    """What the judge is asked."""
+    """Prompt of the judge."""
     mark = nonce(reference.question, reference.answer, reference.rubric, answer)
     parts = {"question": reference.question, "reference answer": reference.answer}
     if reference.rubric:
@@ -110,13 +110,13 @@ def question(answer: str, reference: Reference) -> str:
 
 
 def parse_verdict(text: str, *, correct: str = CORRECT, incorrect: str = INCORRECT) -> bool | None:
-    """True or False by the label that begins the last line behind the judge's trace; None if there is not just one.
+    """True or False by the label that begins the last line after the judge's trace; None unless there is just one.
 
     Labels above it do not count: a judge may quote what the candidate wrote. Markdown around a label is allowed.
 
     Args:
-        correct: the label; neither may be part of the other.
-        incorrect: the other.
+        correct: label of a correct answer; neither label may be part of the other.
+        incorrect: label of an incorrect answer.
     """
     lines = parse_response(text).answer.splitlines()
     last = lines[-1].lstrip(_MARKDOWN) if lines else ""

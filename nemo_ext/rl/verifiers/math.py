@@ -1,8 +1,8 @@
-r"""Mathematics: the answer's last \boxed{} against a reference, by math-verify (sympy behind it).
+r"""Mathematics: the answer's last \boxed{} compared with a reference by math-verify (based on sympy).
 
-math-verify compares; what it compares is prepared here, since it reads too much into some texts: "4 2" as a sum, the
-words in \text{} as a unit, numbers nearer to each other than 1e-15 as equal, however small they are. It also works out
-whatever it is given, which is left to the model here: where 92 is the answer, 36 + 56 is none.
+math-verify compares; its inputs are prepared here, since it reads too much into some texts: "4 2" as a sum, the words
+in \text{} as a unit, numbers nearer to each other than 1e-15 as equal, however small they are. It also evaluates any
+expression, which is left to the model here: where 92 is the answer, 36 + 56 is wrong.
 """
 
 import functools
@@ -21,11 +21,11 @@ from nemo_ext.rl.verifiers.workers import WorkerError, WorkerPool
 
 Format = Literal["boxed", "text", "bare"]
 MAX_LENGTH = 500
-"""Characters of an answer that sympy may see."""
+"""Maximum length in characters of an answer passed to sympy."""
 MAX_DEPTH = 40
-"""Brackets in brackets: the parser's time grows by a power of them."""
+"""Maximum nesting depth of brackets; the parser's time grows as a power of it."""
 CLOSE_ENOUGH = 1e-4
-"""Numbers that differ by a larger part of the reference are not equal, whatever math-verify's rounding says."""
+"""Relative tolerance: numbers that differ by more are not equal, whatever math-verify's rounding says."""
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 _THOUSANDS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:(?:\{,\}|\\[,! ]|,|~| )[0-9]{3})+(?![0-9])")
@@ -37,19 +37,19 @@ _TAKES_DIGITS = re.compile(r"\\[dtc]?frac\s|\\[dt]?binom\s|\\begin")
 _DEGREES = re.compile(r"\^?\s*(?:\\degree(?![A-Za-z])|°)")
 _INFINITY = re.compile(r"∞|(?<![\\A-Za-z])infinity(?![A-Za-z])")
 _MIXED = re.compile(r"(?<![0-9.,/^_{}])([0-9]{1,20}) ([0-9]{1,20})/([0-9]{1,20})(?![0-9./])")
-# Of several, math-verify drops what is between the first and the last.
+# With several units, math-verify drops everything between the first and the last.
 _UNIT_IN_TEXT = re.compile(
     r"([0-9]\}*)(?:\s|\\[ ,;])*\\(?:text|mathrm)\s*\{(?!\s*(?:and|or)\b)[^{}0-9%]*\}(?:\^[23]|\^\{[23]\})?"
     r"(?=\s*(?:[,;)\]]|\\\}|\\text|$))"
 )
 _AND_IN_TEXT = re.compile(r"\\text\s*\{[^{}0-9]*\b(?:and|or)\s*\}")
-# Those that math-verify does not know; the others it drops itself.
+# Units that math-verify does not know; it drops the others itself.
 _UNIT = re.compile(
     r"(?<=[0-9])\s*(?:[kcdm]m(?:\^[23]|\^\{[23]\})|dollars?|euros?|(?<=\s)(?:[kc]?m|mi)/(?:h|min|s))\s*$"
 )
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 
-# A value as one writes it: a number, fraction, mixed or scientific number, with a unit, or a name.
+# A value in plain notation: a number, fraction, mixed or scientific number, with a unit, or a name.
 _NUMBER = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _VALUE = re.compile(
     rf"(?:[+-]|\\pm|\\mp)?\s*(?:(?:{_NUMBER}\s*\\times\s*)?10\s*\^\s*[+-]?[0-9]+"
@@ -69,7 +69,7 @@ _WORDS = re.compile(r"[A-Za-z ]*[A-Za-z] *[A-Za-z][A-Za-z ]*")
 _REASON = re.compile(r",?\s(?:since|because)\b")
 _SYMBOL = re.compile(r"[0-9][A-Za-z]|[0-9] +[A-Za-z](?![A-Za-z/])")
 _BASE = re.compile(r"(?<=[0-9])_(\w+)")
-# Simplifications of how values are written, in this order.
+# Simplifications of the notation of values, applied in this order.
 _FLAT = (
     (_TEXT, r"\1"),
     (re.compile(r"\\\\|;|\b(?:and|or)\b|\\(?:lor|vee)(?![A-Za-z])"), ","),
@@ -87,13 +87,13 @@ _FLAT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    r"""What to compare with.
+    r"""Correct answer, and the format of the response's answer.
 
     Attributes:
-        answer: LaTeX, or a number, expression, equation, set, interval, percentage or word as one writes it.
-        format: where the response's answer is looked for: `boxed`, its last \boxed{}; `text`, what follows its last
-            "answer is" or "Answer:" (or GSM8K's "####"), up to "since" or "because"; `bare`, the whole of it, one line.
-            A box counts in these, too.
+        answer: LaTeX, or a number, expression, equation, set, interval, percentage or word in plain text.
+        format: place of the response's answer: `boxed`, its last \boxed{}; `text`, the text after its last "answer is"
+            or "Answer:" (or GSM8K's "####"), up to "since" or "because"; `bare`, the whole response, one line. A box
+            counts in these, too.
     """
 
     answer: str
@@ -101,7 +101,7 @@ class Reference:
 
 
 def check(reference: Mapping[str, Any], *, max_length: int = MAX_LENGTH) -> Reference:
-    """A task's reference, parsed; a number stands for itself.
+    """Parse a task's reference, whose answer may be a number.
 
     Raises:
         ValueError: naming the key, what it holds and what it may hold.
@@ -123,7 +123,7 @@ def check(reference: Mapping[str, Any], *, max_length: int = MAX_LENGTH) -> Refe
 
 
 def prepared(answer: str, *, max_length: int = MAX_LENGTH) -> tuple[str, str]:
-    """An answer as math-verify shall see it, or why it shall not: (answer, "") or ("", reason)."""
+    """Answer prepared for math-verify, or the reason why it is refused: (answer, "") or ("", reason)."""
     if len(answer) > max_length:
         return "", f"longer than {max_length} characters"
     for begin, end in _DELIMITERS:
@@ -157,7 +157,7 @@ def prepared(answer: str, *, max_length: int = MAX_LENGTH) -> tuple[str, str]:
 
 
 def verify(response: Response, reference: Reference, *, pool: WorkerPool, max_length: int = MAX_LENGTH) -> Verdict:
-    """Whether the response's answer equals the reference's; `error` if that cannot be told within the time limit."""
+    """Correct if the response's answer equals the reference's; `error` if that takes longer than the time limit."""
     if not response.answer:
         return Verdict.wrong("no answer")
     found = _FIND[reference.format](response.answer)
@@ -188,8 +188,8 @@ def environment(
 
     Args:
         time_limit: seconds for one comparison (NeMo Gym's math_with_judge: 10).
-        workers: processes that compare at most; None for one per core, eight at most.
-        max_length: characters of an answer; longer ones are wrong without being read.
+        workers: maximum number of worker processes; None for one per core, eight at most.
+        max_length: maximum length of an answer in characters; longer ones are wrong without being parsed.
         memory: address space of a worker, in MiB.
 
     Raises:
@@ -208,7 +208,7 @@ def environment(
 
 
 def prepare() -> None:
-    """In a worker: import math-verify, and have it say nothing of what it cannot parse."""
+    """In a worker: import math-verify and silence its log of what it cannot parse."""
     import logging
 
     logging.disable(logging.CRITICAL)
@@ -216,13 +216,13 @@ def prepare() -> None:
 
 
 def equal(expected: str, answer: str) -> bool:
-    """In a worker: whether math-verify takes two prepared answers for the same; may take any time and memory."""
+    """In a worker: True if math-verify takes two prepared answers for equal; may take any time and memory."""
     from math_verify import LatexExtractionConfig, parse
     from math_verify import verify as same
     from sympy import Expr
 
     def read(text: str) -> list[Any]:
-        # math-verify knows a percentage by the sign behind the formula.
+        # math-verify recognizes a percentage by the sign after the formula.
         percent = re.fullmatch(r"(.*?)\s*\\?%", text, re.DOTALL)
         formula = rf"$\boxed{{{text}}}$" if percent is None else f"${percent[1]}$%"
         return parse(formula, [LatexExtractionConfig()], parsing_timeout=None)
@@ -240,10 +240,10 @@ def equal(expected: str, answer: str) -> bool:
 
 
 def _apart(gold: Any, found: Any) -> bool:
-    """Whether two parsed answers that math-verify takes for equal are not.
+    """True if two parsed answers that math-verify takes for equal are not.
 
     It rounds differences of numbers absolutely (1e-20 and 1e-30 are equal to it), simplifies products with infinity,
-    and finds two equations equal that have no real solutions, in whatever unknowns.
+    and takes two equations without real solutions for equal, even in different unknowns.
     """
     from sympy import Expr, nan, oo, zoo
     from sympy.core.relational import Relational
@@ -260,7 +260,7 @@ def _apart(gold: Any, found: Any) -> bool:
 
 
 def _refused(expected: str, answer: str) -> str:
-    """Why an answer is wrong whose value math-verify may take for the reference's; "" if it is to be asked."""
+    """Reason why an answer is wrong even if math-verify took it for equal; "" if math-verify is to decide."""
     wanted, given = _flat(expected), _flat(answer)
     if _literal(wanted) and not _SYMBOL.search(wanted):
         whole = not re.search(r"[0-9]\s*[/:.^]|\.[0-9]|%", wanted)
@@ -282,14 +282,14 @@ def _refused(expected: str, answer: str) -> str:
 
 
 def _literal(flat: str) -> bool:
-    """Whether a text is numbers, and tuples, sets, intervals and inequalities of them, perhaps behind "x ="."""
+    """True for numbers, and tuples, sets, intervals and inequalities of them, optionally after "x ="."""
     pieces = [piece for part in _split(flat, ",") for piece in _BETWEEN.split(_last(_split(part, "=")))]
     values = [_last(piece.split("=")).strip(" ()[]{}") for piece in pieces]
     return _digits(flat) and all(map(_VALUE.fullmatch, values))
 
 
 def _last(members: Sequence[str]) -> str:
-    """The last member of a chain of equations that holds a digit; else the last."""
+    """Last member of a chain of equations that has a digit; else the last."""
     return next(filter(_digits, reversed(members)), members[-1])
 
 
@@ -298,20 +298,20 @@ def _digits(text: str) -> bool:
 
 
 def _flat(text: str) -> str:
-    """A text without fonts, with fractions as a/b."""
+    """Text without fonts, with fractions as a/b."""
     for pattern, replacement in _FLAT:
         text = pattern.sub(replacement, text)
     return text.strip()
 
 
 def _listed(flat: str) -> str:
-    """The bracket around a list of values; "" if there is none."""
+    """Opening bracket around a list of values; "" if there is none."""
     values = flat.split("=")[-1].rpartition(r"\in ")[2].strip()
     return values[0] if values[:1] in tuple("({[") and "," in values and len(_split(values, ",")) == 1 else ""
 
 
 def _ordered(expected: str, answer: str) -> tuple[str, str]:
-    """Both, with "x = 2, y = 3" as the tuple (2, 3) where the other one names nothing."""
+    """Both texts, with "x = 2, y = 3" as the tuple (2, 3) where the other names no variables."""
     wanted, given = _assigned(expected), _assigned(answer)
     if wanted and not given and "=" not in answer:
         return wanted, answer if _listed(_flat(answer)) else f"({answer})"
@@ -319,7 +319,7 @@ def _ordered(expected: str, answer: str) -> tuple[str, str]:
 
 
 def _assigned(text: str) -> str:
-    """The values of "y = 3, x = 2" as a tuple: x, y and z in this order, other names as they come; "" if it is none."""
+    """Values of "y = 3, x = 2" as a tuple: x, y and z in this order, other names as they come; "" for other texts."""
     pairs = [_split(part, "=") for part in _split(text, ",")]
     names = [pair[0].strip() for pair in pairs]
     if len(pairs) < 2 or any(len(pair) != 2 for pair in pairs) or len(set(names)) < len(names):
@@ -330,7 +330,7 @@ def _assigned(text: str) -> str:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """A text's parts between separators that stand in no brackets."""
+    """Split a text at separators outside of brackets."""
     depth, parts = 0, [""]
     for character in text:
         depth += (character in "([{") - (character in ")]}")
@@ -342,12 +342,12 @@ def _split(text: str, separator: str) -> list[str]:
 
 
 def _mixed(whole: str, above: str, below: str) -> str:
-    """A mixed number in LaTeX; as it was if it is none: 4 2/1."""
+    """Mixed number in LaTeX; unchanged if it is not one: 4 2/1."""
     return rf"{whole}\frac{{{above}}}{{{below}}}" if int(above) < int(below) else f"{whole} {above}/{below}"
 
 
 def _shown_in(text: str | None, *, reasoned: bool) -> str | None:
-    """What the last box of a phrase holds; without one, the phrase, up to its reason if it may have one."""
+    """Contents of the last box in a phrase; without a box, the phrase, up to its reason if it may have one."""
     if text is None:
         return None
     if (boxed := last_boxed(text)) is not None:
@@ -356,7 +356,7 @@ def _shown_in(text: str | None, *, reasoned: bool) -> str | None:
 
 
 def _nesting(text: str) -> tuple[int, bool]:
-    """How deep brackets of all kinds are nested, and whether each brace has a partner, escaped ones aside."""
+    """Nesting depth of all kinds of brackets, and whether the braces balance, escaped ones aside."""
     deepest = depth = braces = 0
     balanced = True
     for found in _BRACKETS.finditer(text):

@@ -17,12 +17,12 @@ MAX_CHOICES = len(string.ascii_uppercase)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    r"""What to compare with.
+    r"""Correct choice, and the format of the response's answer.
 
     Attributes:
-        answer: the right choice's letter.
-        choices: the text of each letter; None where only their number is known.
-        format: where the choice is looked for: `boxed`, in \boxed{}; `text`, after the last "Answer:" or "answer is";
+        answer: letter of the correct choice.
+        choices: text of each letter; None where only their number is known.
+        format: place of the response's choice: `boxed`, in \boxed{}; `text`, after the last "Answer:" or "answer is";
             `letter`, in \boxed{} and by letter alone, NeMo Gym's strict_single_letter_boxed; `any`, in \boxed{} if
             there is one, else after "Answer:", else the whole answer.
     """
@@ -33,7 +33,7 @@ class Reference:
 
 
 def check(reference: Mapping[str, Any]) -> Reference:
-    """A task's reference, parsed: {answer: "B", choices: [texts] or how many}.
+    """Parse a task's reference: {answer: "B", choices: [texts] or their number}.
 
     Raises:
         ValueError: naming the key, what it holds and what it may hold.
@@ -64,7 +64,7 @@ def check(reference: Mapping[str, Any]) -> Reference:
 
 
 def verify(response: Response, reference: Reference) -> Verdict:
-    """Whether the response names the right choice and no other. Boxes must all name the same one."""
+    """Correct if the response names the correct choice and no other. Boxes must all name the same one."""
     text, form = response.answer, reference.format
     if not text:
         return Verdict.wrong("no answer")
@@ -97,7 +97,7 @@ def environment() -> Environment:
 
 
 def _boxed(text: str) -> list[str]:
-    """What the boxes hold, without repeating one in another: of nested boxes the outermost, which names no choice."""
+    """Contents of the boxes; of nested boxes only the outermost, which names no choice."""
     outer: list[tuple[int, int]] = []
     for begin, end in boxes(text):
         while outer and outer[-1][0] > begin:

@@ -1,7 +1,7 @@
-"""Structured output: JSON that a schema allows. Nemotron 3 Nano rewards validity alone, not what the object says.
+"""Structured output: JSON that a schema allows. Nemotron 3 Nano rewards validity alone, not the content.
 
-Everything that takes long for some schemas and answers (regular expressions, unique items, schemas that refer to
-themselves) runs in a worker with a time limit. Nothing is ever fetched: a schema may refer to parts of itself only.
+Checks that can be slow for some schemas and answers (regular expressions, unique items, recursive schemas) run in a
+worker with a time limit. Nothing is ever fetched: a schema may refer to parts of itself only.
 """
 
 import functools
@@ -18,31 +18,31 @@ from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers.workers import WorkerError, WorkerPool
 
 MAX_LENGTH = 200_000
-"""Characters of an answer."""
+"""Maximum length of an answer in characters."""
 MAX_DEPTH = 64
-"""Objects and arrays in one another."""
+"""Maximum nesting depth of objects and arrays."""
 _FENCE = re.compile(r"```(?:json|JSON)?[ \t]*\n")
 _BRACKETS = re.compile(r'"|[\[{]|[\]}]')
 _STRING_END = re.compile(r'\\.|"', re.DOTALL)
 _REFERS = ("$ref", "$dynamicRef", "$recursiveRef")
-# What these hold is data or names, not schemas.
+# The values of these keys are data or names, not schemas.
 _DATA = ("const", "enum", "default", "examples")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 
 
 class NotJsonError(ValueError):
-    """A text that is not the JSON that is asked for."""
+    """The text is not the requested JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What to check against.
+    """Schema that an answer must satisfy.
 
     Attributes:
-        schema: a JSON schema, of the draft that its `$schema` names, 2020-12 if it names none.
-        strict: all properties are required and no others are allowed, at all levels, whatever the schema says (what
-            NeMo Gym's structured_outputs makes of every schema).
-        text: the schema that counts, as JSON; made by `check`.
+        schema: JSON schema, of the draft that its `$schema` names, 2020-12 if it names none.
+        strict: require all properties and allow no others, at all levels, whatever the schema says (as NeMo Gym's
+            structured_outputs does with every schema).
+        text: effective schema as JSON; made by `check`.
     """
 
     schema: Mapping[str, Any]
@@ -51,10 +51,10 @@ class Reference:
 
 
 def check(reference: Mapping[str, Any]) -> Reference:
-    """A task's reference, parsed: {schema: {...} or its JSON, strict: false}.
+    """Parse a task's reference: {schema: {...} or its JSON, strict: false}.
 
     Raises:
-        ValueError: naming the key and what is wrong with it: no schema, or one that refers to another document.
+        ValueError: naming the key and the problem: an invalid schema, or one that refers to another document.
     """
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import validator_for
@@ -100,7 +100,7 @@ def verify(
     max_length: int = MAX_LENGTH,
     max_depth: int = MAX_DEPTH,
 ) -> Verdict:
-    """Whether the answer is JSON, alone or in one ```json fence, that the schema allows."""
+    """Correct if the answer is JSON, alone or in one ```json fence, that the schema allows."""
     if not response.answer:
         return Verdict.wrong("no answer")
     if len(response.answer) > max_length:
@@ -129,9 +129,9 @@ def environment(
 
     Args:
         time_limit: seconds for one answer.
-        workers: processes that validate at most; None for one per core, eight at most.
-        max_length: characters of an answer; longer ones are wrong.
-        max_depth: objects and arrays in one another; deeper answers are wrong.
+        workers: maximum number of worker processes; None for one per core, eight at most.
+        max_length: maximum length of an answer in characters; longer ones are wrong.
+        max_depth: maximum nesting depth of objects and arrays; deeper answers are wrong.
         memory: address space of a worker, in MiB.
 
     Raises:
@@ -149,10 +149,10 @@ def environment(
 
 
 def unfenced(text: str) -> str:
-    """The answer's JSON: all of it, or what its one fence holds if there is nothing else.
+    """JSON text of an answer: all of it, or the contents of its only fence.
 
     Raises:
-        NotJsonError: there is something beside the fence.
+        NotJsonError: there is text after the fence, or the fence does not close.
     """
     text = text.strip()
     begin = _FENCE.match(text)
@@ -165,10 +165,10 @@ def unfenced(text: str) -> str:
 
 
 def parse(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
-    """JSON as RFC 8259 has it, without NaN and infinities, numbers too large for them, or a key twice in an object.
+    """Parse JSON (RFC 8259); refuses NaN, infinities, numbers that overflow, and duplicate keys in an object.
 
     Raises:
-        NotJsonError: it is none, or nested deeper than `max_depth`.
+        NotJsonError: it is not such JSON, or nested deeper than `max_depth`.
     """
     if depth(text) > max_depth:
         raise NotJsonError(f"nested deeper than {max_depth}")
@@ -181,7 +181,7 @@ def parse(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
 
 
 def depth(text: str) -> int:
-    """How deep objects and arrays are nested, by the brackets outside of strings. Linear in any text."""
+    """Nesting depth of objects and arrays, by the brackets outside of strings. Linear in any text."""
     deepest = level = position = 0
     while found := _BRACKETS.search(text, position):
         position = found.end()
@@ -201,7 +201,7 @@ def depth(text: str) -> int:
 
 
 def strictly(schema: Any) -> Any:
-    """A copy in which every object's properties are all required, and no others are allowed."""
+    """Copy of a schema in which all properties of every object are required, and no others are allowed."""
     if isinstance(schema, list | tuple):
         return [strictly(part) for part in schema]
     if not isinstance(schema, Mapping):
@@ -218,16 +218,16 @@ def prepare() -> None:
 
 
 def problem(schema: str, text: str) -> str:
-    """In a worker: what the schema has against a JSON text; "" if it allows it. May take any time."""
+    """In a worker: reason why the schema refuses a JSON text; "" if it allows it. May take any time."""
     import sys
 
     from jsonschema.validators import validator_for
     from referencing import Registry
 
-    # Schemas that refer to themselves descend as deep as the answer, in several calls each.
+    # Recursive schemas descend as deep as the answer, with several calls per level.
     sys.setrecursionlimit(20_000)
     loaded = json.loads(schema)
-    # A registry of its own: jsonschema's default fetches what it does not know.
+    # An empty registry: jsonschema's default fetches unknown documents.
     validator = validator_for(loaded, default=_default())(loaded, registry=Registry())
     error = next(validator.iter_errors(json.loads(text)), None)
     if error is None:
@@ -248,7 +248,7 @@ def _strict_value(key: str, value: Any) -> Any:
 
 
 def _parts(schema: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """A schema and all schemas in it, with where they stand."""
+    """A schema and all schemas in it, with their paths."""
     if isinstance(schema, list | tuple):
         for index, part in enumerate(schema):
             yield from _parts(part, f"{path}[{index}]")

@@ -1,8 +1,8 @@
-"""Tool calls of a single turn: the expected ones, all of them and no other.
+"""Tool calls of a single turn: exactly the expected ones.
 
-A reference is {expected: [{name, arguments}], order: any | as_given, tools}. Arguments are equal as JSON is: 1 and 1.0
-are one number, true is none, and one that is left out is at its schema's default. NeMo Gym's xlam_fc asks for the same
-number of calls too, but lets a call have arguments that were not expected.
+A reference is {expected: [{name, arguments}], order: any | as_given, tools}. Arguments are compared as JSON: 1 and 1.0
+are equal, true is not a number, and a missing argument has its schema's default. NeMo Gym's xlam_fc also requires the
+same number of calls, but lets a call have unexpected arguments.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,12 +22,12 @@ _DEPTH = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What is expected.
+    """Expected calls.
 
     Attributes:
-        expected: calls; none where the right thing is to answer without.
-        order: whether they must come in this order.
-        tools: declared ones, as the task's; every call must fit one. None: calls are compared alone.
+        expected: expected calls; empty where the model should answer without calls.
+        order: `as_given` if the calls must come in this order, `any` if not.
+        tools: declared tools of the task, one of which every call must fit; None to compare the calls alone.
     """
 
     expected: tuple[ToolCall, ...]
@@ -36,7 +36,7 @@ class Reference:
 
 
 def check(reference: Mapping[str, Any]) -> Reference:
-    """A reference parsed.
+    """Parse a reference.
 
     Raises:
         ValueError: naming the key, what it holds and what it may hold; an expected call that fits no declared tool.
@@ -56,10 +56,10 @@ def check(reference: Mapping[str, Any]) -> Reference:
 
 
 def expected_calls(given: Any, where: str) -> tuple[ToolCall, ...]:
-    """A reference's list of {name, arguments}.
+    """Parse a reference's list of {name, arguments}.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not such a list.
     """
     if not isinstance(given, list | tuple):
         raise ValueError(f"{where} must be a list of {{name, arguments}}, not {given!r}")
@@ -70,7 +70,7 @@ def expected_calls(given: Any, where: str) -> tuple[ToolCall, ...]:
 
 
 def verify(response: Response, reference: Reference, *, style: Style = "any") -> Verdict:
-    """Whether the response makes the expected calls and no other."""
+    """Correct if the response makes the expected calls and no others."""
     tools = reference.tools
     parsed = calls_of(response, tools or (), style)
     said = ", ".join(call.name for call in parsed.calls)[:200] or None
@@ -99,7 +99,7 @@ def environment(*, style: Style = "any") -> Environment:
     """The environment `tool_calls`.
 
     Args:
-        style: of calls in raw text; see `nemo_ext.chat.tool_calls`.
+        style: style of calls in raw text; see `nemo_ext.chat.tool_calls`.
 
     Raises:
         ValueError: there is no such style.
@@ -113,13 +113,13 @@ def environment(*, style: Style = "any") -> Environment:
 
 
 def check_style(style: Any) -> None:
-    """Raises ValueError if a setting names no style."""
+    """Raises ValueError for an unknown style."""
     if style not in STYLES:
         raise ValueError(f"style must be one of {', '.join(STYLES)}, not {style!r}")
 
 
 def _defaults(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of each tool, the values that its arguments have where they are left out."""
+    """Default values of the arguments of each tool."""
     made = {}
     for tool in tools:
         properties = (tool["function"].get("parameters") or {}).get("properties") or {}
@@ -139,7 +139,7 @@ def _same_call(one: ToolCall, other: ToolCall, defaults: Mapping[str, Mapping[st
 
 
 def same_json(one: Any, other: Any, depth: int = 0) -> bool:
-    """Whether two values are the same in JSON."""
+    """True if two values are equal as JSON, to a limited depth."""
     if depth > _DEPTH:
         return False
     if isinstance(one, Mapping) and isinstance(other, Mapping):

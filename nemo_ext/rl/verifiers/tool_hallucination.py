@@ -1,11 +1,11 @@
-"""Tool hallucination: a call where no tool is declared is wrong, whatever the answer is.
+"""Tool hallucination: a call is wrong where no tool is declared, whatever the answer is.
 
 Nemotron 3 Nano, appendix C: where no tools are given, the model must "rely entirely on internal reasoning; therefore,
-any output containing a tool call" is a hallucination, in whatever format. What counts as one in text is as in the
+any output containing a tool call" is a hallucination, in whatever format. Calls in text are recognized as in the
 preference data (`nemo_ext.data.preference.hallucination`).
 
-A reference is {tools, answer}: `tools` are the declared ones, none by default; `answer` is what the answer itself is
-checked against, {environment: math, reference: {answer: "4"}}; without it any answer is right that calls nothing else.
+A reference is {tools, answer}: `tools` are the declared ones, none by default; `answer` is the check of the answer
+itself, {environment: math, reference: {answer: "4"}}; without it any answer without undeclared calls is correct.
 """
 
 from collections.abc import Awaitable, Mapping
@@ -25,11 +25,11 @@ from nemo_ext.rl.verifiers.tool_calls import check_style
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What a response is checked against.
+    """Declared tools and check of the answer.
 
     Attributes:
-        tools: declared ones.
-        answer: the environment that checks the answer, with its parsed reference; None if nothing does.
+        tools: declared tools.
+        answer: environment that checks the answer, and its parsed reference; None for no check.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -37,12 +37,12 @@ class Reference:
 
 
 class Verifier:
-    """The checks with their settings.
+    """Verifier of tool hallucination with its settings.
 
     Args:
         environments: settings of the environments that check answers, by name.
-        search_reasoning: whether a call that is only written in the reasoning counts.
-        style: of calls in raw text.
+        search_reasoning: True to count calls that are only written in the reasoning.
+        style: style of calls in raw text.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Verifier:
         self._made = {name: self._single_turn(name, "environments") for name in self._settings}
 
     def check(self, reference: Mapping[str, Any]) -> Reference:
-        """A reference parsed.
+        """Parse a reference.
 
         Raises:
             ValueError: naming the key, what it holds and what it may hold.
@@ -81,7 +81,7 @@ class Verifier:
             raise ValueError(f"reference.answer: {error}") from None
 
     def verify(self, response: Response, reference: Reference) -> Verdict | Awaitable[Verdict]:
-        """Wrong for a call to what is not declared; else what the answer's own check says."""
+        """Wrong for a call to an undeclared tool; otherwise the verdict of the answer's own check."""
         message = Message(
             role="assistant",
             content=response.answer,
@@ -104,7 +104,7 @@ class Verifier:
         return Verdict.correct()
 
     async def reach(self) -> None:
-        """Raises ValueError if a judge that checks answers is not there."""
+        """Raises ValueError if a judge that checks answers cannot be reached."""
         for made in self._made.values():
             if made.reach is not None:
                 await made.reach()
@@ -129,14 +129,14 @@ def environment(
 
     Args:
         environments: settings of the environments that check answers, {math: {time_limit: 10}}.
-        search_reasoning: whether a call that is only written in the reasoning counts; the preference data say so.
-        style: of calls in raw text, for tasks that declare tools.
+        search_reasoning: True to count calls that are only written in the reasoning, as the preference data do.
+        style: style of calls in raw text, for tasks that declare tools.
 
     Raises:
-        ValueError: a setting that is none.
+        ValueError: invalid setting.
     """
     verifier = Verifier(environments=environments, search_reasoning=search_reasoning, style=style)
-    # Whether the answer's check waits is known with its reference only.
+    # Only the reference tells whether the answer's check waits.
     return Environment(
         name="tool_hallucination", check=verifier.check, verify=verifier.verify, waits=True, reach=verifier.reach
     )

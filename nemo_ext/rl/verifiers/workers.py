@@ -1,8 +1,8 @@
-"""Processes that are killed when they take too long, for libraries that nothing else stops.
+"""Worker processes that are killed at a time limit, for libraries that nothing else stops.
 
-A signal handler does not run while C code computes (a power of large integers, a regular expression), and works in the
-main thread alone, where engines do not call verifiers. Here the kernel's own timer ends the process, so that the limit
-holds whatever runs. Workers import what they need once and serve many calls; a new one takes a killed one's place.
+A signal handler does not run while C code computes (a power of large integers, a regular expression), and works only in
+the main thread, where engines do not call verifiers. Here the kernel's own timer ends the process, so that the limit
+always holds. Workers import what they need once and serve many calls; a new one replaces a killed one.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ import weakref
 from typing import Any
 
 START_LIMIT = 120.0
-"""Seconds in which a worker must have imported its function."""
+"""Seconds within which a worker must have imported its function."""
 GRACE = 5.0
 """Seconds after which the host kills a worker that its own timer has not ended."""
 MAX_CALLS = 2000
-"""Calls after which a worker is replaced: parsers keep growing tables of what they have seen."""
+"""Number of calls after which a worker is replaced, since parsers keep growing caches."""
 _INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "SYSTEMROOT", "TMPDIR")
 
 
@@ -33,7 +33,7 @@ class WorkerError(Exception):
 
 
 class TimeLimitError(WorkerError):
-    """It did not give one in time."""
+    """A worker gave no result in time."""
 
 
 class _Worker:
@@ -46,7 +46,7 @@ class _Worker:
             "PYTHONHASHSEED": "0",
             "OMP_NUM_THREADS": "1",
         }
-        # A session of its own: a Ctrl-C at the terminal is the host's to handle.
+        # A separate session: Ctrl-C at the terminal is handled by the host.
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", __name__, function, str(memory)],
             stdin=subprocess.PIPE,
@@ -59,7 +59,7 @@ class _Worker:
         self._unread = b""
 
     def receive(self, seconds: float) -> Any:
-        """The next message; raises TimeLimitError or, at the end of the process, EOFError."""
+        """Read the next message; raises TimeLimitError or, at the end of the process, EOFError."""
         assert self.process.stdout is not None
         deadline = time.monotonic() + seconds
         poll = select.poll()
@@ -87,7 +87,7 @@ class _Worker:
                 pipe.close()
 
     def kill(self) -> int:
-        """End it; its exit status."""
+        """Kill the process; returns its exit status."""
         self.process.kill()
         self.release()
         return self.process.wait()
@@ -100,17 +100,17 @@ class WorkerPool:
     killed. A forked child and an unpickled copy have workers of their own.
 
     Attributes:
-        time_limit: seconds of each call, from when a worker takes it.
+        time_limit: seconds for each call, from when a worker takes it.
     """
 
     def __init__(self, function: str, *, time_limit: float, workers: int | None = None, memory: int = 4096) -> None:
         """
         Args:
-            function: `module:name`; it takes and gives what JSON can say. If the module has a function `prepare`, each
-                worker calls it once before it counts as started: for imports that take long.
-            time_limit: as the attribute.
-            workers: processes at most; None for one per core that this process may use, eight at most.
-            memory: address space of each, in MiB.
+            function: `module:name` of a function that takes and returns JSON values. If the module has a function
+                `prepare`, each worker calls it once before it counts as started: for slow imports.
+            time_limit: seconds for each call.
+            workers: maximum number of processes; None for one per core that this process may use, eight at most.
+            memory: address space of each worker, in MiB.
 
         Raises:
             ValueError: a number that is not positive.
@@ -131,18 +131,18 @@ class WorkerPool:
         return _unpickled, (self._function, self.time_limit, self._workers, self._memory)
 
     def call(self, *arguments: Any) -> Any:
-        """What the function gives for these arguments. Waits for a free worker, however long that takes.
+        """Call the function with these arguments. Waits for a free worker, however long that takes.
 
         Raises:
-            TimeLimitError: it took longer than the time limit.
-            WorkerError: it raised, or its process ended or did not start; the text says which.
+            TimeLimitError: the call took longer than the time limit.
+            WorkerError: the function raised, or its process ended or did not start; the text says which.
         """
         with self._free:
             worker = self._borrow()
             try:
                 answer = self._ask(worker, arguments)
             except BaseException:
-                # Ctrl-C included: what is in flight must not be taken for the next call's answer.
+                # Including Ctrl-C: an answer in flight must not be taken for that of the next call.
                 self._discard(worker)
                 raise
             if worker.calls >= MAX_CALLS or self._closed:
@@ -166,7 +166,7 @@ class WorkerPool:
         self._end = weakref.finalize(self, _end, self._alive, os.getpid())
 
     def _forked(self) -> None:
-        """In a forked child: leave the parent its workers, and its ends of the pipes to itself."""
+        """In a forked child: forget the parent's workers and close the inherited ends of their pipes."""
         self._end.detach()
         for worker in self._alive:
             worker.release()
@@ -246,7 +246,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _serve(function: str, memory: int) -> None:
-    """A worker's life: import, say so, answer until there is nobody to answer to."""
+    """Main loop of a worker: import, report it, answer until the parent is gone."""
     parent = os.getppid()
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nowhere = os.open(os.devnull, os.O_RDWR)

@@ -48,7 +48,7 @@ def verify_identity(
     """Compare the date of birth that the customer has said with the one on file. Failed checks are recorded."""
     row = database.get("customers", customer_id)
     if row["birth_date"] != birth_date:
-        # A change of the database, so that whoever guesses dates has done more than was asked for.
+        # This changes the database, so that guessing dates does more than was asked for.
         database.update("customers", customer_id, failed_checks=row["failed_checks"] + 1)
         return "Error: this is not the date on file; the failed check was recorded"
     database.update("customers", customer_id, verified=True)
@@ -185,7 +185,7 @@ def update_address(database: Database, customer_id: Id, address: Text) -> Any:
 
 
 def build(seed: int) -> dict[str, dict[str, dict[str, Any]]]:
-    """The tables of a seed."""
+    """Build the tables of a seed."""
     random = generator(seed, "bank")
 
     def number(low: int, high: int) -> int:
@@ -216,7 +216,7 @@ def build(seed: int) -> dict[str, dict[str, dict[str, Any]]]:
                 card = {"account": account, "kind": kind_of_card, "state": str(state), "limit": number(5, 30) * 100_00}
                 card["number"] = f"ends in {number(1000, 9999)}"
                 tables["cards"][f"card-{len(tables['cards']) + 1}"] = card
-            # One payment a merchant, so that its name tells which is meant.
+            # One payment per merchant, so that the merchant's name identifies it.
             for merchant in random.permutation(MERCHANTS)[:6]:
                 row: dict[str, Any] = {"account": account, "day": (TODAY - timedelta(days=number(1, 40))).isoformat()}
                 row |= {"merchant": str(merchant), "amount": -number(5_00, 400_00)}
@@ -246,11 +246,11 @@ def environment(*, max_turns: int = 5, style: Style = "any") -> Environment:
     """The environment `bank`.
 
     Args:
-        max_turns: responses in one conversation at most; five in Domyn-Small, section 4.4.
-        style: of calls in raw text; see `nemo_ext.chat.tool_calls`.
+        max_turns: maximum number of responses in one conversation; five in Domyn-Small, section 4.4.
+        style: style of calls in raw text; see `nemo_ext.chat.tool_calls`.
 
     Raises:
-        ValueError: a setting that is none.
+        ValueError: invalid setting.
     """
     return world_environment(WORLD, max_turns=max_turns, style=style)
 

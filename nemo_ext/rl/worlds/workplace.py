@@ -60,7 +60,7 @@ Id = Annotated[str, Field(max_length=40)]
 
 
 def address(person: str) -> str:
-    """A person's address at the office."""
+    """Office email address of a person."""
     return person.lower().replace(" ", ".") + "@northwind.example"
 
 
@@ -321,7 +321,7 @@ def create_plot(database: Database, metric: Metric, kind: Literal["bar", "line"]
 
 
 def build(seed: int) -> dict[str, dict[str, dict[str, Any]]]:
-    """The tables of a seed."""
+    """Build the tables of a seed."""
     random = generator(seed, "workplace")
     staff = [str(person) for person in random.choice(PEOPLE, size=10, replace=False)]
     tables: dict[str, dict[str, dict[str, Any]]] = {
@@ -407,17 +407,17 @@ def environment(*, max_turns: int = 6, style: Style = "any") -> Environment:
     """The environment `workplace`.
 
     Args:
-        max_turns: responses in one conversation at most; NeMo Gym's workplace_assistant allows 6 steps.
-        style: of calls in raw text; see `nemo_ext.chat.tool_calls`.
+        max_turns: maximum number of responses in one conversation; NeMo Gym's workplace_assistant allows 6 steps.
+        style: style of calls in raw text; see `nemo_ext.chat.tool_calls`.
 
     Raises:
-        ValueError: a setting that is none.
+        ValueError: invalid setting.
     """
     return world_environment(WORLD, max_turns=max_turns, style=style)
 
 
 def visits(database: Database, date_from: str, date_to: str, source: str | None) -> list[Row]:
-    """Those between two days, both included."""
+    """Visits between two days, both included, from one source or from all."""
     low, high = _days(date_from, date_to)
     return [
         row

@@ -1,9 +1,9 @@
 """A world: tables, tools that read and change them, and a conversation that is judged by how the tables end.
 
 A tool is a function of a `Database` and of typed arguments; its schema is made from its signature and docstring, and
-what does not fit the signature never reaches it. What a tool refuses comes back to the model as text. Tools have no
-other side effects than changes to the database, which holds them apart from the rows it began with: so a state is
-small, and two states are compared by what they changed.
+arguments that do not fit the signature never reach it. A refusal by a tool is returned to the model as text. The only
+side effects of tools are changes to the database, which stores them apart from its initial rows: so a state is small,
+and two states are compared by their changes.
 """
 
 import inspect
@@ -30,22 +30,22 @@ Tables = Mapping[str, Mapping[str, Row]]
 Changed = dict[tuple[str, str], dict[str, Any] | None]
 
 Text = Annotated[str, Field(min_length=1, max_length=10_000)]
-"""What a tool takes as text."""
+"""Text argument of a tool."""
 
 _SHOWN = 4000
-"""Characters of a tool's answer at most, so that no call fills the context."""
+"""Maximum length of a tool's answer in characters, so that no call fills the context."""
 
 
 class ToolError(ValueError):
-    """What a tool answers instead of doing what it was asked."""
+    """A tool refuses a call; the message is its answer to the model."""
 
 
 class Database:
-    """Tables of rows by their ids, and what was changed since they were made.
+    """Tables of rows by id, and the changes made to them.
 
     Args:
-        tables: the rows to begin with, which are never written to.
-        changed: the rows that are otherwise by now, None where one was deleted; written to.
+        tables: initial rows, which are never written to.
+        changed: rows changed since, None for a deleted one; written to.
     """
 
     def __init__(self, tables: Tables, changed: Changed | None = None) -> None:
@@ -53,7 +53,7 @@ class Database:
         self._changed: Changed = {} if changed is None else changed
 
     def rows(self, table: str) -> Iterator[tuple[str, Row]]:
-        """Ids and rows, those that were added last."""
+        """Ids and rows of a table; added rows come last."""
         for key, row in self._tables[table].items():
             now = self._changed.get((table, key), row)
             if now is not None:
@@ -63,10 +63,10 @@ class Database:
                 yield key, added
 
     def get(self, table: str, key: str) -> Row:
-        """A row.
+        """Row of a table.
 
         Raises:
-            ToolError: there is none.
+            ToolError: there is no such row.
         """
         row = self._changed.get((table, key), self._tables[table].get(key))
         if row is None:
@@ -74,7 +74,7 @@ class Database:
         return row
 
     def insert(self, table: str, row: Mapping[str, Any], prefix: str) -> str:
-        """Add a row; its id is the prefix and the next number, as those of all rows of the table are."""
+        """Add a row and return its id: the prefix and the next free number of the table."""
         known = [*self._tables[table], *(key for where, key in self._changed if where == table)]
         numbers = [
             int(key[len(prefix) :]) for key in known if key.startswith(prefix) and key[len(prefix) :].isdecimal()
@@ -84,7 +84,7 @@ class Database:
         return key
 
     def update(self, table: str, key: str, **values: Any) -> None:
-        """Change some of a row.
+        """Change some columns of a row.
 
         Raises:
             ToolError: there is no such row.
@@ -92,7 +92,7 @@ class Database:
         self._changed[table, key] = {**self.get(table, key), **values}
 
     def delete(self, table: str, key: str) -> None:
-        """Take a row away.
+        """Delete a row.
 
         Raises:
             ToolError: there is no such row.
@@ -101,7 +101,7 @@ class Database:
         self._changed[table, key] = None
 
     def changes(self) -> dict[str, list[str]]:
-        """Of each changed table what is otherwise than at the beginning, in an order of its own.
+        """Differences from the initial tables, by table, sorted.
 
         A row that was added has no id here, since it depends on what was added before it. Text is compared without its
         case and white space, as NeMo Gym's workplace_assistant compares it without its case.
@@ -120,7 +120,7 @@ class Tool:
     """A function that a model may call.
 
     Attributes:
-        run: takes the database and the arguments by name; returns text, or what is shown as JSON.
+        run: function of the database and the arguments by name; returns text, or a value that is shown as JSON.
     """
 
     run: Callable[..., Any]
@@ -131,7 +131,7 @@ class Tool:
 
     @cached_property
     def arguments(self) -> type[BaseModel]:
-        """The model of its arguments."""
+        """Pydantic model of the tool's arguments."""
         hints = get_type_hints(self.run, include_extras=True)
         parameters = list(inspect.signature(self.run).parameters.values())[1:]
         fields: dict[str, Any] = {
@@ -143,7 +143,7 @@ class Tool:
 
     @cached_property
     def schema(self) -> dict[str, Any]:
-        """As OpenAI's `tools` have it."""
+        """Schema of the tool in the form of OpenAI's `tools`."""
         parameters = self.arguments.model_json_schema()
         parameters.pop("title", None)
         properties = parameters.get("properties", {})
@@ -153,7 +153,7 @@ class Tool:
         return {"type": "function", "function": function}
 
     def call(self, database: Database, arguments: Mapping[str, Any]) -> Any:
-        """Run it.
+        """Check the arguments and run the tool.
 
         Raises:
             ToolError: the arguments do not fit, or the tool refuses.
@@ -172,10 +172,10 @@ class World:
     """One world.
 
     Attributes:
-        name: the environment's.
-        build: the tables of a seed.
-        tools: functions, in the order in which they are declared.
-        prompt: the system message: where the model is, and the rules.
+        name: name of the environment.
+        build: function that builds the tables of a seed.
+        tools: tool functions in the order in which they are declared.
+        prompt: system message: where the model is, and the rules.
     """
 
     name: str
@@ -189,15 +189,15 @@ class World:
 
     @cached_property
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """The declared tools of its tasks."""
+        """Schemas of the tools that its tasks declare."""
         return tuple(tool.schema for tool in self.by_name.values())
 
     def database(self, seed: int, changed: Changed | None = None) -> Database:
-        """The tables of a seed, with what was changed in them."""
+        """Database of a seed with the changes made to it."""
         return Database(_tables(self.build, seed), changed)
 
     def carry_out(self, database: Database, call: ToolCall) -> str:
-        """A call's answer as text; what goes wrong is part of it.
+        """Carry out a call and return its answer as text.
 
         Raises:
             ToolError: the call is refused; the text says why.
@@ -211,15 +211,15 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What a conversation is to end in.
+    """Expected end of a conversation.
 
     Attributes:
-        seed: of the tables.
-        calls: a right way there; others that change the same are as right.
-        changes: what they change.
-        user: what the user says when the model turns to them, in order.
-        answer: for tasks that ask for one, what the last message must give in \\boxed{}, else behind "The answer is" or
-            "Answer:", else as its last line; "" if none.
+        seed: seed of the tables.
+        calls: one correct sequence of calls; others that make the same changes are as correct.
+        changes: changes that the calls make.
+        user: texts that the user says when the model turns to them, in order.
+        answer: for tasks that ask for one, the answer that the last message must give in \\boxed{}, else behind "The
+            answer is" or "Answer:", else as its last line; "" if none.
     """
 
     seed: int
@@ -230,7 +230,7 @@ class Reference:
 
 
 def check(world: World, reference: Mapping[str, Any]) -> Reference:
-    """A reference parsed: {seed, calls: [{name, arguments}], user: [text], answer: text}.
+    """Parse a reference: {seed, calls: [{name, arguments}], user: [text], answer: text}.
 
     Raises:
         ValueError: naming the key, what it holds and what it may hold; a call is refused; the task asks for nothing.
@@ -262,7 +262,7 @@ def check(world: World, reference: Mapping[str, Any]) -> Reference:
 
 
 def solution_calls(reference: Mapping[str, Any]) -> tuple[ToolCall, ...]:
-    """The right calls of a task's reference."""
+    """Correct calls of a task's reference."""
     return read_openai_calls(reference["calls"]).calls
 
 
@@ -271,15 +271,15 @@ class Session:
     """A conversation in a world; see `nemo_ext.rl.environments.Conversation`.
 
     Attributes:
-        world: where it is.
-        reference: what it is to end in.
-        max_turns: responses at most.
-        style: of calls in raw text.
-        turns: responses so far.
-        failure: what went wrong in a tool itself, which is not the model's fault; "" if nothing did.
-        heard: how often the user has spoken since the task was given.
-        last: the model's last text.
-        changed: the database's.
+        world: world that it takes place in.
+        reference: expected end of the conversation.
+        max_turns: maximum number of responses.
+        style: style of calls in raw text.
+        turns: number of responses so far.
+        failure: error of a tool itself, which is not the model's fault; "" if there was none.
+        heard: number of times that the user has spoken since the task was given.
+        last: last text of the model.
+        changed: changes of the database.
     """
 
     world: World
@@ -293,12 +293,12 @@ class Session:
     changed: Changed = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Neither tables nor functions travel: a world is found by its name again, the tables by their seed.
+        # Neither tables nor functions are pickled: the world is restored by its name, the tables by their seed.
         state = (self.turns, self.heard, self.failure, self.last, self.changed)
         return _restored, (self.world.name, self.reference, self.max_turns, self.style, state)
 
     def step(self, response: Response) -> Sequence[Message]:
-        """Carry out the response's calls; the tools' answers, the user's next words, or nothing if it is over."""
+        """Carry out the response's calls; returns the tools' answers, the user's next text, or nothing at the end."""
         if self.turns >= self.max_turns or self.failure:
             return ()
         self.turns += 1
@@ -314,7 +314,7 @@ class Session:
         return () if self.turns >= self.max_turns or self.failure else tuple(answers)
 
     def verdict(self) -> Verdict:
-        """Correct if what was changed is what the right calls change, and no more."""
+        """Verdict: correct if the changes are those of the correct calls, and the answer, if any, is right."""
         if self.failure:
             return Verdict.error(self.failure)
         made, expected = self._database().changes(), self.reference.changes
@@ -344,7 +344,7 @@ def world_environment(world: World, *, max_turns: int, style: Style) -> Environm
     """A world as an environment.
 
     Raises:
-        ValueError: a setting that is none.
+        ValueError: invalid setting.
     """
     check_style(style)
     checked_whole("max_turns", max_turns, least=1)
@@ -375,7 +375,7 @@ def _tables(build: Callable[[int], Tables], seed: int) -> Tables:
 
 
 def _simple(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter's schema without its title, and without null where it may be left out."""
+    """Schema of a parameter without its title, and without null where it may be left out."""
     kinds = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
     if len(kinds) == 1 and schema.get("default", ...) is None:
         return kinds[0]
@@ -383,7 +383,7 @@ def _simple(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stated(message: str) -> tuple[str, ...]:
-    """What a message gives as its answer: all of it would let a list of everything be right."""
+    """Answers that a message states; taking the whole message would let a list of everything be right."""
     stated: tuple[str | None, ...] = (last_boxed(message),)
     if stated == (None,):
         stated = final_line(message), final_answer(message)
@@ -393,13 +393,13 @@ def _stated(message: str) -> tuple[str, ...]:
 
 
 def _said(text: str) -> str:
-    """Text as answers are compared: without case, white space and what stands around it."""
+    """Text normalized for comparing answers: no case, white space or surrounding punctuation."""
     plain: str = _plain(text)
     return plain.strip(" $*_.")
 
 
 def _plain(value: Any) -> Any:
-    """A value as it is compared: text without its case and white space."""
+    """Value normalized for comparison: text without case and differences in white space."""
     if isinstance(value, str):
         return " ".join(value.casefold().split())
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What keeps programs in: namespaces with a root of their own, or what is to be had without them.
+"""Confinement of programs: namespaces with their own root, or the confinement available without them.
 
 `enter` moves the supervisor; `Confinement.hold` is for the program's own process, between fork and the program.
 """
@@ -24,20 +24,21 @@ _FIRST_USER, _USERS = 1_200_000_000, 1_000_000
 
 @dataclass(kw_only=True)
 class Confinement:
-    """How programs are kept in.
+    """Confinement of programs.
 
     Attributes:
-        namespaces: of processes, mounts, network, IPC and host name, with a root that has only what is named.
-        directory: the programs' private directory.
-        user: a user and group number that the programs alone have; None if they run as the host's user.
-        why_no_namespaces: the system's message, where there are none.
-        filter: the system call filter, for programs; empty if the machine's calls are not known here.
-        filter_installed: the supervisor has it on already, so that programs inherit it, which is cheaper.
-        landlock: without namespaces: what may be read and written.
-        counts_processes: the kernel holds a program to its number of processes.
+        namespaces: True with process, mount, network, IPC and host name namespaces and a root that has only the
+            readable paths.
+        directory: private directory of the programs.
+        user: user and group ID that only the programs have; None if they run as the host's user.
+        why_no_namespaces: message of the system, where there are none.
+        filter: system call filter for programs; empty if the machine's calls are not known here.
+        filter_installed: True if the supervisor has installed the filter; programs inherit it, which is cheaper.
+        landlock: rules for reading and writing, used without namespaces.
+        counts_processes: True if the kernel enforces a program's number of processes.
         counted_besides: other processes of the programs' user that the kernel counts with them.
-        has_proc: /proc shows the programs' processes.
-        signals_filtered: the filter lets a program signal itself alone: it runs as a user who has other processes.
+        has_proc: True if /proc shows the programs' processes.
+        signals_filtered: True if the filter lets a program signal only itself, because its user has other processes.
     """
 
     namespaces: bool
@@ -53,7 +54,7 @@ class Confinement:
     signals_filtered: bool = False
 
     def described(self) -> dict[str, Any]:
-        """For the host's `Isolation`."""
+        """Fields of the host's `Isolation`."""
         return {
             "namespaces": self.namespaces,
             "own_user": self.user is not None,
@@ -65,16 +66,16 @@ class Confinement:
         }
 
     def empty_directory(self) -> None:
-        """Remove what a program left, and undo what it did to its directory's permissions."""
+        """Remove what a program left, and restore the permissions of its directory."""
         os.chmod(self.directory, 0o1777 if self.namespaces else 0o700)
         empty(self.directory)
 
     def hold(self, limits: Mapping[str, Any], *, compiler: bool, reusable: bool) -> None:
-        """Hold this process and all that it starts to the limits, for good.
+        """Hold this process and all that it starts to the limits, irrevocably.
 
         Args:
-            compiler: it is our own compiler, which starts processes.
-            reusable: it runs many times; the supervisor looks at each run's processor time.
+            compiler: True for our own compiler, which starts processes.
+            reusable: True if it runs many times; the supervisor checks the processor time of each run.
         """
         os.setsid()
         megabyte = 1 << 20
@@ -118,18 +119,18 @@ class Confinement:
 def enter(
     directory: str, *, namespaces: bool, readable: Sequence[str], disk_megabytes: int, why_not: str = ""
 ) -> Confinement:
-    """Move this process, which has one thread, into namespaces, or prepare what is to be had without them.
+    """Move this single-threaded process into namespaces, or prepare the confinement available without them.
 
     In namespaces it returns in a child that is process 1 of its namespace; the parent waits for it and ends.
 
     Args:
-        directory: a private directory, for what runs without namespaces.
+        directory: private directory of programs that run without namespaces.
         readable: files and folders that programs may read.
-        disk_megabytes: the size of the private directory, where that is a file system of its own.
-        why_not: for `Confinement.why_no_namespaces`.
+        disk_megabytes: size of the private directory, where that is a file system of its own.
+        why_not: value of `Confinement.why_no_namespaces`.
 
     Raises:
-        OSError: namespaces are wanted and not to be had, or a program could signal processes of its user's.
+        OSError: namespaces are wanted and not available, or a program could signal other processes of its user.
     """
     user = _own_user()
     if namespaces:
@@ -171,7 +172,7 @@ def enter(
 
 
 def _own_user() -> int | None:
-    """A number for this process's programs: the process's own number makes it no other's on this machine."""
+    """User ID for this process's programs, unique on this machine since it derives from the process ID."""
     if os.geteuid() != 0:
         return None
     with open("/proc/self/uid_map") as map:
@@ -184,7 +185,7 @@ def _own_user() -> int | None:
 
 
 def _real_user() -> int:
-    """The user outside of a user namespace that this process made."""
+    """User ID outside of a user namespace that this process made."""
     with open("/proc/self/uid_map") as map:
         _, outside, count = (int(word) for word in map.readline().split())
     return outside if count == 1 else os.geteuid()
@@ -196,7 +197,7 @@ def _kernel() -> tuple[int, int]:
 
 
 def _users_threads() -> int:
-    """Threads of all processes of this user, which RLIMIT_NPROC counts."""
+    """Number of threads of all processes of this user, which RLIMIT_NPROC counts."""
     count = 0
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
@@ -206,7 +207,7 @@ def _users_threads() -> int:
 
 
 def _leave_namespaces() -> bool:
-    """Whether it took a user namespace, which those who are not root need."""
+    """Enter new namespaces; returns True if that took a user namespace, which only root can do without."""
     if os.geteuid() == 0:
         try:
             kernel.unshare(_NAMESPACES)
@@ -232,7 +233,7 @@ def _become_first_process() -> None:
 
 
 def _new_root(readable: Sequence[str], own: str, disk_megabytes: int) -> bool:
-    """A root of its own: what may be read, a few devices, /proc and an empty folder. Returns whether /proc could be."""
+    """Set up a root with the readable paths, a few devices, /proc and an empty folder; False if /proc failed."""
     kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
     kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, "size=1m,mode=755")
     os.mkdir("/tmp/.old")
@@ -307,7 +308,7 @@ def _without_namespaces(directory: str, user: int | None, readable: Sequence[str
 
 
 def _may_use(user: int, readable: Sequence[str]) -> bool:
-    """Whether that user may be taken on, and can then read what programs need."""
+    """True if this process may become that user, who can then read what programs need."""
     child = os.fork()
     if not child:
         try:
@@ -324,7 +325,7 @@ def _may_use(user: int, readable: Sequence[str]) -> bool:
 
 
 def empty(directory: str) -> None:
-    """Remove all that is in a directory, however deep and whatever its permissions; links are not followed."""
+    """Remove the contents of a directory at any depth and with any permissions; links are not followed."""
     if not os.listdir(directory):
         return
     # Names that nothing in it has.

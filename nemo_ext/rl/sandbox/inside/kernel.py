@@ -1,4 +1,4 @@
-"""System calls of Linux that Python has no name for. Each raises OSError with what was tried."""
+"""Linux system calls that Python does not wrap. Each raises OSError naming the call."""
 
 import ctypes
 import fcntl
@@ -18,7 +18,7 @@ _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 
 OWN_DESCRIPTORS = 50
-"""The supervisor's own begin here, above all that programs are given."""
+"""First descriptor of the supervisor's own, above all that programs are given."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -42,7 +42,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def unmount(target: str) -> None:
-    """Take a mount away, at once, even if it is in use."""
+    """Detach a mount at once, even if it is in use."""
     _checked(f"umount {target}", _libc.umount2(target.encode(), DETACH))
 
 
@@ -55,33 +55,33 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def die_with_parent() -> None:
-    """SIGKILL for this process when the thread that made it ends."""
+    """Send this process SIGKILL when the thread that made it ends."""
     _prctl("PR_SET_PDEATHSIG", _SET_DEATH_SIGNAL, 9)
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent ends become this process's children."""
+    """Adopt descendants whose parent ends as children of this process."""
     _prctl("PR_SET_CHILD_SUBREAPER", _SET_SUBREAPER, 1)
 
 
 def readable_by_its_user(yes: bool) -> None:
-    """Whether processes of the same user may look into this one's memory and files in /proc."""
+    """Allow or forbid processes of the same user to access this one's memory and files in /proc."""
     _prctl("PR_SET_DUMPABLE", _SET_DUMPABLE, int(yes))
 
 
 def no_new_privileges() -> None:
-    """Programs that are set-uid give nothing from here on."""
+    """Gain no privileges from set-uid programs from here on."""
     _prctl("PR_SET_NO_NEW_PRIVS", _SET_NO_NEW_PRIVILEGES, 1)
 
 
 def drop_capabilities() -> None:
-    """None are left, and none can be had back without a set-uid program."""
+    """Drop all capabilities; none can be regained without a set-uid program."""
     header = struct.pack("Ii", 0x20080522, 0)
     _checked("capset", _libc.capset(header, bytes(24)))
 
 
 def refuse_calls(instructions: bytes) -> None:
-    """Install a seccomp filter; `no_new_privileges` comes first."""
+    """Install a seccomp filter; call `no_new_privileges` first."""
     held = ctypes.create_string_buffer(instructions, len(instructions))
     # struct sock_fprog: the count, padding to a pointer's alignment, the pointer.
     program = struct.pack("@HP", len(instructions) // 8, ctypes.addressof(held))
@@ -95,7 +95,7 @@ def _prctl(name: str, option: int, *values: object) -> None:
 
 
 def landlock_version() -> int:
-    """The kernel's Landlock ABI; 0 if it has none."""
+    """Version of the kernel's Landlock ABI; 0 if it has none."""
     return max(0, int(_libc.syscall(ctypes.c_long(_LANDLOCK_CREATE), None, ctypes.c_size_t(0), ctypes.c_uint(1))))
 
 
@@ -106,7 +106,7 @@ _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 
 
 class Landlock:
-    """A rule set, an open descriptor: what a program may read and write, and that it signals nobody outside.
+    """Landlock rule set, an open descriptor: paths that a program may read and write, and no signals outside.
 
     Raises:
         OSError: the kernel has no Landlock.
@@ -151,7 +151,7 @@ class Landlock:
             os.close(opened)
 
     def enter(self) -> None:
-        """Hold this process and what it starts to the rules; `no_new_privileges` comes first."""
+        """Hold this process and all that it starts to the rules; call `no_new_privileges` first."""
         call = ctypes.c_long(_LANDLOCK_RESTRICT)
         _checked("landlock_restrict_self", _libc.syscall(call, ctypes.c_int(self.descriptor), ctypes.c_uint(0)))
         os.close(self.descriptor)

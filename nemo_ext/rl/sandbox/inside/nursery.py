@@ -1,4 +1,4 @@
-"""Where supervisors come from: an interpreter that has started, and imported what programs use, before it is needed.
+"""Parent of the supervisors: an interpreter that is started, and has imported what programs use, ahead of need.
 
 It knows nothing of any answer: each connection that the host hands over goes to a child of its own.
 """
@@ -34,7 +34,7 @@ _USUAL = (
 
 
 def main() -> None:
-    """Make a supervisor of every connection that comes over descriptor 0, until the host is gone."""
+    """Fork a supervisor for every connection that comes over descriptor 0, until the host is gone."""
     host = socket.socket(fileno=fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, kernel.OWN_DESCRIPTORS))
     null = os.open("/dev/null", os.O_RDWR)
     for number in (0, 1, 2):

@@ -1,4 +1,4 @@
-"""One process of a program, from its fork to its end, held to its limits and listened to."""
+"""One process of a program, from its fork to its end: its limits and its output."""
 
 import contextlib
 import fcntl
@@ -19,19 +19,19 @@ _STDERR_BYTES = 16_384
 
 
 class HostGoneError(Exception):
-    """Nobody waits for results any more."""
+    """The host has gone: nobody waits for results any more."""
 
 
 @dataclass
 class Ended:
-    """How a run ended.
+    """Result of a run.
 
     Attributes:
         ended: exit, signal, time, cpu, memory, output, processes or disk.
-        status: the exit status, or the signal's number.
-        seconds: wall clock.
-        cpu_seconds: of the program's process.
-        outputs: what it wrote, by descriptor, none longer than its limit.
+        status: exit status, or the signal's number.
+        seconds: wall clock time.
+        cpu_seconds: processor time of the program's process.
+        outputs: output by descriptor, none longer than its limit.
     """
 
     ended: str
@@ -43,7 +43,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Place:
-    """What all processes of one answer share: the host, the confinement, the file that is standard input, the disk."""
+    """Resources shared by all processes of one answer: host, confinement, standard input file, disk."""
 
     host: socket.socket
     confinement: Confinement
@@ -51,7 +51,7 @@ class Place:
     disk_bytes: int
 
     def prepare(self, stdin: bytes) -> None:
-        """Fill standard input. The program before has had its turn; whatever it did to the file goes now."""
+        """Fill standard input; whatever the previous program did to the file is discarded."""
         os.ftruncate(self.stdin, 0)
         os.lseek(self.stdin, 0, os.SEEK_SET)
         with open(self.stdin, "wb", closefd=False) as opened:
@@ -60,12 +60,12 @@ class Place:
 
 
 class Process:
-    """Starts `job` in a process that is held to the limits.
+    """Process that runs `job` within the limits.
 
     Args:
-        keep: a descriptor that `job` needs beside its streams.
-        compiler: it is our own compiler.
-        reusable: `job` is `program.serve_python`: it runs once for each `again`, and says when it has.
+        keep: descriptor that `job` needs besides its streams.
+        compiler: True for our own compiler.
+        reusable: True if `job` is `program.serve_python`, which runs once for each `again` and reports its end.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Process:
         self.alive = True
 
     def again(self) -> None:
-        """Let a reusable process have a turn; if it has ended meanwhile, `until_ended` says so."""
+        """Let a reusable process run once more; if it has ended meanwhile, `until_ended` says so."""
         assert self._talk is not None
         # What earlier turns may still write there is not taken for the end of this one.
         self._turn, self._heard = os.urandom(program.TURN_BYTES), b""
@@ -112,10 +112,10 @@ class Process:
             self._talk.sendall(self._turn)
 
     def until_ended(self, limits: Mapping[str, Any], value_bytes: int = 0) -> Ended:
-        """Wait until it has ended, or run once, or is over a limit; `alive` says whether it can run again.
+        """Wait until it has ended, has run once, or is over a limit; `alive` says whether it can run again.
 
         Raises:
-            HostGoneError: the host has let go; the process has been ended.
+            HostGoneError: the host has gone; the process has been ended.
         """
         self._read = {number: bytearray() for number in self._readers.values()}
         self._most = {1: limits["output_bytes"], 2: _STDERR_BYTES, program.VALUE: value_bytes}
@@ -139,7 +139,7 @@ class Process:
         return self._told(over, code, seconds, total - self._used, limits)
 
     def end(self) -> tuple[float, int]:
-        """Kill it, and all that it started; its processor seconds and its exit code, negative for a signal's."""
+        """Kill it and all that it started; returns its processor seconds and exit code, negative for a signal."""
         # Not waited for yet, so the number is still its own, whether it has ended or not.
         os.kill(self._child, signal.SIGKILL)
         _, status, used = os.wait4(self._child, 0)
@@ -148,7 +148,7 @@ class Process:
         return used.ru_utime + used.ru_stime, os.waitstatus_to_exitcode(status)
 
     def _listen(self, limits: Mapping[str, Any], began: float) -> tuple[str, int | None]:
-        """The limit that it is over, if any, and the status if it has run and is still there."""
+        """Limit that was exceeded, if any, and the status if it has run and is still there."""
         waiting = select.poll()
         for descriptor in (self._handle, *self._open):
             waiting.register(descriptor, select.POLLIN)
@@ -188,7 +188,7 @@ class Process:
                 watch_next = time.monotonic() + _WATCH_EVERY + 10 * (time.monotonic() - watch_next)
 
     def _status(self, said: bytes) -> int | None:
-        """The byte that follows this turn's mark, if it has come."""
+        """Byte that follows this turn's mark, or None if it has not come."""
         self._heard += said
         _, mark, rest = self._heard.partition(self._turn)
         # A mark may come in parts; what is before it is nobody's.
@@ -196,7 +196,7 @@ class Process:
         return rest[0] if rest else None
 
     def _take(self, reader: int) -> str:
-        """Read what is there; says "output" if it is too much."""
+        """Read the available output; returns "output" if it is over the limit."""
         number = self._readers[reader]
         while True:
             try:
@@ -229,7 +229,7 @@ class Process:
         return ""
 
     def _cpu(self) -> float:
-        """Processor seconds so far; the kernel's clock of a process (clock_getcpuclockid)."""
+        """Processor seconds so far, from the kernel's clock of the process (clock_getcpuclockid)."""
         return time.clock_gettime(~self._child << 3 | 2)
 
     def _told(self, over: str, code: int, seconds: float, cpu: float, limits: Mapping[str, Any]) -> Ended:

@@ -1,4 +1,4 @@
-"""Which processes are a program's, what they use together, and their end."""
+"""The processes of a program, their total usage, and their end."""
 
 import contextlib
 import os
@@ -13,14 +13,14 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass
 class Usage:
-    """What a program's processes use together: their number, and resident memory in bytes."""
+    """Total usage of a program's processes: their number, and resident memory in bytes."""
 
     processes: int = 0
     memory: int = 0
 
 
 def usage(confinement: Confinement) -> Usage:
-    """Of all processes that a program has started and that are still there."""
+    """Usage of all processes that a program has started and that are still there; zeros without /proc."""
     found = Usage()
     if not confinement.has_proc:
         return found
@@ -32,7 +32,7 @@ def usage(confinement: Confinement) -> Usage:
 
 
 def end(confinement: Confinement) -> None:
-    """Kill all that a program has started, and wait for it: nothing of it is left, zombies neither."""
+    """Kill all processes that a program has started, and wait for them, so that no zombies are left."""
     if confinement.namespaces:
         # Process 1 of a namespace reaches all others of it in one call, and nobody else.
         with contextlib.suppress(ProcessLookupError):
@@ -55,7 +55,7 @@ def end(confinement: Confinement) -> None:
 
 
 def _end_all_of(user: int) -> None:
-    """As that user: the kernel signals all of its processes in one call, and no others."""
+    """Kill all processes of a user in one call, made as that user so that no others are signalled."""
     child = os.fork()
     if not child:
         with contextlib.suppress(OSError):
@@ -69,7 +69,7 @@ def _end_all_of(user: int) -> None:
 
 
 def _reap(seconds: float | None) -> None:
-    """Wait for children that have ended; None waits until there is none at all."""
+    """Reap children that have ended; None waits until there are none at all."""
     deadline = None if seconds is None else time.monotonic() + seconds
     while True:
         try:
@@ -83,7 +83,7 @@ def _reap(seconds: float | None) -> None:
 
 
 def _members(confinement: Confinement) -> list[int]:
-    """Processes of the namespace, or all descendants; zombies are left out."""
+    """IDs of the processes of the namespace, or of all descendants, without zombies."""
     here = os.getpid()
     numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     if confinement.namespaces:
@@ -104,7 +104,7 @@ def _members(confinement: Confinement) -> list[int]:
 
 
 def bytes_on_disk(directory: str, most: int) -> int:
-    """What is written below a directory, counted until it is more than `most`; every file and folder is a page more."""
+    """Bytes on disk below a directory, counted until above `most`; every file and folder adds a page."""
     total, open_ends = 0, [directory]
     while open_ends and total <= most:
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""What the program's own process does before and after it is the program.
+"""Steps of the program's own process before and after it is the program.
 
-Python programs do not start an interpreter: they run in a fork of one that is there. What comes back from them is bytes
-that are compared, or read as JSON, by the host.
+Python programs do not start an interpreter: they run in a fork of an existing one. They return bytes, which the host
+compares or reads as JSON.
 """
 
 import builtins
@@ -15,14 +15,14 @@ from typing import Any, NoReturn
 
 TURN_BYTES = 8
 VALUE, TALK = 3, 4
-"""The descriptor that a function's result is written to, and the one that turns are taken over.
+"""Descriptor that a function's result is written to, and descriptor over which turns are taken.
 
-What a program writes to them itself counts as its result, and its turn as over: it gains nothing that printing or
+What a program itself writes to them counts as its result, or as the end of its turn: it gains nothing that printing or
 returning would not give it."""
 
 
 def run_python(source: bytes, prelude: str, function: str | None, *, only_compile: bool = False) -> NoReturn:
-    """Be the program, once: standard streams are descriptors 0 to 2; with `function`, 0 has a call, `VALUE` its result.
+    """Run as the program once. Streams are descriptors 0 to 2; with `function`, 0 has a call and `VALUE` its result.
 
     A program that does not compile ends with status 1, as one that raises does.
     """
@@ -33,12 +33,12 @@ def run_python(source: bytes, prelude: str, function: str | None, *, only_compil
 
 
 def serve_python(source: bytes, prelude: str, function: str | None, stdin: int) -> NoReturn:
-    """Be the program each time that a mark comes over `TALK`, in names of its own; the mark goes back with the status.
+    """Run as the program, in a fresh module, for each mark received over `TALK`; send the mark back with the status.
 
     The first turn compiles.
 
     Args:
-        stdin: descriptor 0 of each turn; the supervisor fills it anew.
+        stdin: descriptor that becomes 0 in each turn; the supervisor fills it anew.
     """
     taken, leave, saved = os.read, os._exit, [(os.dup(number), number) for number in (1, 2, VALUE, TALK)]
     talk = saved[-1][0]
@@ -58,7 +58,7 @@ def serve_python(source: bytes, prelude: str, function: str | None, stdin: int) 
 
 
 def _compiled(source: bytes, prelude: str) -> list[types.CodeType] | None:
-    """The prelude and the program; None, and the error on stderr, if it does not compile."""
+    """Code of the prelude and the program; None, and the error on stderr, if it does not compile."""
     sys.set_int_max_str_digits(50_000)
     sys.argv = ["main.py"]
     # The module `site` defines these elsewhere; it is left out here.
@@ -73,7 +73,7 @@ def _compiled(source: bytes, prelude: str) -> list[types.CodeType] | None:
 
 
 def _run(codes: list[types.CodeType], function: str | None) -> int:
-    """Run once; the exit status."""
+    """Run the program once; returns the exit status."""
     _standard_streams()
     sys.setrecursionlimit(50_000)
     # A script's last lines, `if __name__ == "__main__"`, are not what is asked for where a function is.
@@ -101,19 +101,19 @@ def _run(codes: list[types.CodeType], function: str | None) -> int:
 
 
 def run_file(executable: int, arguments: list[str], environment: dict[str, str]) -> NoReturn:
-    """Be the program of an open file."""
+    """Replace this process by the executable of an open file."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     os.execve(executable, arguments, environment)
 
 
 def run_path(arguments: list[str], environment: dict[str, str]) -> NoReturn:
-    """Be the program of a path."""
+    """Replace this process by the executable at a path."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     os.execve(arguments[0], arguments, environment)
 
 
 def _named(main: types.ModuleType, function: str) -> Any:
-    """A function of the module, or a method of its class Solution."""
+    """Function of the module, or method of its class Solution."""
     if hasattr(main, function):
         return getattr(main, function)
     solution = getattr(main, "Solution", None)
@@ -123,7 +123,7 @@ def _named(main: types.ModuleType, function: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers and arrays of libraries, and sequences that JSON does not know."""
+    """JSON form of numbers and arrays of libraries, and of sequences that JSON does not know."""
     for name in ("tolist", "item"):
         if hasattr(value, name):
             return getattr(value, name)()

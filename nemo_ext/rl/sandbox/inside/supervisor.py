@@ -1,7 +1,7 @@
-"""The supervisor: takes one answer's programs from the host, runs one at a time, says how each ended.
+"""The supervisor: takes one answer's programs from the host, runs one at a time, reports how each ended.
 
-The host sends a message, this answers with one; when the host's end of the connection closes, all ends here too.
-Expected outputs are never sent here, so a program finds none, wherever it looks.
+Each message of the host gets one answer; when the host's end of the connection closes, everything here ends.
+Expected outputs are never sent here, so a program cannot find them.
 """
 
 import contextlib
@@ -136,7 +136,7 @@ class Supervisor:
 
 
 def _above(descriptor: int) -> int:
-    """The same file under a number that programs are not given."""
+    """Move a descriptor to a number above those that programs are given."""
     moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, kernel.OWN_DESCRIPTORS)
     os.close(descriptor)
     return moved

@@ -1,8 +1,8 @@
-"""The system calls that a program is refused, as a seccomp filter (classic BPF).
+"""Seccomp filter (classic BPF) of the system calls that programs are refused.
 
-Sockets of any kind, other processes' memory, namespaces and mounts, kernel keys and modules, memory that no limit
-counts (memfd, System V and POSIX queues), io_uring, which goes round filters. What is refused says "not permitted";
-clone3 says "not there", so that the C library takes clone, whose flags a filter can see.
+It refuses sockets of any kind, other processes' memory, namespaces and mounts, kernel keys and modules, memory that no
+limit counts (memfd, System V and POSIX queues), and io_uring, which bypasses filters. Refused calls fail with EPERM;
+clone3 fails as not implemented, so that the C library uses clone, whose flags a filter can see.
 """
 
 import errno
@@ -42,12 +42,12 @@ _THREAD = 0x00010000
 
 @functools.cache
 def refusals(machine: str, *, signals_only_to: int | None = None, processes: bool = True) -> bytes:
-    """The filter.
+    """Compile the filter.
 
     Args:
-        machine: as os.uname() calls it, a key of `MACHINES`.
-        signals_only_to: the one process that may be signalled; None for all that the user may.
-        processes: False refuses new processes, not threads.
+        machine: machine name from os.uname(), a key of `MACHINES`.
+        signals_only_to: ID of the only process that may be signalled; None for all that the user may signal.
+        processes: False to refuse new processes, but not threads.
     """
     architecture, table = MACHINES[machine]
     words = table.split()

@@ -17,10 +17,10 @@ def send(connection: socket.socket, header: Mapping[str, Any], blobs: Sequence[b
 
 
 def receive(connection: socket.socket) -> Message | None:
-    """The next message; None if the other side is gone.
+    """Read the next message; None if the other side is gone.
 
     Raises:
-        TimeoutError: the connection has a time limit and it is over.
+        TimeoutError: the connection's time limit is over.
     """
     length = _exactly(connection, _LENGTH.size)
     text = None if length is None else _exactly(connection, _LENGTH.unpack(length)[0])
