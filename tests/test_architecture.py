@@ -14,7 +14,19 @@ PAGE = PACKAGE.parent / "docs" / "architecture.md"
 
 ROOMS = (
     *("job", "architecture", "chat", "memory", "data", "checkpoint", "megatron", "evaluation", "launch"),
-    *("blockwise", "puzzle", "sensitivity", "quantization", "rl", "slurm", "engines", "describe", "doctor", "cli"),
+    *(
+        "blockwise",
+        "puzzle",
+        "sensitivity",
+        "quantization",
+        "rl",
+        "slurm",
+        "memory_profile",
+        "engines",
+        "describe",
+        "doctor",
+        "cli",
+    ),
 )
 """From the ground up: a room imports from those before it."""
 

@@ -52,6 +52,7 @@ class _Unpickler(pickle.Unpickler):
 
         if (module, name) == ("torch.serialization", "_get_layout"):
             return lambda layout: torch.serialization._get_layout(layout)  # attributes set on this one are lost with it
+        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 has it
         if name in _RECORDS.get(module, ()):
             return super().find_class(module, name)
         # Types are objects, not classes; getattr reads no dotted name, which a pickle may have.

@@ -20,7 +20,7 @@ from nemo_ext.data.text.documents import Source
 from nemo_ext.data.text.indexed_dataset import ids_type
 from nemo_ext.data.text.manifest import FORMAT_VERSION, Manifest, finished_manifest, write_manifest
 from nemo_ext.data.text.shard_workers import complete_shards
-from nemo_ext.data.text.shards import DamagedShard, ShardWork, cut, open_shards
+from nemo_ext.data.text.shards import ShardWork, cut, open_shards
 from nemo_ext.data.text.splits import select, write_splits
 from nemo_ext.data.text.tokenizers import Tokenizer
 from nemo_ext.job.files import folder_for_one
@@ -132,6 +132,7 @@ def _tokenize(stream: Stream, blend: Blend, *, documents_per_shard: int = _NO_LI
         total = sum(path.stat().st_size for _, path in stream.inputs)
         wanted = total if source.max_bytes is None else min(total, source.max_bytes)
         shard_size = min(max(wanted // 64, 1 << 20), 1 << 28)
+        begun = directory.exists()
         open_shards(directory, _hash([config_hash, documents_per_shard, shard_size]))
         work = ShardWork(
             source=json.dumps(source.describe()),
@@ -149,10 +150,9 @@ def _tokenize(stream: Stream, blend: Blend, *, documents_per_shard: int = _NO_LI
                     f"{prefix}: input files changed while they were read: run again when they are complete"
                 )
             selection = select(directory, count, source, blend.validation_share)
-        except DamagedShard:
-            raise
         except ValueError:  # refused input: once it is mended, these shards no longer match it
-            shutil.rmtree(directory, ignore_errors=True)
+            if not begun:
+                shutil.rmtree(directory, ignore_errors=True)
             raise
         with progress_of(f"{stream.name}: writing", selection.size, enabled=progress) as advance:
             splits = write_splits(prefix, directory, selection, tokenizer.vocab_size, advance=advance)

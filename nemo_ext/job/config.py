@@ -35,9 +35,6 @@ OPEN = (
 FREE = ("megatron.", "filters.", "rl.", "trl.", "nemo_rl.set.", "tasks.", "environments.")
 """Prefixes of keys that may be new: the code that reads them knows which exist."""
 
-WHOLE = ("filters", "data.tokenizer")
-"""Sections that may be given whole, with keys that the file does not have."""
-
 WITH_PRECISION_PLAN = ("train", "puzzle", "sensitivity", "describe", "quantize", "rl")
 """Jobs that read `precision_plan`, whose keys may be new there: it is null without `precision=`."""
 
@@ -220,10 +217,12 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
         name, equals, value = word.partition("=")
         section = name.rpartition(".")[0]
         planned = section == "precision_plan" and job in WITH_PRECISION_PLAN
-        if equals and (section in OPEN or planned or name.startswith(FREE) or name in WHOLE):
+        if equals and (section in OPEN or planned or name.startswith(FREE) or name == "filters"):
             spelled.append(f"++{word}")
         elif equals and name == "streams" and job in WITH_STREAMS:
             spelled += ["streams=null", word]
+        elif name == "data.tokenizer" and value.startswith("{") and job in WITH_STREAMS:
+            spelled.append(f"++{word}")
         elif equals and name in OPEN:
             spelled += [f"~{name}", f"+{word}"]
         elif name == "preset" and job in PRESETS:
@@ -304,7 +303,7 @@ def mistake(error: Exception, job: str) -> str:
                 (job, key), f"{command} has no such key; `nemo-ext {command} --help` names those it has"
             )
         return f"{unknown[0]}: {why}"
-    return " ".join(str(error).split())
+    return " ".join((str(error).strip() or str(error.__cause__ or error)).split())
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def flat(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
     """Differences between two sections as `before -> now`, by dotted key; an absent key equals null and {}."""
-    old, new = flat(before), flat(_as_json(now))
+    old, new = flat(_as_json(before)), flat(_as_json(now))
     return {
         key: " -> ".join(_where_they_differ(old.get(key), new.get(key)))
         for key in dict.fromkeys((*old, *new))

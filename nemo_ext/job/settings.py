@@ -30,6 +30,8 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
     Raises:
         ValueError: a key does not fit; names it, what it holds and what it may hold.
     """
+    if not isinstance(section, Mapping):
+        raise ValueError(f"{where}={section!r}: expected a section with keys")
     adapter = TypeAdapter(kind)
     fields = _fields(adapter.json_schema(), ())
     prefix = f"{where}: " if where else ""

@@ -66,7 +66,10 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     Raises:
         ValueError: naming each key, what it was and what it is.
     """
-    changed = differing(*({key: config.get(key) for key in SAME} for config in (before, now)))
+    old, new = ({key: config.get(key) for key in SAME} for config in (before, now))
+    was, is_ = flat(old), flat(new)
+    # What is off, empty or not there is one thing to an engine.
+    changed = {key: how for key, how in differing(old, new).items() if (was.get(key) or None) != (is_.get(key) or None)}
     # If a file's share is bounded by epochs, more steps change the plan from the first step on.
     bounded = any(key.endswith("cap_epochs") for key in flat((now.get("tasks") or {}).get("train") or {}))
     kept = {

@@ -65,6 +65,25 @@ def test_other_files_are_asked_about(file: str, text: str, folder: Path) -> None
     assert may_run_code(str(folder), {"trust_remote_code": True}) is True
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", {"auto_map": ["somebody/model--code.Class", None]}),
+        ("video_preprocessor_config.json", {"auto_map": {"AutoProcessor": "somebody/model--code.Class"}}),
+        ("config.4.0.0.json", {"auto_map": {"AutoConfig": "code.Class"}}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": "linked/code.Class"}}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": "/elsewhere/code.Class"}}),
+        ("config.json", {**MAPPED, "configuration_files": ["config.4.0.0.json"]}),
+        ("adapter_config.json", {"base_model_name_or_path": "somebody/model"}),
+    ],
+)
+def test_no_other_way_leads_around_the_question(file: str, content: dict[str, Any], folder: Path) -> None:
+    (folder / file).write_text(json.dumps(content))
+
+    with pytest.raises(ValueError, match="trust_remote_code=true"):
+        may_run_code(str(folder), {})
+
+
 @pytest.mark.parametrize("config", ["config.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("named", ["somebody/model--code.Class", [None, "somebody/model--code.Class"]])
 def test_code_of_other_repositories_is_asked_about(config: str, named: Any, folder: Path) -> None:

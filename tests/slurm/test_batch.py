@@ -109,7 +109,7 @@ def test_a_node_that_fails_is_replaced(slurm: Any, submit: Callable[..., str], t
 
     assert slurm.state(job) == "COMPLETED", output(tmp_path)
     first, second = attempts.read(run_dir)
-    assert "killed" in first.reason
+    assert "killed" in first.reason or first.reason == "cancelled"  # it may be told before it is killed
     assert 5 <= second.first_step < STEPS == second.last_step
 
 

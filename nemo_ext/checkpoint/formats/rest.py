@@ -23,10 +23,15 @@ AROUND = frozenset(
         *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences"),
         *("output_scores", "return_dict_in_generate", "exponential_decay_length_penalty", "suppress_tokens"),
         *("begin_suppress_tokens", "remove_invalid_values", "num_logits_to_keep", "output_router_logits"),
+        # what published folders carry beside it
+        *("max_sequence_length", "model_max_length", "max_seq_len", "max_seq_length", "seq_length", "n_ctx"),
+        *("name_or_path", "tokenizer_model", "chat_template", "license", "transformers.js_config"),
     )
 )
 """Keys that say nothing about the model."""
-_AROUND = re.compile(r"_.*|.*_(token|token_id|token_ids|token_index|version|implementation|dropout)|unsloth_.*")
+_AROUND = re.compile(
+    r"_.*|use_flash_attn.*|.*pdrop|.*_(token|token_id|token_ids|token_index|version|implementation|dropout)|unsloth_.*"
+)
 """Further keys that say nothing about the model: private names, token ids, versions, and dropout, for training only."""
 _FACTOR = re.compile(r".*(scale|scaling|multiplier|factor)$")
 

@@ -33,10 +33,6 @@ from nemo_ext.job.progress import notice
 _BATCH_BYTES = 1 << 20
 
 
-class DamagedShard(ValueError):
-    """Raised for a shard that cannot be read."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ShardWork:
     """Settings that a worker process needs for any shard, in a form that is cheap to send."""
@@ -144,7 +140,7 @@ def read_rows(directory: Path, shard: int) -> ShardRows:
                 report=ReadReport(**json.loads(stored["report"].tobytes())),
             )
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise DamagedShard(f"{path} is damaged ({error}): remove {directory} and run again") from error
+        raise ValueError(f"{path} is damaged ({error}): remove {directory} and run again") from error
 
 
 def open_tokens(directory: Path, shard: int, dtype: type[np.uint16 | np.int32], count: int) -> Ids:
@@ -155,7 +151,7 @@ def open_tokens(directory: Path, shard: int, dtype: type[np.uint16 | np.int32], 
     """
     path = _tokens_path(directory, shard)
     if path.stat().st_size != count * np.dtype(dtype).itemsize:
-        raise DamagedShard(f"{path} is damaged: remove {directory} and run again")
+        raise ValueError(f"{path} is damaged: remove {directory} and run again")
     return np.memmap(path, dtype=dtype, mode="r") if count else np.empty(0, dtype=dtype)
 
 
