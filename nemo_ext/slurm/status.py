@@ -220,7 +220,7 @@ def show(places: Sequence[Path], *, as_json: bool = False) -> None:
         table.add_row(*cells, str(row.restarts))
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console.width = 200  # a file or a pipe has room
+        console.width = 400  # a file or a pipe has room
     console.print(table)
 
 
