@@ -66,7 +66,7 @@ def leaves_nothing(sandbox: Sandbox) -> Iterator[None]:
     assert not list(Path(tempfile.gettempdir()).glob("nemo_ext_sandbox_*"))
     if len(os.listdir("/proc/self/fd")) != before:
         gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_program_reads_and_writes(sandbox: Sandbox) -> None:
