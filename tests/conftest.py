@@ -46,6 +46,10 @@ settings.register_profile("quick", max_examples=25, deadline=None)
 settings.register_profile("thorough", max_examples=100, deadline=None)
 settings.load_profile("quick")
 
+# A shell ignores Ctrl-C for what it starts in the background, and the processes that tests interrupt would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 BEGAN = time.monotonic()
 
 IN_ONE_WORKER = ("slurm", "ray_cluster", "megatron")
