@@ -46,7 +46,7 @@ settings.register_profile("quick", max_examples=25, deadline=None)
 settings.register_profile("thorough", max_examples=100, deadline=None)
 settings.load_profile("quick")
 
-# A shell ignores Ctrl-C for what it starts in the background, and the processes that tests interrupt would inherit that.
+# A shell lets what it starts in the background ignore Ctrl-C; processes that tests interrupt must not inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

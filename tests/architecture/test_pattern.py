@@ -216,3 +216,7 @@ def test_a_block_has_the_notation_s_largest_size() -> None:
     assert parse("-{ffn=2147483647}").blocks == (Block.of("-", ffn=2147483647),)
     with pytest.raises(ValueError, match="'ffn' of '-' must be at most 2147483647, got 2147483648"):
         Block.of("-", ffn=2147483648)
+
+
+def test_a_pattern_may_have_as_many_blocks_as_the_limit() -> None:
+    assert len(parse("Mx2048").blocks) == len(parse("(M*)x1024").blocks) == 2048

@@ -98,6 +98,10 @@ def test_sizes_that_a_recipe_does_not_take_are_named() -> None:
     assert "block 0 in_proj: out 656 is no multiple of 128 (blockwise); nearest 640, 768" in misfits(
         plan(recipe="blockwise"), model
     )
+    narrow = architecture("nemotron3_nano_tiny", "model.pattern=M-{ffn=64}")
+    assert "block 1 fc1: out 64 is no multiple of 128 (blockwise); nearest 128, 256" in misfits(
+        plan(recipe="blockwise"), narrow
+    )
     assert not misfits(plan("M bf16"), model)
     assert any(line.startswith("block 3 qkv: in 192") for line in misfits(plan("M bf16", recipe="blockwise"), model))
 

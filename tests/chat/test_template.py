@@ -347,3 +347,10 @@ def test_a_template_that_counts_too_far_is_refused_at_once(source: str, said: st
 
     with pytest.raises(ValueError, match=f"sample a: chat template mine: .*{said}"):
         Template("mine", source).render(sample)
+
+
+def test_the_last_turn_begins_after_the_last_user_message() -> None:
+    messages = [Message(role=role, content=f"{role} {turn}") for turn in (1, 2) for role in ("user", "assistant")]
+
+    assert [message.content for message in last_turn(messages)] == ["assistant 2"]
+    assert last_turn(messages[-1:]) == messages[-1:]

@@ -266,3 +266,10 @@ def test_tools_that_are_none(tools: Any) -> None:
 def test_an_unknown_style() -> None:
     with pytest.raises(ValueError, match="hermes"):
         parse_tool_calls("", cast(Style, "harmes"))
+
+
+def test_as_many_structured_calls_as_the_limit_are_read_without_a_problem() -> None:
+    call = {"function": {"name": "f", "arguments": "{}"}}
+
+    assert not read_openai_calls([call] * MAX_CALLS).problems
+    assert len(read_openai_calls([call] * (MAX_CALLS + 1)).problems) == 1

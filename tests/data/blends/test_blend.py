@@ -99,6 +99,12 @@ def test_notes_tell_what_shares_do_not_show(section: Section) -> None:
     ]
 
 
+def test_tiers_that_give_all_children_the_same_have_no_note(section: Section) -> None:
+    tiers = {"share": 1, "by": "tiers", "of": {"A": {"share": 0.5, "of": ["x"]}, "B": ["y"]}}
+
+    assert not plan_blend(section({"tiers": tiers}, x=100, y=100), tokens=100).notes()
+
+
 def test_an_empty_stream_is_an_error_with_its_place(section: Section) -> None:
     with pytest.raises(ValueError, match=r"data\.blend\.web\.of\.ita: .*web_ita: empty, no tokens to train on"):
         plan_blend(section({"code": 80, "web": LANGUAGES}, code=400, web_spa=10, web_ita=0), tokens=1000)

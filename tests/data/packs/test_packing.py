@@ -373,3 +373,9 @@ def test_a_training_config_takes_packs(tmp_path: Path) -> None:
     (tmp_path / "packs.bin").write_bytes((tmp_path / "packs.bin").read_bytes()[:-2])
     with pytest.raises(ValueError, match=r"packs: its \.bin or \.idx is missing or cut short"):
         use_packed(config_of(tmp_path, one))
+
+
+def test_even_packs_keep_the_limit_of_samples_where_tokens_would_not() -> None:
+    packs = pack(np.array([9, 1, 1, 1]), 10, even=True, max_samples=2)
+
+    assert sorted(len(samples) for samples in packs) == [2, 2]
