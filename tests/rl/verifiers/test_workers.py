@@ -39,6 +39,7 @@ def _workers_of_other_tests() -> None:
 def workers() -> list[psutil.Process]:
     """The workers that this process began in the test."""
     children = [child for child in psutil.Process().children() if child.pid not in _others]
+    children = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]  # another test's, not waited for
     return [child for child in children if "verifiers.workers" in " ".join(child.cmdline())]
 
 
