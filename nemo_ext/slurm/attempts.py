@@ -29,7 +29,7 @@ class Attempt:
         last_step: step of the newest checkpoint at its end.
         reason: reason of its end; "" while it runs.
         counted: True if progress is measured in steps; if not, a start that reached its time limit made progress.
-        given_up: reason why the job was not requeued after it, or "".
+        given_up: reason why the job was not requeued after it; "" if it was; None if not recorded, as in older runs.
     """
 
     job: str
@@ -41,7 +41,7 @@ class Attempt:
     last_step: int | None = None
     reason: str = ""
     counted: bool = True
-    given_up: str = ""
+    given_up: str | None = None
 
     @property
     def progressed(self) -> bool:

@@ -116,8 +116,8 @@ def _end(run_dir: Path, job: str, starts: Sequence[attempts.Attempt]) -> str:
         if last.reason in last.given_up:
             return f"not queued again: {last.given_up}"
         return f"{reason}; not queued again: {last.given_up}"
-    # The job was requeued and something removed it before its next start.
-    after = ends.why(folder, job)
+    # If the job was requeued, something removed it before its next start.
+    after = "" if last.given_up is None else ends.why(folder, job)
     return reason if not after or after in reason else f"{reason}; then {after}"
 
 

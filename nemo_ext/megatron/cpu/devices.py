@@ -14,13 +14,9 @@ CPU = torch.device("cpu")
 
 def is_cuda(device: object) -> bool:
     """True if a `device=` argument is a CUDA device (`"cuda"`, `"cuda:1"`, `torch.device("cuda")`, an index)."""
-    if isinstance(device, bool):
-        return False
     if isinstance(device, int):
-        return True
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    return isinstance(device, str) and device.startswith("cuda")
+        return not isinstance(device, bool)
+    return isinstance(device, torch.device | str) and str(device).startswith("cuda")
 
 
 def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,6 +38,11 @@ def identity(original: Callable[..., Any]) -> Callable[..., Any]:
 def constant(value: Any) -> Callable[[Any], Callable[..., Any]]:
     """A replacement that returns `value` for any arguments."""
     return lambda original: lambda *args, **kwargs: value
+
+
+def instead(value: Any) -> Callable[[Any], Any]:
+    """A replacement that is `value` itself."""
+    return lambda original: value
 
 
 class Stream:

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_ext.megatron.cpu.mamba_segment import (
+    Parameters,
     ScanSlice,
     Scratch,
     Segment,
     cut,
-    empty_gradients,
     scan_backward,
     scan_forward,
 )
@@ -94,23 +94,14 @@ class _ChunkScan(torch.autograd.Function):
         run: Tensor | None,
         chunk_size: int,
     ) -> tuple[Tensor, Tensor]:
-        inputs = ScanSlice(x, dt, B, C, z, run)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         ungated = None if z is None else torch.empty_like(out)
+        whole = {"x": x, "dt": dt, "B": B, "C": C, "z": z, "out": out, "ungated": ungated, "run": run}
         scratch = Scratch(dtype=dt.dtype, device=x.device)
         entering = []
         for segment in split_into_segments(x.shape, x.device, chunk_size=chunk_size):
             entering.append(state)
-            state = scan_forward(
-                cut(inputs, segment),
-                A=A,
-                D=D,
-                state=state,
-                segment=segment,
-                scratch=scratch,
-                ungated=None if ungated is None else ungated[:, segment.span],
-                out=out[:, segment.span],
-            )
+            state = scan_forward(ScanSlice(**cut(segment, **whole)), Parameters(A, D), state, segment, scratch)
         ctx.save_for_backward(x, dt, A, B, C, D, z, run, ungated, *entering)
         ctx.chunk_size = chunk_size
         ctx.set_materialize_grads(False)
@@ -120,36 +111,28 @@ class _ChunkScan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, out_gradient: Tensor | None, state_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         x, dt, A, B, C, D, z, run, ungated, *entering = ctx.saved_tensors
-        inputs = ScanSlice(x, dt, B, C, z, run)
-        gradients = empty_gradients(inputs)
-        if out_gradient is None:
-            out_gradient = torch.zeros_like(x)
-        if state_gradient is None:
-            state_gradient = torch.zeros_like(entering[0])
-        dA = torch.zeros_like(A, dtype=torch.float64)
-        dD = None if D is None else torch.zeros_like(D)
+        inputs = {"x": x, "dt": dt, "B": B, "C": C, "z": z}
+        gradients = {name: None if each is None else torch.empty_like(each) for name, each in inputs.items()}
+        out_gradient = torch.zeros_like(x) if out_gradient is None else out_gradient
+        state_gradient = torch.zeros_like(entering[0]) if state_gradient is None else state_gradient
+        parameters = Parameters(A, D)
+        added_to = parameters.gradients()
         scratch = Scratch(dtype=dt.dtype, device=x.device)
         segments = split_into_segments(x.shape, x.device, chunk_size=ctx.chunk_size)
         with full_precision(x):
             for segment, state in zip(reversed(segments), reversed(entering), strict=True):
-                added = scan_backward(
-                    cut(inputs, segment),
-                    A=A,
-                    D=D,
-                    state=state,
-                    segment=segment,
-                    scratch=scratch,
-                    ungated=None if ungated is None else ungated[:, segment.span],
-                    out_gradient=out_gradient[:, segment.span],
-                    state_gradient=state_gradient,
-                    gradients=cut(gradients, segment),
+                state_gradient = scan_backward(
+                    ScanSlice(**cut(segment, **inputs, ungated=ungated, run=run)),
+                    ScanSlice(**cut(segment, **gradients, out=out_gradient)),
+                    parameters,
+                    added_to,
+                    state,
+                    state_gradient,
+                    segment,
+                    scratch,
                 )
-                state_gradient = added.state
-                dA += added.A
-                if dD is not None and added.D is not None:
-                    dD += added.D
-        inputs_first = (gradients.x, gradients.dt, dA.to(A.dtype), gradients.B, gradients.C)
-        return (*inputs_first, dD, gradients.z, state_gradient, None, None)
+        dx, d_dt, dB, dC, dz = gradients.values()
+        return dx, d_dt, added_to.A.to(A.dtype), dB, dC, added_to.D, dz, state_gradient, None, None
 
 
 def step_sizes(
