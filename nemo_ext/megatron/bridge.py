@@ -26,7 +26,7 @@ from nemo_ext.checkpoint.description import Description, from_config, to_config
 from nemo_ext.checkpoint.formats import FORMATS, Entry, Format, named, read
 from nemo_ext.checkpoint.parameters import Piece
 from nemo_ext.checkpoint.rules import QKV, Vocabulary
-from nemo_ext.megatron.model import BlockModelConfig
+from nemo_ext.megatron.model import SECTION, BlockModelConfig
 
 try:
     import transformers
@@ -199,10 +199,7 @@ def stack_spec(config: Any) -> ModuleSpec:
         # Not the provider itself: HybridModelConfig would write the defaults of its own fields into it.
         transformer=SimpleNamespace(window_size=config.window_size, window_attn_skip_freq=config.window_attn_skip_freq),
         pattern=model["pattern"],
-        norm_affine=model.get("norm_affine", True),
-        norm_placement=model.get("norm_placement", "input"),
-        qk_norm_scope=model.get("qk_norm_scope", "head"),
-        yarn_on_windowed=model.get("yarn_on_windowed", True),
+        **{name: model[name] for name in SECTION & model.keys()},
         llama3_rope_factor=megatron["rope_scaling_factor"] if megatron.get("use_rope_scaling") else None,
         position_embedding_type=config.position_embedding_type,
         rotary_base=config.rotary_base,

@@ -21,6 +21,9 @@ from nemo_ext.megatron.float8_modules import use_float8
 from nemo_ext.megatron.fp8 import Precision
 from nemo_ext.megatron.specs import StackOptions, hybrid_stack
 
+SECTION = {"norm_affine", "norm_placement", "qk_norm_scope", "yarn_on_windowed"}
+"""Fields of `BlockModelConfig` that a config's section `model` may set."""
+
 
 @dataclass(kw_only=True)
 class BlockModelConfig(HybridModelConfig):
@@ -148,10 +151,8 @@ def model_config(
     """
     config = hybrid_config_from_args(arguments, model_config_cls=BlockModelConfig)
     config.pattern = format_pattern(parse(pattern))
-    config.norm_affine = model.get("norm_affine", True)
-    config.norm_placement = model.get("norm_placement", "input")
-    config.qk_norm_scope = model.get("qk_norm_scope", "head")
-    config.yarn_on_windowed = model.get("yarn_on_windowed", True)
+    for name in SECTION & model.keys():
+        setattr(config, name, model[name])
     config.fused_squared_relu = uses_fused_squared_relu(model, vars(arguments))
     config.precision = precision
     config.llama3_rope_factor = arguments.rope_scaling_factor if arguments.use_rope_scaling else None

@@ -11,12 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_ext.megatron.cpu.mamba_convolution import (
-    check_convolution,
-    convolve,
-    convolve_gradients,
-    taps_by_age,
-)
+from nemo_ext.megatron.cpu.mamba_convolution import check_convolution, convolve, convolve_gradients, taps_by_age
 from nemo_ext.megatron.cpu.mamba_scan import (
     compute_dtype,
     entering_state,
@@ -236,10 +231,7 @@ def split_convolution_scan(
         chunk_size: Longest chunk to use; no effect on the result.
         gated: True to multiply the result by silu(z).
         activation: Activation after the convolution: "silu" (or "swish") or None.
-        dt_limit: Lowest and highest dt, applied last.
-        seq_idx: [batch, length]; convolution and state start afresh wherever the number changes. None for one
-            sequence.
-        initial_states: [batch, heads, head_dim, state] before the first token, or None for zeros.
+        dt_limit, seq_idx, initial_states: As in `mamba_scan.ssd_chunk_scan`; the convolution starts afresh too.
 
     Returns:
         [batch, length, inner] in the dtype of `projection`, and the last state, as `initial_states`.

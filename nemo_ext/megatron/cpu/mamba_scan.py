@@ -136,12 +136,7 @@ class _ChunkScan(torch.autograd.Function):
 
 
 def step_sizes(
-    dt: Tensor,
-    dt_bias: Tensor | None,
-    *,
-    softplus: bool,
-    limit: tuple[float, float],
-    dtype: torch.dtype,
+    dt: Tensor, dt_bias: Tensor | None, *, softplus: bool, limit: tuple[float, float], dtype: torch.dtype
 ) -> Tensor:
     """Returns dt [batch, length, heads] after bias, softplus and limits; differentiable."""
     dt = dt.to(dtype)
@@ -157,12 +152,7 @@ def entering_state(
 ) -> Tensor:
     """Lays out initial states [batch, heads, head_dim, state] as the scan keeps them; zeros for None.
 
-    Args:
-        initial_states: Initial states as the public functions take them.
-        batch: Batch size.
-        groups: Groups of heads that share B and C.
-        A: [heads], in the dtype of the work.
-        size: (head_dim, state).
+    `A` is [heads], in the dtype of the work; `size` is (head_dim, state).
 
     Raises:
         ValueError: If the shape does not fit.
@@ -227,7 +217,9 @@ def ssd_chunk_scan(
     Raises:
         ValueError: If shapes do not fit together.
     """
-    _check_shapes(x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, seq_idx=seq_idx, chunk_size=chunk_size)
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}, expected at least 1")
+    _check_shapes(x, B, dt=dt, A=A, C=C, D=D, z=z, dt_bias=dt_bias, seq_idx=seq_idx)
     work = compute_dtype(x)
     A = A.to(work)
     groups, state_size = B.shape[2:]
@@ -248,38 +240,26 @@ def ssd_chunk_scan(
     return (out, leaving_state(state).contiguous()) if return_final_states else out  # callers take views of it
 
 
-def _check_shapes(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    seq_idx: Tensor | None,
-    chunk_size: int,
-) -> None:
+def _check_shapes(x: Tensor, B: Tensor, **others: Tensor | None) -> None:
     if x.dim() != 4 or x.shape[1] == 0:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected [batch, length >= 1, heads, head_dim]")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}, expected at least 1")
     batch, length, heads, head_dim = x.shape
     groups = B.shape[2] if B.dim() == 4 else 0
     if groups == 0 or heads % groups:
         raise ValueError(f"B has {groups} groups, which must divide the {heads} heads of x")
     grouped = (batch, length, groups, B.shape[3])
+    D = others["D"]
     expected = {
-        "dt": (dt, (batch, length, heads)),
-        "A": (A, (heads,)),
-        "B": (B, grouped),
-        "C": (C, grouped),
-        "D": (D, (heads,) if D is None or D.dim() == 1 else (heads, head_dim)),
-        "z": (z, (batch, length, heads, head_dim)),
-        "dt_bias": (dt_bias, (heads,)),
-        "seq_idx": (seq_idx, (batch, length)),
+        "dt": (batch, length, heads),
+        "A": (heads,),
+        "B": grouped,
+        "C": grouped,
+        "D": (heads,) if D is None or D.dim() == 1 else (heads, head_dim),
+        "z": (batch, length, heads, head_dim),
+        "dt_bias": (heads,),
+        "seq_idx": (batch, length),
     }
-    for name, (tensor, shape) in expected.items():
-        if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape} where x is {tuple(x.shape)}")
+    for name, tensor in {"B": B, **others}.items():
+        if tensor is not None and tensor.shape != expected[name]:
+            shape, wanted = tuple(tensor.shape), expected[name]
+            raise ValueError(f"{name} has shape {shape}, expected {wanted} where x is {tuple(x.shape)}")
