@@ -10,14 +10,14 @@ from hydra.errors import HydraException
 from pydantic.dataclasses import dataclass as checked_dataclass
 from rich.console import Console
 
-from nemo_ext.job.config import compose, config_folders, hydra_value
+from nemo_ext.job.config import check_choice, compose, config_folders, hydra_value
 from nemo_ext.job.files import write_text
 from nemo_ext.job.settings import checked, nearest
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.cluster import STRICT
 from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG, makes, script_name
 from nemo_ext.slurm.preflight import Finding, other_tokenizers
-from nemo_ext.slurm.settings import PACKAGED, check_choice, split
+from nemo_ext.slurm.settings import split
 from nemo_ext.slurm.status import PARENTS, PIPELINE, job_of, queued
 from nemo_ext.slurm.submit import Submission, errors, hand_over, planned, tell
 from nemo_ext.slurm.submit import checked as checked_submission
@@ -86,7 +86,9 @@ def read(words: Sequence[str]) -> Pipeline:
     folders, theirs = config_folders(theirs)
     both = [f"--config-dir={folder}" for folder in folders]
     dotted = [word for word in theirs if "." in word.partition("=")[0]]
-    config = _composed([*both, *(word for word in theirs if word not in dotted)])
+    own = [*both, *(word for word in theirs if word not in dotted)]
+    check_choice("pipeline", own)
+    config = compose("pipeline", own)
     given = {name: checked(Given, stage, where=f"stages.{name}") for name, stage in config["stages"].items()}
     for word in dotted:
         name = word.partition(".")[0]
@@ -122,12 +124,6 @@ def read(words: Sequence[str]) -> Pipeline:
 def _last_of_each_key(words: Sequence[str]) -> list[str]:
     """The last argument of each key, in the place of the first; all config folders are kept."""
     return list({word if word.startswith("-") else word.partition("=")[0]: word for word in words}.values())
-
-
-def _composed(words: Sequence[str]) -> dict[str, Any]:
-    folders, rest = config_folders(words)
-    check_choice("pipeline", rest, [PACKAGED / "pipeline", *(folder / "pipeline" for folder in folders)])
-    return compose("pipeline", words)
 
 
 def _of(word: str, prefix: str) -> str:

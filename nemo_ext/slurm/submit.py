@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from nemo_ext.job.config import check_recipe, compose, without_data
+from nemo_ext.job.config import check_choice, compose, without_data
 from nemo_ext.job.files import write_text
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.jobs import nodes_and_gpus, record_of, script_name, shard_record
@@ -129,7 +129,7 @@ def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
     settings = settings_of(ours)
     job = settings.job
     script_of(job)
-    check_recipe(theirs)
+    check_choice("recipe", theirs)
     several = MULTIRUN in words
     runs = [split(point)[1] for point in points(job, theirs)] if several else [theirs]
     configs = [compose(job, run) for run in runs]
