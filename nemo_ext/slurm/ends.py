@@ -5,11 +5,11 @@ import pwd
 import re
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 from nemo_ext.job.files import write_text
+from nemo_ext.slurm.cluster import call
 
 CANCELLED = "cancelled.json"
 """File in a run's folder `slurm`: who cancelled its newest job with `nemo-ext cancel`, and when."""
@@ -166,8 +166,7 @@ def _asked(job: str) -> dict[str, str]:
     """Slurm's fields of an ended job, from the controller for some minutes and from accounting if there is any."""
     said: dict[str, str] = {}
     if shutil.which("scontrol"):
-        asked = ["scontrol", "show", "job", job, "--oneliner"]
-        shown = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+        shown = call(["scontrol", "show", "job", job, "--oneliner"]).stdout
         for name in ("JobState", "Reason", "ExitCode", "TimeLimit", "EndTime", "NodeList", "StdOut"):
             # A path may have spaces.
             if found := re.search(rf"(?:^| ){name}=(.*?)(?= \w+(?::\w+)*=|\s*$)", shown, re.MULTILINE):
@@ -175,7 +174,7 @@ def _asked(job: str) -> dict[str, str]:
     if said.get("JobState", "CANCELLED") == "CANCELLED" and shutil.which("sacct"):
         names = ("State", "ExitCode", "Timelimit", "End", "NodeList")
         asked = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", f"--format={','.join(names)}"]
-        lines = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines()
+        lines = call(asked).stdout.splitlines()
         if lines and lines[-1].count("|") == len(names) - 1:
             state, code, limit, end, nodes = lines[-1].split("|")
             word, _, by = state.partition(" by ")

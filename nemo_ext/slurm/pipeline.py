@@ -12,9 +12,8 @@ from rich.console import Console
 
 from nemo_ext.job.config import check_choice, compose, config_folders, hydra_value
 from nemo_ext.job.files import write_text
-from nemo_ext.job.settings import checked, nearest
+from nemo_ext.job.settings import STRICT, checked, nearest
 from nemo_ext.slurm import attempts
-from nemo_ext.slurm.cluster import STRICT
 from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG, makes, script_name
 from nemo_ext.slurm.preflight import Finding, other_tokenizers
 from nemo_ext.slurm.settings import split

@@ -8,8 +8,8 @@ from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.job.config import check_choice, compose, config_folders
-from nemo_ext.job.settings import checked
-from nemo_ext.slurm.cluster import STRICT, Cluster, duration
+from nemo_ext.job.settings import STRICT, checked
+from nemo_ext.slurm.cluster import Cluster, duration
 
 OWN = ("job", "account", "time")
 _NAMES = re.compile(r"[A-Za-z0-9_.@+][A-Za-z0-9_.@+-]*(,[A-Za-z0-9_.@+][A-Za-z0-9_.@+-]*)*")

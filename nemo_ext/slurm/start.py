@@ -19,7 +19,7 @@ from pathlib import Path
 from nemo_ext.job.config import FAILED, USER_ERROR
 from nemo_ext.job.files import write_text
 from nemo_ext.slurm import attempts
-from nemo_ext.slurm.cluster import duration
+from nemo_ext.slurm.cluster import call, duration
 from nemo_ext.slurm.ends import first_error
 from nemo_ext.slurm.settings import Settings
 from nemo_ext.slurm.status import queued
@@ -166,6 +166,12 @@ class Batch(ABC):
             given["SRUN_CPUS_PER_TASK"] = os.environ["SLURM_CPUS_PER_TASK"]  # srun no longer takes it from sbatch
         return {**os.environ, **given}
 
+    def hostnames(self) -> list[str]:
+        """Names of the job's nodes, this one first."""
+        done = call(["scontrol", "show", "hostnames"])
+        done.check_returncode()
+        return done.stdout.split()
+
     def _stop(self, number: int, frame: object) -> None:
         left = self.seconds_left() if number == signal.SIGUSR2 else None
         if left is not None and self.margin() < left <= max(_SIGNAL_SECONDS, self.settings.slurm.margin) + 60:
@@ -192,9 +198,8 @@ class Batch(ABC):
 
     def _asked(self) -> tuple[str, float | None]:
         """The job's state and the seconds left to this start, None without a limit."""
-        asked = ["squeue", "--noheader", f"--jobs={self.name}", "--format=%T|%L"]
-        said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
-        state, _, left = said.partition("|")
+        said = call(["squeue", "--noheader", f"--jobs={self.name}", "--format=%T|%L"]).stdout
+        state, _, left = said.strip().partition("|")
         try:
             return state, duration(left).total_seconds()
         except ValueError:
@@ -224,7 +229,7 @@ class Batch(ABC):
             return USER_ERROR if mistake else FAILED
         say(f"{_saved_in(record, step)}{reason}; queued again")
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to this process by requeueing
-        done = subprocess.run(["scontrol", "requeue", self.name], capture_output=True, text=True, check=False)
+        done = call(["scontrol", "requeue", self.name])
         if done.returncode:
             attempts.end(record, step=step, reason=reason, given_up=f"scontrol requeue: {done.stderr.strip()}")
             say(f"scontrol requeue: {done.stderr.strip()}; the same sbatch command goes on")

@@ -150,7 +150,7 @@ def test_without_slurm_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     (programs / "bash").symlink_to("/bin/bash")
     monkeypatch.setenv("PATH", str(programs))
 
-    with pytest.raises(ValueError, match="sbatch is not on PATH: submit from a login node"):
+    with pytest.raises(ValueError, match="sbatch is not on PATH"):
         checked(planned(["recipe=nemotron3_nano/quickstart", "data=mock", "cluster=testbed"]))
 
 
