@@ -23,11 +23,7 @@ PLAIN_WIDTH = 120
 
 
 def report(config: dict[str, Any]) -> None:
-    """Runs the describe job and notes each `megatron.*` override that the figures do not depend on.
-
-    Raises:
-        ValueError: see `describe`.
-    """
+    """Runs the describe job and notes each `megatron.*` override that the figures do not depend on."""
     from hydra.core.hydra_config import HydraConfig
 
     describe(config)

@@ -280,12 +280,7 @@ MISPLACED = {
 
 
 def mistake(error: Exception, job: str) -> str:
-    """One line on a config that cannot be composed: what is wrong, where, and what to do.
-
-    Args:
-        error: exception of Hydra or of YAML.
-        job: name of the job whose config it is.
-    """
+    """One line on why the config of a job cannot be composed, from Hydra's or YAML's error: what, where, what to do."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         place = f"{error.problem_mark.name}, line {error.problem_mark.line + 1}"
         return f"{place}: {error.problem}: mend the file, which must be plain YAML"
@@ -333,15 +328,11 @@ def _end(code: int, error: object) -> NoReturn:
 
 
 def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumable: bool = False) -> None:
-    """Composes `config_name` with the overrides in `sys.argv` and runs `job` on the result.
+    """Composes `config_name` with the overrides in `sys.argv` and runs `job` on the resolved config.
 
     Ends the process with one line on stderr instead of a traceback where the user can mend it: code 2 after a
-    composition error or a ValueError, 1 after an error of the system such as a full disk, 130 after Ctrl-C.
-
-    Args:
-        config_name: name of a primary config, such as `convert`.
-        job: function that takes the resolved config as plain containers.
-        resumable: whether the same command resumes the work; the line after Ctrl-C then says so.
+    composition error or a ValueError, 1 after an error of the system such as a full disk, 130 after Ctrl-C; for
+    a `resumable` job that line says that the same command goes on.
     """
     register_resolvers()
     with mistakes_are_one_line():

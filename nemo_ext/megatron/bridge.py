@@ -95,12 +95,7 @@ class Weight:
 
 
 def parameter_names(piece: Piece, expert: int = 0) -> tuple[str, ...]:
-    """Names of a piece of Megatron's checkpoint in the live model, one per back end, the local one's first.
-
-    Args:
-        piece: piece of the checkpoint.
-        expert: number of the expert, for a piece that holds several.
-    """
+    """Names in the live model of a piece of a checkpoint, or of an expert in it; the local back end's first."""
     for key, names in SPELLINGS:
         if re.search(key, piece.key):
             return tuple(re.sub(key, name, piece.key).format(expert=expert) for name in names)
@@ -109,10 +104,6 @@ def parameter_names(piece: Piece, expert: int = 0) -> tuple[str, ...]:
 
 def weights(found: Format, description: Description) -> Iterator[Weight]:
     """Every parameter and saved buffer of a model, once, in model order.
-
-    Args:
-        found: the Hugging Face format.
-        description: the model.
 
     Raises:
         ValueError: the format cannot express a block.
@@ -353,11 +344,7 @@ if MISSING is None:
             super().finalize()
 
     class BlocksBridge(MegatronModelBridge):
-        """A bridge whose mapping is derived from one of our formats.
-
-        Attributes:
-            FORMAT: the Hugging Face format.
-        """
+        """A bridge whose mapping is derived from one of our formats, `FORMAT`."""
 
         FORMAT: ClassVar[Format]
         _described: Description | None = None

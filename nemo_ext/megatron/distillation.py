@@ -149,12 +149,7 @@ def model_flags() -> frozenset[str]:
 
 
 class Distillation(ABC):
-    """Divergence of a student from its teacher, per micro-batch.
-
-    Attributes:
-        kl_weight: weight of the divergence in the loss.
-        lm_weight: weight of the language model loss.
-    """
+    """Divergence of a student from its teacher, per micro-batch, and the weights of both losses."""
 
     def __init__(self, *, kl_weight: float, lm_weight: float) -> None:
         self.kl_weight, self.lm_weight = kl_weight, lm_weight
@@ -278,11 +273,7 @@ def from_config(config: Mapping[str, Any], arguments: Any) -> Distillation | Non
 
 
 def load_teacher(config: Mapping[str, Any]) -> torch.nn.Module:
-    """Load the teacher of a student's run with its weights, on this rank's place in the run's process groups.
-
-    Raises:
-        ValueError: see `teacher_config`.
-    """
+    """Load the teacher of a student's run with its weights, on this rank's place in the run's process groups."""
     from megatron.core import dist_checkpointing
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.utils import unwrap_model

@@ -122,14 +122,7 @@ class BlockModelBuilder(HybridModelBuilder):
 
 
 def stage_blocks(pattern: Pattern, rank: int, size: int, vp_stage: int | None) -> range:
-    """Numbers of a pipeline stage's blocks, from 0.
-
-    Args:
-        pattern: pattern, cut into stages if there are several.
-        rank: pipeline rank.
-        size: pipeline-parallel size.
-        vp_stage: virtual stage of the rank; None if it has only one.
-    """
+    """Numbers of a pipeline stage's blocks, from 0; `vp_stage` is None if the rank has only one virtual stage."""
     edges = (0, *pattern.cuts, len(pattern.blocks))
     stage = (vp_stage or 0) * size + rank
     return range(edges[stage], edges[stage + 1])
@@ -145,9 +138,6 @@ def model_config(
         pattern: the notation with pipeline cuts (`arguments.pattern_with_cuts`).
         arguments: Megatron's validated arguments.
         precision: see `BlockModelConfig`.
-
-    Raises:
-        ValueError: the fused squared ReLU is requested with another activation.
     """
     config = hybrid_config_from_args(arguments, model_config_cls=BlockModelConfig)
     config.pattern = format_pattern(parse(pattern))

@@ -28,10 +28,7 @@ BOUNDS = "cu_seqlens"
 
 
 class PackedSamples:
-    """Files of one set of packs (`nemo_ext.data.packs.packed_files`).
-
-    Args:
-        prefix: path prefix of the files.
+    """Files of one set of packs (`nemo_ext.data.packs.packed_files`), by their path prefix.
 
     Raises:
         ValueError: the files are not packs, or tokens and mask do not match.

@@ -84,11 +84,7 @@ class LocalBackend(LocalSpecProvider):
 
 
 def backend(transformer_impl: str, *, setting: str = "transformer_impl") -> BackendSpecProvider:
-    """The provider of linear, norm and attention classes.
-
-    Args:
-        transformer_impl: Megatron's name of the back end.
-        setting: what the caller's user chose it by.
+    """The provider of linear, norm and attention classes of a back end; `setting` is what the user chose it by.
 
     Raises:
         ValueError: if Transformer Engine is asked for and is not installed.
@@ -233,13 +229,7 @@ _SAME_PATTERN = "pass the same pattern to hybrid_stack() and to --hybrid-layer-p
 
 
 def check_pattern(options: StackOptions, layer_type_list: list[str], offset: int, *, last: bool = False) -> None:
-    """Refuses a model that the options do not fit.
-
-    Args:
-        options: of the stack.
-        layer_type_list: the symbols of a pipeline stage.
-        offset: the blocks before it.
-        last: whether it is the last stage, after which no block of the options may be left over.
+    """Refuses a pipeline stage, after `offset` blocks, that the options do not fit; after the last one none is left.
 
     Raises:
         ValueError: naming the first block that differs from the pattern the options were made for, or how many blocks

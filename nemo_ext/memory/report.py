@@ -74,11 +74,7 @@ class Peak:
 
 
 def read(folder: Path) -> list[Node]:
-    """Nodes with samples, sorted by name; samples left out as unchanged are filled in, incomplete lines skipped.
-
-    Args:
-        folder: folder `memory` in a run directory; it need not exist.
-    """
+    """Nodes with samples in a run's folder `memory`, by name; unchanged samples filled in, incomplete lines skipped."""
     files = [path for path in sorted(folder.glob("*.jsonl")) if path.name != PHASES]
     return [node for path in files if (node := _read_node(path)) is not None]
 

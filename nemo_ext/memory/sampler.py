@@ -128,11 +128,7 @@ def root_of_ranks() -> int:
 
 
 class Phases:
-    """Records when each phase of the run begins. File system errors lose entries but never stop the run.
-
-    Args:
-        directory: folder of the samples; None records nothing, as on all ranks but the first.
-    """
+    """Records when each phase of the run begins, if there is a folder. File system errors lose entries, not the run."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
@@ -191,11 +187,7 @@ def gpu_memory() -> Callable[[str], list[int | None]]:
 
 
 class Sampler:
-    """Measures memory.
-
-    Args:
-        root: process id whose memory is counted with that of all its descendants, except this process.
-    """
+    """Measures memory; that of the root process is counted with that of all its descendants, except this process."""
 
     def __init__(self, root: int) -> None:
         self._gpus = gpu_memory()
@@ -241,13 +233,7 @@ class Sampler:
 
 
 class Record:
-    """The file of this node: a line for the start, then one for each sample that differs from the last one written.
-
-    Args:
-        directory: folder of the samples.
-        seconds: interval between samples.
-        totals: total bytes from `Sampler.totals`.
-    """
+    """The file of this node: a line for the start, then one for each sample that differs from the last one written."""
 
     def __init__(self, directory: Path, *, seconds: float, totals: Mapping[str, Any]) -> None:
         self.path = directory / f"{os.environ.get('SLURMD_NODENAME') or platform.node() or 'node'}.jsonl"

@@ -34,14 +34,10 @@ _LONGEST = 300
 
 
 def first_error(log: Path, position: int = 0) -> str:
-    """First error of the last start in a log, in one line; "" if there is none.
+    """First error of the last start in a log from a byte position on, in one line; "" if there is none.
 
     The error is the exception of any rank's traceback or a line "error: ..."; running out of memory takes precedence,
     as it makes ranks elsewhere fail. If there is neither, it is what Slurm says of the end.
-
-    Args:
-        log: log of the ranks, or the job's output.
-        position: byte offset to begin at.
     """
     if not log.is_file():
         return ""
@@ -85,12 +81,7 @@ def _of_slurm(line: str, found: dict[str, str]) -> None:
 
 
 def why(folder: Path, job: str) -> str:
-    """Reason why a job ended, in one line; "" if neither Slurm nor its output says.
-
-    Args:
-        folder: folder `slurm` of the run.
-        job: Slurm job id.
-    """
+    """Reason why a job of a run (its folder `slurm`) ended, in one line; "" if neither Slurm nor its output says."""
     asked = _asked(job)
     output = folder / f"{job}.out"
     error = first_error(output)

@@ -36,13 +36,7 @@ class Given:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A job of a pipeline.
-
-    Attributes:
-        name: name of the stage and of its folder.
-        words: arguments of `nemo-ext submit`.
-        after: names of stages that must have succeeded.
-    """
+    """A job of a pipeline: its name and folder, its arguments of `nemo-ext submit`, and the stages that it follows."""
 
     name: str
     words: tuple[str, ...]
@@ -51,13 +45,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Stages in topological order.
-
-    Attributes:
-        run_dir: folder with one folder for each stage.
-        stages: stages to run, without those skipped.
-        config: composed config of the pipeline.
-    """
+    """Stages in topological order, without those skipped, and the folder that has one folder for each."""
 
     run_dir: Path
     stages: tuple[Stage, ...]
@@ -110,7 +98,8 @@ def read(words: Sequence[str]) -> Pipeline:
         above.append(name)
         if name in config["skip"]:
             continue
-        more = [_of(word, prefix) for prefix in (stage.job, name) for word in dotted if word.startswith(f"{prefix}.")]
+        above_all = (f"{stage.job}.", f"{name}.")
+        more = [word.removeprefix(place) for place in above_all for word in dotted if word.startswith(place)]
         # The folder for the record of its starts.
         key = "run_dir" if stage.job in OWN_FOLDER else "slurm.folder"
         place = f"{key}={hydra_value(str(run_dir / name))}"
@@ -123,10 +112,6 @@ def read(words: Sequence[str]) -> Pipeline:
 def _last_of_each_key(words: Sequence[str]) -> list[str]:
     """The last argument of each key, in the place of the first; all config folders are kept."""
     return list({word if word.startswith("-") else word.partition("=")[0]: word for word in words}.values())
-
-
-def _of(word: str, prefix: str) -> str:
-    return word.removeprefix(f"{prefix}.")
 
 
 def submit(words: Sequence[str], *, dry_run: bool) -> int:
@@ -209,11 +194,7 @@ def _needed(stage: Stage, jobs: Mapping[str, str]) -> list[str]:
 
 
 def _finished(submission: Submission) -> bool:
-    """True if all of a submission was finished before, with the same arguments.
-
-    Raises:
-        ValueError: if it was finished with other arguments.
-    """
+    """True if all of a submission was finished before, with the same arguments; ValueError if with others."""
     ends = [attempts.finished(record) for record in submission.records]
     if any(end is None for end in ends):
         return False

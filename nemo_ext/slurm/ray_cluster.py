@@ -1,7 +1,7 @@
 """A Ray cluster on the nodes of an allocation, for one driver: started, monitored and removed without a trace.
 
     with ray_cluster(srun, nodes, job=job, logs=folder, environment=environment) as cluster:
-        code = cluster.run(["-m", "nemo_ext.cli", "rl", ...], log=file)
+        code = cluster.run(["-m", "nemo_ext.cli", "rl", ...])
 
 Each node has a Slurm step that keeps `ray start --block` running while its standard input is open: the step ends with
 the process that opened it, however that ends, and removes Ray's processes and files. The driver finds the cluster by
@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from nemo_ext.memory import sampler
 from nemo_ext.slurm.cluster import call
@@ -148,21 +148,14 @@ class RayCluster:
         """Nodes on which Ray has ended."""
         return [step.node for step in self._steps if step.process.poll() is not None]
 
-    def run(self, words: Sequence[str], *options: str, log: IO[bytes] | None = None) -> int:
-        """Run the driver to its end and return its exit code, never 0 if it had to be ended.
+    def run(self, words: Sequence[str], *options: str) -> int:
+        """Run the driver, Python with these arguments, to its end; returns its exit code, not 0 if it had to be ended.
 
         NeMo-RL's synchronous loops raise when an actor dies with its node; its asynchronous ones may hang, and so may
         a collective operation. So the driver is ended if it still runs `grace` seconds after a node is lost.
-
-        Args:
-            words: arguments of Python.
-            options: further options of srun, added to `self.options`.
-            log: file for the driver's output; None for this process's output.
         """
         command = self.srun(words, *self.options, *options)
-        driver = self._driver = subprocess.Popen(
-            command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=None if log is None else log
-        )
+        driver = self._driver = subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL)
         end: float | None = None
         try:
             while True:
@@ -201,43 +194,29 @@ class RayCluster:
         self._steps.append(_Step(node, process, log))
 
     def _wait(self, address: str, seconds: float, log: Path) -> None:
-        """Wait until all nodes have joined.
-
-        Raises:
-            ClusterError: if a node has not joined in time, a step ended, or Ray cannot be asked.
-        """
+        """Wait until all nodes have joined; ClusterError if one has not in time or ended, or Ray cannot be asked."""
         names = [step.node for step in self._steps]
         missing = dict.fromkeys(names)
-        words = ["-m", _THIS, "joined", address, str(seconds), *names]
+        words = self.srun(["-m", _THIS, "joined", address, str(seconds), *names], *self.options)
         with log.open("wb") as file:
-            asking = subprocess.Popen(
-                self.srun(words, *self.options),
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=file,
-            )
-        assert asking.stdout is not None
-        end, rest = time.monotonic() + seconds, b""
+            asking = subprocess.Popen(words, env=self.environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        end = time.monotonic() + seconds
         try:
             while missing:
-                if select.select([asking.stdout], [], [], 1.0)[0]:
-                    said = os.read(asking.stdout.fileno(), 65_536)
-                    *lines, rest = (rest + said).split(b"\n")
-                    for line in lines:
-                        node = line.decode(errors="replace").removeprefix("joined ")
-                        if node in missing:
-                            del missing[node]
-                            self.say(f"Ray: {node} has joined, {len(names) - len(missing)} of {len(names)}")
-                    if not said and missing and time.monotonic() < end and not self._one_ends():
-                        raise ClusterError(f"Ray cannot be asked for its nodes; the end of {log}:\n{_last_lines(log)}")
+                over = asking.poll() is not None
+                for node in re.findall(r"^joined (\S+)\n", log.read_text(errors="replace"), re.MULTILINE):
+                    if node in missing:
+                        del missing[node]
+                        self.say(f"Ray: {node} has joined, {len(names) - len(missing)} of {len(names)}")
+                if missing and over and time.monotonic() < end and not self._one_ends():
+                    raise ClusterError(f"Ray cannot be asked for its nodes; the end of {log}:\n{_last_lines(log)}")
                 if missing and (self.lost() or time.monotonic() > end):
                     raise ClusterError(self._absent(list(missing), seconds))
+                time.sleep(0.2)
             with suppress(subprocess.TimeoutExpired):
                 asking.wait(timeout=_STOP_SECONDS)
         finally:
             _kill(asking)
-            asking.stdout.close()
 
     def _one_ends(self) -> bool:
         """True if a node's step has ended or ends within 3 s: the client may notice before Slurm does."""

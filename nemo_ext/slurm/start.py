@@ -52,13 +52,7 @@ class Prepared:
 
 @dataclass
 class Batch(ABC):
-    """One start of a job.
-
-    Attributes:
-        settings: settings of site and queue.
-        words: arguments of the job.
-        stopped: signals that stopped this start, in order.
-    """
+    """One start of a job; `stopped` has the signals that stopped it, in order."""
 
     settings: Settings
     words: list[str]
@@ -137,11 +131,7 @@ class Batch(ABC):
             return self._again(ready, step, reason, mistake=code == USER_ERROR)
 
     def _refuse_second(self, record: Path) -> None:
-        """Refuse a second job of a run, as both would write the same checkpoints.
-
-        Raises:
-            ValueError: if another job of this run is still in the queue.
-        """
+        """Refuse a second job of a run, as both would write the same checkpoints."""
         before = attempts.read(record)
         if before and before[-1].ended is None and before[-1].job != self.name and before[-1].job in queued():
             raise ValueError(f"{record}: job {before[-1].job} is running in it; wait for it, or cancel it")

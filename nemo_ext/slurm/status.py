@@ -193,11 +193,7 @@ def _in_order(run_dir: Path) -> list[tuple[int, list[str | int]]]:
 
 
 def show(places: Sequence[Path], *, as_json: bool = False) -> None:
-    """Print the status of runs as a table or a JSON list.
-
-    Raises:
-        ValueError: see `runs_below` and `queued`.
-    """
+    """Print the status of runs as a table or a JSON list."""
     queue = queued()
     rows = [status_of(run_dir, queue) for run_dir in runs_below(places)]
     if as_json:
@@ -230,10 +226,7 @@ def log_of(run_dir: Path) -> Path:
 
 
 def cancel(run_dir: Path) -> list[str]:
-    """Cancel the jobs of a run or of all runs below a folder; ranks save as far as Slurm's KillWait allows.
-
-    Returns:
-        Ids of the cancelled jobs.
+    """Cancel the jobs of a run or of all runs below a folder; returns their ids. Ranks save as far as KillWait allows.
 
     Raises:
         ValueError: if none is in the queue, or scancel fails.

@@ -67,16 +67,6 @@ def device_properties(*args: Any) -> SimpleNamespace:
     return SimpleNamespace(name="cpu", major=8, minor=0)
 
 
-def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """State of the CPU generator."""
-    return torch.get_rng_state()
-
-
-def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    """Sets the state of the CPU generator."""
-    torch.set_rng_state(state)
-
-
 def cuda_tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
     """`Tensor.type()` that returns `torch.cuda.FloatTensor` for a float tensor (optimizers compare names)."""
 

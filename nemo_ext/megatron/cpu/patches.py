@@ -70,13 +70,13 @@ PATCHES: tuple[Patch, ...] = (
         "to_cuda",
         ("torch:Tensor.cuda",),
         devices.identity,
-        "models and batches are moved with it: training/training.py, training/models/dist_utils.py",
+        "models and batches are moved with it: training/training.py",
     ),
     Patch(
         "device_count",
         ("torch.cuda:device_count",),
         devices.constant(1),
-        "ranks are placed on rank % torch.cuda.device_count(): training/initialize.py",
+        "ranks are placed by it: training/initialize.py",
     ),
     Patch(
         "device_properties",
@@ -108,19 +108,19 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "rng_state",
         ("torch.cuda:get_rng_state", f"{RANDOM}:_get_cuda_rng_state"),
-        devices.instead(devices.get_rng_state),
+        devices.instead(lambda *args, **kwargs: torch.get_rng_state()),
         "the model-parallel random states live on the CUDA generator: core/tensor_parallel/random.py",
     ),
     Patch(
         "set_rng_state",
         (f"{RANDOM}:_set_cuda_rng_state",),
-        devices.instead(devices.set_rng_state),
+        devices.instead(lambda state, *args, **kwargs: torch.set_rng_state(state)),
         "a forked random state is never put back: no error, wrong numbers: core/tensor_parallel/random.py",
     ),
     Patch(
         "manual_seed",
         ("torch.cuda:manual_seed",),
-        lambda original: lambda seed: torch.default_generator.manual_seed(int(seed)),
+        devices.instead(lambda seed: torch.default_generator.manual_seed(int(seed))),
         "every model-parallel random state is the same: no error, wrong numbers: core/tensor_parallel/random.py",
     ),
     Patch(
