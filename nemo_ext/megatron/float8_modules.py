@@ -6,8 +6,8 @@ replaced. Each rank scales its own part of a matrix.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,25 +28,31 @@ _FORWARD = "_forward_impl"
 """Method that Megatron's linear layers call for the product (tensor_parallel/layers.py)."""
 
 
-def _float8_forward(
-    scaling: Scaling,
-    gradients: torch.dtype,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    allreduce_dgrad: bool = False,
-    sequence_parallel: bool = False,
-    tp_group: Any = None,
-    **others: Any,
-) -> Tensor:
-    """A linear layer's product in FP8, with the communication it requires, in place of its `_forward_impl`."""
-    if sequence_parallel:
-        input = gather_from_sequence_parallel_region(input, group=tp_group)
-    elif allreduce_dgrad:
-        input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-    found = float8_linear(input, weight, scaling, gradients=gradients)
-    return found if bias is None else found + bias
+@dataclass(frozen=True)
+class Float8Product:
+    """Replacement of a linear layer's `_forward_impl`; `gradients` is the float8 dtype of the output's gradients."""
+
+    scaling: Scaling
+    gradients: torch.dtype
+
+    def __call__(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        allreduce_dgrad: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: Any = None,
+        **others: Any,
+    ) -> Tensor:
+        """The layer's product, with the communication it requires."""
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, group=tp_group)
+        elif allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+        found = float8_linear(input, weight, self.scaling, gradients=self.gradients)
+        return found if bias is None else found + bias
 
 
 def use_float8(model: torch.nn.Module, precision: Precision, stage: Sequence[int]) -> list[torch.nn.Module]:
@@ -67,7 +73,7 @@ def use_float8(model: torch.nn.Module, precision: Precision, stage: Sequence[int
     for each in assigned(plan, precision.architecture):
         if each.precision == "fp8":
             found += _linears(named, each.weight, precision, stage)
-    made = partial(_float8_forward, SCALINGS[plan.recipe], E5M2 if plan.format == "hybrid" else E4M3)
+    made = Float8Product(SCALINGS[plan.recipe], E5M2 if plan.format == "hybrid" else E4M3)
     for module in found:
         setattr(module, _FORWARD, made)
     return found
