@@ -205,11 +205,12 @@ def leave_uncompiled() -> None:
     """
     if torch.cuda.is_available() or "megatron.core.jit" in sys.modules:
         return
-    compiling, torch.compile = torch.compile, lambda function: function  # type: ignore[assignment]
+    name, compiling = "compile", torch.compile
+    setattr(torch, name, lambda function: function)
     try:
         jit = importlib.import_module("megatron.core.jit")
     finally:
-        torch.compile = compiling
+        setattr(torch, name, compiling)
     jit.disable_jit_fuser()
 
 
