@@ -3,9 +3,13 @@
 import difflib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from nemo_ext.job.settings import checked_whole
 
 if TYPE_CHECKING:
     from nemo_ext.architecture.precision_plan import Plan
@@ -19,11 +23,7 @@ PLAIN_WIDTH = 120
 
 
 def report(config: dict[str, Any]) -> None:
-    """Runs the describe job and notes each `megatron.*` override that the figures do not depend on.
-
-    Raises:
-        ValueError: see `describe`.
-    """
+    """Runs the describe job and notes each `megatron.*` override that the figures do not depend on."""
     from hydra.core.hydra_config import HydraConfig
 
     describe(config)
@@ -103,22 +103,16 @@ def keys_read(config: Mapping[str, Any]) -> set[str]:
     return flags.read
 
 
-class _Flags(Mapping[str, Any]):
+class _Flags(UserDict[str, Any]):
     """Mapping of flags that records which of them are read."""
 
     def __init__(self, flags: Mapping[str, Any]) -> None:
-        self.flags = flags
         self.read: set[str] = set()
+        super().__init__(flags)
 
     def __getitem__(self, key: str) -> Any:
         self.read.add(key)
-        return self.flags[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.flags)
-
-    def __len__(self) -> int:
-        return len(self.flags)
+        return super().__getitem__(key)
 
 
 def sequence_length(config: Mapping[str, Any]) -> int:
@@ -134,20 +128,14 @@ def sequence_length(config: Mapping[str, Any]) -> int:
         ("megatron.max_position_embeddings", megatron.get("max_position_embeddings")),
     ):
         if value is not None:
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value}: expected a positive number of tokens")
-            return value
+            return checked_whole(name, value, least=1)
     return SEQ_LENGTH
 
 
 def _gpus(launcher: Mapping[str, Any]) -> int | None:
     """Number of GPUs of the launcher, or None if it sets none."""
-    counts = [launcher["nodes"], launcher["nproc_per_node"]]
-    if counts == [None, None]:
-        return None
-    if not all(count is None or (isinstance(count, int) and count > 0) for count in counts):
-        raise ValueError(f"launcher.nodes={counts[0]}, launcher.nproc_per_node={counts[1]}: expected positive integers")
-    return int(counts[0] or 1) * int(counts[1] or 1)
+    given = {name: launcher[name] for name in ("nodes", "nproc_per_node") if launcher[name] is not None}
+    return prod(checked_whole(f"launcher.{name}", count, least=1) for name, count in given.items()) if given else None
 
 
 def _plan(config: Mapping[str, Any]) -> "Plan | None":

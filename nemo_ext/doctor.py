@@ -6,6 +6,7 @@ import platform
 import shutil
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ _DISTRIBUTIONS = {"absl": "absl-py", "yaml": "pyyaml", "math_verify": "math-veri
 """Distribution names of modules whose distribution has another name."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """Result for one engine: `missing` and `command` are empty if it is usable, `note` adds limits or devices."""
 
@@ -120,30 +121,17 @@ def _judge_python() -> Finding:
     except importlib.metadata.PackageNotFoundError:
         asked = ""
     usable = SpecifierSet(asked).contains(version, prereleases=True)
-    return Finding(
-        name="python",
-        version=version,
-        usable=usable,
-        required=True,
-        enables=f"runs nemo_ext ({sys.executable})",
-        missing="" if usable else f"Python {asked}",
-        command="" if usable else "uv venv --python 3.12   # or conda create -n nemo_ext python=3.12",
+    lack = (
+        ("", "") if usable else (f"Python {asked}", "uv venv --python 3.12   # or conda create -n nemo_ext python=3.12")
     )
+    return Finding("python", version, usable, True, f"runs nemo_ext ({sys.executable})", *lack)
 
 
 def _judge(engine: Engine, outcome: Outcome, findings: Mapping[str, Finding], time_limit: float) -> Finding:
     missing, command = _lack(engine, outcome, findings, time_limit)
     no_gpu = "cuda" in findings and not findings["cuda"].usable
-    return Finding(
-        name=engine.name,
-        version=outcome.version,
-        usable=not missing,
-        required=engine.required,
-        enables=engine.enables,
-        missing=missing,
-        command=command,
-        note=engine.without_gpu if no_gpu and not missing else "",
-    )
+    note = engine.without_gpu if no_gpu and not missing else ""
+    return Finding(engine.name, outcome.version, not missing, engine.required, engine.enables, missing, command, note)
 
 
 def _lack(engine: Engine, outcome: Outcome, findings: Mapping[str, Finding], time_limit: float) -> tuple[str, str]:
@@ -193,26 +181,17 @@ def _fits(version: str, requirement: Any) -> bool:
 def _judge_cuda(outcome: Outcome, torch: Finding) -> Finding:
     facts: Mapping[str, Any] = outcome.cuda or {"build": None, "devices": [], "problem": ""}
     missing, command = ("torch", torch.command) if not torch.usable else _gpu_lack(facts)
-    return Finding(
-        name="cuda",
-        version=facts["build"],
-        usable=not missing,
-        required=False,
-        enables="training on GPUs",
-        missing=missing,
-        command=command,
-        note=_devices(facts["devices"]),
-    )
+    note = _devices(facts["devices"])
+    return Finding("cuda", facts["build"], not missing, False, "training on GPUs", missing, command, note)
 
 
 def _devices(devices: Iterable[Mapping[str, Any]]) -> str:
     """The GPUs in words, identical ones grouped."""
-    alike: dict[str, int] = {}
-    for device in devices:
-        major, minor = device["capability"]
-        gib = device["memory_bytes"] / 2**30
-        words = f"{device['name']}, compute capability {major}.{minor}, {gib:.1f} GiB"
-        alike[words] = alike.get(words, 0) + 1
+    alike = Counter(
+        f"{device['name']}, compute capability {'.'.join(map(str, device['capability']))}, "
+        f"{device['memory_bytes'] / 2**30:.1f} GiB"
+        for device in devices
+    )
     return "; ".join(f"{count} x {words}" for words, count in alike.items())
 
 
@@ -244,12 +223,4 @@ def _judge_fp8(outcome: Outcome, findings: Mapping[str, Finding]) -> Finding:
         command = "precision=bf16   # in nemo-ext train"
     elif not findings["transformer_engine"].usable:
         missing, command = "transformer_engine", findings["transformer_engine"].command
-    return Finding(
-        name="fp8",
-        version=None,
-        usable=not missing,
-        required=False,
-        enables="training in FP8",
-        missing=missing,
-        command=command,
-    )
+    return Finding("fp8", None, not missing, False, "training in FP8", missing, command)

@@ -25,14 +25,13 @@ TIME_LIMIT = 60.0
 """Default time limit for importing an engine in seconds; vLLM on a cold network disk needs most of it."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Engine:
     """A package that nemo_ext can use.
 
     Attributes:
-        name: Common name.
+        name: Common name; its module's name, with `-` for a dot.
         distribution: Distribution name for pip.
-        module: Module that can be found if the package is installed.
         imports: Imports that nemo_ext needs, as `module` or `module:attribute`; all are tried.
         enables: Features that it adds to nemo_ext.
         install: Command that installs it; `{requirement}` becomes the distribution with the versions required.
@@ -47,7 +46,6 @@ class Engine:
 
     name: str
     distribution: str
-    module: str
     imports: tuple[str, ...]
     enables: str
     install: str = "pip install {requirement}"
@@ -59,126 +57,95 @@ class Engine:
     without_gpu: str = ""
     required: bool = False
 
+    @property
+    def module(self) -> str:
+        """Module that can be found if the package is installed."""
+        return self.name.replace("-", ".")
+
 
 _BUILD = "pip install --no-build-isolation {requirement}"
 _APEX = "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation git+https://github.com/NVIDIA/apex"
 _NEMO_RL = "git clone --recursive https://github.com/NVIDIA-NeMo/RL nemo-rl && export NEMO_RL_ROOT=$PWD/nemo-rl"
 
 ENGINES = (
+    Engine("hydra", "hydra-core", ("hydra", "omegaconf"), "configuration of every job", needs=(), required=True),
     Engine(
-        name="hydra",
-        distribution="hydra-core",
-        module="hydra",
-        imports=("hydra", "omegaconf"),
-        enables="configuration of every job",
-        needs=(),
+        "torch", "torch", ("torch",), "tensors, and training on the CPU where there is no GPU", needs=(), required=True
+    ),
+    Engine(
+        "megatron-core",
+        "megatron-core",
+        ("megatron.core", "megatron.training", "megatron.core.models.hybrid.hybrid_model:HybridModel"),
+        "training (nemo-ext train)",
         required=True,
     ),
     Engine(
-        name="torch",
-        distribution="torch",
-        module="torch",
-        imports=("torch",),
-        enables="tensors, and training on the CPU where there is no GPU",
-        needs=(),
-        required=True,
-    ),
-    Engine(
-        name="megatron-core",
-        distribution="megatron-core",
-        module="megatron.core",
-        imports=("megatron.core", "megatron.training", "megatron.core.models.hybrid.hybrid_model:HybridModel"),
-        enables="training (nemo-ext train)",
-        required=True,
-    ),
-    Engine(
-        name="transformer_engine",
-        distribution="transformer-engine",
-        module="transformer_engine",
-        imports=("transformer_engine.pytorch:Linear",),
-        enables="fused layers and attention on GPUs (model.backend=transformer_engine)",
-        install=_BUILD,
+        "transformer_engine",
+        "transformer-engine",
+        ("transformer_engine.pytorch:Linear",),
+        "fused layers and attention on GPUs (model.backend=transformer_engine)",
+        _BUILD,
         needs_gpu=True,
     ),
     Engine(
-        name="mamba_ssm",
-        distribution="mamba-ssm",
-        module="mamba_ssm",
-        imports=("mamba_ssm.ops.triton.ssd_combined:mamba_chunk_scan_combined", "triton"),
-        enables="Mamba-2's Triton kernels; without them torch kernels, slower",
-        install=_BUILD,
+        "mamba_ssm",
+        "mamba-ssm",
+        ("mamba_ssm.ops.triton.ssd_combined:mamba_chunk_scan_combined", "triton"),
+        "Mamba-2's Triton kernels; without them torch kernels, slower",
+        _BUILD,
         needs_gpu=True,
     ),
     Engine(
-        name="causal_conv1d",
-        distribution="causal-conv1d",
-        module="causal_conv1d",
-        imports=("causal_conv1d:causal_conv1d_fn",),
-        enables="Mamba-2's fused convolution; without it torch's, slower",
-        install=_BUILD,
+        "causal_conv1d",
+        "causal-conv1d",
+        ("causal_conv1d:causal_conv1d_fn",),
+        "Mamba-2's fused convolution; without it torch's, slower",
+        _BUILD,
         needs_gpu=True,
     ),
     Engine(
-        name="apex",
-        distribution="apex",
-        module="apex",
-        imports=("torch", "apex.normalization", "amp_C"),
-        enables="fused Adam and norms on GPUs without Transformer Engine",
-        install=_APEX,
+        "apex",
+        "apex",
+        ("torch", "apex.normalization", "amp_C"),
+        "fused Adam and norms on GPUs without Transformer Engine",
+        _APEX,
         needs_gpu=True,
         part="normalization",
         wrong="NVIDIA's apex: the apex installed is another project of that name",
     ),
     Engine(
-        name="megatron-bridge",
-        distribution="megatron-bridge",
-        module="megatron.bridge",
-        imports=("megatron.bridge:AutoBridge",),
-        enables="Hugging Face checkpoints in NeMo-RL's Megatron policy",
+        "megatron-bridge",
+        "megatron-bridge",
+        ("megatron.bridge:AutoBridge",),
+        "Hugging Face checkpoints in NeMo-RL's Megatron policy",
         needs=("torch", "megatron-core", "transformer_engine"),
     ),
     Engine(
-        name="nemo_rl",
-        distribution="nemo-rl",
-        module="nemo_rl",
-        imports=("nemo_rl.algorithms.grpo:grpo_train",),
-        enables="GRPO and DPO on many GPUs",
-        install=_NEMO_RL,
+        "nemo_rl",
+        "nemo-rl",
+        ("nemo_rl.algorithms.grpo:grpo_train",),
+        "GRPO and DPO on many GPUs",
+        _NEMO_RL,
         part="algorithms",
         wrong=": the nemo_rl installed is PyPI's empty package",
         root_variable="NEMO_RL_ROOT",
         without_gpu="environments and tests alone: policies train on GPUs",
     ),
     Engine(
-        name="nemo_gym",
-        distribution="nemo-gym",
-        module="nemo_gym",
-        imports=("nemo_gym.base_resources_server:SimpleResourcesServer",),
-        enables="environments and verifiers as servers",
+        "nemo_gym",
+        "nemo-gym",
+        ("nemo_gym.base_resources_server:SimpleResourcesServer",),
+        "environments and verifiers as servers",
         needs=(),
     ),
+    Engine("trl", "trl", ("trl:DPOTrainer", "trl:GRPOTrainer"), "DPO, GRPO and RLOO on one machine"),
     Engine(
-        name="trl",
-        distribution="trl",
-        module="trl",
-        imports=("trl:DPOTrainer", "trl:GRPOTrainer"),
-        enables="DPO, GRPO and RLOO on one machine",
+        "modelopt",
+        "nvidia-modelopt",
+        ("modelopt.torch.quantization:quantize", "transformers"),
+        "FP8 checkpoints for vLLM (nemo-ext quantize)",
     ),
-    Engine(
-        name="modelopt",
-        distribution="nvidia-modelopt",
-        module="modelopt",
-        imports=("modelopt.torch.quantization:quantize", "transformers"),
-        enables="FP8 checkpoints for vLLM (nemo-ext quantize)",
-    ),
-    Engine(
-        name="vllm",
-        distribution="vllm",
-        module="vllm",
-        imports=("vllm:LLM",),
-        enables="fast generation, for evaluation and for RL",
-        needs_gpu=True,
-    ),
+    Engine("vllm", "vllm", ("vllm:LLM",), "fast generation, for evaluation and for RL", needs_gpu=True),
 )
 
 

@@ -145,7 +145,7 @@ def test_the_empty_nemo_rl_of_pypi_is_told_from_a_checkout(
 def test_a_folder_that_an_uninstalled_package_left_is_no_engine(install: Install) -> None:
     (install() / "left_behind" / "__pycache__").mkdir(parents=True)
 
-    assert not probe(replace(TORCH, module="left_behind", imports=("left_behind",))).found
+    assert not probe(replace(TORCH, name="left_behind", imports=("left_behind",))).found
 
 
 def test_an_outdated_engine_is_not_usable(install: Install) -> None:

@@ -2,7 +2,9 @@
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from nemo_ext.architecture.cost import active_params, total_params
@@ -10,7 +12,7 @@ from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.job import run_directory
 from nemo_ext.job.files import write_text
-from nemo_ext.job.report import new_figure, save_figure, tidy
+from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
 from nemo_ext.memory import report as memory
 
 PLOT = "report.png"
@@ -34,10 +36,8 @@ def write_report(run_dir: Path) -> Path:
     title = f"{config['recipe']} · {config['model']['name']}"
     plot(steps, evaluations, run_dir / PLOT, title=title, ranks=_ranks(config))
     path = run_dir / run_directory.REPORT
-    text = _markdown(config, steps, evaluations, run_dir)
-    if memory_section := memory.section(run_dir):
-        text += f"\n{memory_section}"
-    write_text(path, text)
+    parts = [_markdown(config, steps, evaluations, run_dir), memory.section(run_dir)]
+    write_text(path, "\n".join(filter(None, parts)))
     return path
 
 
@@ -80,8 +80,13 @@ def plot(
     by_processor = [_tokens_per_cpu_second(line, ranks) for line in steps]
     if any(value is not None for value in by_processor):
         speed.plot(tokens, by_clock, color="#c3b1d1", linewidth=0.9, label="per second")
-        values = [math.nan if value is None else value for value in by_processor]
-        speed.plot(tokens, values, color="#7a5195", linewidth=1.3, label="per processor second")
+        speed.plot(
+            tokens,
+            [_number(value) for value in by_processor],
+            color="#7a5195",
+            linewidth=1.3,
+            label="per processor second",
+        )
         speed.legend(frameon=False, fontsize=8, ncols=2)
         speed.set_ylabel("tokens")
     else:
@@ -99,11 +104,8 @@ def _markdown(
 ) -> str:
     architecture = Architecture.from_config(config)
     last, target = steps[-1], config["megatron"]["train_iters"]
-    before = [0, *(line["step"] for line in steps)]
-    seconds = sum(
-        line["seconds_per_step"] * (line["step"] - last_logged)
-        for line, last_logged in zip(steps, before[:-1], strict=True)
-    )
+    lines = pairwise([{"step": 0}, *steps])
+    seconds = sum(line["seconds_per_step"] * (line["step"] - before["step"]) for before, line in lines)
     rows = [
         ("recipe", config["recipe"]),
         ("model", f"{config['model']['name']}: `{config['model']['pattern']}`"),
@@ -119,29 +121,22 @@ def _markdown(
     if evaluations:
         first, final = evaluations[0], evaluations[-1]
         fall = 1 - final["val_loss"] / first["val_loss"]
-        rows.append(
-            (
-                "validation loss",
-                f"{first['val_loss']:.4f} at step {first['step']} -> {final['val_loss']:.4f} at step {final['step']}"
-                f" ({fall:.0%} lower)",
-            )
-        )
-    rate = sorted(line["tokens_per_second"] for line in steps)[len(steps) // 2]
-    utilisation = [line["mfu"] for line in steps if line.get("mfu") is not None]
-    rows += [("tokens per second, median", f"{rate:,.0f}")]
-    by_processor = sorted(v for line in steps if (v := _tokens_per_cpu_second(line, _ranks(config))) is not None)
-    if by_processor:
-        rows.append(("tokens per processor second, median", f"{by_processor[len(by_processor) // 2]:,.0f}"))
-    if utilisation:
-        rows.append(("model FLOPs utilisation, median", f"{sorted(utilisation)[len(utilisation) // 2]:.1%}"))
+        ends = [f"{each['val_loss']:.4f} at step {each['step']}" for each in (first, final)]
+        rows.append(("validation loss", f"{' -> '.join(ends)} ({fall:.0%} lower)"))
+    for name, form, values in (
+        ("tokens per second", ",.0f", [line["tokens_per_second"] for line in steps]),
+        ("tokens per processor second", ",.0f", [_tokens_per_cpu_second(line, _ranks(config)) for line in steps]),
+        ("model FLOPs utilisation", ".1%", [line.get("mfu") for line in steps]),
+    ):
+        if known := [value for value in values if value is not None]:
+            rows.append((f"{name}, median", f"{median_high(known):{form}}"))
     rows.append(("time in steps", f"{seconds / 60:.1f} min"))
     versions_path = run_dir / run_directory.VERSIONS
     if versions_path.exists():
         packages = json.loads(versions_path.read_text())["packages"]
         rows.append(("versions", ", ".join(f"{name} {version}" for name, version in packages.items() if version)))
-    table = "\n".join(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows)
     return (
-        f"# {config['recipe']}\n\n| | |\n|---|---|\n{table}\n\n![loss, learning rate and speed]({PLOT})\n\n"
+        f"# {config['recipe']}\n\n{markdown_table(('', ''), rows)}\n\n![loss, learning rate and speed]({PLOT})\n\n"
         f"Every step: `{run_directory.METRICS}`. Config: `{run_directory.CONFIG}`. Log: `{run_directory.LOG}`. "
         f"TensorBoard: `tensorboard --logdir {run_directory.TENSORBOARD}`.\n"
     )
@@ -166,11 +161,8 @@ def _token_unit(tokens: int) -> tuple[float, str]:
 
 
 def _running_mean(values: list[float], *, window: int) -> list[float]:
-    means = []
-    for end in range(1, len(values) + 1):
-        start = max(0, end - window)
-        means.append(sum(values[start:end]) / (end - start))
-    return means
+    last = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
+    return [sum(each) / len(each) for each in last]
 
 
 def _number(value: float | None) -> float:

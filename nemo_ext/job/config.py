@@ -5,21 +5,22 @@
 like one line and exit code 1.
 """
 
-import difflib
-import importlib.resources
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 import yaml
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+import hydra_conf
+from nemo_ext.job.settings import nearest
 
 PACKAGE = "pkg://hydra_conf"
 FAILED = 1
@@ -209,20 +210,18 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
     Raises:
         ValueError: both `streams` and `data.directory`, from which streams are not read.
     """
-    names = [word.partition("=")[0] for word in words]
-    if "streams" in names and "data.directory" in names:
+    if {"streams", "data.directory"} <= {word.partition("=")[0] for word in words}:
         raise ValueError("data.directory is of the recipe's data: streams lie in data_root, or where their prefix says")
     spelled = []
     for word in words:
         name, equals, value = word.partition("=")
         section = name.rpartition(".")[0]
         planned = section == "precision_plan" and job in WITH_PRECISION_PLAN
-        if equals and (section in OPEN or planned or name.startswith(FREE) or name == "filters"):
+        tokenizer = name == "data.tokenizer" and value.startswith("{") and job in WITH_STREAMS
+        if tokenizer or (equals and (section in OPEN or planned or name.startswith(FREE) or name == "filters")):
             spelled.append(f"++{word}")
         elif equals and name == "streams" and job in WITH_STREAMS:
             spelled += ["streams=null", word]
-        elif name == "data.tokenizer" and value.startswith("{") and job in WITH_STREAMS:
-            spelled.append(f"++{word}")
         elif equals and name in OPEN:
             spelled += [f"~{name}", f"+{word}"]
         elif name == "preset" and job in PRESETS:
@@ -253,22 +252,19 @@ def hydra_value(text: str) -> str:
     return '"' + doubled.replace('"', r"\"") + '"'
 
 
-def check_recipe(words: Sequence[str]) -> None:
-    """Refuses a recipe that is not there, naming the nearest; Hydra would list one folder level only.
+def check_choice(group: str, words: Sequence[str]) -> None:
+    """Refuses a choice for a config group that has no file, naming the nearest; Hydra would list one folder level only.
 
     Raises:
-        ValueError: if no packaged recipe has the name and no --config-dir was given that may hold it.
+        ValueError: if neither the package nor a folder of --config-dir has the file.
     """
-    folder = importlib.resources.files("hydra_conf") / "recipe"
-    own_folder = any(word.startswith(("--config-dir", "-cd")) for word in words)
+    folders, words = config_folders(words)
+    places = [Path(hydra_conf.__file__).parent / group, *(folder / group for folder in folders)]
+    known = {str(file.relative_to(place).with_suffix("")) for place in places for file in place.rglob("*.yaml")}
     for word in words:
-        name = word.removeprefix("recipe=")
-        if word.startswith("recipe=") and not (folder / f"{name}.yaml").is_file() and not own_folder:
-            with importlib.resources.as_file(folder) as path:
-                known = sorted(str(file.relative_to(path).with_suffix("")) for file in path.rglob("*.yaml"))
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]}?" if near else "."
-            raise ValueError(f"recipe={name}: no such recipe{hint} There are {', '.join(known)}")
+        name = word.removeprefix(f"{group}=")
+        if word.startswith(f"{group}=") and name not in known:
+            raise ValueError(f"{group}={name}: no such {group}: {nearest(name, known)}")
 
 
 MISPLACED = {
@@ -284,12 +280,7 @@ MISPLACED = {
 
 
 def mistake(error: Exception, job: str) -> str:
-    """One line on a config that cannot be composed: what is wrong, where, and what to do.
-
-    Args:
-        error: exception of Hydra or of YAML.
-        job: name of the job whose config it is.
-    """
+    """One line on why the config of a job cannot be composed, from Hydra's or YAML's error: what, where, what to do."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         place = f"{error.problem_mark.name}, line {error.problem_mark.line + 1}"
         return f"{place}: {error.problem}: mend the file, which must be plain YAML"
@@ -309,13 +300,13 @@ def mistake(error: Exception, job: str) -> str:
 @contextmanager
 def full_errors() -> Iterator[Callable[[], None]]:
     """Makes Hydra raise errors instead of printing them; yields a function that makes it print again."""
-    before = os.environ.get(FULL_ERROR)
+    given = FULL_ERROR in os.environ
+    os.environ.setdefault(FULL_ERROR, "1")
 
     def as_before() -> None:
-        if before is None:
+        if not given:
             os.environ.pop(FULL_ERROR, None)
 
-    os.environ[FULL_ERROR] = before or "1"
     try:
         yield as_before
     finally:
@@ -328,28 +319,25 @@ def mistakes_are_one_line() -> Iterator[None]:
     try:
         yield
     except (ValueError, HydraException) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR)
+        _end(USER_ERROR, error)
+
+
+def _end(code: int, error: object) -> NoReturn:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(code)
 
 
 def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumable: bool = False) -> None:
-    """Composes `config_name` with the overrides in `sys.argv` and runs `job` on the result.
+    """Composes `config_name` with the overrides in `sys.argv` and runs `job` on the resolved config.
 
     Ends the process with one line on stderr instead of a traceback where the user can mend it: code 2 after a
-    composition error or a ValueError, 1 after an error of the system such as a full disk, 130 after Ctrl-C.
-
-    Args:
-        config_name: name of a primary config, such as `convert`.
-        job: function that takes the resolved config as plain containers.
-        resumable: whether the same command resumes the work; the line after Ctrl-C then says so.
+    composition error or a ValueError, 1 after an error of the system such as a full disk, 130 after Ctrl-C; for
+    a `resumable` job that line says that the same command goes on.
     """
     register_resolvers()
-    try:
-        check_recipe(sys.argv[1:])
+    with mistakes_are_one_line():
+        check_choice("recipe", sys.argv[1:])
         sys.argv = [sys.argv[0], *hydra_words(sys.argv[1:], config_name)]
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR)
 
     composed = False
 
@@ -360,16 +348,14 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
         try:
             job(named_blends(own_streams(plain(config))))
         except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(USER_ERROR)
+            _end(USER_ERROR, error)
         except BrokenPipeError:
             _drop_output()
         except OSError as error:
             if error.errno is None:
                 raise
             place = "" if error.filename is None else f": {error.filename}"
-            print(f"error: {os.strerror(error.errno)}{place}", file=sys.stderr)
-            sys.exit(FAILED)
+            _end(FAILED, f"{os.strerror(error.errno)}{place}")
 
     main = hydra.main(config_path=PACKAGE, config_name=config_name, version_base="1.3")(guarded)
     try:
@@ -379,8 +365,7 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
     except (HydraException, yaml.YAMLError) as error:
         if composed:
             raise
-        print(f"error: {mistake(error, config_name)}", file=sys.stderr)
-        sys.exit(USER_ERROR)
+        _end(USER_ERROR, mistake(error, config_name))
     except BrokenPipeError:
         _drop_output()
     except KeyboardInterrupt:

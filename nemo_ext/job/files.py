@@ -11,12 +11,9 @@ from filelock import FileLock, Timeout
 
 @contextmanager
 def only_run_in(directory: Path, key: str = "run_dir", *, wait: float = 0.0) -> Iterator[None]:
-    """Makes the directory and keeps a second run out of it while this one lives.
+    """Makes the directory and keeps a second run out of it while this one lives, after waiting for the first.
 
-    Args:
-        directory: folder in which a job writes.
-        key: config key by which the user chose it, for messages.
-        wait: seconds to wait for another run to leave it.
+    `key` is the config key by which the user chose the directory, for messages; `wait` is in seconds.
 
     Raises:
         ValueError: another run is in it, or it cannot be written.
@@ -56,11 +53,9 @@ def publish(complete: Path, path: Path) -> None:
 
 @contextmanager
 def folder_for_one(prefix: Path, work: str) -> Iterator[Path]:
-    """Folder for unfinished files of a prefix, held by one process at a time and removed at the end.
+    """Folder for unfinished files of a path prefix, held by one process at a time and removed at the end.
 
-    Args:
-        prefix: path prefix of the files; what a killed process left of them is removed.
-        work: name of the work on them, a part of the folder's name.
+    What a killed process left of them is removed; `work` is a part of the folder's name.
 
     Raises:
         ValueError: another process has it, or it cannot be written.

@@ -21,10 +21,7 @@ SECONDS_TO_AGREE = 2.0
 def run_ranks(command: Sequence[str], ranks: int, logs: Path) -> int:
     """Run a command as `ranks` processes and wait; if one fails the others are stopped.
 
-    Args:
-        command: command line of one rank.
-        ranks: number of ranks; a single one gets no process group.
-        logs: folder for the output of ranks other than the first.
+    A single rank gets no process group. The output of ranks other than the first goes to `logs`.
 
     Returns:
         0, or the exit code of the rank that failed first.

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -136,14 +137,11 @@ class SDPACoreAttention(MegatronModule):
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
         grouped = q.shape[1] != k.shape[1]
         dropout = self.dropout if self.training else 0.0
-        if dropout and not self.config.sequence_parallel:
-            with get_cuda_rng_tracker().fork():
-                return scaled_dot_product_attention(
-                    q, k, v, dropout_p=dropout, scale=self.softmax_scale, enable_gqa=grouped, **mask
-                )
-        return scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, scale=self.softmax_scale, enable_gqa=grouped, **mask
-        )
+        forked = dropout and not self.config.sequence_parallel
+        with get_cuda_rng_tracker().fork() if forked else nullcontext():
+            return scaled_dot_product_attention(
+                q, k, v, dropout_p=dropout, scale=self.softmax_scale, enable_gqa=grouped, **mask
+            )
 
 
 def _band(rows: int, columns: int, offset: int, window: int | None, device: torch.device) -> Tensor:

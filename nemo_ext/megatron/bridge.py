@@ -26,7 +26,7 @@ from nemo_ext.checkpoint.description import Description, from_config, to_config
 from nemo_ext.checkpoint.formats import FORMATS, Entry, Format, named, read
 from nemo_ext.checkpoint.parameters import Piece
 from nemo_ext.checkpoint.rules import QKV, Vocabulary
-from nemo_ext.megatron.model import BlockModelConfig
+from nemo_ext.megatron.model import SECTION, BlockModelConfig
 
 try:
     import transformers
@@ -95,12 +95,7 @@ class Weight:
 
 
 def parameter_names(piece: Piece, expert: int = 0) -> tuple[str, ...]:
-    """Names of a piece of Megatron's checkpoint in the live model, one per back end, the local one's first.
-
-    Args:
-        piece: piece of the checkpoint.
-        expert: number of the expert, for a piece that holds several.
-    """
+    """Names in the live model of a piece of a checkpoint, or of an expert in it; the local back end's first."""
     for key, names in SPELLINGS:
         if re.search(key, piece.key):
             return tuple(re.sub(key, name, piece.key).format(expert=expert) for name in names)
@@ -109,10 +104,6 @@ def parameter_names(piece: Piece, expert: int = 0) -> tuple[str, ...]:
 
 def weights(found: Format, description: Description) -> Iterator[Weight]:
     """Every parameter and saved buffer of a model, once, in model order.
-
-    Args:
-        found: the Hugging Face format.
-        description: the model.
 
     Raises:
         ValueError: the format cannot express a block.
@@ -199,10 +190,7 @@ def stack_spec(config: Any) -> ModuleSpec:
         # Not the provider itself: HybridModelConfig would write the defaults of its own fields into it.
         transformer=SimpleNamespace(window_size=config.window_size, window_attn_skip_freq=config.window_attn_skip_freq),
         pattern=model["pattern"],
-        norm_affine=model.get("norm_affine", True),
-        norm_placement=model.get("norm_placement", "input"),
-        qk_norm_scope=model.get("qk_norm_scope", "head"),
-        yarn_on_windowed=model.get("yarn_on_windowed", True),
+        **{name: model[name] for name in SECTION & model.keys()},
         llama3_rope_factor=megatron["rope_scaling_factor"] if megatron.get("use_rope_scaling") else None,
         position_embedding_type=config.position_embedding_type,
         rotary_base=config.rotary_base,
@@ -356,11 +344,7 @@ if MISSING is None:
             super().finalize()
 
     class BlocksBridge(MegatronModelBridge):
-        """A bridge whose mapping is derived from one of our formats.
-
-        Attributes:
-            FORMAT: the Hugging Face format.
-        """
+        """A bridge whose mapping is derived from one of our formats, `FORMAT`."""
 
         FORMAT: ClassVar[Format]
         _described: Description | None = None

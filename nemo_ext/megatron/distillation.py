@@ -9,12 +9,14 @@ import json
 import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from nemo_ext.architecture.model import Architecture
@@ -22,6 +24,7 @@ from nemo_ext.architecture.pattern import Pattern, parse
 from nemo_ext.architecture.pattern import format as format_pattern
 from nemo_ext.checkpoint.beside import config_beside, is_hugging_face
 from nemo_ext.checkpoint.torch_dist import checkpoint_folder
+from nemo_ext.job.settings import STRICT, checked
 from nemo_ext.megatron.arguments import command_line, megatron_parser, parse_arguments, pattern_with_cuts, world_size
 from nemo_ext.megatron.divergence import kl_divergence
 
@@ -41,7 +44,10 @@ TRAINING_ONLY = ("recompute_", "moe_layer_recompute", "distribute_saved", "cpu_o
 """Prefixes of flags of these groups that a model without a backward pass does not need."""
 
 
-@dataclass(frozen=True, kw_only=True)
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings:
     """The `distillation` section of a training config; without a teacher every value is the default.
 
@@ -51,36 +57,13 @@ class Settings:
         lm_weight: weight of the language model loss.
         temperature: divisor of both models' logits; the divergence is multiplied by its square.
         top_k: number of the teacher's most probable tokens that are distinguished; None for all.
-
-    Raises:
-        ValueError: an invalid value; names the key.
     """
 
-    teacher: str | None = None
-    kl_weight: float = 1.0
-    lm_weight: float = 0.0
-    temperature: float = 1.0
-    top_k: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.teacher is not None and (not isinstance(self.teacher, str) or not self.teacher):
-            raise ValueError(f"distillation.teacher={self.teacher!r}: name a run directory or a checkpoint, or null")
-        for name in ("kl_weight", "lm_weight", "temperature"):
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 <= value < float("inf"):
-                raise ValueError(f"distillation.{name}={value!r}: give a number, zero or more")
-        if not self.temperature:
-            raise ValueError("distillation.temperature=0: give a number above zero; 1 leaves the logits as they are")
-        if not self.kl_weight:
-            raise ValueError(
-                "distillation.kl_weight=0: nothing would be learnt from the teacher; raise it, or for ordinary "
-                "training set distillation.teacher=null"
-            )
-        if self.top_k is not None and (not isinstance(self.top_k, int) or isinstance(self.top_k, bool)):
-            raise ValueError(f"distillation.top_k={self.top_k!r}: give a number of tokens, or null for all")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"distillation.top_k={self.top_k}: give one token or more, or null for all")
+    teacher: Annotated[str, Field(min_length=1)] | None = None
+    kl_weight: Positive = 1.0
+    lm_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    temperature: Positive = 1.0
+    top_k: PositiveInt | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Settings":
@@ -89,7 +72,7 @@ class Settings:
         Raises:
             ValueError: an invalid value, or one that has no effect because there is no teacher.
         """
-        settings = cls(**(config.get("distillation") or {}))
+        settings = checked(cls, config.get("distillation") or {}, "distillation", strict=True)
         changed = [each.name for each in fields(cls) if getattr(settings, each.name) != each.default]
         if settings.teacher is None and changed:
             cached = config["megatron"].get("logits_load_dir") is not None
@@ -166,12 +149,7 @@ def model_flags() -> frozenset[str]:
 
 
 class Distillation(ABC):
-    """Divergence of a student from its teacher, per micro-batch.
-
-    Attributes:
-        kl_weight: weight of the divergence in the loss.
-        lm_weight: weight of the language model loss.
-    """
+    """Divergence of a student from its teacher, per micro-batch, and the weights of both losses."""
 
     def __init__(self, *, kl_weight: float, lm_weight: float) -> None:
         self.kl_weight, self.lm_weight = kl_weight, lm_weight
@@ -295,11 +273,7 @@ def from_config(config: Mapping[str, Any], arguments: Any) -> Distillation | Non
 
 
 def load_teacher(config: Mapping[str, Any]) -> torch.nn.Module:
-    """Load the teacher of a student's run with its weights, on this rank's place in the run's process groups.
-
-    Raises:
-        ValueError: see `teacher_config`.
-    """
+    """Load the teacher of a student's run with its weights, on this rank's place in the run's process groups."""
     from megatron.core import dist_checkpointing
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.utils import unwrap_model

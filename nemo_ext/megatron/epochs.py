@@ -110,11 +110,7 @@ def part_of(
 ) -> npt.NDArray[np.int32]:
     """The documents in a part of a shuffled order, by tokens; all of them if that part is empty.
 
-    Args:
-        documents: numbers of the documents.
-        lengths: lengths of all documents, in tokens.
-        part: start and end, as shares of the tokens.
-        seed: seed of the order.
+    `lengths` are those of all documents, in tokens; `part` is start and end, as shares of the tokens.
     """
     if part == ALL:
         return documents

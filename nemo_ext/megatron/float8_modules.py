@@ -30,12 +30,7 @@ _FORWARD = "_forward_impl"
 
 @dataclass(frozen=True)
 class Float8Product:
-    """Replacement of a linear layer's `_forward_impl`.
-
-    Attributes:
-        scaling: scaling of its matrices.
-        gradients: float8 dtype of the output's gradients.
-    """
+    """Replacement of a linear layer's `_forward_impl`; `gradients` is the float8 dtype of the output's gradients."""
 
     scaling: Scaling
     gradients: torch.dtype
@@ -63,10 +58,7 @@ class Float8Product:
 def use_float8(model: torch.nn.Module, precision: Precision, stage: Sequence[int]) -> list[torch.nn.Module]:
     """Set the linear layers of a pipeline stage to FP8 by the plan; returns these layers.
 
-    Args:
-        model: Megatron's model, not wrapped.
-        precision: the plan and the whole model's sizes.
-        stage: 0-based numbers of the stage's blocks, in order.
+    `stage` has the 0-based numbers of the stage's blocks, in order; the model is not wrapped.
 
     Raises:
         ValueError: the scaling needs Transformer Engine, or a weight is in no linear layer of Megatron's own.
@@ -89,11 +81,7 @@ def use_float8(model: torch.nn.Module, precision: Precision, stage: Sequence[int
 
 @contextmanager
 def in_float8(model: torch.nn.Module, precision: Precision) -> Iterator[None]:
-    """Runs a model without pipeline stages in the plan's precision while open.
-
-    Raises:
-        ValueError: see `use_float8`.
-    """
+    """Runs a model without pipeline stages in the plan's precision while open; errors as of `use_float8`."""
     changed = use_float8(model, precision, range(len(precision.architecture.sizes)))
     try:
         yield

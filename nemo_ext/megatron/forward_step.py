@@ -40,16 +40,11 @@ def build_datasets(
 ) -> tuple[Any, Any, None]:
     """Build datasets as `datasets` does, from the given arguments and without Megatron's trainer.
 
-    In a run with phases (`drawn`) or mixed lengths, every epoch of a stream has an order of its own
-    (`nemo_ext.megatron.epochs`).
+    In a run with phases or mixed lengths, every epoch of a stream has an order of its own (`nemo_ext.megatron.epochs`);
+    `drawn` has the sequences read before, by prefix, in a run with phases.
 
     A blend of packs (`nemo_ext.data.packs.packed_files`) is recognised by its manifests. If the trainer has set
     `arguments.mixed_lengths` (`data.mixed_lengths` of the config), the sequences of the blend have two lengths.
-
-    Args:
-        arguments: Megatron's arguments.
-        samples: number of samples of each split.
-        drawn: sequences read before, by prefix, in a run with phases; None for other runs.
     """
     given = getattr(arguments, "mixed_lengths", None)
     mixed = None if given is None else MixedLengths(**given)
@@ -129,12 +124,7 @@ def loss_function(
 def forward_step(
     iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module, *, distillation: Distillation | None = None
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
-    """Run one micro-batch through one pipeline stage.
-
-    Args:
-        iterator: iterator over micro-batches of Megatron's datasets.
-        model: model of the stage.
-        distillation: distillation attached to the model, or None.
+    """Run one micro-batch of Megatron's datasets through one pipeline stage.
 
     Returns:
         The stage's output (per-token losses `[batch, seq]` on the last stage) and the loss function of that output.

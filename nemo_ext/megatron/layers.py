@@ -10,16 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import LayerNormBuilder
-from megatron.core.transformer.transformer_layer import (
-    MoETransformerLayer,
-    TransformerLayer,
-    TransformerLayerSubmodules,
-)
+from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 from torch import Tensor
 
 from nemo_ext.architecture.blocks import LINEAR
@@ -45,51 +41,37 @@ def block_config(config: TransformerConfig, values: Mapping[str, object]) -> Tra
     return own
 
 
-class MambaBlock(MambaLayer):
-    """A Mamba-2 block (`M`) with its own heads, head size, state and groups, or one linear map (`M{linear}`)."""
+class _Block:
+    """Shared constructor of the blocks, before that of Megatron's layer."""
 
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: MambaLayerSubmodules,
-        layer_number: int = 1,
-        *,
-        overrides: Overrides,
-        linear_submodules: MambaLayerSubmodules,
-        **kwargs: Any,
-    ) -> None:
-        values = overrides.get(layer_number, {})
-        chosen = linear_submodules if values.get(LINEAR) else submodules
-        super().__init__(block_config(config, values), chosen, layer_number, **kwargs)
-
-
-class _TransformerBlock(TransformerLayer):
-    """Shared constructor of the blocks that are Megatron transformer layers with one sub-layer."""
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: TransformerLayerSubmodules,
+        submodules: Any,
         layer_number: int = 1,
         *args: Any,
         overrides: Overrides,
-        linear_submodules: TransformerLayerSubmodules,
+        linear_submodules: Any,
         **kwargs: Any,
     ) -> None:
         values = overrides.get(layer_number, {})
         chosen = linear_submodules if values.get(LINEAR) else submodules
-        super().__init__(block_config(config, values), chosen, layer_number, *args, **kwargs)
+        super().__init__(block_config(config, values), chosen, layer_number, *args, **kwargs)  # type: ignore[call-arg]
 
 
-class AttentionBlock(_TransformerBlock):
+class MambaBlock(_Block, MambaLayer):
+    """A Mamba-2 block (`M`) with its own heads, head size, state and groups, or one linear map (`M{linear}`)."""
+
+
+class AttentionBlock(_Block, TransformerLayer):
     """An attention block (`*`) with its own heads, KV heads, head size and window, or one linear map."""
 
 
-class MLPBlock(_TransformerBlock, MLPLayer):
+class MLPBlock(_Block, MLPLayer):
     """A dense FFN block (`-`) with its own width, or one linear map."""
 
 
-class MoEBlock(_TransformerBlock, MoETransformerLayer):
+class MoEBlock(_Block, MoETransformerLayer):
     """A mixture-of-experts block (`E`) with its own experts, top-k and widths, or one linear map."""
 
 

@@ -8,6 +8,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -116,6 +117,7 @@ class _PhaseTimer:
         return getattr(self._timer, name)
 
 
+@dataclass(eq=False)
 class MetricsWriter:
     """Writes metrics.jsonl beside TensorBoard.
 
@@ -123,7 +125,7 @@ class MetricsWriter:
     `mfu` (null if the device's peak is unknown), without a GPU `cpu_seconds_per_step`, and whatever else Megatron logs.
     Each value of an evaluation is a line of its own with `step`, `tokens` and `val_loss` (or `val_kl_to_teacher`).
 
-    Args:
+    Attributes:
         path: path of the file; lines of steps after `first_step` from an earlier, killed run are removed first.
         first_step: step that training starts or resumes from.
         tokens_per_step: tokens per step over all ranks.
@@ -135,30 +137,21 @@ class MetricsWriter:
         on_line: called with each line.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        first_step: int,
-        tokens_per_step: int,
-        tokens_at: Callable[[int], int],
-        flops_per_token: float,
-        peak_flops: float | None,
-        cpu_seconds: Callable[[], float] | None = None,
-        tensorboard: ScalarWriter | None = None,
-        on_line: Callable[[dict[str, Any]], None] = lambda line: None,
-    ) -> None:
-        self.path = path
-        self.tokens_per_step = tokens_per_step
-        self.tokens_at = tokens_at
-        self.flops_per_token = flops_per_token
-        self.peak_flops = peak_flops
-        self.cpu_seconds = cpu_seconds
-        self.tensorboard = tensorboard
-        self.on_line = on_line
+    path: Path
+    _: KW_ONLY
+    first_step: int
+    tokens_per_step: int
+    tokens_at: Callable[[int], int]
+    flops_per_token: float
+    peak_flops: float | None
+    cpu_seconds: Callable[[], float] | None = None
+    tensorboard: ScalarWriter | None = None
+    on_line: Callable[[dict[str, Any]], None] = lambda line: None
+
+    def __post_init__(self) -> None:
         self._step: dict[str, Any] = {}
-        self._last = (first_step, time.perf_counter(), self._cpu_now())  # the last step and when it ended
-        truncate_metrics(path, first_step)
+        self._last = (self.first_step, time.perf_counter(), self._cpu_now())  # the last step and when it ended
+        truncate_metrics(self.path, self.first_step)
 
     def add_scalar(self, tag: str, value: Any, step: int) -> None:
         """Records one scalar of a step; Megatron's "... vs samples" copies go to TensorBoard alone."""

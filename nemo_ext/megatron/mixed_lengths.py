@@ -15,17 +15,10 @@ SEQUENCE = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 class MixedRows(Dataset):
-    """Rows that hold one sequence of the long dataset, or several of the short one.
+    """Rows that hold one sequence of the long dataset, or `per_row` of the short one, of the same split.
 
     A row has `tokens`, `labels`, `loss_mask`, `position_ids` `[seq]` and `cu_seqlens`, like a pack. Row n depends only
     on n, so a run resumes on the same row.
-
-    Args:
-        long: Megatron's dataset of the row's length.
-        short: Megatron's dataset of the short length, of the same split.
-        schedule: schedule of the short rows.
-        rows: number of rows.
-        per_row: short sequences in a row.
     """
 
     def __init__(self, long: Dataset, short: Dataset, *, schedule: RowSchedule, rows: int, per_row: int) -> None:
@@ -68,13 +61,9 @@ def mixed_rows(
     seq_length: int,
     build: Callable[[Sequence[int], Reading], Sequence[Any]],
 ) -> list[MixedRows | None]:
-    """Build the mixed rows of each split.
+    """Build the mixed rows of each split, `samples` rows of `seq_length` tokens.
 
-    Args:
-        settings: the mix.
-        samples: number of rows of each split.
-        seq_length: length of a row.
-        build: maps (sequences of each split, how they are read) to Megatron's datasets, None for a split without data.
+    `build` maps (sequences of each split, how they are read) to Megatron's datasets, None for a split without data.
     """
     schedule, per_row = settings.schedule, seq_length // settings.short
     wanted = [sequences_of(rows, seq_length, settings) for rows in samples]

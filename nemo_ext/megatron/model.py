@@ -21,6 +21,9 @@ from nemo_ext.megatron.float8_modules import use_float8
 from nemo_ext.megatron.fp8 import Precision
 from nemo_ext.megatron.specs import StackOptions, hybrid_stack
 
+SECTION = {"norm_affine", "norm_placement", "qk_norm_scope", "yarn_on_windowed"}
+"""Fields of `BlockModelConfig` that a config's section `model` may set."""
+
 
 @dataclass(kw_only=True)
 class BlockModelConfig(HybridModelConfig):
@@ -119,14 +122,7 @@ class BlockModelBuilder(HybridModelBuilder):
 
 
 def stage_blocks(pattern: Pattern, rank: int, size: int, vp_stage: int | None) -> range:
-    """Numbers of a pipeline stage's blocks, from 0.
-
-    Args:
-        pattern: pattern, cut into stages if there are several.
-        rank: pipeline rank.
-        size: pipeline-parallel size.
-        vp_stage: virtual stage of the rank; None if it has only one.
-    """
+    """Numbers of a pipeline stage's blocks, from 0; `vp_stage` is None if the rank has only one virtual stage."""
     edges = (0, *pattern.cuts, len(pattern.blocks))
     stage = (vp_stage or 0) * size + rank
     return range(edges[stage], edges[stage + 1])
@@ -142,16 +138,11 @@ def model_config(
         pattern: the notation with pipeline cuts (`arguments.pattern_with_cuts`).
         arguments: Megatron's validated arguments.
         precision: see `BlockModelConfig`.
-
-    Raises:
-        ValueError: the fused squared ReLU is requested with another activation.
     """
     config = hybrid_config_from_args(arguments, model_config_cls=BlockModelConfig)
     config.pattern = format_pattern(parse(pattern))
-    config.norm_affine = model.get("norm_affine", True)
-    config.norm_placement = model.get("norm_placement", "input")
-    config.qk_norm_scope = model.get("qk_norm_scope", "head")
-    config.yarn_on_windowed = model.get("yarn_on_windowed", True)
+    for name in SECTION & model.keys():
+        setattr(config, name, model[name])
     config.fused_squared_relu = uses_fused_squared_relu(model, vars(arguments))
     config.precision = precision
     config.llama3_rope_factor = arguments.rope_scaling_factor if arguments.use_rope_scaling else None

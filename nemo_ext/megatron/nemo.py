@@ -34,7 +34,7 @@ def mamba_stack_spec(pattern: str = "", **options: Any) -> Callable[..., ModuleS
         ValueError: an option has an unknown value.
         TypeError: an option is unknown.
     """
-    made = partial(_spec, pattern=pattern, options=options)
+    made = partial(_spec, pattern=pattern, **options)
     made()  # a mistake shows here rather than on every rank
     return made
 
@@ -48,6 +48,6 @@ def override_pattern(pattern: str) -> str:
     return compile_pattern(parse(pattern)).hybrid_layer_pattern.replace("|", "")
 
 
-def _spec(config: object = None, *, pattern: str, options: dict[str, Any]) -> ModuleSpec:
+def _spec(config: object = None, *, pattern: str, **options: Any) -> ModuleSpec:
     """Stack spec; `config` is not used, because sub-layers are chosen from the config that Megatron passes in."""
     return hybrid_stack(pattern, **options)

@@ -28,10 +28,7 @@ BOUNDS = "cu_seqlens"
 
 
 class PackedSamples:
-    """Files of one set of packs (`nemo_ext.data.packs.packed_files`).
-
-    Args:
-        prefix: path prefix of the files.
+    """Files of one set of packs (`nemo_ext.data.packs.packed_files`), by their path prefix.
 
     Raises:
         ValueError: the files are not packs, or tokens and mask do not match.
@@ -83,14 +80,6 @@ class PackedDataset(MegatronDataset):
                 f"{dataset_path}: packs of {dataset.manifest.capacity} tokens, seq_length={config.sequence_length}: "
                 "both must be the same"
             )
-        self._order = lru_cache(maxsize=2)(self._shuffled)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_order"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state
-        self._order = lru_cache(maxsize=2)(self._shuffled)
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: PackedSamples) -> int:
@@ -107,15 +96,17 @@ class PackedDataset(MegatronDataset):
 
     def __getitem__(self, idx: int) -> dict[str, Tensor]:
         epoch, position = divmod(self.first + int(idx), len(self.indices))
+        order = _order(self.config.random_seed, epoch, len(self.indices))
         return packed_row(
-            *self.dataset[int(self._order(epoch)[position])],
+            *self.dataset[int(self.indices[order[position]])],
             seq_length=self.config.sequence_length,
             align=self.dataset.manifest.align,
         )
 
-    def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
-        order = generator(self.config.random_seed, "order of packs", epoch).permutation(len(self.indices))
-        return np.asarray(self.indices)[order]
+
+@lru_cache(maxsize=64)  # a blend has a dataset for each of its streams
+def _order(seed: int, epoch: int, packs: int) -> npt.NDArray[np.int64]:
+    return generator(seed, "order of packs", epoch).permutation(packs)
 
 
 def packed_row(

@@ -72,10 +72,6 @@ def named_parts(module: Any, prefix: str = "") -> Iterator[tuple[str, tuple[slic
     """Parts of Megatron's checkpoint that a module holds: key, place in the whole tensor, and the memory itself.
 
     Writing to the memory changes the module. Parts of one key (experts, gate and up) follow each other.
-
-    Args:
-        module: any Megatron module with a `sharded_state_dict`.
-        prefix: prefix of its keys.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
@@ -121,12 +117,7 @@ def take_tensors(module: torch.nn.Module, prefix: str = "") -> dict[str, Tensor]
 
 
 def load_weights(model: Any, checkpoint: Path) -> None:
-    """Load the weights of a checkpoint, of any parallel layout, with Megatron's own loader.
-
-    Args:
-        model: model from `build_model`.
-        checkpoint: folder with `.metadata` (`nemo_ext.checkpoint.torch_dist.checkpoint_folder`).
-    """
+    """Load a checkpoint (a folder with `.metadata`) of any parallel layout with Megatron's own loader."""
     from megatron.core import dist_checkpointing
 
     state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(checkpoint))

@@ -84,11 +84,7 @@ class LocalBackend(LocalSpecProvider):
 
 
 def backend(transformer_impl: str, *, setting: str = "transformer_impl") -> BackendSpecProvider:
-    """The provider of linear, norm and attention classes.
-
-    Args:
-        transformer_impl: Megatron's name of the back end.
-        setting: what the caller's user chose it by.
+    """The provider of linear, norm and attention classes of a back end; `setting` is what the user chose it by.
 
     Raises:
         ValueError: if Transformer Engine is asked for and is not installed.
@@ -120,19 +116,16 @@ def stack_submodules(config: TransformerConfig, options: StackOptions) -> Hybrid
     norm = norm_builder(config, options)
     column, row = parts.column_parallel_linear(), parts.row_parallel_linear()
     block_norm: LayerNormBuilder = norm
-    fused = False
     if options.norm_placement == "output":
         block_norm = IdentityOp
         row = with_output_norm(row, norm)
     elif parts.fuse_layernorm_and_linear() and options.norm_affine:
         block_norm = IdentityOp
         column = parts.column_parallel_layer_norm_linear() or column
-        fused = True
 
     def saved_as(norm_name: str, linear_name: str) -> dict[str, str]:
         """Key map from the unfused norm to the name Transformer Engine's fused layer gives it."""
-        unfused = not fused and options.norm_placement == "input"
-        return {f"{norm_name}.": f"{linear_name}.layer_norm_"} if unfused else {}
+        return {f"{norm_name}.": f"{linear_name}.layer_norm_"} if block_norm is norm else {}
 
     q_norm = k_norm = None
     if config.qk_layernorm and options.qk_norm_scope == "width":
@@ -141,10 +134,6 @@ def stack_submodules(config: TransformerConfig, options: StackOptions) -> Hybrid
     elif config.qk_layernorm:
         q_norm = k_norm = parts.layer_norm(rms_norm=config.normalization == "RMSNorm", for_qk=True)
 
-    linear_layer = TransformerLayerSubmodules(
-        input_layernorm=norm, self_attention=LinearReplacement, self_attn_bda=get_bias_dropout_add
-    )
-    linear_ffn = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=LinearReplacement, mlp_bda=get_bias_dropout_add)
     attention = TransformerLayerSubmodules(
         input_layernorm=block_norm,
         self_attention=ModuleSpec(
@@ -191,7 +180,10 @@ def stack_submodules(config: TransformerConfig, options: StackOptions) -> Hybrid
         params = {"overrides": options.overrides, "linear_submodules": linear}
         return ModuleSpec(module=module, params=params, submodules=submodules)
 
-    linear_mamba = MambaLayerSubmodules(norm=norm, mixer=LinearReplacement, mamba_bda=get_bias_dropout_add)
+    add, linear = get_bias_dropout_add, LinearReplacement
+    linear_mamba = MambaLayerSubmodules(norm=norm, mixer=linear, mamba_bda=add)
+    linear_layer = TransformerLayerSubmodules(input_layernorm=norm, self_attention=linear, self_attn_bda=add)
+    linear_ffn = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=linear, mlp_bda=add)
     return HybridStackSubmodules(
         mamba_layer=block(MambaBlock, mamba, linear_mamba),
         attention_layer=block(AttentionBlock, attention, linear_layer),
@@ -237,13 +229,7 @@ _SAME_PATTERN = "pass the same pattern to hybrid_stack() and to --hybrid-layer-p
 
 
 def check_pattern(options: StackOptions, layer_type_list: list[str], offset: int, *, last: bool = False) -> None:
-    """Refuses a model that the options do not fit.
-
-    Args:
-        options: of the stack.
-        layer_type_list: the symbols of a pipeline stage.
-        offset: the blocks before it.
-        last: whether it is the last stage, after which no block of the options may be left over.
+    """Refuses a pipeline stage, after `offset` blocks, that the options do not fit; after the last one none is left.
 
     Raises:
         ValueError: naming the first block that differs from the pattern the options were made for, or how many blocks
@@ -272,40 +258,22 @@ def check_pattern(options: StackOptions, layer_type_list: list[str], offset: int
         )
 
 
-def hybrid_stack(
-    pattern: str = "",
-    *,
-    norm_affine: bool = True,
-    norm_placement: str = "input",
-    qk_norm_scope: str = "head",
-    rotary: Mapping[int, Rotary] | None = None,
-    fused_squared_relu: bool = False,
-) -> ModuleSpec:
+def hybrid_stack(pattern: str = "", **options: Any) -> ModuleSpec:
     """The stack spec of a pattern in our notation, for `HybridModel(hybrid_stack_spec=...)` or a `--spec` module.
 
     Args:
         pattern: the notation, e.g. `(*{kv=4}-)x40`; empty for "every block as the config says".
-        norm_affine: see `StackOptions`; likewise the arguments after it.
-        norm_placement: see `StackOptions`.
-        qk_norm_scope: see `StackOptions`.
-        rotary: see `StackOptions`.
-        fused_squared_relu: see `StackOptions`; building a model with another activation is then a ValueError.
+        options: `norm_affine`, `norm_placement`, `qk_norm_scope`, `rotary` and `fused_squared_relu` of `StackOptions`.
 
     Raises:
         PatternError: if the pattern does not parse.
         ValueError: for an unknown placement or scope.
+        TypeError: for an unknown option.
     """
-    compiled = compile_pattern(parse(pattern)) if pattern else None
-    options = StackOptions(
-        symbols=compiled.hybrid_layer_pattern if compiled else "",
-        overrides=compiled.overrides if compiled else {},
-        norm_affine=norm_affine,
-        norm_placement=norm_placement,
-        qk_norm_scope=qk_norm_scope,
-        rotary=rotary or {},
-        fused_squared_relu=fused_squared_relu,
-    )
-    return ModuleSpec(module=BlockStack, params={"options": options})
+    if pattern:
+        compiled = compile_pattern(parse(pattern))
+        options = {"symbols": compiled.hybrid_layer_pattern, "overrides": compiled.overrides, **options}
+    return ModuleSpec(module=BlockStack, params={"options": StackOptions(**options)})
 
 
 hybrid_stack_spec = hybrid_stack()

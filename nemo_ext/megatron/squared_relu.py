@@ -29,18 +29,12 @@ FP8_CAPABILITY = (8, 9)
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """relu(x)^2; keeps x for the backward pass, which is 2 relu(x) grad.
+    """relu(x)^2 of any shape, contiguous; keeps x for the backward pass, which is 2 relu(x) grad.
 
     Equal to Megatron's uncompiled function and its gradient bit for bit, including infinities and NaN: the products are
     exact or rounded once in both. One exception: fp16 gradients where 2x is above 65504, which are infinite in Megatron
     and rounded from fp32 here. Where the kernels cannot run (no Triton, no CUDA device, another dtype) this is
     Megatron's function.
-
-    Args:
-        x: tensor of any shape.
-
-    Returns:
-        Tensor of x's shape and dtype, contiguous.
     """
     return _SquaredReLU.apply(x) if _has_kernels(x) else megatron_squared_relu(x)
 
@@ -83,13 +77,7 @@ def with_fused_squared_relu(build: Callable[..., Any]) -> Callable[..., Any]:
 
     The MLP gets a copy of its config with another `activation_func`, so other modules and the checkpoint are unchanged.
     Upstream's hook for activations, `MLPSubmodules.activation_func`, needs `use_te_activation_func`, which
-    TransformerConfig refuses with squared ReLU.
-
-    Args:
-        build: builder that takes `config`, a TransformerConfig, by keyword.
-
-    Returns:
-        A builder that raises ValueError for a config with another activation or a gate.
+    TransformerConfig refuses with squared ReLU. A config with another activation or a gate is a ValueError.
     """
 
     def builder(*args: Any, config: TransformerConfig, **kwargs: Any) -> Any:

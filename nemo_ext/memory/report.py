@@ -1,7 +1,7 @@
 """The memory section of a run's report: a plot over time and the peak of each phase, from the samples. No torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from nemo_ext.job.report import new_figure, save_figure, tidy
+from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
 from nemo_ext.memory.sampler import FOLDER, HELD, PHASES
 
 PLOT = "memory.png"
@@ -73,71 +73,45 @@ class Peak:
     node: str
 
 
-@dataclass
-class _Reader:
-    """Parser for the lines of one node's file."""
-
-    rows: list[tuple[float, ...]] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    total: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
-    errors: list[str] = field(default_factory=list)
-
-    def line(self, line: Mapping[str, Any]) -> None:
-        """Adds a line of the file."""
-        if "error" in line:
-            self.errors.append(str(line["error"]))
-        elif "start" in line:
-            self.seconds = float(line["seconds"])
-            self.starts.append(len(self.rows))
-            self.total = _quantities(line["total"])
-        else:
-            values = _quantities(line)
-            self._sample((float(line["time"]), *(values.get(name, np.nan) for name in QUANTITIES)))
-
-    def _sample(self, row: tuple[float, ...]) -> None:
-        first_of_start = bool(self.starts) and self.starts[-1] == len(self.rows)
-        if self.rows and not first_of_start and self.seconds:
-            before = self.rows[-1]
-            gap = row[0] - before[0]
-            # Unchanged samples are not in the file and are filled in; a longer gap is a real one.
-            if gap < (HELD + 1.5) * self.seconds:
-                missing = round(gap / self.seconds) - 1
-                step = gap / (missing + 1)
-                self.rows += [(before[0] + step * number, *before[1:]) for number in range(1, missing + 1)]
-            else:
-                self.starts.append(len(self.rows))
-        self.rows.append(row)
-
-
 def read(folder: Path) -> list[Node]:
-    """Nodes with samples, sorted by name; samples left out as unchanged are filled in, incomplete lines skipped.
+    """Nodes with samples in a run's folder `memory`, by name; unchanged samples filled in, incomplete lines skipped."""
+    files = [path for path in sorted(folder.glob("*.jsonl")) if path.name != PHASES]
+    return [node for path in files if (node := _read_node(path)) is not None]
 
-    Args:
-        folder: folder `memory` in a run directory; it need not exist.
-    """
-    nodes = []
-    for path in sorted(folder.glob("*.jsonl")):
-        if path.name == PHASES:
-            continue
-        reader = _Reader()
-        for line in _lines(path):
-            reader.line(line)
-        if not reader.rows:
-            continue
-        table = np.array(reader.rows, dtype=np.float64)
-        nodes.append(
-            Node(
-                name=path.stem,
-                time=np.maximum.accumulate(table[:, 0]),  # a clock may be set back
-                values={name: table[:, column] for column, name in enumerate(QUANTITIES, start=1)},
-                starts=tuple(reader.starts),
-                total=reader.total,
-                seconds=reader.seconds,
-                errors=tuple(reader.errors),
-            )
-        )
-    return nodes
+
+def _read_node(path: Path) -> Node | None:
+    rows, starts, errors = list[tuple[float, ...]](), list[int](), list[str]()
+    total, seconds = dict[str, float](), 0.0
+    for line in _lines(path):
+        if "error" in line:
+            errors.append(str(line["error"]))
+        elif "start" in line:
+            seconds, total = float(line["seconds"]), _quantities(line["total"])
+            starts.append(len(rows))
+        else:
+            values, time = _quantities(line), float(line["time"])
+            if rows and seconds and starts[-1:] != [len(rows)]:
+                gap = time - rows[-1][0]
+                # Unchanged samples are not in the file and are filled in; a longer gap is a real one.
+                if gap < (HELD + 1.5) * seconds:
+                    count = round(gap / seconds)
+                    last, *held = rows[-1]
+                    rows += [(last + gap / count * number, *held) for number in range(1, count)]
+                else:
+                    starts.append(len(rows))
+            rows.append((time, *(values.get(name, np.nan) for name in QUANTITIES)))
+    if not rows:
+        return None
+    table = np.array(rows, dtype=np.float64)
+    return Node(
+        name=path.stem,
+        time=np.maximum.accumulate(table[:, 0]),  # a clock may be set back
+        values={name: table[:, column] for column, name in enumerate(QUANTITIES, start=1)},
+        starts=tuple(starts),
+        total=total,
+        seconds=seconds,
+        errors=tuple(errors),
+    )
 
 
 def read_phases(folder: Path) -> list[tuple[float, str | None]]:
@@ -180,11 +154,11 @@ def section(run_dir: Path) -> str:
     by_phase = peaks(nodes, phases)
     columns = {name: title for name, title in QUANTITIES.items() if any(name in most for _, most in by_phase.values())}
     rows = [
-        f"| {phase} | {count:,} | " + " | ".join(_peak(most.get(name), len(nodes)) for name in columns) + " |"
+        [phase, f"{count:,}", *(_peak(most.get(name), len(nodes)) for name in columns)]
         for phase, (count, most) in by_phase.items()
     ]
-    least = {name: min((node.total[name] for node in nodes if name in node.total), default=None) for name in columns}
-    there = " | ".join("" if value is None else _size(value) for value in least.values())
+    least = [min((node.total[name] for node in nodes if name in node.total), default=None) for name in columns]
+    rows.append(["there is on a node", "", *("" if size is None else _size(size) for size in least)])
     missed = [phase for phase, (count, _) in by_phase.items() if not count]
     each = f"each {nodes[0].seconds:g} s on {len(nodes)} nodes" if len(nodes) > 1 else f"each {nodes[0].seconds:g} s"
     notes = [f"Peak of each phase on any node, of samples {each}: `{FOLDER}/`."]
@@ -192,9 +166,8 @@ def section(run_dir: Path) -> str:
     if missed:
         notes.append(f"{', '.join(missed).capitalize()}: over before a sample was taken.")
     notes += [f"{node.name}: samples are missing: {error}." for node in nodes for error in node.errors]
-    table = [f"| phase | samples | {' | '.join(columns.values())} |", f"|:--|--:|{'--:|' * len(columns)}", *rows]
-    table.append(f"| there is on a node | | {there} |")
-    return f"## Memory\n\n![memory over time]({PLOT})\n\n" + "\n".join(table) + "\n\n" + " ".join(notes) + "\n"
+    table = markdown_table(["phase", "samples", *columns.values()], rows)
+    return f"## Memory\n\n![memory over time]({PLOT})\n\n{table}\n\n{' '.join(notes)}\n"
 
 
 def plot(nodes: Sequence[Node], phases: Sequence[tuple[float, str | None]], path: Path) -> None:

@@ -22,13 +22,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import psutil
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.progress import notice
-from nemo_ext.job.settings import check_keys
+from nemo_ext.job.settings import STRICT, checked
 
 KEY = "memory_profile"
 """Config key of a training run: `{seconds: 10}`, or null."""
@@ -57,6 +59,13 @@ _LOOK = 10.0
 _TO_ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Profile:
+    """The section `memory_profile` of a config."""
+
+    seconds: Annotated[float, Field(ge=0.1, le=3600)]
+
+
 def interval(config: Mapping[str, Any]) -> float | None:
     """Seconds between samples from a run's `memory_profile`, or None without one.
 
@@ -64,17 +73,7 @@ def interval(config: Mapping[str, Any]) -> float | None:
         ValueError: for an unknown key, or anything but a number from 0.1 to 3600.
     """
     given = config.get(KEY)
-    if given is None:
-        return None
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{KEY}={given!r}: write {KEY}.seconds={SECONDS:g}, or {KEY}=null to leave it out")
-    check_keys(given, ("seconds",), required=("seconds",), where=KEY)
-    seconds = given["seconds"]
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.1 <= seconds <= 3600:
-        raise ValueError(
-            f"{KEY}.seconds={seconds!r}: seconds between two samples, a number from 0.1 to 3600 (or {KEY}=null)"
-        )
-    return float(seconds)
+    return None if given is None else checked(Profile, given, KEY, strict=True).seconds
 
 
 def start(directory: Path, *, root: int, seconds: float = SECONDS) -> subprocess.Popen[bytes] | None:
@@ -129,11 +128,7 @@ def root_of_ranks() -> int:
 
 
 class Phases:
-    """Records when each phase of the run begins. File system errors lose entries but never stop the run.
-
-    Args:
-        directory: folder of the samples; None records nothing, as on all ranks but the first.
-    """
+    """Records when each phase of the run begins, if there is a folder. File system errors lose entries, not the run."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
@@ -170,41 +165,32 @@ class Phases:
             self.leave()
 
 
-class Gpus:
-    """GPUs visible to this process through NVML; none without a driver or `nvidia-ml-py`."""
+def gpu_memory() -> Callable[[str], list[int | None]]:
+    """A function of the bytes `used` or `total` on each GPU that this process sees through NVML.
 
-    def __init__(self) -> None:
-        self._devices: list[Any] = []
+    A GPU that does not answer has None; without a driver or `nvidia-ml-py` there are no GPUs.
+    """
+    try:
+        nvml = import_module("pynvml")
+        nvml.nvmlInit()
+        devices = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
+    except Exception:  # no binding, no driver, or one that this binding does not support
+        return lambda what: []
+
+    def of(device: Any, what: str) -> int | None:
         try:
-            self._nvml = import_module("pynvml")
-        except ImportError:
-            return
-        with suppress(Exception):  # no driver, or one that this binding does not support
-            self._nvml.nvmlInit()
-            self._devices = [
-                self._nvml.nvmlDeviceGetHandleByIndex(number) for number in range(self._nvml.nvmlDeviceGetCount())
-            ]
-
-    def memory(self, what: str) -> list[int | None]:
-        """Bytes `used` or `total` on each GPU; None for a GPU that does not answer."""
-        return [self._of(device, what) for device in self._devices]
-
-    def _of(self, device: Any, what: str) -> int | None:
-        try:
-            return int(getattr(self._nvml.nvmlDeviceGetMemoryInfo(device), what))
-        except self._nvml.NVMLError:
+            return int(getattr(nvml.nvmlDeviceGetMemoryInfo(device), what))
+        except nvml.NVMLError:
             return None
+
+    return lambda what: [of(device, what) for device in devices]
 
 
 class Sampler:
-    """Measures memory.
-
-    Args:
-        root: process id whose memory is counted with that of all its descendants, except this process.
-    """
+    """Measures memory; that of the root process is counted with that of all its descendants, except this process."""
 
     def __init__(self, root: int) -> None:
-        self._gpus = Gpus()
+        self._gpus = gpu_memory()
         self._root: psutil.Process | None = None
         with suppress(psutil.NoSuchProcess):
             self._root = psutil.Process(root)
@@ -218,14 +204,21 @@ class Sampler:
 
     def sample(self) -> dict[str, Any]:
         """Bytes in use now: `rss` of all processes, `host`, `shm` in /dev/shm, and `gpu`, a list with one per GPU."""
-        sample = {"time": round(time.time(), 3), "rss": self._resident()}
         memory = psutil.virtual_memory()
-        sample |= {"host": memory.total - memory.available, "shm": _shared("used")}
-        return _with_gpus(sample, self._gpus.memory("used"))
+        now = {"time": round(time.time(), 3), "rss": self._resident(), "host": memory.total - memory.available}
+        return self._with_others(now, "used")
 
     def totals(self) -> dict[str, Any]:
         """Total bytes of each memory on this node: `host`, `shm` and `gpu`."""
-        return _with_gpus({"host": psutil.virtual_memory().total, "shm": _shared("total")}, self._gpus.memory("total"))
+        return self._with_others({"host": psutil.virtual_memory().total}, "total")
+
+    def _with_others(self, line: dict[str, Any], what: str) -> dict[str, Any]:
+        """The line with the bytes `used` or `total` of /dev/shm, 0 where there is none, and of GPUs, if any."""
+        line["shm"] = 0
+        with suppress(OSError):
+            line["shm"] = int(getattr(shutil.disk_usage("/dev/shm"), what))
+        gpus = self._gpus(what)
+        return {**line, "gpu": gpus} if gpus else line
 
     def _resident(self) -> int:
         total = 0
@@ -240,13 +233,7 @@ class Sampler:
 
 
 class Record:
-    """The file of this node: a line for the start, then one for each sample that differs from the last one written.
-
-    Args:
-        directory: folder of the samples.
-        seconds: interval between samples.
-        totals: total bytes from `Sampler.totals`.
-    """
+    """The file of this node: a line for the start, then one for each sample that differs from the last one written."""
 
     def __init__(self, directory: Path, *, seconds: float, totals: Mapping[str, Any]) -> None:
         self.path = directory / f"{os.environ.get('SLURMD_NODENAME') or platform.node() or 'node'}.jsonl"
@@ -259,22 +246,15 @@ class Record:
     def add(self, sample: dict[str, Any]) -> None:
         """Writes the sample, or holds it back."""
         last = self._written
-        if (
-            last is None
-            or len(self._held) + 1 >= HELD
-            or _changed(_values(last), _values(sample))
-            or self._rises(sample)
+        due = last is None or len(self._held) + 1 >= HELD or _changed(_values(last), _values(sample))
+        # A value above all that were written is written: the file must keep peaks.
+        if due or any(
+            now is not None and now > most + LEAST_CHANGE
+            for most, now in zip(self._highest, _values(sample), strict=True)
         ):
             self._write(sample)
         else:
             self._held.append(sample)
-
-    def _rises(self, sample: Mapping[str, Any]) -> bool:
-        """True if a value exceeds all that were written: the file must keep peaks."""
-        return any(
-            now is not None and now > most + LEAST_CHANGE
-            for most, now in zip(self._highest, _values(sample), strict=True)
-        )
 
     def failed(self, error: Exception) -> None:
         """Records, once, why samples are missing."""
@@ -327,32 +307,6 @@ def _changed(old: Sequence[int | None], new: Sequence[int | None]) -> bool:
     return False
 
 
-def _shared(what: str) -> int:
-    """Bytes `used` or `total` of /dev/shm; 0 where there is none."""
-    try:
-        return int(getattr(shutil.disk_usage("/dev/shm"), what))
-    except OSError:
-        return 0
-
-
-def _with_gpus(line: dict[str, Any], gpus: Sequence[int | None]) -> dict[str, Any]:
-    return {**line, "gpu": list(gpus)} if gpus else line
-
-
-def _follow(record: Record, sampler: Sampler, seconds: float, parent: int) -> None:
-    """Samples until the root or the parent process ends."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, (*_TO_ALL, STOP))
-    end_with_parent(signal.SIGTERM)
-
-    def ended() -> bool:
-        return os.getppid() != parent or sampler.ended()
-
-    def told(number: int) -> bool:
-        return number == STOP or ended()
-
-    _sample(record, sampler, seconds, numbers=(*_TO_ALL, STOP), ended=ended, told=told)
-
-
 def _sample(
     record: Record,
     sampler: Sampler,
@@ -367,20 +321,18 @@ def _sample(
     The signals must be blocked.
     """
     due = time.monotonic()
-    while True:
+    over = False
+    while not over:
         try:
             record.add(sampler.sample())
         except Exception as error:  # must never stop the run
             record.failed(error)
         due = max(due + seconds, time.monotonic())
-        while (left := due - time.monotonic()) > 0:
+        while not over and (left := due - time.monotonic()) > 0:
             got = signal.sigtimedwait(numbers, min(left, _LOOK))
-            if (got is not None and told(got.si_signo)) or (got is None and ended()):
-                record.close()
-                return
-        if ended():
-            record.close()
-            return
+            over = ended() if got is None else told(got.si_signo)
+        over = over or ended()
+    record.close()
 
 
 def _wrap(command: Sequence[str], directory: Path, seconds: float) -> int:
@@ -436,13 +388,18 @@ def main(words: Sequence[str]) -> int:
         parser.error("give either --root PID or -- COMMAND ...")
     if command:
         return _wrap(command, given.directory, seconds)
-    sampler = Sampler(given.root)
-    _follow(
-        Record(given.directory, seconds=seconds, totals=sampler.totals()),
-        sampler,
-        seconds,
-        given.parent or os.getppid(),
-    )
+    signal.pthread_sigmask(signal.SIG_BLOCK, (*_TO_ALL, STOP))
+    end_with_parent(signal.SIGTERM)
+    parent, sampler = given.parent or os.getppid(), Sampler(given.root)
+
+    def ended() -> bool:
+        return os.getppid() != parent or sampler.ended()
+
+    def told(number: int) -> bool:
+        return number == STOP or ended()
+
+    record = Record(given.directory, seconds=seconds, totals=sampler.totals())
+    _sample(record, sampler, seconds, numbers=(*_TO_ALL, STOP), ended=ended, told=told)
     return 0
 
 

@@ -29,7 +29,7 @@ class Attempt:
         last_step: step of the newest checkpoint at its end.
         reason: reason of its end; "" while it runs.
         counted: True if progress is measured in steps; if not, a start that reached its time limit made progress.
-        given_up: reason why the job was not requeued after it, or "".
+        given_up: reason why the job was not requeued after it; "" if it was; None if not recorded, as in older runs.
     """
 
     job: str
@@ -41,7 +41,7 @@ class Attempt:
     last_step: int | None = None
     reason: str = ""
     counted: bool = True
-    given_up: str = ""
+    given_up: str | None = None
 
     @property
     def progressed(self) -> bool:
@@ -91,13 +91,7 @@ def end(run_dir: Path, *, step: int | None, reason: str, given_up: str = "") -> 
 
 
 def verdict(attempts: Sequence[Attempt], *, max_restarts: int, max_idle: int) -> str | None:
-    """Reason not to start a run again, or None if it should be started.
-
-    Args:
-        attempts: starts of one job, all ended.
-        max_restarts: maximum number of starts after the first.
-        max_idle: number of consecutive starts without a new checkpoint at which to give up.
-    """
+    """Reason not to start a run again after the starts of one job, or None; `max_idle` without a checkpoint end it."""
     idle = 0
     for each in reversed(attempts):
         if each.progressed:

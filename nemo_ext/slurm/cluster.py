@@ -2,17 +2,17 @@
 
 import os
 import re
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import ConfigDict, PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.job.settings import checked, nearest
+from nemo_ext.job.settings import STRICT, nearest
 
-STRICT = ConfigDict(extra="forbid")
 _TIME = re.compile(r"(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)")
 _DAYS = re.compile(r"(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+)(?::(?P<seconds>\d+))?)?")
 
@@ -106,15 +106,6 @@ class Cluster:
         if self.qos is not None and self.limits and self.qos not in self.limits:
             raise ValueError(f"qos={self.qos}: {nearest(self.qos, self.limits)}")
 
-    @classmethod
-    def of(cls, section: Mapping[str, Any]) -> "Cluster":
-        """The site from a config's section `cluster`.
-
-        Raises:
-            ValueError: naming the key, its value and the values allowed.
-        """
-        return checked(cls, section, where="cluster")
-
     @property
     def limit(self) -> Limit | None:
         """Limit of the requested quality of service, or None if unknown."""
@@ -169,3 +160,15 @@ def duration(text: str) -> timedelta:
     if found is None:
         raise ValueError(f"time={text!r}: expected HH:MM:SS or D-HH:MM:SS, such as 24:00:00")
     return timedelta(**{unit: int(number) for unit, number in found.groupdict().items() if number})
+
+
+def call(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a Slurm command.
+
+    Raises:
+        ValueError: if the command is not on PATH.
+    """
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise ValueError(f"{words[0]} is not on PATH: use a login node of the cluster") from None

@@ -5,11 +5,11 @@ import pwd
 import re
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 from nemo_ext.job.files import write_text
+from nemo_ext.slurm.cluster import call
 
 CANCELLED = "cancelled.json"
 """File in a run's folder `slurm`: who cancelled its newest job with `nemo-ext cancel`, and when."""
@@ -34,14 +34,10 @@ _LONGEST = 300
 
 
 def first_error(log: Path, position: int = 0) -> str:
-    """First error of the last start in a log, in one line; "" if there is none.
+    """First error of the last start in a log from a byte position on, in one line; "" if there is none.
 
     The error is the exception of any rank's traceback or a line "error: ..."; running out of memory takes precedence,
     as it makes ranks elsewhere fail. If there is neither, it is what Slurm says of the end.
-
-    Args:
-        log: log of the ranks, or the job's output.
-        position: byte offset to begin at.
     """
     if not log.is_file():
         return ""
@@ -85,12 +81,7 @@ def _of_slurm(line: str, found: dict[str, str]) -> None:
 
 
 def why(folder: Path, job: str) -> str:
-    """Reason why a job ended, in one line; "" if neither Slurm nor its output says.
-
-    Args:
-        folder: folder `slurm` of the run.
-        job: Slurm job id.
-    """
+    """Reason why a job of a run (its folder `slurm`) ended, in one line; "" if neither Slurm nor its output says."""
     asked = _asked(job)
     output = folder / f"{job}.out"
     error = first_error(output)
@@ -166,8 +157,7 @@ def _asked(job: str) -> dict[str, str]:
     """Slurm's fields of an ended job, from the controller for some minutes and from accounting if there is any."""
     said: dict[str, str] = {}
     if shutil.which("scontrol"):
-        asked = ["scontrol", "show", "job", job, "--oneliner"]
-        shown = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+        shown = call(["scontrol", "show", "job", job, "--oneliner"]).stdout
         for name in ("JobState", "Reason", "ExitCode", "TimeLimit", "EndTime", "NodeList", "StdOut"):
             # A path may have spaces.
             if found := re.search(rf"(?:^| ){name}=(.*?)(?= \w+(?::\w+)*=|\s*$)", shown, re.MULTILINE):
@@ -175,7 +165,7 @@ def _asked(job: str) -> dict[str, str]:
     if said.get("JobState", "CANCELLED") == "CANCELLED" and shutil.which("sacct"):
         names = ("State", "ExitCode", "Timelimit", "End", "NodeList")
         asked = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", f"--format={','.join(names)}"]
-        lines = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines()
+        lines = call(asked).stdout.splitlines()
         if lines and lines[-1].count("|") == len(names) - 1:
             state, code, limit, end, nodes = lines[-1].split("|")
             word, _, by = state.partition(" by ")

@@ -1,6 +1,6 @@
 """Properties of the jobs of `nemo-ext` for Slurm: batch script, inputs, outputs, nodes and GPUs. No torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,36 +114,28 @@ def saved_step(job: str, record: Path) -> int | None:
 
 def inputs(job: str, config: Mapping[str, Any]) -> list[tuple[str, Path, str]]:
     """Files and folders that the job reads besides its data, each as key, path and advice if missing."""
-    given: Sequence[tuple[str, Any, str]] = ()
+    first, name = "train or convert it first", "name a folder"
+    given: list[tuple[str, Any, str]] = []
     if job == "train":
-        given = [
-            (
-                "megatron.pretrained_checkpoint",
-                config["megatron"].get("pretrained_checkpoint"),
-                "train or convert the stage before it",
-            )
-        ]
+        start = config["megatron"].get("pretrained_checkpoint")
+        given = [("megatron.pretrained_checkpoint", start, "train or convert the stage before it")]
     elif job == "rl":
-        tasks, pairs = config["tasks"], config["pairs"]
         given = [("model", config["policy"], "`nemo-ext convert` writes one")]
         for split in ("train", "validation"):
-            section = tasks.get(split) or {}
+            section = config["tasks"].get(split) or {}
             for key in ("path", "curriculum", "directory"):
-                given = [*given, (f"tasks.{split}.{key}", section.get(key), "`nemo-ext rl_tasks` writes tasks")]
-            given = [*given, (f"pairs.{split}", pairs.get(split), "`nemo-ext preference_data` writes pairs")]
+                given.append((f"tasks.{split}.{key}", section.get(key), "`nemo-ext rl_tasks` writes tasks"))
+            given.append((f"pairs.{split}", config["pairs"].get(split), "`nemo-ext preference_data` writes pairs"))
     elif job == "puzzle":
-        given = [("puzzle.parent", config["puzzle"]["parent"], "train or convert it first")]
+        given = [("puzzle.parent", config["puzzle"]["parent"], first)]
     elif job == "sensitivity":
-        given = [("sensitivity.model", config["sensitivity"]["model"], "train or convert it first")]
+        given = [("sensitivity.model", config["sensitivity"]["model"], first)]
     elif job == "convert":
-        given = [("from", config["from"], "name a checkpoint"), ("files_from", config["files_from"], "name a folder")]
+        given = [("from", config["from"], "name a checkpoint"), ("files_from", config["files_from"], name)]
     elif job == "quantize":
         data = str(config["calibration"]["data"] or "")
         # Packs are named by a prefix, which is no file, and globs are expanded when they are read.
-        named = data if data.endswith((".jsonl", ".parquet")) and not set(data) & set("*?[") else None
-        given = [
-            ("from", config["from"], "train or convert it first"),
-            ("files_from", config["files_from"], "name a folder"),
-            ("calibration.data", named, "name conversations"),
-        ]
+        file = data if data.endswith((".jsonl", ".parquet")) and not set(data) & set("*?[") else None
+        given = [("from", config["from"], first), ("files_from", config["files_from"], name)]
+        given.append(("calibration.data", file, "name conversations"))
     return [(key, Path(str(place)).expanduser(), how) for key, place, how in given if place]

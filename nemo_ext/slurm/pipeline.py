@@ -10,14 +10,13 @@ from hydra.errors import HydraException
 from pydantic.dataclasses import dataclass as checked_dataclass
 from rich.console import Console
 
-from nemo_ext.job.config import compose, config_folders, hydra_value
+from nemo_ext.job.config import check_choice, compose, config_folders, hydra_value
 from nemo_ext.job.files import write_text
-from nemo_ext.job.settings import checked, nearest
+from nemo_ext.job.settings import STRICT, checked, nearest
 from nemo_ext.slurm import attempts
-from nemo_ext.slurm.cluster import STRICT
 from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG, makes, script_name
 from nemo_ext.slurm.preflight import Finding, other_tokenizers
-from nemo_ext.slurm.settings import PACKAGED, check_choice, split
+from nemo_ext.slurm.settings import split
 from nemo_ext.slurm.status import PARENTS, PIPELINE, job_of, queued
 from nemo_ext.slurm.submit import Submission, errors, hand_over, planned, tell
 from nemo_ext.slurm.submit import checked as checked_submission
@@ -37,13 +36,7 @@ class Given:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A job of a pipeline.
-
-    Attributes:
-        name: name of the stage and of its folder.
-        words: arguments of `nemo-ext submit`.
-        after: names of stages that must have succeeded.
-    """
+    """A job of a pipeline: its name and folder, its arguments of `nemo-ext submit`, and the stages that it follows."""
 
     name: str
     words: tuple[str, ...]
@@ -52,13 +45,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Stages in topological order.
-
-    Attributes:
-        run_dir: folder with one folder for each stage.
-        stages: stages to run, without those skipped.
-        config: composed config of the pipeline.
-    """
+    """Stages in topological order, without those skipped, and the folder that has one folder for each."""
 
     run_dir: Path
     stages: tuple[Stage, ...]
@@ -86,7 +73,9 @@ def read(words: Sequence[str]) -> Pipeline:
     folders, theirs = config_folders(theirs)
     both = [f"--config-dir={folder}" for folder in folders]
     dotted = [word for word in theirs if "." in word.partition("=")[0]]
-    config = _composed([*both, *(word for word in theirs if word not in dotted)])
+    own = [*both, *(word for word in theirs if word not in dotted)]
+    check_choice("pipeline", own)
+    config = compose("pipeline", own)
     given = {name: checked(Given, stage, where=f"stages.{name}") for name, stage in config["stages"].items()}
     for word in dotted:
         name = word.partition(".")[0]
@@ -109,7 +98,8 @@ def read(words: Sequence[str]) -> Pipeline:
         above.append(name)
         if name in config["skip"]:
             continue
-        more = [_of(word, prefix) for prefix in (stage.job, name) for word in dotted if word.startswith(f"{prefix}.")]
+        above_all = (f"{stage.job}.", f"{name}.")
+        more = [word.removeprefix(place) for place in above_all for word in dotted if word.startswith(place)]
         # The folder for the record of its starts.
         key = "run_dir" if stage.job in OWN_FOLDER else "slurm.folder"
         place = f"{key}={hydra_value(str(run_dir / name))}"
@@ -122,16 +112,6 @@ def read(words: Sequence[str]) -> Pipeline:
 def _last_of_each_key(words: Sequence[str]) -> list[str]:
     """The last argument of each key, in the place of the first; all config folders are kept."""
     return list({word if word.startswith("-") else word.partition("=")[0]: word for word in words}.values())
-
-
-def _composed(words: Sequence[str]) -> dict[str, Any]:
-    folders, rest = config_folders(words)
-    check_choice("pipeline", rest, [PACKAGED / "pipeline", *(folder / "pipeline" for folder in folders)])
-    return compose("pipeline", words)
-
-
-def _of(word: str, prefix: str) -> str:
-    return word.removeprefix(f"{prefix}.")
 
 
 def submit(words: Sequence[str], *, dry_run: bool) -> int:
@@ -214,11 +194,7 @@ def _needed(stage: Stage, jobs: Mapping[str, str]) -> list[str]:
 
 
 def _finished(submission: Submission) -> bool:
-    """True if all of a submission was finished before, with the same arguments.
-
-    Raises:
-        ValueError: if it was finished with other arguments.
-    """
+    """True if all of a submission was finished before, with the same arguments; ValueError if with others."""
     ends = [attempts.finished(record) for record in submission.records]
     if any(end is None for end in ends):
         return False

@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from nemo_ext.job.config import check_recipe, compose, mistakes_are_one_line
+from nemo_ext.job.config import check_choice, compose, mistakes_are_one_line
 from nemo_ext.job.files import write_text
 from nemo_ext.job.run_directory import CHECKPOINTS, last_checkpoint, read_config
 
@@ -26,7 +26,7 @@ def prepared(words: list[str]) -> dict[str, object]:
     from nemo_ext.checkpoint.sound import fall_back
     from nemo_ext.launch import prepare, target_of
 
-    check_recipe(words)
+    check_choice("recipe", words)
     config = compose("train", words)
     if config["run_dir"] is None:
         raise ValueError("run_dir=null: name a directory")

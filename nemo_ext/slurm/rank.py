@@ -6,11 +6,7 @@ from collections.abc import Mapping
 
 
 def variables(slurm: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables that torch.distributed reads, from Slurm's.
-
-    Raises:
-        ValueError: if a variable is missing.
-    """
+    """Environment variables that torch.distributed reads, from Slurm's; ValueError if one is missing."""
     names = {
         "RANK": "SLURM_PROCID",
         "LOCAL_RANK": "SLURM_LOCALID",

@@ -1,7 +1,7 @@
 """A Ray cluster on the nodes of an allocation, for one driver: started, monitored and removed without a trace.
 
     with ray_cluster(srun, nodes, job=job, logs=folder, environment=environment) as cluster:
-        code = cluster.run(["-m", "nemo_ext.cli", "rl", ...], log=file)
+        code = cluster.run(["-m", "nemo_ext.cli", "rl", ...])
 
 Each node has a Slurm step that keeps `ray start --block` running while its standard input is open: the step ends with
 the process that opened it, however that ends, and removes Ray's processes and files. The driver finds the cluster by
@@ -30,9 +30,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from nemo_ext.memory import sampler
+from nemo_ext.slurm.cluster import call
 
 _FIRST_PORT, _BLOCK, _BLOCKS = 28_672, 64, 64
 """Blocks end at 32767, the last port below Linux's ephemeral range; NeMo-RL's own ports are 11001 to 28000."""
@@ -62,12 +63,9 @@ class ClusterError(RuntimeError):
 
 @dataclass(frozen=True)
 class Ports:
-    """Block of ports of one job, outside the kernel's ephemeral range; two jobs on one machine seldom share one.
+    """Block of ports of one job from `first` on, outside the ephemeral range; two jobs on one machine seldom share one.
 
     Workers use none of these: each binds a free port, so no range runs out.
-
-    Attributes:
-        first: first port of the block.
     """
 
     first: int
@@ -101,10 +99,7 @@ class Ports:
         return {"AUTOSCALER_METRIC_PORT": str(self.first + 3), "DASHBOARD_METRIC_PORT": str(self.first + 4)}
 
     def node(self, place: int) -> dict[str, int]:
-        """Options of `ray start` on any node.
-
-        Args:
-            place: number of earlier nodes with the same address.
+        """Options of `ray start` on a node after `place` others with the same address.
 
         Raises:
             ClusterError: if one machine holds more nodes than the block has ports for.
@@ -153,21 +148,14 @@ class RayCluster:
         """Nodes on which Ray has ended."""
         return [step.node for step in self._steps if step.process.poll() is not None]
 
-    def run(self, words: Sequence[str], *options: str, log: IO[bytes] | None = None) -> int:
-        """Run the driver to its end and return its exit code, never 0 if it had to be ended.
+    def run(self, words: Sequence[str], *options: str) -> int:
+        """Run the driver, Python with these arguments, to its end; returns its exit code, not 0 if it had to be ended.
 
         NeMo-RL's synchronous loops raise when an actor dies with its node; its asynchronous ones may hang, and so may
         a collective operation. So the driver is ended if it still runs `grace` seconds after a node is lost.
-
-        Args:
-            words: arguments of Python.
-            options: further options of srun, added to `self.options`.
-            log: file for the driver's output; None for this process's output.
         """
         command = self.srun(words, *self.options, *options)
-        driver = self._driver = subprocess.Popen(
-            command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=None if log is None else log
-        )
+        driver = self._driver = subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL)
         end: float | None = None
         try:
             while True:
@@ -206,50 +194,36 @@ class RayCluster:
         self._steps.append(_Step(node, process, log))
 
     def _wait(self, address: str, seconds: float, log: Path) -> None:
-        """Wait until all nodes have joined.
-
-        Raises:
-            ClusterError: if a node has not joined in time, a step ended, or Ray cannot be asked.
-        """
+        """Wait until all nodes have joined; ClusterError if one has not in time or ended, or Ray cannot be asked."""
         names = [step.node for step in self._steps]
         missing = dict.fromkeys(names)
-        words = ["-m", _THIS, "joined", address, str(seconds), *names]
+        words = self.srun(["-m", _THIS, "joined", address, str(seconds), *names], *self.options)
         with log.open("wb") as file:
-            asking = subprocess.Popen(
-                self.srun(words, *self.options),
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=file,
-            )
-        assert asking.stdout is not None
-        end, rest = time.monotonic() + seconds, b""
+            asking = subprocess.Popen(words, env=self.environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        end = time.monotonic() + seconds
         try:
             while missing:
-                if select.select([asking.stdout], [], [], 1.0)[0]:
-                    said = os.read(asking.stdout.fileno(), 65_536)
-                    *lines, rest = (rest + said).split(b"\n")
-                    for line in lines:
-                        node = line.decode(errors="replace").removeprefix("joined ")
-                        if node in missing:
-                            del missing[node]
-                            self.say(f"Ray: {node} has joined, {len(names) - len(missing)} of {len(names)}")
-                    if not said and missing and time.monotonic() < end and not self._one_ends(seconds=3):
-                        raise ClusterError(f"Ray cannot be asked for its nodes; the end of {log}:\n{_last_lines(log)}")
+                over = asking.poll() is not None
+                for node in re.findall(r"^joined (\S+)\n", log.read_text(errors="replace"), re.MULTILINE):
+                    if node in missing:
+                        del missing[node]
+                        self.say(f"Ray: {node} has joined, {len(names) - len(missing)} of {len(names)}")
+                if missing and over and time.monotonic() < end and not self._one_ends():
+                    raise ClusterError(f"Ray cannot be asked for its nodes; the end of {log}:\n{_last_lines(log)}")
                 if missing and (self.lost() or time.monotonic() > end):
                     raise ClusterError(self._absent(list(missing), seconds))
+                time.sleep(0.2)
             with suppress(subprocess.TimeoutExpired):
                 asking.wait(timeout=_STOP_SECONDS)
         finally:
             _kill(asking)
-            asking.stdout.close()
 
-    def _one_ends(self, seconds: float) -> bool:
-        """True if a node's step has ended or ends within `seconds`: the client may notice before Slurm does."""
-        end = time.monotonic() + seconds
-        while not self.lost() and time.monotonic() < end:
+    def _one_ends(self) -> bool:
+        """True if a node's step has ended or ends within 3 s: the client may notice before Slurm does."""
+        end = time.monotonic() + 3
+        while not (lost := self.lost()) and time.monotonic() < end:
             time.sleep(0.1)
-        return bool(self.lost())
+        return bool(lost)
 
     def _absent(self, missing: Sequence[str], seconds: float) -> str:
         blamed = [step for step in self._steps if step.process.poll() is not None]
@@ -352,15 +326,7 @@ def node_words(
 ) -> list[str]:
     """Arguments of Python on a node: the verb `hold` and options for `ray start`.
 
-    Args:
-        node: node name; the resource `slurm_node:NAME` shows that it has joined.
-        job: Slurm job id.
-        restart: Slurm's restart count of the job.
-        place: see `Ports.node`.
-        address: address of the head, IP:PORT.
-        ports: ports of the job.
-        head: True for the head node.
-        memory: see `ray_cluster`.
+    The resource `slurm_node:NODE` shows that it has joined. `address` is the head's IP:PORT; `place` see `Ports.node`.
     """
     start = ["--head", "--include-dashboard=false"] if head else [f"--address={address}"]
     # The head is up once its raylet answers: in 2.49 another one starting meanwhile on its machine takes its sockets.
@@ -378,19 +344,11 @@ def node_words(
 
 
 def start_command(words: Sequence[str], *, host: str, environment: Mapping[str, str]) -> list[str]:
-    """The `ray start` command for this node.
-
-    Args:
-        words: options for `ray start` from `node_words`.
-        host: IP address of this node.
-        environment: environment of the step, in which Slurm gives the node's CPUs and GPUs.
-    """
+    """The `ray start` command of this node, from the options of `node_words`; Slurm gives CPUs and GPUs in the step."""
     options = {"node-ip-address": host}
-    options |= {
-        option: environment[name]
-        for option, name in (("num-cpus", "SLURM_CPUS_ON_NODE"), ("num-gpus", "SLURM_GPUS_ON_NODE"))
-        if name in environment
-    }
+    for option, name in (("num-cpus", "SLURM_CPUS_ON_NODE"), ("num-gpus", "SLURM_GPUS_ON_NODE")):
+        if name in environment:
+            options[option] = environment[name]
     return [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
         "--log-color=false",
@@ -427,8 +385,7 @@ def _address(node: str) -> str:
     """IP address of a node; Slurm is asked for a name that does not resolve."""
     with suppress(OSError):
         return socket.gethostbyname(node)
-    asked = ["scontrol", "show", "node", node, "--oneliner"]
-    said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split()
+    said = call(["scontrol", "show", "node", node, "--oneliner"]).stdout.split()
     named = next((word.removeprefix("NodeAddr=") for word in said if word.startswith("NodeAddr=")), node)
     try:
         return socket.gethostbyname(named)

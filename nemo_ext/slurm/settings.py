@@ -2,20 +2,17 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-import hydra_conf
-from nemo_ext.job.config import compose, config_folders
-from nemo_ext.job.settings import checked, nearest
-from nemo_ext.slurm.cluster import STRICT, Cluster, duration
+from nemo_ext.job.config import check_choice, compose, config_folders
+from nemo_ext.job.settings import STRICT, checked
+from nemo_ext.slurm.cluster import Cluster, duration
 
 OWN = ("job", "account", "time")
 _NAMES = re.compile(r"[A-Za-z0-9_.@+][A-Za-z0-9_.@+-]*(,[A-Za-z0-9_.@+][A-Za-z0-9_.@+-]*)*")
-PACKAGED = Path(hydra_conf.__file__).parent
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -83,26 +80,12 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return ours, theirs
 
 
-def check_choice(group: str, words: Sequence[str], places: Sequence[Path]) -> None:
-    """Refuse a choice for a config group that has no file in any of the folders.
-
-    Raises:
-        ValueError: naming the nearest match.
-    """
-    known = sorted({path.stem for place in places for path in place.glob("*.yaml")})
-    for word in words:
-        name = word.removeprefix(f"{group}=")
-        if word.startswith(f"{group}=") and name not in known:
-            raise ValueError(f"{group}={name}: no such {group}: {nearest(name, known)}")
-
-
 def settings_of(words: Sequence[str]) -> Settings:
     """Settings from the arguments about site and queue.
 
     Raises:
         ValueError: naming the key, its value and the values allowed.
     """
-    folders, rest = config_folders(words)
-    check_choice("cluster", rest, [PACKAGED / "cluster", *(folder / "cluster" for folder in folders)])
+    check_choice("cluster", words)
     config: Mapping[str, Any] = compose("slurm", words)
     return checked(Settings, config, where="submit")

@@ -19,7 +19,7 @@ from pathlib import Path
 from nemo_ext.job.config import FAILED, USER_ERROR
 from nemo_ext.job.files import write_text
 from nemo_ext.slurm import attempts
-from nemo_ext.slurm.cluster import duration
+from nemo_ext.slurm.cluster import call, duration
 from nemo_ext.slurm.ends import first_error
 from nemo_ext.slurm.settings import Settings
 from nemo_ext.slurm.status import queued
@@ -52,13 +52,7 @@ class Prepared:
 
 @dataclass
 class Batch(ABC):
-    """One start of a job.
-
-    Attributes:
-        settings: settings of site and queue.
-        words: arguments of the job.
-        stopped: signals that stopped this start, in order.
-    """
+    """One start of a job; `stopped` has the signals that stopped it, in order."""
 
     settings: Settings
     words: list[str]
@@ -137,11 +131,7 @@ class Batch(ABC):
             return self._again(ready, step, reason, mistake=code == USER_ERROR)
 
     def _refuse_second(self, record: Path) -> None:
-        """Refuse a second job of a run, as both would write the same checkpoints.
-
-        Raises:
-            ValueError: if another job of this run is still in the queue.
-        """
+        """Refuse a second job of a run, as both would write the same checkpoints."""
         before = attempts.read(record)
         if before and before[-1].ended is None and before[-1].job != self.name and before[-1].job in queued():
             raise ValueError(f"{record}: job {before[-1].job} is running in it; wait for it, or cancel it")
@@ -165,6 +155,12 @@ class Batch(ABC):
         if "SLURM_CPUS_PER_TASK" in os.environ:
             given["SRUN_CPUS_PER_TASK"] = os.environ["SLURM_CPUS_PER_TASK"]  # srun no longer takes it from sbatch
         return {**os.environ, **given}
+
+    def hostnames(self) -> list[str]:
+        """Names of the job's nodes, this one first."""
+        done = call(["scontrol", "show", "hostnames"])
+        done.check_returncode()
+        return done.stdout.split()
 
     def _stop(self, number: int, frame: object) -> None:
         left = self.seconds_left() if number == signal.SIGUSR2 else None
@@ -192,9 +188,8 @@ class Batch(ABC):
 
     def _asked(self) -> tuple[str, float | None]:
         """The job's state and the seconds left to this start, None without a limit."""
-        asked = ["squeue", "--noheader", f"--jobs={self.name}", "--format=%T|%L"]
-        said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
-        state, _, left = said.partition("|")
+        said = call(["squeue", "--noheader", f"--jobs={self.name}", "--format=%T|%L"]).stdout
+        state, _, left = said.strip().partition("|")
         try:
             return state, duration(left).total_seconds()
         except ValueError:
@@ -224,7 +219,7 @@ class Batch(ABC):
             return USER_ERROR if mistake else FAILED
         say(f"{_saved_in(record, step)}{reason}; queued again")
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to this process by requeueing
-        done = subprocess.run(["scontrol", "requeue", self.name], capture_output=True, text=True, check=False)
+        done = call(["scontrol", "requeue", self.name])
         if done.returncode:
             attempts.end(record, step=step, reason=reason, given_up=f"scontrol requeue: {done.stderr.strip()}")
             say(f"scontrol requeue: {done.stderr.strip()}; the same sbatch command goes on")

@@ -3,10 +3,8 @@
 import getpass
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -14,6 +12,7 @@ from rich.table import Table
 
 from nemo_ext.job.run_directory import CONFIG, LOG, METRICS, last_checkpoint, newest, read_config
 from nemo_ext.slurm import attempts, ends
+from nemo_ext.slurm.cluster import call
 from nemo_ext.slurm.jobs import saved_step
 
 JOB = "job"
@@ -58,12 +57,7 @@ class Status:
 
 
 def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
-    """Status of a run.
-
-    Args:
-        run_dir: run directory.
-        queue: jobs in the queue with their states, from `queued`.
-    """
+    """Status of a run, whose job's state is in `queue` (from `queued`) if it is queued."""
     folder = run_dir / attempts.FOLDER
     starts = attempts.read(run_dir)
     job = job_of(run_dir)
@@ -116,8 +110,8 @@ def _end(run_dir: Path, job: str, starts: Sequence[attempts.Attempt]) -> str:
         if last.reason in last.given_up:
             return f"not queued again: {last.given_up}"
         return f"{reason}; not queued again: {last.given_up}"
-    # The job was requeued and something removed it before its next start.
-    after = ends.why(folder, job)
+    # If the job was requeued, something removed it before its next start.
+    after = "" if last.given_up is None else ends.why(folder, job)
     return reason if not after or after in reason else f"{reason}; then {after}"
 
 
@@ -157,10 +151,7 @@ def queued() -> dict[str, str]:
     Raises:
         ValueError: if squeue is missing or fails.
     """
-    if shutil.which("squeue") is None:
-        raise ValueError("squeue is not on PATH: ask on a login node of the cluster")
-    asked = ["squeue", "--noheader", "--me", "--array", "--format=%i|%T|%r"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    done = call(["squeue", "--noheader", "--me", "--array", "--format=%i|%T|%r"])
     if done.returncode:
         raise ValueError((done.stderr.strip().splitlines() or ["squeue failed"])[-1])
     jobs = {}
@@ -193,7 +184,8 @@ def _in_order(run_dir: Path) -> list[tuple[int, list[str | int]]]:
     """Sort key: by name, stages of a pipeline in their order, numbers as numbers."""
     found = list[tuple[int, list[str | int]]]()
     for place in (*reversed(run_dir.parents), run_dir):
-        stages = list((read_config(place.parent / PIPELINE))["stages"]) if (place.parent / PIPELINE).is_file() else []
+        pipeline = place.parent / PIPELINE
+        stages = list(read_config(pipeline)["stages"]) if pipeline.is_file() else []
         number = stages.index(place.name) if place.name in stages else len(stages)
         words = [int(word) if word.isdecimal() else word for word in re.split(r"(\d+)", place.name)]
         found.append((number, words))
@@ -201,16 +193,11 @@ def _in_order(run_dir: Path) -> list[tuple[int, list[str | int]]]:
 
 
 def show(places: Sequence[Path], *, as_json: bool = False) -> None:
-    """Print the status of runs as a table or a JSON list.
-
-    Raises:
-        ValueError: see `runs_below` and `queued`.
-    """
+    """Print the status of runs as a table or a JSON list."""
     queue = queued()
     rows = [status_of(run_dir, queue) for run_dir in runs_below(places)]
     if as_json:
-        keys = Status.__slots__
-        print(json.dumps([{key: _plain(getattr(row, key)) for key in keys} for row in rows], indent=1))
+        print(json.dumps([asdict(row) for row in rows], indent=1, default=str))
         return
     table = Table("run", "job", "state", "step", "left", "loss", "restarts", box=None, pad_edge=False)
     for row in rows:
@@ -239,10 +226,7 @@ def log_of(run_dir: Path) -> Path:
 
 
 def cancel(run_dir: Path) -> list[str]:
-    """Cancel the jobs of a run or of all runs below a folder; ranks save as far as Slurm's KillWait allows.
-
-    Returns:
-        Ids of the cancelled jobs.
+    """Cancel the jobs of a run or of all runs below a folder; returns their ids. Ranks save as far as KillWait allows.
 
     Raises:
         ValueError: if none is in the queue, or scancel fails.
@@ -253,7 +237,7 @@ def cancel(run_dir: Path) -> list[str]:
     if not waiting:
         raise ValueError(f"{run_dir}: no job in the queue; the last was {jobs[-1]}")
     # Dependent jobs first.
-    done = subprocess.run(["scancel", *reversed(waiting)], capture_output=True, text=True, check=False)
+    done = call(["scancel", *reversed(waiting)])
     if done.returncode:
         raise ValueError(f"scancel {' '.join(waiting)}: {done.stderr.strip()}")
     for run, job in zip(runs, jobs, strict=True):
@@ -267,7 +251,3 @@ def _span(seconds: float | None) -> str:
         return ""
     minutes = int(seconds // 60)
     return f"{minutes // 60}:{minutes % 60:02d} h"
-
-
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, Path) else value

@@ -13,9 +13,10 @@ from typing import Any
 
 from rich.console import Console
 
-from nemo_ext.job.config import check_recipe, compose, without_data
+from nemo_ext.job.config import check_choice, compose, without_data
 from nemo_ext.job.files import write_text
 from nemo_ext.slurm import attempts
+from nemo_ext.slurm.cluster import call
 from nemo_ext.slurm.jobs import nodes_and_gpus, record_of, script_name, shard_record
 from nemo_ext.slurm.preflight import Finding, findings
 from nemo_ext.slurm.settings import Settings, settings_of, split
@@ -129,7 +130,7 @@ def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
     settings = settings_of(ours)
     job = settings.job
     script_of(job)
-    check_recipe(theirs)
+    check_choice("recipe", theirs)
     several = MULTIRUN in words
     runs = [split(point)[1] for point in points(job, theirs)] if several else [theirs]
     configs = [compose(job, run) for run in runs]
@@ -285,15 +286,3 @@ def _by_megatron(config: Mapping[str, Any], coming: Sequence[Path]) -> list[Find
 def errors(found: Sequence[Finding]) -> bool:
     """True if any finding is an error."""
     return any(one.kind == "error" for one in found)
-
-
-def call(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a Slurm command.
-
-    Raises:
-        ValueError: if the command is not on PATH.
-    """
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise ValueError(f"{words[0]} is not on PATH: submit from a login node of the cluster") from None

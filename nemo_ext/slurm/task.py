@@ -51,9 +51,7 @@ class Task(Batch):
 
     def _on_ray(self, command: list[str]) -> int:
         """Run the command with Ray on all nodes; returns the exit code."""
-        names = subprocess.run(
-            ["scontrol", "show", "hostnames"], capture_output=True, text=True, check=True
-        ).stdout.split()
+        names = self.hostnames()
         sizes = {"num_nodes": len(names), "gpus_per_node": os.environ.get("SLURM_GPUS_ON_NODE")}
         for key, value in sizes.items():
             name = f"nemo_rl.set.cluster.{key}="

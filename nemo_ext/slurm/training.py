@@ -72,9 +72,7 @@ class Training(Batch):
 
     def environment(self) -> dict[str, str]:
         """Environment of srun with MASTER_ADDR and MASTER_PORT for torch.distributed."""
-        names = subprocess.run(
-            ["scontrol", "show", "hostnames"], capture_output=True, text=True, check=True
-        ).stdout.split()
+        names = self.hostnames()
         # One node needs no name that can be resolved.
         meeting = {
             "MASTER_ADDR": names[0] if len(names) > 1 else "127.0.0.1",

@@ -8,7 +8,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nemo_ext.job.config import check_recipe, compose, hydra_value, hydra_words, iterations, multiply
+from nemo_ext.job.config import check_choice, compose, hydra_value, hydra_words, iterations, multiply
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_missing_values_are_named() -> None:
 
 
 def test_a_recipe_that_is_not_there_is_named_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match="did you mean nemotron3_nano/pretrain"):
-        check_recipe(["recipe=nemotron3_nano/pretrian"])
+    with pytest.raises(ValueError, match="did you mean 'nemotron3_nano/pretrain'"):
+        check_choice("recipe", ["recipe=nemotron3_nano/pretrian"])
 
 
 def test_the_recipe_wins_over_the_model_and_the_command_line_over_both() -> None:

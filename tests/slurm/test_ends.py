@@ -1,6 +1,7 @@
 """Why a job ended, in the words that Slurm 22 and our ranks printed on the cluster of test_batch."""
 
 import getpass
+import json
 import os
 from pathlib import Path
 
@@ -145,6 +146,16 @@ def test_a_run_says_why_it_stopped(said: Path, tmp_path: Path) -> None:
     assert state(queued_again).endswith("then cancelled at 2026-11-22T13:41:33 while it was queued")
     said.write_text(JOB.format(state="TIMEOUT", reason="TimeLimit", code="0:15", nodes="n1"))
     assert state(killed) == "stopped: time limit of 00:10:00; nothing new was saved"
+
+
+def test_a_start_of_an_older_record_has_one_reason(said: Path, tmp_path: Path) -> None:
+    """It does not say whether the job was queued again: what Slurm says is of the same end."""
+    said.write_text(JOB.format(state="FAILED", reason="NonZeroExitCode", code="1:0", nodes="n1"))
+    run = started(tmp_path / "a", reason="a rank failed (exit code 1): ValueError: x")
+    record = run / "slurm" / attempts.ATTEMPTS
+    record.write_text(json.dumps([{k: v for k, v in json.loads(record.read_text())[0].items() if k != "given_up"}]))
+
+    assert state(run) == "stopped: a rank failed (exit code 1): ValueError: x"
 
 
 def test_a_newer_jobs_end_counts(said: Path, tmp_path: Path) -> None:

@@ -14,13 +14,9 @@ CPU = torch.device("cpu")
 
 def is_cuda(device: object) -> bool:
     """True if a `device=` argument is a CUDA device (`"cuda"`, `"cuda:1"`, `torch.device("cuda")`, an index)."""
-    if isinstance(device, bool):
-        return False
     if isinstance(device, int):
-        return True
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    return isinstance(device, str) and device.startswith("cuda")
+        return not isinstance(device, bool)
+    return isinstance(device, torch.device | str) and str(device).startswith("cuda")
 
 
 def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,6 +40,11 @@ def constant(value: Any) -> Callable[[Any], Callable[..., Any]]:
     return lambda original: lambda *args, **kwargs: value
 
 
+def instead(value: Any) -> Callable[[Any], Any]:
+    """A replacement that is `value` itself."""
+    return lambda original: value
+
+
 class Stream:
     """A CUDA stream on a device that runs everything in program order."""
 
@@ -64,16 +65,6 @@ class Stream:
 def device_properties(*args: Any) -> SimpleNamespace:
     """The fields that Megatron reads from `torch.cuda.get_device_properties`, with an A100's compute capability."""
     return SimpleNamespace(name="cpu", major=8, minor=0)
-
-
-def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """State of the CPU generator."""
-    return torch.get_rng_state()
-
-
-def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    """Sets the state of the CPU generator."""
-    torch.set_rng_state(state)
 
 
 def cuda_tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -50,13 +50,7 @@ def convolve(window: Tensor, taps: Tensor, bias: Tensor | None, *, run: Tensor |
 
 
 def convolve_gradients(
-    window: Tensor,
-    d_window: Tensor,
-    taps: Tensor,
-    *,
-    run: Tensor | None,
-    d_input: Tensor,
-    d_taps: Tensor,
+    window: Tensor, d_window: Tensor, taps: Tensor, *, run: Tensor | None, d_input: Tensor, d_taps: Tensor
 ) -> None:
     """Fills `d_input` and adds to `d_taps` for one stretch of tokens.
 

@@ -11,12 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_ext.megatron.cpu.mamba_convolution import (
-    check_convolution,
-    convolve,
-    convolve_gradients,
-    taps_by_age,
-)
+from nemo_ext.megatron.cpu.mamba_convolution import check_convolution, convolve, convolve_gradients, taps_by_age
 from nemo_ext.megatron.cpu.mamba_scan import (
     compute_dtype,
     entering_state,
@@ -27,9 +22,11 @@ from nemo_ext.megatron.cpu.mamba_scan import (
     step_sizes,
 )
 from nemo_ext.megatron.cpu.mamba_segment import (
+    Parameters,
     ScanSlice,
     Scratch,
     Segment,
+    cut,
     scan_backward,
     scan_forward,
     silu_slope,
@@ -65,12 +62,8 @@ class _Sizes(NamedTuple):
         """Views of x [batch, length, heads, head_dim] and of B, C [batch, length, groups, state]."""
         grouped = self.groups * self.state
         x, B, C = xbc.split((self.inner, grouped, grouped), dim=-1)
-        group_shape = (self.groups, self.state)
-        return (
-            x.unflatten(-1, (self.heads, self.head_dim)),
-            B.unflatten(-1, group_shape),
-            C.unflatten(-1, group_shape),
-        )
+        B, C = (each.unflatten(-1, (self.groups, self.state)) for each in (B, C))
+        return x.unflatten(-1, (self.heads, self.head_dim)), B, C
 
 
 class _SplitConvScan(torch.autograd.Function):
@@ -106,21 +99,13 @@ class _SplitConvScan(torch.autograd.Function):
         scratch = Scratch(dtype=A.dtype, device=projection.device)
         entering = []
         for segment in split_into_segments(shape, projection.device, chunk_size=chunk_size):
-            span = segment.span
             entering.append(state)
             convolved = _convolved(xbc, taps, bias, run, segment, scratch)
             if activate:
                 F.silu(convolved, inplace=True)
-            state = scan_forward(
-                _slice(sizes, convolved, dt, z, run, segment),
-                A=A,
-                D=D,
-                state=state,
-                segment=segment,
-                scratch=scratch,
-                ungated=None if ungated is None else ungated[:, span],
-                out=out[:, span],
-            )
+            whole = cut(segment, dt=dt, z=z, out=out, ungated=ungated, run=run)
+            tensors = ScanSlice(*sizes.split_convolved(convolved), **whole)
+            state = scan_forward(tensors, Parameters(A, D), state, segment, scratch)
         ctx.save_for_backward(projection, weight, bias, dt_bias, A, D, run, ungated, *entering)
         ctx.sizes, ctx.activate, ctx.dt_limit, ctx.chunk_size = sizes, activate, dt_limit, chunk_size
         ctx.set_materialize_grads(False)
@@ -132,10 +117,8 @@ class _SplitConvScan(torch.autograd.Function):
         projection, weight, bias, dt_bias, A, D, run, ungated, *entering = ctx.saved_tensors
         sizes: _Sizes = ctx.sizes
         shape = (*projection.shape[:2], sizes.heads, sizes.head_dim)
-        if out_gradient is None:
-            out_gradient = projection.new_zeros(shape)
-        if state_gradient is None:
-            state_gradient = torch.zeros_like(entering[0])
+        out_gradient = projection.new_zeros(shape) if out_gradient is None else out_gradient
+        state_gradient = torch.zeros_like(entering[0]) if state_gradient is None else state_gradient
         gradient = torch.empty_like(projection)
         z, xbc, raw_dt = sizes.split(projection)
         dz, d_xbc, d_raw_dt = sizes.split(gradient)
@@ -146,8 +129,8 @@ class _SplitConvScan(torch.autograd.Function):
         taps = taps_by_age(weight, A.dtype)
         d_taps = torch.zeros_like(taps)
         d_bias = torch.zeros_like(taps[0])
-        dA = torch.zeros_like(A, dtype=torch.float64)
-        dD = torch.zeros_like(D)
+        parameters = Parameters(A, D)
+        added_to = parameters.gradients()
         scratch = Scratch(dtype=A.dtype, device=projection.device)
         reach = weight.shape[1] - 1
         later = taps.new_empty(projection.shape[0], 0, sizes.channels)
@@ -165,23 +148,18 @@ class _SplitConvScan(torch.autograd.Function):
                 d_window = scratch.take("d_window", len(later), count + later.shape[1], sizes.channels)
                 d_convolved = d_window[:, :count]
                 d_window[:, count:] = later
-                dx, dB, dC = sizes.split_convolved(d_convolved)
-                added = scan_backward(
-                    _slice(sizes, convolved, dt.detach(), z, run, segment),
-                    A=A,
-                    D=D,
-                    state=state,
-                    segment=segment,
-                    scratch=scratch,
-                    ungated=None if ungated is None else ungated[:, span],
-                    out_gradient=out_gradient[:, span],
-                    state_gradient=state_gradient,
-                    gradients=ScanSlice(dx, d_dt[:, span], dB, dC, None if dz is None else dz[:, span]),
+                whole = cut(segment, dt=dt.detach(), z=z, ungated=ungated, run=run)
+                whole_gradients = cut(segment, dt=d_dt, z=dz, out=out_gradient)
+                state_gradient = scan_backward(
+                    ScanSlice(*sizes.split_convolved(convolved), **whole),
+                    ScanSlice(*sizes.split_convolved(d_convolved), **whole_gradients),
+                    parameters,
+                    added_to,
+                    state,
+                    state_gradient,
+                    segment,
+                    scratch,
                 )
-                state_gradient = added.state
-                dA += added.A
-                if added.D is not None:
-                    dD += added.D
                 if ctx.activate:
                     d_convolved.mul_(silu_slope(sigmoid, convolved))
                 d_bias += d_convolved.sum((0, 1))
@@ -202,8 +180,8 @@ class _SplitConvScan(torch.autograd.Function):
             d_taps.flip(0).t().to(weight.dtype),
             None if bias is None else d_bias.to(bias.dtype),
             d_dt_bias,
-            dA.to(A.dtype),
-            dD,
+            added_to.A.to(A.dtype),
+            added_to.D,
             state_gradient,
             *(None,) * 5,
         )
@@ -219,23 +197,6 @@ def _convolved(
     window_run = None if run is None else run[:, start : span.stop]
     convolve(xbc[:, start : span.stop], taps, bias, run=window_run, out=out)
     return out
-
-
-def _slice(
-    sizes: _Sizes, convolved: Tensor, dt: Tensor, z: Tensor | None, run: Tensor | None, segment: Segment
-) -> ScanSlice:
-    """Inputs of the scan for one segment; `convolved` covers only the segment."""
-    span = segment.span
-    x, B, C = sizes.split_convolved(convolved)
-    return ScanSlice(
-        x=x,
-        dt=dt[:, span],
-        B=B,
-        C=C,
-        z=None if z is None else z[:, span],
-        run=None if run is None else run[:, span],
-        run_before=None if run is None else run[:, max(span.start - 1, 0)],
-    )
 
 
 def split_convolution_scan(
@@ -270,10 +231,7 @@ def split_convolution_scan(
         chunk_size: Longest chunk to use; no effect on the result.
         gated: True to multiply the result by silu(z).
         activation: Activation after the convolution: "silu" (or "swish") or None.
-        dt_limit: Lowest and highest dt, applied last.
-        seq_idx: [batch, length]; convolution and state start afresh wherever the number changes. None for one
-            sequence.
-        initial_states: [batch, heads, head_dim, state] before the first token, or None for zeros.
+        dt_limit, seq_idx, initial_states: As in `mamba_scan.ssd_chunk_scan`; the convolution starts afresh too.
 
     Returns:
         [batch, length, inner] in the dtype of `projection`, and the last state, as `initial_states`.

@@ -72,20 +72,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """Normalizes `x` [..., hidden_size], gated by `z` of the same shape; returns the dtype of `x`."""
-        return rms_norm_gated(
-            x,
-            self.weight,
-            z=z,
-            eps=self.eps,
-            group_size=self.group_size,
-            norm_before_gate=self.norm_before_gate,
-        )
+        return rms_norm_gated(x, self.weight, z, self.eps, self.group_size, self.norm_before_gate)
 
 
 def rms_norm_gated(
     x: Tensor,
     weight: Tensor,
-    *,
     z: Tensor | None = None,
     eps: float = 1e-6,
     group_size: int | None = None,

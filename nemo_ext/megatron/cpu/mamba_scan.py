@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_ext.megatron.cpu.mamba_segment import (
+    Parameters,
     ScanSlice,
     Scratch,
     Segment,
     cut,
-    empty_gradients,
     scan_backward,
     scan_forward,
 )
@@ -94,23 +94,14 @@ class _ChunkScan(torch.autograd.Function):
         run: Tensor | None,
         chunk_size: int,
     ) -> tuple[Tensor, Tensor]:
-        inputs = ScanSlice(x, dt, B, C, z, run)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         ungated = None if z is None else torch.empty_like(out)
+        whole = {"x": x, "dt": dt, "B": B, "C": C, "z": z, "out": out, "ungated": ungated, "run": run}
         scratch = Scratch(dtype=dt.dtype, device=x.device)
         entering = []
         for segment in split_into_segments(x.shape, x.device, chunk_size=chunk_size):
             entering.append(state)
-            state = scan_forward(
-                cut(inputs, segment),
-                A=A,
-                D=D,
-                state=state,
-                segment=segment,
-                scratch=scratch,
-                ungated=None if ungated is None else ungated[:, segment.span],
-                out=out[:, segment.span],
-            )
+            state = scan_forward(ScanSlice(**cut(segment, **whole)), Parameters(A, D), state, segment, scratch)
         ctx.save_for_backward(x, dt, A, B, C, D, z, run, ungated, *entering)
         ctx.chunk_size = chunk_size
         ctx.set_materialize_grads(False)
@@ -120,45 +111,32 @@ class _ChunkScan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, out_gradient: Tensor | None, state_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         x, dt, A, B, C, D, z, run, ungated, *entering = ctx.saved_tensors
-        inputs = ScanSlice(x, dt, B, C, z, run)
-        gradients = empty_gradients(inputs)
-        if out_gradient is None:
-            out_gradient = torch.zeros_like(x)
-        if state_gradient is None:
-            state_gradient = torch.zeros_like(entering[0])
-        dA = torch.zeros_like(A, dtype=torch.float64)
-        dD = None if D is None else torch.zeros_like(D)
+        inputs = {"x": x, "dt": dt, "B": B, "C": C, "z": z}
+        gradients = {name: None if each is None else torch.empty_like(each) for name, each in inputs.items()}
+        out_gradient = torch.zeros_like(x) if out_gradient is None else out_gradient
+        state_gradient = torch.zeros_like(entering[0]) if state_gradient is None else state_gradient
+        parameters = Parameters(A, D)
+        added_to = parameters.gradients()
         scratch = Scratch(dtype=dt.dtype, device=x.device)
         segments = split_into_segments(x.shape, x.device, chunk_size=ctx.chunk_size)
         with full_precision(x):
             for segment, state in zip(reversed(segments), reversed(entering), strict=True):
-                added = scan_backward(
-                    cut(inputs, segment),
-                    A=A,
-                    D=D,
-                    state=state,
-                    segment=segment,
-                    scratch=scratch,
-                    ungated=None if ungated is None else ungated[:, segment.span],
-                    out_gradient=out_gradient[:, segment.span],
-                    state_gradient=state_gradient,
-                    gradients=cut(gradients, segment),
+                state_gradient = scan_backward(
+                    ScanSlice(**cut(segment, **inputs, ungated=ungated, run=run)),
+                    ScanSlice(**cut(segment, **gradients, out=out_gradient)),
+                    parameters,
+                    added_to,
+                    state,
+                    state_gradient,
+                    segment,
+                    scratch,
                 )
-                state_gradient = added.state
-                dA += added.A
-                if dD is not None and added.D is not None:
-                    dD += added.D
-        inputs_first = (gradients.x, gradients.dt, dA.to(A.dtype), gradients.B, gradients.C)
-        return (*inputs_first, dD, gradients.z, state_gradient, None, None)
+        dx, d_dt, dB, dC, dz = gradients.values()
+        return dx, d_dt, added_to.A.to(A.dtype), dB, dC, added_to.D, dz, state_gradient, None, None
 
 
 def step_sizes(
-    dt: Tensor,
-    dt_bias: Tensor | None,
-    *,
-    softplus: bool,
-    limit: tuple[float, float],
-    dtype: torch.dtype,
+    dt: Tensor, dt_bias: Tensor | None, *, softplus: bool, limit: tuple[float, float], dtype: torch.dtype
 ) -> Tensor:
     """Returns dt [batch, length, heads] after bias, softplus and limits; differentiable."""
     dt = dt.to(dtype)
@@ -174,12 +152,7 @@ def entering_state(
 ) -> Tensor:
     """Lays out initial states [batch, heads, head_dim, state] as the scan keeps them; zeros for None.
 
-    Args:
-        initial_states: Initial states as the public functions take them.
-        batch: Batch size.
-        groups: Groups of heads that share B and C.
-        A: [heads], in the dtype of the work.
-        size: (head_dim, state).
+    `A` is [heads], in the dtype of the work; `size` is (head_dim, state).
 
     Raises:
         ValueError: If the shape does not fit.
@@ -244,7 +217,9 @@ def ssd_chunk_scan(
     Raises:
         ValueError: If shapes do not fit together.
     """
-    _check_shapes(x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, seq_idx=seq_idx, chunk_size=chunk_size)
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}, expected at least 1")
+    _check_shapes(x, B, dt=dt, A=A, C=C, D=D, z=z, dt_bias=dt_bias, seq_idx=seq_idx)
     work = compute_dtype(x)
     A = A.to(work)
     groups, state_size = B.shape[2:]
@@ -265,38 +240,26 @@ def ssd_chunk_scan(
     return (out, leaving_state(state).contiguous()) if return_final_states else out  # callers take views of it
 
 
-def _check_shapes(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    seq_idx: Tensor | None,
-    chunk_size: int,
-) -> None:
+def _check_shapes(x: Tensor, B: Tensor, **others: Tensor | None) -> None:
     if x.dim() != 4 or x.shape[1] == 0:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected [batch, length >= 1, heads, head_dim]")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}, expected at least 1")
     batch, length, heads, head_dim = x.shape
     groups = B.shape[2] if B.dim() == 4 else 0
     if groups == 0 or heads % groups:
         raise ValueError(f"B has {groups} groups, which must divide the {heads} heads of x")
     grouped = (batch, length, groups, B.shape[3])
+    D = others["D"]
     expected = {
-        "dt": (dt, (batch, length, heads)),
-        "A": (A, (heads,)),
-        "B": (B, grouped),
-        "C": (C, grouped),
-        "D": (D, (heads,) if D is None or D.dim() == 1 else (heads, head_dim)),
-        "z": (z, (batch, length, heads, head_dim)),
-        "dt_bias": (dt_bias, (heads,)),
-        "seq_idx": (seq_idx, (batch, length)),
+        "dt": (batch, length, heads),
+        "A": (heads,),
+        "B": grouped,
+        "C": grouped,
+        "D": (heads,) if D is None or D.dim() == 1 else (heads, head_dim),
+        "z": (batch, length, heads, head_dim),
+        "dt_bias": (heads,),
+        "seq_idx": (batch, length),
     }
-    for name, (tensor, shape) in expected.items():
-        if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape} where x is {tuple(x.shape)}")
+    for name, tensor in {"B": B, **others}.items():
+        if tensor is not None and tensor.shape != expected[name]:
+            shape, wanted = tuple(tensor.shape), expected[name]
+            raise ValueError(f"{name} has shape {shape}, expected {wanted} where x is {tuple(x.shape)}")

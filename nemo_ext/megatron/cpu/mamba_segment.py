@@ -13,7 +13,7 @@ k chunks, b batch, g groups, q positions in a chunk, r heads of a group, p head_
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,25 +23,41 @@ LOG2_E = 1.0 / math.log(2.0)
 
 @dataclass(frozen=True)
 class ScanSlice:
-    """The tensors of one segment, or (`run` and `run_before` None) the gradients with respect to them.
+    """The tensors of one segment, or (without `ungated` and `run`) the gradients with respect to them.
 
     Attributes:
         x: [batch, length, heads, head_dim].
-        dt: [batch, length, heads] after bias, softplus and limits, in the dtype of the work.
         B: [batch, length, groups, state].
         C: [batch, length, groups, state].
+        dt: [batch, length, heads] after bias, softplus and limits, in the dtype of the work.
         z: The gate, shaped as `x`, or None.
+        out: The result, shaped as `x`; None in backward, which reads its gradient alone.
+        ungated: The result before the gate, or None without a gate.
         run: [batch, length], a number for each packed sequence, or None for one sequence.
         run_before: [batch], the run of the token before the segment.
     """
 
     x: Tensor
-    dt: Tensor
     B: Tensor
     C: Tensor
-    z: Tensor | None
+    dt: Tensor
+    z: Tensor | None = None
+    out: Tensor | None = None
+    ungated: Tensor | None = None
     run: Tensor | None = None
     run_before: Tensor | None = None
+
+
+class Parameters(NamedTuple):
+    """The decay rates A [heads] (negative) and the skip weights D, [heads], [heads, head_dim] or None."""
+
+    A: Tensor
+    D: Tensor | None
+
+    def gradients(self) -> "Parameters":
+        """Zeros to add gradients to, that of A in float64."""
+        D = None if self.D is None else torch.zeros_like(self.D)
+        return Parameters(torch.zeros_like(self.A, dtype=torch.float64), D)
 
 
 class Segment(NamedTuple):
@@ -74,30 +90,13 @@ class Scratch:
         return buffer[:size].view(shape)
 
 
-def cut(tensors: ScanSlice, segment: Segment) -> ScanSlice:
-    """Views of one segment of full-length tensors."""
-    span = segment.span
-    return ScanSlice(
-        x=tensors.x[:, span],
-        dt=tensors.dt[:, span],
-        B=tensors.B[:, span],
-        C=tensors.C[:, span],
-        z=None if tensors.z is None else tensors.z[:, span],
-        run=None if tensors.run is None else tensors.run[:, span],
+def cut(segment: Segment, **whole: Tensor | None) -> dict[str, Any]:
+    """Fields of `ScanSlice`: one segment's views of full-length tensors."""
+    views = {name: None if tensor is None else tensor[:, segment.span] for name, tensor in whole.items()}
+    if (run := whole.get("run")) is not None:
         # The first segment continues the initial state, so nothing changes before its first token.
-        run_before=None if tensors.run is None else tensors.run[:, max(segment.start - 1, 0)],
-    )
-
-
-def empty_gradients(tensors: ScanSlice) -> ScanSlice:
-    """Undefined tensors shaped as `tensors`, for `scan_backward` to fill."""
-    return ScanSlice(
-        x=torch.empty_like(tensors.x),
-        dt=torch.empty_like(tensors.dt),
-        B=torch.empty_like(tensors.B),
-        C=torch.empty_like(tensors.C),
-        z=None if tensors.z is None else torch.empty_like(tensors.z),
-    )
+        views["run_before"] = run[:, max(segment.start - 1, 0)]
+    return views
 
 
 class _Chunks(NamedTuple):
@@ -176,32 +175,23 @@ def _prepare(tensors: ScanSlice, A: Tensor, state: Tensor, segment: Segment, scr
 
 
 def scan_forward(
-    tensors: ScanSlice,
-    *,
-    A: Tensor,
-    D: Tensor | None,
-    state: Tensor,
-    segment: Segment,
-    scratch: Scratch,
-    ungated: Tensor | None,
-    out: Tensor,
+    tensors: ScanSlice, parameters: Parameters, state: Tensor, segment: Segment, scratch: Scratch
 ) -> Tensor:
-    """Runs one segment.
+    """Runs one segment: fills `tensors.out`, and with a gate `tensors.ungated`.
 
     Args:
-        tensors: The segment's inputs.
-        A: [heads], the (negative) decay rates.
-        D: [heads] or [heads, head_dim], the skip weights, or None.
+        tensors: The segment's tensors.
+        parameters: A and D.
         state: [batch, groups, state, heads of a group, head_dim] entering the segment.
         segment: Position of the segment in the sequence.
         scratch: Reused buffers.
-        ungated: Filled with the result before the gate; shaped as `tensors.x`. None without a gate.
-        out: Filled with the result.
 
     Returns:
         The state leaving the segment.
     """
-    chunks = _prepare(tensors, A, state, segment, scratch)
+    D, out, ungated = parameters.D, tensors.out, tensors.ungated
+    assert out is not None
+    chunks = _prepare(tensors, parameters.A, state, segment, scratch)
     k, b, g, q, r, p = chunks.x.shape
     state_size = chunks.states.shape[3]
     entering = chunks.states[:-1].view(-1, state_size, r * p)
@@ -223,54 +213,42 @@ def scan_forward(
     return chunks.states[-1].clone()
 
 
-class ParameterGradients(NamedTuple):
-    """Contributions of a segment to the gradients of A and D, and the gradient of its entering state."""
-
-    A: Tensor
-    D: Tensor | None
-    state: Tensor
-
-
 def scan_backward(
     tensors: ScanSlice,
-    *,
-    A: Tensor,
-    D: Tensor | None,
+    gradients: ScanSlice,
+    parameters: Parameters,
+    added_to: Parameters,
     state: Tensor,
+    state_gradient: Tensor,
     segment: Segment,
     scratch: Scratch,
-    ungated: Tensor | None,
-    out_gradient: Tensor,
-    state_gradient: Tensor,
-    gradients: ScanSlice,
-) -> ParameterGradients:
+) -> Tensor:
     """Runs one segment backward.
 
     Args:
-        tensors: The segment's inputs.
-        A: [heads].
-        D: [heads], [heads, head_dim] or None.
+        tensors: The segment's tensors, with what `scan_forward` put into `ungated`.
+        gradients: Filled with the gradients of `tensors`, from that of the result in `out`.
+        parameters: A and D.
+        added_to: The gradients of `parameters`, which the segment's are added to.
         state: The state that entered the segment.
+        state_gradient: Gradient of the state leaving the segment.
         segment: Position of the segment in the sequence.
         scratch: Reused buffers.
-        ungated: Result before the gate, from `scan_forward`.
-        out_gradient: Gradient of the segment's output.
-        state_gradient: Gradient of the state leaving the segment.
-        gradients: Filled with the gradients of `tensors`.
 
     Returns:
-        The gradients that accumulate over segments, that of A in float64, and the gradient of the entering state.
+        The gradient of the entering state.
     """
+    A, D = parameters
+    assert gradients.out is not None
     chunks = _prepare(tensors, A, state, segment, scratch)
     k, b, g, q, r, _ = chunks.x.shape
-    dy = _by_chunk(out_gradient, segment, g).to(chunks.x.dtype)
-    if tensors.z is not None and gradients.z is not None and ungated is not None:
-        z, dz, total = (_by_chunk(t, segment, g) for t in (tensors.z, gradients.z, ungated))
+    dy = _by_chunk(gradients.out, segment, g).to(chunks.x.dtype)
+    if tensors.z is not None and gradients.z is not None and tensors.ungated is not None:
+        z, dz, total = (_by_chunk(t, segment, g) for t in (tensors.z, gradients.z, tensors.ungated))
         dy = _ungate(z.to(dy.dtype), dz, total, dy, scratch)
-    dD = None
-    if D is not None:
+    if D is not None and added_to.D is not None:
         over = (0, 1, 3) if D.dim() == 2 else (0, 1, 3, 5)
-        dD = torch.mul(dy, chunks.x, out=scratch.take("natural", *dy.shape)).sum(over).view(D.shape)
+        added_to.D.add_(torch.mul(dy, chunks.x, out=scratch.take("natural", *dy.shape)).sum(over).view(D.shape))
 
     between = _backward_between(chunks, dy, state_gradient, scratch)
     inside = _backward_inside(chunks, dy, scratch)
@@ -293,8 +271,8 @@ def scan_backward(
     _by_chunk(gradients.dt, segment, g).copy_(d_dt + d_step * A.double().view(g, 1, r))
     _by_chunk_grouped(gradients.B, segment).copy_((between.B + inside.B).view(k, b, g, q, -1))
     _by_chunk_grouped(gradients.C, segment).copy_((between.C + inside.C).view(k, b, g, q, -1))
-    dA = (d_step * chunks.dt).sum((0, 1, 3)).view(-1)
-    return ParameterGradients(dA, dD, between.state)
+    added_to.A.add_((d_step * chunks.dt).sum((0, 1, 3)).view(-1))
+    return between.state
 
 
 class _Between(NamedTuple):

@@ -29,8 +29,7 @@ def causal_conv1d_update(
         weight: [channels, width].
         bias: [channels] or None.
         silu_activation: True (or a name) to apply silu.
-        conv_state_indices: not supported.
-        intermediate_conv_states: not supported.
+        conv_state_indices, intermediate_conv_states: not supported.
 
     Returns:
         Tensor of the shape of `x`.
@@ -76,8 +75,7 @@ def selective_state_update(
         z: gate with the shape of `x`, or None.
         dt_bias: [heads, head_dim] or None.
         dt_softplus: True to apply softplus to dt after its bias.
-        state_batch_indices: not supported.
-        intermediate_ssm_states: not supported.
+        state_batch_indices, intermediate_ssm_states: not supported.
 
     Returns:
         Tensor of the shape of `x`.

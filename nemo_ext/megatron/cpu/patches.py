@@ -1,6 +1,6 @@
 """Table of named patches for all places where Megatron requires CUDA, applied only where CUDA is absent.
 
-A row gives the target, its replacement, the reason, and where upstream needs it. `tests/megatron/cpu/test_patches.py`
+A row gives the targets, their replacement, and why and where upstream needs it. `tests/megatron/cpu/test_patches.py`
 trains without each row in turn and fails when upstream no longer needs it. For Megatron-Core 0.19 and 0.20.
 """
 
@@ -18,7 +18,7 @@ import torch
 from nemo_ext.megatron.cpu import devices, mamba_step
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Patch:
     """One row of the table.
 
@@ -26,8 +26,7 @@ class Patch:
         name: short name, for `apply(without=...)` and the logs.
         targets: objects to replace, `module:attribute` or `module:Class.attribute`.
         make: makes the replacement from the original.
-        why: failure without the patch.
-        upstream: file under `megatron/` that needs it.
+        why: failure without the patch, and the files under `megatron/` that need it.
         applies: returns True if this machine needs the row; by default where CUDA is absent.
     """
 
@@ -35,7 +34,6 @@ class Patch:
     targets: tuple[str, ...]
     make: Callable[[Any], Any]
     why: str
-    upstream: str
     applies: Callable[[], bool] = lambda: not torch.cuda.is_available()
 
 
@@ -43,6 +41,8 @@ _originals: dict[str, Any] = {}
 """Original object of each patched target; makes `apply` idempotent and `restore` possible."""
 
 
+MIXER = "megatron.core.ssm.mamba_mixer"
+RANDOM = "megatron.core.tensor_parallel.random"
 WORKER = "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller.async_loop"
 
 
@@ -53,130 +53,113 @@ def checkpoint_worker(*arguments: Any, **keywords: Any) -> None:
     _originals[WORKER](*arguments, **keywords)
 
 
-def _constant_object(value: Any) -> Callable[[Any], Any]:
-    return lambda original: value
-
-
 PATCHES: tuple[Patch, ...] = (
     Patch(
-        name="current_device",
-        targets=("torch.cuda:current_device",),
-        make=devices.constant(devices.CPU),
-        why="parameters, masks and seeds are created on torch.cuda.current_device()",
-        upstream="core/ssm/mamba_mixer.py, core/tensor_parallel/layers.py",
+        "current_device",
+        ("torch.cuda:current_device",),
+        devices.constant(devices.CPU),
+        "parameters, masks and seeds are created on it: core/ssm/mamba_mixer.py, core/tensor_parallel/layers.py",
     ),
     Patch(
-        name="device_keyword",
-        targets=tuple(f"torch:{name}" for name in ("rand", "tensor", "zeros")),
-        make=devices.on_cpu,
-        why='tensor factories are called with device="cuda"',
-        upstream="training/training.py, core/optimizer, core/distributed",
+        "device_keyword",
+        ("torch:rand", "torch:tensor", "torch:zeros"),
+        devices.on_cpu,
+        'they are called with device="cuda": training/training.py, core/optimizer, core/distributed',
     ),
     Patch(
-        name="to_cuda",
-        targets=("torch:Tensor.cuda",),
-        make=devices.identity,
-        why="models and batches are moved with .cuda()",
-        upstream="training/training.py, training/models/dist_utils.py",
+        "to_cuda",
+        ("torch:Tensor.cuda",),
+        devices.identity,
+        "models and batches are moved with it: training/training.py",
     ),
     Patch(
-        name="device_count",
-        targets=("torch.cuda:device_count",),
-        make=devices.constant(1),
-        why="ranks are placed on rank % torch.cuda.device_count()",
-        upstream="training/initialize.py",
+        "device_count",
+        ("torch.cuda:device_count",),
+        devices.constant(1),
+        "ranks are placed by it: training/initialize.py",
     ),
     Patch(
-        name="device_properties",
-        targets=("torch.cuda:get_device_properties",),
-        make=_constant_object(devices.device_properties),
-        why="argument checks under tensor parallelism ask for the compute capability",
-        upstream="training/arguments.py, training/utils/common_utils.py",
+        "device_properties",
+        ("torch.cuda:get_device_properties",),
+        devices.instead(devices.device_properties),
+        "checks under tensor parallelism ask for the compute capability: training/arguments.py, "
+        "training/utils/common_utils.py",
     ),
     Patch(
-        name="queue",
-        targets=("torch.cuda:synchronize", "torch.cuda:set_device"),
-        make=devices.constant(None),
-        why="timers and checkpoints wait for the device queue",
-        upstream="core/timers.py, training/initialize.py, training/checkpointing.py",
+        "queue",
+        ("torch.cuda:synchronize", "torch.cuda:set_device"),
+        devices.constant(None),
+        "timers and checkpoints wait for the device queue: core/timers.py, training/initialize.py, "
+        "training/checkpointing.py",
     ),
     Patch(
-        name="streams",
-        targets=("torch.cuda:Stream",),
-        make=_constant_object(devices.Stream),
-        why="the MoE dispatcher and gradient reduction keep side streams",
-        upstream="core/transformer/moe/token_dispatcher.py, core/distributed",
+        "streams",
+        ("torch.cuda:Stream",),
+        devices.instead(devices.Stream),
+        "the MoE dispatcher and gradient reduction keep side streams: core/transformer/moe/token_dispatcher.py, "
+        "core/distributed",
     ),
     Patch(
-        name="current_stream",
-        targets=("torch.cuda:current_stream",),
-        make=_constant_object(devices.Stream),
-        why="work is ordered against the current stream",
-        upstream="core/tensor_parallel/random.py, core/pipeline_parallel",
+        "current_stream",
+        ("torch.cuda:current_stream",),
+        devices.instead(devices.Stream),
+        "work is ordered against it: core/tensor_parallel/random.py, core/pipeline_parallel",
     ),
     Patch(
-        name="rng_state",
-        targets=("torch.cuda:get_rng_state", "megatron.core.tensor_parallel.random:_get_cuda_rng_state"),
-        make=_constant_object(devices.get_rng_state),
-        why="the model-parallel random states live on the CUDA generator",
-        upstream="core/tensor_parallel/random.py",
+        "rng_state",
+        ("torch.cuda:get_rng_state", f"{RANDOM}:_get_cuda_rng_state"),
+        devices.instead(lambda *args, **kwargs: torch.get_rng_state()),
+        "the model-parallel random states live on the CUDA generator: core/tensor_parallel/random.py",
     ),
     Patch(
-        name="set_rng_state",
-        targets=("megatron.core.tensor_parallel.random:_set_cuda_rng_state",),
-        make=_constant_object(devices.set_rng_state),
-        why="without it a forked random state is never put back: no error, wrong numbers",
-        upstream="core/tensor_parallel/random.py",
+        "set_rng_state",
+        (f"{RANDOM}:_set_cuda_rng_state",),
+        devices.instead(lambda state, *args, **kwargs: torch.set_rng_state(state)),
+        "a forked random state is never put back: no error, wrong numbers: core/tensor_parallel/random.py",
     ),
     Patch(
-        name="manual_seed",
-        targets=("torch.cuda:manual_seed",),
-        make=lambda original: lambda seed: torch.default_generator.manual_seed(int(seed)),
-        why="without it every model-parallel random state is the same: no error, wrong numbers",
-        upstream="core/tensor_parallel/random.py",
+        "manual_seed",
+        ("torch.cuda:manual_seed",),
+        devices.instead(lambda seed: torch.default_generator.manual_seed(int(seed))),
+        "every model-parallel random state is the same: no error, wrong numbers: core/tensor_parallel/random.py",
     ),
     Patch(
-        name="tensor_type",
-        targets=("torch:Tensor.type",),
-        make=devices.cuda_tensor_type,
-        why='the optimizers compare Tensor.type() with "torch.cuda.FloatTensor"',
-        upstream="core/optimizer/optimizer.py, core/optimizer/distrib_optimizer.py",
+        "tensor_type",
+        ("torch:Tensor.type",),
+        devices.cuda_tensor_type,
+        'the optimizers compare it with "torch.cuda.FloatTensor": core/optimizer',
     ),
     Patch(
-        name="allow_no_cuda",
-        targets=("megatron.training.training:initialize_megatron",),
-        make=lambda original: partial(original, allow_no_cuda=True),
-        why="pretrain() does not pass allow_no_cuda on",
-        upstream="training/training.py",
+        "allow_no_cuda",
+        ("megatron.training.training:initialize_megatron",),
+        lambda original: partial(original, allow_no_cuda=True),
+        "pretrain() does not pass allow_no_cuda on: training/training.py",
     ),
     Patch(
-        name="mamba_convolution_step",
-        targets=("megatron.core.ssm.mamba_mixer:causal_conv1d_update",),
-        make=_constant_object(mamba_step.causal_conv1d_update),
-        why="a decoding step runs a Triton kernel",
-        upstream="core/ssm/mamba_mixer.py",
+        "mamba_convolution_step",
+        (f"{MIXER}:causal_conv1d_update",),
+        devices.instead(mamba_step.causal_conv1d_update),
+        "a decoding step runs a Triton kernel: core/ssm/mamba_mixer.py",
     ),
     Patch(
-        name="mamba_scan_step",
-        targets=("megatron.core.ssm.mamba_mixer:selective_state_update",),
-        make=_constant_object(mamba_step.selective_state_update),
-        why="a decoding step runs a Triton kernel",
-        upstream="core/ssm/mamba_mixer.py",
+        "mamba_scan_step",
+        (f"{MIXER}:selective_state_update",),
+        devices.instead(mamba_step.selective_state_update),
+        "a decoding step runs a Triton kernel: core/ssm/mamba_mixer.py",
     ),
     Patch(
-        name="checkpoint_worker",
-        targets=(WORKER,),
-        make=lambda original: checkpoint_worker,
-        why="the worker of use_persistent_ckpt_worker is a process of its own, where nothing is patched, and divides "
-        "by torch.cuda.device_count(): it dies and its rank waits for ever",
-        upstream="core/dist_checkpointing/strategies/async_utils.py",
+        "checkpoint_worker",
+        (WORKER,),
+        devices.instead(checkpoint_worker),
+        "the worker of use_persistent_ckpt_worker is a process of its own, where nothing is patched, and divides by "
+        "device_count(): it dies and its rank waits for ever: core/dist_checkpointing/strategies/async_utils.py",
     ),
     Patch(
-        name="compile_helpers",
-        targets=("megatron.core.datasets.utils:compile_helpers",),
-        make=devices.constant(None),
-        why="start-up runs `make` for the dataset helpers; the wheel brings them compiled and has no Makefile",
-        upstream="core/datasets/utils.py",
+        "compile_helpers",
+        ("megatron.core.datasets.utils:compile_helpers",),
+        devices.constant(None),
+        "start-up runs `make` for the dataset helpers; the wheel brings them compiled and has no Makefile: "
+        "core/datasets/utils.py",
         applies=lambda: importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None,
     ),
 )
@@ -192,7 +175,7 @@ def apply(without: Collection[str] = ()) -> list[str]:
 
     Raises:
         ValueError: `without` names neither a row nor a target.
-        AttributeError: upstream moved a target; the row's `upstream` says where to look.
+        AttributeError: upstream moved a target; the row's `why` says where to look.
     """
     leave_uncompiled()
     names = [patch.name for patch in PATCHES]
@@ -222,18 +205,13 @@ def leave_uncompiled() -> None:
     """
     if torch.cuda.is_available() or "megatron.core.jit" in sys.modules:
         return
-    owner, attribute = _locate("torch:compile")
-    compiling = getattr(owner, attribute)
-    setattr(owner, attribute, _as_written)
+    name, compiling = "compile", torch.compile
+    setattr(torch, name, lambda function: function)
     try:
         jit = importlib.import_module("megatron.core.jit")
     finally:
-        setattr(owner, attribute, compiling)
+        setattr(torch, name, compiling)
     jit.disable_jit_fuser()
-
-
-def _as_written(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
 
 
 def restore(keep: Collection[str] = ()) -> None:
