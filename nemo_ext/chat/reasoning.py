@@ -7,14 +7,17 @@ then plans how each task reaches its share of samples with thinking on, once the
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass as checked_dataclass
 
-from nemo_ext.chat.sample import Message, Sample
+from nemo_ext.chat.sample import Message, Sample, has_reasoning
+from nemo_ext.job.report import markdown_table
 from nemo_ext.job.seeds import uniform
-from nemo_ext.job.settings import check_keys, checked_share, checked_whole
+from nemo_ext.job.settings import STRICT, Share, checked, checked_share
 
 ANY_TASK = "*"
 OFF = "#off"
@@ -24,7 +27,7 @@ Truncate = Callable[[str, Sequence[int]], Mapping[int, str]]
 Mode = Literal["on", "fixed", "off"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class ReasoningSettings:
     """Settings of `Control`. The shares are Nemotron 3 Nano's (section 3.1.5); it does not state the budgets (choice).
 
@@ -36,20 +39,15 @@ class ReasoningSettings:
         seed: seed of all decisions.
     """
 
-    strip: float = 0.10
-    truncate: float = 0.03
-    budgets: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192, 16384)
-    pair: float = 0.0
+    strip: Share = 0.10
+    truncate: Share = 0.03
+    budgets: tuple[PositiveInt, ...] = (256, 512, 1024, 2048, 4096, 8192, 16384)
+    pair: Share = 0.0
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        for name in ("strip", "truncate", "pair"):
-            checked_share(f"reasoning.{name}", getattr(self, name))
-        checked_whole("reasoning.seed", self.seed)
         if not self.budgets and self.truncate:
             raise ValueError("reasoning.budgets is empty: name budgets in tokens, or set reasoning.truncate=0")
-        for budget in self.budgets:
-            checked_whole("reasoning.budgets", budget, least=1)
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> "ReasoningSettings":
@@ -58,11 +56,7 @@ class ReasoningSettings:
         Raises:
             ValueError: a setting is wrong; the message names the key, what it holds and what it may hold.
         """
-        check_keys(section, [known.name for known in fields(cls)], required=(), where="reasoning")
-        budgets = section.get("budgets", cls.budgets)
-        if not isinstance(budgets, list | tuple):
-            raise ValueError(f"reasoning.budgets must be a list of budgets in tokens, not {budgets!r}")
-        return cls(**{**section, "budgets": tuple(budgets)})
+        return checked(cls, section, where="reasoning", strict=True)
 
 
 @dataclass
@@ -77,16 +71,11 @@ class ReasoningReport:
     counts: Counter[str] = field(default_factory=Counter)
     truncated: Counter[int] = field(default_factory=Counter)
 
-    def add(self, other: "ReasoningReport") -> None:
-        """Add the counts of another worker."""
-        self.counts += other.counts
-        self.truncated += other.truncated
-
     def markdown(self) -> str:
         """Format the counts as a Markdown table."""
-        rows = [(name, count) for name, count in sorted(self.counts.items())]
+        rows = sorted(self.counts.items())
         rows += [(f"traces cut to {budget:,} tokens", count) for budget, count in sorted(self.truncated.items())]
-        return "\n".join(["| what | count |", "|:--|--:|", *(f"| {name} | {count:,} |" for name, count in rows)])
+        return markdown_table(("what", "count"), [(name, f"{count:,}") for name, count in rows])
 
 
 class Control:
@@ -121,7 +110,7 @@ class Control:
 
     def _made(self, sample: Sample) -> list[Sample]:
         counts = self.report.counts
-        if not any(message.reasoning is not None for message in sample.messages):
+        if not has_reasoning(sample.messages):
             if sample.thinking:
                 counts["samples said to be on that had no trace, now off"] += 1
             return [replace(sample, thinking=False)]
@@ -133,10 +122,9 @@ class Control:
             counts["samples that cannot lose their trace, now on"] += 1
             return [self._cut(sample)]
         if self._drawn(sample, "pair") < self.settings.pair:
-            off = self._off(sample)
-            if off is not None:
+            if can_strip(sample):
                 counts["samples paired"] += 1
-                return [self._cut(sample), off]
+                return [self._cut(sample), replace(stripped(sample), id=sample.id + OFF)]
             counts["samples not paired: nothing would be left of an answer"] += 1
         elif self._drawn(sample, "strip") < self.settings.strip:
             if can_strip(sample):
@@ -144,9 +132,6 @@ class Control:
                 return [stripped(sample)]
             counts["samples not stripped: nothing would be left of an answer"] += 1
         return [self._cut(sample)]
-
-    def _off(self, sample: Sample) -> Sample | None:
-        return replace(stripped(sample), id=sample.id + OFF) if can_strip(sample) else None
 
     def _cut(self, sample: Sample) -> Sample:
         messages = tuple(self._cut_trace(sample, number, message) for number, message in enumerate(sample.messages))
@@ -217,10 +202,9 @@ class ModeShares:
         for task, kinds in sorted(self._digests.items()):
             share = self.target(task)
             assert share is not None
-            strip, drop_fixed, drop_off = _moves(len(kinds["on"]), len(kinds["fixed"]), len(kinds["off"]), share)
-            below[task, "on"] = _threshold(kinds["on"], strip)
-            below[task, "fixed"] = _threshold(kinds["fixed"], drop_fixed)
-            below[task, "off"] = _threshold(kinds["off"], drop_off)
+            moves = _moves(len(kinds["on"]), len(kinds["fixed"]), len(kinds["off"]), share)
+            for (mode, digests), count in zip(kinds.items(), moves, strict=True):
+                below[task, mode] = _threshold(digests, count)
             if share > 0 and not kinds["on"] and not kinds["fixed"]:
                 unreachable.append(task)
         return ModePlan(below=below, unreachable=unreachable)
@@ -241,10 +225,7 @@ class ModePlan:
 
 def mode_of(sample: Sample) -> Mode:
     """Mode of a sample, judged by its traces where `thinking` is None; `fixed` is on and cannot be stripped."""
-    thinking = sample.thinking
-    if thinking is None:
-        thinking = any(message.reasoning is not None for message in sample.messages)
-    if not thinking:
+    if not (has_reasoning(sample.messages) if sample.thinking is None else sample.thinking):
         return "off"
     return "on" if can_strip(sample) else "fixed"
 

@@ -7,7 +7,7 @@ from typing import IO, Any
 
 from nemo_ext.data.preference.formats import Columns, JsonObject, genrm_line, nemo_rl_record, trl_record
 from nemo_ext.data.preference.mix import Line
-from nemo_ext.job.files import publish, unfinished
+from nemo_ext.job.files import complete_file
 
 Parts = Sequence[Sequence[Path]]
 MOST_OPEN = 128
@@ -39,11 +39,10 @@ def write_split(lines: Sequence[Line], parts: Parts, path: Path, kind: str, adva
         advance(1)
     ahead = set(first)
     order = [lines[number] for number in first] + [line for number, line in enumerate(lines) if number not in ahead]
-    with open(unfinished(path), "w", encoding="utf-8") as output:
+    with complete_file(path) as output:
         for staged in read_lines(order, parts):
-            output.write(json.dumps(columns.filled(convert(staged)), ensure_ascii=False) + "\n")
+            output.write(json.dumps(columns.filled(convert(staged)), ensure_ascii=False).encode() + b"\n")
             advance(1)
-    publish(unfinished(path), path)
 
 
 def read_lines(lines: Sequence[Line], parts: Parts) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from nemo_ext.data.text.documents import Document, Part, ReadReport, Source
 from nemo_ext.data.text.user_files import file_text, matches, walk
-from nemo_ext.job.settings import nearest
+from nemo_ext.job.settings import Strings, nearest
 
 _HEADERS = (".h", ".hpp", ".cuh")
 
@@ -48,8 +48,8 @@ class InstalledSource(Source):
     """
 
     _times_matter: ClassVar[bool] = False
-    packages: tuple[str, ...] = ()
-    exclude_packages: tuple[str, ...] = (
+    packages: Strings = ()
+    exclude_packages: Strings = (
         "nemo_ext",
         "hydra_conf",
         "launchers",

@@ -14,7 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from pydantic import PositiveInt
+
 EXAMPLES_PER_REASON = 5
+BAD = ("malformed", "schema")
+"""Reasons that count against `max_bad_share`: no JSON object, or none of the kind that is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,16 @@ class ReadReport:
             said.append(f"{count:,} {reason}" + (f" ({'; '.join(places)}{more})" if places else ""))
         return ", ".join(said) or "nothing"
 
+    def check_bad_share(self, where: str, most: float) -> None:
+        """Raises ValueError if more than a share of the records, or all of them, are `BAD`."""
+        bad = sum(self.skipped.get(reason, 0) for reason in BAD)
+        if bad > most * self.records or bad == self.records > 0:
+            places = [place for reason in BAD for place in self.examples.get(reason, [])]
+            raise ValueError(
+                f"{where}: {bad:,} of {self.records:,} records do not fit, more than max_bad_share={most}: "
+                f"{'; '.join(places[:3])}. Mend the files, set the keys, or raise max_bad_share"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -84,7 +98,7 @@ class Source:
     """
 
     kind: ClassVar[str] = ""
-    max_bytes: int | None = None
+    max_bytes: PositiveInt | None = None
     deduplicate: bool = True
 
     def describe(self) -> dict[str, object]:

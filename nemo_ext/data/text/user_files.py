@@ -13,14 +13,16 @@ import itertools
 import json
 import os
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any, ClassVar, cast
+from typing import IO, Annotated, Any, ClassVar, cast
+
+from pydantic import Field
 
 from nemo_ext.data.text.documents import Document, Part, ReadReport, Source
-from nemo_ext.job.settings import nearest
+from nemo_ext.job.settings import Share, Strings, nearest
 
 _SAMPLE_BYTES = 1 << 20
 
@@ -33,9 +35,9 @@ class RecordSource(Source):
     text_key: Key of the JSON object, or column of the table, that holds the text.
     """
 
-    path: tuple[str, ...]
-    text_key: str = "text"
-    max_bad_share: float = 0.01
+    path: Strings
+    text_key: Annotated[str, Field(min_length=1)] = "text"
+    max_bad_share: Share = 0.01
 
     def inputs(self) -> list[tuple[str, Path]]:
         return _named_files(self.path, self.kind)
@@ -53,13 +55,7 @@ class RecordSource(Source):
         raise NotImplementedError
 
     def finish(self, report: ReadReport) -> None:
-        bad = report.skipped.get("malformed", 0)
-        if bad > self.max_bad_share * report.records:
-            raise ValueError(
-                f"{bad} of {report.records} records of the {self.kind} source are malformed, more than "
-                f"max_bad_share={self.max_bad_share}: {'; '.join(report.examples['malformed'])}. "
-                "Mend the files or raise max_bad_share"
-            )
+        report.check_bad_share(f"{self.kind} source", self.max_bad_share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +98,7 @@ class JsonlSource(RecordSource):
 
     def records(self, part: Part, report: ReadReport) -> Iterator[tuple[int, dict[str, Any]]]:
         position = part.start
-        with _open_lines(part.path) as file:
+        with open_lines(part.path) as file:
             if part.start:
                 file.seek(part.start)
             for number, line in enumerate(_whole_lines(file, part.path), start=part.first):
@@ -140,7 +136,7 @@ class ParquetSource(RecordSource):
             self._schema(path)
 
     def check(self) -> list[tuple[str, Path]]:
-        types = _pyarrow().types
+        types = pyarrow_module().types
         inputs = self.inputs()
         for _, path in inputs:
             texts = []
@@ -155,7 +151,7 @@ class ParquetSource(RecordSource):
         return inputs
 
     def parts(self, *, max_documents: int, max_size: int) -> Iterator[Part]:
-        pyarrow = _pyarrow()
+        pyarrow = pyarrow_module()
         for name, path in self.inputs():
             first = 1
             with pyarrow.parquet.ParquetFile(path) as file:
@@ -180,7 +176,7 @@ class ParquetSource(RecordSource):
                 yield Document(f"{part.name}:{number}", text)
 
     def _schema(self, path: Path) -> Any:
-        pyarrow = _pyarrow()
+        pyarrow = pyarrow_module()
         try:
             return pyarrow.parquet.read_schema(path)
         except pyarrow.ArrowInvalid as error:
@@ -189,7 +185,7 @@ class ParquetSource(RecordSource):
     def _rows(
         self, part: Part, report: ReadReport, *, columns: list[str] | None = None
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        pyarrow = _pyarrow()
+        pyarrow = pyarrow_module()
         number = part.first
         try:
             with pyarrow.parquet.ParquetFile(part.path) as file:
@@ -210,7 +206,7 @@ class TextSource(Source):
     """Text files named one by one or by globs, one document each; one that is not UTF-8 text is an error."""
 
     kind: ClassVar[str] = "text"
-    path: tuple[str, ...]
+    path: Strings
 
     def inputs(self) -> list[tuple[str, Path]]:
         return _named_files(self.path, self.kind)
@@ -233,9 +229,9 @@ class TreeSource(Source):
     """
 
     kind: ClassVar[str] = "tree"
-    path: str
-    include: tuple[str, ...] = ("*",)
-    exclude: tuple[str, ...] = (".git", ".hg", ".svn", ".venv", "__pycache__", "node_modules")
+    path: Annotated[str, Field(min_length=1)]
+    include: Strings = ("*",)
+    exclude: Strings = (".git", ".hg", ".svn", ".venv", "__pycache__", "node_modules")
 
     def inputs(self) -> list[tuple[str, Path]]:
         root = Path(self.path).expanduser()
@@ -254,6 +250,46 @@ class TreeSource(Source):
         text = file_text(part, report)
         if text is not None:
             yield Document(part.name, text)
+
+
+def record_source(paths: tuple[str, ...], kind: str | None, where: str) -> RecordSource:
+    """Reader of files of records, jsonl or parquet; if the kind is None, the files' names tell it.
+
+    Raises:
+        ValueError: the names mix .parquet and others; the message begins with `where`.
+    """
+    if kind is None:
+        kinds = {"parquet" if path.endswith(".parquet") else "jsonl" for path in paths}
+        if len(kinds) != 1:
+            raise ValueError(f"{where}: path is empty or mixes .parquet and others: make it two sources")
+        kind = kinds.pop()
+    return (ParquetSource if kind == "parquet" else JsonlSource)(path=paths)
+
+
+def value_at(record: Mapping[str, Any], key: str) -> Any:
+    """Value of a key, or of a path of keys such as `metadata.task`; None if there is none."""
+    if key in record or "." not in key:
+        return record.get(key)
+    value: Any = record
+    for step in key.split("."):
+        value = value.get(step) if isinstance(value, Mapping) else None
+    return value
+
+
+def without_nulls(value: Any) -> Any:
+    """Remove nulls from Parquet's structs: a struct column gives every record all keys that any record has."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def outside(folder: Path, inputs: Iterable[Path]) -> None:
+    """Raises ValueError if an input lies inside a folder that a job makes and removes itself."""
+    for path in inputs:
+        if folder.resolve() in path.resolve().parents:
+            raise ValueError(f"{path} lies in {folder}, which is emptied: move it, or choose another output")
 
 
 def _named_files(patterns: Collection[str], kind: str) -> list[tuple[str, Path]]:
@@ -333,7 +369,8 @@ def _readable_rows(batch: Any) -> list[dict[str, Any] | UnicodeDecodeError]:
         return [row for n in range(len(batch)) for row in _readable_rows(batch.slice(n, 1))]
 
 
-def _pyarrow() -> ModuleType:
+def pyarrow_module() -> ModuleType:
+    """The library pyarrow with its Parquet files; raises ValueError if it is not installed."""
     try:
         importlib.import_module("pyarrow.parquet")
         return importlib.import_module("pyarrow")
@@ -341,12 +378,13 @@ def _pyarrow() -> ModuleType:
         raise ValueError(f"Parquet and .zst files need: pip install 'nemo_ext[data]' ({error})") from error
 
 
-def _open_lines(path: str) -> IO[bytes]:
+def open_lines(path: str) -> IO[bytes]:
+    """Open a file of lines: plain, .gz or .zst."""
     if path.endswith(".gz"):
         return cast(IO[bytes], gzip.open(path, "rb"))
     if path.endswith(".zst"):
-        return io.BufferedReader(_pyarrow().input_stream(path, compression="zstd"), buffer_size=1 << 20)
-    return open(path, "rb")
+        return io.BufferedReader(pyarrow_module().input_stream(path, compression="zstd"), buffer_size=1 << 20)
+    return open(path, "rb", buffering=1 << 20)
 
 
 def _whole_lines(file: IO[bytes], path: str) -> Iterator[bytes]:

@@ -324,10 +324,8 @@ def test_every_preset_composes(preset: str) -> None:
     assert given.limit == limits[preset]
     if preset == "domyn":
         assert sum(source.limit or 0 for source in given.sources) == 260_000
-        assert {given.filters[source.name].length_difference_tasks for source in given.sources} == {
-            ("chat", "multi_turn")
-        }
-        assert {given.filters[source.name].max_prompt_tokens for source in given.sources} == {640}
+        assert {source.filters.length_difference_tasks for source in given.sources} == {("chat", "multi_turn")}
+        assert {source.filters.max_prompt_tokens for source in given.sources} == {640}
 
 
 def test_help_explains_every_key(tmp_path: Path) -> None:

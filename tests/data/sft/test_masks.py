@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
 
-from nemo_ext.chat.sample import Message, Sample
-from nemo_ext.chat.template import Template, conversation, last_turn, names, thinks
+from nemo_ext.chat.sample import Message, Sample, openai_messages
+from nemo_ext.chat.template import Template, last_turn, names, thinks
 from nemo_ext.data.sft.masks import ChatEncoder, Encoded, encode
 from nemo_ext.data.text.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 
@@ -112,7 +112,7 @@ def test_ids_and_mask_are_those_of_transformers(
     theirs = transformers_tokenizer(tokenizer)
     sample = draw.draw(samples_of())
     expected = theirs.apply_chat_template(
-        conversation(sample),
+        openai_messages(sample.messages),
         chat_template=loaded.source,
         tools=list(sample.tools) or None,
         enable_thinking=thinks(sample),

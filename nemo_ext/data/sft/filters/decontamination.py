@@ -10,24 +10,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass as plain_dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BeforeValidator, ConfigDict, Field, PositiveInt
+from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.data.sft.filters.base import SETTINGS, Drop, Filter, Texts
+from nemo_ext.data.sft.filters.base import Drop, Filter, Texts
 from nemo_ext.data.sft.filters.words import Hashes, ngram_hashes, word_hashes
 from nemo_ext.data.text.documents import ReadReport
-from nemo_ext.data.text.user_files import JsonlSource, ParquetSource
+from nemo_ext.data.text.user_files import JsonlSource, record_source
+from nemo_ext.job.settings import STRICT, Share, Strings
 
 USUAL_KEYS = ("question", "problem", "prompt", "query", "instruction", "input", "text")
 
-Strings = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 
-
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TestSet:
     """Items of one benchmark.
 
@@ -44,7 +43,7 @@ class TestSet:
     keys: Strings = ()
 
 
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Decontamination(Filter):
     """Filter for overlap of user's and assistant's texts, calls included, with test sets.
 
@@ -60,7 +59,7 @@ class Decontamination(Filter):
     test_sets: tuple[TestSet, ...] = Field(min_length=1)
     ngram: PositiveInt = 13
     min_words: PositiveInt = 5
-    share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    share: Share = 0.0
     common: PositiveInt = 10
 
     def __post_init__(self) -> None:
@@ -73,11 +72,6 @@ class Decontamination(Filter):
 
     def reads(self) -> list[Path]:
         return [path for test_set in self.test_sets for _, path in JsonlSource(path=test_set.path).inputs()]
-
-    @property
-    def items(self) -> "Index":
-        """Index of the test sets; made once per process."""
-        return _index(self)
 
     def drop(self, texts: Texts) -> Drop | None:
         item = _index(self).found_in(texts, share=self.share)
@@ -227,8 +221,7 @@ def _items(test_set: TestSet, report: ReadReport) -> Iterator[tuple[str, list[st
                     report.records += 1
                     yield f"{test_set.name} {name}:{number}", [line]
         return
-    parquet = all(path.endswith(".parquet") for path in test_set.path)
-    files = ParquetSource(path=test_set.path) if parquet else JsonlSource(path=test_set.path)
+    files = record_source(test_set.path, None, where)
     for part in files.parts(max_documents=1 << 62, max_size=1 << 62):
         for number, record in files.records(part, report):
             texts = _texts(record, test_set.keys)

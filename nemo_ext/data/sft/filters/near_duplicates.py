@@ -17,9 +17,10 @@ import rensa
 from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.data.sft.filters.base import SETTINGS, Texts
+from nemo_ext.data.sft.filters.base import Texts
 from nemo_ext.data.sft.filters.words import ngram_hashes
 from nemo_ext.job.seeds import digest
+from nemo_ext.job.settings import STRICT
 
 _COMPARED = 64
 
@@ -44,7 +45,7 @@ class Sketches:
         return Sketches(np.concatenate([part.bands for part in parts]), np.concatenate([part.slots for part in parts]))
 
 
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class NearDuplicates:
     """Near duplicates by the estimated Jaccard similarity of their word n-grams. All numbers are (choice).
 
