@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from nemo_ext.chat.sample import Message, Sample, has_reasoning
 from nemo_ext.job.report import markdown_table
 from nemo_ext.job.seeds import uniform
-from nemo_ext.job.settings import STRICT, Share, checked, checked_share
+from nemo_ext.job.settings import STRICT, Share, checked
 
 ANY_TASK = "*"
 OFF = "#off"
@@ -178,7 +178,7 @@ class ModeShares:
     """
 
     def __init__(self, targets: Mapping[str, float]) -> None:
-        self.targets = {task: checked_share(f"thinking_shares.{task}", share) for task, share in targets.items()}
+        self.targets = dict(targets)
         self._digests: dict[str, dict[Mode, array[int]]] = {}
 
     def observe_digests(self, task: str, mode: Mode, digests: Iterable[int]) -> None:

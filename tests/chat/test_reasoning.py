@@ -219,5 +219,3 @@ def test_mistakes_are_named() -> None:
         ReasoningSettings.of({"budgets": [0]})
     with pytest.raises(ValueError, match="give the tokenizer"):
         Control(ReasoningSettings())
-    with pytest.raises(ValueError, match=r"thinking_shares\.math must be a share from 0 to 1, not 15"):
-        ModeShares({"math": 15})

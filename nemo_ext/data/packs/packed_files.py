@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict
+from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from nemo_ext.data.packs.packing import Fitted, Lengths, Longer, Packs, fit, pack
@@ -33,14 +33,14 @@ from nemo_ext.data.text.manifest import stored
 from nemo_ext.data.text.tokenizers import load_tokenizer, megatron_arguments
 from nemo_ext.job.files import folder_for_one, publish
 from nemo_ext.job.progress import notice, progress_of
-from nemo_ext.job.settings import check_keys
+from nemo_ext.job.settings import STRICT, check_keys
 
 KIND = "packed sequences"
 FORMAT_VERSION = 1
 _WINDOW_TOKENS = 1 << 24
 
 
-@checked_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class PackingSettings:
     """Settings of packing.
 
@@ -53,11 +53,11 @@ class PackingSettings:
         seed: seed of the order of the packs.
     """
 
-    capacity: int
+    capacity: PositiveInt
     even: bool = True
     longer: Longer = "drop"
-    max_samples: int | None = None
-    align: int = 1
+    max_samples: PositiveInt | None = None
+    align: PositiveInt = 1
     seed: int = 1234
 
 

@@ -109,7 +109,7 @@ def build(work: Work, records: Path, output: Path) -> None:
             file.write(line)
             rows.append(row._replace(position=position))
             position += len(line)
-        write_text(counts_path(output), json.dumps({**dataclasses.asdict(counts), "rows": rows}))
+        write_text(counts_path(output), json.dumps({**vars(counts), "rows": rows}, default=vars))
 
 
 def read_counts(output: Path) -> tuple[Counts, list[Row]]:
