@@ -5,19 +5,18 @@ compressed file is one part. Results come in the order of the files, so nothing 
 """
 
 import glob
-import gzip
 import hashlib
-import io
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import orjson
 
 from nemo_ext.data.text.documents import EXAMPLES_PER_REASON, ReadReport
-from nemo_ext.job.files import publish, unfinished
+from nemo_ext.data.text.user_files import open_lines, pyarrow_module, value_at
+from nemo_ext.job.files import complete_file
 from nemo_ext.job.progress import progress_of
 from nemo_ext.job.workers import in_workers
 
@@ -93,7 +92,7 @@ def lines_of(part: Part) -> Iterator[tuple[int, bytes]]:
         yield from _parquet_lines(part)
         return
     try:
-        with _open(part.path) as file:
+        with open_lines(part.path) as file:
             offset = 0
             if part.start:
                 file.seek(part.start - 1)
@@ -121,12 +120,10 @@ def parse(line: bytes) -> dict[str, Any]:
     return record
 
 
-def value_at(record: Mapping[str, Any], path: str, steps: Sequence[str]) -> Any:
+def required(record: Mapping[str, Any], key: str) -> Any:
     """Value of a record at a key or a path of nested keys; raises Malformed if there is none."""
-    value: Any = record
-    for step in steps:
-        if not isinstance(value, dict) or (value := value.get(step)) is None:
-            raise Malformed(f"no {path!r}, there are {sorted(record)[:12]}")
+    if (value := value_at(record, key)) is None:
+        raise Malformed(f"no {key!r}, there are {sorted(record)[:12]}")
     return value
 
 
@@ -161,12 +158,7 @@ def check_share(report: ReadReport, what: str, most: float) -> None:
     """Raises ValueError if the files have no records, or if more than the share of them are malformed."""
     if not report.records:
         raise ValueError(f"{what}: the files have no records")
-    bad = report.skipped.get(MALFORMED, 0)
-    if bad > most * report.records or bad == report.records:
-        raise ValueError(
-            f"{what}: {bad:,} of {report.records:,} records are malformed, more than max_bad_share={most}: "
-            f"{'; '.join(report.examples[MALFORMED])}. Mend the files, set the keys, or raise max_bad_share"
-        )
+    report.check_bad_share(what, most)
 
 
 def read_parts[Result](
@@ -190,11 +182,10 @@ def unpacked(files: Sequence[Path], folder: Path) -> list[Path]:
             plain.append(path)
             continue
         copy = folder / f"{number:04d}.{path.name}.jsonl"
-        with open(unfinished(copy), "wb", buffering=1 << 20) as file:
+        with complete_file(copy) as file:
             for part in parts_of([path]):
                 for _, line in lines_of(part):
                     file.write(line if line.endswith(b"\n") else line + b"\n")
-        publish(unfinished(copy), copy)
         plain.append(copy)
     return plain
 
@@ -204,19 +195,11 @@ def _line_number(part: Part, offset: int) -> int:
     if part.path.endswith(".parquet"):
         return offset + 1
     line, left = 1, offset
-    with _open(part.path) as file:
+    with open_lines(part.path) as file:
         while left and (block := file.read(min(left, 1 << 20))):
             line += block.count(b"\n")
             left -= len(block)
     return line
-
-
-def _open(path: str) -> IO[bytes]:
-    if path.endswith(".gz"):
-        return cast(IO[bytes], gzip.open(path, "rb"))
-    if path.endswith(".zst"):
-        return io.BufferedReader(_pyarrow().input_stream(path, compression="zstd"), buffer_size=1 << 20)
-    return open(path, "rb", buffering=1 << 20)
 
 
 def _parquet_lines(part: Part) -> Iterator[tuple[int, bytes]]:
@@ -227,24 +210,13 @@ def _parquet_lines(part: Part) -> Iterator[tuple[int, bytes]]:
                 for record in batch.to_pylist():
                     yield row, orjson.dumps(record, default=str)
                     row += 1
-    except (OSError, _pyarrow().ArrowInvalid) as error:
+    except (OSError, pyarrow_module().ArrowInvalid) as error:
         raise ValueError(f"{part.path}: cannot be read to its end ({error}): copy or make it again") from error
 
 
 def _parquet(path: Path) -> Any:
-    pyarrow = _pyarrow()
+    pyarrow = pyarrow_module()
     try:
         return pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path}: not a readable Parquet file ({error}): make it again") from None
-
-
-def _pyarrow() -> Any:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ValueError(
-            f"pass rates are kept as Parquet, which needs: pip install 'nemo_ext[data]' ({error})"
-        ) from error
-    return pyarrow
