@@ -37,12 +37,8 @@ _LITERALS = {"True": True, "False": False, "None": None}
 # Formats are told by their first tag; after <tool_call> the next characters tell the two formats apart.
 _TAGS = {"<tool_call>": "</tool_call>", "<TOOLCALL>": "</TOOLCALL>", "<function_calls>": "</function_calls>"}
 _STYLE_TAGS: dict[str, tuple[str, ...]] = {
-    "any": tuple(_TAGS),
-    "nemotron3_nano": ("<tool_call>",),
-    "domyn": ("<tool_call>",),
-    "hermes": ("<tool_call>",),
-    "llama_nemotron": ("<TOOLCALL>",),
-    "olmo3": ("<function_calls>",),
+    **dict.fromkeys(("nemotron3_nano", "domyn", "hermes"), ("<tool_call>",)),
+    **{"any": tuple(_TAGS), "llama_nemotron": ("<TOOLCALL>",), "olmo3": ("<function_calls>",)},
 }
 
 

@@ -89,7 +89,7 @@ def _make(given: Settings, output: Path, profile: Profile, found: Sequence[Path]
     prompts = read_prompts(files, given.keys, max_bad_share=given.max_bad_share, workers=workers)
     _tell_malformed("prompts", prompts.report)
     used = _used(given)
-    selection = select(prompts, profile, rows_of(profile, prompts.key), given, used)
+    selection = select(prompts, profile, rows_of(profile.key, prompts.key), given, used)
     candidates = selection.candidates
     plan = make_plan(
         candidates,

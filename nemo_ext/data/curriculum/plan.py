@@ -205,14 +205,8 @@ def _order(
 
 def _repeated(texts: Keys) -> npt.NDArray[np.bool_] | None:
     """Mask of the candidates that share their text with others; None if there are none."""
-    order = np.argsort(texts)
-    same = texts[order[1:]] == texts[order[:-1]]
-    if not same.any():
-        return None
-    marks = np.zeros(len(texts), dtype=np.bool_)
-    marks[order[1:][same]] = True
-    marks[order[:-1][same]] = True
-    return marks
+    _, text, counts = np.unique(texts, return_inverse=True, return_counts=True)
+    return counts[text] > 1 if (counts > 1).any() else None
 
 
 def _check_domains(

@@ -174,16 +174,16 @@ def read_profile(path: Path) -> Profile:
     )
 
 
-def rows_of(profile: Profile, keys: Keys) -> Numbers:
-    """Index of every prompt's entry in the profile, -1 where it has none."""
-    if not len(profile):
+def rows_of(known: Keys, keys: Keys) -> Numbers:
+    """Index of every key among sorted ones, such as a profile's; -1 where it is not among them."""
+    if not len(known):
         return np.full(len(keys), -1)
     # In sorted order the search reads memory from front to back.
     order = np.argsort(keys)
     rows = np.empty(len(keys), dtype=np.int64)
-    rows[order] = np.searchsorted(profile.key, keys[order])
-    rows[rows == len(profile)] = 0
-    rows[profile.key[rows] != keys] = -1
+    rows[order] = np.searchsorted(known, keys[order])
+    rows[rows == len(known)] = 0
+    rows[known[rows] != keys] = -1
     return rows
 
 

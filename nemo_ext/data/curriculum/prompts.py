@@ -228,12 +228,10 @@ def _first_lines(parts: Sequence[Part]) -> list[int]:
 
 def _first_of_each(keys: Keys, report: ReadReport) -> npt.NDArray[np.bool_]:
     """Mask of the entries that are the first with their key; the others are counted."""
-    order = np.argsort(keys, kind="stable")
-    same = keys[order[1:]] == keys[order[:-1]]
-    keep = np.ones(len(keys), dtype=np.bool_)
-    keep[order[1:][same]] = False
-    if same.any():
-        report.skip(DUPLICATE, count=int(same.sum()))
+    keep = np.zeros(len(keys), dtype=np.bool_)
+    keep[np.unique(keys, return_index=True)[1]] = True
+    if again := int((~keep).sum()):
+        report.skip(DUPLICATE, count=again)
     return keep
 
 

@@ -56,13 +56,8 @@ def steps_of(plan: Plan, candidates: Candidates) -> Steps:
 
 def as_json(steps: Steps) -> dict[str, Any]:
     """Lists of the numbers, one entry per step."""
-    return {
-        "target": steps.target.round(4).tolist(),
-        "mean": steps.mean.round(4).tolist(),
-        "spread": steps.spread.round(4).tolist(),
-        "off_target": steps.off_target.round(4).tolist(),
-        "domains": {name: counts.tolist() for name, counts in steps.domains.items()},
-    }
+    numbers = {name: getattr(steps, name).round(4).tolist() for name in ("target", "mean", "spread", "off_target")}
+    return numbers | {"domains": {name: counts.tolist() for name, counts in steps.domains.items()}}
 
 
 def markdown(title: str, facts: Mapping[str, str], domains: Sequence[Sequence[str]], left: Mapping[str, int]) -> str:

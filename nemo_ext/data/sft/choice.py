@@ -29,23 +29,13 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Table:
-    """All shards together. A row is a text, a sample the conversation that it renders.
+    """All shards together; arrays and names that are not listed here are those of `Shard`, joined.
 
     Attributes:
         shards: shards in order.
         reports: number of a source -> counts of its records.
         sources: [samples] number of the source.
-        ids: [samples] digests of source and id.
-        contents: [samples] digests of the messages.
-        samples: [rows] sample of a row.
         lengths: [rows] number of tokens.
-        trained: [rows] number of tokens in the loss.
-        modes: [rows] index into `shards.MODES`.
-        kinds: [rows] index into `shards.KINDS`.
-        tasks: [rows] index into `task_names`.
-        languages: [rows] index into `language_names`.
-        task_names: names of the tasks of all shards.
-        language_names: names of the languages of all shards.
     """
 
     shards: Sequence[Shard]

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -66,36 +66,18 @@ def _sources(settings: SftSettings, table: "Table", chosen: "Chosen") -> str:
 
 
 def _counts(table: "Table", rows: npt.NDArray[np.int64], of: npt.NDArray[np.int64], names: Sequence[str]) -> str:
-    counts = np.bincount(of[rows], minlength=len(names))
-    tokens = np.bincount(of[rows], weights=table.lengths[rows], minlength=len(names))
-    trained = np.bincount(of[rows], weights=table.trained[rows], minlength=len(names))
-    order = [int(number) for number in np.argsort(-tokens, kind="stable") if counts[number]]
-    lines = [
-        _amounts(names[number] or "not said", counts[[number]], tokens[[number]], trained[[number]], table, rows)
-        for number in order[:_SHOWN]
-    ]
+    weights = (None, table.lengths[rows], table.trained[rows])
+    amounts = np.stack([np.bincount(of[rows], weights=each, minlength=len(names)) for each in weights]).astype(np.int64)
+    order = [int(number) for number in np.argsort(-amounts[1], kind="stable") if amounts[0, number]]
+    groups = [(names[number] or "not said", [number]) for number in order[:_SHOWN]]
     if rest := order[_SHOWN:]:
-        lines.append(_amounts(f"{len(rest)} others", counts[rest], tokens[rest], trained[rest], table, rows))
+        groups.append((f"{len(rest)} others", rest))
+    lines, tokens = [], int(table.lengths[rows].sum())
+    for name, members in groups:
+        count, size, learnt = amounts[:, members].sum(axis=1).tolist()
+        shares = f"{count / len(rows):.1%}", f"{size / tokens:.1%}"
+        lines.append([name, f"{count:,}", shares[0], f"{size:,}", shares[1], f"{learnt:,}"])
     return markdown_table(["", "texts", "share", "tokens", "share of tokens", "tokens with loss"], lines)
-
-
-def _amounts(
-    name: str,
-    counts: npt.NDArray[Any],
-    tokens: npt.NDArray[Any],
-    trained: npt.NDArray[Any],
-    table: "Table",
-    rows: npt.NDArray[np.int64],
-) -> list[str]:
-    count, size, learnt = int(counts.sum()), int(tokens.sum()), int(trained.sum())
-    return [
-        name,
-        f"{count:,}",
-        f"{count / len(rows):.1%}",
-        f"{size:,}",
-        f"{size / int(table.lengths[rows].sum()):.1%}",
-        f"{learnt:,}",
-    ]
 
 
 def _left_out(chosen: "Chosen") -> str:

@@ -164,11 +164,8 @@ class ParquetSource(RecordSource):
     def place(self, part: Part, number: int) -> str:
         return f"{part.path}: row {number}"
 
-    def records(self, part: Part, report: ReadReport) -> Iterator[tuple[int, dict[str, Any]]]:
-        yield from self._rows(part, report)
-
     def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
-        for number, row in self._rows(part, report, columns=[self.text_key]):
+        for number, row in self.records(part, report, columns=[self.text_key]):
             text = row[self.text_key]
             if text is None:
                 report.skip("malformed", f"{self.place(part, number)}: {self.text_key!r} is null")
@@ -182,7 +179,7 @@ class ParquetSource(RecordSource):
         except pyarrow.ArrowInvalid as error:
             raise ValueError(f"{path}: not a readable Parquet file ({error}): make it again") from None
 
-    def _rows(
+    def records(
         self, part: Part, report: ReadReport, *, columns: list[str] | None = None
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         pyarrow = pyarrow_module()

@@ -24,7 +24,7 @@ def profile_of(files: list[Path], folder: Path, *, keys: RolloutKeys | None = No
 
 
 def rate_of(profile: Profile, identity: str) -> tuple[int, float]:
-    (row,) = rows_of(profile, np.array([key_of(identity)]))
+    (row,) = rows_of(profile.key, np.array([key_of(identity)]))
     assert row >= 0
     return int(profile.rollouts[row]), float(profile.pass_rate[row])
 
@@ -171,4 +171,4 @@ def test_a_profile_of_ones_own(tmp_path: Path, jsonl_of: Write) -> None:
     profile = read_profile(path)
 
     assert rate_of(profile, "b") == (4, 0.25)
-    assert rows_of(profile, np.array([key_of("b"), key_of("c")])).tolist() == [0, -1]
+    assert rows_of(profile.key, np.array([key_of("b"), key_of("c")])).tolist() == [0, -1]

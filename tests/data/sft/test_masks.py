@@ -13,12 +13,20 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from nemo_ext.chat.sample import Message, Sample, openai_messages
 from nemo_ext.chat.template import Template, last_turn, names, thinks
-from nemo_ext.data.sft.masks import ChatEncoder, Encoded, encode
+from nemo_ext.data.sft.masks import ChatEncoder, Encoded
 from nemo_ext.data.text.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 
 TEMPLATES = names()
 load = lru_cache(Template.load)
 encoder_of = lru_cache(maxsize=None)(ChatEncoder)
+
+
+def encode(sample: Sample, template: Template, tokenizer: Any) -> tuple[Any, Any]:
+    """Ids and mask of a sample as one text."""
+    (encoded,) = encoder_of(template, tokenizer).encode(sample, turns="whole")
+    return encoded.ids, encoded.mask
+
+
 KINDS = ["byte_level", "split", "unigram"]
 TokenizerOf = Callable[[str], HuggingFaceTokenizer]
 SamplesOf = Callable[..., st.SearchStrategy[Sample]]
