@@ -24,14 +24,14 @@ from nemo_ext.data.curriculum.layout import (
 from nemo_ext.data.curriculum.plan import Candidates, Plan, make_plan
 from nemo_ext.data.curriculum.profile import Profile, read_profile, rows_of, write_profile
 from nemo_ext.data.curriculum.prompts import Keys, Numbers, Prompts, left_out, read_prompts
-from nemo_ext.data.curriculum.records import find_files, unpacked
+from nemo_ext.data.curriculum.records import unpacked
 from nemo_ext.data.curriculum.report import LATE, PLOT, Steps, as_json, markdown, plot, steps_of
 from nemo_ext.data.curriculum.schedule import fixed
 from nemo_ext.data.curriculum.select import Selection, select
 from nemo_ext.data.curriculum.settings import Settings, settings
 from nemo_ext.data.curriculum.write import OFF, marker, write_ordered
 from nemo_ext.data.text.documents import ReadReport
-from nemo_ext.data.text.user_files import outside, pyarrow_module
+from nemo_ext.data.text.user_files import find_files, outside, pyarrow_module
 from nemo_ext.job.files import complete_file, only_run_in, write_text
 from nemo_ext.job.progress import notice
 from nemo_ext.job.workers import usable_cores

@@ -18,7 +18,6 @@ import numpy.typing as npt
 from nemo_ext.data.curriculum.prompts import Keys, Numbers
 from nemo_ext.data.curriculum.records import (
     Malformed,
-    Part,
     check_share,
     checked_id,
     digest,
@@ -31,7 +30,7 @@ from nemo_ext.data.curriculum.records import (
     required,
 )
 from nemo_ext.data.curriculum.settings import PROMPT, RolloutKeys
-from nemo_ext.data.text.documents import ReadReport
+from nemo_ext.data.text.documents import Part, ReadReport
 from nemo_ext.data.text.user_files import pyarrow_module
 from nemo_ext.job.files import complete_file
 

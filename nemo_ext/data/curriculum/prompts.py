@@ -15,7 +15,6 @@ import orjson
 from nemo_ext.data.curriculum.records import (
     MALFORMED,
     Malformed,
-    Part,
     check_share,
     checked_id,
     digest,
@@ -28,7 +27,7 @@ from nemo_ext.data.curriculum.records import (
     required,
 )
 from nemo_ext.data.curriculum.settings import LINE, PROMPT, PromptKeys
-from nemo_ext.data.text.documents import ReadReport
+from nemo_ext.data.text.documents import Part, ReadReport
 from nemo_ext.data.text.user_files import value_at
 
 Keys = npt.NDArray[np.uint64]
@@ -95,8 +94,9 @@ def read_prompts(files: Sequence[Path], keys: PromptKeys, *, max_bad_share: floa
         domains = codes[piece.domain] if len(codes) else piece.domain
         pieces.append((piece.offset, piece.length, key, piece.text, domains))
     check_share(report, "prompts", max_bad_share)
+    numbers = {str(path): number for number, path in enumerate(files)}
     number_of_file = np.repeat(
-        np.array([part.file for part in parts], dtype=np.int32), [len(piece[0]) for piece in pieces]
+        np.array([numbers[part.path] for part in parts], dtype=np.int32), [len(piece[0]) for piece in pieces]
     )
     offsets, lengths, ids, texts, domains = (np.concatenate(column) for column in zip(*pieces, strict=True))
     # Domains are numbered by name, so that the order of the files does not matter.

@@ -4,17 +4,15 @@ A part of a plain file is the lines that begin in a range of bytes; a part of a 
 compressed file is one part. Results come in the order of the files, so nothing depends on the number of processes.
 """
 
-import glob
 import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from nemo_ext.data.text.documents import EXAMPLES_PER_REASON, ReadReport
+from nemo_ext.data.text.documents import EXAMPLES_PER_REASON, Part, ReadReport
 from nemo_ext.data.text.user_files import open_lines, pyarrow_module, value_at
 from nemo_ext.job.files import complete_file
 from nemo_ext.job.progress import progress_of
@@ -25,38 +23,8 @@ PACKED = (".gz", ".zst")
 MALFORMED = "malformed"
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Part of a file: bytes `start` to `stop`, or row group `start` of Parquet, or a whole compressed file."""
-
-    path: str
-    file: int
-    start: int
-    stop: int
-    size: int
-
-
 class Malformed(ValueError):
     """Raised for a record that lacks what is required."""
-
-
-def find_files(patterns: Sequence[str], key: str) -> list[Path]:
-    """Find the files of paths and globs, each once, in the order of the patterns and sorted within one.
-
-    Raises:
-        ValueError: a pattern matches no file, or matches a directory.
-    """
-    found: dict[Path, None] = {}
-    for pattern in patterns:
-        matches = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True)) or [pattern]
-        for match in matches:
-            path = Path(match).expanduser()
-            if path.is_dir():
-                raise ValueError(f"{key}: {path} is a directory: name its files, e.g. {path / '*.jsonl'}")
-            if not path.is_file():
-                raise ValueError(f"{key}: no such file: {path}")
-            found[path.absolute()] = None
-    return list(found)
 
 
 def parts_of(files: Sequence[Path], *, part_bytes: int = PART_BYTES) -> list[Part]:
@@ -66,19 +34,16 @@ def parts_of(files: Sequence[Path], *, part_bytes: int = PART_BYTES) -> list[Par
         ValueError: a Parquet file cannot be read.
     """
     parts = []
-    for number, path in enumerate(files):
+    for path in files:
         size = path.stat().st_size
+        pieces = [(at, min(at + part_bytes, size), min(part_bytes, size - at)) for at in range(0, size, part_bytes)]
         if path.suffix == ".parquet":
             with _parquet(path) as file:
                 groups = [file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups)]
-            parts += [Part(str(path), number, group, group + 1, bytes_) for group, bytes_ in enumerate(groups)]
+            pieces = [(group, group + 1, bytes_) for group, bytes_ in enumerate(groups)]
         elif path.suffix in PACKED:
-            parts.append(Part(str(path), number, 0, size, size))
-        else:
-            starts = range(0, size, part_bytes)
-            parts += [
-                Part(str(path), number, at, min(at + part_bytes, size), min(part_bytes, size - at)) for at in starts
-            ]
+            pieces = [(0, size, size)]
+        parts += [Part(name=path.name, path=str(path), start=at, stop=stop, size=size) for at, stop, size in pieces]
     return parts
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from nemo_ext.data.text.documents import Document, Part, ReadReport, Source
-from nemo_ext.data.text.user_files import file_text, matches, walk
+from nemo_ext.data.text.documents import Document, Part, ReadReport, Source, file_text
+from nemo_ext.data.text.user_files import matches, walk
 from nemo_ext.job.settings import Strings, nearest
 
 _HEADERS = (".h", ".hpp", ".cuh")
@@ -32,11 +32,6 @@ class PythonStdlibSource(Source):
         root = Path(sysconfig.get_path("stdlib"))
         found = walk(root, lambda name: name.endswith(".py") and not matches(name, local), skip_directories=skipped)
         return [(f"stdlib/{name}", path) for name, path in found]
-
-    def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
-        text = file_text(part, report)
-        if text is not None:
-            yield Document(part.name, text)
 
 
 @dataclass(frozen=True, kw_only=True)

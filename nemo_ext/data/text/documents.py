@@ -135,8 +135,9 @@ class Source:
             yield Part(name=name, path=str(path), size=path.stat().st_size)
 
     def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
-        """Read the documents of one part in order; skipped records are counted in `report`."""
-        raise NotImplementedError
+        """Read the documents of one part in order, by default its file's text; skipped records are counted."""
+        if (text := file_text(part, report)) is not None:
+            yield Document(part.name, text)
 
     def finish(self, report: ReadReport) -> None:
         """Check a fully read source; raises ValueError if too much of it was bad."""
@@ -185,6 +186,21 @@ def readable(source: Source, part: Part, report: ReadReport) -> Iterator[tuple[D
             report.skip("empty", document.id)
             continue
         yield document, data
+
+
+def file_text(part: Part, report: ReadReport) -> str | None:
+    """Read a UTF-8 file without its byte order mark; None if it cannot be read, with the reason counted."""
+    report.records += 1
+    try:
+        data = Path(part.path).read_bytes()
+        if b"\0" not in data:
+            return data.decode().removeprefix("\ufeff")
+        report.skip("binary", part.path)
+    except UnicodeDecodeError as error:
+        report.skip("undecodable", f"{part.path}: byte {error.start}")
+    except OSError as error:
+        report.skip("unreadable", f"{part.path}: {error.strerror}")
+    return None
 
 
 def document_digest(text: bytes) -> bytes:

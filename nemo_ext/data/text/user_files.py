@@ -21,7 +21,7 @@ from typing import IO, Annotated, Any, ClassVar, cast
 
 from pydantic import Field
 
-from nemo_ext.data.text.documents import Document, Part, ReadReport, Source
+from nemo_ext.data.text.documents import Document, Part, ReadReport, Source, file_text
 from nemo_ext.job.settings import Share, Strings, nearest
 
 _SAMPLE_BYTES = 1 << 20
@@ -243,11 +243,6 @@ class TreeSource(Source):
             raise ValueError(f"tree source: no file below {root} matches include={list(self.include)} and not exclude")
         return found
 
-    def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
-        text = file_text(part, report)
-        if text is not None:
-            yield Document(part.name, text)
-
 
 def record_source(paths: tuple[str, ...], kind: str | None, where: str) -> RecordSource:
     """Reader of files of records, jsonl or parquet; if the kind is None, the files' names tell it.
@@ -289,24 +284,31 @@ def outside(folder: Path, inputs: Iterable[Path]) -> None:
             raise ValueError(f"{path} lies in {folder}, which is emptied: move it, or choose another output")
 
 
-def _named_files(patterns: Collection[str], kind: str) -> list[tuple[str, Path]]:
-    """Find the files of paths and globs, each once, named by their path below their common directory."""
+def find_files(patterns: Collection[str], where: str) -> list[Path]:
+    """Find the files of paths and globs, each once, in the order of the patterns and sorted within one.
+
+    Raises:
+        ValueError: a pattern matches nothing or names a directory, or no file is found; begins with `where`.
+    """
     if not patterns:
-        raise ValueError(f"{kind} source: path is empty: name at least one file")
-    found: set[Path] = set()
+        raise ValueError(f"{where}: path is empty: name at least one file")
+    found: dict[Path, None] = {}
     for pattern in patterns:
         path = Path(pattern).expanduser()
         if path.is_dir():
-            raise ValueError(f"{kind} source: {path} is a directory: name its files, e.g. {path / '*'}")
-        if path.is_file():
-            found.add(path.absolute())
-            continue
-        there = [Path(match) for match in glob.glob(str(path), recursive=True)]
+            raise ValueError(f"{where}: {path} is a directory: name its files, e.g. {path / '*'}")
+        there = [path] if path.is_file() else [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
         if not there:
-            raise ValueError(f"{kind} source: no such file: {path}")
-        found.update(match.absolute() for match in there if match.is_file())
+            raise ValueError(f"{where}: no such file: {path}")
+        found |= dict.fromkeys(match.absolute() for match in there if match.is_file())
     if not found:
-        raise ValueError(f"{kind} source: only directories match {list(patterns)}")
+        raise ValueError(f"{where}: only directories match {list(patterns)}")
+    return list(found)
+
+
+def _named_files(patterns: Collection[str], kind: str) -> list[tuple[str, Path]]:
+    """Find the files of paths and globs, named by their path below their common directory."""
+    found = find_files(patterns, f"{kind} source")
     common = Path(os.path.commonpath([path.parent for path in found]))
     return sorted((path.relative_to(common).as_posix(), path) for path in found)
 
@@ -329,21 +331,6 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     """True if a path or its last part matches one of the globs."""
     last = name.rsplit("/", 1)[-1]
     return any(fnmatch.fnmatchcase(text, pattern) for pattern in patterns for text in (name, last))
-
-
-def file_text(part: Part, report: ReadReport) -> str | None:
-    """Read a UTF-8 file without its byte order mark; None if it cannot be read, with the reason counted."""
-    report.records += 1
-    try:
-        data = Path(part.path).read_bytes()
-        if b"\0" not in data:
-            return data.decode().removeprefix("\ufeff")
-        report.skip("binary", part.path)
-    except UnicodeDecodeError as error:
-        report.skip("undecodable", f"{part.path}: byte {error.start}")
-    except OSError as error:
-        report.skip("unreadable", f"{part.path}: {error.strerror}")
-    return None
 
 
 def _json_object(line: bytes) -> tuple[dict[str, Any] | None, str]:
