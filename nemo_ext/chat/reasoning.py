@@ -1,16 +1,14 @@
 """Control of reasoning: which samples show a trace and how long it is, decided by the seed and the sample alone.
 
-`Control` works on one sample at a time: it pairs, strips and truncates, and settles the sample's mode. `ModeShares`
-then plans how each task reaches its share of samples with thinking on, once the modes of all samples are known.
+`Control` works on one sample at a time: it pairs, strips and truncates, and settles the sample's mode. Once all modes
+are known, `moves_to_share` says how a task reaches its share of samples with thinking on.
 """
 
-from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
@@ -170,59 +168,6 @@ def stripped(sample: Sample) -> Sample:
     return replace(sample, messages=messages, thinking=False)
 
 
-class ModeShares:
-    """Collects what a plan needs: eight bytes per sample. Tasks without a target are left alone.
-
-    Args:
-        targets: task -> share of its samples (by number) with thinking on; `*` for every task that is not named.
-    """
-
-    def __init__(self, targets: Mapping[str, float]) -> None:
-        self.targets = dict(targets)
-        self._digests: dict[str, dict[Mode, array[int]]] = {}
-
-    def observe_digests(self, task: str, mode: Mode, digests: Iterable[int]) -> None:
-        """Record samples of one task and mode by the digests drawn for them, which `ModePlan.below` later bounds."""
-        if self.target(task) is not None:
-            kinds = self._digests.setdefault(task, {"on": array("Q"), "fixed": array("Q"), "off": array("Q")})
-            kinds[mode].extend(digests)
-
-    def target(self, task: str) -> float | None:
-        """Target share of a task, or None."""
-        return self.targets.get(task, self.targets.get(ANY_TASK))
-
-    def plan(self) -> "ModePlan":
-        """Plan how each task reaches its share, to the nearest sample, with as few samples lost as possible.
-
-        Too many on: samples are stripped; some are dropped only where that is not enough, because nothing would be left
-        without the trace. Too few on: samples without reasoning are dropped, since a trace cannot be made up.
-        """
-        below: dict[tuple[str, Mode], int] = {}
-        unreachable: list[str] = []
-        for task, kinds in sorted(self._digests.items()):
-            share = self.target(task)
-            assert share is not None
-            moves = _moves(len(kinds["on"]), len(kinds["fixed"]), len(kinds["off"]), share)
-            for (mode, digests), count in zip(kinds.items(), moves, strict=True):
-                below[task, mode] = _threshold(digests, count)
-            if share > 0 and not kinds["on"] and not kinds["fixed"]:
-                unreachable.append(task)
-        return ModePlan(below=below, unreachable=unreachable)
-
-
-@dataclass
-class ModePlan:
-    """Plan of the samples that change: those whose digest is below a bound.
-
-    Attributes:
-        below: (task, mode) -> bound.
-        unreachable: tasks with a share above 0 that have no sample with reasoning and were left alone.
-    """
-
-    below: dict[tuple[str, Mode], int]
-    unreachable: list[str]
-
-
 def mode_of(sample: Sample) -> Mode:
     """Mode of a sample, judged by its traces where `thinking` is None; `fixed` is on and cannot be stripped."""
     if not (has_reasoning(sample.messages) if sample.thinking is None else sample.thinking):
@@ -230,8 +175,18 @@ def mode_of(sample: Sample) -> Mode:
     return "on" if can_strip(sample) else "fixed"
 
 
-def _moves(on: int, fixed: int, off: int, share: float) -> tuple[int, int, int]:
-    """Number of samples to strip, of unstrippable ones to drop, and of ones without reasoning to drop."""
+def moves_to_share(on: int, fixed: int, off: int, share: float) -> tuple[int, int, int]:
+    """Number of samples to strip, of `fixed` ones to drop, and of ones without reasoning to drop, to reach a share.
+
+    The share of samples with thinking on is reached to the nearest sample, with as few samples lost as possible. Too
+    many on: samples are stripped; some are dropped only where that is not enough, because nothing would be left without
+    the trace. Too few on: samples without reasoning are dropped, since a trace cannot be made up; none if no sample has
+    reasoning.
+
+    Args:
+        on, fixed, off: number of samples of each `Mode`.
+        share: share of the samples with thinking on.
+    """
     thinking, total = on + fixed, on + fixed + off
     if thinking > share * total:
         wanted = round(thinking - share * total)
@@ -241,12 +196,3 @@ def _moves(on: int, fixed: int, off: int, share: float) -> tuple[int, int, int]:
         return on, fixed - round(share * (off + on) / (1 - share)), 0
     drop_off = total - round(thinking / share) if share and thinking else 0
     return 0, 0, max(min(drop_off, off), 0)
-
-
-def _threshold(digests: "array[int]", count: int) -> int:
-    """Bound that `count` of the digests are below."""
-    if not count:
-        return 0
-    if count >= len(digests):
-        return 1 << 64
-    return int(np.partition(np.frombuffer(digests, dtype=np.uint64), count)[count])

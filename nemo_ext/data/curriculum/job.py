@@ -23,7 +23,7 @@ from nemo_ext.data.curriculum.layout import (
 )
 from nemo_ext.data.curriculum.plan import Candidates, Plan, make_plan
 from nemo_ext.data.curriculum.profile import Profile, read_profile, rows_of, write_profile
-from nemo_ext.data.curriculum.prompts import Keys, Numbers, Prompts, left_out, read_prompts
+from nemo_ext.data.curriculum.prompts import Keys, Numbers, Prompts, read_prompts
 from nemo_ext.data.curriculum.records import unpacked
 from nemo_ext.data.curriculum.report import LATE, PLOT, Steps, as_json, markdown, plot, steps_of
 from nemo_ext.data.curriculum.schedule import fixed
@@ -176,7 +176,7 @@ def _describe(given: Settings, plan: Plan, selection: Selection, prompts: Prompt
     candidates, batch = selection.candidates, given.batch
     steps = steps_of(plan, candidates)
     times = np.bincount(plan.order.ravel(), minlength=len(candidates))
-    left = left_out(prompts.report) | selection.left
+    left = prompts.report.skipped | selection.left
     never = int((times == 0).sum())
     if never:
         left["left over at the end"] = never

@@ -233,8 +233,3 @@ def _first_of_each(keys: Keys, report: ReadReport) -> npt.NDArray[np.bool_]:
     if again := int((~keep).sum()):
         report.skip(DUPLICATE, count=again)
     return keep
-
-
-def left_out(report: ReadReport) -> dict[str, int]:
-    """Numbers of records that are left out, by reason."""
-    return {reason: report.skipped[reason] for reason in (MALFORMED, DUPLICATE) if reason in report.skipped}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nemo_ext.chat.reasoning import ANY_TASK, Mode, ModeShares
+from nemo_ext.chat.reasoning import ANY_TASK, Mode, moves_to_share
 from nemo_ext.data.packs.packed_files import PackingSettings
 from nemo_ext.data.sft.filters.near_duplicates import Sketches, first_of_each
 from nemo_ext.data.sft.sampling import copies, epochs
@@ -21,7 +21,7 @@ from nemo_ext.job.progress import notice
 from nemo_ext.job.seeds import digest
 from nemo_ext.job.settings import nearest
 
-_UNITS: tuple[Mode, ...] = ("off", "fixed", "on")
+_UNITS: tuple[Mode, ...] = ("on", "fixed", "off")
 
 Flags = npt.NDArray[np.bool_]
 Numbers = npt.NDArray[np.int64]
@@ -211,40 +211,35 @@ def _balanced(
 ) -> tuple[Flags, dict[str, tuple[float, int, int]]]:
     """Mask of the rows kept so that tasks have their shares of thinking, [rows], and the shares reached."""
     rows = keep & (table.kinds != KINDS.index("stripped"))
-    targets = ModeShares(settings.thinking_shares)
-    if not targets.targets:
+    if not settings.thinking_shares:
         return rows, {}
     _check_tasks(table, settings)
-    drawn: dict[Mode, tuple[Numbers, npt.NDArray[np.uint64]]] = {}
     task_of = np.zeros(len(table.ids), dtype=np.int64)
     task_of[table.samples] = table.tasks
-    for kind in _UNITS:
-        members = _samples_with(table, rows & fits, kind)
-        # The two samples of a pair have one id but are drawn separately.
-        draws = [digest(settings.seed, "thinking share", int(each), kind) for each in table.ids[members]]
-        drawn[kind] = members, np.array(draws, dtype=np.uint64)
-        for task in np.unique(task_of[members]).tolist():
-            targets.observe_digests(table.task_names[task], kind, drawn[kind][1][task_of[members] == task].tolist())
-    plan = targets.plan()
-    for task_name in plan.unreachable:
-        notice(f"thinking_shares.{task_name}: no sample of this task that is left has reasoning: it stays as it is")
-    for kind, (members, digests) in drawn.items():
-        moves = np.zeros(len(members), dtype=bool)
-        for task, name in enumerate(table.task_names):
-            moves |= (task_of[members] == task) & (digests < plan.below.get((name, kind), 0))
-        found = members[moves]
-        moved = np.isin(table.samples, found)
-        rows &= ~(moved & (table.kinds == KINDS.index(kind)))
-        if kind == "on":
-            rows |= keep & moved & (table.kinds == KINDS.index("stripped"))
-            for task in np.unique(task_of[found]).tolist():
-                name = f"{table.task_names[task] or 'no task'}: stripped for its share"
-                changed[name] += int((task_of[found] == task).sum())
-        elif len(found):
-            left.skip("thinking share", count=len(found))
+    there = {kind: _samples_with(table, rows & fits, kind) for kind in _UNITS}
+    moved = {kind: np.zeros(len(table.ids), dtype=bool) for kind in _UNITS}
+    targets = {name: settings.thinking_share(name) for name in table.task_names}
+    for task, name in enumerate(table.task_names):
+        if (share := targets[name]) is None:
+            continue
+        own = {kind: members[task_of[members] == task] for kind, members in there.items()}
+        if share > 0 and len(own["off"]) and not len(own["on"]) + len(own["fixed"]):
+            notice(f"thinking_shares.{name}: no sample of this task that is left has reasoning: it stays as it is")
+        counts = moves_to_share(len(own["on"]), len(own["fixed"]), len(own["off"]), share)
+        for kind, count in zip(_UNITS, counts, strict=True):
+            # The two samples of a pair have one id but are drawn separately.
+            draws = [digest(settings.seed, "thinking share", int(each), kind) for each in table.ids[own[kind]]]
+            moved[kind][own[kind][np.argsort(np.array(draws, dtype=np.uint64))[:count]]] = True
+        if counts[0]:
+            changed[f"{name or 'no task'}: stripped for its share"] += counts[0]
+        if sum(counts[1:]):
+            left.skip("thinking share", count=sum(counts[1:]))
+    for kind, samples in moved.items():
+        rows &= ~(samples[table.samples] & (table.kinds == KINDS.index(kind)))
+    rows |= keep & moved["on"][table.samples] & (table.kinds == KINDS.index("stripped"))
     shares = {}
     for task, name in enumerate(table.task_names):
-        if (target := targets.target(name)) is not None:
+        if (target := targets[name]) is not None:
             own = rows & fits & (table.tasks == task)
             on, fixed, off, stripped = (
                 len(_samples_with(table, own, kind)) for kind in ("on", "fixed", "off", "stripped")

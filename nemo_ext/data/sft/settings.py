@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.chat.reasoning import ReasoningSettings
+from nemo_ext.chat.reasoning import ANY_TASK, ReasoningSettings
 from nemo_ext.data.packs.packed_files import PackingSettings
 from nemo_ext.data.sft.filters.near_duplicates import NearDuplicates
 from nemo_ext.data.sft.filters.screen import Screen, load_filters
@@ -47,7 +47,7 @@ class SftSettings:
         near_duplicates: filter of near duplicates; None to leave them in.
         duplicate_ids: `drop` all but the first sample of an id, or `error`.
         reasoning: control of reasoning; None to leave samples as they are.
-        thinking_shares: task -> share of samples with thinking on, see `ModeShares`.
+        thinking_shares: task -> share of samples (by number) with thinking on; `*` for every task not named.
         sampling: sampling of sources.
         packing: settings of packing.
         validation_share: share of samples for validation, chosen by seed and id; they come once and are packed apart.
@@ -87,6 +87,10 @@ class SftSettings:
     def screen(self) -> Screen:
         """Filters of single samples."""
         return load_filters(self.filters)
+
+    def thinking_share(self, task: str) -> float | None:
+        """Share of a task's samples with thinking on; None if it has none and is left alone."""
+        return self.thinking_shares.get(task, self.thinking_shares.get(ANY_TASK))
 
 
 def read_settings(config: Mapping[str, Any]) -> SftSettings:
