@@ -87,11 +87,7 @@ def write_profile(
 
     Args:
         files: JSONL (plain, .gz, .zst) or Parquet, one rollout a record, in any order.
-        path: path of the file to write.
-        keys: keys of the values in a record.
         success: least reward of a success.
-        max_bad_share: largest share of malformed records.
-        workers: number of processes.
 
     Raises:
         ValueError: a file is damaged, there is no record, or too many are malformed.

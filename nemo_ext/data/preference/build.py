@@ -96,8 +96,9 @@ class Work:
     seed: int
 
 
-def build(work: Work, records: Path, output: Path) -> None:
-    """Build one part into `output`, unless it exists."""
+def build(work: Work, part: tuple[Path, Path]) -> None:
+    """Build one part, records into output, unless the output exists."""
+    records, output = part
     if output.exists():
         return
     counts = Counts()

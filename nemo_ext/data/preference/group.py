@@ -66,15 +66,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Pair of answers to one prompt.
-
-    Attributes:
-        id: identifier, unique in its source.
-        group: group that the answers are from.
-        chosen: preferred answer.
-        rejected: other answer.
-        kind: method of pairing: delta, judged, no_tools ...
-    """
+    """Pair of answers to one prompt; `kind` is the method of pairing (delta, judged, no_tools ...)."""
 
     id: str
     group: Group

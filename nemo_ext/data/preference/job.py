@@ -83,7 +83,7 @@ def _built(
     with progress_of(f"{source.name}: pairs", len(records), unit="parts") as advance:
         tasks = list(zip(records, outputs, strict=True))
         workers = min(given.workers or usable_cores(), len(tasks))
-        for _ in in_workers(partial(_build, work), tasks, workers=workers):
+        for _ in in_workers(partial(build, work), tasks, workers=workers):
             advance(1)
     built = []
     for path in outputs:
@@ -119,10 +119,6 @@ def _spread(source: SourceSettings, files: Mapping[str, RecordSource], place: Pa
         paths = spread(source, dict(files), place, report, advance)
     write_text(done, json.dumps({"report": dataclasses.asdict(report), "parts": [path.name for path in paths]}))
     return paths
-
-
-def _build(work: Work, task: tuple[Path, Path]) -> None:
-    build(work, *task)
 
 
 def _write(given: Settings, chosen: Sequence[Line], parts: Sequence[Sequence[Path]], output: Path) -> Written:

@@ -21,15 +21,7 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], JsonObject]] = {
 
 
 def write_split(lines: Sequence[Line], parts: Parts, path: Path, kind: str, advance: Callable[[int], None]) -> None:
-    """Write lines in one format, in order except that lines which together hold every key come first.
-
-    Args:
-        lines: lines to write.
-        parts: files of each source.
-        path: path of the file to write.
-        kind: key in `FORMATS`.
-        advance: function to call with the number of lines done.
-    """
+    """Write lines in one of `FORMATS`, in order except that lines which together hold every key come first."""
     convert = FORMATS[kind]
     columns = Columns()
     first: list[int] = []

@@ -39,12 +39,7 @@ _SKETCHED_TOGETHER = 256
 
 @dataclass(frozen=True)
 class Work:
-    """Job description for a worker.
-
-    Attributes:
-        settings: settings of the job.
-        folder: folder of the shards.
-    """
+    """Job description for a worker; `folder` is that of the shards."""
 
     settings: SftSettings
     folder: Path
@@ -57,13 +52,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Piece:
-    """One part of one source, which becomes a shard.
-
-    Attributes:
-        index: number of the shard.
-        source: number of the source.
-        part: part of the source.
-    """
+    """One part of one source, which becomes a shard; `index` is the shard's number, `source` the source's."""
 
     index: int
     source: int

@@ -162,9 +162,6 @@ def complete_shards(
 ) -> int:
     """Make the shards that are missing, as far as `max_bytes` needs them; return how many are in use.
 
-    Args:
-        advance: Function to call with the input bytes of every shard that is ready.
-
     Raises:
         RuntimeError: A worker process died.
     """
