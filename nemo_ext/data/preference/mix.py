@@ -27,8 +27,8 @@ def mixed(
     """Select the lines to keep, in random order; the others are counted in their source's report.
 
     Of a pair in several sources, the first source's is kept. A limit keeps a random part. It counts pairs, or the
-    samples of a source that has only those, where both orders of one count once. `limits` and `reports` are each source's,
-    `limit` is that of all together.
+    samples of a source that has only those, where both orders of one count once. `limits` and `reports` are the
+    sources', `limit` is that of all together.
     """
     kept: list[Line] = []
     seen: set[tuple[int, bool]] = set()

@@ -137,11 +137,11 @@ def test_an_interrupted_run_goes_on(data: Path, monkeypatch: Any) -> None:
     job.run(config(data, output=str(data / "whole")))
     built = []
 
-    def stop_at_the_third(work: Any, records: Path, output: Path) -> None:
+    def stop_at_the_third(work: Any, part: tuple[Path, Path]) -> None:
         if len(built) == 2:
             raise KeyboardInterrupt
-        built.append(output)
-        build.build(work, records, output)
+        built.append(part[1])
+        build.build(work, part)
 
     monkeypatch.setattr(job, "build", stop_at_the_third)
     with pytest.raises(KeyboardInterrupt):
