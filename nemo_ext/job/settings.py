@@ -10,10 +10,15 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, Validation
 STRICT = ConfigDict(extra="forbid")
 """Config of pydantic dataclasses that are parts of others: a key that is not a field is an error."""
 Share = Annotated[float, Field(ge=0, le=1)]
-Strings = Annotated[
-    tuple[str, ...],
-    BeforeValidator(lambda value: (value,) if isinstance(value, str) else tuple(value) if value else ()),
-]
+
+
+def _as_tuple(value: object) -> object:
+    if value is None or isinstance(value, list):
+        return tuple(value or ())
+    return (value,) if isinstance(value, str) else value
+
+
+Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 """Texts of a config, such as paths: one, a list of them, or null for none."""
 
 

@@ -88,11 +88,12 @@ class SourceSettings(Rules, HallucinationRules):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings:
-    """Checked settings of the job."""
+    """Checked settings of the job; `filters` are those of every source that does not replace them."""
 
     preset: str | None = None
     output: str
     sources: tuple[SourceSettings, ...]
+    filters: Filters = field(default_factory=Filters)
     outputs: Strings = OUTPUTS
     limit: PositiveInt | None = None
     tokenizer: dict[str, Any] | None = None
@@ -125,7 +126,9 @@ def settings(config: Mapping[str, Any]) -> Settings:
     Raises:
         ValueError: a key is wrong; the message names it, what it holds and what it may hold.
     """
-    given = {key: value for key, value in config.items() if key not in ("hydra", "filters")}
+    given = {key: value for key, value in config.items() if key != "hydra"}
+    if given.get("outputs") is None:
+        given["outputs"] = OUTPUTS
     named, general = given.get("sources"), _section(config.get("filters"), "filters")
     if not isinstance(named, Mapping) or not named:
         raise ValueError("sources: name one at least: sources={mine: {kind: delta, path: ...}}, or preset=NAME")
@@ -136,7 +139,7 @@ def settings(config: Mapping[str, Any]) -> Settings:
             source = _section(one, where)
             filters = general | _section(source.get("filters"), f"{where}.filters")
             sources.append(checked(SourceSettings, {**source, "name": str(name), "filters": filters}, where=where))
-    return checked(Settings, {**given, "sources": sources})
+    return checked(Settings, {**given, "filters": general, "sources": sources})
 
 
 def _section(value: object, where: str) -> dict[str, Any]:

@@ -292,6 +292,7 @@ def test_shares_of_thinking_and_a_budget(prepared: Callable[..., dict[str, Any]]
         ({"sampling": {"tokens": 1e12}}, "at most"),
         ({"validation_share": 1.0}, "validation_share"),
         ({"thinking_shares": {"math": 15}}, r"thinking_shares\.math=15"),
+        ({"near_duplicates": {"rows": 200}}, "near_duplicates: rows=200 of a band"),
     ],
 )
 def test_mistakes_are_named(prepared: Callable[..., dict[str, Any]], changes: dict[str, Any], message: str) -> None:
