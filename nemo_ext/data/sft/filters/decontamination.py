@@ -67,14 +67,14 @@ class Decontamination(Filter):
             raise ValueError(f"min_words={self.min_words} is more than ngram={self.ngram}")
 
     def check(self) -> None:
-        _index.cache_clear()
-        _index(self)
+        index_of.cache_clear()
+        index_of(self)
 
     def reads(self) -> list[Path]:
         return [path for test_set in self.test_sets for _, path in JsonlSource(path=test_set.path).inputs()]
 
     def drop(self, texts: Texts) -> Drop | None:
-        item = _index(self).found_in(texts, share=self.share)
+        item = index_of(self).found_in(texts, share=self.share)
         return None if item is None else Drop("benchmark", item)
 
 
@@ -157,7 +157,8 @@ def _contains(known: Hashes, wanted: Hashes) -> npt.NDArray[np.bool_]:
 
 
 @lru_cache(maxsize=1)
-def _index(settings: Decontamination) -> Index:
+def index_of(settings: Decontamination) -> Index:
+    """Index of a filter's test sets; made once per process."""
     report = ReadReport()
     items: list[str] = []
     grams, owners, beginnings, short = [np.empty(0, np.uint64)], [np.empty(0, np.int32)], list[int](), list[int]()
