@@ -32,7 +32,7 @@ from nemo_ext.data.curriculum.records import (
 from nemo_ext.data.curriculum.settings import PROMPT, RolloutKeys
 from nemo_ext.data.text.documents import Part, ReadReport
 from nemo_ext.data.text.user_files import pyarrow_module
-from nemo_ext.job.files import complete_file
+from nemo_ext.job.files import publish, unfinished
 
 MERGE_ROWS = 1 << 20
 SUMS = ("rollouts", "successes", "reward", "tokens", "with_tokens")
@@ -117,8 +117,8 @@ def write_profile(
         "mean_reward": arrow.array(merged["reward"].to_numpy() / count),
         "mean_tokens": arrow.array(mean_tokens, mask=with_tokens == 0),
     }
-    with complete_file(path) as file:
-        arrow.parquet.write_table(arrow.table(columns), file, compression="zstd")
+    arrow.parquet.write_table(arrow.table(columns), unfinished(path), compression="zstd")
+    publish(unfinished(path), path)
     return report
 
 
