@@ -17,33 +17,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 
-from nemo_ext.chat.sample import Message, Role, Sample, ToolCall
+from nemo_ext.chat.sample import Message, Role, Sample, ToolCall, openai_messages
 from nemo_ext.job.settings import nearest
 
 Format = Literal["auto", "openai", "sharegpt", "nemo"]
 
-_OPENAI_ROLES: dict[str, str] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "function": "tool",
-}
-_SHAREGPT_ROLES: dict[str, str] = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "function_call": "function_call",
-}
+_OPENAI_ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
+_OPENAI_ROLES |= {"developer": "system", "function": "tool"}
+_SHAREGPT_ROLES = {role: role for role in ("system", "user", "assistant", "tool", "function_call")}
+_SHAREGPT_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant")
+_SHAREGPT_ROLES |= {"human": "user", "observation": "tool", "function_response": "tool"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "function_call", *_REASONING}
 _TURN_KEYS = {"from", "value"}
@@ -134,17 +117,7 @@ def to_sample(
 
 def to_record(sample: Sample) -> dict[str, Any]:
     """Convert a sample to an OpenAI record, call arguments as JSON text; `to_sample` reads it back."""
-    messages = []
-    for message in sample.messages:
-        record: dict[str, Any] = {"role": message.role, "content": message.content}
-        if message.reasoning is not None:
-            record["reasoning_content"] = message.reasoning
-        if message.tool_calls:
-            record["tool_calls"] = [_call_record(call) for call in message.tool_calls]
-        if message.tool_call_id is not None:
-            record["tool_call_id"] = message.tool_call_id
-        messages.append(record)
-    whole: dict[str, Any] = {"id": sample.id, "messages": messages}
+    whole: dict[str, Any] = {"id": sample.id, "messages": openai_messages(sample.messages, arguments_as_text=True)}
     if sample.tools:
         whole["tools"] = [dict(tool) for tool in sample.tools]
     for name in ("source", "task", "language"):
@@ -186,11 +159,6 @@ def without_mode_line(sample: Sample) -> Sample:
     text = _MODE_LINE.sub("", first.content).strip("\n")
     rest = (replace(first, content=text),) if text.strip() else ()
     return replace(sample, messages=rest + sample.messages[1:], thinking=_THINKING_VALUES[lines[0].lower()])
-
-
-def _call_record(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-    return {"type": "function", "function": function} | ({} if call.id is None else {"id": call.id})
 
 
 def _openai_message(turn: Any, where: str, ignored: Counter[str] | None) -> Message:

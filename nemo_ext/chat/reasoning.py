@@ -1,20 +1,21 @@
 """Control of reasoning: which samples show a trace and how long it is, decided by the seed and the sample alone.
 
-`Control` works on one sample at a time: it pairs, strips and truncates, and settles the sample's mode. `ModeShares`
-then plans how each task reaches its share of samples with thinking on, once the modes of all samples are known.
+`Control` works on one sample at a time: it pairs, strips and truncates, and settles the sample's mode. Once all modes
+are known, `moves_to_share` says how a task reaches its share of samples with thinking on.
 """
 
-from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import numpy as np
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass as checked_dataclass
 
-from nemo_ext.chat.sample import Message, Sample
+from nemo_ext.chat.sample import Message, Sample, has_reasoning
+from nemo_ext.job.report import markdown_table
 from nemo_ext.job.seeds import uniform
-from nemo_ext.job.settings import check_keys, checked_share, checked_whole
+from nemo_ext.job.settings import STRICT, Share, checked
 
 ANY_TASK = "*"
 OFF = "#off"
@@ -24,7 +25,7 @@ Truncate = Callable[[str, Sequence[int]], Mapping[int, str]]
 Mode = Literal["on", "fixed", "off"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class ReasoningSettings:
     """Settings of `Control`. The shares are Nemotron 3 Nano's (section 3.1.5); it does not state the budgets (choice).
 
@@ -36,20 +37,15 @@ class ReasoningSettings:
         seed: seed of all decisions.
     """
 
-    strip: float = 0.10
-    truncate: float = 0.03
-    budgets: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192, 16384)
-    pair: float = 0.0
+    strip: Share = 0.10
+    truncate: Share = 0.03
+    budgets: tuple[PositiveInt, ...] = (256, 512, 1024, 2048, 4096, 8192, 16384)
+    pair: Share = 0.0
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        for name in ("strip", "truncate", "pair"):
-            checked_share(f"reasoning.{name}", getattr(self, name))
-        checked_whole("reasoning.seed", self.seed)
         if not self.budgets and self.truncate:
             raise ValueError("reasoning.budgets is empty: name budgets in tokens, or set reasoning.truncate=0")
-        for budget in self.budgets:
-            checked_whole("reasoning.budgets", budget, least=1)
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> "ReasoningSettings":
@@ -58,11 +54,7 @@ class ReasoningSettings:
         Raises:
             ValueError: a setting is wrong; the message names the key, what it holds and what it may hold.
         """
-        check_keys(section, [known.name for known in fields(cls)], required=(), where="reasoning")
-        budgets = section.get("budgets", cls.budgets)
-        if not isinstance(budgets, list | tuple):
-            raise ValueError(f"reasoning.budgets must be a list of budgets in tokens, not {budgets!r}")
-        return cls(**{**section, "budgets": tuple(budgets)})
+        return checked(cls, section, where="reasoning", strict=True)
 
 
 @dataclass
@@ -77,16 +69,11 @@ class ReasoningReport:
     counts: Counter[str] = field(default_factory=Counter)
     truncated: Counter[int] = field(default_factory=Counter)
 
-    def add(self, other: "ReasoningReport") -> None:
-        """Add the counts of another worker."""
-        self.counts += other.counts
-        self.truncated += other.truncated
-
     def markdown(self) -> str:
         """Format the counts as a Markdown table."""
-        rows = [(name, count) for name, count in sorted(self.counts.items())]
+        rows = sorted(self.counts.items())
         rows += [(f"traces cut to {budget:,} tokens", count) for budget, count in sorted(self.truncated.items())]
-        return "\n".join(["| what | count |", "|:--|--:|", *(f"| {name} | {count:,} |" for name, count in rows)])
+        return markdown_table(("what", "count"), [(name, f"{count:,}") for name, count in rows])
 
 
 class Control:
@@ -121,7 +108,7 @@ class Control:
 
     def _made(self, sample: Sample) -> list[Sample]:
         counts = self.report.counts
-        if not any(message.reasoning is not None for message in sample.messages):
+        if not has_reasoning(sample.messages):
             if sample.thinking:
                 counts["samples said to be on that had no trace, now off"] += 1
             return [replace(sample, thinking=False)]
@@ -133,10 +120,9 @@ class Control:
             counts["samples that cannot lose their trace, now on"] += 1
             return [self._cut(sample)]
         if self._drawn(sample, "pair") < self.settings.pair:
-            off = self._off(sample)
-            if off is not None:
+            if can_strip(sample):
                 counts["samples paired"] += 1
-                return [self._cut(sample), off]
+                return [self._cut(sample), replace(stripped(sample), id=sample.id + OFF)]
             counts["samples not paired: nothing would be left of an answer"] += 1
         elif self._drawn(sample, "strip") < self.settings.strip:
             if can_strip(sample):
@@ -144,9 +130,6 @@ class Control:
                 return [stripped(sample)]
             counts["samples not stripped: nothing would be left of an answer"] += 1
         return [self._cut(sample)]
-
-    def _off(self, sample: Sample) -> Sample | None:
-        return replace(stripped(sample), id=sample.id + OFF) if can_strip(sample) else None
 
     def _cut(self, sample: Sample) -> Sample:
         messages = tuple(self._cut_trace(sample, number, message) for number, message in enumerate(sample.messages))
@@ -185,72 +168,25 @@ def stripped(sample: Sample) -> Sample:
     return replace(sample, messages=messages, thinking=False)
 
 
-class ModeShares:
-    """Collects what a plan needs: eight bytes per sample. Tasks without a target are left alone.
-
-    Args:
-        targets: task -> share of its samples (by number) with thinking on; `*` for every task that is not named.
-    """
-
-    def __init__(self, targets: Mapping[str, float]) -> None:
-        self.targets = {task: checked_share(f"thinking_shares.{task}", share) for task, share in targets.items()}
-        self._digests: dict[str, dict[Mode, array[int]]] = {}
-
-    def observe_digests(self, task: str, mode: Mode, digests: Iterable[int]) -> None:
-        """Record samples of one task and mode by the digests drawn for them, which `ModePlan.below` later bounds."""
-        if self.target(task) is not None:
-            kinds = self._digests.setdefault(task, {"on": array("Q"), "fixed": array("Q"), "off": array("Q")})
-            kinds[mode].extend(digests)
-
-    def target(self, task: str) -> float | None:
-        """Target share of a task, or None."""
-        return self.targets.get(task, self.targets.get(ANY_TASK))
-
-    def plan(self) -> "ModePlan":
-        """Plan how each task reaches its share, to the nearest sample, with as few samples lost as possible.
-
-        Too many on: samples are stripped; some are dropped only where that is not enough, because nothing would be left
-        without the trace. Too few on: samples without reasoning are dropped, since a trace cannot be made up.
-        """
-        below: dict[tuple[str, Mode], int] = {}
-        unreachable: list[str] = []
-        for task, kinds in sorted(self._digests.items()):
-            share = self.target(task)
-            assert share is not None
-            strip, drop_fixed, drop_off = _moves(len(kinds["on"]), len(kinds["fixed"]), len(kinds["off"]), share)
-            below[task, "on"] = _threshold(kinds["on"], strip)
-            below[task, "fixed"] = _threshold(kinds["fixed"], drop_fixed)
-            below[task, "off"] = _threshold(kinds["off"], drop_off)
-            if share > 0 and not kinds["on"] and not kinds["fixed"]:
-                unreachable.append(task)
-        return ModePlan(below=below, unreachable=unreachable)
-
-
-@dataclass
-class ModePlan:
-    """Plan of the samples that change: those whose digest is below a bound.
-
-    Attributes:
-        below: (task, mode) -> bound.
-        unreachable: tasks with a share above 0 that have no sample with reasoning and were left alone.
-    """
-
-    below: dict[tuple[str, Mode], int]
-    unreachable: list[str]
-
-
 def mode_of(sample: Sample) -> Mode:
     """Mode of a sample, judged by its traces where `thinking` is None; `fixed` is on and cannot be stripped."""
-    thinking = sample.thinking
-    if thinking is None:
-        thinking = any(message.reasoning is not None for message in sample.messages)
-    if not thinking:
+    if not (has_reasoning(sample.messages) if sample.thinking is None else sample.thinking):
         return "off"
     return "on" if can_strip(sample) else "fixed"
 
 
-def _moves(on: int, fixed: int, off: int, share: float) -> tuple[int, int, int]:
-    """Number of samples to strip, of unstrippable ones to drop, and of ones without reasoning to drop."""
+def moves_to_share(on: int, fixed: int, off: int, share: float) -> tuple[int, int, int]:
+    """Number of samples to strip, of `fixed` ones to drop, and of ones without reasoning to drop, to reach a share.
+
+    The share of samples with thinking on is reached to the nearest sample, with as few samples lost as possible. Too
+    many on: samples are stripped; some are dropped only where that is not enough, because nothing would be left without
+    the trace. Too few on: samples without reasoning are dropped, since a trace cannot be made up; none if no sample has
+    reasoning.
+
+    Args:
+        on, fixed, off: number of samples of each `Mode`.
+        share: share of the samples with thinking on.
+    """
     thinking, total = on + fixed, on + fixed + off
     if thinking > share * total:
         wanted = round(thinking - share * total)
@@ -260,12 +196,3 @@ def _moves(on: int, fixed: int, off: int, share: float) -> tuple[int, int, int]:
         return on, fixed - round(share * (off + on) / (1 - share)), 0
     drop_off = total - round(thinking / share) if share and thinking else 0
     return 0, 0, max(min(drop_off, off), 0)
-
-
-def _threshold(digests: "array[int]", count: int) -> int:
-    """Bound that `count` of the digests are below."""
-    if not count:
-        return 0
-    if count >= len(digests):
-        return 1 << 64
-    return int(np.partition(np.frombuffer(digests, dtype=np.uint64), count)[count])

@@ -1,6 +1,7 @@
 """Conversations, independent of the format they came in."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -62,3 +63,39 @@ class Sample:
     task: str = ""
     language: str = ""
     thinking: bool | None = None
+
+
+def has_reasoning(messages: Iterable[Message]) -> bool:
+    """True if any message has a trace, even an empty one."""
+    return any(message.reasoning is not None for message in messages)
+
+
+def openai_messages(messages: Iterable[Message], *, arguments_as_text: bool = False) -> list[dict[str, Any]]:
+    """Messages in the OpenAI format; arguments of calls are objects, as chat templates take them, or JSON text."""
+    made = []
+    for message in messages:
+        record: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.reasoning is not None:
+            record["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            record["tool_calls"] = [_call(call, as_text=arguments_as_text) for call in message.tool_calls]
+        if message.tool_call_id is not None:
+            record["tool_call_id"] = message.tool_call_id
+        made.append(record)
+    return made
+
+
+def _call(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False) if as_text else dict(call.arguments)
+    identifier = {} if call.id is None else {"id": call.id}
+    return {"type": "function", "function": {"name": call.name, "arguments": arguments}} | identifier
+
+
+def spoken(messages: Iterable[Message]) -> list[str]:
+    """All texts of messages, without empty ones: traces, contents, and calls as name and JSON."""
+    texts = []
+    for message in messages:
+        texts += [message.reasoning or "", message.content]
+        for call in message.tool_calls:
+            texts += [call.name, json.dumps(call.arguments, ensure_ascii=False)]
+    return [text for text in texts if text]

@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from operator import is_
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
@@ -22,7 +22,7 @@ from jinja2.nodes import Const, Node, Output, Scope, TemplateData
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from nemo_ext.chat.sample import Message, Sample
+from nemo_ext.chat.sample import Message, Sample, has_reasoning, openai_messages
 from nemo_ext.job.settings import nearest
 
 FOLDER = Path(__file__).parent / "templates"
@@ -162,11 +162,10 @@ class Template:
             ValueError: the template refuses the sample, or the mode is off and its last turn has reasoning.
         """
         mode = thinking if thinking is not None else thinks(sample)
-        if not mode and not add_generation_prompt and _has_reasoning(last_turn(sample.messages)):
+        if not mode and not add_generation_prompt and has_reasoning(last_turn(sample.messages)):
             raise ValueError(f"sample {sample.id}: thinking is off, but its last turn has reasoning: strip it first")
-        messages = [_message(message) for message in sample.messages]
-        tools = list(sample.tools) or None
-        messages, tools = (control or _NO_TOKENS).quoted(messages), (control or _NO_TOKENS).quoted(tools)
+        given = [openai_messages(sample.messages), list(sample.tools) or None]
+        messages, tools = ((control or _NO_TOKENS).quoted(value) for value in given)
         if train == "last_turn":
             user = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=None)
             if user is not None:
@@ -267,7 +266,7 @@ def names() -> list[str]:
 
 def thinks(sample: Sample) -> bool:
     """Mode of a sample: its `thinking`, or where that is None, True if its last turn has reasoning."""
-    return _has_reasoning(last_turn(sample.messages)) if sample.thinking is None else sample.thinking
+    return has_reasoning(last_turn(sample.messages)) if sample.thinking is None else sample.thinking
 
 
 def last_turn(messages: Sequence[Message]) -> Sequence[Message]:
@@ -281,7 +280,7 @@ def split_turns(sample: Sample) -> list[Sample]:
 
     A sample without any reasoning is left whole, since no turn's prompt differs from what the whole shows.
     """
-    if not _has_reasoning(sample.messages):
+    if not has_reasoning(sample.messages):
         return [sample]
     starts = [number for number, message in enumerate(sample.messages) if message.role == "user"]
     ends = [*starts[1:], len(sample.messages)]
@@ -291,33 +290,9 @@ def split_turns(sample: Sample) -> list[Sample]:
         if any(message.role == "assistant" for message in turn):
             name = f"{sample.id}#{len(pieces) + 1}"
             pieces.append(
-                replace(sample, id=name, messages=sample.messages[:end], thinking=_has_reasoning(turn)),
+                replace(sample, id=name, messages=sample.messages[:end], thinking=has_reasoning(turn)),
             )
     return pieces if len(pieces) > 1 else [sample]
-
-
-def conversation(sample: Sample) -> list[dict[str, Any]]:
-    """Messages in the form that Hugging Face's `apply_chat_template` takes."""
-    return [_message(message) for message in sample.messages]
-
-
-def _message(message: Message) -> dict[str, Any]:
-    made: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.reasoning is not None:
-        made["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        made["tool_calls"] = [
-            {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-            | ({} if call.id is None else {"id": call.id})
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        made["tool_call_id"] = message.tool_call_id
-    return made
-
-
-def _has_reasoning(messages: Iterable[Message]) -> bool:
-    return any(message.reasoning is not None for message in messages)
 
 
 def _quote(match: re.Match[str]) -> str:
@@ -370,20 +345,10 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], autoescape=False
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> NoReturn:
@@ -400,10 +365,6 @@ def _of_folder(folder: Path) -> Template:
     source = template_file.read_text() if template_file.is_file() else config.get("chat_template")
     if not isinstance(source, str):
         raise ValueError(f"{folder}: no chat_template.jinja and no chat_template in a tokenizer_config.json")
-    special: dict[str, str] = {}
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        token = config.get(name)
-        content = token.get("content") if isinstance(token, dict) else token
-        if isinstance(content, str):
-            special[name] = content
-    return Template(str(folder), source, cast(Mapping[str, Any], special))
+    tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    words = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    return Template(str(folder), source, {name: word for name, word in words.items() if isinstance(word, str)})

@@ -37,12 +37,8 @@ _LITERALS = {"True": True, "False": False, "None": None}
 # Formats are told by their first tag; after <tool_call> the next characters tell the two formats apart.
 _TAGS = {"<tool_call>": "</tool_call>", "<TOOLCALL>": "</TOOLCALL>", "<function_calls>": "</function_calls>"}
 _STYLE_TAGS: dict[str, tuple[str, ...]] = {
-    "any": tuple(_TAGS),
-    "nemotron3_nano": ("<tool_call>",),
-    "domyn": ("<tool_call>",),
-    "hermes": ("<tool_call>",),
-    "llama_nemotron": ("<TOOLCALL>",),
-    "olmo3": ("<function_calls>",),
+    **dict.fromkeys(("nemotron3_nano", "domyn", "hermes"), ("<tool_call>",)),
+    **{"any": tuple(_TAGS), "llama_nemotron": ("<TOOLCALL>",), "olmo3": ("<function_calls>",)},
 }
 
 
@@ -150,7 +146,7 @@ def check_tools(tools: Any, where: str) -> tuple[Mapping[str, Any], ...]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError(f"{where}[{index}] must be {{type: function, function: {{name, ...}}}}, not {tool!r}")
         try:
-            _validator(_as_text(function.get("parameters") or {}))
+            validator(_as_text(function.get("parameters") or {}))
         except (SchemaError, TypeError, ValueError, RecursionError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"{where}[{index}].function.parameters: no JSON schema: {reason}") from None
@@ -168,7 +164,7 @@ def call_problem(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> str:
     if call.name not in declared:
         return f"no tool {_shown(call.name)} is declared"
     try:
-        error = next(_validator(_as_text(declared[call.name])).iter_errors(dict(call.arguments)), None)
+        error = next(validator(_as_text(declared[call.name])).iter_errors(dict(call.arguments)), None)
     except Exception as problem:  # an unresolvable reference in the schema, arguments nested too deep
         return f"{call.name}: {type(problem).__name__}"
     return "" if error is None else f"{call.name}: {_shown(error.json_path)}: {_shown(error.message)}"
@@ -337,7 +333,7 @@ def _typed(written: str, schema: Any, where: str) -> Any:
 
 def _is_valid(value: Any, schema: Mapping[str, Any]) -> bool:
     try:
-        return _validator(_as_text(schema)).is_valid(value)
+        return validator(_as_text(schema)).is_valid(value)
     except Exception:  # an invalid schema, or an unresolvable reference
         return isinstance(value, str)
 
@@ -430,11 +426,16 @@ def _as_text(schema: Any) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _validator(text: str) -> Any:
-    schema = _quick(json.loads(text))
+def validator(text: str, *, quick: bool = True) -> Any:
+    """Validator of a JSON schema that looks nothing up on the network; `quick` leaves out what may take very long.
+
+    Raises:
+        SchemaError: the text is not a JSON schema.
+    """
+    schema = _quick(json.loads(text)) if quick else json.loads(text)
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     kind.check_schema(schema)
-    return kind(schema, registry=Registry())  # looks nothing up on the network
+    return kind(schema, registry=Registry())
 
 
 def _shown(text: str) -> str:

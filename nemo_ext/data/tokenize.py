@@ -19,8 +19,7 @@ from nemo_ext.data.streams import Blend, Stream, read_blend
 from nemo_ext.data.text.documents import Source
 from nemo_ext.data.text.indexed_dataset import ids_type
 from nemo_ext.data.text.manifest import FORMAT_VERSION, Manifest, finished_manifest, write_manifest
-from nemo_ext.data.text.shard_workers import complete_shards
-from nemo_ext.data.text.shards import ShardWork, cut, open_shards
+from nemo_ext.data.text.shards import ShardWork, complete_shards, cut, open_shards
 from nemo_ext.data.text.splits import select, write_splits
 from nemo_ext.data.text.tokenizers import Tokenizer
 from nemo_ext.job.files import folder_for_one

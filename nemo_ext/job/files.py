@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from filelock import FileLock, Timeout
 
@@ -49,6 +50,14 @@ def publish(complete: Path, path: Path) -> None:
     with open(complete, "rb") as file:
         os.fsync(file.fileno())
     os.replace(complete, path)
+
+
+@contextmanager
+def complete_file(path: Path) -> Iterator[IO[bytes]]:
+    """File open for writing bytes, which gets its name at the end."""
+    with open(unfinished(path), "wb") as file:
+        yield file
+    publish(unfinished(path), path)
 
 
 @contextmanager

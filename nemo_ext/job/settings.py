@@ -3,12 +3,23 @@
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 STRICT = ConfigDict(extra="forbid")
 """Config of pydantic dataclasses that are parts of others: a key that is not a field is an error."""
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def _as_tuple(value: object) -> object:
+    if value is None or isinstance(value, list):
+        return tuple(value or ())
+    return (value,) if isinstance(value, str) else value
+
+
+Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+"""Texts of a config, such as paths: one, a list of them, or null for none."""
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
@@ -47,6 +58,8 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
     key = ".".join(map(str, first["loc"]))
     if first["type"] == "value_error":
         said = str(first["ctx"]["error"])
+        if key and str(first["loc"][-1]) not in said:  # most messages of a part name it
+            said = f"{key}: {said}"
         raise ValueError(said if where and said.startswith(where) else prefix + said)
     if first["type"] == "unexpected_keyword_argument":
         known = _fields(adapter.json_schema(), first["loc"][:-1])

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_ext.chat.sample import Message, Sample
+from nemo_ext.chat.sample import Message, Sample, openai_messages
 from nemo_ext.chat.template import (
     FOLDER,
     ControlTokens,
     Template,
-    conversation,
     last_turn,
     names,
     split_turns,
@@ -157,7 +156,7 @@ def test_text_and_marks_are_those_of_transformers(
     sample = draw.draw(samples_of())
     ours = load(template).render(sample)
     (text,), (spans,) = chat_template_utils.render_jinja_template(
-        [conversation(sample)],
+        [openai_messages(sample.messages)],
         tools=list(sample.tools) or None,
         chat_template=load(template).source,
         return_assistant_tokens_mask=True,
@@ -293,7 +292,7 @@ def test_quoting_changes_no_text_and_finds_all_that_data_spell(
     assert {quoted.text[start:end] for start, end in quoted.quoted} <= {"<|im_end|>", "<|im_"}
     chat_template_utils = pytest.importorskip("transformers.utils.chat_template_utils")
     (text,), _ = chat_template_utils.render_jinja_template(
-        [conversation(sample)],
+        [openai_messages(sample.messages)],
         tools=list(sample.tools) or None,
         chat_template=loaded.source,
         enable_thinking=thinks(sample),

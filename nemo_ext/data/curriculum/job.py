@@ -23,15 +23,16 @@ from nemo_ext.data.curriculum.layout import (
 )
 from nemo_ext.data.curriculum.plan import Candidates, Plan, make_plan
 from nemo_ext.data.curriculum.profile import Profile, read_profile, rows_of, write_profile
-from nemo_ext.data.curriculum.prompts import Keys, Numbers, Prompts, left_out, read_prompts
-from nemo_ext.data.curriculum.records import _pyarrow, find_files, unpacked
+from nemo_ext.data.curriculum.prompts import Keys, Numbers, Prompts, read_prompts
+from nemo_ext.data.curriculum.records import unpacked
 from nemo_ext.data.curriculum.report import LATE, PLOT, Steps, as_json, markdown, plot, steps_of
 from nemo_ext.data.curriculum.schedule import fixed
 from nemo_ext.data.curriculum.select import Selection, select
 from nemo_ext.data.curriculum.settings import Settings, settings
 from nemo_ext.data.curriculum.write import OFF, marker, write_ordered
 from nemo_ext.data.text.documents import ReadReport
-from nemo_ext.job.files import only_run_in, publish, unfinished, write_text
+from nemo_ext.data.text.user_files import find_files, outside, pyarrow_module
+from nemo_ext.job.files import complete_file, only_run_in, write_text
 from nemo_ext.job.progress import notice
 from nemo_ext.job.workers import usable_cores
 
@@ -48,11 +49,9 @@ def run(config: Mapping[str, Any]) -> None:
     """
     given = settings(config)
     output = Path(given.output).expanduser()
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"output={given.output}: is a file; give a directory")
     if given.previous and Path(given.previous).expanduser().resolve() == output.resolve():
         raise ValueError(f"output={given.output}: is the previous curriculum's directory; give another")
-    _pyarrow()  # fail now if it is missing, not after hours of reading rollouts
+    pyarrow_module()  # fail now if it is missing, not after hours of reading rollouts
     with only_run_in(output, "output"):
         _run(given, output)
 
@@ -77,9 +76,7 @@ def _run(given: Settings, output: Path) -> None:
         return
     scratch = output / ".unpacked"
     found = find_files(given.prompts, "prompts")
-    for path in found:
-        if scratch.resolve() in path.resolve().parents:
-            raise ValueError(f"prompts: {path} lies in {scratch}, which is removed: move it")
+    outside(scratch, found)
     try:
         _make(given, output, profile, found, scratch, workers)
     finally:
@@ -92,20 +89,13 @@ def _make(given: Settings, output: Path, profile: Profile, found: Sequence[Path]
     prompts = read_prompts(files, given.keys, max_bad_share=given.max_bad_share, workers=workers)
     _tell_malformed("prompts", prompts.report)
     used = _used(given)
-    selection = select(prompts, profile, rows_of(profile, prompts.key), given, used)
+    selection = select(prompts, profile, rows_of(profile.key, prompts.key), given, used)
     candidates = selection.candidates
     plan = make_plan(
         candidates,
         fixed(adapted(_shares(given, candidates), candidates, given.adapt), candidates.domains),
-        batch=given.batch,
-        steps=given.steps,
-        first_step=given.first_step,
-        mean_first=given.mean_first,
-        mean_last=given.mean_last,
-        sigma=given.sigma,
+        given,
         levels=given.levels or profile.levels(MOST_LEVELS),
-        seed=given.seed,
-        exhausted=given.exhausted,
     )
     order = plan.order.ravel()
     rows, modes = selection.row[order], selection.mode[order]
@@ -169,8 +159,7 @@ def _used(given: Settings) -> tuple[Keys, Numbers]:
 def _save(plan: Plan, selection: Selection, output: Path, used: tuple[Keys, Numbers]) -> None:
     """Save the arrays from which the next curriculum knows what was trained on."""
     candidates = selection.candidates
-    path = output / ARRAYS
-    with open(unfinished(path), "wb") as file:
+    with complete_file(output / ARRAYS) as file:
         np.savez(
             file,
             key=candidates.key[plan.order],
@@ -180,7 +169,6 @@ def _save(plan: Plan, selection: Selection, output: Path, used: tuple[Keys, Numb
             used_key=used[0],
             used=used[1],
         )
-    publish(unfinished(path), path)
 
 
 def _describe(given: Settings, plan: Plan, selection: Selection, prompts: Prompts, output: Path) -> None:
@@ -188,7 +176,7 @@ def _describe(given: Settings, plan: Plan, selection: Selection, prompts: Prompt
     candidates, batch = selection.candidates, given.batch
     steps = steps_of(plan, candidates)
     times = np.bincount(plan.order.ravel(), minlength=len(candidates))
-    left = left_out(prompts.report) | selection.left
+    left = prompts.report.skipped | selection.left
     never = int((times == 0).sum())
     if never:
         left["left over at the end"] = never

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from nemo_ext.job.files import complete_file
+
 CURRICULUM, STATS, ARRAYS = "curriculum.jsonl", "curriculum.json", "curriculum.npz"
 PROFILE, REPORT = "profile.parquet", "report.md"
 DOMAINS, ORDER = "domains", "order.npz"
@@ -91,10 +93,8 @@ def save_order(output: Path, files: Mapping[int, Path], drawn: npt.NDArray[np.in
     """Write the order file beside the domains' files: the domain of each prompt of each step."""
     number = np.full(max(files) + 1, -1, dtype=np.int16)
     number[list(files)] = np.arange(len(files))
-    temporary = output / DOMAINS / f".{ORDER}"
-    with open(temporary, "wb") as file:
+    with complete_file(output / DOMAINS / ORDER) as file:
         np.savez(file, domain=number[drawn], names=np.array([path.stem for path in files.values()]))
-    temporary.replace(output / DOMAINS / ORDER)
 
 
 def read_order(directory: Path) -> Order:

@@ -10,14 +10,14 @@ change once some prompts are used) is the rest of the whole plan.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from nemo_ext.data.curriculum.pools import DomainPools, ordering_keys
 from nemo_ext.data.curriculum.prompts import Keys, Numbers
-from nemo_ext.data.curriculum.schedule import Floats, Ratios, means, quotas, start_of, wanted
+from nemo_ext.data.curriculum.schedule import Floats, means, quotas, start_of, wanted
+from nemo_ext.data.curriculum.settings import Settings
 from nemo_ext.job.seeds import digest
 
 BLOCK = 4096
@@ -68,39 +68,19 @@ class Plan:
     stopped: str
 
 
-def make_plan(
-    candidates: Candidates,
-    ratios: Ratios,
-    *,
-    batch: int,
-    steps: int | None = None,
-    first_step: int = 0,
-    mean_first: float = 0.8,
-    mean_last: float = 0.2,
-    sigma: float = 0.15,
-    levels: int = 16,
-    seed: int = 1234,
-    exhausted: Literal["stop", "repeat"] = "stop",
-) -> Plan:
+def make_plan(candidates: Candidates, shares: Floats, given: Settings, *, levels: int) -> Plan:
     """Plan the steps of a curriculum.
 
     Args:
-        candidates: prompts to choose from.
-        ratios: shares of the domains in each step.
-        batch: number of prompts in a step.
-        steps: number of steps of the whole schedule; None for as many as last until a domain has too few prompts left.
-        first_step: step of the schedule to begin at; `used` then counts the steps before.
-        mean_first: mean of the Gaussian in the schedule's first step.
-        mean_last: mean of the Gaussian in its last step.
-        sigma: standard deviation of the Gaussian.
+        candidates: prompts to choose from; `used` counts the steps before the first one.
+        shares: shares of the domains in every step.
+        given: settings of the schedule.
         levels: number of equal parts of pass rates, which are rounded to multiples of 1/levels.
-        seed: seed of the order of prompts with one pass rate and inside a step.
-        exhausted: `stop` ends the schedule where a domain has too few prompts left that were not used, `repeat` begins
-            its pool again, first with those used least.
 
     Raises:
         ValueError: there are too few prompts for one step, or too few different ones.
     """
+    batch, first_step, asked = given.batch, given.first_step, given.steps
     domains = [np.flatnonzero(candidates.domain == number) for number in range(len(candidates.domains))]
     pools = [
         DomainPools(
@@ -109,21 +89,19 @@ def make_plan(
             levels=levels + 1,
             key=candidates.key,
             used=candidates.used[members],
-            repeat=exhausted == "repeat",
-            seed=digest(seed, "curriculum", "order"),
+            repeat=given.exhausted == "repeat",
+            seed=digest(given.seed, "curriculum", "order"),
         )
         for members in domains
     ]
-    asked = steps
-    if steps is None:
-        steps = first_step + len(candidates) // batch + 1
+    steps = first_step + len(candidates) // batch + 1 if asked is None else asked
     if len(candidates) < batch:
         raise ValueError(f"there are too few prompts for a step of {batch}: {_sizes(candidates, domains)}")
-    needed = quotas(ratios, batch=batch, steps=steps)[first_step:]
+    needed = quotas(shares, batch=batch, steps=steps)[first_step:]
     marks = _repeated(candidates.text)
     _check_domains(candidates, domains, needed, marks)
     stopped = ""
-    if exhausted == "stop" or asked is None:
+    if given.exhausted == "stop" or asked is None:
         there = np.array([pool.left.sum() for pool in pools])
         short = np.cumsum(needed, axis=0) > there
         if short.any():
@@ -134,25 +112,21 @@ def make_plan(
             steps = first_step + last
     if not len(needed):
         raise ValueError(f"there are too few prompts for a step of {batch}: {stopped or _sizes(candidates, domains)}")
-    targets = means(first=mean_first, last=mean_last, steps=steps)
-    drawn = _draw(
-        candidates, pools, needed, targets, marks, first_step=first_step, sigma=sigma, seed=seed, exhausted=exhausted
-    )
-    off_target = np.zeros(len(needed), dtype=np.int64)
-    made = 0
-    for count in drawn:
+    targets = means(first=given.mean_first, last=given.mean_last, steps=steps)
+    off_target = []
+    for count in _draw(candidates, pools, needed, targets, marks, given):
         if isinstance(count, str):
             stopped = count
             break
-        off_target[made] = count
-        made += 1
-    if not made:
+        off_target.append(count)
+    if not off_target:
         raise ValueError(f"no step can be made: {stopped}")
+    made = len(off_target)
     return Plan(
-        order=_order(pools, made, batch, candidates.key, first_step=first_step, seed=seed),
+        order=_order(pools, made, batch, candidates.key, first_step=first_step, seed=given.seed),
         first_step=first_step,
         targets=targets[first_step : first_step + made],
-        off_target=off_target[:made],
+        off_target=np.array(off_target, dtype=np.int64),
         epochs=tuple(pool.begun_again for pool in pools),
         stopped=stopped,
     )
@@ -164,14 +138,11 @@ def _draw(
     needed: Numbers,
     targets: Floats,
     repeated: npt.NDArray[np.bool_] | None,
-    *,
-    first_step: int,
-    sigma: float,
-    seed: int,
-    exhausted: str,
+    given: Settings,
 ) -> Iterator[int | str]:
     """Draw step by step; yields the number off target, or at last the reason why no further step can be made."""
-    starts = [start_of(seed, name) for name in candidates.domains]
+    first_step = given.first_step
+    starts = [start_of(given.seed, name) for name in candidates.domains]
     for begin in range(0, len(needed), BLOCK):
         block = slice(begin, min(begin + BLOCK, len(needed)))
         step = first_step + begin
@@ -181,7 +152,7 @@ def _draw(
                 needed[block, number],
                 first_step=step,
                 present=pool.present,
-                sigma=sigma,
+                sigma=given.sigma,
                 start=starts[number],
             )
             if len(pool.members)
@@ -189,7 +160,7 @@ def _draw(
             for number, pool in enumerate(pools)
         ]
         for row in range(block.stop - block.start):
-            in_step: set[int] | None = None if repeated is None and exhausted == "stop" else set()
+            in_step: set[int] | None = None if repeated is None and given.exhausted == "stop" else set()
             off_target = 0
             for number, (pool, want) in enumerate(zip(pools, asked, strict=True)):
                 if want is None or not (quota := int(needed[begin + row, number])):
@@ -234,14 +205,8 @@ def _order(
 
 def _repeated(texts: Keys) -> npt.NDArray[np.bool_] | None:
     """Mask of the candidates that share their text with others; None if there are none."""
-    order = np.argsort(texts)
-    same = texts[order[1:]] == texts[order[:-1]]
-    if not same.any():
-        return None
-    marks = np.zeros(len(texts), dtype=np.bool_)
-    marks[order[1:][same]] = True
-    marks[order[:-1][same]] = True
-    return marks
+    _, text, counts = np.unique(texts, return_inverse=True, return_counts=True)
+    return counts[text] > 1 if (counts > 1).any() else None
 
 
 def _check_domains(

@@ -18,8 +18,6 @@ import numpy.typing as npt
 from nemo_ext.data.curriculum.prompts import Keys, Numbers
 from nemo_ext.data.curriculum.records import (
     Malformed,
-    Part,
-    _pyarrow,
     check_share,
     checked_id,
     digest,
@@ -29,10 +27,11 @@ from nemo_ext.data.curriculum.records import (
     parts_of,
     prompt_bytes,
     read_parts,
-    value_at,
+    required,
 )
 from nemo_ext.data.curriculum.settings import PROMPT, RolloutKeys
-from nemo_ext.data.text.documents import ReadReport
+from nemo_ext.data.text.documents import Part, ReadReport
+from nemo_ext.data.text.user_files import pyarrow_module
 from nemo_ext.job.files import publish, unfinished
 
 MERGE_ROWS = 1 << 20
@@ -48,15 +47,11 @@ class Profile:
         rollouts: number of rollouts; 1 if not known.
         counted: True if the number of rollouts is known.
         pass_rate: share of the rollouts that succeeded.
-        mean_reward: mean reward of the rollouts; NaN if not known.
-        report: records read and left out.
     """
 
     key: Keys
     rollouts: Numbers
     pass_rate: npt.NDArray[np.float64]
-    mean_reward: npt.NDArray[np.float64]
-    report: ReadReport
     counted: bool = True
 
     def __len__(self) -> int:
@@ -92,16 +87,12 @@ def write_profile(
 
     Args:
         files: JSONL (plain, .gz, .zst) or Parquet, one rollout a record, in any order.
-        path: path of the file to write.
-        keys: keys of the values in a record.
         success: least reward of a success.
-        max_bad_share: largest share of malformed records.
-        workers: number of processes.
 
     Raises:
         ValueError: a file is damaged, there is no record, or too many are malformed.
     """
-    arrow = _pyarrow()
+    arrow = pyarrow_module()
     report = ReadReport()
     merged, pending, rows = None, list[Any](), 0
     read = functools.partial(_read_part, keys=keys, success=success)
@@ -134,13 +125,13 @@ def write_profile(
 def read_profile(path: Path) -> Profile:
     """Read what `write_profile` wrote, or a Parquet or JSONL file of one's own with id, pass_rate, rollouts.
 
-    `rollouts` and `mean_reward` may be missing: they are then 1 and NaN.
+    `rollouts` may be missing: it is then 1.
 
     Raises:
         ValueError: the file, a column or its type is missing or wrong, a pass rate is not in 0 to 1, or an id comes
             twice.
     """
-    arrow = _pyarrow()
+    arrow = pyarrow_module()
     if not path.is_file():
         raise ValueError(f"profile: no such file: {path}")
     if path.suffix == ".parquet":
@@ -164,9 +155,6 @@ def read_profile(path: Path) -> Profile:
     if wrong.any():
         row = int(np.argmax(wrong))
         raise ValueError(f"{path}: row {row + 1}: pass_rate is {rates[row]}, not a number from 0 to 1")
-    rewards = np.full(len(rates), math.nan)
-    if "mean_reward" in table.column_names:
-        rewards = table["mean_reward"].to_numpy().astype(np.float64)
     keys = table["key"].to_numpy() if "key" in table.column_names else _keys_of(table["id"].cast("string"))
     order = np.argsort(keys)
     keys = keys[order].astype(np.uint64)
@@ -177,48 +165,43 @@ def read_profile(path: Path) -> Profile:
         key=keys,
         rollouts=counts[order],
         pass_rate=rates[order],
-        mean_reward=rewards[order],
-        report=ReadReport(records=len(keys)),
         counted="rollouts" in table.column_names,
     )
 
 
-def rows_of(profile: Profile, keys: Keys) -> Numbers:
-    """Index of every prompt's entry in the profile, -1 where it has none."""
-    if not len(profile):
+def rows_of(known: Keys, keys: Keys) -> Numbers:
+    """Index of every key among sorted ones, such as a profile's; -1 where it is not among them."""
+    if not len(known):
         return np.full(len(keys), -1)
     # In sorted order the search reads memory from front to back.
     order = np.argsort(keys)
     rows = np.empty(len(keys), dtype=np.int64)
-    rows[order] = np.searchsorted(profile.key, keys[order])
-    rows[rows == len(profile)] = 0
-    rows[profile.key[rows] != keys] = -1
+    rows[order] = np.searchsorted(known, keys[order])
+    rows[rows == len(known)] = 0
+    rows[known[rows] != keys] = -1
     return rows
 
 
 def _read_part(part: Part, *, keys: RolloutKeys, success: float) -> tuple[Any, ReadReport]:
     """Read a part's sums by prompt as a table, and the report of what was left out."""
     ids, rewards, tokens, report = list[str](), list[float](), list[int | None](), ReadReport()
-    id_steps, prompt_steps = keys.id.split("."), keys.prompt.split(".")
-    reward_steps = keys.reward.split(".")
-    token_steps = keys.tokens.split(".") if keys.tokens else []
     for offset, line in lines_of(part):
         report.records += 1
         try:
             record = parse(line)
             if keys.id == PROMPT:
-                identity = digest(prompt_bytes(value_at(record, keys.prompt, prompt_steps))).hex()
+                identity = digest(prompt_bytes(required(record, keys.prompt))).hex()
             else:
-                identity = checked_id(value_at(record, keys.id, id_steps), keys.id)
-            reward = _reward(value_at(record, keys.reward, reward_steps), keys.reward)
-            length = _tokens(value_at(record, str(keys.tokens), token_steps), keys.tokens) if token_steps else None
+                identity = checked_id(required(record, keys.id), keys.id)
+            reward = _reward(required(record, keys.reward), keys.reward)
+            length = _tokens(required(record, keys.tokens), keys.tokens) if keys.tokens else None
         except Malformed as problem:
             note_malformed(report, part, offset, str(problem))
             continue
         ids.append(identity)
         rewards.append(reward)
         tokens.append(length)
-    arrow = _pyarrow()
+    arrow = pyarrow_module()
     values = np.array(rewards, dtype=np.float64)
     table = arrow.table(
         {
@@ -241,7 +224,7 @@ def _reward(value: Any, path: str) -> float:
     return float(value)
 
 
-def _tokens(value: Any, path: str | None) -> int:
+def _tokens(value: Any, path: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 40:
         raise Malformed(f"{path!r} is {value!r}, not a number of tokens")
     return int(value)
@@ -249,7 +232,7 @@ def _tokens(value: Any, path: str | None) -> int:
 
 def _grouped(tables: Sequence[Any]) -> Any:
     """Sum several tables, one row per id; one thread, so that sums of floats do not depend on the machine."""
-    whole = _pyarrow().concat_tables([table for table in tables if table is not None])
+    whole = pyarrow_module().concat_tables([table for table in tables if table is not None])
     grouped = whole.group_by("id", use_threads=False).aggregate([(name, "sum") for name in SUMS])
     return grouped.rename_columns([name.removesuffix("_sum") for name in grouped.column_names]).select(["id", *SUMS])
 
@@ -271,10 +254,10 @@ def _table_of_lines(path: Path) -> Any:
     for number, line in enumerate(lines, start=1):
         try:
             record = parse(line)
-            identity = checked_id(value_at(record, "id", ["id"]), "id")
+            identity = checked_id(required(record, "id"), "id")
         except Malformed as problem:
             raise ValueError(f"{path}:{number}: {problem}") from None
         records.append({**record, "id": identity})
     if not records:
         raise ValueError(f"{path}: has no records")
-    return _pyarrow().Table.from_pylist(records)
+    return pyarrow_module().Table.from_pylist(records)

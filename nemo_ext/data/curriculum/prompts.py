@@ -15,7 +15,6 @@ import orjson
 from nemo_ext.data.curriculum.records import (
     MALFORMED,
     Malformed,
-    Part,
     check_share,
     checked_id,
     digest,
@@ -25,10 +24,11 @@ from nemo_ext.data.curriculum.records import (
     parts_of,
     prompt_bytes,
     read_parts,
-    value_at,
+    required,
 )
 from nemo_ext.data.curriculum.settings import LINE, PROMPT, PromptKeys
-from nemo_ext.data.text.documents import ReadReport
+from nemo_ext.data.text.documents import Part, ReadReport
+from nemo_ext.data.text.user_files import value_at
 
 Keys = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
@@ -90,21 +90,13 @@ def read_prompts(files: Sequence[Path], keys: PromptKeys, *, max_bad_share: floa
         codes = np.array([_number(name, names, keys) for name in piece.names], dtype=np.int16)
         key = piece.key
         if keys.id == LINE:
-            identities = np.frombuffer(piece.line, dtype=np.int64) + first
-            key = b"".join(digest(str(number).encode()) for number in identities.tolist())
-        domains = np.frombuffer(piece.domain, dtype=np.int16)
-        pieces.append(
-            (
-                np.frombuffer(piece.offset, dtype=np.int64),
-                np.frombuffer(piece.length, dtype=np.int32),
-                np.frombuffer(key, dtype=np.uint64),
-                np.frombuffer(piece.text, dtype=np.uint64),
-                codes[domains] if len(codes) else domains,
-            )
-        )
+            key = _joined([digest(str(number).encode()) for number in (piece.line + first).tolist()])
+        domains = codes[piece.domain] if len(codes) else piece.domain
+        pieces.append((piece.offset, piece.length, key, piece.text, domains))
     check_share(report, "prompts", max_bad_share)
+    numbers = {str(path): number for number, path in enumerate(files)}
     number_of_file = np.repeat(
-        np.array([part.file for part in parts], dtype=np.int32), [len(piece[0]) for piece in pieces]
+        np.array([numbers[part.path] for part in parts], dtype=np.int32), [len(piece[0]) for piece in pieces]
     )
     offsets, lengths, ids, texts, domains = (np.concatenate(column) for column in zip(*pieces, strict=True))
     # Domains are numbered by name, so that the order of the files does not matter.
@@ -126,7 +118,7 @@ def read_prompts(files: Sequence[Path], keys: PromptKeys, *, max_bad_share: floa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Piece:
-    """Prompts of one part of a file, as bytes of arrays, which pass between processes unchanged.
+    """Prompts of one part of a file.
 
     Attributes:
         offset, length, key, text: see `Prompts`.
@@ -136,12 +128,12 @@ class _Piece:
         report: records read and left out.
     """
 
-    offset: bytes
-    length: bytes
-    key: bytes
-    text: bytes
-    domain: bytes
-    line: bytes
+    offset: Numbers
+    length: npt.NDArray[np.int32]
+    key: Keys
+    text: Keys
+    domain: npt.NDArray[np.int16]
+    line: Numbers
     names: tuple[str, ...]
     report: ReadReport
 
@@ -178,40 +170,41 @@ def _read_part(part: Part, *, keys: PromptKeys) -> _Piece:
         texts.append(text)
     report.records = len(ids) + report.skipped.get(MALFORMED, 0)
     return _Piece(
-        offset=offsets.tobytes(),
-        length=lengths.tobytes(),
-        key=b"".join(ids),
-        text=b"".join(texts),
-        domain=domains.tobytes(),
-        line=numbers.tobytes(),
+        offset=np.array(offsets, dtype=np.int64),
+        length=np.array(lengths, dtype=np.int32),
+        key=_joined(ids),
+        text=_joined(texts),
+        domain=np.array(domains, dtype=np.int16),
+        line=np.array(numbers, dtype=np.int64),
         names=tuple(names),
         report=report,
     )
 
 
+def _joined(digests: Sequence[bytes]) -> Keys:
+    return np.frombuffer(b"".join(digests), dtype=np.uint64)
+
+
 def _entry(record: dict[str, object], keys: PromptKeys) -> tuple[bytes, bytes, str]:
     """Digests of one record's id and text, and its domain; raises Malformed."""
-    text = digest(prompt_bytes(value_at(record, keys.prompt, keys.prompt.split("."))))
+    text = digest(prompt_bytes(required(record, keys.prompt)))
     if keys.id == PROMPT:
         identity = digest(text.hex().encode())  # as in a profile, whose ids are text
     elif keys.id == LINE:
         identity = b"\0" * 8  # the line's number is known only when all parts before are read
     else:
-        identity = digest(checked_id(value_at(record, keys.id, keys.id.split(".")), keys.id).encode())
-    return identity, text, _domain(record, keys.domain.split(".") if keys.domain else [])
+        identity = digest(checked_id(required(record, keys.id), keys.id).encode())
+    return identity, text, _domain(record, keys.domain)
 
 
-def _domain(record: dict[str, object], steps: Sequence[str]) -> str:
-    if not steps:
+def _domain(record: dict[str, object], key: str | None) -> str:
+    if key is None:
         return "all"
-    value: object = record
-    for step in steps:
-        value = value.get(step) if isinstance(value, dict) else None
-    if value is None:
+    if (value := value_at(record, key)) is None:
         return NO_DOMAIN
     if isinstance(value, str) and value:
         return value
-    raise Malformed(f"{'.'.join(steps)!r} is {value!r}, not the name of a domain")
+    raise Malformed(f"{key!r} is {value!r}, not the name of a domain")
 
 
 def _number(domain: str, names: dict[str, int], keys: PromptKeys) -> int:
@@ -235,15 +228,8 @@ def _first_lines(parts: Sequence[Part]) -> list[int]:
 
 def _first_of_each(keys: Keys, report: ReadReport) -> npt.NDArray[np.bool_]:
     """Mask of the entries that are the first with their key; the others are counted."""
-    order = np.argsort(keys, kind="stable")
-    same = keys[order[1:]] == keys[order[:-1]]
-    keep = np.ones(len(keys), dtype=np.bool_)
-    keep[order[1:][same]] = False
-    if same.any():
-        report.skip(DUPLICATE, count=int(same.sum()))
+    keep = np.zeros(len(keys), dtype=np.bool_)
+    keep[np.unique(keys, return_index=True)[1]] = True
+    if again := int((~keep).sum()):
+        report.skip(DUPLICATE, count=again)
     return keep
-
-
-def left_out(report: ReadReport) -> dict[str, int]:
-    """Numbers of records that are left out, by reason."""
-    return {reason: report.skipped[reason] for reason in (MALFORMED, DUPLICATE) if reason in report.skipped}

@@ -4,20 +4,17 @@ A part of a plain file is the lines that begin in a range of bytes; a part of a 
 compressed file is one part. Results come in the order of the files, so nothing depends on the number of processes.
 """
 
-import glob
-import gzip
 import hashlib
-import io
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import orjson
 
-from nemo_ext.data.text.documents import EXAMPLES_PER_REASON, ReadReport
-from nemo_ext.job.files import publish, unfinished
+from nemo_ext.data.text.documents import EXAMPLES_PER_REASON, Part, ReadReport
+from nemo_ext.data.text.user_files import open_lines, pyarrow_module, value_at
+from nemo_ext.job.files import complete_file
 from nemo_ext.job.progress import progress_of
 from nemo_ext.job.workers import in_workers
 
@@ -26,38 +23,8 @@ PACKED = (".gz", ".zst")
 MALFORMED = "malformed"
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Part of a file: bytes `start` to `stop`, or row group `start` of Parquet, or a whole compressed file."""
-
-    path: str
-    file: int
-    start: int
-    stop: int
-    size: int
-
-
 class Malformed(ValueError):
     """Raised for a record that lacks what is required."""
-
-
-def find_files(patterns: Sequence[str], key: str) -> list[Path]:
-    """Find the files of paths and globs, each once, in the order of the patterns and sorted within one.
-
-    Raises:
-        ValueError: a pattern matches no file, or matches a directory.
-    """
-    found: dict[Path, None] = {}
-    for pattern in patterns:
-        matches = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True)) or [pattern]
-        for match in matches:
-            path = Path(match).expanduser()
-            if path.is_dir():
-                raise ValueError(f"{key}: {path} is a directory: name its files, e.g. {path / '*.jsonl'}")
-            if not path.is_file():
-                raise ValueError(f"{key}: no such file: {path}")
-            found[path.absolute()] = None
-    return list(found)
 
 
 def parts_of(files: Sequence[Path], *, part_bytes: int = PART_BYTES) -> list[Part]:
@@ -67,19 +34,16 @@ def parts_of(files: Sequence[Path], *, part_bytes: int = PART_BYTES) -> list[Par
         ValueError: a Parquet file cannot be read.
     """
     parts = []
-    for number, path in enumerate(files):
+    for path in files:
         size = path.stat().st_size
+        pieces = [(at, min(at + part_bytes, size), min(part_bytes, size - at)) for at in range(0, size, part_bytes)]
         if path.suffix == ".parquet":
             with _parquet(path) as file:
                 groups = [file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups)]
-            parts += [Part(str(path), number, group, group + 1, bytes_) for group, bytes_ in enumerate(groups)]
+            pieces = [(group, group + 1, bytes_) for group, bytes_ in enumerate(groups)]
         elif path.suffix in PACKED:
-            parts.append(Part(str(path), number, 0, size, size))
-        else:
-            starts = range(0, size, part_bytes)
-            parts += [
-                Part(str(path), number, at, min(at + part_bytes, size), min(part_bytes, size - at)) for at in starts
-            ]
+            pieces = [(0, size, size)]
+        parts += [Part(name=path.name, path=str(path), start=at, stop=stop, size=size) for at, stop, size in pieces]
     return parts
 
 
@@ -93,7 +57,7 @@ def lines_of(part: Part) -> Iterator[tuple[int, bytes]]:
         yield from _parquet_lines(part)
         return
     try:
-        with _open(part.path) as file:
+        with open_lines(part.path) as file:
             offset = 0
             if part.start:
                 file.seek(part.start - 1)
@@ -121,12 +85,10 @@ def parse(line: bytes) -> dict[str, Any]:
     return record
 
 
-def value_at(record: Mapping[str, Any], path: str, steps: Sequence[str]) -> Any:
+def required(record: Mapping[str, Any], key: str) -> Any:
     """Value of a record at a key or a path of nested keys; raises Malformed if there is none."""
-    value: Any = record
-    for step in steps:
-        if not isinstance(value, dict) or (value := value.get(step)) is None:
-            raise Malformed(f"no {path!r}, there are {sorted(record)[:12]}")
+    if (value := value_at(record, key)) is None:
+        raise Malformed(f"no {key!r}, there are {sorted(record)[:12]}")
     return value
 
 
@@ -161,12 +123,7 @@ def check_share(report: ReadReport, what: str, most: float) -> None:
     """Raises ValueError if the files have no records, or if more than the share of them are malformed."""
     if not report.records:
         raise ValueError(f"{what}: the files have no records")
-    bad = report.skipped.get(MALFORMED, 0)
-    if bad > most * report.records or bad == report.records:
-        raise ValueError(
-            f"{what}: {bad:,} of {report.records:,} records are malformed, more than max_bad_share={most}: "
-            f"{'; '.join(report.examples[MALFORMED])}. Mend the files, set the keys, or raise max_bad_share"
-        )
+    report.check_bad_share(what, most)
 
 
 def read_parts[Result](
@@ -190,11 +147,10 @@ def unpacked(files: Sequence[Path], folder: Path) -> list[Path]:
             plain.append(path)
             continue
         copy = folder / f"{number:04d}.{path.name}.jsonl"
-        with open(unfinished(copy), "wb", buffering=1 << 20) as file:
+        with complete_file(copy) as file:
             for part in parts_of([path]):
                 for _, line in lines_of(part):
                     file.write(line if line.endswith(b"\n") else line + b"\n")
-        publish(unfinished(copy), copy)
         plain.append(copy)
     return plain
 
@@ -204,19 +160,11 @@ def _line_number(part: Part, offset: int) -> int:
     if part.path.endswith(".parquet"):
         return offset + 1
     line, left = 1, offset
-    with _open(part.path) as file:
+    with open_lines(part.path) as file:
         while left and (block := file.read(min(left, 1 << 20))):
             line += block.count(b"\n")
             left -= len(block)
     return line
-
-
-def _open(path: str) -> IO[bytes]:
-    if path.endswith(".gz"):
-        return cast(IO[bytes], gzip.open(path, "rb"))
-    if path.endswith(".zst"):
-        return io.BufferedReader(_pyarrow().input_stream(path, compression="zstd"), buffer_size=1 << 20)
-    return open(path, "rb", buffering=1 << 20)
 
 
 def _parquet_lines(part: Part) -> Iterator[tuple[int, bytes]]:
@@ -227,24 +175,13 @@ def _parquet_lines(part: Part) -> Iterator[tuple[int, bytes]]:
                 for record in batch.to_pylist():
                     yield row, orjson.dumps(record, default=str)
                     row += 1
-    except (OSError, _pyarrow().ArrowInvalid) as error:
+    except (OSError, pyarrow_module().ArrowInvalid) as error:
         raise ValueError(f"{part.path}: cannot be read to its end ({error}): copy or make it again") from error
 
 
 def _parquet(path: Path) -> Any:
-    pyarrow = _pyarrow()
+    pyarrow = pyarrow_module()
     try:
         return pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path}: not a readable Parquet file ({error}): make it again") from None
-
-
-def _pyarrow() -> Any:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ValueError(
-            f"pass rates are kept as Parquet, which needs: pip install 'nemo_ext[data]' ({error})"
-        ) from error
-    return pyarrow

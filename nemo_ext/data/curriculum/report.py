@@ -1,5 +1,6 @@
 """Report of a curriculum: numbers of every step, a page, and a plot of the pass rates over the steps."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from nemo_ext.data.curriculum.plan import Candidates, Plan
 from nemo_ext.data.curriculum.schedule import Floats
-from nemo_ext.job.report import new_figure, save_figure, tidy
+from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
 
 PLOT = "plot.png"
 COLOURS = ("#1f4e8c", "#d1495b", "#2f7d5c", "#edae49", "#7a5195", "#3d8fb0", "#8a6d3b", "#666666")
@@ -55,25 +56,18 @@ def steps_of(plan: Plan, candidates: Candidates) -> Steps:
 
 def as_json(steps: Steps) -> dict[str, Any]:
     """Lists of the numbers, one entry per step."""
-    return {
-        "target": steps.target.round(4).tolist(),
-        "mean": steps.mean.round(4).tolist(),
-        "spread": steps.spread.round(4).tolist(),
-        "off_target": steps.off_target.round(4).tolist(),
-        "domains": {name: counts.tolist() for name, counts in steps.domains.items()},
-    }
+    numbers = {name: getattr(steps, name).round(4).tolist() for name in ("target", "mean", "spread", "off_target")}
+    return numbers | {"domains": {name: counts.tolist() for name, counts in steps.domains.items()}}
 
 
 def markdown(title: str, facts: Mapping[str, str], domains: Sequence[Sequence[str]], left: Mapping[str, int]) -> str:
     """Format the report as a page: a summary, a table of domains, and prompts left out by reason."""
-    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
-    table = "\n".join("| " + " | ".join(row) + " |" for row in domains)
-    why = "\n".join(f"| {reason} | {count:,} |" for reason, count in left.items()) or "| | 0 |"
+    columns = ("domain", "share of the steps", "prompts drawn", "mean pass rate", "prompts to train on", "begun again")
+    why = [(reason, f"{count:,}") for reason, count in left.items()] or [("", "0")]
     return (
-        f"# {title}\n\n| | |\n|---|---|\n{rows}\n\n![pass rate of every step]({PLOT})\n\n## Domains\n\n"
-        "| domain | share of the steps | prompts drawn | mean pass rate | prompts to train on | begun again |\n"
-        f"|---|---|---|---|---|---|\n{table}\n\n"
-        f"## Not in the curriculum\n\n| reason | prompts |\n|---|---|\n{why}\n\n"
+        f"# {title}\n\n{markdown_table(('', ''), facts.items())}\n\n![pass rate of every step]({PLOT})\n\n"
+        f"## Domains\n\n{markdown_table(columns, domains)}\n\n"
+        f"## Not in the curriculum\n\n{markdown_table(('reason', 'prompts'), why)}\n\n"
         "Every step: `curriculum.json`. Order: `curriculum.npz`. Train on `curriculum.jsonl` as it is, with "
         "`shuffle: false`.\n"
     )
@@ -99,7 +93,7 @@ def plot(steps: Steps, path: Path, *, first_step: int, batch: int, title: str) -
     off.plot(number, 100 * _means(steps.off_target, width), color="#7a5195", linewidth=1.0)
     off.set_ylim(0, 102)
     off.set_ylabel("off target (%)")
-    for colour, (name, counts) in zip(_cycle(len(steps.domains)), steps.domains.items(), strict=True):
+    for colour, (name, counts) in zip(itertools.cycle(COLOURS), steps.domains.items(), strict=False):
         line = 100 * _means(counts / batch, width)
         share.plot(number, line, color=colour, linewidth=1.3, label=name)
     share.set_ylim(0, 115 * max(float(counts.max()) for counts in steps.domains.values()) / batch)
@@ -116,7 +110,3 @@ def _means(values: npt.NDArray[Any], width: int) -> Floats:
     """Means over windows of `width` steps; the last window may be shorter."""
     starts = np.arange(0, len(values), width)
     return np.add.reduceat(values, starts) / np.diff(np.append(starts, len(values)))
-
-
-def _cycle(count: int) -> list[str]:
-    return [COLOURS[number % len(COLOURS)] for number in range(count)]

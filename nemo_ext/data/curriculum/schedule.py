@@ -1,6 +1,6 @@
 """Number of prompts of each domain and pass rate that a step asks for; `plan` draws those that are available."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -9,29 +9,25 @@ from nemo_ext.job.seeds import uniform
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
-Ratios = Callable[[int], Floats]
-"""Shares of the domains in a step of the schedule; they sum to one. Adaptive ratios would be another such function."""
-
 GOLDEN = (5**0.5 - 1) / 2
 
 
-def fixed(shares: Mapping[str, float], domains: tuple[str, ...]) -> Ratios:
-    """Constant shares in every step, scaled to sum to one; a domain without one gets none."""
+def fixed(shares: Mapping[str, float], domains: tuple[str, ...]) -> Floats:
+    """Shares of the domains, scaled to sum to one; a domain without one gets none."""
     given = np.array([shares.get(name, 0.0) for name in domains], dtype=np.float64)
-    given /= given.sum()
-    return lambda step: given
+    return given / given.sum()
 
 
-def quotas(ratios: Ratios, *, batch: int, steps: int) -> Counts:
+def quotas(shares: Floats, *, batch: int, steps: int) -> Counts:
     """Number of prompts of each domain in each step, [steps, domains]; every row sums to `batch`.
 
     Largest remainders, with what was rounded carried to the next step: over the steps, a domain stays within two
     prompts of its share.
     """
-    counts = np.empty((steps, len(ratios(0))), dtype=np.int64)
+    counts = np.empty((steps, len(shares)), dtype=np.int64)
     owed = np.zeros(counts.shape[1])
     for step in range(steps):
-        owed += ratios(step) * batch
+        owed += shares * batch
         row = np.maximum(np.floor(owed), 0)
         missing = batch - int(row.sum())
         order = np.argsort(row - owed, kind="stable")

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from nemo_ext.data.curriculum.plan import Candidates
 from nemo_ext.data.curriculum.pools import ordering_keys
-from nemo_ext.data.curriculum.profile import Profile
+from nemo_ext.data.curriculum.profile import Profile, rows_of
 from nemo_ext.data.curriculum.prompts import Keys, Numbers, Prompts
 from nemo_ext.data.curriculum.settings import Settings
 from nemo_ext.data.curriculum.write import AS_IT_IS, OFF, ON, Modes
@@ -84,7 +84,8 @@ def select(prompts: Prompts, profile: Profile, at: Numbers, given: Settings, use
     mode = np.concatenate([mode, np.full(len(copies), OFF, dtype=np.int8)])
     bits = np.where(mode == OFF, np.uint64(OFF_BITS), np.uint64(0))
     key = prompts.key[row] ^ bits
-    times = _times(key, used)
+    at_before = rows_of(used[0], key)
+    times = np.where(at_before >= 0, used[1][at_before], 0) if len(used[0]) else np.zeros(len(key), dtype=np.int64)
     if given.exhausted == "stop" and times.any():
         left["used before"] = int((times > 0).sum())
         fresh = times == 0
@@ -113,11 +114,3 @@ def _copied(row: Numbers, prompts: Prompts, off_share: float, seed: int) -> Numb
         number = round(len(own) * off_share / (1 - off_share))
         chosen.append(row[own[np.argsort(draw[own])[:number]]])
     return np.sort(np.concatenate(chosen))
-
-
-def _times(key: Keys, used: tuple[Keys, Numbers]) -> Numbers:
-    keys, counts = used
-    if not len(keys):
-        return np.zeros(len(key), dtype=np.int64)
-    at = np.minimum(np.searchsorted(keys, key), len(keys) - 1)
-    return np.where(keys[at] == key, counts[at], 0)

@@ -7,11 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.job.settings import STRICT, checked
+from nemo_ext.job.settings import STRICT, Share, Strings, checked
 
-Share = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
-Paths = tuple[Text, ...]
 
 LINE, PROMPT = "line", "prompt"
 """Ids that are not a key of a record: the number of its line, from 0 over all files, and the text of its prompt."""
@@ -108,8 +106,8 @@ class Settings:
     """
 
     output: Text
-    prompts: Paths = ()
-    rollouts: Paths = ()
+    prompts: Strings = ()
+    rollouts: Strings = ()
     profile: Text | None = None
     previous: Text | None = None
     previous_steps: NonNegativeInt | None = None
@@ -140,18 +138,7 @@ def settings(config: Mapping[str, Any]) -> Settings:
     Raises:
         ValueError: a key is wrong (the message names it, what it holds and what it may hold), or keys contradict.
     """
-    given = {key: value for key, value in config.items() if key != "hydra"}
-    for name in ("prompts", "rollouts"):
-        if isinstance(given.get(name), str):
-            given[name] = [given[name]]
-        elif given.get(name) is None:
-            given.pop(name, None)
-    chosen = checked(Settings, given, strict=True)
-    _check(chosen)
-    return chosen
-
-
-def _check(given: Settings) -> None:
+    given = checked(Settings, {key: value for key, value in config.items() if key != "hydra"}, strict=True)
     if given.rollouts and given.profile:
         raise ValueError("rollouts and profile are both set: pass rates come from one of them")
     if not given.rollouts and not given.profile:
@@ -172,3 +159,4 @@ def _check(given: Settings) -> None:
         )
     if (given.rollout_keys.id == PROMPT) != (given.keys.id == PROMPT) and given.prompts and given.rollouts:
         raise ValueError("keys.id and rollout_keys.id: if one of them is `prompt`, the other must be, too")
+    return given

@@ -20,7 +20,7 @@ import psutil
 
 from nemo_ext.data.curriculum.prompts import Prompts
 from nemo_ext.data.curriculum.settings import Thinking
-from nemo_ext.job.files import publish, unfinished
+from nemo_ext.job.files import complete_file
 from nemo_ext.job.progress import progress_of
 
 ROWS = 1 << 16
@@ -62,11 +62,8 @@ def write_ordered(
     size = sum(file.stat().st_size for file in prompts.files)
     at_random = size <= memory and len(prompts.files) <= MOST_OPEN
     with contextlib.ExitStack() as stack:
-        output = stack.enter_context(open(unfinished(path), "wb", buffering=0))
-        separate = {
-            domain: stack.enter_context(open(unfinished(file), "wb", buffering=1 << 20))
-            for domain, file in (domain_files or {}).items()
-        }
+        output = stack.enter_context(complete_file(path))  # gets its name last
+        separate = {domain: stack.enter_context(complete_file(file)) for domain, file in (domain_files or {}).items()}
         advance = stack.enter_context(progress_of("writing", len(rows), unit="prompts"))
         gathered = _gathered(prompts, rows) if at_random else _through_buckets(prompts, rows, path, memory)
         begin = 0
@@ -78,11 +75,9 @@ def write_ordered(
                 for line, domain in zip(lines, prompts.domain[rows[begin:end]].tolist(), strict=True):
                     separate[domain].write(line + b"\n")
             lines.append(b"")
-            _write(output, b"\n".join(lines))
+            output.write(b"\n".join(lines))
             advance(end - begin)
             begin = end
-    for file in (*(domain_files or {}).values(), path):
-        publish(unfinished(file), file)
 
 
 def marker(settings: Thinking, prompt_key: str) -> Change:
@@ -205,9 +200,3 @@ def _slices(prompts: Prompts, rows: Rows, maps: _Maps) -> list[bytes]:
         if not line:
             raise ValueError(f"{prompts.files[prompts.file[row]]}: changed while it was read: run again")
     return lines
-
-
-def _write(file: Any, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from pydantic import ConfigDict
+from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from nemo_ext.job.settings import check_keys, checked_share
+from nemo_ext.job.settings import STRICT, Share, checked
 
 Documents = tuple[float, float]
 """Part of a stream's documents: start and end, as shares of its tokens in a shuffled order."""
@@ -33,7 +33,7 @@ class Reading:
     documents: Documents = ALL
 
 
-@checked_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True))
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class MixedLengths:
     """Settings `data.mixed_lengths` of a training config.
 
@@ -47,9 +47,9 @@ class MixedLengths:
         document_boundaries: True if attention and Mamba also stop at the end of a document.
     """
 
-    short: int
-    short_share: float
-    rows_together: int = 1
+    short: PositiveInt
+    short_share: Share
+    rows_together: PositiveInt = 1
     document_boundaries: bool = False
 
     @classmethod
@@ -63,19 +63,13 @@ class MixedLengths:
         if given is None:
             return None
         where = "data.mixed_lengths"
-        if not isinstance(given, Mapping):
-            raise ValueError(f"{where} must be a mapping with short and short_share, not {given!r}")
-        check_keys(given, tuple(cls.__dataclass_fields__), required=("short", "short_share"), where=where)
-        checked_share(f"{where}.short_share", given["short_share"])
-        settings = cls(**given)
+        settings = checked(cls, given, where=where, strict=True)
         megatron = config["megatron"]
         length = int(megatron["seq_length"])
-        if settings.short < 1 or length % settings.short or settings.short == length:
+        if length % settings.short or settings.short == length:
             raise ValueError(
                 f"{where}.short={settings.short} must divide megatron.seq_length={length} into several sequences"
             )
-        if settings.rows_together < 1:
-            raise ValueError(f"{where}.rows_together={settings.rows_together}: give one or more")
         if int(megatron.get("micro_batch_size") or 1) != 1:
             raise ValueError(f"{where}: set megatron.micro_batch_size=1, a row is a micro-batch")
         parts = 2 * int(megatron.get("context_parallel_size") or 1)

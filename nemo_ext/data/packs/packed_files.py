@@ -23,23 +23,24 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict
+from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from nemo_ext.data.packs.packing import Fitted, Lengths, Longer, Packs, fit, pack
 from nemo_ext.data.packs.sample_files import Mask, SampleFile
 from nemo_ext.data.text.indexed_dataset import ids_type, write_index
+from nemo_ext.data.text.manifest import stored
 from nemo_ext.data.text.tokenizers import load_tokenizer, megatron_arguments
 from nemo_ext.job.files import folder_for_one, publish
 from nemo_ext.job.progress import notice, progress_of
-from nemo_ext.job.settings import check_keys
+from nemo_ext.job.settings import STRICT, check_keys
 
 KIND = "packed sequences"
 FORMAT_VERSION = 1
 _WINDOW_TOKENS = 1 << 24
 
 
-@checked_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class PackingSettings:
     """Settings of packing.
 
@@ -52,11 +53,11 @@ class PackingSettings:
         seed: seed of the order of the packs.
     """
 
-    capacity: int
+    capacity: PositiveInt
     even: bool = True
     longer: Longer = "drop"
-    max_samples: int | None = None
-    align: int = 1
+    max_samples: PositiveInt | None = None
+    align: PositiveInt = 1
     seed: int = 1234
 
 
@@ -193,7 +194,7 @@ def write_packed(
 
 def is_packed(prefix: str | Path) -> bool:
     """True if the files of that prefix are packs, by their manifest."""
-    values = _stored(prefix)
+    values = stored(Path(f"{prefix}.json"), ())
     return values is not None and values.get("kind") == KIND
 
 
@@ -203,7 +204,7 @@ def read_packed_manifest(prefix: str | Path) -> PackedManifest:
     Raises:
         ValueError: there is none, or it is something else.
     """
-    values = _stored(prefix)
+    values = stored(Path(f"{prefix}.json"), ())
     if values is None:
         raise ValueError(f"{prefix}.json: no such packs: pack samples first (docs/data/packing.md)")
     if values.pop("kind", None) != KIND:
@@ -412,16 +413,3 @@ def _whole(manifest: PackedManifest) -> bool:
     return all(path.exists() and path.stat().st_size == size for path, size in binaries.items()) and all(
         Path(f"{manifest.prefix}{name}.idx").exists() for name in sizes
     )
-
-
-def _stored(prefix: str | Path) -> dict[str, Any] | None:
-    path = Path(f"{prefix}.json")
-    try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        values = None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: not a manifest: remove the file, or choose another prefix")
-    return values

@@ -60,16 +60,6 @@ class Packs:
         """Share of the packs' places that hold a token; 1.0 where there are no packs."""
         return self.tokens / (len(self) * self.capacity) if len(self) else 1.0
 
-    def summary(self) -> str:
-        """Summary in one line, for the user."""
-        if not len(self):
-            return "no packs"
-        sizes = np.diff(self.starts)
-        return (
-            f"{len(self.samples):,} samples in {len(self):,} packs of {self.capacity:,}: fill {self.fill:.2%}, "
-            f"{sizes.min():,} to {sizes.max():,} samples a pack, {sizes.mean():,.1f} on average"
-        )
-
 
 @dataclass(frozen=True)
 class Fitted:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from nemo_ext.data.packs.packing import Lengths
 from nemo_ext.data.text.indexed_dataset import ids_type
-from nemo_ext.job.files import publish, unfinished
+from nemo_ext.job.files import complete_file
 
 Mask = npt.NDArray[np.uint8]
 
@@ -57,7 +57,7 @@ def write_samples(base: Path, samples: Iterable[tuple[npt.ArrayLike, npt.ArrayLi
     dtype = ids_type(vocab_size)
     lengths = list[int]()
     made = SampleFile(base=base, lengths=np.empty(0, dtype=np.int64))
-    with open(unfinished(made.tokens), "wb") as tokens, open(unfinished(made.loss), "wb") as loss:
+    with complete_file(made.tokens) as tokens, complete_file(made.loss) as loss:
         for ids, mask in samples:
             row, marks = np.asarray(ids), np.asarray(mask)
             if not len(row) or row.shape != marks.shape or row.ndim != 1:
@@ -76,12 +76,8 @@ def write_samples(base: Path, samples: Iterable[tuple[npt.ArrayLike, npt.ArrayLi
             tokens.write(row.astype(dtype).tobytes())
             loss.write(marks.astype(np.uint8).tobytes())
             lengths.append(len(row))
-    publish(unfinished(made.tokens), made.tokens)
-    publish(unfinished(made.loss), made.loss)
-    path = _lengths_path(base)
-    with open(unfinished(path), "wb") as file:
+    with complete_file(_lengths_path(base)) as file:
         np.save(file, np.array(lengths, dtype=np.int64))
-    publish(unfinished(path), path)
     return open_samples(base, vocab_size=vocab_size)
 
 

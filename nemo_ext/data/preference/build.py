@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_ext.chat.formats import FormatError
+from nemo_ext.chat.sample import has_reasoning, openai_messages
 from nemo_ext.chat.template import Template
-from nemo_ext.data.preference.filters import Filters, Lengths, has_reasoning
+from nemo_ext.data.preference.filters import Lengths
 from nemo_ext.data.preference.genrm import GenrmSample, genrm_record, of_pair, swapped, to_genrm
-from nemo_ext.data.preference.group import Group, Pair, pair_digest, prompt_digest, tools_digest, trainer_messages
+from nemo_ext.data.preference.group import Group, Pair, json_digest, pair_digest, prompt_digest
 from nemo_ext.data.preference.hallucination import tool_hallucination
 from nemo_ext.data.preference.measure import Texts, lengths_of, texts_of
 from nemo_ext.data.preference.pairs import delta, judged, ready, safety
@@ -26,10 +27,16 @@ from nemo_ext.data.preference.settings import SourceSettings
 from nemo_ext.data.preference.spread import Placed, gathered
 from nemo_ext.data.text.documents import ReadReport
 from nemo_ext.data.text.tokenizers import Tokenizer, load_tokenizer
-from nemo_ext.job.files import publish, unfinished, write_text
+from nemo_ext.job.files import complete_file, write_text
 from nemo_ext.job.seeds import digest
 
-_MAKERS: Mapping[str, Callable[..., list[Pair]]] = {"delta": delta, "judged": judged, "safety": safety, "pairs": ready}
+_MAKERS: Mapping[str, Callable[..., list[Pair]]] = {
+    "delta": delta,
+    "judged": judged,
+    "safety": safety,
+    "pairs": ready,
+    "tool_hallucination": tool_hallucination,
+}
 
 
 class Row(NamedTuple):
@@ -83,30 +90,27 @@ class Work:
     """Settings that a worker needs to build any part of one source."""
 
     source: SourceSettings
-    filters: Filters
     tokenizer: str
     template: str | None
     swap: bool
     seed: int
 
 
-def build(work: Work, records: Path, output: Path) -> None:
-    """Build one part into `output`, unless it exists."""
+def build(work: Work, part: tuple[Path, Path]) -> None:
+    """Build one part, records into output, unless the output exists."""
+    records, output = part
     if output.exists():
         return
     counts = Counts()
     rows: list[Row] = []
     position = 0
-    with open(unfinished(output), "wb") as file:
+    with complete_file(output) as file:
         for staged, row in _staged(work, records, counts):
             line = json.dumps(staged).encode() + b"\n"
             file.write(line)
             rows.append(row._replace(position=position))
             position += len(line)
-    stored = {name: getattr(counts, name) for name in ("before", "after")}
-    reports = {name: dataclasses.asdict(getattr(counts, name)) for name in ("records", "groups", "pairs")}
-    write_text(counts_path(output), json.dumps({**stored, **reports, "rows": rows}))
-    publish(unfinished(output), output)
+        write_text(counts_path(output), json.dumps({**vars(counts), "rows": rows}, default=vars))
 
 
 def read_counts(output: Path) -> tuple[Counts, list[Row]]:
@@ -137,7 +141,7 @@ def _staged(work: Work, records: Path, counts: Counts) -> Iterator[tuple[dict[st
                     continue
                 difference = lengths.chosen - lengths.rejected
                 counts.before[difference] += 1
-                if reason := work.filters.reason(pair, lengths):
+                if reason := source.filters.reason(pair, lengths):
                     counts.pairs.skip(reason, f"{source.name}: {pair.id}")
                     continue
                 counts.after[difference] += 1
@@ -154,12 +158,9 @@ def _groups(same: list[Placed], source: SourceSettings, counts: Counts) -> Itera
     found: list[Group] = []
     for placed in same:
         try:
-            side = placed.side
-            group = to_group(placed.record, source.record_keys, side=side, pairs=source.kind == "pairs")  # type: ignore[arg-type]
+            found.append(to_group(placed.record, source.keys, side=placed.side, pairs=source.kind == "pairs"))
         except FormatError as error:
             counts.records.skip("schema", f"{placed.where}: {error}")
-            continue
-        found.append(group)
     if source.kind == "pairs":
         yield from (_labelled(group, source) for group in _separate(found, counts, same))
         return
@@ -174,7 +175,7 @@ def _groups(same: list[Placed], source: SourceSettings, counts: Counts) -> Itera
         counts.groups.records += 1
         if (whole := merged(together, counts.groups, same[0].where)) is not None:
             if len(variants) > 1 and whole.tools:  # pairs, draws and limits are identified by the id
-                whole = dataclasses.replace(whole, id=f"{whole.id}@{tools_digest(whole.tools)}")
+                whole = dataclasses.replace(whole, id=f"{whole.id}@{json_digest(list(whole.tools))}")
             yield _labelled(whole, source)
     if len(variants) > 1 and lacking:
         counts.records.skip("answer without a prompt, where prompts with and without tools have its id", same[0].where)
@@ -205,10 +206,7 @@ def _pairs(group: Group, work: Work, counts: Counts) -> list[Pair]:
     if source.turns != "any" and group.multi_turn != (source.turns == "multi"):
         counts.groups.skip("several turns" if group.multi_turn else "one turn", group.id)
         return []
-    if source.kind == "tool_hallucination":
-        made = tool_hallucination(group, source.hallucination_rules, work.seed, counts.groups)
-    else:
-        made = _MAKERS[source.kind](group, source.rules, work.seed, counts.groups)
+    made = _MAKERS[source.kind](group, source, work.seed, counts.groups)
     counts.pairs.records += len(made)
     return made
 
@@ -233,9 +231,9 @@ def _line(pair: Pair, lengths: Lengths, texts: Texts | None, source: SourceSetti
         "kind": pair.kind,
         "task": group.task,
         "language": group.language,
-        "prompt": trainer_messages(group.prompt),
-        "chosen": trainer_messages(pair.chosen.messages),
-        "rejected": trainer_messages(pair.rejected.messages),
+        "prompt": openai_messages(group.prompt),
+        "chosen": openai_messages(pair.chosen.messages),
+        "rejected": openai_messages(pair.rejected.messages),
         "tools": [dict(tool) for tool in group.tools],
         "thinking": has_reasoning(pair.chosen.messages) or has_reasoning(pair.rejected.messages),
         "chosen_model": pair.chosen.model,
@@ -252,7 +250,7 @@ def _genrm_samples(same: list[Placed], source: SourceSettings, counts: Counts) -
     distinct: dict[str, GenrmSample] = {}
     for placed in same:
         try:
-            sample = to_genrm(placed.record, source.record_keys)
+            sample = to_genrm(placed.record, source.keys)
         except FormatError as error:
             counts.records.skip("schema", f"{placed.where}: {error}")
             continue
@@ -277,16 +275,16 @@ def _genrm_lines(work: Work, sample: GenrmSample) -> Iterator[tuple[dict[str, An
         labels = {name: getattr(made.group, name) for name in ("task", "language")}
         line = {"id": record["id"], "source": work.source.name, "kind": "genrm", **labels, "genrm": record}
         content = json.dumps({key: value for key, value in record.items() if key not in ("id", "swapped")})
-        yield line, _row(work, record["id"], f"{digest(0, content):016x}", made.group, genrm=True, unit=sample.id)
+        yield line, _row(work, record["id"], digest(0, content), made.group, genrm=True, unit=sample.id)
 
 
-def _row(work: Work, identifier: str, content: str, group: Group, *, genrm: bool = False, unit: str = "") -> Row:
+def _row(work: Work, identifier: str, content: int, group: Group, *, genrm: bool = False, unit: str = "") -> Row:
     name = work.source.name
     return Row(
         order=digest(work.seed, "order", name, identifier, genrm),
         unit=digest(work.seed, "limit", name, unit or identifier),
-        content=int(content, 16),
-        prompt=int(prompt_digest(group.prompt), 16),
+        content=content,
+        prompt=prompt_digest(group.prompt),
         genrm=genrm,
     )
 

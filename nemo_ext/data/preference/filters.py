@@ -8,12 +8,12 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pydantic import ConfigDict, PositiveInt
+from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.chat.sample import Message
+from nemo_ext.chat.sample import Message, has_reasoning
 from nemo_ext.data.preference.group import Pair, message_records
-from nemo_ext.data.sft.sources import Paths
+from nemo_ext.job.settings import STRICT, Strings
 
 MULTI_TURN = "multi_turn"
 
@@ -26,7 +26,7 @@ class Lengths(NamedTuple):
     rejected: int
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Filters:
     """Conditions for keeping a pair; null switches a limit off.
 
@@ -43,7 +43,7 @@ class Filters:
     """
 
     max_length_difference: PositiveInt | None = None
-    length_difference_tasks: Paths = ()
+    length_difference_tasks: Strings = ()
     max_prompt_tokens: PositiveInt | None = None
     max_tokens: PositiveInt | None = None
     different_answers: bool = True
@@ -81,11 +81,6 @@ class Filters:
     def _compares_lengths(self, pair: Pair) -> bool:
         tasks = self.length_difference_tasks
         return not tasks or pair.group.task in tasks or (MULTI_TURN in tasks and pair.group.multi_turn)
-
-
-def has_reasoning(messages: Sequence[Message]) -> bool:
-    """True if any message has a trace, even an empty one."""
-    return any(message.reasoning is not None for message in messages)
 
 
 def _said(messages: Sequence[Message]) -> str:

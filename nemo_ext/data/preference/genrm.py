@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_ext.chat.formats import FormatError
-from nemo_ext.chat.sample import Message
-from nemo_ext.data.preference.group import Group, Pair, trainer_messages
+from nemo_ext.chat.sample import Message, openai_messages
+from nemo_ext.data.preference.group import Group, Pair
 from nemo_ext.data.preference.records import RecordKeys, completion, number, to_group
 
 LEAST_HELPFUL, MOST_HELPFUL = 1, 5
@@ -115,7 +115,7 @@ def genrm_record(sample: GenrmSample) -> dict[str, Any]:
     ]
     return {
         "id": sample.id + ("/swapped" if sample.swapped else ""),
-        "messages": trainer_messages(sample.group.prompt) + shown,
+        "messages": openai_messages(sample.group.prompt) + shown,
         "score_1": sample.helpfulness[0],
         "score_2": sample.helpfulness[1],
         "ranking": sample.ranking,

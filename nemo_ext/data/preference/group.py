@@ -6,9 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nemo_ext.chat.formats import to_record
-from nemo_ext.chat.sample import Message, Sample
-from nemo_ext.chat.template import conversation
+from nemo_ext.chat.sample import Message, openai_messages
 
 Side = Literal["", "strong", "weak"]
 
@@ -68,15 +66,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Pair of answers to one prompt.
-
-    Attributes:
-        id: identifier, unique in its source.
-        group: group that the answers are from.
-        chosen: preferred answer.
-        rejected: other answer.
-        kind: method of pairing: delta, judged, no_tools ...
-    """
+    """Pair of answers to one prompt; `kind` is the method of pairing (delta, judged, no_tools ...)."""
 
     id: str
     group: Group
@@ -85,36 +75,26 @@ class Pair:
     kind: str
 
 
-def trainer_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """Messages in the form that chat templates take: arguments of calls are objects."""
-    return conversation(Sample(id="", messages=tuple(messages)))
-
-
 def message_records(messages: Iterable[Message]) -> list[dict[str, Any]]:
     """Messages in the OpenAI format, arguments of calls as JSON text."""
-    records: list[dict[str, Any]] = to_record(Sample(id="", messages=tuple(messages)))["messages"]
-    return records
+    return openai_messages(messages, arguments_as_text=True)
 
 
-def prompt_digest(prompt: Iterable[Message]) -> str:
-    """Digest of a prompt's user messages, whatever the system message and the tools (16 hex digits).
+def prompt_digest(prompt: Iterable[Message]) -> int:
+    """Digest of a prompt's user messages, whatever the system message and the tools (64 bits).
 
     Prompts in the same words land on one side of the split.
     """
-    said = [message.content.strip() for message in prompt if message.role == "user"]
-    return _digest(json.dumps(said))
+    return int(json_digest([message.content.strip() for message in prompt if message.role == "user"]), 16)
 
 
-def pair_digest(pair: Pair) -> str:
-    """Digest of a pair's prompt, tools and two answers (16 hex digits)."""
+def pair_digest(pair: Pair) -> int:
+    """Digest of a pair's prompt, tools and two answers (64 bits)."""
     parts = [message_records(part) for part in (pair.group.prompt, pair.chosen.messages, pair.rejected.messages)]
-    return _digest(json.dumps([*parts, list(pair.group.tools)], sort_keys=True))
+    return int(json_digest([*parts, list(pair.group.tools)]), 16)
 
 
-def tools_digest(tools: Iterable[Mapping[str, Any]]) -> str:
-    """Digest of tools (16 hex digits)."""
-    return _digest(json.dumps(list(tools), sort_keys=True))
-
-
-def _digest(text: str) -> str:
+def json_digest(value: Any) -> str:
+    """Digest of a JSON value (16 hex digits); the order of keys does not matter."""
+    text = json.dumps(value, sort_keys=True)
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()

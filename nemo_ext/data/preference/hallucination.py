@@ -10,13 +10,16 @@ hallucination_penalty is right; the number of pairs per task and group is limite
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
+
+from pydantic import NonNegativeInt
+from pydantic.dataclasses import dataclass
 
 from nemo_ext.data.preference.group import Generation, Group, Pair
 from nemo_ext.data.preference.pairs import balanced
 from nemo_ext.data.text.documents import ReadReport
+from nemo_ext.job.settings import STRICT, Strings, nearest
 
 NO_TOOLS, WITH_TOOLS, PENALTY = GROUPS = ("no_tools", "with_tools", "hallucination_penalty")
 
@@ -43,7 +46,7 @@ CALL_PATTERNS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class HallucinationRules:
     """Settings of the three groups.
 
@@ -54,10 +57,20 @@ class HallucinationRules:
         chosen_correct: True if the chosen side of the penalty group must be right, not only free of calls.
     """
 
-    per_prompt: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(GROUPS, 9))
-    call_patterns: tuple[str, ...] = CALL_PATTERNS
+    per_prompt: dict[str, NonNegativeInt] = field(default_factory=lambda: dict.fromkeys(GROUPS, 9))
+    call_patterns: Strings = CALL_PATTERNS
     search_reasoning: bool = True
     chosen_correct: bool = True
+
+    def __post_init__(self) -> None:
+        for name in self.per_prompt:
+            if name not in GROUPS:
+                raise ValueError(f"per_prompt: unknown group {name!r}: {nearest(name, GROUPS)}")
+        for pattern in self.call_patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"call_patterns: {pattern!r} is no regular expression ({error})") from None
 
     @cached_property
     def _calls(self) -> re.Pattern[str]:

@@ -13,13 +13,12 @@ from nemo_ext.chat.template import Template
 from nemo_ext.data.preference.build import Counts, Work, build, loaded, read_counts
 from nemo_ext.data.preference.mix import Line, is_validation, mixed
 from nemo_ext.data.preference.report import PLOT, Written, markdown, plot
-from nemo_ext.data.preference.settings import Settings, SourceSettings, output_directory, settings
+from nemo_ext.data.preference.settings import Settings, SourceSettings, settings
 from nemo_ext.data.preference.spread import readers, spread
 from nemo_ext.data.preference.write import SPLITS, read_lines, write_split
-from nemo_ext.data.sft.sources import outside
 from nemo_ext.data.text.documents import ReadReport
 from nemo_ext.data.text.tokenizers import load_tokenizer
-from nemo_ext.data.text.user_files import RecordSource
+from nemo_ext.data.text.user_files import RecordSource, outside
 from nemo_ext.job.files import only_run_in, write_text
 from nemo_ext.job.made_of import digest
 from nemo_ext.job.progress import notice, progress_of
@@ -27,7 +26,6 @@ from nemo_ext.job.run_directory import REPORT
 from nemo_ext.job.workers import in_workers, usable_cores
 
 _WORK = ".work"
-_BAD = ("malformed", "schema")
 
 
 def run(config: Mapping[str, Any]) -> None:
@@ -37,8 +35,8 @@ def run(config: Mapping[str, Any]) -> None:
         ValueError: a setting or a file is at fault.
     """
     given = settings(config)
-    output = output_directory(given.output)
-    files = {source.name: readers(source, given.max_bad_share) for source in given.sources}
+    output = Path(given.output).expanduser()
+    files = {source.name: readers(source) for source in given.sources}
     for readers_of in files.values():
         for reader in readers_of.values():
             outside(output / _WORK, [path for _, path in reader.inputs()])
@@ -72,7 +70,6 @@ def _built(
     """Build the parts of one source; returns them with their rows, and the counts of all."""
     work = Work(
         source=source,
-        filters=given.filters[source.name],
         tokenizer=json.dumps(given.tokenizer),
         template=given.template,
         swap=given.swap,
@@ -86,7 +83,7 @@ def _built(
     with progress_of(f"{source.name}: pairs", len(records), unit="parts") as advance:
         tasks = list(zip(records, outputs, strict=True))
         workers = min(given.workers or usable_cores(), len(tasks))
-        for _ in in_workers(partial(_build, work), tasks, workers=workers):
+        for _ in in_workers(partial(build, work), tasks, workers=workers):
             advance(1)
     built = []
     for path in outputs:
@@ -95,7 +92,7 @@ def _built(
         built.append((path, rows))
     if not counts.records.records:
         raise ValueError(f"sources.{source.name}: the files hold no records")
-    _check_bad_share(source, counts.records, given.max_bad_share)
+    counts.records.check_bad_share(f"sources.{source.name}", given.max_bad_share)
     kept = sum(len(rows) for _, rows in built)
     left_out = ", ".join(
         one.summary(examples=0) for one in (counts.records, counts.groups, counts.pairs) if one.skipped
@@ -110,17 +107,6 @@ def _built(
     return built, counts
 
 
-def _check_bad_share(source: SourceSettings, report: ReadReport, most: float) -> None:
-    bad = [reason for reason in _BAD if reason in report.skipped]
-    count = sum(report.skipped[reason] for reason in bad)
-    if count > most * report.records:
-        places = [place for reason in bad for place in report.examples.get(reason, [])]
-        raise ValueError(
-            f"sources.{source.name}: {count:,} of {report.records:,} records do not fit, more than "
-            f"max_bad_share={most}: {'; '.join(places[:3])}. Mend the files, set the keys, or raise max_bad_share"
-        )
-
-
 def _spread(source: SourceSettings, files: Mapping[str, RecordSource], place: Path, report: ReadReport) -> list[Path]:
     """Write the records of a source to parts, unless an earlier run left them; returns the paths."""
     done = place / "spread.json"
@@ -133,10 +119,6 @@ def _spread(source: SourceSettings, files: Mapping[str, RecordSource], place: Pa
         paths = spread(source, dict(files), place, report, advance)
     write_text(done, json.dumps({"report": dataclasses.asdict(report), "parts": [path.name for path in paths]}))
     return paths
-
-
-def _build(work: Work, task: tuple[Path, Path]) -> None:
-    build(work, *task)
 
 
 def _write(given: Settings, chosen: Sequence[Line], parts: Sequence[Sequence[Path]], output: Path) -> Written:

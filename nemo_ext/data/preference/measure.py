@@ -1,12 +1,11 @@
 """Lengths of a pair, and its texts where a chat template renders it."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 
-from nemo_ext.chat.sample import Message, Sample
+from nemo_ext.chat.sample import Sample, has_reasoning, spoken
 from nemo_ext.chat.template import Template
-from nemo_ext.data.preference.filters import Lengths, has_reasoning
+from nemo_ext.data.preference.filters import Lengths
 from nemo_ext.data.preference.group import Pair
 from nemo_ext.data.text.tokenizers import Tokenizer
 
@@ -41,19 +40,10 @@ def lengths_of(pair: Pair, tokenizer: Tokenizer | None, texts: Texts | None = No
     """
     if texts is None:
         declared = [json.dumps(list(pair.group.tools), ensure_ascii=False)] if pair.group.tools else []
-        parts = [declared + _said(pair.group.prompt), _said(pair.chosen.messages), _said(pair.rejected.messages)]
+        parts = [declared + spoken(pair.group.prompt), spoken(pair.chosen.messages), spoken(pair.rejected.messages)]
     else:
         parts = [[text] for text in texts]
     if tokenizer is None:
         return Lengths(*(sum(map(len, said)) for said in parts))
     ids = iter(tokenizer.encode([text for said in parts for text in said]))
     return Lengths(*(sum(len(next(ids)) for _ in said) for said in parts))
-
-
-def _said(messages: Sequence[Message]) -> list[str]:
-    texts = []
-    for message in messages:
-        texts += [message.reasoning or "", message.content]
-        for call in message.tool_calls:
-            texts += [call.name, json.dumps(call.arguments, ensure_ascii=False)]
-    return [text for text in texts if text]

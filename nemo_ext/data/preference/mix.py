@@ -27,13 +27,8 @@ def mixed(
     """Select the lines to keep, in random order; the others are counted in their source's report.
 
     Of a pair in several sources, the first source's is kept. A limit keeps a random part. It counts pairs, or the
-    samples of a source that has only those, where both orders of one count once.
-
-    Args:
-        sources: lines of each source.
-        limits: limit of each source.
-        limit: limit of all sources together.
-        reports: report of each source.
+    samples of a source that has only those, where both orders of one count once. `limits` and `reports` are the
+    sources', `limit` is that of all together.
     """
     kept: list[Line] = []
     seen: set[tuple[int, bool]] = set()

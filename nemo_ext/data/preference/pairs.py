@@ -7,17 +7,20 @@ The draw among equals depends on the seed, the group and the answer, never on th
 import fnmatch
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+
+from pydantic import NonNegativeFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 
 from nemo_ext.data.preference.group import Generation, Group, Pair
 from nemo_ext.data.text.documents import ReadReport
 from nemo_ext.job.seeds import digest
+from nemo_ext.job.settings import STRICT, Strings
 
 HARMFUL, HARMLESS = "harmful", "safe"
 SAFE, UNSAFE, REFUSAL = "safe", "unsafe", "refusal"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Rules:
     """Settings for making pairs of a group.
 
@@ -29,10 +32,10 @@ class Rules:
         require_weak: True if a judged pool must hold an answer of `weak_models`.
     """
 
-    strong_models: tuple[str, ...] = ()
-    weak_models: tuple[str, ...] = ()
-    pairs_per_prompt: int = 1
-    min_margin: float = 0.0
+    strong_models: Strings = ()
+    weak_models: Strings = ()
+    pairs_per_prompt: PositiveInt = 1
+    min_margin: NonNegativeFloat = 0.0
     require_weak: bool = False
 
 

@@ -9,24 +9,26 @@ A record has a prompt and either a list of generations or one answer of its own:
 Records with one id form one group, so it is enough if one of them holds the prompt. Without an id the prompt is the id.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
+
+from pydantic.dataclasses import dataclass
 
 from nemo_ext.chat.formats import FormatError, checked_text, to_sample
 from nemo_ext.chat.sample import Message, Sample
-from nemo_ext.data.preference.group import Generation, Group, Side, message_records
-from nemo_ext.data.sft.sources import value_at
+from nemo_ext.data.preference.group import Generation, Group, Side, json_digest, message_records
 from nemo_ext.data.text.documents import ReadReport
+from nemo_ext.data.text.user_files import value_at
+from nemo_ext.job.settings import STRICT
 
 PROMPT_KEYS = ("messages", "prompt", "context", "conversations")
 ANSWER_KEYS = ("response", "completion", "text", "message", "generation", "output")
 _SHOWN = 60
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RecordKeys:
     """Keys of a record or of one of its generations; a.b is b in a.
 
@@ -68,7 +70,7 @@ def group_key(record: Mapping[str, Any], keys: RecordKeys) -> str:
     prompt = _prompt(record, keys)
     if prompt is None:
         raise FormatError(f"neither {keys.id} nor a prompt; the keys are {sorted(map(str, record))}")
-    return f"prompt {_digest(prompt.messages)}"
+    return f"prompt {json_digest(message_records(prompt.messages))}"
 
 
 def to_group(record: Mapping[str, Any], keys: RecordKeys, *, side: Side = "", pairs: bool = False) -> Group:
@@ -91,9 +93,8 @@ def to_group(record: Mapping[str, Any], keys: RecordKeys, *, side: Side = "", pa
         many = value_at(record, keys.generations)
         generations = [_generation(record, keys, "", side)] if many is None else _listed(many, keys, side)
     found = value_at(record, keys.id)
-    identifier = "" if found is None else str(found)
     return Group(
-        id=identifier or _digest(prompt),
+        id=("" if found is None else str(found)) or json_digest(message_records(prompt)),
         prompt=prompt,
         generations=tuple(generations),
         tools=tools,
@@ -172,12 +173,8 @@ def number(value: Any, where: str) -> float | None:
 def _prompt(record: Mapping[str, Any], keys: RecordKeys) -> Sample | None:
     name = keys.prompt or next((key for key in PROMPT_KEYS if record.get(key) is not None), None)
     value = None if name is None else value_at(record, name)
-    if value is None:
+    if name is None or value is None:
         return None
-    return _conversation(record, value, str(name), keys)
-
-
-def _conversation(record: Mapping[str, Any], value: Any, name: str, keys: RecordKeys) -> Sample:
     kind = "conversations" if name == "conversations" else "messages"
     turns = [{"role": "user", "content": value}] if isinstance(value, str) else value
     made = to_sample({kind: turns, "tools": value_at(record, keys.tools)}, id=name)
@@ -196,7 +193,7 @@ def _conversation(record: Mapping[str, Any], value: Any, name: str, keys: Record
 
 def _ready_pair(record: Mapping[str, Any], keys: RecordKeys) -> tuple[tuple[Message, ...], list[Generation]]:
     """Read the prompt and the two generations; whole conversations give their common beginning as the prompt."""
-    sample = _prompt(record, keys) if keys.prompt or any(record.get(key) is not None for key in PROMPT_KEYS) else None
+    sample = _prompt(record, keys)
     sides = {}
     for key in (keys.chosen, keys.rejected):
         value = value_at(record, key)
@@ -272,8 +269,3 @@ def _tools(record: Mapping[str, Any], keys: RecordKeys) -> tuple[Mapping[str, An
 
 def _text(value: Any, where: str) -> str:
     return "" if value is None else checked_text(value, "", where)
-
-
-def _digest(messages: Sequence[Message]) -> str:
-    text = json.dumps(message_records(messages), sort_keys=True)
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_ext.chat.formats import FormatError
+from nemo_ext.data.preference.group import Side
 from nemo_ext.data.preference.records import RecordKeys, group_key
 from nemo_ext.data.preference.settings import SourceSettings
-from nemo_ext.data.sft.sources import without_nulls
 from nemo_ext.data.text.documents import Part, ReadReport
-from nemo_ext.data.text.user_files import JsonlSource, ParquetSource, RecordSource
+from nemo_ext.data.text.user_files import RecordSource, record_source, without_nulls
 
 PART_BYTES = 64 << 20
 MOST_PARTS = 128  # all open at once
@@ -31,10 +31,10 @@ class Placed(NamedTuple):
 
     record: dict[str, Any]
     where: str
-    side: str
+    side: Side
 
 
-def readers(source: SourceSettings, max_bad_share: float) -> dict[str, RecordSource]:
+def readers(source: SourceSettings) -> dict[str, RecordSource]:
     """Reader of the files of each side.
 
     Raises:
@@ -42,18 +42,11 @@ def readers(source: SourceSettings, max_bad_share: float) -> dict[str, RecordSou
     """
     found: dict[str, RecordSource] = {}
     for side, paths in source.files.items():
-        parquet = {path.endswith(".parquet") for path in paths}
-        kind = source.file_kind
-        if kind is None:
-            if len(parquet) != 1:
-                raise ValueError(f"sources.{source.name}: mixes .parquet and other files: make it two sources")
-            kind = "parquet" if parquet.pop() else "jsonl"
-        reader = (ParquetSource if kind == "parquet" else JsonlSource)(path=paths, max_bad_share=max_bad_share)
+        found[side] = record_source(paths, source.file_kind, f"sources.{source.name}")
         try:
-            reader.check_files()
+            found[side].check_files()
         except ValueError as error:
             raise ValueError(f"sources.{source.name}: {error}") from None
-        found[side] = reader
     return found
 
 
@@ -67,7 +60,7 @@ def spread(
     """Write the records of a source to parts in `folder`; those without id and prompt are skipped and counted.
 
     Raises:
-        ValueError: a file cannot be read, or too many of its records are malformed.
+        ValueError: a file cannot be read.
     """
     size = 0
     for reader in files.values():
@@ -76,21 +69,13 @@ def spread(
             size += path.stat().st_size * (_PACKED if packed else 1)
     count = min(MOST_PARTS, max(1, -(-size // PART_BYTES)))
     paths = [folder / f"records-{number:04d}" for number in range(count)]
-    keys = source.record_keys
     with ExitStack() as stack:
         outputs = [stack.enter_context(open(path, "w", encoding="ascii")) for path in paths]
         for side, reader in files.items():
-            read = ReadReport()
             for part in _parts(reader):
-                for place, record in _records(reader, part, read, keys):
-                    key, where = record
-                    outputs[int(key[:16], 16) * count >> 64].write(f"{key}\t{json.dumps([*where, place, side])}\n")
+                for key, record, place in _records(reader, part, report, source.keys):
+                    outputs[int(key[:16], 16) * count >> 64].write(f"{key}\t{json.dumps([record, place, side])}\n")
                 advance(part.size)
-            try:
-                reader.finish(read)
-            except ValueError as error:
-                raise ValueError(f"sources.{source.name}: {error}") from None
-            report.add(read)
     return paths
 
 
@@ -126,7 +111,8 @@ def _divided(path: Path) -> list[Path]:
 
 def _records(
     reader: RecordSource, part: Part, report: ReadReport, keys: RecordKeys
-) -> Iterator[tuple[str, tuple[str, list[Any]]]]:
+) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Digest of the group's key, record and place of each record that JSON can hold."""
     for number, record in reader.records(part, report):
         place = reader.place(part, number)
         if reader.kind == "parquet":
@@ -137,7 +123,7 @@ def _records(
         except (FormatError, TypeError) as error:
             report.skip("schema", f"{place}: {error}")
             continue
-        yield place, (key, [record])
+        yield key, record, place
 
 
 def _parts(reader: RecordSource) -> Iterator[Part]:

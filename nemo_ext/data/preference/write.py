@@ -7,7 +7,7 @@ from typing import IO, Any
 
 from nemo_ext.data.preference.formats import Columns, JsonObject, genrm_line, nemo_rl_record, trl_record
 from nemo_ext.data.preference.mix import Line
-from nemo_ext.job.files import publish, unfinished
+from nemo_ext.job.files import complete_file
 
 Parts = Sequence[Sequence[Path]]
 MOST_OPEN = 128
@@ -21,15 +21,7 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], JsonObject]] = {
 
 
 def write_split(lines: Sequence[Line], parts: Parts, path: Path, kind: str, advance: Callable[[int], None]) -> None:
-    """Write lines in one format, in order except that lines which together hold every key come first.
-
-    Args:
-        lines: lines to write.
-        parts: files of each source.
-        path: path of the file to write.
-        kind: key in `FORMATS`.
-        advance: function to call with the number of lines done.
-    """
+    """Write lines in one of `FORMATS`, in order except that lines which together hold every key come first."""
     convert = FORMATS[kind]
     columns = Columns()
     first: list[int] = []
@@ -39,11 +31,10 @@ def write_split(lines: Sequence[Line], parts: Parts, path: Path, kind: str, adva
         advance(1)
     ahead = set(first)
     order = [lines[number] for number in first] + [line for number, line in enumerate(lines) if number not in ahead]
-    with open(unfinished(path), "w", encoding="utf-8") as output:
+    with complete_file(path) as output:
         for staged in read_lines(order, parts):
-            output.write(json.dumps(columns.filled(convert(staged)), ensure_ascii=False) + "\n")
+            output.write(json.dumps(columns.filled(convert(staged)), ensure_ascii=False).encode() + b"\n")
             advance(1)
-    publish(unfinished(path), path)
 
 
 def read_lines(lines: Sequence[Line], parts: Parts) -> Iterator[dict[str, Any]]:

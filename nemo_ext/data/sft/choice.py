@@ -1,27 +1,27 @@
 """Choice of what to train on from all shards: deduplication, length, each task's share of thinking, the budget."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from nemo_ext.chat.reasoning import ANY_TASK, Mode, ModeShares
+from nemo_ext.chat.reasoning import ANY_TASK, Mode, moves_to_share
 from nemo_ext.data.packs.packed_files import PackingSettings
 from nemo_ext.data.sft.filters.near_duplicates import Sketches, first_of_each
 from nemo_ext.data.sft.sampling import copies, epochs
 from nemo_ext.data.sft.settings import SftSettings
 from nemo_ext.data.sft.shards import KINDS, Shard
-from nemo_ext.data.text.documents import EXAMPLES_PER_REASON, Part
+from nemo_ext.data.sft.sources import ConversationReport
+from nemo_ext.data.text.documents import EXAMPLES_PER_REASON, ReadReport
 from nemo_ext.job.progress import notice
 from nemo_ext.job.seeds import digest
 from nemo_ext.job.settings import nearest
 
-_UNITS: tuple[Mode, ...] = ("off", "fixed", "on")
-_BAD = ("malformed", "schema")
+_UNITS: tuple[Mode, ...] = ("on", "fixed", "off")
 
 Flags = npt.NDArray[np.bool_]
 Numbers = npt.NDArray[np.int64]
@@ -29,25 +29,17 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Table:
-    """All shards together. A row is a text, a sample the conversation that it renders.
+    """All shards together; arrays and names that are not listed here are those of `Shard`, joined.
 
     Attributes:
         shards: shards in order.
+        reports: number of a source -> counts of its records.
         sources: [samples] number of the source.
-        ids: [samples] digests of source and id.
-        contents: [samples] digests of the messages.
-        samples: [rows] sample of a row.
         lengths: [rows] number of tokens.
-        trained: [rows] number of tokens in the loss.
-        modes: [rows] index into `shards.MODES`.
-        kinds: [rows] index into `shards.KINDS`.
-        tasks: [rows] index into `task_names`.
-        languages: [rows] index into `language_names`.
-        task_names: names of the tasks of all shards.
-        language_names: names of the languages of all shards.
     """
 
     shards: Sequence[Shard]
+    reports: dict[int, ConversationReport]
     sources: Numbers
     ids: npt.NDArray[np.uint64]
     contents: npt.NDArray[np.uint64]
@@ -61,6 +53,13 @@ class Table:
     task_names: list[str]
     language_names: list[str]
 
+    def left_out(self, chosen: ReadReport) -> ConversationReport:
+        """Counts of what was left out by a choice and when the records were read, over all sources."""
+        whole = ConversationReport()
+        for report in (chosen, *self.reports.values()):
+            whole.add(report)
+        return whole
+
 
 @dataclass(frozen=True)
 class Chosen:
@@ -70,88 +69,72 @@ class Chosen:
         train: numbers of the rows for training, repeated for later passes.
         valid: numbers of the rows for validation.
         passes: number of passes over each source.
-        dropped: reason -> number of samples left out here (for texts longer than a pack, number of texts).
+        left: samples left out here by reason (texts, if longer than a pack), with places and what they repeat.
+        left_out: the same and all that was left out when the records were read.
         changed: change -> number of samples brought to another mode.
         shares: task -> target share of samples with thinking on, and the numbers of those on and off, in training and
             validation.
-        examples: reason -> places of the first of those samples, and of what they repeat.
     """
 
     train: Numbers
     valid: Numbers
     passes: list[float]
-    dropped: dict[str, int] = field(default_factory=dict)
-    changed: Counter[str] = field(default_factory=Counter)
-    shares: dict[str, tuple[float, int, int]] = field(default_factory=dict)
-    examples: dict[str, list[str]] = field(default_factory=dict)
+    left: ReadReport
+    left_out: ConversationReport
+    changed: Counter[str]
+    shares: dict[str, tuple[float, int, int]]
 
 
 def table_of(shards: Sequence[Shard], packing: PackingSettings) -> Table:
     """Join the shards into one table; texts that packing cuts have the lengths that they are cut to."""
     before = np.cumsum([0, *(len(shard.ids) for shard in shards)])
-    tasks = sorted({name for shard in shards for name in shard.report["task_names"]})
-    languages = sorted({name for shard in shards for name in shard.report["language_names"]})
+    tasks = sorted({name for shard in shards for name in shard.task_names})
+    languages = sorted({name for shard in shards for name in shard.language_names})
+    reports: dict[int, ConversationReport] = {}
+    for shard in shards:
+        reports.setdefault(shard.piece.source, ConversationReport()).add(shard.report)
 
-    def joined(parts: Sequence[npt.NDArray[Any]], kind: type = np.int64) -> npt.NDArray[Any]:
-        return np.concatenate([np.empty(0, dtype=kind), *parts]).astype(kind)
+    def joined(values: Callable[[Shard], npt.ArrayLike], kind: type = np.int64) -> npt.NDArray[Any]:
+        return np.concatenate([np.empty(0, dtype=kind), *(np.asarray(values(shard)) for shard in shards)]).astype(kind)
 
-    def numbered(kind: str, names: list[str]) -> Numbers:
-        places = {name: number for number, name in enumerate(names)}
-        own = [np.array([places[name] for name in shard.report[f"{kind}_names"]], dtype=np.int64) for shard in shards]
-        rows = {"task": [s.tasks for s in shards], "language": [s.languages for s in shards]}[kind]
-        return joined([of[row] for of, row in zip(own, rows, strict=True)])
+    def numbers_in(known: list[str], names: list[str]) -> Numbers:
+        return np.array([known.index(name) for name in names], dtype=np.int64)
 
-    table = Table(
+    cut = packing.capacity if packing.longer == "truncate" else None
+    return Table(
         shards=shards,
-        sources=joined([np.full(len(shard.ids), shard.report["source"]) for shard in shards]),
-        ids=joined([shard.ids for shard in shards], np.uint64),
-        contents=joined([shard.contents for shard in shards], np.uint64),
-        samples=joined([shard.samples + first for shard, first in zip(shards, before[:-1], strict=True)]),
-        lengths=joined([shard.file.lengths for shard in shards]),
-        trained=joined([shard.trained for shard in shards]),
-        modes=joined([shard.modes for shard in shards]),
-        kinds=joined([shard.kinds for shard in shards]),
-        tasks=numbered("task", tasks),
-        languages=numbered("language", languages),
+        reports=reports,
+        sources=joined(lambda shard: np.full(len(shard.ids), shard.piece.source)),
+        ids=joined(lambda shard: shard.ids, np.uint64),
+        contents=joined(lambda shard: shard.contents, np.uint64),
+        samples=joined(lambda shard: shard.samples + before[shard.piece.index]),
+        lengths=joined(lambda shard: shard.file.lengths if cut is None else np.minimum(shard.file.lengths, cut)),
+        trained=joined(lambda shard: shard.trained if cut is None else _trained_within(shard, cut)),
+        modes=joined(lambda shard: shard.modes),
+        kinds=joined(lambda shard: shard.kinds),
+        tasks=joined(lambda shard: numbers_in(tasks, shard.task_names)[shard.tasks]),
+        languages=joined(lambda shard: numbers_in(languages, shard.language_names)[shard.languages]),
         task_names=tasks,
         language_names=languages,
     )
-    if packing.longer != "truncate":
-        return table
-    trained = [_trained_within(shard, packing.capacity) for shard in shards]
-    return replace(table, lengths=np.minimum(table.lengths, packing.capacity), trained=joined(trained))
-
-
-def check_bad_share(table: Table, settings: SftSettings) -> None:
-    """Raises ValueError if more than `max_bad_share` of a source's records are not conversations."""
-    for number, source in enumerate(settings.sources):
-        reports = [shard.report for shard in table.shards if shard.report["source"] == number]
-        records = sum(report["records"] for report in reports)
-        bad = sum(report["skipped"].get(reason, 0) for report in reports for reason in _BAD)
-        if bad > settings.max_bad_share * records:
-            places = [place for report in reports for reason in _BAD for place in report["examples"].get(reason, [])]
-            raise ValueError(
-                f"source {source.name}: {bad:,} of {records:,} records are no conversations, more than "
-                f"max_bad_share={settings.max_bad_share}: {'; '.join(places[:3])}. Mend the files, or raise "
-                "max_bad_share"
-            )
 
 
 def choose(table: Table, settings: SftSettings) -> Chosen:
     """Choose the rows to train on: without duplicates, in the shares of thinking, split, and sampled to the budget.
 
     Raises:
-        ValueError: an id comes twice under `duplicate_ids=error`, a task of `thinking_shares` does not exist, nothing
-            is left, or the budget cannot be reached.
+        ValueError: too many records are bad, an id comes twice under `duplicate_ids=error`, a task of
+            `thinking_shares` does not exist, nothing is left, or the budget cannot be reached.
     """
-    dropped: dict[str, int] = {}
-    changed, examples = Counter[str](), dict[str, list[str]]()
-    keep = _distinct(table, settings, dropped, examples)
+    for number, report in table.reports.items():
+        report.check_bad_share(f"source {settings.sources[number].name}", settings.max_bad_share)
+    left, changed = ReadReport(), Counter[str]()
+    keep = _distinct(table, settings, left)
     packing = settings.packing
     fits = (table.lengths <= packing.capacity) | (packing.longer != "drop")
-    rows, shares = _balanced(table, settings, keep[table.samples], fits, dropped, changed)
+    rows, shares = _balanced(table, settings, keep[table.samples], fits, left, changed)
     if too_long := int((rows & ~fits).sum()):
-        dropped["text longer than a pack"] = too_long
+        left.skip("text longer than a pack", count=too_long)
     rows &= fits
     # Split by the sample's own id: more data or another order move no sample to the other side.
     keys = np.array([digest(settings.seed, "split", int(each)) for each in table.ids], dtype=np.uint64)
@@ -166,41 +149,35 @@ def choose(table: Table, settings: SftSettings) -> Chosen:
         again = np.array([digest(settings.seed, "again", int(each)) for each in table.ids[members]], dtype=np.uint64)
         times[members] = copies(over, again, tokens[members])
     train = np.repeat(train, times[table.samples[train]])
+    left_out = table.left_out(left)
     if not len(train):
-        shown = dict[str, str]()
-        for places in (examples, *(shard.report["examples"] for shard in table.shards)):
-            shown |= {reason: found[0] for reason, found in places.items() if found and reason not in shown}
-        first = "; ".join(f"{reason}: {place}" for reason, place in sorted(shown.items()))
-        raise ValueError(
-            f"no sample is left to train on; the counts of what was left out: {summary(table, dropped)}; the first "
-            f"of each: {first or 'none'}"
-        )
-    return Chosen(train, valid, passes, dropped, changed, shares, examples)
+        raise ValueError(f"no sample is left to train on; left out: {left_out.summary(examples=1)}")
+    return Chosen(train, valid, passes, left, left_out, changed, shares)
 
 
-def summary(table: Table, dropped: Mapping[str, int]) -> str:
-    """One line on what was left out, here and in the shards."""
-    counts = Counter[str](dropped)
-    for shard in table.shards:
-        counts.update(shard.report["skipped"])
-    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items())) or "none"
-
-
-def _places(table: Table, settings: SftSettings, pairs: Iterable[tuple[int, int]]) -> list[str]:
-    """Places of samples, each with that of the one it repeats."""
+def _skip(
+    reason: str,
+    count: int,
+    pairs: Iterable[tuple[int, int]],
+    table: Table,
+    settings: SftSettings,
+    left: ReadReport,
+) -> None:
+    """Count samples that repeat others; the first few pairs of them are kept as places."""
     ends = np.cumsum([len(shard.ids) for shard in table.shards])
 
     def place(sample: int) -> str:
         number = int(np.searchsorted(ends, sample, side="right"))
         shard = table.shards[number]
         record = int(shard.numbers[sample - ends[number]])  # a negative index, from the shard's end
-        source = settings.sources[shard.report["source"]]
-        return source.files.place(Part(name=source.name, path=shard.report["file"], size=0), record)
+        return settings.sources[shard.piece.source].files.place(shard.piece.part, record)
 
-    return [f"{place(sample)} is {place(of)}" for sample, of in islice(pairs, EXAMPLES_PER_REASON)]
+    if count:
+        left.skip(reason, count=count)
+        left.examples[reason] = [f"{place(one)} is {place(of)}" for one, of in islice(pairs, EXAMPLES_PER_REASON)]
 
 
-def _distinct(table: Table, settings: SftSettings, dropped: dict[str, int], examples: dict[str, list[str]]) -> Flags:
+def _distinct(table: Table, settings: SftSettings, left: ReadReport) -> Flags:
     """Mask of the samples that are the first of their id and near no earlier one, [samples]."""
     first = first_of_each(table.ids)
     again = first != np.arange(len(first))
@@ -211,11 +188,8 @@ def _distinct(table: Table, settings: SftSettings, dropped: dict[str, int], exam
             "(id_key), or set duplicate_ids=drop"
         )
     for reason, found in (("duplicate id", again & ~other), ("duplicate id of another sample", other)):
-        if count := int(found.sum()):
-            dropped[reason] = count
-            examples[reason] = _places(
-                table, settings, ((int(each), int(first[each])) for each in np.flatnonzero(found))
-            )
+        pairs = ((int(each), int(first[each])) for each in np.flatnonzero(found))
+        _skip(reason, int(found.sum()), pairs, table, settings, left)
     if other.any():
         notice(
             f"warning: {int(other.sum()):,} samples have the id of an earlier one of their source but say something "
@@ -226,56 +200,49 @@ def _distinct(table: Table, settings: SftSettings, dropped: dict[str, int], exam
         order = np.flatnonzero(keep)
         sketches = Sketches.joined([shard.sketches for shard in table.shards if shard.sketches is not None])
         found = settings.near_duplicates.duplicate_of(Sketches(sketches.bands[order], sketches.slots[order]))
-        if count := int((found >= 0).sum()):
-            dropped["near duplicate"] = count
-            pairs = ((int(order[each]), int(order[found[each]])) for each in np.flatnonzero(found >= 0))
-            examples["near duplicate"] = _places(table, settings, pairs)
+        pairs = ((int(order[each]), int(order[found[each]])) for each in np.flatnonzero(found >= 0))
+        _skip("near duplicate", int((found >= 0).sum()), pairs, table, settings, left)
         keep[order[found >= 0]] = False
     return keep
 
 
 def _balanced(
-    table: Table, settings: SftSettings, keep: Flags, fits: Flags, dropped: dict[str, int], changed: Counter[str]
+    table: Table, settings: SftSettings, keep: Flags, fits: Flags, left: ReadReport, changed: Counter[str]
 ) -> tuple[Flags, dict[str, tuple[float, int, int]]]:
     """Mask of the rows kept so that tasks have their shares of thinking, [rows], and the shares reached."""
     rows = keep & (table.kinds != KINDS.index("stripped"))
-    targets = ModeShares(settings.thinking_shares)
-    if not targets.targets:
+    if not settings.thinking_shares:
         return rows, {}
     _check_tasks(table, settings)
-    drawn: dict[Mode, tuple[Numbers, npt.NDArray[np.uint64]]] = {}
     task_of = np.zeros(len(table.ids), dtype=np.int64)
     task_of[table.samples] = table.tasks
-    for kind in _UNITS:
-        members = _samples_with(table, rows & fits, kind)
-        # The two samples of a pair have one id but are drawn separately.
-        draws = [digest(settings.seed, "thinking share", int(each), kind) for each in table.ids[members]]
-        drawn[kind] = members, np.array(draws, dtype=np.uint64)
-        for task in np.unique(task_of[members]).tolist():
-            targets.observe_digests(table.task_names[task], kind, drawn[kind][1][task_of[members] == task].tolist())
-    plan = targets.plan()
-    for task_name in plan.unreachable:
-        notice(f"thinking_shares.{task_name}: no sample of this task that is left has reasoning: it stays as it is")
-    for kind, (members, digests) in drawn.items():
-        moves = np.zeros(len(members), dtype=bool)
-        for task, name in enumerate(table.task_names):
-            moves |= (task_of[members] == task) & (digests < plan.below.get((name, kind), 0))
-        found = members[moves]
-        moved = np.isin(table.samples, found)
-        rows &= ~(moved & (table.kinds == KINDS.index(kind)))
-        if kind == "on":
-            rows |= keep & moved & (table.kinds == KINDS.index("stripped"))
-            for task in np.unique(task_of[found]).tolist():
-                name = f"{table.task_names[task] or 'no task'}: stripped for its share"
-                changed[name] += int((task_of[found] == task).sum())
-        elif len(found):
-            dropped["thinking share"] = dropped.get("thinking share", 0) + len(found)
+    there = {kind: _samples_with(table, rows & fits, kind) for kind in _UNITS}
+    moved = {kind: np.zeros(len(table.ids), dtype=bool) for kind in _UNITS}
+    targets = {name: settings.thinking_share(name) for name in table.task_names}
+    for task, name in enumerate(table.task_names):
+        if (share := targets[name]) is None:
+            continue
+        own = {kind: members[task_of[members] == task] for kind, members in there.items()}
+        if share > 0 and len(own["off"]) and not len(own["on"]) + len(own["fixed"]):
+            notice(f"thinking_shares.{name}: no sample of this task that is left has reasoning: it stays as it is")
+        counts = moves_to_share(len(own["on"]), len(own["fixed"]), len(own["off"]), share)
+        for kind, count in zip(_UNITS, counts, strict=True):
+            # The two samples of a pair have one id but are drawn separately.
+            draws = [digest(settings.seed, "thinking share", int(each), kind) for each in table.ids[own[kind]]]
+            moved[kind][own[kind][np.argsort(np.array(draws, dtype=np.uint64))[:count]]] = True
+        if counts[0]:
+            changed[f"{name or 'no task'}: stripped for its share"] += counts[0]
+        if sum(counts[1:]):
+            left.skip("thinking share", count=sum(counts[1:]))
+    for kind, samples in moved.items():
+        rows &= ~(samples[table.samples] & (table.kinds == KINDS.index(kind)))
+    rows |= keep & moved["on"][table.samples] & (table.kinds == KINDS.index("stripped"))
     shares = {}
     for task, name in enumerate(table.task_names):
-        if (target := targets.target(name)) is not None:
-            left = rows & fits & (table.tasks == task)
+        if (target := targets[name]) is not None:
+            own = rows & fits & (table.tasks == task)
             on, fixed, off, stripped = (
-                len(_samples_with(table, left, kind)) for kind in ("on", "fixed", "off", "stripped")
+                len(_samples_with(table, own, kind)) for kind in ("on", "fixed", "off", "stripped")
             )
             shares[name] = target, on + fixed, off + stripped
     return rows, shares

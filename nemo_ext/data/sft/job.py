@@ -15,15 +15,14 @@ from typing import Any
 
 from nemo_ext import __version__
 from nemo_ext.data.packs.packed_files import PackedManifest, is_packed, write_packed
-from nemo_ext.data.sft.choice import Chosen, Table, check_bad_share, choose, summary, table_of
-from nemo_ext.data.sft.masks import ChatEncoder
+from nemo_ext.data.sft.choice import Chosen, Table, choose, table_of
 from nemo_ext.data.sft.report import write_report
 from nemo_ext.data.sft.settings import SftSettings, read_settings
-from nemo_ext.data.sft.shards import FORMAT, Piece, Work, config_text, encoder_of, is_finished, make_shard, open_shard
-from nemo_ext.data.sft.sources import outside
+from nemo_ext.data.sft.shards import FORMAT, Piece, Work, encoder_of, is_finished, make_shard, open_shard
 from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer
-from nemo_ext.job.files import only_run_in, write_text
-from nemo_ext.job.made_of import digest
+from nemo_ext.data.text.user_files import outside
+from nemo_ext.job.files import only_run_in
+from nemo_ext.job.made_of import differing, digest, note
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.workers import in_workers, usable_cores
 
@@ -31,7 +30,7 @@ PART_RECORDS = 5000
 PART_BYTES = 32_000_000
 LATER = (
     *("preset", "output", "sampling", "packing", "validation_share", "workers", "duplicate_ids", "thinking_shares"),
-    "max_bad_share",
+    *("max_bad_share", "data_root"),
 )
 """Keys that do not change the shards, except by whether there are shares of thinking."""
 
@@ -55,29 +54,26 @@ def run(config: Mapping[str, Any]) -> Path:
 
 
 def _run(config: Mapping[str, Any], settings: SftSettings) -> Path:
-    text = config_text({**config, "output": str(settings.output)})
     encoder_of.cache_clear()  # an earlier run in this process may have had other files under the same names
-    encoder = encoder_of(text)  # fails on an unusable template or tokenizer before anything is read
+    work = Work(settings, settings.output / ".work")
+    _ = work.encoder  # fails on an unusable template or tokenizer before anything is read
     settings.screen.check()
     inputs = [path for source in settings.sources for _, path in source.check()]
     pieces = _pieces(settings)
-    work = Work(text, _shard_folder(config, settings, encoder, inputs))
+    _prepare_folder(config, work, inputs)
     workers = settings.workers or usable_cores()
-    with (
-        progress_of("conversations", sum(piece.part.size for piece in pieces)) as advance,
-        closing(in_workers(partial(make_shard, work), pieces, workers=workers, skip=partial(_is_there, work))) as done,
-    ):
-        for piece, _ in done:
+    made = in_workers(partial(make_shard, work), pieces, workers=workers, skip=partial(is_finished, work))
+    with progress_of("conversations", sum(piece.part.size for piece in pieces)) as advance, closing(made):
+        for piece, _ in made:
             advance(piece.part.size)
-    table = table_of([open_shard(work, piece.index) for piece in pieces], settings.packing)
-    check_bad_share(table, settings)
+    table = table_of([open_shard(work, piece) for piece in pieces], settings.packing)
     chosen = choose(table, settings)
     packed = _pack(work, table, chosen, settings)
     report = write_report(settings, table, chosen, packed)
     for name, manifest in packed.items():
         notice(f"{name}: {manifest.contents()}")
-    if (left_out := summary(table, chosen.dropped)) != "none":
-        notice(f"left out: {left_out}")
+    if chosen.left_out.skipped:
+        notice(f"left out: {chosen.left_out.summary(examples=0)}")
     return report
 
 
@@ -90,50 +86,50 @@ def _pieces(settings: SftSettings) -> list[Piece]:
     return [Piece(index, number, part) for index, (number, part) in enumerate(parts)]
 
 
-def _shard_folder(
-    config: Mapping[str, Any], settings: SftSettings, encoder: ChatEncoder, inputs: Sequence[Path]
-) -> Path:
+def _prepare_folder(config: Mapping[str, Any], work: Work, inputs: Sequence[Path]) -> None:
     """Prepare the folder of shards of these inputs and settings; shards of others are removed.
 
     Raises:
         ValueError: the folder holds something else, or an input lies in it.
     """
-    folder = settings.output / ".work"
-    tokenizer, template = encoder.tokenizer, encoder.template
+    folder, settings = work.folder, work.settings
+    tokenizer, template = work.encoder.tokenizer, work.encoder.template
     read = [*inputs, *settings.screen.reads()]
     named = [tokenizer.path] if isinstance(tokenizer, HuggingFaceTokenizer) else []
     outside(folder, [*read, *named, Path(settings.template)])
-    decides = {key: value for key, value in config.items() if key not in LATER}
-    files = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in read]
-    rest = [
-        __version__,
-        FORMAT,
-        tokenizer.identity,
-        template.source,
-        template.variables,
-        bool(settings.thinking_shares),
-    ]
-    made_of = digest([decides, files, rest])
-    note = folder / "made_of.json"
-    if note.is_file():
-        if json.loads(note.read_text()) != made_of:
-            notice(f"{folder}: made from other conversations or settings: starting over")
+    config = json.loads(json.dumps({key: value for key, value in config.items() if key not in LATER}))
+    made_of = {
+        "version": [__version__, FORMAT],
+        **config,
+        "files": {str(path): [(stat := path.stat()).st_size, stat.st_mtime_ns] for path in read},
+        "the tokenizer": tokenizer.identity,
+        "the template": digest([template.source, template.variables]),
+        "thinking_shares": bool(settings.thinking_shares),
+    }
+    record = folder / "made_of.json"
+    if record.is_file():
+        before = json.loads(record.read_text())
+        if before != made_of:
+            notice(f"{folder}: {_other(before, made_of)}: starting over")
             shutil.rmtree(folder)
     elif folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder}: holds what this job did not make: move it, or choose another output")
-    write_text(note, json.dumps(made_of))
-    return folder
+    note(record, made_of)
 
 
-def _is_there(work: Work, piece: Piece) -> bool:
-    return is_finished(work.folder, piece.index)
+def _other(before: object, now: Mapping[str, Any]) -> str:
+    """What shards were made from, where it is not what they would be made from now."""
+    if not isinstance(before, dict) or before.get("version") != now["version"]:
+        return "made by another version of nemo_ext"
+    changed = list(differing(before, now))
+    return f"made from other settings or files ({', '.join(changed[:3])}{', ...' * (len(changed) > 3)})"
 
 
 def _pack(work: Work, table: Table, chosen: Chosen, settings: SftSettings) -> dict[str, PackedManifest]:
     if not len(chosen.valid) and is_packed(settings.output / "valid"):  # left by an earlier run
         for name in ("valid.json", "valid.bin", "valid.idx", "valid_loss.bin", "valid_loss.idx"):
             (settings.output / name).unlink(missing_ok=True)
-    tokenizer = encoder_of(work.config).tokenizer
+    tokenizer = work.encoder.tokenizer
     files = [shard.file for shard in table.shards]
     return {
         name: write_packed(

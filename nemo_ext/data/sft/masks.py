@@ -11,7 +11,6 @@ import re
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +20,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from nemo_ext.chat.sample import Sample
 from nemo_ext.chat.template import ControlTokens, Rendered, Template
-from nemo_ext.data.text.tokenizers import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from nemo_ext.data.text.tokenizers import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from nemo_ext.job.settings import nearest
 
 # Text that looks like a control token in a template, and must be one token of the model.
@@ -189,28 +188,7 @@ class ChatEncoder:
         return Encoded(ids, ((part % 2 == 1) & (ends <= bounds[part])).astype(np.uint8))
 
 
-def encode(
-    sample: Sample, template: Template, tokenizer: Tokenizer, *, turns: Literal["last", "whole"] = "whole"
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
-    """Encode one sample as one text, to ids and mask; `ChatEncoder.encode` also splits it into its turns.
-
-    Raises:
-        ValueError: see `ChatEncoder`.
-    """
-    encoded = _encoder(template, json.dumps(tokenizer.describe())).encode(sample, turns=turns)[0]
-    return encoded.ids, encoded.mask
-
-
-@lru_cache(maxsize=8)
-def _encoder(template: Template, tokenizer: str) -> ChatEncoder:
-    from nemo_ext.data.text.tokenizers import load_tokenizer
-
-    return ChatEncoder(template, load_tokenizer(json.loads(tokenizer)))
-
-
 def _rebuild(template: Template, tokenizer: dict[str, object]) -> ChatEncoder:
-    from nemo_ext.data.text.tokenizers import load_tokenizer
-
     return ChatEncoder(template, load_tokenizer(tokenizer), allow_missing=True)
 
 

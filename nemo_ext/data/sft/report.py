@@ -1,18 +1,19 @@
 """Report of SFT data: tasks, modes and languages as in Domyn's tables 2 to 4, what was left out and why."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from nemo_ext.chat.reasoning import ReasoningReport
 from nemo_ext.data.packs.packed_files import PackedManifest
 from nemo_ext.data.sft.settings import SftSettings
 from nemo_ext.data.sft.shards import MODES
 from nemo_ext.job.files import write_text
-from nemo_ext.job.report import new_figure, save_figure
+from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
 
 if TYPE_CHECKING:
     from nemo_ext.data.sft.choice import Chosen, Table
@@ -37,7 +38,7 @@ def write_report(settings: SftSettings, table: "Table", chosen: "Chosen", packed
         f"## Sources\n\n{_sources(settings, table, chosen)}",
         *(f"## {title}\n\n{_counts(table, rows, of, names)}" for title, (of, names) in groups.items()),
         *shares,
-        f"## Left out\n\n{_left_out(settings, table, chosen)}",
+        f"## Left out\n\n{_left_out(chosen)}",
         f"## Reasoning\n\n{_reasoning(table, chosen)}",
         f"## Lengths\n\n![lengths of samples, mixture of tasks]({PLOT})",
     ]
@@ -52,75 +53,43 @@ def _contents(packed: Mapping[str, PackedManifest]) -> str:
 
 
 def _sources(settings: SftSettings, table: "Table", chosen: "Chosen") -> str:
-    read = Counter[int]()
-    for shard in table.shards:
-        read[shard.report["source"]] += shard.report["records"]
+    read = {number: report.records for number, report in table.reports.items()}
     used = np.bincount(table.sources[table.samples[chosen.train]], minlength=len(settings.sources))
     tokens = np.bincount(
         table.sources[table.samples[chosen.train]], weights=table.lengths[chosen.train], minlength=len(settings.sources)
     )
     lines = [
-        [source.name, f"{read[number]:,}", f"{passes:.2f}", f"{used[number]:,}", f"{int(tokens[number]):,}"]
+        [source.name, f"{read.get(number, 0):,}", f"{passes:.2f}", f"{used[number]:,}", f"{int(tokens[number]):,}"]
         for number, (source, passes) in enumerate(zip(settings.sources, chosen.passes, strict=True))
     ]
-    return _markdown(["source", "records read", "passes", "texts trained on", "tokens"], lines)
+    return markdown_table(["source", "records read", "passes", "texts trained on", "tokens"], lines)
 
 
 def _counts(table: "Table", rows: npt.NDArray[np.int64], of: npt.NDArray[np.int64], names: Sequence[str]) -> str:
-    counts = np.bincount(of[rows], minlength=len(names))
-    tokens = np.bincount(of[rows], weights=table.lengths[rows], minlength=len(names))
-    trained = np.bincount(of[rows], weights=table.trained[rows], minlength=len(names))
-    order = [int(number) for number in np.argsort(-tokens, kind="stable") if counts[number]]
-    lines = [
-        _amounts(names[number] or "not said", counts[[number]], tokens[[number]], trained[[number]], table, rows)
-        for number in order[:_SHOWN]
-    ]
+    weights = (None, table.lengths[rows], table.trained[rows])
+    amounts = np.stack([np.bincount(of[rows], weights=each, minlength=len(names)) for each in weights]).astype(np.int64)
+    order = [int(number) for number in np.argsort(-amounts[1], kind="stable") if amounts[0, number]]
+    groups = [(names[number] or "not said", [number]) for number in order[:_SHOWN]]
     if rest := order[_SHOWN:]:
-        lines.append(_amounts(f"{len(rest)} others", counts[rest], tokens[rest], trained[rest], table, rows))
-    return _markdown(["", "texts", "share", "tokens", "share of tokens", "tokens with loss"], lines)
+        groups.append((f"{len(rest)} others", rest))
+    lines, tokens = [], int(table.lengths[rows].sum())
+    for name, members in groups:
+        count, size, learnt = amounts[:, members].sum(axis=1).tolist()
+        shares = f"{count / len(rows):.1%}", f"{size / tokens:.1%}"
+        lines.append([name, f"{count:,}", shares[0], f"{size:,}", shares[1], f"{learnt:,}"])
+    return markdown_table(["", "texts", "share", "tokens", "share of tokens", "tokens with loss"], lines)
 
 
-def _amounts(
-    name: str,
-    counts: npt.NDArray[Any],
-    tokens: npt.NDArray[Any],
-    trained: npt.NDArray[Any],
-    table: "Table",
-    rows: npt.NDArray[np.int64],
-) -> list[str]:
-    count, size, learnt = int(counts.sum()), int(tokens.sum()), int(trained.sum())
-    return [
-        name,
-        f"{count:,}",
-        f"{count / len(rows):.1%}",
-        f"{size:,}",
-        f"{size / int(table.lengths[rows].sum()):.1%}",
-        f"{learnt:,}",
+def _left_out(chosen: "Chosen") -> str:
+    report = chosen.left_out
+    lines = [
+        [reason, f"{count:,}", "; ".join(place[:400] for place in report.examples.get(reason, [])[:3])]
+        for reason, count in Counter(report.skipped).most_common()
     ]
-
-
-def _left_out(settings: SftSettings, table: "Table", chosen: "Chosen") -> str:
-    counts, examples, ignored = (
-        Counter[str](chosen.dropped),
-        {reason: [*places] for reason, places in chosen.examples.items()},
-        Counter[str](),
-    )
-    for shard in table.shards:
-        counts.update(shard.report["skipped"])
-        ignored.update(shard.report["ignored"])
-        for reason, places in shard.report["examples"].items():
-            examples.setdefault(reason, []).extend(places)
-    if not counts:
-        text = "Nothing."
-    else:
-        lines = [
-            [reason, f"{count:,}", "; ".join(_cell(place) for place in examples.get(reason, [])[:3])]
-            for reason, count in counts.most_common()
-        ]
-        text = _markdown(["reason", "how many", "the first ones"], lines)
-    if ignored:
+    text = markdown_table(["reason", "how many", "the first ones"], lines) if lines else "Nothing."
+    if report.ignored:
         text += "\n\nKeys of messages that mean nothing here: " + ", ".join(
-            f"{key} ({count:,})" for key, count in ignored.most_common()
+            f"{key} ({count:,})" for key, count in report.ignored.most_common()
         )
     return text
 
@@ -130,29 +99,15 @@ def _shares(chosen: "Chosen") -> str:
         [task or "not said", f"{target:.1%}", f"{on / (on + off):.1%}" if on + off else "", f"{on:,}", f"{off:,}"]
         for task, (target, on, off) in chosen.shares.items()
     ]
-    return _markdown(["task", "target", "reached", "samples on", "off"], lines)
+    return markdown_table(["task", "target", "reached", "samples on", "off"], lines)
 
 
 def _reasoning(table: "Table", chosen: "Chosen") -> str:
-    counts = Counter[str](chosen.changed)
+    report = ReasoningReport(counts=chosen.changed + chosen.left_out.changed)
     for shard in table.shards:
-        counts.update(shard.report["changed"])
-        counts.update(shard.report["reasoning"]["counts"])
-        for budget, count in shard.report["reasoning"]["truncated"].items():
-            counts[f"traces cut to {int(budget):,} tokens"] += count
-    if not counts:
-        return "As it came."
-    return _markdown(["what", "count"], [[name, f"{count:,}"] for name, count in sorted(counts.items())])
-
-
-def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rule = [":--", *("--:" for _ in head[1:])]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *lines))
-
-
-def _cell(text: str) -> str:
-    short = text if len(text) <= 400 else f"{text[:397]}..."
-    return short.replace("|", "\\|").replace("\n", " ")
+        report.counts.update(shard.reasoning.counts)
+        report.truncated.update({int(budget): count for budget, count in shard.reasoning.truncated.items()})
+    return report.markdown() if report.counts else "As it came."
 
 
 def _plot(table: "Table", chosen: "Chosen", settings: SftSettings, path: Path) -> None:
@@ -189,5 +144,5 @@ def _plot(table: "Table", chosen: "Chosen", settings: SftSettings, path: Path) -
     tasks.set_title("Tasks", loc="left", fontsize=11)
     tasks.legend(frameon=False)
     for axis in (lengths, tasks):
-        axis.spines[["top", "right"]].set_visible(False)
+        tidy(axis, grid=None)
     save_figure(figure, path, dpi=130)

@@ -14,11 +14,7 @@ def epochs(tokens: Sequence[int], sampling: Sampling) -> list[float]:
     """Number of passes over each source.
 
     Shares of the budget are proportional to size to the power `alpha`; what a source cannot take within `max_epochs`
-    goes to the others.
-
-    Args:
-        tokens: number of training tokens of each source.
-        sampling: see `Sampling`.
+    goes to the others. `tokens` is the number of training tokens of each source.
 
     Raises:
         ValueError: the budget is more than all sources can give within `max_epochs`.

@@ -1,28 +1,23 @@
 """Settings of `nemo-ext sft_data`: sources, filters, template, reasoning, sampling, packing. No torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
-from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 
-from nemo_ext.chat.reasoning import ModeShares, ReasoningSettings
+from nemo_ext.chat.reasoning import ANY_TASK, ReasoningSettings
 from nemo_ext.data.packs.packed_files import PackingSettings
 from nemo_ext.data.sft.filters.near_duplicates import NearDuplicates
 from nemo_ext.data.sft.filters.screen import Screen, load_filters
-from nemo_ext.data.sft.sources import ConversationSource, load_conversations
+from nemo_ext.data.sft.sources import ConversationSource
 from nemo_ext.data.text.tokenizers import named_tokenizer
-from nemo_ext.job.settings import check_keys, checked, checked_share, checked_whole
-
-KEYS = (
-    *("preset", "output", "tokenizer", "template", "turns", "sources", "filters", "near_duplicates", "duplicate_ids"),
-    *("reasoning", "thinking_shares", "sampling", "packing", "validation_share", "max_bad_share", "seed", "workers"),
-)
+from nemo_ext.job.settings import STRICT, Share, checked
 
 
-@checked_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Sampling:
     """Sampling of sources: small ones many times, large ones few (Nemotron 3 Nano, section 3.1; all (choice)).
 
@@ -33,11 +28,11 @@ class Sampling:
     """
 
     tokens: PositiveFloat | None = None
-    alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
+    alpha: Share = 0.5
     max_epochs: PositiveFloat = 8.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class SftSettings:
     """Checked settings of the job.
 
@@ -48,11 +43,11 @@ class SftSettings:
         template: name of a chat template, or a file or folder that has one.
         turns: splitting of a conversation into texts, see `Template.renderings`.
         sources: sources of conversations.
-        screen: filters of single samples.
+        filters: settings of the filters of single samples by name; None leaves one out.
         near_duplicates: filter of near duplicates; None to leave them in.
         duplicate_ids: `drop` all but the first sample of an id, or `error`.
         reasoning: control of reasoning; None to leave samples as they are.
-        thinking_shares: task -> share of samples with thinking on, see `ModeShares`.
+        thinking_shares: task -> share of samples (by number) with thinking on; `*` for every task not named.
         sampling: sampling of sources.
         packing: settings of packing.
         validation_share: share of samples for validation, chosen by seed and id; they come once and are packed apart.
@@ -63,21 +58,39 @@ class SftSettings:
 
     preset: str | None
     output: Path
-    tokenizer: Mapping[str, Any]
+    tokenizer: dict[str, Any]
     template: str
     turns: Literal["split", "last", "whole"]
     sources: tuple[ConversationSource, ...]
-    screen: Screen
+    filters: dict[str, dict[str, Any] | None]
     near_duplicates: NearDuplicates | None
     duplicate_ids: Literal["drop", "error"]
     reasoning: ReasoningSettings | None
-    thinking_shares: Mapping[str, float]
+    thinking_shares: dict[str, Share]
     sampling: Sampling
     packing: PackingSettings
-    validation_share: float
-    max_bad_share: float
+    validation_share: Annotated[Share, Field(lt=1)]
+    max_bad_share: Share
     seed: int
     workers: PositiveInt | None
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ValueError("sources is empty: name at least one, '{name: ..., path: ...}'")
+        names = [source.name for source in self.sources]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"sources: two are called {name!r}")
+        _ = self.screen
+
+    @cached_property
+    def screen(self) -> Screen:
+        """Filters of single samples."""
+        return load_filters(self.filters)
+
+    def thinking_share(self, task: str) -> float | None:
+        """Share of a task's samples with thinking on; None if it has none and is left alone."""
+        return self.thinking_shares.get(task, self.thinking_shares.get(ANY_TASK))
 
 
 def read_settings(config: Mapping[str, Any]) -> SftSettings:
@@ -87,44 +100,16 @@ def read_settings(config: Mapping[str, Any]) -> SftSettings:
         ValueError: a key is wrong; the message names it, what it holds and what it may hold.
     """
     given = {key: value for key, value in config.items() if key != "data_root"}
-    check_keys(given, KEYS, required=KEYS, where="sft_data")
-    for name in ("output", "template"):
-        if not given[name]:
-            raise ValueError(f"{name}=null: say {'where the packs go' if name == 'output' else 'which chat template'}")
-    for name, allowed in (("turns", ("split", "last", "whole")), ("duplicate_ids", ("drop", "error"))):
-        if given[name] not in allowed:
-            raise ValueError(f"{name}={given[name]!r}: expected one of {', '.join(allowed)}")
-    if not given["sources"]:
-        raise ValueError("sources is empty: name at least one, '{name: ..., path: ...}'")
-    sources = tuple(load_conversations(source) for source in given["sources"])
-    names = [source.name for source in sources]
-    if len(set(names)) < len(names):
-        raise ValueError(f"sources: two are called {next(name for name in names if names.count(name) > 1)!r}")
-    seed = checked_whole("seed", given["seed"])
-    tokenizer = given["tokenizer"]
-    if isinstance(tokenizer, str):
-        tokenizer = named_tokenizer(tokenizer)
-    filters = dict(given["filters"] or {})
-    if filters.get("length"):
-        filters["length"] = {"tokenizer": tokenizer, **filters["length"]}
-    near = given["near_duplicates"]
-    reasoning = given["reasoning"]
-    return SftSettings(
-        preset=given["preset"],
-        output=Path(given["output"]),
-        tokenizer=tokenizer,
-        template=str(given["template"]),
-        turns=given["turns"],
-        sources=sources,
-        screen=load_filters(filters),
-        near_duplicates=None if near is None else checked(NearDuplicates, near, where="near_duplicates"),
-        duplicate_ids=given["duplicate_ids"],
-        reasoning=None if reasoning is None else ReasoningSettings.of({"seed": seed, **reasoning}),
-        thinking_shares=dict(ModeShares(given["thinking_shares"] or {}).targets),
-        sampling=checked(Sampling, given["sampling"] or {}, where="sampling"),
-        packing=checked(PackingSettings, {"seed": seed, **given["packing"]}, where="packing"),
-        validation_share=checked_share("validation_share", given["validation_share"], below_one=True),
-        max_bad_share=checked_share("max_bad_share", given["max_bad_share"]),
-        seed=seed,
-        workers=None if given["workers"] is None else checked_whole("workers", given["workers"], least=1),
-    )
+    for name, what in (("output", "where the packs go"), ("template", "which chat template")):
+        if not given.get(name):
+            raise ValueError(f"{name}=null: say {what}")
+    for name in ("filters", "thinking_shares", "sampling"):
+        given[name] = given.get(name) or {}
+    for name in ("reasoning", "packing"):
+        if isinstance(given.get(name), Mapping):
+            given[name] = {"seed": given.get("seed"), **given[name]}
+    if isinstance(given.get("tokenizer"), str):
+        given["tokenizer"] = named_tokenizer(given["tokenizer"])
+    if length := given["filters"].get("length"):
+        given["filters"] = {**given["filters"], "length": {"tokenizer": given.get("tokenizer"), **length}}
+    return checked(SftSettings, given, strict=True)

@@ -6,7 +6,7 @@ FOLDER/NNNNNN.json                          counts of what was read, left out an
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -22,14 +22,14 @@ from nemo_ext.data.packs.sample_files import SampleFile, open_samples, write_sam
 from nemo_ext.data.sft.filters.base import Texts
 from nemo_ext.data.sft.filters.near_duplicates import Sketches
 from nemo_ext.data.sft.masks import ChatEncoder, Encoded
-from nemo_ext.data.sft.settings import SftSettings, read_settings
+from nemo_ext.data.sft.settings import SftSettings
 from nemo_ext.data.sft.sources import ConversationReport
 from nemo_ext.data.text.documents import Part
 from nemo_ext.data.text.tokenizers import load_tokenizer
-from nemo_ext.job.files import publish, unfinished, write_text
+from nemo_ext.job.files import complete_file, write_text
 from nemo_ext.job.seeds import digest
 
-FORMAT = 2
+FORMAT = 3
 """Version of these files; shards of another one are made again."""
 MODES = ("off", "on")
 KINDS = ("off", "fixed", "on", "stripped")
@@ -39,31 +39,20 @@ _SKETCHED_TOGETHER = 256
 
 @dataclass(frozen=True)
 class Work:
-    """Job description for a worker.
+    """Job description for a worker; `folder` is that of the shards."""
 
-    Attributes:
-        config: config of the job, as JSON: settings are read again in every process.
-        folder: folder of the shards.
-    """
-
-    config: str
+    settings: SftSettings
     folder: Path
 
     @property
-    def settings(self) -> SftSettings:
-        """Settings of the job."""
-        return _settings(self.config)
+    def encoder(self) -> ChatEncoder:
+        """Encoder of the job's template and tokenizer."""
+        return encoder_of(self.settings.template, json.dumps(self.settings.tokenizer))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One part of one source, which becomes a shard.
-
-    Attributes:
-        index: number of the shard.
-        source: number of the source.
-        part: part of the source.
-    """
+    """One part of one source, which becomes a shard; `index` is the shard's number, `source` the source's."""
 
     index: int
     source: int
@@ -75,6 +64,7 @@ class Shard:
     """A finished shard. A sample is a conversation that was read; a row is one of its texts.
 
     Attributes:
+        piece: part that it was made of.
         file: tokens and masks of the rows.
         ids: [samples] uint64, digests of source and id.
         contents: [samples] uint64, digests of the messages.
@@ -86,9 +76,13 @@ class Shard:
         tasks: [rows] index into `task_names`.
         languages: [rows] index into `language_names`.
         trained: [rows] number of tokens in the loss.
-        report: contents of the JSON file.
+        task_names: names of its tasks.
+        language_names: names of its languages.
+        report: counts of the records read and left out.
+        reasoning: counts of what the control of reasoning did.
     """
 
+    piece: Piece
     file: SampleFile
     ids: npt.NDArray[np.uint64]
     contents: npt.NDArray[np.uint64]
@@ -100,42 +94,38 @@ class Shard:
     tasks: npt.NDArray[np.int64]
     languages: npt.NDArray[np.int64]
     trained: npt.NDArray[np.int64]
-    report: dict[str, Any]
+    task_names: list[str]
+    language_names: list[str]
+    report: ConversationReport
+    reasoning: ReasoningReport
 
 
 @lru_cache(maxsize=4)
-def _settings(config: str) -> SftSettings:
-    return read_settings(json.loads(config))
+def encoder_of(template: str, tokenizer: str) -> ChatEncoder:
+    """Encoder of a template and of a tokenizer's config in JSON; cached."""
+    return ChatEncoder(Template.load(template), load_tokenizer(json.loads(tokenizer)))
 
 
-@lru_cache(maxsize=4)
-def encoder_of(config: str) -> ChatEncoder:
-    """Encoder of a job, from its template and tokenizer; cached."""
-    settings = _settings(config)
-    return ChatEncoder(Template.load(settings.template), load_tokenizer(settings.tokenizer))
+def make_shard(work: Work, piece: Piece) -> None:
+    """Make the files of one shard."""
+    _Writer(work, piece).write()
 
 
-def make_shard(work: Work, piece: Piece) -> int:
-    """Make the files of one shard, if they do not exist; returns its number."""
-    if not is_finished(work.folder, piece.index):
-        _Writer(work, piece).write()
-    return piece.index
-
-
-def is_finished(folder: Path, index: int) -> bool:
+def is_finished(work: Work, piece: Piece) -> bool:
     """True if all files of a shard exist."""
-    return _base(folder, index).with_suffix(".json").is_file()
+    return _base(work.folder, piece.index).with_suffix(".json").is_file()
 
 
-def open_shard(work: Work, index: int) -> Shard:
+def open_shard(work: Work, piece: Piece) -> Shard:
     """Open a finished shard."""
-    base = _base(work.folder, index)
-    vocab_size = encoder_of(work.config).tokenizer.vocab_size
+    base = _base(work.folder, piece.index)
+    vocab_size = work.encoder.tokenizer.vocab_size
     with np.load(base.with_suffix(".npz")) as arrays:
         loaded = {name: arrays[name] for name in arrays.files}
     sketches = Sketches(loaded.pop("bands"), loaded.pop("slots")) if "bands" in loaded else None
-    report = json.loads(base.with_suffix(".json").read_text())
-    return Shard(file=open_samples(base, vocab_size=vocab_size), sketches=sketches, report=report, **loaded)
+    said = json.loads(base.with_suffix(".json").read_text())
+    said |= {"report": ConversationReport(**said["report"]), "reasoning": ReasoningReport(**said["reasoning"])}
+    return Shard(piece=piece, file=open_samples(base, vocab_size=vocab_size), sketches=sketches, **said, **loaded)
 
 
 def _base(folder: Path, index: int) -> Path:
@@ -146,7 +136,7 @@ def _controlled(
     work: Work, piece: Piece, report: ConversationReport, reasoning: ReasoningReport
 ) -> Iterator[tuple[int, Texts, list[Sample]]]:
     """Yield the samples of a part that no filter drops: record number, texts, and the samples made by `Control`."""
-    settings, encoder = work.settings, encoder_of(work.config)
+    settings, encoder = work.settings, work.encoder
     control = None
     if settings.reasoning is not None:
         control = Control(settings.reasoning, truncate=encoder.truncated)
@@ -182,7 +172,7 @@ class _Writer:
 
     def write(self) -> None:
         base = _base(self.work.folder, self.piece.index)
-        write_samples(base, self._texts(), vocab_size=encoder_of(self.work.config).tokenizer.vocab_size)
+        write_samples(base, self._texts(), vocab_size=self.work.encoder.tokenizer.vocab_size)
         self._sketch()
         arrays: dict[str, Any] = {name: np.array(values, dtype=np.int64) for name, values in self.rows.items()}
         arrays |= {name: np.array(getattr(self, name), dtype=np.uint64) for name in ("ids", "contents")}
@@ -190,27 +180,11 @@ class _Writer:
         if self.work.settings.near_duplicates is not None:
             joined = Sketches.joined(self.sketches)
             arrays |= {"bands": joined.bands, "slots": joined.slots}
-        path = base.with_suffix(".npz")
-        with open(unfinished(path), "wb") as file:
+        with complete_file(base.with_suffix(".npz")) as file:
             np.savez(file, **arrays)
-        publish(unfinished(path), path)
-        write_text(
-            base.with_suffix(".json"),
-            json.dumps(
-                {
-                    "source": self.piece.source,
-                    "file": self.piece.part.path,
-                    "records": self.report.records,
-                    "skipped": self.report.skipped,
-                    "examples": self.report.examples,
-                    "ignored": self.report.ignored,
-                    "changed": self.report.changed,
-                    "reasoning": {"counts": self.reasoning.counts, "truncated": self.reasoning.truncated},
-                    "task_names": list(self.names["tasks"]),
-                    "language_names": list(self.names["languages"]),
-                }
-            ),
-        )
+        said = {"report": self.report, "reasoning": self.reasoning}
+        said |= {f"{name}_names": list(self.names[f"{name}s"]) for name in ("task", "language")}
+        write_text(base.with_suffix(".json"), json.dumps(said, default=vars))
 
     def _texts(self) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
         for number, texts, made in _controlled(self.work, self.piece, self.report, self.reasoning):
@@ -229,7 +203,7 @@ class _Writer:
 
     def _encoded(self, sample: Sample) -> list[tuple[Sample, str, Encoded]]:
         """Encode the texts of a sample; with shares of thinking, also the stripped texts that may replace them."""
-        settings, encoder = self.work.settings, encoder_of(self.work.config)
+        settings, encoder = self.work.settings, self.work.encoder
         versions: dict[str, Sample] = {mode_of(sample): sample}
         if settings.thinking_shares and "on" in versions:
             versions["stripped"] = stripped(sample)
@@ -261,8 +235,3 @@ class _Writer:
         if near is not None:
             self.sketches.append(near.sketch(self.waiting))
         self.waiting = []
-
-
-def config_text(config: Mapping[str, Any]) -> str:
-    """Serialise the config for `Work`."""
-    return json.dumps(dict(config), sort_keys=True)

@@ -7,15 +7,14 @@ A record that is not a conversation is skipped and counted with its place, as `m
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, ConfigDict
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.chat.formats import (
@@ -29,13 +28,11 @@ from nemo_ext.chat.formats import (
 )
 from nemo_ext.chat.sample import Sample
 from nemo_ext.data.text.documents import Part, ReadReport
-from nemo_ext.data.text.user_files import JsonlSource, ParquetSource, RecordSource
-from nemo_ext.job.settings import checked
+from nemo_ext.data.text.user_files import RecordSource, record_source, value_at, without_nulls
+from nemo_ext.job.settings import STRICT, Strings, checked
 
 _CHECKED_RECORDS = 1000
 _CHECKED_BYTES = 1 << 20
-
-Paths = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 
 
 class Located(NamedTuple):
@@ -60,7 +57,7 @@ class ConversationReport(ReadReport):
             self.changed.update(other.changed)
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ConversationSource:
     """Files with one conversation per record. Keys may be paths such as `metadata.task`.
 
@@ -80,7 +77,7 @@ class ConversationSource:
     """
 
     name: str
-    path: Paths
+    path: Strings
     kind: Literal["jsonl", "parquet"] | None = None
     format: Format = "auto"
     id_key: str = "id"
@@ -94,13 +91,7 @@ class ConversationSource:
     @cached_property
     def files(self) -> RecordSource:
         """Reader of the files' records."""
-        kind = self.kind
-        if kind is None:
-            parquet = {path.endswith(".parquet") for path in self.path}
-            if len(parquet) != 1:
-                raise ValueError(f"source {self.name}: path is empty or mixes .parquet and others: make it two sources")
-            kind = "parquet" if parquet.pop() else "jsonl"
-        return (ParquetSource if kind == "parquet" else JsonlSource)(path=self.path)
+        return record_source(self.path, self.kind, f"source {self.name}")
 
     def check(self) -> list[tuple[str, Path]]:
         """Check the first records of each input file; returns the files.
@@ -182,32 +173,6 @@ def load_conversations(config: Mapping[str, Any]) -> ConversationSource:
         ValueError: a key is wrong; the message names it, with the nearest known one.
     """
     return checked(ConversationSource, config, where=f"source {config.get('name', '')}".strip())
-
-
-def without_nulls(value: Any) -> Any:
-    """Remove nulls from Parquet's structs: a struct column gives every record all keys that any record has."""
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    return value
-
-
-def value_at(record: Mapping[str, Any], key: str) -> Any:
-    """Value of a key, or of a path of keys."""
-    if key in record or "." not in key:
-        return record.get(key)
-    value: Any = record
-    for step in key.split("."):
-        value = value.get(step) if isinstance(value, Mapping) else None
-    return value
-
-
-def outside(folder: Path, inputs: Iterable[Path]) -> None:
-    """Raises ValueError if an input lies inside a folder that a job makes and removes itself."""
-    for path in inputs:
-        if folder.resolve() in path.resolve().parents:
-            raise ValueError(f"{path} lies in {folder}, which is emptied: move it, or choose another output")
 
 
 def _digest(record: Mapping[str, Any]) -> str:

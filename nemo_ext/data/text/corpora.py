@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from nemo_ext.data.text.documents import Document, Part, ReadReport, Source
-from nemo_ext.data.text.user_files import file_text, matches, walk
-from nemo_ext.job.settings import nearest
+from nemo_ext.data.text.documents import Document, Part, ReadReport, Source, file_text
+from nemo_ext.data.text.user_files import matches, walk
+from nemo_ext.job.settings import Strings, nearest
 
 _HEADERS = (".h", ".hpp", ".cuh")
 
@@ -33,11 +33,6 @@ class PythonStdlibSource(Source):
         found = walk(root, lambda name: name.endswith(".py") and not matches(name, local), skip_directories=skipped)
         return [(f"stdlib/{name}", path) for name, path in found]
 
-    def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
-        text = file_text(part, report)
-        if text is not None:
-            yield Document(part.name, text)
-
 
 @dataclass(frozen=True, kw_only=True)
 class InstalledSource(Source):
@@ -48,8 +43,8 @@ class InstalledSource(Source):
     """
 
     _times_matter: ClassVar[bool] = False
-    packages: tuple[str, ...] = ()
-    exclude_packages: tuple[str, ...] = (
+    packages: Strings = ()
+    exclude_packages: Strings = (
         "nemo_ext",
         "hydra_conf",
         "launchers",

@@ -14,7 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from pydantic import PositiveInt
+
 EXAMPLES_PER_REASON = 5
+BAD = ("malformed", "schema")
+"""Reasons that count against `max_bad_share`: no JSON object, or none of the kind that is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,16 @@ class ReadReport:
             said.append(f"{count:,} {reason}" + (f" ({'; '.join(places)}{more})" if places else ""))
         return ", ".join(said) or "nothing"
 
+    def check_bad_share(self, where: str, most: float) -> None:
+        """Raises ValueError if more than a share of the records, or all of them, are `BAD`."""
+        bad = sum(self.skipped.get(reason, 0) for reason in BAD)
+        if bad > most * self.records or bad == self.records > 0:
+            places = [place for reason in BAD for place in self.examples.get(reason, [])]
+            raise ValueError(
+                f"{where}: {bad:,} of {self.records:,} records do not fit, more than max_bad_share={most}: "
+                f"{'; '.join(places[:3])}. Mend the files, set the keys, or raise max_bad_share"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -84,7 +98,7 @@ class Source:
     """
 
     kind: ClassVar[str] = ""
-    max_bytes: int | None = None
+    max_bytes: PositiveInt | None = None
     deduplicate: bool = True
 
     def describe(self) -> dict[str, object]:
@@ -121,8 +135,9 @@ class Source:
             yield Part(name=name, path=str(path), size=path.stat().st_size)
 
     def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
-        """Read the documents of one part in order; skipped records are counted in `report`."""
-        raise NotImplementedError
+        """Read the documents of one part in order, by default its file's text; skipped records are counted."""
+        if (text := file_text(part, report)) is not None:
+            yield Document(part.name, text)
 
     def finish(self, report: ReadReport) -> None:
         """Check a fully read source; raises ValueError if too much of it was bad."""
@@ -171,6 +186,21 @@ def readable(source: Source, part: Part, report: ReadReport) -> Iterator[tuple[D
             report.skip("empty", document.id)
             continue
         yield document, data
+
+
+def file_text(part: Part, report: ReadReport) -> str | None:
+    """Read a UTF-8 file without its byte order mark; None if it cannot be read, with the reason counted."""
+    report.records += 1
+    try:
+        data = Path(part.path).read_bytes()
+        if b"\0" not in data:
+            return data.decode().removeprefix("\ufeff")
+        report.skip("binary", part.path)
+    except UnicodeDecodeError as error:
+        report.skip("undecodable", f"{part.path}: byte {error.start}")
+    except OSError as error:
+        report.skip("unreadable", f"{part.path}: {error.strerror}")
+    return None
 
 
 def document_digest(text: bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from nemo_ext.job.progress import notice
 
 FORMAT_VERSION = 2
 SPLITS = ("train", "valid")
+_KEYS = ("format_version", "config_hash")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,7 @@ def read_manifest(prefix: str | Path) -> Manifest:
         ValueError: There is none, or the file is damaged or not a manifest of this version.
     """
     path = Path(f"{prefix}.json")
-    values = _stored(path)
+    values = stored(path, _KEYS)
     if values is None:
         raise ValueError(f"{path}: no such manifest: tokenise the stream first")
     if values.pop("format_version") != FORMAT_VERSION:
@@ -96,7 +98,7 @@ def finished_manifest(prefix: Path, config_hash: str) -> Manifest | None:
     Raises:
         ValueError: There is a file of that name that is not a manifest.
     """
-    values = _stored(Path(f"{prefix}.json"))
+    values = stored(Path(f"{prefix}.json"), _KEYS)
     if values is None:
         return None
     if values["config_hash"] != config_hash:
@@ -122,13 +124,18 @@ def write_manifest(manifest: Manifest, directory: Path) -> None:
     publish(complete, Path(f"{manifest.prefix}.json"))
 
 
-def _stored(path: Path) -> dict[str, Any] | None:
+def stored(path: Path, keys: Collection[str]) -> dict[str, Any] | None:
+    """Read the values of a manifest; None if there is no file.
+
+    Raises:
+        ValueError: the file is something else, or lacks one of the keys.
+    """
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError:
         values = None
-    if not isinstance(values, dict) or not values.keys() >= {"format_version", "config_hash"}:
+    if not isinstance(values, dict) or not values.keys() >= set(keys):
         raise ValueError(f"{path}: not a manifest of tokenised data: choose another prefix, or remove the file")
     return values

@@ -7,15 +7,17 @@ import dataclasses
 import json
 import shutil
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from nemo_ext.data.text.documents import (
+    Admission,
     Document,
     Part,
     ReadReport,
@@ -27,8 +29,9 @@ from nemo_ext.data.text.documents import (
 from nemo_ext.data.text.indexed_dataset import Ids, ids_type
 from nemo_ext.data.text.sources import load_source
 from nemo_ext.data.text.tokenizers import Tokenizer, load_tokenizer
-from nemo_ext.job.files import publish, unfinished
+from nemo_ext.job.files import complete_file, write_text
 from nemo_ext.job.progress import notice
+from nemo_ext.job.workers import in_workers
 
 _BATCH_BYTES = 1 << 20
 
@@ -62,10 +65,7 @@ def open_shards(directory: Path, plan_hash: str) -> None:
         notice(f"{directory}: begun with other settings or input files: starting over")
         shutil.rmtree(directory)
     if not directory.exists():
-        directory.mkdir(parents=True)
-        complete = unfinished(plan)
-        complete.write_text(plan_hash)
-        publish(complete, plan)
+        write_text(plan, plan_hash)
 
 
 def cut(source: Source, *, max_documents: int, max_size: int) -> Iterator[list[Part]]:
@@ -100,8 +100,7 @@ def tokenize_shard(work: ShardWork, shard: int, parts: Sequence[Part]) -> None:
     report = ReadReport()
     lengths, sizes, positions = list[int](), list[int](), list[int]()
     digests = bytearray()
-    tokens_path, rows_path = _tokens_path(work.directory, shard), _rows_path(work.directory, shard)
-    with open(unfinished(tokens_path), "wb") as file:
+    with complete_file(_tokens_path(work.directory, shard)) as file:
         for batch in _batches(source, parts, report):
             encoded = tokenizer.encode([document.text for document, _ in batch])
             for (document, data), ids in zip(batch, encoded, strict=True):
@@ -110,8 +109,7 @@ def tokenize_shard(work: ShardWork, shard: int, parts: Sequence[Part]) -> None:
                 sizes.append(len(data))
                 positions.append(split_position(work.seed, document.id))
                 digests += document_digest(data)
-    publish(unfinished(tokens_path), tokens_path)
-    with open(unfinished(rows_path), "wb") as file:
+    with complete_file(_rows_path(work.directory, shard)) as file:
         np.savez(
             file,
             lengths=np.array(lengths, dtype=np.int64),
@@ -120,7 +118,6 @@ def tokenize_shard(work: ShardWork, shard: int, parts: Sequence[Part]) -> None:
             digests=np.frombuffer(digests, dtype=np.uint8).reshape(-1, 16),
             report=np.frombuffer(json.dumps(dataclasses.asdict(report)).encode(), dtype=np.uint8),
         )
-    publish(unfinished(rows_path), rows_path)
 
 
 def read_rows(directory: Path, shard: int) -> ShardRows:
@@ -153,6 +150,47 @@ def open_tokens(directory: Path, shard: int, dtype: type[np.uint16 | np.int32], 
     if path.stat().st_size != count * np.dtype(dtype).itemsize:
         raise ValueError(f"{path} is damaged: remove {directory} and run again")
     return np.memmap(path, dtype=dtype, mode="r") if count else np.empty(0, dtype=dtype)
+
+
+def complete_shards(
+    work: ShardWork,
+    shards: Iterator[list[Part]],
+    source: Source,
+    *,
+    workers: int,
+    advance: Callable[[int], None],
+) -> int:
+    """Make the shards that are missing, as far as `max_bytes` needs them; return how many are in use.
+
+    Raises:
+        RuntimeError: A worker process died.
+    """
+    ready: set[int] = set()
+    frontier = 0
+    admission, ignored = Admission(source), ReadReport()
+    done = in_workers(partial(_tokenize, work), enumerate(shards), workers=workers, skip=partial(_is_there, work))
+    with closing(done):
+        for (index, parts), _ in done:
+            advance(sum(part.size for part in parts))
+            ready.add(index)
+            while frontier in ready:
+                ready.remove(frontier)
+                if source.max_bytes is not None:
+                    rows = read_rows(work.directory, frontier)
+                    for digest, size in zip(rows.digests, rows.sizes, strict=True):
+                        admission.admit(digest.tobytes(), int(size), ignored)
+                frontier += 1
+                if admission.full:
+                    return frontier
+    return frontier
+
+
+def _is_there(work: ShardWork, shard: tuple[int, list[Part]]) -> bool:
+    return is_finished(work.directory, shard[0])
+
+
+def _tokenize(work: ShardWork, shard: tuple[int, list[Part]]) -> None:
+    tokenize_shard(work, *shard)
 
 
 @lru_cache(maxsize=1)

@@ -74,11 +74,7 @@ def select(directory: Path, count: int, source: Source, validation_share: float)
 def write_splits(
     prefix: Path, directory: Path, selection: Selection, vocab_size: int, *, advance: Callable[[int], None]
 ) -> dict[str, SplitCounts]:
-    """Write the selected documents as Megatron's files and move these into place.
-
-    Args:
-        advance: Function to call with the number of bytes of text written.
-    """
+    """Write the selected documents as Megatron's files and move these into place; `advance` gets bytes of text."""
     dtype = ids_type(vocab_size)
     counts: dict[str, SplitCounts] = {}
     written: list[Path] = []

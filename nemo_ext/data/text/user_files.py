@@ -13,14 +13,16 @@ import itertools
 import json
 import os
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any, ClassVar, cast
+from typing import IO, Annotated, Any, ClassVar, cast
 
-from nemo_ext.data.text.documents import Document, Part, ReadReport, Source
-from nemo_ext.job.settings import nearest
+from pydantic import Field
+
+from nemo_ext.data.text.documents import Document, Part, ReadReport, Source, file_text
+from nemo_ext.job.settings import Share, Strings, nearest
 
 _SAMPLE_BYTES = 1 << 20
 
@@ -33,9 +35,9 @@ class RecordSource(Source):
     text_key: Key of the JSON object, or column of the table, that holds the text.
     """
 
-    path: tuple[str, ...]
-    text_key: str = "text"
-    max_bad_share: float = 0.01
+    path: Strings
+    text_key: Annotated[str, Field(min_length=1)] = "text"
+    max_bad_share: Share = 0.01
 
     def inputs(self) -> list[tuple[str, Path]]:
         return _named_files(self.path, self.kind)
@@ -53,13 +55,7 @@ class RecordSource(Source):
         raise NotImplementedError
 
     def finish(self, report: ReadReport) -> None:
-        bad = report.skipped.get("malformed", 0)
-        if bad > self.max_bad_share * report.records:
-            raise ValueError(
-                f"{bad} of {report.records} records of the {self.kind} source are malformed, more than "
-                f"max_bad_share={self.max_bad_share}: {'; '.join(report.examples['malformed'])}. "
-                "Mend the files or raise max_bad_share"
-            )
+        report.check_bad_share(f"{self.kind} source", self.max_bad_share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +98,7 @@ class JsonlSource(RecordSource):
 
     def records(self, part: Part, report: ReadReport) -> Iterator[tuple[int, dict[str, Any]]]:
         position = part.start
-        with _open_lines(part.path) as file:
+        with open_lines(part.path) as file:
             if part.start:
                 file.seek(part.start)
             for number, line in enumerate(_whole_lines(file, part.path), start=part.first):
@@ -140,7 +136,7 @@ class ParquetSource(RecordSource):
             self._schema(path)
 
     def check(self) -> list[tuple[str, Path]]:
-        types = _pyarrow().types
+        types = pyarrow_module().types
         inputs = self.inputs()
         for _, path in inputs:
             texts = []
@@ -155,7 +151,7 @@ class ParquetSource(RecordSource):
         return inputs
 
     def parts(self, *, max_documents: int, max_size: int) -> Iterator[Part]:
-        pyarrow = _pyarrow()
+        pyarrow = pyarrow_module()
         for name, path in self.inputs():
             first = 1
             with pyarrow.parquet.ParquetFile(path) as file:
@@ -168,11 +164,8 @@ class ParquetSource(RecordSource):
     def place(self, part: Part, number: int) -> str:
         return f"{part.path}: row {number}"
 
-    def records(self, part: Part, report: ReadReport) -> Iterator[tuple[int, dict[str, Any]]]:
-        yield from self._rows(part, report)
-
     def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
-        for number, row in self._rows(part, report, columns=[self.text_key]):
+        for number, row in self.records(part, report, columns=[self.text_key]):
             text = row[self.text_key]
             if text is None:
                 report.skip("malformed", f"{self.place(part, number)}: {self.text_key!r} is null")
@@ -180,16 +173,16 @@ class ParquetSource(RecordSource):
                 yield Document(f"{part.name}:{number}", text)
 
     def _schema(self, path: Path) -> Any:
-        pyarrow = _pyarrow()
+        pyarrow = pyarrow_module()
         try:
             return pyarrow.parquet.read_schema(path)
         except pyarrow.ArrowInvalid as error:
             raise ValueError(f"{path}: not a readable Parquet file ({error}): make it again") from None
 
-    def _rows(
+    def records(
         self, part: Part, report: ReadReport, *, columns: list[str] | None = None
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        pyarrow = _pyarrow()
+        pyarrow = pyarrow_module()
         number = part.first
         try:
             with pyarrow.parquet.ParquetFile(part.path) as file:
@@ -210,7 +203,7 @@ class TextSource(Source):
     """Text files named one by one or by globs, one document each; one that is not UTF-8 text is an error."""
 
     kind: ClassVar[str] = "text"
-    path: tuple[str, ...]
+    path: Strings
 
     def inputs(self) -> list[tuple[str, Path]]:
         return _named_files(self.path, self.kind)
@@ -233,9 +226,9 @@ class TreeSource(Source):
     """
 
     kind: ClassVar[str] = "tree"
-    path: str
-    include: tuple[str, ...] = ("*",)
-    exclude: tuple[str, ...] = (".git", ".hg", ".svn", ".venv", "__pycache__", "node_modules")
+    path: Annotated[str, Field(min_length=1)]
+    include: Strings = ("*",)
+    exclude: Strings = (".git", ".hg", ".svn", ".venv", "__pycache__", "node_modules")
 
     def inputs(self) -> list[tuple[str, Path]]:
         root = Path(self.path).expanduser()
@@ -250,30 +243,72 @@ class TreeSource(Source):
             raise ValueError(f"tree source: no file below {root} matches include={list(self.include)} and not exclude")
         return found
 
-    def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
-        text = file_text(part, report)
-        if text is not None:
-            yield Document(part.name, text)
+
+def record_source(paths: tuple[str, ...], kind: str | None, where: str) -> RecordSource:
+    """Reader of files of records, jsonl or parquet; if the kind is None, the files' names tell it.
+
+    Raises:
+        ValueError: the names mix .parquet and others; the message begins with `where`.
+    """
+    if kind is None:
+        kinds = {"parquet" if path.endswith(".parquet") else "jsonl" for path in paths}
+        if len(kinds) != 1:
+            raise ValueError(f"{where}: path is empty or mixes .parquet and others: make it two sources")
+        kind = kinds.pop()
+    return (ParquetSource if kind == "parquet" else JsonlSource)(path=paths)
 
 
-def _named_files(patterns: Collection[str], kind: str) -> list[tuple[str, Path]]:
-    """Find the files of paths and globs, each once, named by their path below their common directory."""
+def value_at(record: Mapping[str, Any], key: str) -> Any:
+    """Value of a key, or of a path of keys such as `metadata.task`; None if there is none."""
+    if key in record or "." not in key:
+        return record.get(key)
+    value: Any = record
+    for step in key.split("."):
+        value = value.get(step) if isinstance(value, Mapping) else None
+    return value
+
+
+def without_nulls(value: Any) -> Any:
+    """Remove nulls from Parquet's structs: a struct column gives every record all keys that any record has."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def outside(folder: Path, inputs: Iterable[Path]) -> None:
+    """Raises ValueError if an input lies inside a folder that a job makes and removes itself."""
+    for path in inputs:
+        if folder.resolve() in path.resolve().parents:
+            raise ValueError(f"{path} lies in {folder}, which is emptied: move it, or choose another output")
+
+
+def find_files(patterns: Collection[str], where: str) -> list[Path]:
+    """Find the files of paths and globs, each once, in the order of the patterns and sorted within one.
+
+    Raises:
+        ValueError: a pattern matches nothing or names a directory, or no file is found; begins with `where`.
+    """
     if not patterns:
-        raise ValueError(f"{kind} source: path is empty: name at least one file")
-    found: set[Path] = set()
+        raise ValueError(f"{where}: path is empty: name at least one file")
+    found: dict[Path, None] = {}
     for pattern in patterns:
         path = Path(pattern).expanduser()
         if path.is_dir():
-            raise ValueError(f"{kind} source: {path} is a directory: name its files, e.g. {path / '*'}")
-        if path.is_file():
-            found.add(path.absolute())
-            continue
-        there = [Path(match) for match in glob.glob(str(path), recursive=True)]
+            raise ValueError(f"{where}: {path} is a directory: name its files, e.g. {path / '*'}")
+        there = [path] if path.is_file() else [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
         if not there:
-            raise ValueError(f"{kind} source: no such file: {path}")
-        found.update(match.absolute() for match in there if match.is_file())
+            raise ValueError(f"{where}: no such file: {path}")
+        found |= dict.fromkeys(match.absolute() for match in there if match.is_file())
     if not found:
-        raise ValueError(f"{kind} source: only directories match {list(patterns)}")
+        raise ValueError(f"{where}: only directories match {list(patterns)}")
+    return list(found)
+
+
+def _named_files(patterns: Collection[str], kind: str) -> list[tuple[str, Path]]:
+    """Find the files of paths and globs, named by their path below their common directory."""
+    found = find_files(patterns, f"{kind} source")
     common = Path(os.path.commonpath([path.parent for path in found]))
     return sorted((path.relative_to(common).as_posix(), path) for path in found)
 
@@ -298,21 +333,6 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(text, pattern) for pattern in patterns for text in (name, last))
 
 
-def file_text(part: Part, report: ReadReport) -> str | None:
-    """Read a UTF-8 file without its byte order mark; None if it cannot be read, with the reason counted."""
-    report.records += 1
-    try:
-        data = Path(part.path).read_bytes()
-        if b"\0" not in data:
-            return data.decode().removeprefix("\ufeff")
-        report.skip("binary", part.path)
-    except UnicodeDecodeError as error:
-        report.skip("undecodable", f"{part.path}: byte {error.start}")
-    except OSError as error:
-        report.skip("unreadable", f"{part.path}: {error.strerror}")
-    return None
-
-
 def _json_object(line: bytes) -> tuple[dict[str, Any] | None, str]:
     try:
         record = json.loads(line)
@@ -333,7 +353,8 @@ def _readable_rows(batch: Any) -> list[dict[str, Any] | UnicodeDecodeError]:
         return [row for n in range(len(batch)) for row in _readable_rows(batch.slice(n, 1))]
 
 
-def _pyarrow() -> ModuleType:
+def pyarrow_module() -> ModuleType:
+    """The library pyarrow with its Parquet files; raises ValueError if it is not installed."""
     try:
         importlib.import_module("pyarrow.parquet")
         return importlib.import_module("pyarrow")
@@ -341,12 +362,13 @@ def _pyarrow() -> ModuleType:
         raise ValueError(f"Parquet and .zst files need: pip install 'nemo_ext[data]' ({error})") from error
 
 
-def _open_lines(path: str) -> IO[bytes]:
+def open_lines(path: str) -> IO[bytes]:
+    """Open a file of lines: plain, .gz or .zst."""
     if path.endswith(".gz"):
         return cast(IO[bytes], gzip.open(path, "rb"))
     if path.endswith(".zst"):
-        return io.BufferedReader(_pyarrow().input_stream(path, compression="zstd"), buffer_size=1 << 20)
-    return open(path, "rb")
+        return io.BufferedReader(pyarrow_module().input_stream(path, compression="zstd"), buffer_size=1 << 20)
+    return open(path, "rb", buffering=1 << 20)
 
 
 def _whole_lines(file: IO[bytes], path: str) -> Iterator[bytes]:

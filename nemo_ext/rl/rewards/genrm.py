@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from nemo_ext.chat.response import parse_response
-from nemo_ext.chat.sample import Message
+from nemo_ext.chat.sample import Message, openai_messages
 from nemo_ext.data.preference.genrm import FIRST_SUPERIOR, LEAST_HELPFUL, MOST_HELPFUL, SECOND_SUPERIOR
-from nemo_ext.data.preference.group import trainer_messages
 from nemo_ext.rl.quotation import nonce, plain, quote
 from nemo_ext.rl.rewards.comparison import Judgement
 from nemo_ext.rl.rewards.components import Reward
@@ -50,7 +49,7 @@ def genrm_messages(prompt: Sequence[Message], first: str, second: str) -> list[d
         second: answer shown second.
     """
     shown = [{"role": f"response_{place}", "content": _shown(text)} for place, text in ((1, first), (2, second))]
-    return trainer_messages(prompt) + shown
+    return openai_messages(prompt) + shown
 
 
 def instructed_messages(prompt: Sequence[Message], first: str, second: str) -> list[dict[str, Any]]:

@@ -5,7 +5,8 @@ from typing import Any
 
 from nemo_ext.chat.formats import FormatError, to_sample
 from nemo_ext.chat.sample import Message, Sample
-from nemo_ext.data.sft.sources import ConversationReport, ConversationSource, value_at
+from nemo_ext.data.sft.sources import ConversationReport, ConversationSource
+from nemo_ext.data.text.user_files import value_at
 from nemo_ext.job.settings import nearest
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.rewards.genrm import instructed_messages

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from nemo_ext.data.curriculum.plan import Candidates, Plan, make_plan
 from nemo_ext.data.curriculum.prompts import key_of
 from nemo_ext.data.curriculum.schedule import fixed
+from nemo_ext.data.curriculum.settings import Settings
 
 DOMAINS = ("code", "math", "stem")
 
@@ -41,8 +42,10 @@ def shares_of(candidates: Candidates) -> dict[str, float]:
 
 
 def plan_of(candidates: Candidates, **settings: object) -> Plan:
-    ratios = fixed(settings.pop("shares", None) or shares_of(candidates), DOMAINS)  # type: ignore[arg-type]
-    return make_plan(candidates, ratios, **{"batch": 8, "levels": 8} | settings)  # type: ignore[arg-type]
+    shares = fixed(settings.pop("shares", None) or shares_of(candidates), DOMAINS)  # type: ignore[arg-type]
+    levels = settings.pop("levels", 8)
+    given = Settings(output="made", **{"batch": 8} | settings)  # type: ignore[arg-type]
+    return make_plan(candidates, shares, given, levels=levels)  # type: ignore[arg-type]
 
 
 def repeats_in_steps(plan: Plan, candidates: Candidates) -> int:

@@ -24,7 +24,7 @@ def profile_of(files: list[Path], folder: Path, *, keys: RolloutKeys | None = No
 
 
 def rate_of(profile: Profile, identity: str) -> tuple[int, float]:
-    (row,) = rows_of(profile, np.array([key_of(identity)]))
+    (row,) = rows_of(profile.key, np.array([key_of(identity)]))
     assert row >= 0
     return int(profile.rollouts[row]), float(profile.pass_rate[row])
 
@@ -109,7 +109,7 @@ def test_bad_rollouts_are_counted_with_their_lines(tmp_path: Path) -> None:
     assert report.examples["malformed"][0].startswith(f"{path}:3: not JSON")
     assert report.examples["malformed"][3] == f"{path}:6: no 'reward', there are ['id']"
     assert rate_of(read_profile(tmp_path / "p.parquet"), "a") == (2, 1.0)
-    with pytest.raises(ValueError, match=r"6 of 8 records are malformed, more than max_bad_share=0.01: .*r.jsonl:3"):
+    with pytest.raises(ValueError, match=r"6 of 8 records do not fit, more than max_bad_share=0.01: .*r.jsonl:3"):
         write_profile([path], tmp_path / "p.parquet", keys=RolloutKeys())
 
 
@@ -171,4 +171,4 @@ def test_a_profile_of_ones_own(tmp_path: Path, jsonl_of: Write) -> None:
     profile = read_profile(path)
 
     assert rate_of(profile, "b") == (4, 0.25)
-    assert rows_of(profile, np.array([key_of("b"), key_of("c")])).tolist() == [0, -1]
+    assert rows_of(profile.key, np.array([key_of("b"), key_of("c")])).tolist() == [0, -1]

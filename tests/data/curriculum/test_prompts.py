@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nemo_ext.data.curriculum import prompts as prompts_module
 from nemo_ext.data.curriculum import records
-from nemo_ext.data.curriculum.prompts import Prompts, key_of, left_out, read_prompts
+from nemo_ext.data.curriculum.prompts import Prompts, key_of, read_prompts
 from nemo_ext.data.curriculum.records import lines_of, parts_of
 from nemo_ext.data.curriculum.settings import PromptKeys
 
@@ -68,7 +68,7 @@ def test_ids_by_line_and_by_prompt(tmp_path: Path, jsonl_of: Write, monkeypatch:
     by_text = read_prompts([*files, files[0]], PromptKeys(id="prompt", prompt="input.q", domain=None))
 
     assert by_line.key.tolist() == [key_of(str(number)) for number in range(6)]
-    assert len(by_text) == 6 and left_out(by_text.report) == {"id seen before": 3}
+    assert len(by_text) == 6 and by_text.report.skipped == {"id seen before": 3}
     assert by_line.domains == ("all",)
 
 
@@ -80,11 +80,11 @@ def test_bad_and_repeated_records_are_counted(tmp_path: Path) -> None:
     prompts = read_prompts([path], PromptKeys(), max_bad_share=0.7)
 
     assert records_of(prompts) == [good.strip().encode()], "of two with one id the first"
-    assert left_out(prompts.report) == {"malformed": 3, "id seen before": 1}
+    assert prompts.report.skipped == {"malformed": 3, "id seen before": 1}
     assert [place.split(": ")[0] for place in prompts.report.examples["malformed"]] == [
         f"{path}:{n}" for n in (2, 4, 5)
     ]
-    with pytest.raises(ValueError, match="3 of 5 records are malformed"):
+    with pytest.raises(ValueError, match="3 of 5 records do not fit"):
         read_prompts([path], PromptKeys())
 
 

@@ -11,22 +11,14 @@ SHARES = st.lists(st.floats(0, 1), min_size=1, max_size=8).filter(lambda shares:
 @given(SHARES, st.integers(1, 200), st.integers(1, 120))
 def test_every_batch_is_full_and_every_domain_stays_near_its_share(shares: list[float], batch: int, steps: int) -> None:
     names = tuple(f"d{number}" for number in range(len(shares)))
-    ratios = fixed(dict(zip(names, shares, strict=True)), names)
+    scaled = fixed(dict(zip(names, shares, strict=True)), names)
 
-    counts = quotas(ratios, batch=batch, steps=steps)
+    counts = quotas(scaled, batch=batch, steps=steps)
 
     assert (counts >= 0).all() and (counts.sum(axis=1) == batch).all()
-    due = np.arange(1, steps + 1)[:, None] * batch * ratios(0)
+    due = np.arange(1, steps + 1)[:, None] * batch * scaled
     assert np.abs(np.cumsum(counts, axis=0) - due).max() < 2
     assert (counts[:, np.array(shares) == 0] == 0).all()
-
-
-def test_ratios_may_change_with_the_step() -> None:
-    ratios = lambda step: np.array([1.0, 0.0]) if step < 3 else np.array([0.25, 0.75])  # noqa: E731
-
-    counts = quotas(ratios, batch=4, steps=5)
-
-    assert counts.tolist() == [[4, 0]] * 3 + [[1, 3]] * 2
 
 
 @given(

@@ -137,11 +137,11 @@ def test_an_interrupted_run_goes_on(data: Path, monkeypatch: Any) -> None:
     job.run(config(data, output=str(data / "whole")))
     built = []
 
-    def stop_at_the_third(work: Any, records: Path, output: Path) -> None:
+    def stop_at_the_third(work: Any, part: tuple[Path, Path]) -> None:
         if len(built) == 2:
             raise KeyboardInterrupt
-        built.append(output)
-        build.build(work, records, output)
+        built.append(part[1])
+        build.build(work, part)
 
     monkeypatch.setattr(job, "build", stop_at_the_third)
     with pytest.raises(KeyboardInterrupt):
@@ -324,10 +324,8 @@ def test_every_preset_composes(preset: str) -> None:
     assert given.limit == limits[preset]
     if preset == "domyn":
         assert sum(source.limit or 0 for source in given.sources) == 260_000
-        assert {given.filters[source.name].length_difference_tasks for source in given.sources} == {
-            ("chat", "multi_turn")
-        }
-        assert {given.filters[source.name].max_prompt_tokens for source in given.sources} == {640}
+        assert {source.filters.length_difference_tasks for source in given.sources} == {("chat", "multi_turn")}
+        assert {source.filters.max_prompt_tokens for source in given.sources} == {640}
 
 
 def test_help_explains_every_key(tmp_path: Path) -> None:

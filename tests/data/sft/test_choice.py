@@ -59,7 +59,7 @@ def test_texts_longer_than_a_pack_count_for_no_budget(sft: Run, tmp_path: Path) 
     table, chosen = sft(records, packing=packing, sampling={"tokens": 12_000})
 
     packed = read_packed_manifest(tmp_path / "out" / "train")
-    assert packed.dropped == 0 and chosen.dropped == {"text longer than a pack": 40}
+    assert packed.dropped == 0 and chosen.left.skipped == {"text longer than a pack": 40}
     assert packed.tokens == table.lengths[chosen.train].sum() == pytest.approx(12_000, rel=0.03)
     with pytest.raises(ValueError, match="the sources have"):
         sft(packing=packing, sampling={"tokens": 100_000})
@@ -73,7 +73,7 @@ def test_texts_that_packing_cuts_are_as_long_as_they_are_cut(sft: Run, tmp_path:
     table, chosen = sft(records, packing={"capacity": 1400, "longer": "truncate"})
 
     packed = read_packed_manifest(tmp_path / "out" / "train")
-    assert packed.truncated == 20 and not chosen.dropped
+    assert packed.truncated == 20 and not chosen.left.skipped
     assert packed.tokens == table.lengths[chosen.train].sum()
     assert packed.trained_tokens == table.trained[chosen.train].sum()
 
@@ -95,7 +95,7 @@ def test_shares_of_thinking_are_of_what_is_left_after_duplicates(sft: Run, reaso
     table, chosen = sft(on + off, thinking_shares={"math": 0.5}, reasoning=reasoning)
 
     assert modes(table, chosen) == {"off": 20, "on": 20}
-    assert chosen.dropped == {"near duplicate": 60, "thinking share": 40}
+    assert chosen.left.skipped == {"near duplicate": 60, "thinking share": 40}
     assert chosen.shares == {"math": (0.5, 20, 20)}
 
 
@@ -135,7 +135,7 @@ def test_an_id_of_two_samples_is_warned_of(sft: Run, capsys: pytest.CaptureFixtu
 
     _, chosen = sft(records)
 
-    assert chosen.dropped == {"duplicate id": 1, "duplicate id of another sample": 30}
+    assert chosen.left.skipped == {"duplicate id": 1, "duplicate id of another sample": 30}
     said = capsys.readouterr().err
     assert "warning: 30 samples have the id of an earlier one of their source but say something else" in said
     assert "left out: 1 duplicate id, 30 duplicate id of another sample" in said
@@ -146,7 +146,7 @@ def test_too_many_bad_records_are_an_error_and_few_are_said(sft: Run, capsys: py
     for bad in records[:3]:
         bad["messages"][1]["role"] = "asistant"
 
-    with pytest.raises(ValueError, match=r"source a: 3 of 100 records are no conversations, more than max_bad_share=0"):
+    with pytest.raises(ValueError, match=r"source a: 3 of 100 records do not fit, more than max_bad_share=0"):
         sft(records)
     sft([*records[2:], chat(200), chat(201)])
 

@@ -173,6 +173,17 @@ def test_whatever_decides_shards_makes_them_anew(
         assert shard.stat().st_mtime_ns == before
 
 
+def test_why_shards_are_made_anew_is_said(
+    prepared: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(prepared())
+    run(prepared(turns="whole"))
+    assert "made from other settings or files (turns): starting over" in capsys.readouterr().err
+    (tmp_path / "out" / ".work" / "made_of.json").write_text('"0123abcd"')
+    run(prepared(turns="whole"))
+    assert "made by another version of nemo_ext: starting over" in capsys.readouterr().err
+
+
 def test_nothing_that_is_not_the_job_s_is_removed(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     mine = tmp_path / "out" / ".work" / "notes.txt"
     mine.parent.mkdir(parents=True)
@@ -275,11 +286,13 @@ def test_shares_of_thinking_and_a_budget(prepared: Callable[..., dict[str, Any]]
         ({"template": "nemotron"}, "nemotron"),
         ({"sources": []}, "sources is empty"),
         ({"filters": {"structure": {}}}, "unknown filter 'structure': did you mean 'structural'"),
-        ({"turns": "all"}, "turns='all': expected one of split, last, whole"),
-        ({"packing": {"capacty": 4}}, "packing: unknown key 'capacty': did you mean 'capacity'"),
+        ({"turns": "all"}, "turns='all': input should be 'split', 'last' or 'whole'"),
+        ({"packing": {"capacty": 4}}, r"unknown key 'packing\.capacty': did you mean 'capacity'"),
         ({"duplicate_ids": "error"}, r"1 samples have the id of an earlier one"),
         ({"sampling": {"tokens": 1e12}}, "at most"),
         ({"validation_share": 1.0}, "validation_share"),
+        ({"thinking_shares": {"math": 15}}, r"thinking_shares\.math=15"),
+        ({"near_duplicates": {"rows": 200}}, "near_duplicates: rows=200 of a band"),
     ],
 )
 def test_mistakes_are_named(prepared: Callable[..., dict[str, Any]], changes: dict[str, Any], message: str) -> None:
@@ -300,7 +313,7 @@ def test_a_full_disk_is_named_with_what_to_do(prepared: Callable[..., dict[str, 
 
 def test_an_empty_file_is_named(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(ValueError, match=r"no sample is left.* 1 empty file; .*empty file: /.*/empty\.jsonl"):
+    with pytest.raises(ValueError, match=r"no sample is left.* 1 empty file \(/.*/empty\.jsonl"):
         run(prepared(sources=[{"name": "e", "path": str(tmp_path / "empty.jsonl")}]))
 
 

@@ -11,14 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
 
-from nemo_ext.chat.sample import Message, Sample
-from nemo_ext.chat.template import Template, conversation, last_turn, names, thinks
-from nemo_ext.data.sft.masks import ChatEncoder, Encoded, encode
+from nemo_ext.chat.sample import Message, Sample, openai_messages
+from nemo_ext.chat.template import Template, last_turn, names, thinks
+from nemo_ext.data.sft.masks import ChatEncoder, Encoded
 from nemo_ext.data.text.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 
 TEMPLATES = names()
 load = lru_cache(Template.load)
 encoder_of = lru_cache(maxsize=None)(ChatEncoder)
+
+
+def encode(sample: Sample, template: Template, tokenizer: Any) -> tuple[Any, Any]:
+    """Ids and mask of a sample as one text."""
+    (encoded,) = encoder_of(template, tokenizer).encode(sample, turns="whole")
+    return encoded.ids, encoded.mask
+
+
 KINDS = ["byte_level", "split", "unigram"]
 TokenizerOf = Callable[[str], HuggingFaceTokenizer]
 SamplesOf = Callable[..., st.SearchStrategy[Sample]]
@@ -112,7 +120,7 @@ def test_ids_and_mask_are_those_of_transformers(
     theirs = transformers_tokenizer(tokenizer)
     sample = draw.draw(samples_of())
     expected = theirs.apply_chat_template(
-        conversation(sample),
+        openai_messages(sample.messages),
         chat_template=loaded.source,
         tools=list(sample.tools) or None,
         enable_thinking=thinks(sample),

@@ -6,12 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from pydantic import ConfigDict
-
 from nemo_ext.chat.sample import Sample
 from nemo_ext.data.sft.filters.words import Words
-
-SETTINGS = ConfigDict(extra="forbid")
 
 
 class Drop(NamedTuple):

@@ -10,24 +10,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass as plain_dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BeforeValidator, ConfigDict, Field, PositiveInt
+from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.data.sft.filters.base import SETTINGS, Drop, Filter, Texts
+from nemo_ext.data.sft.filters.base import Drop, Filter, Texts
 from nemo_ext.data.sft.filters.words import Hashes, ngram_hashes, word_hashes
 from nemo_ext.data.text.documents import ReadReport
-from nemo_ext.data.text.user_files import JsonlSource, ParquetSource
+from nemo_ext.data.text.user_files import JsonlSource, record_source
+from nemo_ext.job.settings import STRICT, Share, Strings
 
 USUAL_KEYS = ("question", "problem", "prompt", "query", "instruction", "input", "text")
 
-Strings = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 
-
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TestSet:
     """Items of one benchmark.
 
@@ -44,7 +43,7 @@ class TestSet:
     keys: Strings = ()
 
 
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Decontamination(Filter):
     """Filter for overlap of user's and assistant's texts, calls included, with test sets.
 
@@ -60,7 +59,7 @@ class Decontamination(Filter):
     test_sets: tuple[TestSet, ...] = Field(min_length=1)
     ngram: PositiveInt = 13
     min_words: PositiveInt = 5
-    share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    share: Share = 0.0
     common: PositiveInt = 10
 
     def __post_init__(self) -> None:
@@ -68,19 +67,14 @@ class Decontamination(Filter):
             raise ValueError(f"min_words={self.min_words} is more than ngram={self.ngram}")
 
     def check(self) -> None:
-        _index.cache_clear()
-        _index(self)
+        index_of.cache_clear()
+        index_of(self)
 
     def reads(self) -> list[Path]:
         return [path for test_set in self.test_sets for _, path in JsonlSource(path=test_set.path).inputs()]
 
-    @property
-    def items(self) -> "Index":
-        """Index of the test sets; made once per process."""
-        return _index(self)
-
     def drop(self, texts: Texts) -> Drop | None:
-        item = _index(self).found_in(texts, share=self.share)
+        item = index_of(self).found_in(texts, share=self.share)
         return None if item is None else Drop("benchmark", item)
 
 
@@ -163,7 +157,8 @@ def _contains(known: Hashes, wanted: Hashes) -> npt.NDArray[np.bool_]:
 
 
 @lru_cache(maxsize=1)
-def _index(settings: Decontamination) -> Index:
+def index_of(settings: Decontamination) -> Index:
+    """Index of a filter's test sets; made once per process."""
     report = ReadReport()
     items: list[str] = []
     grams, owners, beginnings, short = [np.empty(0, np.uint64)], [np.empty(0, np.int32)], list[int](), list[int]()
@@ -227,8 +222,7 @@ def _items(test_set: TestSet, report: ReadReport) -> Iterator[tuple[str, list[st
                     report.records += 1
                     yield f"{test_set.name} {name}:{number}", [line]
         return
-    parquet = all(path.endswith(".parquet") for path in test_set.path)
-    files = ParquetSource(path=test_set.path) if parquet else JsonlSource(path=test_set.path)
+    files = record_source(test_set.path, None, where)
     for part in files.parts(max_documents=1 << 62, max_size=1 << 62):
         for number, record in files.records(part, report):
             texts = _texts(record, test_set.keys)

@@ -9,35 +9,18 @@ import re
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field, PositiveInt
+from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.data.sft.filters.base import SETTINGS, Drop, Filter, Text, Texts
-from nemo_ext.job.settings import nearest
+from nemo_ext.data.sft.filters.base import Drop, Filter, Text, Texts
+from nemo_ext.job.settings import STRICT, Strings, nearest
 
 # Languages that no identifier tells apart in a few sentences.
-CONFUSABLE: tuple[frozenset[str], ...] = tuple(
-    map(
-        frozenset,
-        (
-            ("no", "nb", "nn", "da"),
-            ("id", "ms"),
-            ("hr", "bs", "sr", "sl"),
-            ("cs", "sk"),
-            ("pt", "gl"),
-            ("es", "gl", "an"),
-            ("af", "nl"),
-            ("hi", "mr", "ne"),
-            ("ru", "uk", "be", "bg", "mk"),
-            ("fa", "ps", "ur"),
-            ("ar", "ary", "arz"),
-            ("zh", "yue", "wuu"),
-            ("en", "pcm"),
-            ("it", "vec", "lij"),
-            ("fr", "gcf", "gcr", "wa"),
-        ),
-    )
+_ALIKE = (
+    *("no nb nn da", "id ms", "hr bs sr sl", "cs sk", "pt gl", "es gl an", "af nl", "hi mr ne", "ru uk be bg mk"),
+    *("fa ps ur", "ar ary arz", "zh yue wuu", "en pcm", "it vec lij", "fr gcf gcr wa"),
 )
+CONFUSABLE: tuple[frozenset[str], ...] = tuple(frozenset(codes.split()) for codes in _ALIKE)
 
 _FENCE = re.compile(r"(```|~~~).*?(?:\1|\Z)", re.DOTALL)
 _NOT_PROSE = re.compile(
@@ -49,19 +32,15 @@ _NOT_PROSE = re.compile(
 _LONG = 3000
 
 # Words frequent in English and rare elsewhere: most data are English, and this spares most of the library's time.
-_ENGLISH = frozenset(
-    re.findall(
-        r"\w+",
-        "the of and to that this these with which are be been have has from you your it its not can then there they "
-        "their by but what would should",
-    )
+_USUAL = (
+    "the of and to that this these with which are be been have has from you your it its not can then there they "
+    "their by but what would should"
 )
+_ENGLISH = frozenset(_USUAL.split())
 _ENGLISH_SHARE = 0.15
 
-Codes = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 
-
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Language(Filter):
     """Language of user, assistant and traces; calls and answers of tools may be in any.
 
@@ -75,8 +54,8 @@ class Language(Filter):
     """
 
     name: ClassVar[str] = "language"
-    languages: Codes = ()
-    by_source: dict[str, Codes] = Field(default_factory=dict)
+    languages: Strings = ()
+    by_source: dict[str, Strings] = Field(default_factory=dict)
     declared: bool = True
     confidence: Annotated[float, Field(gt=0, le=1)] = 0.95
     characters: PositiveInt = 160

@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.chat.sample import Sample
-from nemo_ext.data.sft.filters.base import SETTINGS, Drop, Filter, Texts
+from nemo_ext.chat.sample import Sample, spoken
+from nemo_ext.data.sft.filters.base import Drop, Filter, Texts
 from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from nemo_ext.job.settings import STRICT
 
 
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Length(Filter):
     """Length of all that a sample says, tools and calls included, before a template adds its markup.
 
@@ -68,14 +69,8 @@ class Length(Filter):
 
 
 def _parts(sample: Sample) -> list[str]:
-    parts = []
-    for message in sample.messages:
-        parts += [message.content, message.reasoning or ""]
-        for call in message.tool_calls:
-            parts += [call.name, json.dumps(call.arguments, ensure_ascii=False)]
-    if sample.tools:
-        parts.append(json.dumps(sample.tools, ensure_ascii=False))
-    return [part for part in parts if part]
+    declared = [json.dumps(sample.tools, ensure_ascii=False)] if sample.tools else []
+    return spoken(sample.messages) + declared
 
 
 @lru_cache(maxsize=2)

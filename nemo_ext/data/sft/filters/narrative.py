@@ -10,24 +10,22 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import yaml
-from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.data.sft.filters.base import SETTINGS, Drop, Filter, Texts
+from nemo_ext.data.sft.filters.base import Drop, Filter, Texts
 from nemo_ext.data.sft.filters.words import Hashes, ngram_hashes, word_hashes, words_of
+from nemo_ext.job.settings import STRICT, Strings
 
 PAPER = (r"\bour\s+(?:great\s+|beloved\s+)?(?:nation|party)\b", r"\bour\s+values\b")
 
 _SHOWN = 40
 
-Words = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 
-
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Narrative(Filter):
     """Patterns in what the assistant says, thinks and calls.
 
@@ -39,9 +37,9 @@ class Narrative(Filter):
     """
 
     name: ClassVar[str] = "narrative"
-    patterns: Words = PAPER
-    keywords: Words = ()
-    files: Words = ()
+    patterns: Strings = PAPER
+    keywords: Strings = ()
+    files: Strings = ()
 
     def check(self) -> None:
         _compiled.cache_clear()

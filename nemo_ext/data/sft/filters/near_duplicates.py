@@ -17,9 +17,10 @@ import rensa
 from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.data.sft.filters.base import SETTINGS, Texts
+from nemo_ext.data.sft.filters.base import Texts
 from nemo_ext.data.sft.filters.words import ngram_hashes
 from nemo_ext.job.seeds import digest
+from nemo_ext.job.settings import STRICT
 
 _COMPARED = 64
 
@@ -44,7 +45,7 @@ class Sketches:
         return Sketches(np.concatenate([part.bands for part in parts]), np.concatenate([part.slots for part in parts]))
 
 
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class NearDuplicates:
     """Near duplicates by the estimated Jaccard similarity of their word n-grams. All numbers are (choice).
 
@@ -104,18 +105,13 @@ class NearDuplicates:
             return whole
         return whole ^ np.uint64(digest(0, first.content))
 
-    def duplicate_of(self, sketches: Sketches, *, order: Samples | None = None) -> Samples:
+    def duplicate_of(self, sketches: Sketches) -> Samples:
         """Kept sample that each is a near duplicate of, or -1, [samples].
 
         In order, a sample is dropped if an earlier kept one shares a band with it and is similar enough. Of a band's
         samples the first 64 kept are compared, which bounds the work where very many share a band by chance.
-
-        Args:
-            sketches: sketches of the samples.
-            order: [samples] samples in the order in which the first is kept; None for the order of the rows.
         """
         count = len(sketches.bands)
-        order = np.arange(count) if order is None else order
         # One in 256 slots whose hashes differ is equal by chance.
         least = self.threshold + (1 - self.threshold) / 256
         found = np.full(count, -1, dtype=np.int64)
@@ -123,7 +119,7 @@ class NearDuplicates:
         first_kept = np.full(int(groups.max(initial=-1)) + 1, -1, dtype=np.int32)
         more_kept: dict[int, list[int]] = {}
         slots = sketches.slots
-        for sample in order[starts[order + 1] > starts[order]].tolist():
+        for sample in np.flatnonzero(np.diff(starts)).tolist():
             shared = groups[starts[sample] : starts[sample + 1]]
             first = first_kept[shared]
             begun = shared[first >= 0].tolist()

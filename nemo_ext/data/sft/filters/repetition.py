@@ -11,15 +11,16 @@ import numpy.typing as npt
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.data.sft.filters.base import SETTINGS, Drop, Filter, Texts
+from nemo_ext.data.sft.filters.base import Drop, Filter, Texts
 from nemo_ext.data.sft.filters.words import Hashes, words_of
+from nemo_ext.job.settings import STRICT
 
 _LONGEST_PERIOD = 8
 
 Times = Annotated[int, Field(ge=2)]
 
 
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Repetition(Filter):
     """Repetition in the assistant's texts and reasoning, of non-overlapping n-grams. All numbers are (choice).
 

@@ -6,17 +6,16 @@ definitions when tool calls are present)."
 
 import json
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from typing import Any, ClassVar
 
-import jsonschema
 from jsonschema.exceptions import SchemaError
 from pydantic.dataclasses import dataclass
-from referencing import Registry
 from referencing.exceptions import Unresolvable
 
 from nemo_ext.chat.sample import Message, Sample
-from nemo_ext.data.sft.filters.base import SETTINGS, Drop, Filter, Texts
+from nemo_ext.chat.tool_calls import validator
+from nemo_ext.data.sft.filters.base import Drop, Filter, Texts
+from nemo_ext.job.settings import STRICT
 
 _TAGS = ("<think>", "</think>")
 _SHOWN = 80
@@ -31,7 +30,7 @@ _FOLLOWERS: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Structural(Filter):
     """Broken conversations and tool calls.
 
@@ -118,19 +117,11 @@ def _problem(parameters: Any, arguments: Mapping[str, Any]) -> tuple[str, str] |
     if not parameters:
         return None
     try:
-        validator = _validator(json.dumps(parameters, sort_keys=True))
-        errors: Iterator[Any] = validator.iter_errors(arguments)
+        judge = validator(json.dumps(parameters, sort_keys=True), quick=False)
+        errors: Iterator[Any] = judge.iter_errors(arguments)
         error = next(errors, None)
     except (SchemaError, Unresolvable) as problem:
         return "bad-tool-schema", str(getattr(problem, "message", problem)).splitlines()[0]
     except Exception as problem:  # a schema comes from the data: a bad regular expression, endless recursion
         return "bad-tool-schema", f"{type(problem).__name__}: {problem}"
     return None if error is None else ("bad-arguments", f"{error.json_path}: {error.message}")
-
-
-@lru_cache(maxsize=4096)
-def _validator(parameters: str) -> Any:
-    schema = json.loads(parameters)
-    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
-    kind.check_schema(schema)
-    return kind(schema, registry=Registry())  # looks nothing up on the network

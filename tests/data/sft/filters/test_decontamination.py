@@ -10,7 +10,7 @@ import pytest
 
 from nemo_ext.chat.sample import Sample
 from nemo_ext.data.sft.filters.base import Texts
-from nemo_ext.data.sft.filters.decontamination import Decontamination
+from nemo_ext.data.sft.filters.decontamination import Decontamination, index_of
 from nemo_ext.job.settings import checked
 
 Make = Callable[..., Sample]
@@ -70,7 +70,7 @@ def test_what_many_items_share_is_left_out(tmp_path: Path, chat: Make, prose: Pr
     items = [{"question": f"{asked} {prose(20, seed)}"} for seed in range(12)]
     rule = rule_for(tmp_path / "a.jsonl", items)
 
-    assert rule.items.report.skipped == {"common n-gram": 4}
+    assert index_of(rule).report.skipped == {"common n-gram": 4}
     assert rule.reason(chat(f"{asked}: is it so?")) is None
     assert rule.reason(chat(items[7]["question"])) == "benchmark"
     assert rule_for(tmp_path / "b.jsonl", items, common=12).reason(chat(f"{asked}: is it so?")) == "benchmark"
