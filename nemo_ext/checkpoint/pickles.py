@@ -10,15 +10,13 @@ import io
 import os
 import pickle
 import re
-from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nemo_ext.checkpoint.storage import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch.distributed.checkpoint.metadata import Metadata
 
 METADATA = ".metadata"
@@ -46,7 +44,7 @@ class Unsafe(CheckpointError):
     """A pickled file names something that is not data."""
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):  # Python's own: the one in C sets the state of objects unseen
     def find_class(self, module: str, name: str) -> Any:
         import torch
 
@@ -59,6 +57,14 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise pickle.UnpicklingError(f"names {module}.{name}")
+
+    def load_build(self) -> None:
+        """Sets the state of an object of this pickle; that of a class or of an enum's member would outlive it."""
+        if isinstance(self.stack[-2], type | Enum):
+            raise pickle.UnpicklingError(f"sets attributes of {self.stack[-2]!r}")
+        super().load_build()
+
+    dispatch: ClassVar = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
 
 
 def loads(data: bytes, file: Path) -> Any:
@@ -73,8 +79,7 @@ def loads(data: bytes, file: Path) -> Any:
         CheckpointError: it cannot be read.
     """
     try:
-        with _classes_unchanged():
-            return _Unpickler(io.BytesIO(data)).load()
+        return _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # a broken pickle raises almost anything
         if isinstance(error, pickle.UnpicklingError) and str(error).startswith(("names ", "sets ")):
             raise Unsafe(
@@ -82,35 +87,6 @@ def loads(data: bytes, file: Path) -> Any:
                 "machine. Nothing of it ran: do not use this checkpoint"
             ) from None
         raise CheckpointError(f"{file}: cannot be read ({first_words(error)}): copy it again") from error
-
-
-@contextmanager
-def _classes_unchanged() -> Iterator[None]:
-    """Undo and refuse attributes that a pickle sets on the classes it can name, which would outlive it."""
-    import importlib
-
-    classes = {
-        kind
-        for module, names in _RECORDS.items()
-        for name in names
-        if isinstance(kind := getattr(importlib.import_module(module), name, None), type)
-    }
-    before = {kind: dict(vars(kind)) for kind in classes}
-    changed = False
-    try:
-        yield
-    finally:
-        for kind, attributes in before.items():
-            now = dict(vars(kind))
-            for name in now.keys() - attributes.keys():
-                changed = True
-                delattr(kind, name)
-            for name in attributes:
-                if name not in now or now[name] is not attributes[name]:
-                    changed = True
-                    setattr(kind, name, attributes[name])
-    if changed:
-        raise pickle.UnpicklingError("sets attributes of a class")
 
 
 def read_metadata(folder: Path) -> Metadata:

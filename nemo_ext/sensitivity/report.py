@@ -14,7 +14,7 @@ from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import HEAD, Plan, Rule
 from nemo_ext.job.files import write_text
 from nemo_ext.job.records import read_lines
-from nemo_ext.job.report import markdown_table, new_figure, save_figure
+from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
 from nemo_ext.job.run_directory import REPORT
 from nemo_ext.sensitivity.scores import EVERYTHING, REFERENCE, Sensitivity, lost
 from nemo_ext.sensitivity.settings import Settings
@@ -222,7 +222,7 @@ def _draw_units(
     axes.set_xlabel(f"{chosen.per} in FP8 alone, from 0")
     axes.set_ylabel("KL, nats a token" if chosen.metric == "kl" else "loss, nats a token")
     axes.legend(frameon=False, fontsize=8)
-    _plain(axes)
+    tidy(axes, grid="y")
 
 
 def _draw_plans(axes: "Axes", rows: Sequence[Mapping[str, Any]], chosen: Settings) -> None:
@@ -233,9 +233,4 @@ def _draw_plans(axes: "Axes", rows: Sequence[Mapping[str, Any]], chosen: Setting
         axes.plot(row["bytes"]["bf16"] / whole, value, marker, markersize=8, label=LABELS[row["name"]])
     axes.set_xlabel("share of bytes in BF16, validation data")
     axes.legend(frameon=False, fontsize=7)
-    _plain(axes)
-
-
-def _plain(axes: "Axes") -> None:
-    axes.grid(axis="y", alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes, grid="y")

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +19,21 @@ NANO = "attention and what feeds it"
 """Name of the plan of `precision_plan.NANO_IN_BF16` in reports."""
 
 
-@dataclass(frozen=True)
 class Workspace:
     """A run directory.
 
     Attributes:
         run_dir: path of the run directory.
+        config: composed config that the ranks read.
+        scores: scores of units and plans on the calibration set.
+        result: file of plans that were tried and compared.
+        proposal: the proposed plan as a file of the Hydra group `precision`.
     """
 
-    run_dir: Path
-
-    @property
-    def config(self) -> Path:
-        """Composed config that the ranks read."""
-        return self.run_dir / CONFIG
-
-    @property
-    def scores(self) -> Path:
-        """Scores of units and plans on the calibration set."""
-        return self.run_dir / "scores.jsonl"
-
-    @property
-    def result(self) -> Path:
-        """File of plans that were tried and compared."""
-        return self.run_dir / "plans.json"
-
-    @property
-    def proposal(self) -> Path:
-        """The proposed plan as a file of the Hydra group `precision`."""
-        return self.run_dir / "precision" / "proposed.yaml"
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self.config = run_dir, run_dir / CONFIG
+        self.scores, self.result = run_dir / "scores.jsonl", run_dir / "plans.json"
+        self.proposal = run_dir / "precision" / "proposed.yaml"
 
     def begin(self, config: Mapping[str, Any], checkpoint: Path) -> None:
         """Records the inputs that scores are made from.
