@@ -8,11 +8,11 @@ compute the same function, but an attention-only layer followed by an FFN-only l
 """
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from fractions import Fraction
 
 from nemo_ext.architecture.blocks import BIAS, Block
 from nemo_ext.architecture.pattern import Pattern
+from nemo_ext.job.settings import nearest
 
 FFN_MULTIPLE = 256
 """Puzzle rounds FFN widths up to a multiple of this."""
@@ -223,9 +223,7 @@ def _part(layer: Mapping[str, object], name: str, path: str) -> Mapping[str, obj
 def _refuse_unknown(given: Mapping[str, object], known: tuple[str, ...], path: str) -> None:
     for key in given:
         if key not in known:
-            guess = next(iter(get_close_matches(str(key), known, n=1)), None)
-            hint = f"; did you mean {guess!r}?" if guess else ""
-            raise ValueError(f"{path}.{key}: unknown key, expected one of {', '.join(known)}{hint}")
+            raise ValueError(f"{path}.{key}: unknown key: {nearest(str(key), known)}")
 
 
 def _flag(part: Mapping[str, object], key: str, path: str) -> bool:

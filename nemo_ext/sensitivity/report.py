@@ -16,10 +16,9 @@ from nemo_ext.job.files import write_text
 from nemo_ext.job.records import read_lines
 from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
 from nemo_ext.job.run_directory import REPORT
-from nemo_ext.sensitivity.scores import EVERYTHING, REFERENCE, Sensitivity, lost
 from nemo_ext.sensitivity.settings import Settings
 from nemo_ext.sensitivity.units import Unit, bf16_rules, named_rule, units, with_rules
-from nemo_ext.sensitivity.workspace import NANO, Workspace
+from nemo_ext.sensitivity.workspace import EVERYTHING, NANO, REFERENCE, Sensitivity, Workspace, lost
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

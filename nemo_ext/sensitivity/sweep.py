@@ -30,10 +30,9 @@ from nemo_ext.puzzle.configs import description_of, stage_config
 from nemo_ext.puzzle.settings import Batches
 from nemo_ext.puzzle.stages.score import loss_sums
 from nemo_ext.sensitivity.choose import Proposal, propose
-from nemo_ext.sensitivity.scores import EVERYTHING, REFERENCE, Sensitivity, lost
 from nemo_ext.sensitivity.settings import read_settings
 from nemo_ext.sensitivity.units import Unit, kept_by, only, units
-from nemo_ext.sensitivity.workspace import NANO, Workspace, as_json
+from nemo_ext.sensitivity.workspace import EVERYTHING, NANO, REFERENCE, Sensitivity, Workspace, as_json, lost
 
 
 def run(config_path: str) -> None:

@@ -1,8 +1,8 @@
-"""Files of a sensitivity sweep, and the inputs they were made from. No torch."""
+"""Files of a sensitivity sweep, the inputs they were made from, and their lines. No torch."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,34 @@ from nemo_ext.checkpoint.storage import fingerprint
 from nemo_ext.checkpoint.torch_dist import TorchDistReader
 from nemo_ext.job.made_of import differing, note, told
 from nemo_ext.job.run_directory import CONFIG
-from nemo_ext.sensitivity.scores import Sensitivity
 
 LOG = "sensitivity.log"
+REFERENCE, EVERYTHING = "as it is", "given"
+"""Names of the lines for the unchanged model and for the given plan."""
 NANO = "attention and what feeds it"
 """Name of the plan of `precision_plan.NANO_IN_BF16` in reports."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """Loss of the model with some units in FP8, means over tokens.
+
+    Attributes:
+        name: name of a unit in FP8 alone, of a group of them (`all M>*`), or of a plan.
+        kl: nats per token, KL(the unchanged model || the model in FP8) of the next token.
+        loss: language model loss, nats per token.
+        tokens: number of tokens that it was measured on.
+    """
+
+    name: str
+    kl: float
+    loss: float
+    tokens: int
+
+
+def lost(score: Sensitivity, reference: Sensitivity, metric: str) -> float:
+    """The loss by a metric of `Settings`, nats per token."""
+    return score.kl if metric == "kl" else score.loss - reference.loss
 
 
 class Workspace:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from nemo_ext.architecture.blocks import Block
@@ -337,48 +338,21 @@ def _olmo3_rope(keys: Keys, types: Sequence[str]) -> Rope:
     return full
 
 
-NEMOTRON = Format(
-    architecture="NemotronForCausalLM",
-    model_type="nemotron",
-    write=_write_nemotron,
-    read=_read_nemotron,
-    outside=OUTSIDE,
-    layer=LAYER,
-    modules={"*": ATTENTION, "-": MLP},
-    norms=NORMS,
-    layers=attention_with_mlp,
+dense_format = partial(
+    Format, outside=OUTSIDE, layer=LAYER, modules={"*": ATTENTION, "-": MLP}, norms=NORMS, layers=attention_with_mlp
 )
-LLAMA = Format(
-    architecture="LlamaForCausalLM",
-    model_type="llama",
-    write=_write_llama,
-    read=read_llama,
-    outside=OUTSIDE,
-    layer=LAYER,
-    modules={"*": ATTENTION, "-": MLP},
-    norms=NORMS,
-    layers=attention_with_mlp,
+"""Format whose modules are called as in Llama, for all that a family does not call otherwise."""
+NEMOTRON = dense_format(
+    architecture="NemotronForCausalLM", model_type="nemotron", write=_write_nemotron, read=_read_nemotron
 )
-OLMO = Format(
-    architecture="OlmoForCausalLM",
-    model_type="olmo",
-    write=_write_olmo,
-    read=_read_olmo,
-    outside=OUTSIDE,
-    layer=LAYER,
-    modules={"*": ATTENTION, "-": MLP},
-    norms={},
-    layers=attention_with_mlp,
-)
-OLMO3 = Format(
+LLAMA = dense_format(architecture="LlamaForCausalLM", model_type="llama", write=_write_llama, read=read_llama)
+OLMO = dense_format(architecture="OlmoForCausalLM", model_type="olmo", write=_write_olmo, read=_read_olmo, norms={})
+OLMO3 = dense_format(
     architecture="Olmo3ForCausalLM",
     model_type="olmo3",
     write=_write_olmo3,
     read=_read_olmo3,
-    outside=OUTSIDE,
-    layer=LAYER,
     modules={"*": ATTENTION | QK_NORM, "-": MLP},
     norms={"*": "post_attention_layernorm", "-": "post_feedforward_layernorm"},
-    layers=attention_with_mlp,
     known=frozenset(("sliding_window", "rope_theta", "rope_scaling")),  # without windows; beside rope_parameters
 )

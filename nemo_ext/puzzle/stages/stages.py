@@ -20,7 +20,7 @@ from nemo_ext.architecture.pattern import format as format_pattern
 from nemo_ext.blockwise import data_parallel
 from nemo_ext.blockwise.parent import Parent, Replaced
 from nemo_ext.blockwise.token_batches import TokenBatches
-from nemo_ext.checkpoint.beside import EXTRAS, copy_extras, extras_beside, write_model_file
+from nemo_ext.checkpoint.beside import extras_beside, keep_extras, write_model_file
 from nemo_ext.checkpoint.description import Description, megatron_arguments, to_config
 from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
 from nemo_ext.checkpoint.writing import MEGATRON, Work, cut_into_parts, write_checkpoint
@@ -345,9 +345,7 @@ class Stages:
         def finish(folder: Path) -> None:
             name = f"{self.config['model']['name']}_{self.workspace.child}"
             write_model_file(folder, to_config(made), name=name, comment=f"A child of {source}.")
-            if extras is not None:
-                (folder / EXTRAS).mkdir(exist_ok=True)
-                copy_extras(extras, folder / EXTRAS, code=True)
+            keep_extras(extras, folder)
 
         def write() -> None:
             write_checkpoint(

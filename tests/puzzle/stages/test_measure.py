@@ -219,7 +219,7 @@ def test_other_conditions_are_refused(opened: Opened, tmp_path: Path, monkeypatc
         measure(other, wider, file)
     monkeypatch.setattr("nemo_ext.puzzle.stages.measure._processor", lambda: "another")
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match='device: .* -> "another"'):
+        with pytest.raises(ValueError, match=r'device: .* -> "another"'):
             measure(parent, description, file)
     assert file.read_bytes() == before
 
