@@ -6,8 +6,6 @@ from functools import partial
 from typing import Any
 
 from nemo_ext.architecture.blocks import Block
-from nemo_ext.architecture.model import Architecture
-from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.checkpoint.description import Description, Rope
 from nemo_ext.checkpoint.formats.format import (
     Format,
@@ -15,6 +13,7 @@ from nemo_ext.checkpoint.formats.format import (
     attention_with_mlp,
     common_facts,
     common_value,
+    described,
     own_bias,
     refuse,
 )
@@ -68,24 +67,10 @@ def dense_description(
         settings: fields of `Architecture`.
         own: fields of `Description`.
     """
-    vocabulary = keys.integer("vocab_size")
     if blocks is None:
-        blocks = [*equal_attention(keys), Block.of("-", ffn=keys.integer("intermediate_size"))] * keys.integer(
-            "num_hidden_layers"
-        )
-    architecture = Architecture(
-        pattern=Pattern(tuple(blocks)),
-        hidden_size=keys.integer("hidden_size"),
-        vocab_size=vocabulary,
-        tied_embeddings=keys.flag("tie_word_embeddings"),
-        **settings,
-    )
-    return Description(
-        architecture=architecture,
-        vocab_size=vocabulary,
-        max_positions=keys.values.get("max_position_embeddings"),
-        **own,
-    )
+        layer = [*equal_attention(keys), Block.of("-", ffn=keys.integer("intermediate_size"))]
+        blocks = layer * keys.integer("num_hidden_layers")
+    return described(keys, blocks, settings, **own)
 
 
 def equal_attention(keys: Keys, *, window: int | None = None) -> list[Block]:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_ext.architecture.blocks import BIAS, Block
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.checkpoint.parameters import Piece, Role, Row, rows
 from nemo_ext.checkpoint.rules import Rule, Shape
@@ -174,6 +176,37 @@ class Keys:
         if value not in allowed:
             words = " or ".join(map(repr, allowed))
             raise ValueError(f"config.json: {key}={value!r} is not supported: expected {words}")
+
+
+def described(
+    keys: Keys,
+    blocks: Sequence[Block],
+    settings: Mapping[str, Any],
+    *,
+    vocabulary: int | None = None,
+    hidden: int | None = None,
+    **own: Any,
+) -> Description:
+    """A description from the keys that every config.json has.
+
+    Args:
+        keys: the config.json.
+        blocks: the blocks.
+        settings: further fields of `Architecture`.
+        vocabulary: `vocab_size` where none is given; None if it must be.
+        hidden: `hidden_size` where none is given; None if it must be.
+        own: further fields of `Description`.
+    """
+    size = keys.integer("vocab_size", vocabulary)
+    architecture = Architecture(
+        pattern=Pattern(tuple(blocks)),
+        hidden_size=keys.integer("hidden_size", hidden),
+        vocab_size=size,
+        tied_embeddings=keys.flag("tie_word_embeddings"),
+        **settings,
+    )
+    longest = keys.values.get("max_position_embeddings")
+    return Description(architecture=architecture, vocab_size=size, max_positions=longest, **own)
 
 
 def refuse(*conditions: tuple[object, str]) -> None:
