@@ -254,19 +254,6 @@ def median_seconds(run: Callable[[], Tensor], min_seconds: float) -> tuple[float
     return repeated.median, repeated.iqr
 
 
-def seconds_in_turn(runs: Sequence[Callable[[], Tensor]], min_seconds: float) -> list[list[float]]:
-    """Median seconds of each run in each of `ROUNDS` rounds, in which the runs take turns, so that a slowdown of the
-    machine affects all of them.
-    """
-    from torch.utils.benchmark import Timer
-
-    timers = [Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads()) for run in runs]
-    rounds = [
-        [timer.blocked_autorange(min_run_time=min_seconds / ROUNDS).median for timer in timers] for _ in range(ROUNDS)
-    ]
-    return [list(each) for each in zip(*rounds, strict=True)]
-
-
 def _peak_bytes(run: Callable[[], Tensor]) -> int | None:
     if not torch.cuda.is_available():
         return None
