@@ -6,17 +6,21 @@ without `weights_only` (DefaultLoadPlanner.load_bytes): either runs any code tha
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import pickle
 import re
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from nemo_ext.checkpoint.storage import CheckpointError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch.distributed.checkpoint.metadata import Metadata
 
 METADATA = ".metadata"
@@ -39,12 +43,15 @@ _RECORDS = {
 }
 """Classes in the metadata of torch 2 and Megatron-Core, besides Python's own containers and torch's types."""
 
+_SPECIAL = ("__class__", "__bases__", "__name__", "__qualname__")
+_MISSING = object()
+
 
 class Unsafe(CheckpointError):
     """A pickled file names something that is not data."""
 
 
-class _Unpickler(pickle._Unpickler):  # Python's own: the one in C sets the state of objects unseen
+class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         import torch
 
@@ -57,14 +64,6 @@ class _Unpickler(pickle._Unpickler):  # Python's own: the one in C sets the stat
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise pickle.UnpicklingError(f"names {module}.{name}")
-
-    def load_build(self) -> None:
-        """Sets the state of an object of this pickle; that of a class or of an enum's member would outlive it."""
-        if isinstance(self.stack[-2], type | Enum):
-            raise pickle.UnpicklingError(f"sets attributes of {self.stack[-2]!r}")
-        super().load_build()
-
-    dispatch: ClassVar = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
 
 
 def loads(data: bytes, file: Path) -> Any:
@@ -79,7 +78,8 @@ def loads(data: bytes, file: Path) -> Any:
         CheckpointError: it cannot be read.
     """
     try:
-        return _Unpickler(io.BytesIO(data)).load()
+        with _classes_unchanged():
+            return _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # a broken pickle raises almost anything
         if isinstance(error, pickle.UnpicklingError) and str(error).startswith(("names ", "sets ")):
             raise Unsafe(
@@ -87,6 +87,39 @@ def loads(data: bytes, file: Path) -> Any:
                 "machine. Nothing of it ran: do not use this checkpoint"
             ) from None
         raise CheckpointError(f"{file}: cannot be read ({first_words(error)}): copy it again") from error
+
+
+@contextmanager
+def _classes_unchanged() -> Iterator[None]:
+    """Undo and refuse what a pickle sets on classes and members of enums that it can name: it would outlive it."""
+    found = [
+        getattr(importlib.import_module(module), name, None) for module, names in _RECORDS.items() for name in names
+    ]
+    classes = [kind for kind in found if isinstance(kind, type)]
+    members = [member for kind in classes if issubclass(kind, Enum) for member in kind]
+    before = [(each, _attributes(each)) for each in (*classes, *members)]
+    changed = False
+    try:
+        yield
+    finally:
+        for each, attributes in before:
+            # Not each's own functions: an enum's class refuses to have its members set.
+            own: Any = type if isinstance(each, type) else object
+            now = _attributes(each)
+            for name in now.keys() - attributes.keys():
+                changed = True
+                own.__delattr__(each, name)
+            for name, value in attributes.items():
+                if now.get(name, _MISSING) is not value and not (name in _SPECIAL and now[name] == value):
+                    changed = True
+                    own.__setattr__(each, name, value)
+    if changed:
+        raise pickle.UnpicklingError("sets attributes of a class")
+
+
+def _attributes(of: object) -> dict[str, Any]:
+    """Everything that can be set on a class or a member of an enum."""
+    return {**vars(of), **{name: getattr(of, name) for name in _SPECIAL if hasattr(of, name)}}
 
 
 def read_metadata(folder: Path) -> Metadata:

@@ -8,8 +8,7 @@ from nemo_ext.architecture.blocks import BIAS, Block
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.checkpoint.description import Description
-from nemo_ext.checkpoint.parameters import Piece, Role, Row, rows
-from nemo_ext.checkpoint.rules import Rule, Shape
+from nemo_ext.checkpoint.parameters import Role, Row, rows
 
 
 class CannotExpress(ValueError):
@@ -17,22 +16,10 @@ class CannotExpress(ValueError):
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Some tensors of Megatron's checkpoint and the Hugging Face tensors that hold the same numbers.
+class Entry(Row):
+    """A row of the mapping with the names of its tensors in a Hugging Face checkpoint."""
 
-    Attributes:
-        pieces: pieces of Megatron's tensors.
-        names: Hugging Face names.
-        shapes: Hugging Face shapes.
-        rule: conversion between the two sides.
-        fp32: whether the tensors stay fp32 when a checkpoint is cast.
-    """
-
-    pieces: tuple[Piece, ...]
-    names: tuple[str, ...]
-    shapes: tuple[Shape, ...]
-    rule: Rule
-    fp32: bool
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +64,6 @@ class Format:
         Raises:
             ValueError: for a block that the mapping cannot express.
         """
-        for row, names in self.named_rows(description):
-            yield Entry(row.pieces, names, row.shapes, row.rule, row.fp32)
-
-    def named_rows(self, description: Description) -> Iterator[tuple[Row, tuple[str, ...]]]:
-        """Rows of the whole mapping of a model, each with the Hugging Face names of its roles.
-
-        Raises:
-            ValueError: for a block that the mapping cannot express.
-        """
         given = description.hf_layers if self.layers is attention_with_mlp else None
         numbers = given or self.layers(description.blocks)[0]
         for row in rows(description, stacked_experts=self.stacked_experts):
@@ -95,7 +73,7 @@ class Format:
                 block = description.blocks[row.block]
                 inside = self.layer.format(layer=numbers[row.block])
                 names = [inside + self._name(block, role) for role in row.roles]
-            yield row, tuple(names)
+            yield Entry(**vars(row), names=tuple(names))
 
     def _name(self, block: Block, role: Role) -> str:
         module, parameter = role

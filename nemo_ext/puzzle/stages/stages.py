@@ -6,6 +6,7 @@ Ranks split the data (`data_parallel`); rank 0 writes. Each stage resumes from w
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
@@ -376,17 +377,8 @@ class Stages:
             nothing = "no two FFN blocks follow each other, so there is nothing to fuse"
         else:
             nothing = "the limits leave nothing to fuse"
-            groups = plan(
-                made,
-                dependency=matrix,
-                largest_dependency=given.largest_dependency,
-                keep_last=given.keep_last,
-                max_width=given.max_width,
-                max_bytes=given.max_bytes,
-                precision=self.chosen.serving.precision,
-                max_blocks=given.max_blocks,
-                max_groups=given.max_groups,
-            )
+            limits = {name: value for name, value in asdict(given).items() if name != "enabled"}
+            groups = plan(made, dependency=matrix, precision=self.chosen.serving.precision, **limits)
         picture = self.workspace.folder / "dependency.png"
         title = f"{self.workspace.child}: how much blocks depend on earlier ones"
         pattern = made.architecture.pattern
