@@ -1,1 +1,1 @@
-"""The block sequence: notation, cost, pipeline cuts. Pure Python, no torch, nothing of ours imported."""
+"""The block sequence: notation, cost, pipeline cuts. Pure Python, no torch, nothing of ours but `job`."""

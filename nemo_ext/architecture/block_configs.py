@@ -8,11 +8,11 @@ compute the same function, but an attention-only layer followed by an FFN-only l
 """
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from fractions import Fraction
 
 from nemo_ext.architecture.blocks import BIAS, Block
 from nemo_ext.architecture.pattern import Pattern
+from nemo_ext.job.settings import nearest
 
 FFN_MULTIPLE = 256
 """Puzzle rounds FFN widths up to a multiple of this."""
@@ -82,23 +82,26 @@ def from_block_configs(
     layers = config.get("block_configs")
     if not isinstance(layers, Sequence) or isinstance(layers, str):
         raise ValueError("block_configs: expected a list with one entry a layer")
-    blocks: list[Block | None] = []
+    blocks: list[Block] = []
     for index, layer in enumerate(layers):
         path = f"block_configs[{index}]"
         if not isinstance(layer, Mapping):
             raise ValueError(f"{path}: expected a mapping with attention and ffn, got {layer!r}")
         _refuse_unknown(layer, ("attention", "ffn"), path)
-        attention, ffn = _part(layer, "attention", path), _part(layer, "ffn", path)
-        blocks.append(_attention(attention, f"{path}.attention", heads=heads, default=num_query_groups))
-        blocks.append(_ffn(ffn, f"{path}.ffn", hidden_size=hidden_size, default=ffn_hidden_size))
-    return Pattern(tuple(block for block in blocks if block is not None))
+        for kind, name in (("*", "attention"), ("-", "ffn")):
+            part, place = _part(layer, name, path), f"{path}.{name}"
+            if _flag(part, "no_op", place):
+                continue
+            if _flag(part, "replace_with_linear", place):
+                blocks.append(Block.of(kind, linear=True))
+            elif kind == "*":
+                blocks.append(_attention(part, place, heads=heads, default=num_query_groups))
+            else:
+                blocks.append(_ffn(part, place, hidden_size=hidden_size, default=ffn_hidden_size))
+    return Pattern(tuple(blocks))
 
 
-def _attention(part: Mapping[str, object], path: str, *, heads: int, default: int | None) -> Block | None:
-    if _flag(part, "no_op", path):
-        return None
-    if _flag(part, "replace_with_linear", path):
-        return Block.of("*", linear=True)
+def _attention(part: Mapping[str, object], path: str, *, heads: int, default: int | None) -> Block:
     group = part.get("n_heads_in_group")
     if not isinstance(group, int) or isinstance(group, bool) or group < 1 or heads % group:
         raise ValueError(
@@ -116,11 +119,7 @@ def _attention(part: Mapping[str, object], path: str, *, heads: int, default: in
     return Block.of("*", **values)
 
 
-def _ffn(part: Mapping[str, object], path: str, *, hidden_size: int, default: int | None) -> Block | None:
-    if _flag(part, "no_op", path):
-        return None
-    if _flag(part, "replace_with_linear", path):
-        return Block.of("-", linear=True)
+def _ffn(part: Mapping[str, object], path: str, *, hidden_size: int, default: int | None) -> Block:
     mult, width = part.get("ffn_mult"), part.get("intermediate_size")
     if mult is None and isinstance(width, int) and not isinstance(width, bool) and width > 0:
         return Block.of("-") if width == default else Block.of("-", ffn=width)
@@ -223,9 +222,7 @@ def _part(layer: Mapping[str, object], name: str, path: str) -> Mapping[str, obj
 def _refuse_unknown(given: Mapping[str, object], known: tuple[str, ...], path: str) -> None:
     for key in given:
         if key not in known:
-            guess = next(iter(get_close_matches(str(key), known, n=1)), None)
-            hint = f"; did you mean {guess!r}?" if guess else ""
-            raise ValueError(f"{path}.{key}: unknown key, expected one of {', '.join(known)}{hint}")
+            raise ValueError(f"{path}.{key}: unknown key: {nearest(str(key), known)}")
 
 
 def _flag(part: Mapping[str, object], key: str, path: str) -> bool:

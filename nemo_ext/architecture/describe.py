@@ -146,7 +146,7 @@ def to_json(description: Description) -> str:
 def render_table(description: Description) -> "Group":
     """The figures as rich tables: the model, its blocks, and its stages and GPUs if there is a layout.
 
-    Blocks that are alike share a line. Print the result with `rich.print`, or use `render_text`.
+    Blocks that are alike share a line. Print the result with `rich.print`.
     """
     from rich.console import Group
     from rich.text import Text
@@ -158,16 +158,6 @@ def render_table(description: Description) -> "Group":
     for table in tables:
         parts += [Text(), table]
     return Group(*parts)
-
-
-def render_text(description: Description, *, width: int = 110) -> str:
-    """The tables as plain text."""
-    from rich.console import Console
-
-    console = Console(width=width, force_terminal=False, color_system=None, record=False)
-    with console.capture() as captured:
-        console.print(render_table(description))
-    return captured.get()
 
 
 def _table(title: str, *columns: str, left: int = 1) -> "Table":

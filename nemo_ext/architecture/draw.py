@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from nemo_ext.architecture import cost, pattern
@@ -216,7 +216,7 @@ def _draw_row(axes: "Axes", row: list[_Tile], bottom: float, scale: float, cuts:
                 starts.append((left, sum(cut <= tile.layer - 1 for cut in cuts)))
             centre = left + (min(width, 0.3) if position == 0 else width) / 2
             if position == 0 or (tile.layer % 10 == 0 and centre - numbered > 0.3):
-                _text(axes, centre, bottom - 0.06, str(tile.layer), size=6.5, colour=_FAINT, vertical="top")
+                _text(axes, centre, bottom - 0.06, str(tile.layer), size=6.5, colour=_FAINT, va="top")
                 numbered = centre
         _draw_tile(axes, tile, left, bottom, width)
         left += width
@@ -224,35 +224,13 @@ def _draw_row(axes: "Axes", row: list[_Tile], bottom: float, scale: float, cuts:
         following = starts[index + 1][0] if index + 1 < len(starts) else _WIDTH
         axes.plot((place, place), (bottom - 0.05, bottom + _TILE + 0.17), color=_INK, linewidth=1.4, zorder=3)
         label = f"stage {stage}" if following - place > 0.55 else str(stage)
-        _text(axes, place + 0.05, bottom + _TILE + 0.11, label, size=7, align="left")
+        _text(axes, place + 0.05, bottom + _TILE + 0.11, label, size=7, ha="left")
 
 
-def _text(
-    axes: "Axes",
-    x: float,
-    y: float,
-    text: str,
-    *,
-    size: float,
-    colour: str = _INK,
-    align: str = "center",
-    vertical: str = "center",
-    rotation: float = 0,
-    bold: bool = False,
-    family: str = "sans-serif",
-) -> None:
+def _text(axes: "Axes", x: float, y: float, text: str, *, size: float, colour: str = _INK, **looks: Any) -> None:
+    """Writes text, centred unless `looks` (matplotlib's) say otherwise."""
     axes.text(
-        x,
-        y,
-        text,
-        size=size,
-        color=colour,
-        ha=align,
-        va=vertical,
-        rotation=rotation,
-        weight="bold" if bold else "normal",
-        family=family,
-        linespacing=1.05,
+        x, y, text, **{"size": size, "color": colour, "ha": "center", "va": "center", "linespacing": 1.05, **looks}
     )
 
 
@@ -262,12 +240,12 @@ def _title(axes: "Axes", architecture: Architecture, length: int, height: float)
         words.append(f"{number(cost.active_params(architecture))} active")
     forward = flop(cost.forward_flops_per_token(architecture, seq_length=length))
     words += [f"{len(architecture.pattern.blocks)} blocks", f"{forward} a token forward at {length:,} tokens"]
-    _text(axes, _MARGIN, height - 0.3, architecture.name, size=15, align="left", bold=True)
-    _text(axes, _MARGIN, height - 0.6, "   ·   ".join(words), size=9.5, align="left")
+    _text(axes, _MARGIN, height - 0.3, architecture.name, size=15, ha="left", weight="bold")
+    _text(axes, _MARGIN, height - 0.6, "   ·   ".join(words), size=9.5, ha="left")
     text = pattern.format(architecture.pattern)
     if len(text) <= 64:
         place = (_WIDTH - _MARGIN, height - 0.3)
-        _text(axes, *place, text, size=9, colour=_FAINT, align="right", family="monospace")
+        _text(axes, *place, text, size=9, colour=_FAINT, ha="right", family="monospace")
 
 
 def _draw_tile(axes: "Axes", tile: _Tile, left: float, bottom: float, width: float) -> None:
@@ -322,7 +300,7 @@ def _write_in(axes: "Axes", tile: _Tile, centre: float, middle: float, width: fl
             _SHOWN.get(tile.symbol, tile.symbol),
             size=size,
             colour=ink,
-            bold=True,
+            weight="bold",
         )
     if flat:
         _text(axes, centre, middle - 0.1, tile.note, size=6, colour=ink)
@@ -351,10 +329,10 @@ def _legend(axes: "Axes", architecture: Architecture, length: int, y: float, *, 
         face, hatch = _lighter(colour, 0.42) if light else colour, "////" if text == _LINEAR else None
         key = Rectangle((left, y), 0.17, 0.17, facecolor=face, hatch=hatch, edgecolor=colour, linewidth=0)
         axes.add_patch(key)
-        _text(axes, left + 0.25, y + 0.085, text, size=9, align="left")
+        _text(axes, left + 0.25, y + 0.085, text, size=9, ha="left")
         left += 0.55 + 0.078 * len(text)
     caption = "width of a tile: its share of the forward FLOPs"
-    _text(axes, _WIDTH - _MARGIN, y + 0.085, caption, size=8, colour=_FAINT, align="right")
+    _text(axes, _WIDTH - _MARGIN, y + 0.085, caption, size=8, colour=_FAINT, ha="right")
 
 
 def _draw_stages(axes: "Axes", architecture: Architecture, length: int, top: float) -> None:
@@ -366,7 +344,7 @@ def _draw_stages(axes: "Axes", architecture: Architecture, length: int, top: flo
     stages = known.of_stages(architecture.pattern.cuts)
     longest, mean = max(stages), sum(stages) / len(stages)
     heading = f"{len(stages)} pipeline stages: the longest takes {longest / mean:.2f} times the mean"
-    _text(axes, _MARGIN, top + 0.1, heading, size=9, align="left")
+    _text(axes, _MARGIN, top + 0.1, heading, size=9, ha="left")
     room = (_WIDTH - 2 * _MARGIN) / max(len(stages), 8)
     floor, tall = top - 0.72, 0.5
     for index, stage in enumerate(stages):

@@ -4,11 +4,14 @@ Without a process group there is one rank, and these functions are trivial.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+
+from nemo_ext.job.progress import notice, progress_of
 
 
 def number() -> int:
@@ -62,3 +65,14 @@ def written(write: Callable[[], object]) -> None:
         write()
     if count() > 1:
         dist.barrier()
+
+
+def say(text: str) -> None:
+    """Prints a line for the user once."""
+    if number() == 0:
+        notice(text)
+
+
+def progress(label: str, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
+    """Shows progress once (`progress_of`)."""
+    return progress_of(label, total, unit=unit, enabled=number() == 0)

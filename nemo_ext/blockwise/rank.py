@@ -5,12 +5,39 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from nemo_ext.job.config import INTERRUPTED, USER_ERROR
 from nemo_ext.job.parent import end_with_parent
+from nemo_ext.job.ranks import run_ranks
+
+
+def check_machine(config: Mapping[str, Any]) -> None:
+    """Refuse a config that names no run directory, or more machines than this one.
+
+    Raises:
+        ValueError: names the key.
+    """
+    if config["run_dir"] is None:
+        raise ValueError("run_dir=null: name a directory")
+    if config["launcher"]["nodes"] != 1:
+        raise ValueError(f"launcher.nodes={config['launcher']['nodes']}: this command runs on this machine only")
+
+
+def start(module: str, config: Path, *words: str, ranks: int) -> None:
+    """Runs a module as the ranks of this machine, with the config's path and these words, to its end.
+
+    Raises:
+        KeyboardInterrupt: the user interrupted.
+        SystemExit: a rank failed.
+    """
+    code = run_ranks([sys.executable, "-m", module, str(config), *words], ranks, config.parent)
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    if code:
+        sys.exit(code if code > 0 else 1)
 
 
 def main(config_path: str, log_name: str, work: Callable[[str], None]) -> int:

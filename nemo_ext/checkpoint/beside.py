@@ -111,6 +111,13 @@ def copy_extras(source: Path, folder: Path, *, code: bool) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
+def keep_extras(source: Path | None, folder: Path) -> None:
+    """Copy the files of a Hugging Face folder other than weights, if there is one, into a Megatron checkpoint."""
+    if source is not None:
+        (folder / EXTRAS).mkdir(exist_ok=True)
+        copy_extras(source, folder / EXTRAS, code=True)
+
+
 def extra_files(source: Path) -> list[Path]:
     """Files of a Hugging Face folder other than weights."""
     found = [file for pattern in EXTRA_FILES for file in sorted(source.glob(pattern))]

@@ -3,6 +3,7 @@
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from nemo_ext.checkpoint.output import check_room, check_target, folder_to_make
 from nemo_ext.checkpoint.writing import HUGGING_FACE, cut_into_parts
 from nemo_ext.job.config import hydra_value
 from nemo_ext.job.progress import notice
+from nemo_ext.job.settings import checked
 
 PLAIN_WIDTH = 200
 """Width of the listing in columns where it does not go to a terminal."""
@@ -24,18 +26,13 @@ def run(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: see `nemo_ext.checkpoint.hf`.
     """
-    _check(config)
-    settings = Settings(
-        architecture=config["architecture"],
-        dtype=config["dtype"],
-        shard_gigabytes=float(config["shard_gigabytes"]),
-        files_from=None if config["files_from"] is None else Path(config["files_from"]),
-        change_rope=config["change_rope"],
-        check_finite=config["check_finite"],
-        verify=config["verify"],
-        iteration=config["iteration"],
-        to_format=config["to_format"],
-    )
+    for key in ("from", "to"):
+        if not isinstance(config[key], str) or not config[key]:
+            raise ValueError(f"{key}={config[key]}: expected a folder")
+    names = [field.name for field in fields(Settings)]
+    settings = checked(Settings, {name: config[name] for name in names}, strict=True)
+    if not isinstance(config["dry_run"], bool):
+        raise ValueError(f"dry_run={config['dry_run']}: expected true or false")
     if config["model"]["pattern"] and HydraConfig.initialized():
         # A whole model has keys that do not affect a checkpoint; a key that the user typed must.
         typed = [word.lstrip("+").partition("=")[0] for word in HydraConfig.get().overrides.task]
@@ -54,33 +51,6 @@ def run(config: Mapping[str, Any]) -> None:
         return
     convert(made, settings)
     notice(f"done: {made.to}" + (f"\n{_next(made)}" if made.to_format != HUGGING_FACE else ""))
-
-
-KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
-    "from": ((str,), "a folder"),
-    "to": ((str,), "a folder"),
-    "files_from": ((str, type(None)), "a folder"),
-    "architecture": ((str, type(None)), "a class name"),
-    "dtype": ((str, type(None)), "a type such as bfloat16"),
-    "to_format": ((str, type(None)), "huggingface or megatron"),
-    "shard_gigabytes": ((int, float), "a number"),
-    "iteration": ((int, type(None)), "a whole number"),
-    **dict.fromkeys(("change_rope", "check_finite", "verify", "dry_run"), ((bool,), "true or false")),
-}
-
-
-def _check(config: Mapping[str, Any]) -> None:
-    """Refuse a value of the wrong kind: `no` is a word to YAML 1.2, and a word is true to Python.
-
-    Raises:
-        ValueError: a value is of the wrong kind; names its key.
-    """
-    for key, (kinds, what) in KINDS.items():
-        value = config[key]
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds) or value == "":
-            raise ValueError(f"{key}={value}: expected {what}")
-    if config["shard_gigabytes"] <= 0:
-        raise ValueError(f"shard_gigabytes={config['shard_gigabytes']}: expected a positive number")
 
 
 def _summary(made: Plan, settings: Settings) -> str:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_ext.checkpoint.beside import (
-    EXTRAS,
     config_beside,
     copy_extras,
     extra_files,
     extras_beside,
     is_hugging_face,
+    keep_extras,
     kept_keys,
     read_json,
     write_model_file,
@@ -82,6 +82,8 @@ class Settings:
             torch_dtype(self.dtype)
         if self.to_format not in (None, HUGGING_FACE, MEGATRON):
             raise ValueError(f"to_format={self.to_format}: expected {HUGGING_FACE} or {MEGATRON}")
+        if not self.shard_gigabytes > 0:
+            raise ValueError(f"shard_gigabytes={self.shard_gigabytes:g}: expected a positive number")
         if self.files_from is not None and not self.files_from.is_dir():
             raise ValueError(f"files_from={self.files_from}: no such folder")
 
@@ -440,6 +442,4 @@ def _finish_megatron(plan: Plan, folder: Path) -> None:
     """Write a model file for `--config-dir`, and the other files of the Hugging Face folder."""
     comment = f"Made from {plan.reader.path.name} ({plan.format.architecture})."
     write_model_file(folder, to_config(plan.description), name=plan.to.name, comment=comment)
-    if plan.extras is not None:
-        (folder / EXTRAS).mkdir(exist_ok=True)
-        copy_extras(plan.extras, folder / EXTRAS, code=True)
+    keep_extras(plan.extras, folder)

@@ -16,7 +16,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_ext.checkpoint.beside import EXTRAS, copy_extras, extras_beside, write_model_file
+from nemo_ext.checkpoint.beside import copy_extras, extras_beside, keep_extras, write_model_file
 from nemo_ext.checkpoint.description import to_config
 from nemo_ext.checkpoint.hf import DEFAULT_SHARD
 from nemo_ext.checkpoint.output import check_room, folder_to_make, unfinished
@@ -250,9 +250,7 @@ def _megatron(checkpoints: Sequence[Checkpoint], model: Model) -> tuple[Finish, 
             sections = to_config(model.description)
             shares = (f"{w:g} {c.path}" for w, c in zip(target.weights, checkpoints, strict=True))
             write_model_file(folder, sections, name=target.to.name, comment=f"Made from {' + '.join(shares)}.")
-        if extras is not None:
-            (folder / EXTRAS).mkdir(exist_ok=True)
-            copy_extras(extras, folder / EXTRAS, code=True)
+        keep_extras(extras, folder)
 
     return finish, remarks
 

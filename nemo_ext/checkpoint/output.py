@@ -12,6 +12,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from nemo_ext.checkpoint.storage import CheckpointError, listed
+from nemo_ext.job.files import write_text
 from nemo_ext.job.made_of import digest
 from nemo_ext.job.progress import notice
 
@@ -39,7 +40,7 @@ class Output:
         self.path = path
         self.folder = unfinished(path)
         self.done: dict[int, Any] = {}
-        self._plan = plan_hash(plan)
+        self._plan = digest(plan)
         record = _read(self.folder / RECORD)
         if record is not None and record.get("plan") == self._plan:
             self.done = {int(part): value for part, value in record["done"].items()}
@@ -61,7 +62,7 @@ class Output:
         _empty(self.folder)
 
     def _write_record(self) -> None:
-        _replace(self.folder / RECORD, json.dumps({"plan": self._plan, "done": self.done}))
+        write_text(self.folder / RECORD, json.dumps({"plan": self._plan, "done": self.done}))
 
     def publish(self, record: dict[str, Any]) -> None:
         """Give the folder its name; `record`, on how it was made, stays in it."""
@@ -74,14 +75,7 @@ class Output:
         (self.folder / LOCK).unlink(missing_ok=True)
         os.replace(self.folder, self.path)
         # Last: until then the record of the parts stands, with which an interrupted run is resumed.
-        _replace(self.path / RECORD, json.dumps({**record, "plan": self._plan, "sizes": sizes}, indent=1) + "\n")
-
-
-def _replace(file: Path, text: str) -> None:
-    """Write a file atomically: it is there as a whole or not at all."""
-    temporary = file.with_name(f".{file.name}")
-    temporary.write_text(text)
-    temporary.replace(file)
+        write_text(self.path / RECORD, json.dumps({**record, "plan": self._plan, "sizes": sizes}, indent=1) + "\n")
 
 
 def unfinished(path: Path) -> Path:
@@ -105,11 +99,6 @@ def _remove_temporary(folder: Path) -> None:
             file.unlink()
 
 
-def plan_hash(plan: dict[str, Any]) -> str:
-    """Hash that identifies a plan."""
-    return digest(plan)
-
-
 def was_published(path: Path, plan: dict[str, Any]) -> bool:
     """True if a folder holds the result of the plan.
 
@@ -119,7 +108,7 @@ def was_published(path: Path, plan: dict[str, Any]) -> bool:
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return False
     record = _read(path / RECORD)
-    if record is not None and record.get("plan") == plan_hash(plan):
+    if record is not None and record.get("plan") == digest(plan):
         sizes: dict[str, int] = record.get("sizes", {})
         spoilt = [name for name, size in sizes.items() if not has_size(path / name, size)]
         if spoilt:

@@ -6,11 +6,13 @@ without `weights_only` (DefaultLoadPlanner.load_bytes): either runs any code tha
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import pickle
 import re
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,9 @@ _RECORDS = {
     "pathlib": ("Path", "PosixPath", "PurePosixPath"),
 }
 """Classes in the metadata of torch 2 and Megatron-Core, besides Python's own containers and torch's types."""
+
+_SPECIAL = ("__class__", "__bases__", "__name__", "__qualname__")
+_MISSING = object()
 
 
 class Unsafe(CheckpointError):
@@ -86,31 +91,35 @@ def loads(data: bytes, file: Path) -> Any:
 
 @contextmanager
 def _classes_unchanged() -> Iterator[None]:
-    """Undo and refuse attributes that a pickle sets on the classes it can name, which would outlive it."""
-    import importlib
-
-    classes = {
-        kind
-        for module, names in _RECORDS.items()
-        for name in names
-        if isinstance(kind := getattr(importlib.import_module(module), name, None), type)
-    }
-    before = {kind: dict(vars(kind)) for kind in classes}
+    """Undo and refuse what a pickle sets on classes and members of enums that it can name: it would outlive it."""
+    found = [
+        getattr(importlib.import_module(module), name, None) for module, names in _RECORDS.items() for name in names
+    ]
+    classes = [kind for kind in found if isinstance(kind, type)]
+    members = [member for kind in classes if issubclass(kind, Enum) for member in kind]
+    before = [(each, _attributes(each)) for each in (*classes, *members)]
     changed = False
     try:
         yield
     finally:
-        for kind, attributes in before.items():
-            now = dict(vars(kind))
+        for each, attributes in before:
+            # Not each's own functions: an enum's class refuses to have its members set.
+            own: Any = type if isinstance(each, type) else object
+            now = _attributes(each)
             for name in now.keys() - attributes.keys():
                 changed = True
-                delattr(kind, name)
-            for name in attributes:
-                if name not in now or now[name] is not attributes[name]:
+                own.__delattr__(each, name)
+            for name, value in attributes.items():
+                if now.get(name, _MISSING) is not value and not (name in _SPECIAL and now[name] == value):
                     changed = True
-                    setattr(kind, name, attributes[name])
+                    own.__setattr__(each, name, value)
     if changed:
         raise pickle.UnpicklingError("sets attributes of a class")
+
+
+def _attributes(of: object) -> dict[str, Any]:
+    """Everything that can be set on a class or a member of an enum."""
+    return {**vars(of), **{name: getattr(of, name) for name in _SPECIAL if hasattr(of, name)}}
 
 
 def read_metadata(folder: Path) -> Metadata:

@@ -37,19 +37,14 @@ class Rows:
     """
 
     def to_hf(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """See `Rule`."""
-        return self._recut(tensors, shapes)
-
-    def to_megatron(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """See `Rule`."""
-        return self._recut(tensors, shapes)
-
-    def _recut(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
+        """See `Rule`; the same in both directions."""
         import torch
 
         flat = tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
         sizes = [prod(shape) for shape in shapes]
         return [part.reshape(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+    to_megatron = to_hf
 
 
 @dataclass(frozen=True)

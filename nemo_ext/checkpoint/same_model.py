@@ -12,7 +12,7 @@ from nemo_ext.checkpoint.beside import config_beside, is_hugging_face, read_json
 from nemo_ext.checkpoint.description import Description, differences, from_config, megatron_arguments
 from nemo_ext.checkpoint.formats import read
 from nemo_ext.checkpoint.safetensors_files import CONFIG, SafetensorsReader
-from nemo_ext.checkpoint.storage import WEIGHT_TYPES, CheckpointError, fingerprint, listed
+from nemo_ext.checkpoint.storage import NO_TYPE, WEIGHT_TYPES, CheckpointError, fingerprint, refuse_any
 from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
 
 NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
@@ -71,7 +71,9 @@ def open_checkpoints(sources: Sequence[Path], iterations: Sequence[int | None] |
     ]
     for other in opened[1:]:
         _check_same_tensors(opened[0], other)
-    _check_types(opened[0])
+    stored = opened[0].reader.tensors.items()
+    types = [f"{name} is {tensor.dtype}" for name, tensor in stored if tensor.dtype not in WEIGHT_TYPES]
+    refuse_any(f"{opened[0].path}: ", (NO_TYPE, types))
     return opened
 
 
@@ -95,18 +97,7 @@ def _check_same_tensors(first: Checkpoint, other: Checkpoint) -> None:
         ("of another shape", shapes),
         ("of another type", types),
     )
-    told = [f"{len(names)} tensors are {what}: {listed(names)}" for what, names in problems if names]
-    if told:
-        raise CheckpointError(f"{other.path} does not hold the same tensors as {first.path}: " + "; ".join(told))
-
-
-def _check_types(checkpoint: Checkpoint) -> None:
-    types = [f"{name} is {t.dtype}" for name, t in checkpoint.reader.tensors.items() if t.dtype not in WEIGHT_TYPES]
-    if types:
-        raise CheckpointError(
-            f"{checkpoint.path}: {len(types)} tensors are of a type that weights do not have "
-            f"({', '.join(WEIGHT_TYPES)} are known): {listed(types)}"
-        )
+    refuse_any(f"{other.path} does not hold the same tensors as {first.path}: ", *problems)
 
 
 @dataclass(frozen=True)

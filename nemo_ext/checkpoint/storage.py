@@ -16,6 +16,7 @@ Shape = tuple[int, ...]
 
 WEIGHT_TYPES = ("bfloat16", "float16", "float32", "float64")
 """Types that weights come in; anything else is a quantised or broken checkpoint."""
+NO_TYPE = f"of a type that weights do not have ({', '.join(WEIGHT_TYPES)} are known)"
 SHOWN = 5
 
 
@@ -115,15 +116,18 @@ def check_tensors(reader: Reader, expected: Mapping[str, Shape], *, ignored: Seq
     types = [
         f"{name} is {found[name].dtype}" for name in expected if name in found and found[name].dtype not in WEIGHT_TYPES
     ]
-    problems = (
-        ("missing", missing),
-        ("not of this model", extra),
-        ("of another shape", shapes),
-        (f"of a type that weights do not have ({', '.join(WEIGHT_TYPES)} are known)", types),
-    )
-    told = [f"{len(names)} tensors are {what}: {listed(names)}" for what, names in problems if names]
-    if told:
-        raise CheckpointError(f"{reader.path}: " + "; ".join(told))
+    problems = (("missing", missing), ("not of this model", extra), ("of another shape", shapes), (NO_TYPE, types))
+    refuse_any(f"{reader.path}: ", *problems)
+
+
+def refuse_any(where: str, *problems: tuple[str, Sequence[str]]) -> None:
+    """Refuse tensors with problems, given as pairs of what is wrong and names.
+
+    Raises:
+        CheckpointError: there are any; begins with `where`.
+    """
+    if told := [f"{len(names)} tensors are {what}: {listed(names)}" for what, names in problems if names]:
+        raise CheckpointError(where + "; ".join(told))
 
 
 def listed(names: Sequence[str]) -> str:

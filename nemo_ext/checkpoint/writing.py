@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nemo_ext.checkpoint.output import Output, check_room, check_target, has_size, only_writer, was_published
 from nemo_ext.checkpoint.parameters import Piece
@@ -124,7 +124,9 @@ def write_checkpoint(
             return to
         identity = _with_parts(to_format, parts, identity)
         output = Output(to, identity)
-        target: _Target = (_SafetensorsTarget if to_format == HUGGING_FACE else _TorchDistTarget)(output.folder, parts)
+        kind: type[_SafetensorsTarget | _TorchDistTarget]
+        kind = _SafetensorsTarget if to_format == HUGGING_FACE else _TorchDistTarget
+        target = kind(output.folder, parts)
         # A finished part that was lost since, in a power failure for example, is made again.
         output.done = {n: done for n, done in output.done.items() if has_size(target.file(n), done["size"])}
         check_room(to, sum(w.bytes for n, part in enumerate(parts) if n not in output.done for w in part))
@@ -225,26 +227,6 @@ def _verify(
                     "happens again, suspect the disk"
                 )
             advance(slot.bytes)
-
-
-class _Target(Protocol):
-    """A folder of one format while it is written."""
-
-    def file(self, number: int) -> Path:
-        """Path of a part's file."""
-        ...
-
-    def write(self, number: int, tensors: Iterator[tuple[Piece, Tensor]]) -> Any:
-        """Write a part; returns its result for `finish`, as JSON."""
-        ...
-
-    def finish(self, results: Sequence[Any], arguments: Mapping[str, Any]) -> None:
-        """Make the parts a checkpoint."""
-        ...
-
-    def reader(self) -> SafetensorsReader | TorchDistReader:
-        """Reader of the tensors as they are on the disk."""
-        ...
 
 
 class _SafetensorsTarget:

@@ -5,13 +5,17 @@ not absolute for any machine; measured latencies replace them where available.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 
 from nemo_ext.architecture import cost
 from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import Pattern
-from nemo_ext.architecture.precision import BYTES, bytes_per_number
+from nemo_ext.architecture.precision import bytes_per_number
+from nemo_ext.job.settings import STRICT
 from nemo_ext.puzzle.choice.problem import Limit, Problem, add_resource, seconds_at_throughput
 
 REQUEST_SECONDS = "request_seconds"
@@ -33,7 +37,10 @@ RESOURCES = (
 """Resources that a search may limit."""
 
 
-@dataclass(frozen=True, kw_only=True)
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Serving:
     """The serving scenario.
 
@@ -47,23 +54,15 @@ class Serving:
         bandwidth: memory read bandwidth in bytes/s.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read where a config is checked
-
-    batch: int = 32
-    prompt: int = 2048
-    context: int = 4096
-    precision: str = "bf16"
-    cache_precision: str = "bf16"
-    flops: float = 989e12 * 0.5
-    bandwidth: float = 3.35e12 * 0.7
+    batch: PositiveInt = 32
+    prompt: PositiveInt = 2048
+    context: PositiveInt = 4096
+    precision: Precision = "bf16"
+    cache_precision: Precision = "bf16"
+    flops: PositiveFloat = 989e12 * 0.5
+    bandwidth: PositiveFloat = 3.35e12 * 0.7
 
     def __post_init__(self) -> None:
-        for name in ("batch", "prompt", "context", "flops", "bandwidth"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"puzzle.serving.{name}={getattr(self, name)}: expected a positive number")
-        for name in ("precision", "cache_precision"):
-            if getattr(self, name) not in BYTES:
-                raise ValueError(f"puzzle.serving.{name}={getattr(self, name)!r}: expected one of {', '.join(BYTES)}")
         if self.context < self.prompt:
             raise ValueError(f"puzzle.serving.context={self.context} is shorter than prompt={self.prompt}")
 

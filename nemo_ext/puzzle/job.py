@@ -8,16 +8,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from nemo_ext import launch
+from nemo_ext.blockwise.rank import check_machine, start
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.data.training import tokenize_streams, use_data
-from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.job.files import only_run_in
 from nemo_ext.job.progress import notice
-from nemo_ext.job.ranks import run_ranks
 from nemo_ext.job.run_directory import last_checkpoint, write_config, write_versions
 from nemo_ext.job.settings import nearest
 from nemo_ext.puzzle.choice.choose import Costs, choose, draw_front, state_problem
@@ -55,10 +55,7 @@ class Job:
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
         self.chosen: Settings = settings(config["puzzle"])
-        if config["run_dir"] is None:
-            raise ValueError("run_dir=null: name a directory")
-        if config["launcher"]["nodes"] != 1:
-            raise ValueError(f"launcher.nodes={config['launcher']['nodes']}: this command runs on this machine only")
+        check_machine(config)
         if self.chosen.parent is not None and not Path(self.chosen.parent).exists():
             raise ValueError(f"puzzle.parent={self.chosen.parent}: no such run, checkpoint or converted folder")
         if self.chosen.child in ("parent", "blocks"):
@@ -67,7 +64,7 @@ class Job:
             if stage not in STAGES:
                 raise ValueError(f"puzzle.stages: there is no stage {stage!r}: {nearest(stage, STAGES)}")
         use_data(config)
-        self.workspace = Workspace.of(config, self.chosen)
+        self.workspace = Workspace(config, self.chosen)
 
     def run(self) -> None:
         """Carry out the stages, or one shard of one."""
@@ -81,13 +78,9 @@ class Job:
             self._write_config()
             if any(stage in ON_RANKS for stage in wanted):
                 tokenize_streams(self.config.get("data"))
-            while wanted:
-                stage = wanted[0]
-                together = [stage]
-                if stage in ON_RANKS:
-                    together = _leading(wanted, ON_RANKS)
-                wanted = wanted[len(together) :]
-                self._carry_out(together)
+            for on_ranks, group in groupby(wanted, key=lambda stage: stage in ON_RANKS):
+                for together in [list(group)] if on_ranks else [[stage] for stage in group]:
+                    self._carry_out(together)
 
     def _run_shard(self, shard: Shard) -> None:
         assert self.chosen.stages is not None
@@ -145,7 +138,8 @@ class Job:
                 notice(f"{stage}: shards {', '.join(map(str, left))} are not finished: what they lack is done here")
         began = time.monotonic()
         if todo[0] in ON_RANKS:
-            self._on_ranks(todo)
+            ranks = int(self.config["launcher"]["nproc_per_node"])
+            start("nemo_ext.puzzle.rank", self.workspace.config, *todo, ranks=ranks)
         else:
             (stage,) = todo
             step: Callable[[], bool | None] = getattr(self, f"_{stage}")
@@ -158,14 +152,6 @@ class Job:
 
     def _label(self, stage: str) -> str:
         return stage if self.workspace.shard is None else f"{stage}, shard {self.workspace.shard}"
-
-    def _on_ranks(self, stages: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "nemo_ext.puzzle.rank", str(self.workspace.config), *stages]
-        code = run_ranks(command, int(self.config["launcher"]["nproc_per_node"]), self.workspace.config.parent)
-        if code == INTERRUPTED:
-            raise KeyboardInterrupt
-        if code:
-            sys.exit(code if code > 0 else 1)
 
     def _parent(self) -> None:
         if self.chosen.parent is None:
@@ -267,13 +253,3 @@ class Job:
 
     def _report(self) -> None:
         notice(f"report: {write_report(self.workspace, self.chosen)}")
-
-
-def _leading(stages: Sequence[str], kind: Sequence[str]) -> list[str]:
-    """The leading stages that are of a kind."""
-    found = []
-    for stage in stages:
-        if stage not in kind:
-            break
-        found.append(stage)
-    return found

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from nemo_ext.job.files import write_text
 from nemo_ext.job.records import append_lines, read_lines
-from nemo_ext.puzzle.variants import KEEP
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,3 @@ def collect_scores(file: Path, parts: Sequence[Path], order: Sequence[tuple[int,
         write_text(file, "".join(json.dumps(asdict(known[key])) + "\n" for key in keys))
     for part in parts:
         part.unlink()
-
-
-def parent_loss(scores: Sequence[Score]) -> float:
-    """The parent's own loss: the score of any block that is kept."""
-    return next(score.loss for score in scores if score.variant == KEEP)

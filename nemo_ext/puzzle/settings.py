@@ -15,7 +15,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.job.settings import STRICT, check_keys, checked, nearest
+from nemo_ext.job.settings import STRICT, checked, nearest
 from nemo_ext.puzzle.choice.problem import Limit
 from nemo_ext.puzzle.choice.search import GAP, TIME_LIMIT
 from nemo_ext.puzzle.cost import REQUEST_SECONDS, RESOURCES, Serving
@@ -32,24 +32,16 @@ def limit(where: str, given: Any, *, at_least: bool = False) -> Limit:
     Raises:
         ValueError: anything else.
     """
-    if isinstance(given, Mapping):
-        check_keys(given, ("lower", "upper"), required=(), where=where)
-        if not given:
-            raise ValueError(f"{where}: give it a number, or lower or upper")
-        bounds = {key: _number(f"{where}.{key}", value) for key, value in given.items()}
-    else:
-        bounds = {"lower" if at_least else "upper": _number(where, given)}
-    if bounds.get("lower", -math.inf) > bounds.get("upper", math.inf):
-        raise ValueError(f"{where}: lower {bounds['lower']:g} is above upper {bounds['upper']:g}")
-    if at_least and "upper" in bounds:
+    if given == {}:
+        raise ValueError(f"{where}: give it a number, or lower or upper")
+    if not isinstance(given, Mapping):
+        given = {"lower" if at_least else "upper": given}
+    bounds = checked(Limit, given, where, strict=True)
+    if bounds.lower > bounds.upper:
+        raise ValueError(f"{where}: lower {bounds.lower:g} is above upper {bounds.upper:g}")
+    if at_least and bounds.upper < math.inf:
         raise ValueError(f"{where}: only a lower bound makes sense, give a number")
-    return Limit(**bounds)
-
-
-def _number(where: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{where}={value!r}: expected a number")
-    return float(value)
+    return bounds
 
 
 def _check_resource(where: str, name: str, more: Iterable[str] = ()) -> None:

@@ -6,14 +6,20 @@ a library grows with the number of blocks, not with the combinations of attentio
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field, PositiveInt
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.model import Architecture
+from nemo_ext.job.settings import STRICT
 
 KEEP, NO_OP, LINEAR = "keep", "no_op", "linear"
+Shares = tuple[Annotated[float, Field(gt=0, lt=1)], ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class Choices:
     """Sizes that variants may take, as shares of the parent's; a share that rounds to the parent's size is left out.
 
@@ -30,32 +36,16 @@ class Choices:
         no_op: True to offer leaving a block out.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read where a config is checked
-
-    kv: tuple[float, ...] = (0.5, 0.25, 0.125)
-    windows: tuple[int, ...] = ()
-    ffn: tuple[float, ...] = (0.87, 0.75, 0.5, 0.25, 0.1)
-    ffn_multiple: int = 256
-    experts: tuple[float, ...] = (0.75, 0.5, 0.25)
-    top_k: tuple[int, ...] = ()
-    expert_ffn: tuple[float, ...] = (0.75, 0.5)
-    mamba_heads: tuple[float, ...] = (0.75, 0.5, 0.25)
+    kv: Shares = (0.5, 0.25, 0.125)
+    windows: tuple[PositiveInt, ...] = ()
+    ffn: Shares = (0.87, 0.75, 0.5, 0.25, 0.1)
+    ffn_multiple: PositiveInt = 256
+    experts: Shares = (0.75, 0.5, 0.25)
+    top_k: tuple[PositiveInt, ...] = ()
+    expert_ffn: Shares = (0.75, 0.5)
+    mamba_heads: Shares = (0.75, 0.5, 0.25)
     linear: bool = True
     no_op: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("kv", "ffn", "experts", "expert_ffn", "mamba_heads"):
-            for share in getattr(self, name):
-                if not 0 < share < 1:
-                    raise ValueError(
-                        f"puzzle.variants.{name}: {share} is no share of the parent's: expected one between 0 and 1"
-                    )
-        for name in ("windows", "top_k"):
-            for number in getattr(self, name):
-                if number < 1:
-                    raise ValueError(f"puzzle.variants.{name}: {number}: expected a positive number")
-        if self.ffn_multiple < 1:
-            raise ValueError(f"puzzle.variants.ffn_multiple={self.ffn_multiple}: expected a positive number")
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,13 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from nemo_ext.checkpoint.torch_dist import METADATA, checkpoint_folder
-from nemo_ext.job.files import write_text
-from nemo_ext.job.made_of import differing, told
+from nemo_ext.job.made_of import differing, note, told
 from nemo_ext.job.run_directory import CONFIG
 from nemo_ext.puzzle.settings import Settings
 from nemo_ext.puzzle.stages.shards import Shard
@@ -53,115 +51,51 @@ BOOKKEEPING = re.compile(r"(save|log|eval|tensorboard|wandb|exit|non_persistent|
 """Megatron flags that do not affect what a training run learns."""
 
 
-@dataclass(frozen=True)
 class Workspace:
     """Folder of a compression.
 
     Attributes:
         run_dir: root folder.
         child: name of the child.
-        given_parent: path of the parent if it is not trained here.
-        decides: stage -> the settings that determine its results.
         shard: part of a stage that is done here; None for all of it.
+        parent: path of the parent's run, or of its checkpoint.
+        blocks: folder of variants and scores, shared by all children.
+        initial: library of variants with weights initialised from the parent.
+        trained: library of trained variants.
+        scores: file of replace-one-block scores.
+        own_scores: file of the scores computed here: the shard's own if there is one.
+        folder: the child's folder.
+        config: composed config with which the child was last made; logs are beside it.
+        costs: file with the resources of every variant.
+        measured: file of measured latencies.
+        weights: checkpoint of the child.
+        fused: checkpoint of the child after fusion, if anything was fused.
+        healed: run that distils the parent into the child.
+        pretrained: training run that continues after healing.
+        exported: the child in Hugging Face format.
     """
 
-    run_dir: Path
-    child: str
-    given_parent: str | None
-    decides: Mapping[str, Mapping[str, Any]]
-    shard: Shard | None = None
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any], chosen: Settings) -> "Workspace":
-        """The folder of a composed config.
-
-        Args:
-            config: composed config.
-            chosen: checked `puzzle` section of the config.
-        """
-        section = json.loads(TypeAdapter(Settings).dump_json(chosen))
-        shard = None if chosen.shard is None else Shard.of(chosen.shard)
-        return cls(Path(config["run_dir"]), chosen.child, chosen.parent, _decides(config, section), shard)
-
-    @property
-    def parent(self) -> Path:
-        """Path of the parent's run, or of its checkpoint."""
-        return Path(self.given_parent) if self.given_parent else self.run_dir / "parent"
-
-    @property
-    def blocks(self) -> Path:
-        """Folder of variants and scores, shared by all children."""
-        return self.run_dir / "blocks"
-
-    @property
-    def initial(self) -> Path:
-        """Library of variants with weights initialised from the parent."""
-        return self.blocks / "initial"
-
-    @property
-    def trained(self) -> Path:
-        """Library of trained variants."""
-        return self.blocks / "trained"
-
-    @property
-    def scores(self) -> Path:
-        """File of replace-one-block scores."""
-        return self.blocks / "scores.jsonl"
-
-    @property
-    def own_scores(self) -> Path:
-        """File of the scores computed here: the shard's own if there is one."""
-        return self.scores if self.shard is None else self.blocks / f"scores_{self.shard.label}.jsonl"
+    def __init__(self, config: Mapping[str, Any], chosen: Settings) -> None:
+        """The folder of a composed config, with the checked `puzzle` section of it."""
+        self._decides = _decides(config, json.loads(TypeAdapter(Settings).dump_json(chosen)))
+        self.run_dir, self.child = Path(config["run_dir"]), chosen.child
+        self.shard = None if chosen.shard is None else Shard.of(chosen.shard)
+        self.parent = Path(chosen.parent) if chosen.parent else self.run_dir / "parent"
+        self.blocks, self.folder = self.run_dir / "blocks", self.run_dir / chosen.child
+        self.initial, self.trained = self.blocks / "initial", self.blocks / "trained"
+        self.scores = self.own_scores = self.blocks / "scores.jsonl"
+        self.config = self.folder / CONFIG
+        if self.shard is not None:
+            self.own_scores = self.blocks / f"scores_{self.shard.label}.jsonl"
+            self.config = self.folder / "shards" / self.shard.label / CONFIG
+        self.costs, self.measured = self.folder / "costs.csv", self.folder / "measured.jsonl"
+        self.weights, self.fused = self.folder / "weights", self.folder / "fused"
+        self.healed, self.pretrained = self.folder / "heal", self.folder / "pretrain"
+        self.exported = self.folder / "huggingface"
 
     def scores_of_shards(self) -> list[Path]:
         """Score files of shards."""
         return sorted(self.blocks.glob("scores_*of*.jsonl"))
-
-    @property
-    def costs(self) -> Path:
-        """File with the resources of every variant."""
-        return self.folder / "costs.csv"
-
-    @property
-    def measured(self) -> Path:
-        """File of measured latencies."""
-        return self.folder / "measured.jsonl"
-
-    @property
-    def folder(self) -> Path:
-        """The child's folder."""
-        return self.run_dir / self.child
-
-    @property
-    def config(self) -> Path:
-        """Composed config with which the child was last made; logs are beside it."""
-        folder = self.folder if self.shard is None else self.folder / "shards" / self.shard.label
-        return folder / CONFIG
-
-    @property
-    def weights(self) -> Path:
-        """Checkpoint of the child."""
-        return self.folder / "weights"
-
-    @property
-    def fused(self) -> Path:
-        """Checkpoint of the child after fusion, if anything was fused."""
-        return self.folder / "fused"
-
-    @property
-    def healed(self) -> Path:
-        """Run that distils the parent into the child."""
-        return self.folder / "heal"
-
-    @property
-    def pretrained(self) -> Path:
-        """Training run that continues after healing."""
-        return self.folder / "pretrain"
-
-    @property
-    def exported(self) -> Path:
-        """The child in Hugging Face format."""
-        return self.folder / "huggingface"
 
     def realised(self) -> Path:
         """The child before healing: the fused one if there is one."""
@@ -216,7 +150,7 @@ class Workspace:
             ValueError: the stage was split into another number of shards.
         """
         if self.shard is None:
-            write_text(self._begun(stage), json.dumps(self._now(stage), indent=1) + "\n")
+            note(self._begun(stage), self._now(stage))
             return
         counts = {shard.count for shard in self._shards(stage)} - {self.shard.count}
         if counts:
@@ -239,7 +173,7 @@ class Workspace:
         record = {**self._now(stage), "empty": empty}
         if stage == "parent":
             record["checkpoint"] = _fingerprint(checkpoint_folder(self.parent))
-        write_text(self.record(stage), json.dumps(record, indent=1) + "\n")
+        note(self.record(stage), record)
         self._begun(stage).unlink(missing_ok=True)
         for file in self._shards(stage).values():
             file.unlink()
@@ -268,10 +202,10 @@ class Workspace:
     def _write_shard(self, stage: str, *, done: bool) -> None:
         assert self.shard is not None
         file = self.record(stage).with_name(f"{stage}.shard_{self.shard.label}.json")
-        write_text(file, json.dumps({**self._now(stage), "done": done}, indent=1) + "\n")
+        note(file, {**self._now(stage), "done": done})
 
     def _now(self, stage: str) -> dict[str, Any]:
-        settings: dict[str, Any] = json.loads(json.dumps(self.decides[stage]))
+        settings: dict[str, Any] = json.loads(json.dumps(self._decides[stage]))
         return {"settings": settings, "made_from": {need: _digest(self.record(need)) for need in STAGES[stage]}}
 
     def _check_parent(self, record: Mapping[str, Any]) -> None:

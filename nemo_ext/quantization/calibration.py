@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict
+from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from nemo_ext.chat.sample import Sample
@@ -26,6 +27,7 @@ from nemo_ext.data.text.indexed_dataset import read_index
 from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.seeds import digest, generator
+from nemo_ext.job.settings import STRICT
 
 Ids = npt.NDArray[np.int64]
 _PART_RECORDS = 5000
@@ -33,7 +35,7 @@ _PART_BYTES = 32_000_000
 _SHORTEST = 2
 
 
-@checked_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class CalibrationSettings:
     """Source and amount of calibration data.
 
@@ -48,17 +50,12 @@ class CalibrationSettings:
     """
 
     data: str
-    samples: int = 1024
-    held_out: int = 64
-    max_length: int = 4096
-    batch_tokens: int = 16384
+    samples: PositiveInt = 1024
+    held_out: NonNegativeInt = 64
+    max_length: Annotated[int, Field(ge=_SHORTEST)] = 4096
+    batch_tokens: PositiveInt = 16384
     template: str | None = None
     seed: int = 1234
-
-    def __post_init__(self) -> None:
-        for name, least in (("samples", 1), ("held_out", 0), ("max_length", _SHORTEST), ("batch_tokens", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)}: expected {least} or more")
 
 
 @dataclass(frozen=True, kw_only=True)

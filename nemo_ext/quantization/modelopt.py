@@ -80,8 +80,8 @@ def matrices(plan: Plan, description: Description, found: Format) -> list[Matrix
     """
     given = {(each.weight.block, each.weight.part): each for each in assigned(plan, description.architecture)}
     listed = []
-    for row, names in found.named_rows(description):
-        for role, name, shape in zip(row.roles, names, row.shapes, strict=True):
+    for row in found.entries(description):
+        for role, name, shape in zip(row.roles, row.names, row.shapes, strict=True):
             part = _part(role)
             if part is not None:
                 each = given[row.block, part]

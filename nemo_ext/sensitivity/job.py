@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.architecture.precision_plan import Plan
+from nemo_ext.blockwise.rank import check_machine, start
 from nemo_ext.checkpoint.beside import is_hugging_face
 from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 from nemo_ext.data.training import tokenize_streams, use_data
-from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.job.files import only_run_in
 from nemo_ext.job.progress import notice
-from nemo_ext.job.ranks import run_ranks
 from nemo_ext.job.run_directory import write_config, write_versions
 from nemo_ext.puzzle.configs import description_of
 from nemo_ext.sensitivity.report import write_report
@@ -36,10 +35,7 @@ def run(config: dict[str, Any]) -> None:
     from nemo_ext.megatron.fp8 import check_backend
 
     chosen = read_settings(config)
-    if config["run_dir"] is None:
-        raise ValueError("run_dir=null: name a directory")
-    if config["launcher"]["nodes"] != 1:
-        raise ValueError(f"launcher.nodes={config['launcher']['nodes']}: this command runs on this machine only")
+    check_machine(config)
     model = Path(chosen.model)
     if not model.exists():
         raise ValueError(f"sensitivity.model={model}: no such run or checkpoint")
@@ -60,10 +56,5 @@ def run(config: dict[str, Any]) -> None:
         write_config(workspace.run_dir, config)
         write_versions(workspace.run_dir, sys.argv)
         tokenize_streams(config.get("data"))
-        command = [sys.executable, "-m", "nemo_ext.sensitivity.rank", str(workspace.config)]
-        code = run_ranks(command, int(config["launcher"]["nproc_per_node"]), workspace.run_dir)
-        if code == INTERRUPTED:
-            raise KeyboardInterrupt
-        if code:
-            sys.exit(code if code > 0 else 1)
+        start("nemo_ext.sensitivity.rank", workspace.config, ranks=int(config["launcher"]["nproc_per_node"]))
         notice(f"report: {write_report(workspace, chosen, config, architecture)}")

@@ -14,12 +14,11 @@ from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import HEAD, Plan, Rule
 from nemo_ext.job.files import write_text
 from nemo_ext.job.records import read_lines
-from nemo_ext.job.report import markdown_table, new_figure, save_figure
+from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
 from nemo_ext.job.run_directory import REPORT
-from nemo_ext.sensitivity.scores import EVERYTHING, REFERENCE, Sensitivity, lost
 from nemo_ext.sensitivity.settings import Settings
 from nemo_ext.sensitivity.units import Unit, bf16_rules, named_rule, units, with_rules
-from nemo_ext.sensitivity.workspace import NANO, Workspace
+from nemo_ext.sensitivity.workspace import EVERYTHING, NANO, REFERENCE, Sensitivity, Workspace, lost
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -222,7 +221,7 @@ def _draw_units(
     axes.set_xlabel(f"{chosen.per} in FP8 alone, from 0")
     axes.set_ylabel("KL, nats a token" if chosen.metric == "kl" else "loss, nats a token")
     axes.legend(frameon=False, fontsize=8)
-    _plain(axes)
+    tidy(axes, grid="y")
 
 
 def _draw_plans(axes: "Axes", rows: Sequence[Mapping[str, Any]], chosen: Settings) -> None:
@@ -233,9 +232,4 @@ def _draw_plans(axes: "Axes", rows: Sequence[Mapping[str, Any]], chosen: Setting
         axes.plot(row["bytes"]["bf16"] / whole, value, marker, markersize=8, label=LABELS[row["name"]])
     axes.set_xlabel("share of bytes in BF16, validation data")
     axes.legend(frameon=False, fontsize=7)
-    _plain(axes)
-
-
-def _plain(axes: "Axes") -> None:
-    axes.grid(axis="y", alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes, grid="y")

@@ -20,7 +20,6 @@ from nemo_ext.blockwise.parent import Parent
 from nemo_ext.blockwise.token_batches import TokenBatches
 from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 from nemo_ext.job.files import write_text
-from nemo_ext.job.progress import progress_of
 from nemo_ext.job.records import append_lines, read_lines
 from nemo_ext.job.run_directory import read_config
 from nemo_ext.megatron.float8_modules import in_float8
@@ -31,10 +30,9 @@ from nemo_ext.puzzle.configs import description_of, stage_config
 from nemo_ext.puzzle.settings import Batches
 from nemo_ext.puzzle.stages.score import loss_sums
 from nemo_ext.sensitivity.choose import Proposal, propose
-from nemo_ext.sensitivity.scores import EVERYTHING, REFERENCE, Sensitivity, lost
 from nemo_ext.sensitivity.settings import read_settings
 from nemo_ext.sensitivity.units import Unit, kept_by, only, units
-from nemo_ext.sensitivity.workspace import NANO, Workspace, as_json
+from nemo_ext.sensitivity.workspace import EVERYTHING, NANO, REFERENCE, Sensitivity, Workspace, as_json, lost
 
 
 def run(config_path: str) -> None:
@@ -83,7 +81,7 @@ class Sweep:
     def _propose(
         self, measurements: "Measurements", reference: Sensitivity, losses: Mapping[str, float], budget: float
     ) -> list[Proposal]:
-        with _progress("plans", self.chosen.attempts, "tried") as advance:
+        with data_parallel.progress("plans", self.chosen.attempts, "tried") as advance:
 
             def measure(low: Sequence[Unit]) -> float:
                 name = "+".join(unit.selector for unit in low)
@@ -109,7 +107,7 @@ class Sweep:
             plans["proposed turned round"] = self._only(_turned_round(best, least))
         measurements = Measurements(self.parent, self._batches("valid", self.chosen.evaluation), None)
         rows = []
-        with _progress("compare", len(plans), "plans") as advance:
+        with data_parallel.progress("compare", len(plans), "plans") as advance:
             for name, plan in plans.items():
                 found = measurements.of(name, None if plan is None else Precision(plan, self.architecture))
                 rows.append(as_json(found, plan, self.architecture))
@@ -206,13 +204,9 @@ def _score(
         **{unit.selector: [unit] for unit in every},
         **{f"all {group}": members for group, members in groups.items()},
     }
-    with _progress("sensitivity", len(wanted), "measured") as advance:
+    with data_parallel.progress("sensitivity", len(wanted), "measured") as advance:
         found = {}
         for name, low in wanted.items():
             found[name] = measurements.of(name, None if low is None else in_fp8(low))
             advance(1)
     return found
-
-
-def _progress(label: str, total: int, unit: str) -> Any:
-    return progress_of(label, total, unit=unit, enabled=data_parallel.number() == 0)

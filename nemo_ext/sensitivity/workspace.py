@@ -1,4 +1,4 @@
-"""Files of a sensitivity sweep, and the inputs they were made from. No torch."""
+"""Files of a sensitivity sweep, the inputs they were made from, and their lines. No torch."""
 
 import json
 from collections.abc import Mapping
@@ -12,42 +12,51 @@ from nemo_ext.checkpoint.storage import fingerprint
 from nemo_ext.checkpoint.torch_dist import TorchDistReader
 from nemo_ext.job.made_of import differing, note, told
 from nemo_ext.job.run_directory import CONFIG
-from nemo_ext.sensitivity.scores import Sensitivity
 
 LOG = "sensitivity.log"
+REFERENCE, EVERYTHING = "as it is", "given"
+"""Names of the lines for the unchanged model and for the given plan."""
 NANO = "attention and what feeds it"
 """Name of the plan of `precision_plan.NANO_IN_BF16` in reports."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """Loss of the model with some units in FP8, means over tokens.
+
+    Attributes:
+        name: name of a unit in FP8 alone, of a group of them (`all M>*`), or of a plan.
+        kl: nats per token, KL(the unchanged model || the model in FP8) of the next token.
+        loss: language model loss, nats per token.
+        tokens: number of tokens that it was measured on.
+    """
+
+    name: str
+    kl: float
+    loss: float
+    tokens: int
+
+
+def lost(score: Sensitivity, reference: Sensitivity, metric: str) -> float:
+    """The loss by a metric of `Settings`, nats per token."""
+    return score.kl if metric == "kl" else score.loss - reference.loss
+
+
 class Workspace:
     """A run directory.
 
     Attributes:
         run_dir: path of the run directory.
+        config: composed config that the ranks read.
+        scores: scores of units and plans on the calibration set.
+        result: file of plans that were tried and compared.
+        proposal: the proposed plan as a file of the Hydra group `precision`.
     """
 
-    run_dir: Path
-
-    @property
-    def config(self) -> Path:
-        """Composed config that the ranks read."""
-        return self.run_dir / CONFIG
-
-    @property
-    def scores(self) -> Path:
-        """Scores of units and plans on the calibration set."""
-        return self.run_dir / "scores.jsonl"
-
-    @property
-    def result(self) -> Path:
-        """File of plans that were tried and compared."""
-        return self.run_dir / "plans.json"
-
-    @property
-    def proposal(self) -> Path:
-        """The proposed plan as a file of the Hydra group `precision`."""
-        return self.run_dir / "precision" / "proposed.yaml"
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self.config = run_dir, run_dir / CONFIG
+        self.scores, self.result = run_dir / "scores.jsonl", run_dir / "plans.json"
+        self.proposal = run_dir / "precision" / "proposed.yaml"
 
     def begin(self, config: Mapping[str, Any], checkpoint: Path) -> None:
         """Records the inputs that scores are made from.

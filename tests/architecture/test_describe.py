@@ -4,13 +4,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from nemo_ext.architecture.cost import Layout
-from nemo_ext.architecture.describe import describe, flop, number, ranges, render_text, size, to_json
+from nemo_ext.architecture.describe import describe, flop, number, ranges, render_table, size, to_json
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pipeline import balance
 
@@ -72,9 +74,16 @@ def test_json_holds_every_figure(architecture_of: ArchitectureOf) -> None:
     assert read == figures
 
 
+def render_text(figures: dict[str, Any]) -> str:
+    console = Console(width=140)
+    with console.capture() as captured:
+        console.print(render_table(figures))
+    return captured.get()
+
+
 def test_tables_show_alike_blocks_once(architecture_of: ArchitectureOf) -> None:
     model = architecture_of("llama_nemotron_super_49b")
-    text = render_text(describe(model), width=140)
+    text = render_text(describe(model))
     assert "49.87 B" in text
     assert text.count("-{ffn=5632}  ") == 1
     assert "MLP, ffn 5632" in text

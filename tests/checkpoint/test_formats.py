@@ -191,7 +191,7 @@ def test_blocks_without_an_activation_have_silu(random_sections: Callable[[str, 
 
 
 def test_an_unknown_class_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match="did you mean LlamaForCausalLM"):
+    with pytest.raises(ValueError, match="did you mean 'LlamaForCausalLM'"):
         named("LLamaForCausalLM")
     with pytest.raises(ValueError, match="quantised"):
         read({"architectures": ["LlamaForCausalLM"], "quantization_config": {"bits": 4}})

@@ -9,7 +9,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter, load, save
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from nemo_ext.checkpoint import hf, merge
 from nemo_ext.checkpoint.pickles import COMMON, FORCED, Unsafe, check_objects, only_data, read_metadata
@@ -193,16 +194,37 @@ def test_a_resumed_run_goes_on_from_the_one_before(marker: Path, checkpoints: Pa
     assert not marker.exists()
 
 
-def test_a_class_keeps_its_attributes(checkpoints: Path) -> None:
-    before = dict(vars(MetadataIndex))
-    index = named("torch.distributed.checkpoint.metadata", "MetadataIndex")
-    sets = index + b"N}" + text("fqn") + named("pathlib", "Path") + b"s" + text("__hash__") + text("x") + b"s\x86b"
-    (checkpoints / "iter_0000020" / METADATA).write_bytes(of_opcodes(sets))
+def set_on(target: bytes, name: str, value: bytes) -> bytes:
+    """A pickle that sets an attribute of an object."""
+    return of_opcodes(target + b"N}" + text(name) + value + b"s\x86b")
+
+
+INDEX = named("torch.distributed.checkpoint.metadata", "MetadataIndex")
+MEMBER = called(named("torch.distributed.checkpoint.planner", "WriteItemType"), b"K\x02")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        set_on(INDEX, "fqn", named("pathlib", "Path")),
+        set_on(INDEX, "__hash__", text("x")),
+        set_on(INDEX, "__name__", text("x")),
+        set_on(named("pathlib", "PosixPath"), "__bases__", named("pathlib", "PurePosixPath") + b"\x85"),
+        set_on(MEMBER, "_value_", b"K\x07"),
+    ],
+)
+def test_classes_and_members_of_enums_keep_their_attributes(content: bytes, checkpoints: Path) -> None:
+    def state() -> list[object]:
+        own = (PosixPath.__bases__, MetadataIndex.__name__)
+        return [dict(vars(MetadataIndex)), *own, dict(vars(WriteItemType.SHARD))]
+
+    before = state()
+    (checkpoints / "iter_0000020" / METADATA).write_bytes(content)
 
     with pytest.raises(Unsafe, match="sets attributes of a class"):
         read_metadata(checkpoints / "iter_0000020")
 
-    assert dict(vars(MetadataIndex)) == before
+    assert state() == before
 
 
 @pytest.mark.parametrize("content", [b"\x80\x04X\x01\x00\x00\x00aQ.", b"\x80\x04N.", b"", b"\x80"], ids=repr)

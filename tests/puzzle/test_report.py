@@ -1,13 +1,15 @@
 """What a child's report says of its blocks and its speed."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from nemo_ext.puzzle.report import _blocks, _states, _summary
-from nemo_ext.puzzle.stages.measure import ROUNDS, seconds_in_turn
+from nemo_ext.puzzle.stages import evaluate
+from nemo_ext.puzzle.stages.measure import ROUNDS
 
 COSTS = {"parameters": 100, "active_parameters": 100, "cache_bytes": 8, "prefill_seconds": 1.0, "decode_seconds": 1.0}
 
@@ -56,16 +58,16 @@ def test_what_was_measured_without_rounds_keeps_its_spread() -> None:
     assert "| 0.92x (0.83 to 1.01, noise) |" in _states([parent, child])
 
 
-def test_models_are_timed_in_turn() -> None:
-    """Of two equal runs neither is timed at another time than the other."""
+def test_models_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two equal models neither is timed at another time than the other."""
     order: list[str] = []
 
-    def run(name: str) -> torch.Tensor:
-        order.append(name)
-        return torch.zeros(())
+    def model(name: str) -> Any:
+        return SimpleNamespace(logits=lambda tokens: order.append(name))
 
-    seconds = seconds_in_turn([lambda: run("a"), lambda: run("b")], min_seconds=0.005)
+    monkeypatch.setattr(evaluate, "SECONDS", 0.001)
+    seconds = evaluate.forward_seconds(model("a"), model("b"), torch.zeros(1, 1))
 
     turns = sum(now != before for before, now in pairwise(order)) + 1
-    assert [len(each) for each in seconds] == [ROUNDS, ROUNDS] and turns == 2 * ROUNDS
+    assert [len(each) for each in seconds] == [ROUNDS, ROUNDS] and turns == 2 * (ROUNDS + 1)  # and one to warm up
     assert all(each > 0 for rounds in seconds for each in rounds)

@@ -67,7 +67,7 @@ def test_a_linear_block_may_only_go() -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("kv", (1.0,)), ("ffn", (0.0,)), ("experts", (-0.5,))])
 def test_shares_must_be_shares(name: str, value: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match=rf"puzzle\.variants\.{name}"):
+    with pytest.raises(ValueError, match=name):
         Choices(**{name: value})
 
 

@@ -21,7 +21,7 @@ def opened(tmp_path: Path) -> Callable[..., Workspace]:
 
     def make(*overrides: str) -> Workspace:
         config: dict[str, Any] = compose("puzzle", ["data=mock", f"run_dir={run_dir}", *overrides])
-        return Workspace.of(config, settings(config["puzzle"]))
+        return Workspace(config, settings(config["puzzle"]))
 
     return make
 

@@ -1,6 +1,5 @@
 """Hugging Face formats, and the choice of one for a model or a checkpoint."""
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from nemo_ext.checkpoint.formats.format import CannotExpress, Entry, Format, Key
 from nemo_ext.checkpoint.formats.hybrid import NEMOTRON_H
 from nemo_ext.checkpoint.formats.own import BLOCKS
 from nemo_ext.checkpoint.formats.rest import ignored_keys
+from nemo_ext.job.settings import nearest
 
 __all__ = ["FORMATS", "CannotExpress", "Entry", "Format", "choose", "ignored", "named", "read"]
 
@@ -25,9 +25,7 @@ def named(architecture: str) -> Format:
         ValueError: there is none; names the nearest.
     """
     if architecture not in FORMATS:
-        near = difflib.get_close_matches(architecture, FORMATS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else "."
-        raise ValueError(f"{architecture}: there is no such format{hint} There are {', '.join(FORMATS)}")
+        raise ValueError(f"{architecture}: there is no such format: {nearest(architecture, FORMATS)}")
     return FORMATS[architecture]
 
 

@@ -10,8 +10,8 @@ from nemo_ext.architecture.block_configs import from_block_configs, to_block_con
 from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.checkpoint.description import Description
-from nemo_ext.checkpoint.formats.dense import ATTENTION, LAYER, MLP, NORMS, OUTSIDE, biases, read_llama, rms_settings
-from nemo_ext.checkpoint.formats.format import Format, Keys, attention_with_mlp, common_facts, own_bias, refuse
+from nemo_ext.checkpoint.formats.dense import biases, dense_format, read_llama, rms_settings
+from nemo_ext.checkpoint.formats.format import Keys, attention_with_mlp, common_facts, own_bias, refuse
 from nemo_ext.checkpoint.formats.rope import write_rope
 
 NO_OP: Mapping[str, Mapping[str, object]] = {"attention": {"no_op": True}, "ffn": {"no_op": True}}
@@ -154,17 +154,12 @@ def _remarks(description: Description) -> list[str]:
     return found
 
 
-DECILM = Format(
+DECILM = dense_format(
     architecture="DeciLMForCausalLM",
     model_type="nemotron-nas",
     write=_write,
     read=_read,
-    outside=OUTSIDE,
-    layer=LAYER,
-    modules={"*": ATTENTION, "-": MLP},
-    norms=NORMS,
     linear={"*": "self_attn.linear_attn", "-": "mlp.linear_mlp"},
-    layers=attention_with_mlp,
     code=("configuration_decilm.py", "modeling_decilm.py"),
     remarks=_remarks,
 )

@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from nemo_ext.architecture.blocks import Block
-from nemo_ext.architecture.model import Architecture
-from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.checkpoint.description import Description, Rope
 from nemo_ext.checkpoint.formats.format import (
     Format,
@@ -14,6 +13,7 @@ from nemo_ext.checkpoint.formats.format import (
     attention_with_mlp,
     common_facts,
     common_value,
+    described,
     own_bias,
     refuse,
 )
@@ -67,24 +67,10 @@ def dense_description(
         settings: fields of `Architecture`.
         own: fields of `Description`.
     """
-    vocabulary = keys.integer("vocab_size")
     if blocks is None:
-        blocks = [*equal_attention(keys), Block.of("-", ffn=keys.integer("intermediate_size"))] * keys.integer(
-            "num_hidden_layers"
-        )
-    architecture = Architecture(
-        pattern=Pattern(tuple(blocks)),
-        hidden_size=keys.integer("hidden_size"),
-        vocab_size=vocabulary,
-        tied_embeddings=keys.flag("tie_word_embeddings"),
-        **settings,
-    )
-    return Description(
-        architecture=architecture,
-        vocab_size=vocabulary,
-        max_positions=keys.values.get("max_position_embeddings"),
-        **own,
-    )
+        layer = [*equal_attention(keys), Block.of("-", ffn=keys.integer("intermediate_size"))]
+        blocks = layer * keys.integer("num_hidden_layers")
+    return described(keys, blocks, settings, **own)
 
 
 def equal_attention(keys: Keys, *, window: int | None = None) -> list[Block]:
@@ -337,48 +323,21 @@ def _olmo3_rope(keys: Keys, types: Sequence[str]) -> Rope:
     return full
 
 
-NEMOTRON = Format(
-    architecture="NemotronForCausalLM",
-    model_type="nemotron",
-    write=_write_nemotron,
-    read=_read_nemotron,
-    outside=OUTSIDE,
-    layer=LAYER,
-    modules={"*": ATTENTION, "-": MLP},
-    norms=NORMS,
-    layers=attention_with_mlp,
+dense_format = partial(
+    Format, outside=OUTSIDE, layer=LAYER, modules={"*": ATTENTION, "-": MLP}, norms=NORMS, layers=attention_with_mlp
 )
-LLAMA = Format(
-    architecture="LlamaForCausalLM",
-    model_type="llama",
-    write=_write_llama,
-    read=read_llama,
-    outside=OUTSIDE,
-    layer=LAYER,
-    modules={"*": ATTENTION, "-": MLP},
-    norms=NORMS,
-    layers=attention_with_mlp,
+"""Format whose modules are called as in Llama, for all that a family does not call otherwise."""
+NEMOTRON = dense_format(
+    architecture="NemotronForCausalLM", model_type="nemotron", write=_write_nemotron, read=_read_nemotron
 )
-OLMO = Format(
-    architecture="OlmoForCausalLM",
-    model_type="olmo",
-    write=_write_olmo,
-    read=_read_olmo,
-    outside=OUTSIDE,
-    layer=LAYER,
-    modules={"*": ATTENTION, "-": MLP},
-    norms={},
-    layers=attention_with_mlp,
-)
-OLMO3 = Format(
+LLAMA = dense_format(architecture="LlamaForCausalLM", model_type="llama", write=_write_llama, read=read_llama)
+OLMO = dense_format(architecture="OlmoForCausalLM", model_type="olmo", write=_write_olmo, read=_read_olmo, norms={})
+OLMO3 = dense_format(
     architecture="Olmo3ForCausalLM",
     model_type="olmo3",
     write=_write_olmo3,
     read=_read_olmo3,
-    outside=OUTSIDE,
-    layer=LAYER,
     modules={"*": ATTENTION | QK_NORM, "-": MLP},
     norms={"*": "post_attention_layernorm", "-": "post_feedforward_layernorm"},
-    layers=attention_with_mlp,
     known=frozenset(("sliding_window", "rope_theta", "rope_scaling")),  # without windows; beside rope_parameters
 )

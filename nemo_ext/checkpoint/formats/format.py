@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_ext.architecture.blocks import BIAS, Block
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.checkpoint.description import Description
-from nemo_ext.checkpoint.parameters import Piece, Role, Row, rows
-from nemo_ext.checkpoint.rules import Rule, Shape
+from nemo_ext.checkpoint.parameters import Role, Row, rows
 
 
 class CannotExpress(ValueError):
@@ -15,22 +16,10 @@ class CannotExpress(ValueError):
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Some tensors of Megatron's checkpoint and the Hugging Face tensors that hold the same numbers.
+class Entry(Row):
+    """A row of the mapping with the names of its tensors in a Hugging Face checkpoint."""
 
-    Attributes:
-        pieces: pieces of Megatron's tensors.
-        names: Hugging Face names.
-        shapes: Hugging Face shapes.
-        rule: conversion between the two sides.
-        fp32: whether the tensors stay fp32 when a checkpoint is cast.
-    """
-
-    pieces: tuple[Piece, ...]
-    names: tuple[str, ...]
-    shapes: tuple[Shape, ...]
-    rule: Rule
-    fp32: bool
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +64,6 @@ class Format:
         Raises:
             ValueError: for a block that the mapping cannot express.
         """
-        for row, names in self.named_rows(description):
-            yield Entry(row.pieces, names, row.shapes, row.rule, row.fp32)
-
-    def named_rows(self, description: Description) -> Iterator[tuple[Row, tuple[str, ...]]]:
-        """Rows of the whole mapping of a model, each with the Hugging Face names of its roles.
-
-        Raises:
-            ValueError: for a block that the mapping cannot express.
-        """
         given = description.hf_layers if self.layers is attention_with_mlp else None
         numbers = given or self.layers(description.blocks)[0]
         for row in rows(description, stacked_experts=self.stacked_experts):
@@ -93,7 +73,7 @@ class Format:
                 block = description.blocks[row.block]
                 inside = self.layer.format(layer=numbers[row.block])
                 names = [inside + self._name(block, role) for role in row.roles]
-            yield row, tuple(names)
+            yield Entry(**vars(row), names=tuple(names))
 
     def _name(self, block: Block, role: Role) -> str:
         module, parameter = role
@@ -174,6 +154,37 @@ class Keys:
         if value not in allowed:
             words = " or ".join(map(repr, allowed))
             raise ValueError(f"config.json: {key}={value!r} is not supported: expected {words}")
+
+
+def described(
+    keys: Keys,
+    blocks: Sequence[Block],
+    settings: Mapping[str, Any],
+    *,
+    vocabulary: int | None = None,
+    hidden: int | None = None,
+    **own: Any,
+) -> Description:
+    """A description from the keys that every config.json has.
+
+    Args:
+        keys: the config.json.
+        blocks: the blocks.
+        settings: further fields of `Architecture`.
+        vocabulary: `vocab_size` where none is given; None if it must be.
+        hidden: `hidden_size` where none is given; None if it must be.
+        own: further fields of `Description`.
+    """
+    size = keys.integer("vocab_size", vocabulary)
+    architecture = Architecture(
+        pattern=Pattern(tuple(blocks)),
+        hidden_size=keys.integer("hidden_size", hidden),
+        vocab_size=size,
+        tied_embeddings=keys.flag("tie_word_embeddings"),
+        **settings,
+    )
+    longest = keys.values.get("max_position_embeddings")
+    return Description(architecture=architecture, vocab_size=size, max_positions=longest, **own)
 
 
 def refuse(*conditions: tuple[object, str]) -> None:

@@ -4,7 +4,7 @@ from math import inf
 from typing import Any
 
 from nemo_ext.architecture.blocks import Block
-from nemo_ext.architecture.model import CONV_KERNEL, Architecture
+from nemo_ext.architecture.model import CONV_KERNEL
 from nemo_ext.architecture.pattern import Pattern, parse
 from nemo_ext.checkpoint.description import Description, Router
 from nemo_ext.checkpoint.formats.format import (
@@ -12,6 +12,7 @@ from nemo_ext.checkpoint.formats.format import (
     Keys,
     common_facts,
     common_value,
+    described,
     one_layer_a_block,
     own_bias,
     refuse,
@@ -33,6 +34,23 @@ MOE = {
     "shared_up": "mixer.shared_experts.up_proj",
     "shared_down": "mixer.shared_experts.down_proj",
 }
+SIZES: dict[str, dict[str, tuple[str, int]]] = {
+    "*": {"num_attention_heads": ("heads", 32), "num_key_value_heads": ("kv", 8), "head_dim": ("head_dim", 128)},
+    "-": {"intermediate_size": ("ffn", 21504)},
+    "M": {
+        "mamba_num_heads": ("heads", 128),
+        "mamba_head_dim": ("head_dim", 64),
+        "ssm_state_size": ("state", 128),
+        "n_groups": ("groups", 8),
+    },
+    "E": {
+        "n_routed_experts": ("experts", 8),
+        "num_experts_per_tok": ("topk", 2),
+        "moe_intermediate_size": ("ffn", 7688),
+        "moe_shared_expert_intermediate_size": ("shared", 7688),
+    },
+}
+"""For each kind, the keys of config.json with our name for the value and transformers' default."""
 _TYPES = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "moe": "E", "mlp": "-"}
 KNOWN = frozenset(
     (
@@ -116,21 +134,13 @@ def _write(description: Description) -> dict[str, Any]:
         "residual_in_fp32": False,
         "num_nextn_predict_layers": 0,
     }
+    for kind, sizes in SIZES.items():
+        if kind in kinds:
+            facts |= {key: common_value(blocks, kind, name) for key, (name, _) in sizes.items()}
     if "*" in kinds:
-        facts |= {
-            "num_attention_heads": common_value(blocks, "*", "heads"),
-            "num_key_value_heads": common_value(blocks, "*", "kv"),
-            "head_dim": common_value(blocks, "*", "head_dim"),
-            "sliding_window": None,
-        }
-    if "-" in kinds:
-        facts["intermediate_size"] = common_value(blocks, "-", "ffn")
+        facts["sliding_window"] = None
     if "M" in kinds:
         facts |= {
-            "mamba_num_heads": common_value(blocks, "M", "heads"),
-            "mamba_head_dim": common_value(blocks, "M", "head_dim"),
-            "ssm_state_size": common_value(blocks, "M", "state"),
-            "n_groups": common_value(blocks, "M", "groups"),
             "conv_kernel": CONV_KERNEL,
             "use_conv_bias": True,
             "mamba_proj_bias": False,
@@ -139,17 +149,15 @@ def _write(description: Description) -> dict[str, Any]:
             "time_step_min": 1e-30,
         }
     if description.router is not None:
-        top_k, shared = common_value(blocks, "E", "topk"), common_value(blocks, "E", "shared")
-        experts = common_value(blocks, "E", "experts")
-        refuse((not shared, "MoE blocks without a shared expert"), (experts < 2, "MoE blocks with one expert"))
+        refuse(
+            (not facts["moe_shared_expert_intermediate_size"], "MoE blocks without a shared expert"),
+            (facts["n_routed_experts"] < 2, "MoE blocks with one expert"),
+        )
         facts |= {
-            "n_routed_experts": experts,
-            "num_experts_per_tok": top_k,
-            "moe_intermediate_size": common_value(blocks, "E", "ffn"),
             "n_shared_experts": 1,
-            "moe_shared_expert_intermediate_size": shared,
             "routed_scaling_factor": description.router.scaling,
-            "norm_topk_prob": top_k > 1,  # Megatron normalises the weights of two experts or more
+            # Megatron normalises the weights of two experts or more.
+            "norm_topk_prob": facts["num_experts_per_tok"] > 1,
             "n_group": 1,
             "topk_group": 1,
             "moe_latent_size": None,
@@ -171,22 +179,15 @@ def _read(keys: Keys) -> Description:
             f"config.json: layer_norm_epsilon={epsilon}: Megatron's Mamba-2 mixer knows {GATED_NORM_EPSILON} only"
         )
     router = _router(keys) if "E" in kinds else None
-    vocabulary = keys.integer("vocab_size", 131072)
-    architecture = Architecture(
-        pattern=pattern,
-        hidden_size=keys.integer("hidden_size", 4096),
-        vocab_size=vocabulary,
-        defaults=_sizes(keys, kinds),
-        tied_embeddings=keys.flag("tie_word_embeddings"),
-        family="nemotron3_nano",
-    )
-    return Description(
-        architecture=architecture,
-        vocab_size=vocabulary,
+    return described(
+        keys,
+        pattern.blocks,
+        {"defaults": _sizes(keys, kinds), "family": "nemotron3_nano"},
+        vocabulary=131072,
+        hidden=4096,
         activation=str(keys.get("mlp_hidden_act", "relu2")),
         norm_epsilon=epsilon,
         router=router,
-        max_positions=keys.values.get("max_position_embeddings"),
     )
 
 
@@ -204,14 +205,8 @@ def _pattern(keys: Keys) -> Pattern:
 
 
 def _sizes(keys: Keys, kinds: set[str]) -> tuple[Block, ...]:
-    blocks = []
     if "*" in kinds:
-        heads = keys.integer("num_attention_heads", 32)
         keys.only("sliding_window", None)
-        key_value, head_dim = keys.integer("num_key_value_heads", 8), keys.integer("head_dim", 128)
-        blocks.append(Block.of("*", heads=heads, kv=key_value, head_dim=head_dim, window=None))
-    if "-" in kinds:
-        blocks.append(Block.of("-", ffn=keys.integer("intermediate_size", 21504)))
     if "M" in kinds:
         keys.only("mamba_hidden_act", "silu")
         keys.only("use_conv_bias", True)
@@ -219,26 +214,12 @@ def _sizes(keys: Keys, kinds: set[str]) -> tuple[Block, ...]:
         limit = keys.get("time_step_limit", list(NO_LIMIT[0]))
         if limit not in [list(known) for known in NO_LIMIT]:
             raise ValueError(f"config.json: time_step_limit={limit}: Megatron's mixer knows 0 to infinity only")
-        sizes = {
-            "heads": "mamba_num_heads",
-            "head_dim": "mamba_head_dim",
-            "state": "ssm_state_size",
-            "groups": "n_groups",
-        }
-        usual = {"heads": 128, "head_dim": 64, "state": 128, "groups": 8}
-        blocks.append(Block.of("M", **{name: keys.integer(key, usual[name]) for name, key in sizes.items()}))
-    if "E" in kinds:
-        shared = keys.integer("moe_shared_expert_intermediate_size", 7688)
-        blocks.append(
-            Block.of(
-                "E",
-                experts=keys.integer("n_routed_experts", 8),
-                topk=keys.integer("num_experts_per_tok", 2),
-                ffn=keys.integer("moe_intermediate_size", 7688),
-                shared=shared,
-            )
-        )
-    return tuple(blocks)
+    full: dict[str, dict[str, int | None]] = {"*": {"window": None}}
+    return tuple(
+        Block.of(kind, **{name: keys.integer(key, usual) for key, (name, usual) in sizes.items()}, **full.get(kind, {}))
+        for kind, sizes in SIZES.items()
+        if kind in kinds
+    )
 
 
 def _router(keys: Keys) -> Router:

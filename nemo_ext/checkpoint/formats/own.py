@@ -4,11 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from nemo_ext.architecture.blocks import BIAS, Block
-from nemo_ext.architecture.model import Architecture
-from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.checkpoint.description import Description, Rope, Router
 from nemo_ext.checkpoint.formats.dense import OUTSIDE, biases, read_biases
-from nemo_ext.checkpoint.formats.format import Format, Keys, common_facts, one_layer_a_block, refuse
+from nemo_ext.checkpoint.formats.format import Format, Keys, common_facts, described, one_layer_a_block, refuse
 from nemo_ext.checkpoint.formats.hybrid import ATTENTION, MAMBA, MLP, MOE, check_normalised, router_is_sigmoid
 from nemo_ext.checkpoint.formats.rope import read_parameters, rope_parameters
 
@@ -92,35 +90,29 @@ def _read(keys: Keys) -> Description:
     keys.only("norm_type", *NORM_TYPES)
     normalization, zero_centred = NORM_TYPES[keys.get("norm_type", "rms_norm")]
     moe = any(block.kind == "E" and not block.is_linear for block in blocks)
-    vocabulary = keys.integer("vocab_size")
     keys.only("hidden_act", "silu", "relu2", "gelu")
     check_normalised(keys, {block.size("topk") for block in blocks if block.kind == "E" and not block.is_linear})
     qk_norm = keys.get("qk_norm")
-    architecture = Architecture(
-        pattern=Pattern(tuple(blocks)),
-        hidden_size=keys.integer("hidden_size"),
-        vocab_size=vocabulary,
-        tied_embeddings=keys.flag("tie_word_embeddings"),
-        normalization=normalization,
-        norm_affine=keys.flag("norm_affine", True),
-        norm_placement=str(keys.get("norm_placement", "input")),
-        qk_layernorm=qk_norm is not None,
-        qk_norm_scope=str(qk_norm or "head"),
-        gated=keys.flag("gated_mlp"),
-        bias=read_biases(keys),
-        family="nemo_ext_blocks",
-    )
-    return Description(
-        architecture=architecture,
-        vocab_size=vocabulary,
+    settings = {
+        "normalization": normalization,
+        "norm_affine": keys.flag("norm_affine", True),
+        "norm_placement": str(keys.get("norm_placement", "input")),
+        "qk_layernorm": qk_norm is not None,
+        "qk_norm_scope": str(qk_norm or "head"),
+        "gated": keys.flag("gated_mlp"),
+        "bias": read_biases(keys),
+        "family": "nemo_ext_blocks",
+    }
+    router = Router(score="sigmoid", scaling=keys.number("routed_scaling_factor", 1.0), expert_bias=True)
+    return described(
+        keys,
+        blocks,
+        settings,
         activation=str(keys.get("hidden_act", "silu")),
         norm_epsilon=keys.number("norm_eps", 1e-5),
         zero_centred_norm=zero_centred,
         rope=_rope(keys),
-        router=Router(score="sigmoid", scaling=keys.number("routed_scaling_factor", 1.0), expert_bias=True)
-        if moe
-        else None,
-        max_positions=keys.values.get("max_position_embeddings"),
+        router=router if moe else None,
     )
 
 

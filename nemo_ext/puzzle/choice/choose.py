@@ -112,11 +112,11 @@ def choose(problem: Problem, chosen: Search, folder: Path) -> None:
     """
     write_problem(problem, folder / "problem.json")
     found = pool(problem, chosen.pool, min_distance=chosen.min_distance, gap=chosen.gap, time_limit=chosen.time_limit)
-    for solution in found.solutions:
+    for solution in found:
         if solution.gap > chosen.gap:
             notice(f"search: the time limit came first, the score may be {solution.gap:.1%} from the best")
     resource, most = _reference(problem)
-    most = found.solutions[0].costs[resource] if most == math.inf else most
+    most = found[0].costs[resource] if most == math.inf else most
     alone = None
     if set(problem.limits) != {resource}:
         # Reference for the baselines, which meet only the limit on this resource.
@@ -133,7 +133,7 @@ def choose(problem: Problem, chosen: Search, folder: Path) -> None:
                 "bound": each.bound,
                 "costs": each.costs,
             }
-            for each in found.solutions
+            for each in found
         ],
     }
     write_text(folder / "choices.json", json.dumps(choices, indent=1) + "\n")

@@ -5,9 +5,6 @@ The reductions made before HiGHS sees the program are exact:
 - Blocks with equal variants become one set of integer counts. Blocks usually differ in their scores, so this does
   nothing for an ordinary search; it makes searches over costs alone (which limits conflict?) easy at 126 blocks.
 - Rows and the objective are scaled so that HiGHS's absolute tolerances mean the same for bytes and for seconds.
-- A large program is first solved over a core. The multipliers of its linear relaxation price every variant, and any
-  choice with a variant priced e above its block's cheapest is worse than the relaxation by at least e (Lagrangian
-  bound). Variants with small e are the core; the rest return only if the core's best choice does not rule them out.
 
 Ties: HiGHS runs on one thread with a fixed seed, so equal input gives equal output. Then, block by block, the best
 variant that satisfies the rows is taken, the first among equals, and equal blocks get their variants in ascending
@@ -22,18 +19,13 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, linprog, milp
+from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from nemo_ext.puzzle.choice.problem import TOLERANCE
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
-
-CORE = 500
-"""Variables in the first core, or `CORE_PER_GROUP` per group if that is more; smaller programs are solved whole."""
-
-CORE_PER_GROUP = 4
 
 _ROW_SIZE = 1e3
 """Scaled size of a row's bound: HiGHS's absolute feasibility tolerance of 1e-6 is then `TOLERANCE` of the bound."""
@@ -164,100 +156,37 @@ class _Reduced:
         self.rows: Floats = rows * factor
         self.lower: Floats = program.lower * factor - 0.5 * TOLERANCE * _ROW_SIZE
         self.upper: Floats = program.upper * factor + 0.5 * TOLERANCE * _ROW_SIZE
-        self.blocks = len(program.objective)
-
-    @property
-    def group(self) -> Integers:
-        """Group of every variable."""
-        return np.repeat(np.arange(len(self.count)), np.diff(self.start))
+        self.group = np.repeat(np.arange(len(self.count)), np.diff(self.start))  # of every variable
 
     def minimise(self, *, gap: float, deadline: float) -> Answer:
-        everything = np.arange(len(self.objective))
-        size = max(CORE, CORE_PER_GROUP * len(self.count))
-        if len(everything) <= size:
-            return self._answer(*self._solve(everything, gap=gap, deadline=deadline))
-        priced = self._price()
-        if priced is None:
-            return self._answer(*self._solve(everything, gap=gap, deadline=deadline))
-        excess, relaxed = priced
-        order = np.argsort(excess, kind="stable")
-        best, total, bound = None, np.inf, relaxed
-        while True:
-            left_out = relaxed + float(excess[order[size]]) if size < len(order) else np.inf
-            found, core_bound = self._solve(np.sort(order[:size]), gap=gap, deadline=deadline)
-            bound = max(bound, min(core_bound, left_out))
-            if found is not None and self.objective @ found < total:
-                best, total = found, float(self.objective @ found)
-            proved = best is not None and (total <= left_out or total - bound <= gap * abs(total))
-            if size >= len(order) or proved or time.monotonic() >= deadline:
-                return self._answer(best, bound)
-            # A variant priced above the best choice so far cannot be part of a better one: the next core is the last.
-            enough = np.searchsorted(excess[order], total - relaxed, side="right")
-            size = 4 * size if best is None else max(size + 1, int(enough))
-
-    def _price(self) -> tuple[Floats, float] | None:
-        """Price of each variant above the cheapest of its group, and the Lagrangian bound.
-
-        None if there is no solution, or if HiGHS cannot tell, as for some relaxations that are barely infeasible.
-
-        Any multipliers of the right sign give a valid bound, so HiGHS's tolerances do not matter here.
-        """
-        above, below = np.isfinite(self.upper), np.isfinite(self.lower)
-        rows = np.concatenate([self.rows[:, above], -self.rows[:, below]], axis=1)
-        bounds = np.concatenate([self.upper[above], -self.lower[below]])
-        result = linprog(
-            self.objective,
-            A_ub=rows.T,
-            b_ub=bounds,
-            A_eq=self._one_each(np.arange(len(self.objective))),
-            b_eq=self.count,
-            bounds=(0, None),
-            method="highs",
-        )
-        if result.status != 0:
-            return None
-        multipliers = np.minimum(result.ineqlin.marginals, 0.0)
-        prices = self.objective - rows @ multipliers
-        cheapest = np.minimum.reduceat(prices, self.start[:-1])
-        return prices - cheapest[self.group], float(cheapest @ self.count + multipliers @ bounds)
-
-    def _solve(self, kept: Integers, *, gap: float, deadline: float) -> tuple[Integers | None, float]:
-        """Counts of all variables and the bound, with only the variables in `kept` allowed."""
-        counts = np.zeros(len(self.objective), dtype=np.int64)
-        constraints = [LinearConstraint(self._one_each(kept), self.count, self.count)]
+        """The best choice that HiGHS finds, and its bound."""
+        one_each = csr_array((np.ones(len(self.group)), (self.group, np.arange(len(self.group)))))
+        constraints = [LinearConstraint(one_each, self.count, self.count)]
         if len(self.upper):
-            constraints.append(LinearConstraint(self.rows[kept].T, self.lower, self.upper))
+            constraints.append(LinearConstraint(self.rows.T, self.lower, self.upper))
         result = milp(
-            self.objective[kept],
-            integrality=np.ones(len(kept)),
-            bounds=Bounds(0, self.count[self.group[kept]]),
+            self.objective,
+            integrality=np.ones(len(self.objective)),
+            bounds=Bounds(0, self.count[self.group]),
             constraints=constraints,
             options={"mip_rel_gap": gap, "time_limit": max(0.01, deadline - time.monotonic())},
         )
-        if _is_infeasible(result):
-            return None, np.inf
+        # Every variable is bounded, so "unbounded or infeasible" (status 4) is infeasible.
+        if result.status == 2 or (result.status == 4 and "infeasible" in result.message.lower()):
+            return Answer(None, np.inf)
         if result.status not in (0, 1):
             raise RuntimeError(f"HiGHS could not solve the program: {result.message}")
-        bound = -np.inf if result.mip_dual_bound is None else float(result.mip_dual_bound)
+        bound = -np.inf if result.mip_dual_bound is None else float(result.mip_dual_bound) / self.scale
         if result.x is None:
-            return None, bound
-        counts[kept] = np.rint(result.x).astype(np.int64)
+            return Answer(None, bound)
+        counts = np.rint(result.x).astype(np.int64)
         assert (np.add.reduceat(counts, self.start[:-1]) == self.count).all(), "HiGHS broke 'one variant a block'"
-        return counts, bound
-
-    def _one_each(self, kept: Integers) -> csr_array:
-        """Equations [groups, variables] that give every block one variant."""
-        return csr_array((np.ones(len(kept)), (self.group[kept], np.arange(len(kept)))), (len(self.count), len(kept)))
-
-    def _answer(self, counts: Integers | None, bound: float) -> Answer:
-        if counts is None:
-            return Answer(None, bound / self.scale)
-        choice = [0] * self.blocks
+        choice = [0] * sum(map(len, self.members))
         for number, (blocks, variants) in enumerate(zip(self.members, self.variants, strict=True)):
             spread = np.repeat(variants, counts[self.start[number] : self.start[number + 1]])
             for block, variant in zip(blocks, spread, strict=True):
                 choice[block] = int(variant)
-        return Answer(tuple(choice), bound / self.scale)
+        return Answer(tuple(choice), bound)
 
 
 def undominated(program: Program, block: int) -> Integers:
@@ -298,8 +227,3 @@ def _settle_ties(program: Program, choice: tuple[int, ...]) -> tuple[int, ...]:
             settled[block] = variant
     # Sums in another order may differ in the last digit.
     return tuple(settled) if program.keeps(program.totals(settled)) else choice
-
-
-def _is_infeasible(result: OptimizeResult) -> bool:
-    # Every variable is bounded, so "unbounded or infeasible" (status 4) is infeasible.
-    return result.status == 2 or (result.status == 4 and "infeasible" in result.message.lower())

@@ -1,30 +1,14 @@
 """Several good choices that differ: candidates for evaluation, which block-wise scores only predict."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from nemo_ext.puzzle.choice.problem import Problem
 from nemo_ext.puzzle.choice.search import GAP, TIME_LIMIT, Solution, find, solve, to_program
 
 
-@dataclass(frozen=True)
-class Pool:
-    """Distinct choices.
-
-    Attributes:
-        solutions: In ascending score. Bound and gap of each are relative to the choices still available for it.
-        exhausted: True if it is proved that no further choice is far enough from all of these. With fewer solutions
-            than asked for, False means that the time limit was reached.
-    """
-
-    solutions: tuple[Solution, ...]
-    exhausted: bool
-
-
 def pool(
     problem: Problem, size: int, *, min_distance: int = 1, gap: float = GAP, time_limit: float = TIME_LIMIT
-) -> Pool:
+) -> list[Solution]:
     """Collect up to `size` choices, each the best (within `gap`) that is far enough from the previous ones.
 
     The distance of two choices is the number of blocks in which they differ (Hamming distance). A dominated variant can
@@ -36,6 +20,10 @@ def pool(
         min_distance: Least number of blocks in which any two solutions differ.
         gap: Relative optimality gap of each solution.
         time_limit: Total seconds for all solutions.
+
+    Returns:
+        The solutions found in time, in ascending score; bound and gap of each are relative to the choices that were
+        still available for it.
 
     Raises:
         Infeasible: No choice satisfies the limits.
@@ -49,7 +37,6 @@ def pool(
     deadline = time.monotonic() + time_limit
     solutions = [solve(problem, gap, time_limit=time_limit)]
     program = to_program(problem)
-    exhausted = False
     while len(solutions) < size:
         program = program.apart_from(solutions[-1].choice, min_distance)
         left = deadline - time.monotonic()
@@ -60,13 +47,7 @@ def pool(
         except TimeoutError:
             break
         if solution is None:
-            exhausted = True
             break
         solutions.append(solution)
     # Within the gap, a later solution may be better than an earlier one.
-    return Pool(tuple(sorted(solutions, key=lambda solution: solution.score)), exhausted)
-
-
-def distance(one: Sequence[int], other: Sequence[int]) -> int:
-    """Number of blocks in which two choices differ."""
-    return sum(a != b for a, b in zip(one, other, strict=True))
+    return sorted(solutions, key=lambda solution: solution.score)

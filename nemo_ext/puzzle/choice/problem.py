@@ -5,15 +5,19 @@ prefill_seconds, decode_seconds, attention_blocks. Its total is the amount outsi
 chosen variants.
 """
 
-import difflib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict, Field
 
 from nemo_ext.job.files import write_text
+from nemo_ext.job.settings import STRICT, checked, nearest
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 TOLERANCE = 1e-9
 """Share by which a total may pass its limit and still satisfy it: sums of floats are not exact.
@@ -32,6 +36,8 @@ class Candidate:
         costs: Resource -> cost in the resource's unit.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
     name: str
     score: float
     costs: Mapping[str, float]
@@ -46,8 +52,10 @@ class Limit:
         lower: Least total required.
     """
 
-    upper: float = math.inf
-    lower: float = -math.inf
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    upper: Finite = math.inf
+    lower: Finite = -math.inf
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ class Problem:
             for candidate in block:
                 if resource not in candidate.costs:
                     where = f"block {number}, candidate {candidate.name!r}"
-                    raise ValueError(f"{where}: {wanted_by} needs its cost{_nearest(resource, candidate.costs)}")
+                    raise ValueError(f"{where}: {wanted_by} needs its cost; {nearest(resource, candidate.costs)}")
 
     @property
     def resources(self) -> tuple[str, ...]:
@@ -183,67 +191,16 @@ def read_problem(path: Path) -> Problem:
     `{"limits": {resource: {upper, lower}}, "outside": {resource: amount}, "blocks": [[{name, score, costs}]]}`.
 
     Raises:
-        ValueError: The file is missing or invalid; names the 1-based block number, candidate and key at fault.
+        ValueError: The file is missing or invalid; names the place in it and the key at fault.
     """
 
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not a number that a score, cost or limit can have")
-
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse, object_pairs_hook=_without_doubles)
-        _check_keys(loaded, required=("blocks",), optional=("limits", "outside"), where="the problem")
-        limits, outside, blocks = loaded.get("limits", {}), loaded.get("outside", {}), loaded["blocks"]
-        if not (isinstance(limits, dict) and isinstance(outside, dict) and isinstance(blocks, list)):
-            raise ValueError("expected `limits` and `outside` to be mappings, `blocks` a list of lists of candidates")
-        return Problem(
-            blocks=[_read_block(number, block) for number, block in enumerate(blocks, start=1)],
-            limits={resource: _read_limit(resource, limit) for resource, limit in limits.items()},
-            outside=outside,
-        )
+        loaded = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such problem file") from None
-    except ValueError as error:  # JSON's own included
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _read_block(number: int, block: object) -> list[Candidate]:
-    if not isinstance(block, list):
-        raise ValueError(f"block {number}: expected a list of candidates, got {block!r}")
-    candidates = []
-    for position, row in enumerate(block, start=1):
-        where = f"block {number}, candidate {position}"
-        _check_keys(row, required=("name", "score", "costs"), optional=(), where=where)
-        if not isinstance(row["name"], str) or not isinstance(row["costs"], dict):
-            raise ValueError(f"{where}: expected `name` to be text and `costs` a mapping, got {row!r}")
-        candidates.append(Candidate(row["name"], row["score"], row["costs"]))
-    return candidates
-
-
-def _read_limit(resource: str, limit: object) -> Limit:
-    _check_keys(limit, required=(), optional=("upper", "lower"), where=f"limit on {resource!r}")
-    assert isinstance(limit, dict)
-    for key, value in limit.items():
-        _check_number(value, f"limit on {resource!r}: {key}")
-    return Limit(**limit)
-
-
-def _check_keys(row: Any, *, required: tuple[str, ...], optional: tuple[str, ...], where: str) -> None:
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a mapping, got {row!r}")
-    for key in row:
-        if key not in required + optional:
-            raise ValueError(f"{where}: unknown key {key!r}{_nearest(key, required + optional)}")
-    for key in required:
-        if key not in row:
-            raise ValueError(f"{where}: the key {key!r} is missing")
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is given twice in one mapping")
-    return row
+    return checked(Problem, loaded, str(path), strict=True)
 
 
 def _check_block(number: int, block: Sequence[Candidate]) -> None:
@@ -274,10 +231,3 @@ def _check_limit(resource: str, limit: Limit) -> None:
 def _check_number(value: object, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{what} must be a finite number, got {value!r}")
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.4)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"; there is {', '.join(names) or 'none'}{hint}"

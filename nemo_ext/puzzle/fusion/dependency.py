@@ -38,10 +38,11 @@ if TYPE_CHECKING:
 _UNIT = "cosine distance of a block's contribution (1 − cos)"
 _SHOWN = {"*": "\N{ASTERISK OPERATOR}", "-": "\N{EN DASH}"}
 """Symbols that are vertically centred, unlike the typed ones."""
-_FUSED = "#f2348b"
-_MISSING_COLOURS, _MISSING_DEPTH = "Greys", 8.0
+_FUSED: dict[str, Any] = {"fill": False, "edgecolor": "#f2348b", "linewidth": 1.6}
 _LABELS = 60
 """Most labels that fit along an axis."""
+TOGETHER = 8
+"""Rows per pass of the whole model over the calibration set; they are written together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,70 +69,52 @@ def measure_dependency(
     calibration: Sequence[Tensor],
     file: Path,
     *,
-    numbers: Iterable[int] | None = None,
-    together: int = 8,
     advance: Callable[[int], None] = lambda passes: None,
 ) -> list[list[float]]:
-    """Measure every pair of blocks that `file` does not have yet.
-
-    Fusion needs only the pairs within runs of FFNs; the picture needs all pairs.
+    """Measure every row that `file` does not have yet.
 
     Args:
         parent: the model.
         calibration: this rank's tokens `[batch, seq]`.
         file: path of dependency.jsonl.
-        numbers: 0-based numbers of the blocks whose pairs are measured; all by default.
-        together: rows per pass of the whole model over the calibration set; they are written together.
         advance: called for every pass of one row over one batch, including those already in `file`:
             `(blocks - 1) x batches` in total.
 
     Returns:
-        The matrix of everything now in the file, see `read_dependency`.
+        The matrix, `[i][j]` by 0-based block numbers; NaN where j <= i.
 
     Raises:
-        ValueError: numbers outside the model, no calibration tokens, a file from another model or calibration set, or
-            a model that gives NaN or infinity.
+        ValueError: no calibration tokens, a file from another model or calibration set or with a line that is not a
+            row, or a model that gives NaN or infinity.
     """
     count = len(parent.layers)
-    wanted = sorted(set(range(count) if numbers is None else numbers))
     if not calibration:
         raise ValueError("the calibration set is empty: dependency is measured on tokens")
-    if together < 1:
-        raise ValueError(f"together={together}: expected a positive number of rows")
-    if wanted and not 0 <= wanted[0] <= wanted[-1] < count:
-        raise ValueError(f"numbers={wanted}: the model has blocks 0 to {count - 1}")
     known = data_parallel.agreed(lambda: {row.block - 1: row for row in read_rows(file)})
     shares = torch.tensor([sum(batch.numel() for batch in calibration), checksum(calibration)])
     tokens, check = data_parallel.summed(shares).tolist()
     identity = (count, tokens, check % 2**32)
     _check_same(known.values(), identity, file)
-    later = {i: [j for j in wanted if j > i and not _has(known.get(i), j)] for i in wanted[:-1]}
-    todo = [i for i, after in later.items() if after]
-    advance((len(later) - len(todo)) * len(calibration))
-    for start in range(0, len(todo), together):
-        part = {i: later[i] for i in todo[start : start + together]}
-        sums, _ = distance_sums(parent, part, calibration, advance=advance)
-        for i, after in part.items():
-            means = (data_parallel.summed(sums[i]) / tokens).tolist()
-            found = {j + 1: mean for j, mean in zip(after, means, strict=True)}
-            broken = next((j for j, mean in found.items() if not isfinite(mean)), None)
+    todo = [i for i in range(count - 1) if i not in known]
+    advance((count - 1 - len(todo)) * len(calibration))
+    for start in range(0, len(todo), TOGETHER):
+        part = todo[start : start + TOGETHER]
+        for i, sums in distance_sums(parent, part, calibration, advance=advance).items():
+            means = (data_parallel.summed(sums) / tokens).tolist()
+            distances = dict(enumerate(means, start=i + 2))
+            broken = next((j for j, mean in distances.items() if not isfinite(mean)), None)
             if broken is not None:
                 raise ValueError(
                     f"block {broken} without block {i + 1} gives NaN or infinity: check the model's weights"
                 )
-            before = known[i].distances if i in known else {}
-            merged = dict(sorted({**before, **found}.items()))
-            known[i] = Row(block=i + 1, distances=merged, blocks=count, tokens=tokens, checksum=identity[2])
-        data_parallel.written(partial(_write, file, known))
-    return _matrix(known.values(), count)
-
-
-def _write(file: Path, rows: Mapping[int, Row]) -> None:
-    write_text(file, "".join(json.dumps(asdict(rows[number])) + "\n" for number in sorted(rows)))
-
-
-def _has(row: Row | None, later: int) -> bool:
-    return row is not None and later + 1 in row.distances
+            known[i] = Row(block=i + 1, distances=distances, blocks=count, tokens=tokens, checksum=identity[2])
+        lines = "".join(json.dumps(asdict(known[number])) + "\n" for number in sorted(known))
+        data_parallel.written(partial(write_text, file, lines))
+    matrix = [[nan] * count for _ in range(count)]
+    for row in known.values():
+        for later, distance in row.distances.items():
+            matrix[row.block - 1][later - 1] = distance
+    return matrix
 
 
 def _check_same(rows: Iterable[Row], identity: tuple[int, int, int], file: Path) -> None:
@@ -154,37 +137,36 @@ def checksum(calibration: Iterable[Tensor]) -> int:
 
 def distance_sums(
     parent: Parent,
-    later: Mapping[int, Sequence[int]],
+    left_out: Sequence[int],
     batches: Iterable[Tensor],
     *,
     advance: Callable[[int], None] = lambda passes: None,
-) -> tuple[dict[int, Tensor], int]:
-    """Sums over tokens of the distances of some rows; sums and counts over parts of a calibration set add up.
+) -> dict[int, Tensor]:
+    """Sums over tokens of the distances of some rows; sums over parts of a calibration set add up.
 
     Args:
         parent: the model.
-        later: 0-based number of a block that is left out -> the later blocks to compare.
+        left_out: 0-based numbers of the blocks that are left out, one after the other.
         batches: tokens `[batch, seq]`.
         advance: called for every pass of one row over one batch.
 
     Returns:
-        Sums `[later blocks]` in fp64 for each row, and the number of tokens.
+        Sums `[later blocks]` in fp64 for each row.
     """
-    sums = {i: torch.zeros(len(after), dtype=torch.double) for i, after in later.items()}
-    tokens = 0
+    count = len(parent.layers)
+    sums = {i: torch.zeros(count - 1 - i, dtype=torch.double) for i in left_out}
     with torch.no_grad():
         for batch in batches:
-            tokens += batch.numel()
             with parent.recorded() as whole:
-                parent.hidden(batch, _none_after(parent, max(max(after) for after in later.values())))
-            for i, after in later.items():
+                parent.hidden(batch)
+            for i in left_out:
                 with parent.recorded() as changed:
-                    parent.hidden_from(i + 1, whole[i][0], _none_after(parent, max(after)))
-                for at, j in enumerate(after):
-                    apart = cosine_distance(_contribution(whole[j]), _contribution(changed[j - i - 1]))
+                    parent.hidden_from(i + 1, whole[i][0])
+                for at, (before, after) in enumerate(zip(whole[i + 1 :], changed, strict=True)):
+                    apart = cosine_distance(_contribution(before), _contribution(after))
                     sums[i][at] += apart.double().sum().cpu()
                 advance(1)
-    return sums, tokens
+    return sums
 
 
 def cosine_distance(first: Tensor, second: Tensor) -> Tensor:
@@ -201,10 +183,6 @@ def _contribution(record: tuple[Tensor, Tensor]) -> Tensor:
     return output.float() - hidden.float()
 
 
-def _none_after(parent: Parent, last: int) -> dict[int, None]:
-    return dict.fromkeys(range(last + 1, len(parent.layers)))
-
-
 def read_rows(file: Path) -> list[Row]:
     """Rows in a file; empty if there is no file.
 
@@ -219,108 +197,70 @@ def _row(record: dict[str, Any]) -> Row:
     return Row(distances=distances, **record)
 
 
-def read_dependency(file: Path) -> list[list[float]]:
-    """Matrix in a file, `[i][j]` by 0-based block numbers; NaN where nothing was measured, including all j <= i.
-
-    Raises:
-        ValueError: there is no file, or a line is not a row.
-    """
-    rows = read_rows(file)
-    if not rows:
-        raise ValueError(f"{file}: no dependency matrix there: measure it first")
-    return _matrix(rows, rows[0].blocks)
-
-
-def _matrix(rows: Iterable[Row], count: int) -> list[list[float]]:
-    matrix = [[nan] * count for _ in range(count)]
-    for row in rows:
-        for later, distance in row.distances.items():
-            matrix[row.block - 1][later - 1] = distance
-    return matrix
-
-
 def draw_dependency(
     matrix: Dependency, path: Path, *, pattern: Pattern, groups: Sequence[Group] = (), title: str = ""
 ) -> Path:
-    """Draw a matrix as a heat map (PNG or SVG by suffix), of the blocks with any measurement.
+    """Draw a matrix as a heat map (PNG or SVG by suffix).
 
     Colours follow the square root of the distance, because the blocks that can be fused differ at small distances.
 
     Args:
-        matrix: matrix from `measure_dependency` or `read_dependency`.
+        matrix: matrix from `measure_dependency`.
         path: path of the picture.
         pattern: the model's blocks; their kinds are drawn on the diagonal.
         groups: fused blocks, drawn with an outline.
         title: title of the picture.
 
     Raises:
-        ValueError: the matrix has another size than the pattern, or no measured number.
+        ValueError: the matrix has another size than the pattern.
     """
     count = len(pattern.blocks)
     if any(len(row) != count for row in [matrix, *matrix]):
         raise ValueError(f"the dependency matrix has {len(matrix)} rows, the model {count} blocks")
-    pairs = [(i, j) for i in range(count) for j in range(i + 1, count) if isfinite(matrix[i][j])]
-    if not pairs:
-        raise ValueError("nothing of the dependency matrix was measured, so there is nothing to draw")
-    numbers = sorted({number for pair in pairs for number in pair} | {n for group in groups for n in group.blocks})
     from matplotlib.colors import PowerNorm
 
     figure = new_figure(figsize=(8.6, 7.4))
     axis = figure.subplots()
-    shown = [[matrix[i][j] if j > i else nan for j in numbers] for i in numbers]
-    missing = [[1.0 if j > i and not isfinite(matrix[i][j]) else nan for j in numbers] for i in numbers]
-    axis.imshow(missing, cmap=_MISSING_COLOURS, vmin=0, vmax=_MISSING_DEPTH, interpolation="nearest")
-    largest = max(matrix[i][j] for i, j in pairs)
+    largest = max((matrix[i][j] for i in range(count) for j in range(i + 1, count)), default=0.0)
     scale = PowerNorm(0.5, vmin=0, vmax=largest or 1.0)
-    image = axis.imshow(shown, cmap="viridis", norm=scale, interpolation="nearest")
+    image = axis.imshow(matrix, cmap="viridis", norm=scale, interpolation="nearest")
     figure.colorbar(image, ax=axis, label=_UNIT, shrink=0.85, pad=0.02)
-    _add_kinds(axis, pattern, numbers)
+    for number, block in enumerate(pattern.blocks):
+        _square(axis, number, 1, color=COLOURS[block.kind], linewidth=0)
     for group in groups:
-        _outline(axis, numbers.index(group.first), len(group.blocks))
-    _add_legend(axis, pattern, numbers, missing=len(pairs) < len(numbers) * (len(numbers) - 1) / 2, fused=bool(groups))
-    _label(axis, pattern, numbers)
+        _square(axis, group.first, len(group.blocks), **_FUSED)
+    _add_legend(axis, pattern, fused=bool(groups))
+    _label(axis, pattern)
     axis.set_title(title, loc="left", fontsize=11)
     save_figure(figure, path, dpi=150)
     return path
 
 
-def _add_kinds(axis: "Axes", pattern: Pattern, numbers: Sequence[int]) -> None:
-    """Draws every block's kind on the diagonal."""
+def _square(axis: "Axes", place: int, length: int, **looks: Any) -> None:
+    """Draws a square on the diagonal."""
     from matplotlib.patches import Rectangle
 
-    for place, number in enumerate(numbers):
-        colour = COLOURS[pattern.blocks[number].kind]
-        axis.add_patch(Rectangle((place - 0.5, place - 0.5), 1, 1, color=colour, linewidth=0))
+    axis.add_patch(Rectangle((place - 0.5, place - 0.5), length, length, clip_on=False, **looks))
 
 
-def _outline(axis: "Axes", place: int, length: int) -> None:
-    from matplotlib.patches import Rectangle
-
-    corner = (place - 0.5, place - 0.5)
-    axis.add_patch(Rectangle(corner, length, length, fill=False, edgecolor=_FUSED, linewidth=1.6, clip_on=False))
-
-
-def _add_legend(axis: "Axes", pattern: Pattern, numbers: Sequence[int], *, missing: bool, fused: bool) -> None:
+def _add_legend(axis: "Axes", pattern: Pattern, *, fused: bool) -> None:
     """Draws the legend in the empty half."""
-    from matplotlib import colormaps
     from matplotlib.patches import Patch
 
-    kinds = dict.fromkeys(pattern.blocks[number].kind for number in numbers)
+    kinds = dict.fromkeys(block.kind for block in pattern.blocks)
     handles = [Patch(color=COLOURS[kind], label=f"{_SHOWN.get(kind, kind)} {NAMES[kind]}") for kind in kinds]
-    if missing:
-        colour = colormaps[_MISSING_COLOURS](1.0 / _MISSING_DEPTH)
-        handles.append(Patch(color=colour, label="not measured"))
     if fused:
-        handles.append(Patch(fill=False, edgecolor=_FUSED, linewidth=1.6, label="fused"))
+        handles.append(Patch(label="fused", **_FUSED))
     axis.legend(handles=handles, loc="lower left", frameon=False, fontsize=9)
 
 
-def _label(axis: "Axes", pattern: Pattern, numbers: Sequence[int]) -> None:
+def _label(axis: "Axes", pattern: Pattern) -> None:
     """Labels every block with number and symbol, or every second, fifth or tenth where they would not fit."""
-    step = next((step for step in (1, 2, 5, 10, 20, 50) if len(numbers) / step <= _LABELS), 100)
-    places = [place for place, number in enumerate(numbers) if step == 1 or (number + 1) % step == 0]
-    blocks = [(numbers[place] + 1, pattern.blocks[numbers[place]].kind) for place in places]
-    labels = [f"{number} {_SHOWN.get(kind, kind)}" for number, kind in blocks]
+    count = len(pattern.blocks)
+    step = next((step for step in (1, 2, 5, 10, 20, 50) if count / step <= _LABELS), 100)
+    places = range(step - 1, count, step)
+    kinds = [pattern.blocks[place].kind for place in places]
+    labels = [f"{place + 1} {_SHOWN.get(kind, kind)}" for place, kind in zip(places, kinds, strict=True)]
     size = 9 if len(places) <= 24 else 6.5
     axis.set_xticks(places, labels, rotation=90, fontsize=size)
     axis.set_yticks(places, labels, fontsize=size)

@@ -6,10 +6,14 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils.benchmark import Timer
 
 from nemo_ext.blockwise import data_parallel
 from nemo_ext.blockwise.parent import Parent, Replaced
-from nemo_ext.puzzle.stages.measure import seconds_in_turn
+from nemo_ext.puzzle.stages.measure import ROUNDS
+
+SECONDS = 0.2
+"""Least time of each model in a round."""
 
 
 def loss(parent: Parent, batches: Sequence[Tensor], replaced: Replaced | None = None) -> float:
@@ -31,14 +35,17 @@ def loss(parent: Parent, batches: Sequence[Tensor], replaced: Replaced | None = 
 
 
 def forward_seconds(parent: Parent, other: Parent, tokens: Tensor) -> tuple[list[float], list[float]]:
-    """Seconds per forward pass over tokens `[batch, seq]` of two models that take turns, one value each per round."""
+    """Seconds per forward pass over tokens `[batch, seq]` of two models, one value each per round.
 
-    def forward(model: Parent) -> Tensor:
-        with torch.no_grad():
-            return model.logits(tokens)
-
-    runs = [partial(forward, model) for model in (parent, other)]
-    for run in runs:
-        run()
-    first, second = seconds_in_turn(runs, min_seconds=1.0)
-    return first, second
+    They take turns, so that a slowdown of the machine affects both; the first pass of each is not counted.
+    """
+    runs = [partial(model.logits, tokens) for model in (parent, other)]
+    timers = [Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads()) for run in runs]
+    with torch.no_grad():
+        for run in runs:
+            run()
+        rounds = [
+            [timer.blocked_autorange(min_run_time=1.0 / ROUNDS).median for timer in timers] for _ in range(ROUNDS)
+        ]
+    first, second = zip(*rounds, strict=True)
+    return list(first), list(second)

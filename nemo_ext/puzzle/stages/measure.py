@@ -27,6 +27,7 @@ from nemo_ext.architecture.blocks import Block
 from nemo_ext.blockwise.parent import Parent
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.job.files import write_text
+from nemo_ext.job.made_of import differing, told
 from nemo_ext.job.records import read_records
 from nemo_ext.puzzle.cost import OUTSIDE, Serving
 from nemo_ext.puzzle.stages.inference import Inference, open_inference
@@ -52,7 +53,7 @@ STACK_WIDE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Measured:
     """Measurements of one block.
 
@@ -77,16 +78,7 @@ class Measured:
     activation_bytes: int | None
 
 
-NOTHING = Measured(
-    block=NO_OP,
-    prefill_seconds=0.0,
-    prefill_spread=0.0,
-    decode_seconds=0.0,
-    decode_spread=0.0,
-    weight_bytes=0,
-    cache_bytes=0,
-    activation_bytes=0,
-)
+NOTHING = Measured(NO_OP, 0.0, 0.0, 0.0, 0.0, 0, 0, 0)
 """Measurements of a no-op."""
 
 
@@ -262,19 +254,6 @@ def median_seconds(run: Callable[[], Tensor], min_seconds: float) -> tuple[float
     return repeated.median, repeated.iqr
 
 
-def seconds_in_turn(runs: Sequence[Callable[[], Tensor]], min_seconds: float) -> list[list[float]]:
-    """Median seconds of each run in each of `ROUNDS` rounds, in which the runs take turns, so that a slowdown of the
-    machine affects all of them.
-    """
-    from torch.utils.benchmark import Timer
-
-    timers = [Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads()) for run in runs]
-    rounds = [
-        [timer.blocked_autorange(min_run_time=min_seconds / ROUNDS).median for timer in timers] for _ in range(ROUNDS)
-    ]
-    return [list(each) for each in zip(*rounds, strict=True)]
-
-
 def _peak_bytes(run: Callable[[], Tensor]) -> int | None:
     if not torch.cuda.is_available():
         return None
@@ -357,23 +336,13 @@ def read_measured(file: Path, taken_under: Mapping[str, Any]) -> dict[str, Measu
 
 def _check_conditions(file: Path, line: str, wanted: Mapping[str, Any]) -> None:
     try:
-        there = json.loads(line)["conditions"]
-        found, here = _flat(there), _flat(json.loads(json.dumps(wanted)))
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+        there = {**json.loads(line)["conditions"]}
+    except (json.JSONDecodeError, KeyError, TypeError):
         raise ValueError(f"{file}:1: not the conditions of measurements: name another file") from None
-    differences = [
-        f"{name} {found.get(name)!r} there, {here.get(name)!r} here"
-        for name in {**here, **found}
-        if found.get(name) != here.get(name)
-    ]
-    if differences:
+    if changed := differing(there, wanted):
         raise ValueError(
-            f"{file} was measured under other conditions ({'; '.join(differences)}): name another file, or remove it"
+            f"{file} was measured under other conditions ({told(changed)}): name another file, or remove it"
         )
-
-
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {**{name: value for name, value in values.items() if name != "model"}, **values["model"]}
 
 
 def _write(file: Path, taken_under: Mapping[str, Any], known: Mapping[str, Measured]) -> None:

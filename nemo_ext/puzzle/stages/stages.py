@@ -4,8 +4,9 @@ Ranks split the data (`data_parallel`); rank 0 writes. Each stage resumes from w
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
@@ -20,12 +21,11 @@ from nemo_ext.architecture.pattern import format as format_pattern
 from nemo_ext.blockwise import data_parallel
 from nemo_ext.blockwise.parent import Parent, Replaced
 from nemo_ext.blockwise.token_batches import TokenBatches
-from nemo_ext.checkpoint.beside import EXTRAS, copy_extras, extras_beside, write_model_file
+from nemo_ext.checkpoint.beside import extras_beside, keep_extras, write_model_file
 from nemo_ext.checkpoint.description import Description, megatron_arguments, to_config
 from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
 from nemo_ext.checkpoint.writing import MEGATRON, Work, cut_into_parts, write_checkpoint
 from nemo_ext.job.files import write_text
-from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.run_directory import read_config
 from nemo_ext.megatron.session import build_model, load_weights
 from nemo_ext.megatron.session import data_parallel as process_group
@@ -87,7 +87,7 @@ class Stages:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
         self.chosen: Settings = settings(config["puzzle"])
-        self.workspace = Workspace.of(config, self.chosen)
+        self.workspace = Workspace(config, self.chosen)
         self.description = description_of(self.workspace.parent)
         self.found = variants(self.description.architecture, self.chosen.variants)
 
@@ -113,11 +113,8 @@ class Stages:
         if self.workspace.shard is not None and data_parallel.number() == 0:
             alone = FileLock(self.workspace.run_dir / LOCKS / "data.lock")
         with alone:
-            return TokenBatches(self._data_config, split, sequences, self.parent.device)
-
-    @property
-    def _data_config(self) -> dict[str, Any]:
-        return stage_config(self.config, self.description, data_parallel.count())
+            config = stage_config(self.config, self.description, data_parallel.count())
+            return TokenBatches(config, split, sequences, self.parent.device)
 
     @cached_property
     def calibration(self) -> list[torch.Tensor]:
@@ -136,8 +133,7 @@ class Stages:
 
     def library(self) -> None:
         """Make every variant from the parent's weights."""
-        total = sum(map(len, self.found))
-        with _progress("library", total, "variants") as advance:
+        with data_parallel.progress("library", sum(map(len, self.found)), "variants") as advance:
             build(
                 self.parent,
                 self.description,
@@ -165,7 +161,7 @@ class Stages:
             return found
         own = shard.share(found)
         if not any(own):
-            _say(f"shard {shard}: there are only {sum(map(len, found))} variants, so it has nothing to do")
+            data_parallel.say(f"shard {shard}: there are only {sum(map(len, found))} variants, so it has nothing to do")
         return own
 
     def _distill(
@@ -178,7 +174,7 @@ class Stages:
     ) -> None:
         training = self.chosen.distill
         data = self._token_batches("train", training.steps * training.batch)
-        with _progress(label, training.steps * len(trainable(found)), "steps") as advance:
+        with data_parallel.progress(label, training.steps * len(trainable(found)), "steps") as advance:
             distill(
                 self.parent,
                 found,
@@ -202,7 +198,7 @@ class Stages:
             found = [[v for v in each if (v.number + 1, v.name) not in done] for each in found]
         if not any(found):
             return
-        with _progress("score", sum(map(len, found)), "variants") as advance:
+        with data_parallel.progress("score", sum(map(len, found)), "variants") as advance:
             score_blocks(
                 self.parent,
                 found,
@@ -233,7 +229,7 @@ class Stages:
 
     def _measured(self, parent: Parent, costs: Costs) -> Costs:
         """The same costs with latencies timed on this machine, on one rank."""
-        with _progress("cost", len(distinct_blocks(self.found)) + 1, "blocks") as advance:
+        with data_parallel.progress("cost", len(distinct_blocks(self.found)) + 1, "blocks") as advance:
             measured = measure_blocks(
                 parent,
                 self.found,
@@ -266,8 +262,13 @@ class Stages:
             row = self._row(f"choice {number}", picked, self.best)
             rows.append(row | {"score": each["score"], "calibration_loss": calibration})
         best = min(rows[1:], key=lambda row: row["calibration_loss"]) if len(choices) > 1 else rows[1]
-        data_parallel.written(lambda: _write_json(self.workspace.folder / "comparison.json", rows))
-        data_parallel.written(lambda: _write_json(self.workspace.folder / "choice.json", best))
+        self._write_json("comparison.json", rows)
+        self._write_json("choice.json", best)
+
+    def _write_json(self, name: str, content: Any) -> None:
+        """Writes a file of the child's folder."""
+        text = json.dumps(content, indent=1) + "\n"
+        data_parallel.written(lambda: write_text(self.workspace.folder / name, text))
 
     def _row(self, name: str, picked: Sequence[Variant], library: Library) -> dict[str, Any]:
         blocks = [variant.block for variant in picked]
@@ -325,7 +326,7 @@ class Stages:
                 rows.append(self._row(name, *make()))
             except CannotReach as reason:
                 rows.append({"name": name, "cannot": str(reason)})
-        data_parallel.written(lambda: _write_json(self.workspace.folder / "baselines.json", rows))
+        self._write_json("baselines.json", rows)
         return True
 
     def realise(self) -> None:
@@ -336,7 +337,7 @@ class Stages:
         reader = TorchDistReader(checkpoint_folder(self.workspace.parent))
         work = realise(reader, self.description, picked, self.best)
         self._write(self.workspace.weights, work, made, {"choice": names})
-        data_parallel.written(lambda: _write_json(self.workspace.folder / "child.json", _as_json(made)))
+        self._write_json("child.json", _as_json(made))
 
     def _write(self, to: Path, work: Sequence[Work], made: Description, identity: dict[str, Any]) -> None:
         source = self.workspace.parent
@@ -345,9 +346,7 @@ class Stages:
         def finish(folder: Path) -> None:
             name = f"{self.config['model']['name']}_{self.workspace.child}"
             write_model_file(folder, to_config(made), name=name, comment=f"A child of {source}.")
-            if extras is not None:
-                (folder / EXTRAS).mkdir(exist_ok=True)
-                copy_extras(extras, folder / EXTRAS, code=True)
+            keep_extras(extras, folder)
 
         def write() -> None:
             write_checkpoint(
@@ -369,7 +368,7 @@ class Stages:
             return False
         opened = self.open(self.workspace.weights, made)
         file = self.workspace.folder / "dependency.jsonl"
-        with _progress("dependency", (len(made.blocks) - 1) * len(self.calibration), "passes") as advance:
+        with data_parallel.progress("dependency", (len(made.blocks) - 1) * len(self.calibration), "passes") as advance:
             matrix = measure_dependency(opened, self.calibration, file, advance=advance)
         groups: list[Group] = []
         if made.architecture.norm_placement != "input":
@@ -378,23 +377,14 @@ class Stages:
             nothing = "no two FFN blocks follow each other, so there is nothing to fuse"
         else:
             nothing = "the limits leave nothing to fuse"
-            groups = plan(
-                made,
-                dependency=matrix,
-                largest_dependency=given.largest_dependency,
-                keep_last=given.keep_last,
-                max_width=given.max_width,
-                max_bytes=given.max_bytes,
-                precision=self.chosen.serving.precision,
-                max_blocks=given.max_blocks,
-                max_groups=given.max_groups,
-            )
+            limits = {name: value for name, value in asdict(given).items() if name != "enabled"}
+            groups = plan(made, dependency=matrix, precision=self.chosen.serving.precision, **limits)
         picture = self.workspace.folder / "dependency.png"
         title = f"{self.workspace.child}: how much blocks depend on earlier ones"
         pattern = made.architecture.pattern
         data_parallel.written(lambda: draw_dependency(matrix, picture, pattern=pattern, groups=groups, title=title))
         if not groups:
-            _say(f"fuse: {nothing}")
+            data_parallel.say(f"fuse: {nothing}")
             return False
         reader = TorchDistReader(checkpoint_folder(self.workspace.weights))
         self._write(
@@ -434,7 +424,7 @@ class Stages:
                     "pattern": format_pattern(description.architecture.pattern),
                 }
             )
-        data_parallel.written(lambda: _write_json(self.workspace.folder / "evaluation.json", rows))
+        self._write_json("evaluation.json", rows)
 
 
 def _as_json(made: Description) -> dict[str, Any]:
@@ -453,16 +443,3 @@ def _as_json(made: Description) -> dict[str, Any]:
     except ValueError as error:
         result["block_configs_missing"] = str(error)
     return result
-
-
-def _write_json(file: Path, content: Any) -> None:
-    write_text(file, json.dumps(content, indent=1) + "\n")
-
-
-def _say(text: str) -> None:
-    if data_parallel.number() == 0:
-        notice(text)
-
-
-def _progress(label: str, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
-    return progress_of(label, total, unit=unit, enabled=data_parallel.number() == 0)

@@ -23,7 +23,6 @@ from nemo_ext.puzzle.fusion.dependency import (
     distance_sums,
     draw_dependency,
     measure_dependency,
-    read_dependency,
 )
 from nemo_ext.puzzle.fusion.fusion import Group
 
@@ -91,71 +90,42 @@ def test_rows_are_what_leaving_a_block_out_changes(
         assert torch.equal(opened.logits(data[0]), before)  # nothing stayed left out
 
 
-def test_blocks_that_matter_are_run_and_measured_alone(parent: Callable[..., Parent], tmp_path: Path) -> None:
-    opened, data = parent(), calibration()
-    ran: list[int] = []
-    opened.layers[4].register_forward_hook(lambda *given: ran.append(4))
-    whole = measure_dependency(opened, data, tmp_path / "whole.jsonl")
-    ran.clear()
-
-    matrix = measure_dependency(opened, data, tmp_path / "dependency.jsonl", numbers=range(1, 4))
-
-    assert not ran
-    pairs = {(i, j) for i in range(6) for j in range(6) if not isnan(matrix[i][j])}
-    assert pairs == {(1, 2), (1, 3), (2, 3)}
-    assert all(matrix[i][j] == pytest.approx(whole[i][j], rel=1e-5) for i, j in pairs)
-
-
 def test_what_the_file_has_is_not_measured_again(
     parent: Callable[..., Parent], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened, data, file = parent(), calibration(), tmp_path / "dependency.jsonl"
     whole = measure_dependency(opened, data, tmp_path / "whole.jsonl")
-    measured: list[dict[int, Any]] = []
+    measured: list[list[int]] = []
 
-    def spy(parent: Parent, later: Any, *args: Any, **kwargs: Any) -> Any:
-        measured.append(later)
+    def spy(parent: Parent, left_out: Any, *args: Any, **kwargs: Any) -> Any:
+        measured.append(list(left_out))
         if len(measured) == 2:
             raise KeyboardInterrupt
-        return distance_sums(parent, later, *args, **kwargs)
+        return distance_sums(parent, left_out, *args, **kwargs)
 
     monkeypatch.setattr(dependency, "distance_sums", spy)
+    monkeypatch.setattr(dependency, "TOGETHER", 2)
     with pytest.raises(KeyboardInterrupt):
-        measure_dependency(opened, data, file, together=2)
+        measure_dependency(opened, data, file)
     passes: list[int] = []
-    matrix = measure_dependency(opened, data, file, together=9, advance=passes.append)
+    monkeypatch.setattr(dependency, "TOGETHER", 9)
+    matrix = measure_dependency(opened, data, file, advance=passes.append)
 
-    assert [sorted(later) for later in measured] == [[0, 1], [2, 3], [2, 3, 4]]
+    assert measured == [[0, 1], [2, 3], [2, 3, 4]]
     assert passes[0] == 2 * len(data) and sum(passes) == 5 * len(data)
     assert len(file.read_text().splitlines()) == 5
     for found, row in zip(matrix, whole, strict=True):
         assert found == pytest.approx(row, nan_ok=True)
-    assert str(read_dependency(file)) == str(matrix)
-
-
-def test_runs_one_after_the_other_add_to_one_file(parent: Callable[..., Parent], tmp_path: Path) -> None:
-    opened, data, file = parent(pattern="--*---"), calibration(1), tmp_path / "dependency.jsonl"
-    whole = measure_dependency(opened, data, tmp_path / "whole.jsonl")
-
-    measure_dependency(opened, data, file, numbers=range(2))
-    measure_dependency(opened, data, file, numbers=range(3, 6))
-    measure_dependency(opened, data, file, numbers=(0, 4))  # row 1 has a pair already and gets another
-
-    matrix = read_dependency(file)
-    pairs = {(i, j) for i in range(6) for j in range(6) if not isnan(matrix[i][j])}
-    assert pairs == {(0, 1), (0, 4), (3, 4), (3, 5), (4, 5)}
-    assert all(matrix[i][j] == pytest.approx(whole[i][j]) for i, j in pairs)
 
 
 def test_shares_of_the_calibration_set_add_up(parent: Callable[..., Parent]) -> None:
-    opened, data, later = parent(), calibration(3), {0: [2, 3], 2: [3]}
+    opened, data, left_out = parent(), calibration(3), [0, 2]
 
-    whole, tokens = distance_sums(opened, later, data)
-    shares = [distance_sums(opened, later, share) for share in (data[:1], data[1:])]
+    whole = distance_sums(opened, left_out, data)
+    shares = [distance_sums(opened, left_out, share) for share in (data[:1], data[1:])]
 
-    assert tokens == sum(count for _, count in shares) == 72
-    for number in later:
-        assert sum(sums[number] for sums, _ in shares).tolist() == pytest.approx(whole[number].tolist())
+    for number in left_out:
+        assert sum(sums[number] for sums in shares).tolist() == pytest.approx(whole[number].tolist())
     assert sum(map(checksum, (data[:1], data[1:]))) % 2**32 == checksum(data) == checksum([torch.cat(data)])
     assert checksum(data) != checksum(calibration(3, seed=6))
 
@@ -222,20 +192,12 @@ def test_a_file_of_something_else_is_refused(parent: Callable[..., Parent], tmp_
         measure_dependency(parent(pattern="*--*"), data, file)
     file.write_text(file.read_text() + '{"block": 3}\n')
     with pytest.raises(ValueError, match=r"dependency\.jsonl:3: not a row"):
-        read_dependency(file)
+        measure_dependency(opened, data, file)
 
 
-def test_bad_arguments_are_refused(parent: Callable[..., Parent], tmp_path: Path) -> None:
-    opened, file = parent(pattern="*--"), tmp_path / "dependency.jsonl"
-
+def test_an_empty_calibration_set_is_refused(parent: Callable[..., Parent], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="calibration set is empty"):
-        measure_dependency(opened, [], file)
-    with pytest.raises(ValueError, match="blocks 0 to 2"):
-        measure_dependency(opened, calibration(), file, numbers=[1, 3])
-    with pytest.raises(ValueError, match="together=0"):
-        measure_dependency(opened, calibration(), file, together=0)
-    with pytest.raises(ValueError, match="measure it first"):
-        read_dependency(file)
+        measure_dependency(parent(pattern="*--"), [], tmp_path / "dependency.jsonl")
 
 
 def test_small_distances_keep_their_digits() -> None:
@@ -260,27 +222,17 @@ def test_a_picture_of_any_size(suffix: str, tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [f"d.{suffix}"]
 
 
-def test_a_picture_says_which_blocks_it_shows(tmp_path: Path) -> None:
-    """Blocks of which nothing was measured are not in it, and fused ones are outlined."""
-    matrix = [[nan] * 6 for _ in range(6)]
-    matrix[2][3] = matrix[2][4] = matrix[3][4] = 0.25
+def test_a_picture_names_blocks_and_outlines_what_is_fused(tmp_path: Path) -> None:
+    matrix = [[0.25 if j > i else nan for j in range(6)] for i in range(6)]
 
     path = draw_dependency(matrix, tmp_path / "d.svg", pattern=parse("*-----"), groups=[Group(2, 3)])
 
     text = path.read_text()
-    assert [f"<!-- {number} \N{EN DASH} -->" in text for number in range(1, 7)] == [
-        False,
-        False,
-        True,
-        True,
-        True,
-        False,
-    ]
-    assert "<!-- fused -->" in text and "attention" not in text and "not measured" not in text
+    assert all(f"<!-- {number} \N{EN DASH} -->" in text for number in range(2, 7))
+    assert "<!-- fused -->" in text and "attention" in text
 
 
-def test_a_picture_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nothing to draw"):
-        draw_dependency([[nan] * 2] * 2, tmp_path / "d.png", pattern=parse("--"))
+def test_a_picture_of_one_block_and_of_another_model(tmp_path: Path) -> None:
+    assert draw_dependency([[nan]], tmp_path / "d.png", pattern=parse("-")).is_file()
     with pytest.raises(ValueError, match="2 rows, the model 3 blocks"):
         draw_dependency([[nan] * 2] * 2, tmp_path / "d.png", pattern=parse("---"))

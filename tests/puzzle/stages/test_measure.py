@@ -209,17 +209,17 @@ def test_other_conditions_are_refused(opened: Opened, tmp_path: Path, monkeypatc
     before = file.read_bytes()
 
     for change, message in (
-        ({"batch": 3}, "batch 2 there, 3 here"),
-        ({"prompt": 7, "context": 13}, "prompt 8 there, 7 here; context 12 there, 13 here"),
+        ({"batch": 3}, "batch: 2 -> 3"),
+        ({"prompt": 7, "context": 13}, "prompt: 8 -> 7; context: 12 -> 13"),
     ):
         with pytest.raises(ValueError, match=message):
             measure(parent, description, file, serving=replace(SERVING, **change))
     other, wider = opened("olmo1_tiny", "-{linear}")
-    with pytest.raises(ValueError, match="norm_affine True there, False here"):
+    with pytest.raises(ValueError, match=r"model\.norm_affine: true -> false"):
         measure(other, wider, file)
     monkeypatch.setattr("nemo_ext.puzzle.stages.measure._processor", lambda: "another")
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match=r"device '.*' there, 'another' here"):
+        with pytest.raises(ValueError, match=r'device: .* -> "another"'):
             measure(parent, description, file)
     assert file.read_bytes() == before
 

@@ -148,7 +148,7 @@ def workspace(tmp_path: Path) -> Callable[..., Workspace]:
 
     def make(*overrides: str) -> Workspace:
         config: dict[str, Any] = compose("puzzle", ["data=mock", f"run_dir={tmp_path}", *overrides])
-        return Workspace.of(config, settings(config["puzzle"]))
+        return Workspace(config, settings(config["puzzle"]))
 
     make().finish("parent")
     make().finish("library")
