@@ -10,10 +10,10 @@ import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from nemo_ext.chat.response import Response
-from nemo_ext.job.settings import checked, checked_whole, nearest
+from nemo_ext.job.settings import checked, checked_whole
 from nemo_ext.rl.answers import bare, final_answer, last_boxed, unreadable
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.verdict import Verdict
@@ -109,10 +109,6 @@ def check(reference: Mapping[str, Any], *, max_length: int = MAX_LENGTH) -> Refe
     answer = reference.get("answer")
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         reference = {**reference, "answer": repr(answer)}
-    if "format" in reference and reference["format"] not in get_args(Format):
-        raise ValueError(
-            f"reference.format={reference['format']!r}: {nearest(str(reference['format']), get_args(Format))}"
-        )
     made = checked(Reference, reference, where="reference")
     boxed = last_boxed(made.answer)
     text = made.answer.strip() if boxed is None else boxed
