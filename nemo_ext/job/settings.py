@@ -33,7 +33,7 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
     """
     if not isinstance(section, Mapping):
         raise ValueError(f"{where}={section!r}: expected a section with keys")
-    adapter, fields = _adapter(kind)
+    adapter, fields = _adapter(cast(Any, kind))  # a class can be hashed, which mypy does not see
     prefix = f"{where}: " if where else ""
     for key in section:  # before types: a wrong name also leaves the right one out
         if key not in fields:

@@ -141,7 +141,7 @@ def check(reference: Mapping[str, Any], *, max_tests: int = MAX_TESTS) -> Refere
         )
     limits = given.limits or {}
     Limits().changed(limits, "reference.limits")
-    kind = _Call if given.style == "function" else _Lines
+    kind: type[_Call | _Lines] = _Call if given.style == "function" else _Lines
     made = [checked(kind, test, f"reference.tests[{index}]").test() for index, test in enumerate(given.tests)]
     return Reference(language=given.language, function=given.function, tests=tuple(made), limits=limits)
 

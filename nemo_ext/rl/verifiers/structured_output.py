@@ -43,22 +43,16 @@ class NotJsonError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Schema that an answer must satisfy.
+    """Schema that an answer must satisfy: its JSON, of the draft that `$schema` names, 2020-12 if it names none."""
 
-    Attributes:
-        schema: JSON schema, of the draft that its `$schema` names, 2020-12 if it names none.
-        strict: require all properties and allow no others, at all levels, whatever the schema says (as NeMo Gym's
-            structured_outputs does with every schema).
-        text: effective schema as JSON; made by `check`.
-    """
-
-    schema: Mapping[str, Any]
-    strict: bool = False
-    text: str = ""
+    text: str
 
 
 def check(reference: Mapping[str, Any]) -> Reference:
     """Parse a task's reference: {schema: {...} or its JSON, strict: false}.
+
+    With `strict` all properties are required and no others allowed, at all levels, whatever the schema says (as NeMo
+    Gym's structured_outputs does with every schema).
 
     Raises:
         ValueError: naming the key and the problem: an invalid schema, or one that refers to another document.
@@ -93,7 +87,7 @@ def check(reference: Mapping[str, Any]) -> Reference:
         kind(json.loads(text)).is_valid({})
     except RecursionError:
         raise ValueError("reference.schema: it refers to itself without end") from None
-    return Reference(schema=schema, strict=strict, text=text)
+    return Reference(text=text)
 
 
 def verify(
