@@ -281,24 +281,26 @@ def tasks(
         # A round of all levels in one style, then one in the other.
         turn = index // (LEVELS if level is None else 1)
         asked: Style = style or ("function" if turn % 2 == 0 else "stdin")
-        random = generator(seed, "programs", chosen, index)
-        kinds = [kind for kind in _KINDS if kind.level == chosen]
-        kind = kinds[random.integers(len(kinds))]
-        number = int(random.integers(kind.least, kind.most + 1))
+        kind, number, random = _drawn(seed, chosen, index)
         yield _task(f"programs-{seed}-{chosen}-{index}", kind, number, asked, tests, random)
 
 
 def solution(task: Task) -> str:
-    """Correct answer to a task.
-
-    Raises:
-        ValueError: the task is not one of these.
-    """
-    kind, number = _made_from(str(task.prompt[-1].content), task.id)
+    """Correct answer to a task."""
+    seed, level, index = task.id.removeprefix("programs-").rsplit("-", 2)
+    kind, number, _ = _drawn(int(seed), int(level), int(index))
     source = _source(kind, number)
     if task.reference["style"] == "stdin":
         source += _reading(kind)
     return f"```python\n{source}\n```"
+
+
+def _drawn(seed: int, level: int, index: int) -> tuple[_Kind, int, np.random.Generator]:
+    """Kind of a task, its own number, and the generator that its tests are drawn from."""
+    random = generator(seed, "programs", level, index)
+    kinds = [kind for kind in _KINDS if kind.level == level]
+    kind = kinds[random.integers(len(kinds))]
+    return kind, int(random.integers(kind.least, kind.most + 1)), random
 
 
 def _task(id: str, kind: _Kind, number: int, style: Style, tests: int, random: np.random.Generator) -> Task:
@@ -338,15 +340,6 @@ def _source(kind: _Kind, number: int) -> str:
     # A negative number gets brackets, or `x -K` would be a subtraction.
     said = str(number) if number >= 0 else f"({number})"
     return f"def {kind.name}({', '.join(kind.arguments)}):{body.rstrip().replace('K', said)}"
-
-
-def _made_from(prompt: str, id: str) -> tuple[_Kind, int]:
-    """Kind and number that a prompt was made from."""
-    for kind in _KINDS:
-        for number in range(kind.least, kind.most + 1):
-            if f"s {kind.statement(number)}. " in prompt:
-                return kind, number
-    raise ValueError(f"{id}: its prompt is not one of nemo_ext.rl.tasks.programs")
 
 
 def _reading(kind: _Kind) -> str:

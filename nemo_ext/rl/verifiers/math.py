@@ -140,8 +140,7 @@ def prepared(answer: str, *, max_length: int = MAX_LENGTH) -> tuple[str, str]:
         return "", "braces that do not balance"
     if answer.endswith(".") and not answer.endswith(".."):
         answer = answer[:-1].rstrip()
-    # A comma alone is left to math-verify: 1,234 may be a number and a list of two.
-    answer = _THOUSANDS.sub(lambda found: found[0] if "," in _plain(found[0]) else _joined(found[0]), answer)
+    answer = _THOUSANDS.sub(_joined, answer)
     answer = _MIXED.sub(lambda found: _mixed(*found.groups()), answer)
     if _SPACED.search(answer) and not _TAKES_DIGITS.search(answer):
         return "", "numbers side by side"
@@ -367,12 +366,10 @@ def _nesting(text: str) -> tuple[int, bool]:
     return deepest, balanced and braces == 0
 
 
-def _plain(number: str) -> str:
-    return number.replace("{,}", " ").replace("\\,", " ")
-
-
-def _joined(number: str) -> str:
-    return "".join(filter(str.isdigit, number))
+def _joined(found: re.Match[str]) -> str:
+    """Digits of a grouped number. A comma alone is left to math-verify: 1,234 may be a number and a list of two."""
+    commas = found[0].replace("{,}", "").replace("\\,", "").count(",")
+    return found[0] if commas else "".join(filter(str.isdigit, found[0]))
 
 
 _FIND: Mapping[str, Callable[[str], str | None]] = {

@@ -45,13 +45,7 @@ class _Answer:
 
 
 class Verifier:
-    """Verifier of tool hallucination with its settings.
-
-    Args:
-        environments: settings of the environments that check answers, by name.
-        search_reasoning: True to count calls that are only written in the reasoning.
-        style: style of calls in raw text.
-    """
+    """Verifier of tool hallucination, with the settings of `environment`."""
 
     def __init__(
         self, *, environments: Mapping[str, Mapping[str, Any]] | None, search_reasoning: bool, style: Style
