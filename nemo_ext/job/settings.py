@@ -1,6 +1,7 @@
 """Checks of what a user wrote in a config: every message names the key, what it holds and what it may hold."""
 
 import difflib
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, cast
@@ -43,16 +44,15 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
     """
     if not isinstance(section, Mapping):
         raise ValueError(f"{where}={section!r}: expected a section with keys")
-    adapter = TypeAdapter(kind)
-    fields = _fields(adapter.json_schema(), ())
+    adapter, fields = _adapter(cast(Any, kind))  # a class can be hashed, which mypy does not see
     prefix = f"{where}: " if where else ""
     for key in section:  # before types: a wrong name also leaves the right one out
         if key not in fields:
             raise ValueError(f"{prefix}unknown key {key!r}: {nearest(str(key), fields)}")
     try:
         if strict:
-            return adapter.validate_json(json.dumps(section), strict=True)
-        return adapter.validate_python(dict(section))
+            return cast(T, adapter.validate_json(json.dumps(section), strict=True))
+        return cast(T, adapter.validate_python(dict(section)))
     except ValidationError as error:
         first = min(error.errors(), key=lambda found: found["type"] != "unexpected_keyword_argument")
     key = ".".join(map(str, first["loc"]))
@@ -67,6 +67,13 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
     if first["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
         raise ValueError(f"{prefix}the key {key!r} is missing")
     raise ValueError(f"{prefix}{key}={first['input']!r}: {first['msg'][:1].lower()}{first['msg'][1:]}")
+
+
+@functools.cache
+def _adapter(kind: type[Any]) -> tuple[TypeAdapter[Any], list[str]]:
+    """Validator of a dataclass and the names of its fields; both take a millisecond to make."""
+    adapter = TypeAdapter(kind)
+    return adapter, _fields(adapter.json_schema(), ())
 
 
 def _fields(schema: Mapping[str, Any], place: Sequence[str | int]) -> list[str]:

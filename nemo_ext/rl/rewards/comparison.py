@@ -5,11 +5,15 @@ Nemotron 3 Nano, section 3.3.2. NeMo Gym's server genrm_compare does the same; w
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
+import pydantic.dataclasses
+from pydantic import Field
 
 from nemo_ext.data.preference.genrm import FIRST_SUPERIOR, LEAST_HELPFUL, MOST_HELPFUL, SECOND_SUPERIOR
 
+Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 NEUTRAL = (LEAST_HELPFUL + MOST_HELPFUL) / 2
 NO_PREFERENCE = (FIRST_SUPERIOR + SECOND_SUPERIOR) / 2
 
@@ -45,9 +49,9 @@ class Judgement:
         return first + (NO_PREFERENCE - self.ranking), second + (self.ranking - NO_PREFERENCE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@pydantic.dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LengthControl:
-    """Length control within a group; the defaults are the paper's.
+    """Length control within a group; the defaults are the paper's. Other values than these raise ValueError.
 
     Attributes:
         thinking: lambda of the lengths of the traces, equation 6.
@@ -55,24 +59,13 @@ class LengthControl:
         thinking_bonus: beta for the shortest trace, if its base reward is above the percentile.
         answer_bonus: beta for the shortest answer, under the same condition.
         percentile: percentile of the base rewards, 0 to 100.
-
-    Raises:
-        ValueError: a coefficient is negative or not finite, or the percentile out of range.
     """
 
-    thinking: float = 0.5
-    answer: float = 0.5
-    thinking_bonus: float = 0.5
-    answer_bonus: float = 0.5
-    percentile: float = 80.0
-
-    def __post_init__(self) -> None:
-        for name in ("thinking", "answer", "thinking_bonus", "answer_bonus"):
-            value = getattr(self, name)
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"length control: {name} must be a number of at least 0, not {value!r}")
-        if not 0 <= self.percentile <= 100:
-            raise ValueError(f"length control: percentile must be from 0 to 100, not {self.percentile!r}")
+    thinking: Coefficient = 0.5
+    answer: Coefficient = 0.5
+    thinking_bonus: Coefficient = 0.5
+    answer_bonus: Coefficient = 0.5
+    percentile: Annotated[float, Field(ge=0, le=100)] = 80.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import Any
 from nemo_ext.chat.response import parse_response
 from nemo_ext.chat.sample import Message, openai_messages
 from nemo_ext.data.preference.genrm import FIRST_SUPERIOR, LEAST_HELPFUL, MOST_HELPFUL, SECOND_SUPERIOR
+from nemo_ext.job.records import strict_json
 from nemo_ext.rl.quotation import nonce, plain, quote
 from nemo_ext.rl.rewards.comparison import Judgement
 from nemo_ext.rl.rewards.components import Reward
@@ -141,7 +142,7 @@ def _judgement(text: str) -> Judgement | None:
     if len(text) > _LONGEST_OBJECT or not all(f'"{key}"' in text for key in _KEYS):
         return None
     try:
-        record = json.loads(text, object_pairs_hook=_once)
+        record = strict_json(text)
         first, second, ranking = (_number(record[key]) for key in _KEYS)
         return Judgement(helpfulness=(first, second), ranking=ranking)
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -153,10 +154,3 @@ def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"not a number: {value!r}")
     return value
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) != len(pairs):
-        raise ValueError("a key is there twice")
-    return record

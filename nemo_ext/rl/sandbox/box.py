@@ -29,17 +29,8 @@ _GRACE_SECONDS = 60.0
 _SENT_AHEAD = 32 << 10
 
 SYSTEM = (
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib32",
-    "/lib64",
-    "/libx32",
-    "/etc/alternatives",
-    "/etc/ld.so.cache",
-    "/etc/localtime",
-    "/nix/store",
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"),
+    *("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime", "/nix/store"),
 )
 """Paths that programs may read besides the interpreter; those that a machine lacks are left out."""
 

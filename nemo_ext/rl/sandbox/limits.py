@@ -1,10 +1,16 @@
 """Resource limits of a program."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import asdict
+from typing import Annotated, Any
 
-from nemo_ext.job.settings import check_keys
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from nemo_ext.job.settings import checked
+
+Number = Annotated[float, Field(gt=0, lt=1 << 40)]
+Whole = Annotated[int, Field(gt=0, lt=1 << 40)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,21 +29,12 @@ class Limits:
         disk_megabytes: size of its private directory.
     """
 
-    cpu_seconds: float = 10.0
-    wall_seconds: float = 20.0
-    memory_megabytes: int = 1024
-    processes: int = 32
-    output_bytes: int = 4 << 20
-    disk_megabytes: int = 64
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            whole = field.type in (int, "int")
-            number = isinstance(value, int) or (isinstance(value, float) and not whole)
-            if not number or isinstance(value, bool) or not 0 < value < 1 << 40:
-                kind = "a whole number" if whole else "a number"
-                raise ValueError(f"limits.{field.name} must be {kind} above 0, not {value!r}")
+    cpu_seconds: Number = 10.0
+    wall_seconds: Number = 20.0
+    memory_megabytes: Whole = 1024
+    processes: Whole = 32
+    output_bytes: Whole = 4 << 20
+    disk_megabytes: Whole = 64
 
     def changed(self, changes: Mapping[str, Any], where: str = "limits") -> "Limits":
         """Copy with the changes that a config or a task names.
@@ -45,11 +42,7 @@ class Limits:
         Raises:
             ValueError: naming the key, what it holds and what it may hold.
         """
-        check_keys(changes, [field.name for field in fields(self)], required=[], where=where)
-        try:
-            return replace(self, **changes)
-        except ValueError as error:
-            raise ValueError(f"{where.removesuffix('limits')}{error}") from None
+        return checked(Limits, {**asdict(self), **changes}, where)
 
     def record(self) -> dict[str, Any]:
         """Limits as a JSON object."""

@@ -14,23 +14,8 @@ from collections.abc import Mapping
 
 # In the order of Gym's star imports: later ones win.
 _STARS = (
-    "string",
-    "re",
-    "datetime",
-    "collections",
-    "heapq",
-    "bisect",
-    "copy",
-    "math",
-    "random",
-    "statistics",
-    "itertools",
-    "functools",
-    "operator",
-    "io",
-    "sys",
-    "json",
-    "typing",
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *("itertools", "functools", "operator", "io", "sys", "json", "typing"),
 )
 _WHOLE = tuple(module for module in _STARS if module != "typing")
 _WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)

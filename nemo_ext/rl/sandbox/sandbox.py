@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Literal, TypeVar
 
@@ -117,14 +117,8 @@ class Sandbox:
             SandboxError: the sandbox failed.
         """
         turn = self._gate.enter()
-        try:
+        with self._waiting(turn):
             turn.result(self._queue_seconds)
-        except TimeoutError:
-            self._gate.give_up(turn)
-            raise self._busy() from None
-        except BaseException:
-            self._gate.give_up(turn)
-            raise
         try:
             with self._box() as box:
                 return work(box)
@@ -134,14 +128,8 @@ class Sandbox:
     async def session_async(self, work: Callable[[Box], T]) -> T:
         """`session` for asyncio: `work` runs in a thread. Cancelling ends it at once, together with its box."""
         turn = self._gate.enter()
-        try:
+        with self._waiting(turn):
             await asyncio.wait_for(asyncio.wrap_future(turn), self._queue_seconds)
-        except TimeoutError:
-            self._gate.give_up(turn)
-            raise self._busy() from None
-        except BaseException:
-            self._gate.give_up(turn)
-            raise
         done: Future[T] = Future()
         boxes: list[Box] = []
         cancelled = threading.Event()
@@ -216,11 +204,19 @@ class Sandbox:
             disk_megabytes=self.limits.disk_megabytes,
         )
 
-    def _busy(self) -> BusyError:
-        return BusyError(
-            f"sandbox: no place to run within queue_seconds ({self._queue_seconds:g}); "
-            f"{self._gate.waiting} wait, {self.concurrency} run at once"
-        )
+    @contextlib.contextmanager
+    def _waiting(self, turn: "Future[None]") -> Iterator[None]:
+        """Give the turn up if it does not come."""
+        try:
+            yield
+        except BaseException as error:
+            self._gate.give_up(turn)
+            if not isinstance(error, TimeoutError):
+                raise
+            raise BusyError(
+                f"sandbox: no place to run within queue_seconds ({self._queue_seconds:g}); "
+                f"{self._gate.waiting} wait, {self.concurrency} run at once"
+            ) from None
 
 
 class _Gate:

@@ -1,6 +1,6 @@
 r"""Arithmetic and algebra with one correct answer, in eight levels, for the environment `math`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Literal
 
@@ -111,16 +111,7 @@ def _quadratic(random: np.random.Generator) -> tuple[str, str, str]:
     return question, work, rf"\{{{first}, {second}\}}"
 
 
-_LEVELS: tuple[Callable[[np.random.Generator], tuple[str, str, str]], ...] = (
-    _digits,
-    _sums,
-    _products,
-    _brackets,
-    _linear,
-    _fractions,
-    _system,
-    _quadratic,
-)
+_LEVELS = (_digits, _sums, _products, _brackets, _linear, _fractions, _system, _quadratic)
 LEVELS = len(_LEVELS)
 
 

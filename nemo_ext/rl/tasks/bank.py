@@ -5,8 +5,7 @@
 3  the number must also be found by name, and there are two wishes, or one that has to be met in another way
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -15,11 +14,10 @@ from nemo_ext.job.seeds import generator
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import level_of
 from nemo_ext.rl.worlds.bank import STREETS, WORLD
-from nemo_ext.rl.worlds.world import Database, Row, solution_calls
+from nemo_ext.rl.worlds.world import Call, Database, Row, call_of, one_of, solution_calls
 
 LEVELS = 3
 
-Call = dict[str, Any]
 Wish = tuple[str, list[Call]]
 
 
@@ -30,14 +28,14 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
         random = generator(seed, "bank-tasks", of, index)
         tables = int(random.integers(1000))
         database = WORLD.database(tables)
-        customer, row = _one(random, list(database.rows("customers")))
+        customer, row = one_of(random, list(database.rows("customers")))
         wishes = _wishes(random, database, customer, of)
         who = f"My name is {row['name']}."
         if of < 3:
             who += f" My customer number is {customer}."
         born = f"I was born on {row['birth_date']}."
         opening = " ".join([who, *([born] if of == 1 else []), *(said for said, _ in wishes)])
-        calls = [_call("verify_identity", customer_id=customer, birth_date=row["birth_date"])]
+        calls = [call_of("verify_identity", customer_id=customer, birth_date=row["birth_date"])]
         yield Task(
             id=f"bank/{seed}/{of}/{index}",
             environment="bank",
@@ -59,7 +57,7 @@ def solution(task: Task) -> tuple[ToolCall, ...]:
 
 def _wishes(random: np.random.Generator, database: Database, customer: str, level: int) -> list[Wish]:
     if level < 3:
-        return [_one(random, _SIMPLE)(random, database, customer)]
+        return [one_of(random, _SIMPLE)(random, database, customer)]
     if random.random() < 0.3:
         return [_stolen(random, database, customer)]
     chosen = [_SIMPLE[int(place)] for place in random.permutation(len(_SIMPLE))[:2]]
@@ -69,7 +67,7 @@ def _wishes(random: np.random.Generator, database: Database, customer: str, leve
 def _unblock(random: np.random.Generator, database: Database, customer: str) -> Wish:
     key, card = _card(database, customer, "blocked by PIN")
     return f"I typed a wrong PIN and my {card['kind']} card is blocked: please unblock it.", [
-        _call("unblock_card", card_id=key)
+        call_of("unblock_card", card_id=key)
     ]
 
 
@@ -77,13 +75,13 @@ def _raise_limit(random: np.random.Generator, database: Database, customer: str)
     key, card = _card(database, customer, "active")
     limit = card["limit"] // 100 + 100 * int(random.integers(1, 9))
     said = f"Please set the monthly limit of my {card['kind']} card to {limit} euros."
-    return said, [_call("set_card_limit", card_id=key, limit=limit)]
+    return said, [call_of("set_card_limit", card_id=key, limit=limit)]
 
 
 def _move_house(random: np.random.Generator, database: Database, customer: str) -> Wish:
-    address = f"{int(random.integers(91, 200))} {_one(random, STREETS)}"
+    address = f"{int(random.integers(91, 200))} {one_of(random, STREETS)}"
     return f"I have moved: my new address is {address}.", [
-        _call("update_address", customer_id=customer, address=address)
+        call_of("update_address", customer_id=customer, address=address)
     ]
 
 
@@ -91,30 +89,30 @@ def _save(random: np.random.Generator, database: Database, customer: str) -> Wis
     own = {row["kind"]: key for key, row in database.rows("accounts") if row["customer"] == customer}
     amount = int(random.integers(20, 400))
     said = f"Please move {amount} euros from my checking account to my savings account."
-    return said, [_call("transfer", from_account=own["checking"], to_account=own["savings"], amount=amount)]
+    return said, [call_of("transfer", from_account=own["checking"], to_account=own["savings"], amount=amount)]
 
 
 def _dispute(random: np.random.Generator, database: Database, customer: str) -> Wish:
     disputed = {row["transaction"] for _, row in database.rows("disputes")}
-    payments = [item for item in _payments(database, customer) if item[0] not in disputed]
-    key, payment = _one(random, payments)
-    why, reason = _one(
-        random,
-        (
-            ("I never made it", "not made by the customer"),
-            ("the goods never arrived", "goods not received"),
-            ("the amount is wrong", "wrong amount"),
-        ),
-    )
+    payments = [item for item in _own(database, customer, "transactions") if item[0] not in disputed]
+    key, payment = one_of(random, payments)
+    why, reason = one_of(random, _REASONS)
     said = f"I want to dispute the payment to {payment['merchant']}: {why}."
-    return said, [_call("open_dispute", transaction_id=key, reason=reason)]
+    return said, [call_of("open_dispute", transaction_id=key, reason=reason)]
+
+
+_REASONS = (
+    ("I never made it", "not made by the customer"),
+    ("the goods never arrived", "goods not received"),
+    ("the amount is wrong", "wrong amount"),
+)
 
 
 def _settled(random: np.random.Generator, database: Database, customer: str) -> Wish:
-    payments = dict(_payments(database, customer))
+    payments = dict(_own(database, customer, "transactions"))
     key, row = next(item for item in database.rows("disputes") if item[1]["transaction"] in payments)
     said = f"{payments[row['transaction']]['merchant']} has paid me back: please withdraw my dispute."
-    return said, [_call("withdraw_dispute", dispute_id=key)]
+    return said, [call_of("withdraw_dispute", dispute_id=key)]
 
 
 def _stolen(random: np.random.Generator, database: Database, customer: str) -> Wish:
@@ -123,30 +121,20 @@ def _stolen(random: np.random.Generator, database: Database, customer: str) -> W
         said = (
             f"My {card['kind']} card, which I had reported as stolen, turned up. Make it usable, or whatever is right."
         )
-        return said, [_call("replace_card", card_id=key)]
+        return said, [call_of("replace_card", card_id=key)]
     key, card = _card(database, customer, "active")
     said = f"My {card['kind']} card was stolen. Please block it and send me a new one."
-    return said, [_call("block_card", card_id=key, reason="stolen"), _call("replace_card", card_id=key)]
+    return said, [call_of("block_card", card_id=key, reason="stolen"), call_of("replace_card", card_id=key)]
 
 
-_SIMPLE: tuple[Callable[[np.random.Generator, Database, str], Wish], ...] = (
-    *(_unblock, _raise_limit, _move_house, _save, _dispute, _settled),
-)
+_SIMPLE = (_unblock, _raise_limit, _move_house, _save, _dispute, _settled)
 
 
 def _card(database: Database, customer: str, state: str) -> tuple[str, Row]:
+    return next(item for item in _own(database, customer, "cards") if item[1]["state"] == state)
+
+
+def _own(database: Database, customer: str, table: str) -> list[tuple[str, Row]]:
+    """Rows of a table that belong to the customer's accounts."""
     own = {key for key, row in database.rows("accounts") if row["customer"] == customer}
-    return next(item for item in database.rows("cards") if item[1]["account"] in own and item[1]["state"] == state)
-
-
-def _payments(database: Database, customer: str) -> list[tuple[str, Row]]:
-    own = {key for key, row in database.rows("accounts") if row["customer"] == customer}
-    return [item for item in database.rows("transactions") if item[1]["account"] in own]
-
-
-def _call(tool: str, /, **arguments: Any) -> Call:
-    return {"name": tool, "arguments": arguments}
-
-
-def _one(random: np.random.Generator, choices: Any) -> Any:
-    return choices[int(random.integers(len(choices)))]
+    return [item for item in database.rows(table) if item[1]["account"] in own]

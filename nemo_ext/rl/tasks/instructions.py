@@ -15,6 +15,7 @@ from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import level_of
 from nemo_ext.rl.verifiers.instruction_rules import sentences
 from nemo_ext.rl.verifiers.instructions import check, verify
+from nemo_ext.rl.worlds.world import one_of
 
 LEVELS = 10
 
@@ -53,9 +54,9 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
     for index in range(count):
         of = level_of(index, level, LEVELS)
         random = generator(seed, "instructions", of, index)
-        topic = _one(random, _TOPICS)
+        topic = one_of(random, _TOPICS)
         while True:  # not all draws can be kept at once
-            chosen = [_drawn(random, _one(random, _ALTERNATIVES[place])) for place in _places(random, of)]
+            chosen = [_drawn(random, one_of(random, _ALTERNATIVES[place])) for place in _places(random, of)]
             reference: dict[str, Any] = {"instructions": chosen, "mode": "all"}
             parsed = check(reference)
             if verify(parse_response(_written(reference)), parsed).outcome == "correct":
@@ -90,13 +91,13 @@ def _drawn(random: np.random.Generator, name: str) -> dict[str, Any]:
     kwargs: dict[str, dict[str, Any]] = {
         "keywords:existence": {"keywords": several(_KEYWORDS, 3)},
         "keywords:frequency": {
-            "keyword": _one(random, _KEYWORDS),
+            "keyword": one_of(random, _KEYWORDS),
             "frequency": number(2, 4),
             "relation": "at least",
         },
         "keywords:forbidden_words": {"forbidden_words": several(_FORBIDDEN, 3)},
         "keywords:letter_frequency": {
-            "letter": _one(random, ("a", "e", "r", "s", "t")),
+            "letter": one_of(random, ("a", "e", "r", "s", "t")),
             "let_frequency": number(5, 20),
             "let_relation": "at least",
         },
@@ -110,10 +111,10 @@ def _drawn(random: np.random.Generator, name: str) -> dict[str, Any]:
         },
         "length_constraints:number_paragraphs": {"num_paragraphs": number(2, 4)},
         "detectable_content:number_placeholders": {"num_placeholders": number(1, 4)},
-        "detectable_content:postscript": {"postscript_marker": _one(random, ("P.S.", "P.P.S"))},
+        "detectable_content:postscript": {"postscript_marker": one_of(random, ("P.S.", "P.P.S"))},
         "detectable_format:number_bullet_lists": {"num_bullets": number(2, 5)},
         "detectable_format:number_highlighted_sections": {"num_highlights": number(1, 3)},
-        "startend:end_checker": {"end_phrase": _one(random, _ENDINGS)},
+        "startend:end_checker": {"end_phrase": one_of(random, _ENDINGS)},
         "change_case:capital_word_frequency": {"capital_frequency": number(1, 4), "capital_relation": "at least"},
     }
     return {"id": name, "kwargs": kwargs.get(name, {})}
@@ -190,7 +191,3 @@ def _filler(number: int) -> str:
     subject = _SUBJECTS[number % len(_SUBJECTS)]
     verb = _VERBS[(number // 2) % len(_VERBS)]
     return f"{subject} {verb} {_OBJECTS[(number // 3) % len(_OBJECTS)]}."
-
-
-def _one(random: np.random.Generator, choices: tuple[Any, ...]) -> Any:
-    return choices[int(random.integers(len(choices)))]

@@ -1,6 +1,6 @@
 r"""Questions on small tables with four choices each, in five levels, for the environment `multiple_choice`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -120,13 +120,7 @@ def _where(random: np.random.Generator, table: Table) -> Question:
     return question, str(table.values[row, second]), [str(value) for value in table.values[:, second]] + _numbers(table)
 
 
-_LEVELS: tuple[Callable[[np.random.Generator, Table], Question], ...] = (
-    _look_up,
-    _extreme,
-    _count,
-    _difference,
-    _where,
-)
+_LEVELS = (_look_up, _extreme, _count, _difference, _where)
 LEVELS = len(_LEVELS)
 
 

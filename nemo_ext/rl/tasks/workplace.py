@@ -9,7 +9,6 @@ Wording and rows are drawn from the seed; the reference has the correct calls fo
 
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
-from typing import Any
 
 import numpy as np
 
@@ -19,11 +18,10 @@ from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import level_of
 from nemo_ext.rl.worlds import workplace
 from nemo_ext.rl.worlds.workplace import BOARDS, COMPANIES, MEETINGS, NOW, PRODUCTS, SOURCES, SUBJECTS, WORK, WORLD
-from nemo_ext.rl.worlds.world import Database, Row, solution_calls
+from nemo_ext.rl.worlds.world import Call, Database, Row, call_of, one_of, solution_calls
 
 LEVELS = 3
 
-Call = dict[str, Any]
 Made = tuple[str, list[Call]]
 
 _TEXTS = (
@@ -46,7 +44,7 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
         database = WORLD.database(tables)
         made: Made | None = None
         while made is None:  # not every table has rows for every template
-            made = _one(random, _TEMPLATES[of])(random, database)
+            made = one_of(random, _TEMPLATES[of])(random, database)
         question, calls = made
         yield Task(
             id=f"workplace/{seed}/{of}/{index}",
@@ -65,63 +63,63 @@ def solution(task: Task) -> tuple[ToolCall, ...]:
 
 def _reply(random: np.random.Generator, database: Database) -> Made | None:
     inbox = [(key, row) for key, row in database.rows("emails") if row["box"] == "inbox"]
-    _, chosen = _one(random, inbox)
+    _, chosen = one_of(random, inbox)
     same = [
         (row["sent"], key)
         for key, row in inbox
         if (row["correspondent"], row["subject"]) == (chosen["correspondent"], chosen["subject"])
     ]
-    text = _one(random, _TEXTS)
+    text = one_of(random, _TEXTS)
     question = f"Reply to {_first(chosen['correspondent'])}'s last email about '{chosen['subject']}' with '{text}'"
-    return question, [_call("reply_to_email", email_id=max(same)[1], body=text)]
+    return question, [call_of("reply_to_email", email_id=max(same)[1], body=text)]
 
 
 def _cancel_next(random: np.random.Generator, database: Database) -> Made | None:
     key, row = _next_event(random, database)
     person = _first(row["participant"])
-    return f"Cancel my next {row['name']} with {person}.", [_call("delete_event", event_id=key)]
+    return f"Cancel my next {row['name']} with {person}.", [call_of("delete_event", event_id=key)]
 
 
 def _move_next(random: np.random.Generator, database: Database) -> Made | None:
     key, row = _next_event(random, database)
     start = datetime.fromisoformat(row["start"]) + timedelta(days=int(random.integers(1, 5)))
     question = f"Move my next {row['name']} with {_first(row['participant'])} to {start:%Y-%m-%d} at the same time."
-    return question, [_call("update_event", event_id=key, start=f"{start:%Y-%m-%d %H:%M}")]
+    return question, [call_of("update_event", event_id=key, start=f"{start:%Y-%m-%d %H:%M}")]
 
 
 def _meet(random: np.random.Generator, database: Database) -> Made | None:
-    person, name = _colleague(random, database), _one(random, MEETINGS)
+    person, name = _colleague(random, database), one_of(random, MEETINGS)
     start = (NOW + timedelta(days=int(random.integers(1, 20)))).replace(hour=int(random.integers(9, 17)))
     minutes = int(random.choice([30, 45, 60]))
     question = (
         f"Put a {name} with {_first(person)} into my calendar: {start:%Y-%m-%d} at {start:%H:%M}, {minutes} minutes."
     )
-    call = _call("create_event", name=name, participant=person, start=f"{start:%Y-%m-%d %H:%M}", minutes=minutes)
+    call = call_of("create_event", name=name, participant=person, start=f"{start:%Y-%m-%d %H:%M}", minutes=minutes)
     return question, [call]
 
 
 def _new_task(random: np.random.Generator, database: Database) -> Made | None:
-    person, name, board = _colleague(random, database), _one(random, WORK), _one(random, BOARDS)
+    person, name, board = _colleague(random, database), one_of(random, WORK), one_of(random, BOARDS)
     due = f"{NOW + timedelta(days=int(random.integers(3, 30))):%Y-%m-%d}"
     question = f"Add the task '{name}' to the backlog of the board {board}, for {_first(person)}, due {due}."
-    return question, [_call("create_task", name=name, board=board, state="Backlog", assigned_to=person, due=due)]
+    return question, [call_of("create_task", name=name, board=board, state="Backlog", assigned_to=person, due=due)]
 
 
 def _new_customer(random: np.random.Generator, database: Database) -> Made | None:
-    name, company, product = "Sofia Marin", _one(random, COMPANIES), _one(random, PRODUCTS)
+    name, company, product = "Sofia Marin", one_of(random, COMPANIES), one_of(random, PRODUCTS)
     mail = f"sofia@{company.lower().replace(' ', '')}.example"
     question = f"Add {name} of {company} ({mail}) to my customers, as a lead for the product {product}."
-    call = _call("add_customer", name=name, company=company, address=mail, status="Lead", product=product)
+    call = call_of("add_customer", name=name, company=company, address=mail, status="Lead", product=product)
     return question, [call]
 
 
 def _forward(random: np.random.Generator, database: Database) -> Made | None:
     inbox = [(row["sent"], key, row) for key, row in database.rows("emails") if row["box"] == "inbox"]
-    _, _, chosen = _one(random, inbox)
+    _, _, chosen = one_of(random, inbox)
     _, key, _ = max((each for each in inbox if each[2]["correspondent"] == chosen["correspondent"]), key=lambda e: e[0])
     person = _colleague(random, database, but=chosen["correspondent"])
     question = f"Forward the last email that {_first(chosen['correspondent'])} sent me to {_first(person)}."
-    return question, [_call("forward_email", email_id=key, recipient=person)]
+    return question, [call_of("forward_email", email_id=key, recipient=person)]
 
 
 def _reassign(random: np.random.Generator, database: Database) -> Made | None:
@@ -129,11 +127,11 @@ def _reassign(random: np.random.Generator, database: Database) -> Made | None:
     other = _colleague(random, database, but=person)
     found = [key for key, row in database.rows("tasks") if row["assigned_to"] == person and row["state"] != "Done"]
     question = f"{_first(person)} is ill. Give all tasks of theirs that are not done to {_first(other)}."
-    return _each(found, lambda key: _call("update_task", task_id=key, assigned_to=other), question)
+    return _each(found, lambda key: call_of("update_task", task_id=key, assigned_to=other), question)
 
 
 def _overdue(random: np.random.Generator, database: Database) -> Made | None:
-    board, today = _one(random, BOARDS), f"{NOW:%Y-%m-%d}"
+    board, today = one_of(random, BOARDS), f"{NOW:%Y-%m-%d}"
     due = f"{NOW + timedelta(days=int(random.integers(5, 15))):%Y-%m-%d}"
     found = [
         key
@@ -141,31 +139,31 @@ def _overdue(random: np.random.Generator, database: Database) -> Made | None:
         if row["board"] == board and row["due"] < today and row["state"] != "Done"
     ]
     question = f"All tasks on the board {board} that were due before today and are not done are now due on {due}."
-    return _each(found, lambda key: _call("update_task", task_id=key, due=due), question)
+    return _each(found, lambda key: call_of("update_task", task_id=key, due=due), question)
 
 
 def _hand_over(random: np.random.Generator, database: Database) -> Made | None:
-    person, product = _colleague(random, database), _one(random, PRODUCTS)
+    person, product = _colleague(random, database), one_of(random, PRODUCTS)
     found = [
         key
         for key, row in database.rows("customers")
         if row["product"] == product and row["status"] == "Lead" and row["assigned_to"] != person
     ]
     question = f"{_first(person)} takes over: assign all leads for the product {product} to {_first(person)}."
-    return _each(found, lambda key: _call("update_customer", customer_id=key, assigned_to=person), question)
+    return _each(found, lambda key: call_of("update_customer", customer_id=key, assigned_to=person), question)
 
 
 def _clear_day(random: np.random.Generator, database: Database) -> Made | None:
     person = _colleague(random, database)
     found = [key for key, row in database.rows("events") if row["participant"] == person]
-    subject, text = _one(random, SUBJECTS), _one(random, _TEXTS)
+    subject, text = one_of(random, SUBJECTS), one_of(random, _TEXTS)
     question = (
         f"Cancel all my meetings with {_first(person)} and write an email to {_first(person)} "
         f"with the subject '{subject}' and the text '{text}'"
     )
-    made = _each(found, lambda key: _call("delete_event", event_id=key), question)
+    made = _each(found, lambda key: call_of("delete_event", event_id=key), question)
     if made is not None:
-        made[1].append(_call("send_email", recipient=person, subject=subject, body=text))
+        made[1].append(call_of("send_email", recipient=person, subject=subject, body=text))
     return made
 
 
@@ -173,18 +171,20 @@ def _won(random: np.random.Generator, database: Database) -> Made | None:
     open_ones = [(key, row) for key, row in database.rows("customers") if row["status"] not in ("Won", "Lost")]
     if not open_ones:
         return None
-    key, row = _one(random, open_ones)
+    key, row = one_of(random, open_ones)
     due, name = f"{NOW + timedelta(days=int(random.integers(5, 20))):%Y-%m-%d}", f"Welcome {row['company']}"
     question = (
         f"{row['name']} of {row['company']} has signed. Set them to won, and add the task '{name}' to the backlog "
         f"of the board Marketing, due {due}, for whoever the customer is assigned to."
     )
-    task = _call("create_task", name=name, board="Marketing", state="Backlog", assigned_to=row["assigned_to"], due=due)
-    return question, [_call("update_customer", customer_id=key, status="Won"), task]
+    task = call_of(
+        "create_task", name=name, board="Marketing", state="Backlog", assigned_to=row["assigned_to"], due=due
+    )
+    return question, [call_of("update_customer", customer_id=key, status="Won"), task]
 
 
 def _traffic(random: np.random.Generator, database: Database) -> Made | None:
-    source, person = _one(random, SOURCES), _colleague(random, database)
+    source, person = one_of(random, SOURCES), _colleague(random, database)
     low, high = f"{NOW - timedelta(days=7):%Y-%m-%d}", f"{NOW - timedelta(days=1):%Y-%m-%d}"
     found = len(workplace.visits(database, low, high, source))
     limit = max(0, found + int(random.choice([-2, -1, 0, 1, 2])))
@@ -194,8 +194,8 @@ def _traffic(random: np.random.Generator, database: Database) -> Made | None:
         f"these days; if not, write an email to {_first(person)} with the subject '{subject}' and the text '{text}'"
     )
     if found > limit:
-        return question, [_call("create_plot", metric="visits", kind="bar", date_from=low, date_to=high)]
-    return question, [_call("send_email", recipient=person, subject=subject, body=text)]
+        return question, [call_of("create_plot", metric="visits", kind="bar", date_from=low, date_to=high)]
+    return question, [call_of("send_email", recipient=person, subject=subject, body=text)]
 
 
 def _free(random: np.random.Generator, database: Database) -> Made | None:
@@ -208,8 +208,8 @@ def _free(random: np.random.Generator, database: Database) -> Made | None:
         f"minutes; if I have one, write to {_first(person)} with the subject 'Demo' and the text 'That day is taken.'"
     )
     if taken:
-        return question, [_call("send_email", recipient=person, subject="Demo", body="That day is taken.")]
-    call = _call("create_event", name="Demo", participant=person, start=f"{start:%Y-%m-%d %H:%M}", minutes=30)
+        return question, [call_of("send_email", recipient=person, subject="Demo", body="That day is taken.")]
+    call = call_of("create_event", name="Demo", participant=person, start=f"{start:%Y-%m-%d %H:%M}", minutes=30)
     return question, [call]
 
 
@@ -227,22 +227,14 @@ def _each(found: list[str], call: Callable[[str], Call], question: str) -> Made 
 def _next_event(random: np.random.Generator, database: Database) -> tuple[str, Row]:
     """First event with the name and participant of a randomly drawn one."""
     events = sorted(database.rows("events"), key=lambda item: item[1]["start"])
-    _, chosen = _one(random, events)
+    _, chosen = one_of(random, events)
     pair = (chosen["name"], chosen["participant"])
     return next((key, row) for key, row in events if (row["name"], row["participant"]) == pair)
 
 
 def _colleague(random: np.random.Generator, database: Database, but: str = "") -> str:
-    return str(_one(random, [row["address"] for _, row in database.rows("directory") if row["address"] != but]))
+    return str(one_of(random, [row["address"] for _, row in database.rows("directory") if row["address"] != but]))
 
 
 def _first(address: str) -> str:
     return address.split(".")[0].capitalize()
-
-
-def _call(tool: str, /, **arguments: Any) -> Call:
-    return {"name": tool, "arguments": arguments}
-
-
-def _one(random: np.random.Generator, choices: Any) -> Any:
-    return choices[int(random.integers(len(choices)))]

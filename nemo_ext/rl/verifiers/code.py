@@ -12,13 +12,15 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+from pydantic import Field
 
 from nemo_ext.chat.response import Response
-from nemo_ext.job.settings import check_keys, checked_whole, nearest
+from nemo_ext.job.settings import checked, checked_whole
 from nemo_ext.rl.sandbox.box import Box, Run
 from nemo_ext.rl.sandbox.isolation import SandboxError
 from nemo_ext.rl.sandbox.limits import Limits
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from nemo_ext.rl.environments import Environment
     from nemo_ext.rl.sandbox.sandbox import Sandbox
 
-LANGUAGES, STYLES = ("python", "cpp"), ("stdin", "function")
 MAX_TESTS = 50
 """Maximum number of tests, as in Nemotron 3 Nano (section 3.2, competition code)."""
 
@@ -71,45 +72,78 @@ class Reference:
     limits: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Given:
+    """A reference as a task has it."""
+
+    language: Literal["python", "cpp"]
+    style: Literal["stdin", "function"]
+    tests: Annotated[list[Any], Field(min_length=1)]
+    function: str | None = None
+    limits: dict[str, Any] | None = None
+
+
+Tolerance = Annotated[float, Field(ge=0, lt=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Lines:
+    """A test of a program that reads standard input."""
+
+    input: str
+    output: str
+    tolerance: Tolerance | None = None
+
+    def test(self) -> Test:
+        return Test(given=self.input.encode(), expected=self.output.encode(), tolerance=self.tolerance)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A test of a function."""
+
+    expected: Any
+    args: list[Any] = field(default_factory=list)
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    tolerance: Tolerance | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            json.dumps([self.args, self.kwargs, self.expected], allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"args, kwargs and expected must be values of JSON: {error}") from None
+
+    def test(self) -> Test:
+        # Results are compared with the JSON form, with tuples as lists for example.
+        expected = json.loads(json.dumps(self.expected))
+        given = json.dumps({"args": self.args, "kwargs": self.kwargs}).encode()
+        return Test(given=given, expected=expected, tolerance=self.tolerance)
+
+
 def check(reference: Mapping[str, Any], *, max_tests: int = MAX_TESTS) -> Reference:
     """Parse a task's reference.
 
     Raises:
         ValueError: naming `reference.KEY`, what it holds and what it may hold.
     """
-    keys = ("language", "style", "function", "tests", "limits")
-    check_keys(reference, keys, required=["language", "style", "tests"], where="reference")
-    language, style = reference["language"], reference["style"]
-    for key, value, known in (("language", language, LANGUAGES), ("style", style, STYLES)):
-        if value not in known:
-            raise ValueError(f"reference.{key}: unknown {value!r}: {nearest(str(value), known)}")
-    function = reference.get("function")
-    if style == "function":
-        if language != "python":
-            raise ValueError(f"reference.language must be python for style function, not {language!r}")
-        if not isinstance(function, str) or not function.isidentifier():
-            raise ValueError(f"reference.function must be the function's name, not {function!r}")
-    elif function is not None:
-        raise ValueError(f"reference.function is for style function, not for style stdin; it is {function!r}")
-    tests = reference["tests"]
-    if not isinstance(tests, Sequence) or isinstance(tests, str | bytes) or not tests:
-        raise ValueError(f"reference.tests must be a list of at least one test, not {tests!r}")
-    if len(tests) > max_tests:
+    given = checked(_Given, reference, where="reference")
+    if given.style == "function":
+        if given.language != "python":
+            raise ValueError(f"reference.language must be python for style function, not {given.language!r}")
+        if not (given.function or "").isidentifier():
+            raise ValueError(f"reference.function must be the function's name, not {given.function!r}")
+    elif given.function is not None:
+        raise ValueError(f"reference.function is for style function, not for style stdin; it is {given.function!r}")
+    if len(given.tests) > max_tests:
         raise ValueError(
-            f"reference.tests has {len(tests)} tests, more than max_tests ({max_tests}): leave some out of the "
+            f"reference.tests has {len(given.tests)} tests, more than max_tests ({max_tests}): leave some out of the "
             "task, or raise the environment's max_tests"
         )
-    limits = reference.get("limits") or {}
-    if not isinstance(limits, Mapping):
-        raise ValueError(f"reference.limits must be a mapping, not {limits!r}")
+    limits = given.limits or {}
     Limits().changed(limits, "reference.limits")
-    one = _call if style == "function" else _lines
-    return Reference(
-        language=language,
-        function=function,
-        tests=tuple(one(test, f"reference.tests[{index}]") for index, test in enumerate(tests)),
-        limits=dict(limits),
-    )
+    kind: type[_Call | _Lines] = _Call if given.style == "function" else _Lines
+    made = [checked(kind, test, f"reference.tests[{index}]").test() for index, test in enumerate(given.tests)]
+    return Reference(language=given.language, function=given.function, tests=tuple(made), limits=limits)
 
 
 def verify(response: Response, reference: Reference, *, sandbox: "Sandbox", partial: bool = False) -> Verdict:
@@ -317,50 +351,6 @@ def same_value(value: Any, expected: Any, tolerance: float | None = None) -> boo
         except OverflowError:
             return False
     return bool(value == expected)
-
-
-def _lines(test: Any, where: str) -> Test:
-    _mapping(test, where)
-    check_keys(test, ("input", "output", "tolerance"), required=["input", "output"], where=where)
-    for key in ("input", "output"):
-        if not isinstance(test[key], str):
-            raise ValueError(f"{where}.{key} must be a text, not {test[key]!r}")
-    try:
-        given, expected = test["input"].encode(), test["output"].encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: {error}") from None
-    return Test(given=given, expected=expected, tolerance=_tolerance(test, where))
-
-
-def _call(test: Any, where: str) -> Test:
-    _mapping(test, where)
-    check_keys(test, ("args", "kwargs", "expected", "tolerance"), required=["expected"], where=where)
-    args, kwargs = test.get("args", []), test.get("kwargs", {})
-    if not isinstance(args, list | tuple):
-        raise ValueError(f"{where}.args must be a list, not {args!r}")
-    if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
-        raise ValueError(f"{where}.kwargs must be a mapping of names, not {kwargs!r}")
-    try:
-        given = json.dumps({"args": list(args), "kwargs": dict(kwargs)}, allow_nan=False)
-        # Results are compared with the JSON form, with tuples as lists for example.
-        expected = json.loads(json.dumps(test["expected"], allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: args, kwargs and expected must be values of JSON: {error}") from None
-    return Test(given=given.encode(), expected=expected, tolerance=_tolerance(test, where))
-
-
-def _mapping(test: Any, where: str) -> None:
-    if not isinstance(test, Mapping):
-        raise ValueError(f"{where} must be a mapping, not {test!r}")
-
-
-def _tolerance(test: Mapping[str, Any], where: str) -> float | None:
-    value = test.get("tolerance")
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise ValueError(f"{where}.tolerance must be a number from 0 to below 1, not {value!r}")
-    return float(value)
 
 
 def _no_program(answer: str, language: str) -> Verdict:

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_ext.chat.response import Response
-from nemo_ext.job.settings import check_keys
+from nemo_ext.job.settings import checked
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.rewards.comparison import NO_PREFERENCE
 from nemo_ext.rl.rewards.genrm import parse_judgement, true_judgement
 from nemo_ext.rl.verdict import Verdict
-
-_KEYS = ("score_1", "score_2", "ranking")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +20,17 @@ class Reference:
     """Human judgement of two responses.
 
     Attributes:
-        helpfulness: scores of the first and second response as shown, 1 to 5; None where not known.
         ranking: preference from 1, the first is far superior, to 6, the second is.
+        score_1: helpfulness of the first response as shown, 1 to 5; None where not known.
+        score_2: helpfulness of the second one.
     """
 
-    helpfulness: tuple[float | None, float | None]
     ranking: float
+    score_1: float | None = None
+    score_2: float | None = None
+
+    def __post_init__(self) -> None:
+        true_judgement((self.score_1, self.score_2), self.ranking)
 
 
 def check(reference: Mapping[str, Any]) -> Reference:
@@ -36,18 +39,7 @@ def check(reference: Mapping[str, Any]) -> Reference:
     Raises:
         ValueError: naming the key, what it holds and what it may hold.
     """
-    check_keys(reference, _KEYS, required=("ranking",), where="reference")
-    for key in _KEYS:
-        value = reference.get(key)
-        known = isinstance(value, int | float) and not isinstance(value, bool)
-        if not known and (value is not None or key == "ranking"):
-            raise ValueError(f"reference.{key} must be a number, not {value!r}")
-    parsed = Reference(helpfulness=(reference.get("score_1"), reference.get("score_2")), ranking=reference["ranking"])
-    try:
-        true_judgement(parsed.helpfulness, parsed.ranking)
-    except ValueError as error:
-        raise ValueError(f"reference: {error}") from None
-    return parsed
+    return checked(Reference, reference, where="reference", strict=True)
 
 
 def verify(response: Response, reference: Reference) -> Verdict:

@@ -9,16 +9,22 @@ These rules are stricter than the published checks only where doing nothing woul
 the differences. All take time linear in the answer. Keywords are text, never patterns.
 """
 
+import inspect
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any, Literal
 
-RELATIONS = ("less than", "at least")
+from pydantic import AfterValidator, BaseModel, Field, create_model
+
+from nemo_ext.job.settings import STRICT
+
+MOST_WORDS = 30
+"""Maximum number of words of a phrase to repeat."""
 OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 # Languages of IFEval's data, and others that py3langid tells apart.
 LANGUAGES = (
@@ -39,21 +45,56 @@ _ABBREVIATIONS = frozenset(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+def _phrase(text: str) -> str:
+    # Time is linear in the answer times this.
+    if 3 <= len(words(text)) <= MOST_WORDS:
+        return text
+    raise ValueError(f"phrase must have 3 to {MOST_WORDS} words, not {text!r}")
+
+
+Whole = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Text = Annotated[str, Field(pattern=r"\S")]
+Texts = Annotated[tuple[Text, ...], Field(min_length=1)]
+Relation = Literal["less than", "at least"]
+_KINDS: Mapping[Any, str] = {
+    Whole: "frequency let_frequency capital_frequency num_sentences num_words num_placeholders num_bullets "
+    "num_highlights n_start N",
+    Count: "num_paragraphs nth_paragraph num_sections small_n n_end n_sent n_words n m",
+    Text: "keyword keyword1 keyword2 first_word last_word postscript_marker section_spliter prompt_to_repeat "
+    "end_phrase",
+    Texts: "keywords forbidden_words",
+    Relation: "relation let_relation capital_relation",
+    Annotated[str, Field(min_length=1, max_length=1)]: "letter",
+    Annotated[str, AfterValidator(_phrase)]: "phrase",
+    Literal[LANGUAGES]: "language",
+}
+PARAMETERS = {name: kind for kind, names in _KINDS.items() for name in names.split()}
+"""Type of each parameter of the rules, by its published name."""
+
+
+@dataclass(frozen=True)
 class Rule:
     """One rule.
 
     Attributes:
-        follows: function that returns True if an answer follows the rule, given its parameters by name.
-        parameters: kind of each parameter, a key of `_KINDS` in `instructions`; all are required.
         says: request in a prompt, to be formatted with the parameters.
+        follows: function that returns True if an answer follows the rule, given its parameters by name.
         ignored: parameters that occur in data but that the rule does not need.
+        kinds: types of parameters that differ from those of `PARAMETERS`.
     """
 
-    follows: Callable[..., bool]
     says: str
-    parameters: Mapping[str, str] = field(default_factory=dict)
+    follows: Callable[..., bool]
     ignored: tuple[str, ...] = ()
+    kinds: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def parameters(self) -> type[BaseModel]:
+        """Pydantic model of the parameters, all of which are required."""
+        names = list(inspect.signature(self.follows).parameters)[1:]
+        fields: dict[str, Any] = {name: ({**PARAMETERS, **self.kinds}[name], ...) for name in names}
+        return create_model("kwargs", __config__=STRICT, **fields)
 
 
 def words(text: str) -> list[str]:
@@ -268,239 +309,168 @@ def _copies(answer: str, prompt_to_repeat: str, N: int) -> bool:
     return len(copies) == N and all(_same(copy, prompt_to_repeat) for copy in copies)
 
 
-_FREQUENCY = {"keyword": "text", "frequency": "whole", "relation": "relation"}
-_LETTERS = {"letter": "letter", "let_frequency": "whole", "let_relation": "relation"}
-_PROMPT = {"prompt_to_repeat": "text"}
+_KEYWORD = Rule(
+    'The word "{keyword}" must appear {relation} {frequency} times.',
+    lambda answer, keyword, frequency, relation: _compare(_count(answer, keyword), relation, frequency),
+)
+_LETTER = Rule('The letter "{letter}" must appear {let_relation} {let_frequency} times.', _letter_frequency)
 
 RULES: Mapping[str, Rule] = {
     # IFEval
     "keywords:existence": Rule(
-        follows=lambda answer, keywords: all(_count(answer, keyword) for keyword in keywords),
-        parameters={"keywords": "texts"},
-        says="Use these words: {keywords}.",
+        "Use these words: {keywords}.", lambda answer, keywords: all(_count(answer, keyword) for keyword in keywords)
     ),
-    "keywords:frequency": Rule(
-        follows=lambda answer, keyword, frequency, relation: _compare(_count(answer, keyword), relation, frequency),
-        parameters=_FREQUENCY,
-        says='The word "{keyword}" must appear {relation} {frequency} times.',
-    ),
+    "keywords:frequency": _KEYWORD,
     "keywords:forbidden_words": Rule(
-        follows=lambda answer, forbidden_words: not any(_whole_word(word).search(answer) for word in forbidden_words),
-        parameters={"forbidden_words": "texts"},
-        says="Do not use these words: {forbidden_words}.",
+        "Do not use these words: {forbidden_words}.",
+        lambda answer, forbidden_words: not any(_whole_word(word).search(answer) for word in forbidden_words),
     ),
-    "keywords:letter_frequency": Rule(
-        follows=_letter_frequency,
-        parameters=_LETTERS,
-        says='The letter "{letter}" must appear {let_relation} {let_frequency} times.',
-    ),
+    "keywords:letter_frequency": _LETTER,
     "language:response_language": Rule(
-        follows=lambda answer, language: language_of(answer) == language,
-        parameters={"language": "language"},
-        says="Answer in the language with the code {language} alone.",
+        "Answer in the language with the code {language} alone.",
+        lambda answer, language: language_of(answer) == language,
     ),
     "length_constraints:number_sentences": Rule(
-        follows=lambda answer, num_sentences, relation: _compare(len(sentences(answer)), relation, num_sentences),
-        parameters={"num_sentences": "whole", "relation": "relation"},
-        says="Write {relation} {num_sentences} sentences.",
+        "Write {relation} {num_sentences} sentences.",
+        lambda answer, num_sentences, relation: _compare(len(sentences(answer)), relation, num_sentences),
     ),
     "length_constraints:number_paragraphs": Rule(
-        follows=lambda answer, num_paragraphs: _has_parts(answer, "***", num_paragraphs),
-        parameters={"num_paragraphs": "count"},
-        says="Write {num_paragraphs} paragraphs, with a line *** between them.",
+        "Write {num_paragraphs} paragraphs, with a line *** between them.",
+        lambda answer, num_paragraphs: _has_parts(answer, "***", num_paragraphs),
     ),
     "length_constraints:number_words": Rule(
-        follows=lambda answer, num_words, relation: _compare(len(re.findall(r"\w+", answer)), relation, num_words),
-        parameters={"num_words": "whole", "relation": "relation"},
-        says="Write {relation} {num_words} words.",
+        "Write {relation} {num_words} words.",
+        lambda answer, num_words, relation: _compare(len(re.findall(r"\w+", answer)), relation, num_words),
     ),
     "length_constraints:nth_paragraph_first_word": Rule(
-        follows=_paragraph_first_word,
-        parameters={"num_paragraphs": "count", "nth_paragraph": "count", "first_word": "text"},
-        says="Write {num_paragraphs} paragraphs, with an empty line between them, of which number {nth_paragraph} "
-        'begins with the word "{first_word}".',
+        (
+            "Write {num_paragraphs} paragraphs, with an empty line between them, of which number {nth_paragraph} "
+            'begins with the word "{first_word}".'
+        ),
+        _paragraph_first_word,
     ),
     "detectable_content:number_placeholders": Rule(
-        follows=lambda answer, num_placeholders: len(re.findall(r"\[[^\[\]\n]*\]", answer)) >= num_placeholders,
-        parameters={"num_placeholders": "whole"},
-        says="Use at least {num_placeholders} placeholders in square brackets, such as [name].",
+        "Use at least {num_placeholders} placeholders in square brackets, such as [name].",
+        lambda answer, num_placeholders: len(re.findall(r"\[[^\[\]\n]*\]", answer)) >= num_placeholders,
     ),
-    "detectable_content:postscript": Rule(
-        follows=_postscript,
-        parameters={"postscript_marker": "text"},
-        says="Add a postscript that begins with {postscript_marker}",
-    ),
+    "detectable_content:postscript": Rule("Add a postscript that begins with {postscript_marker}", _postscript),
     "detectable_format:number_bullet_lists": Rule(
-        follows=lambda answer, num_bullets: (
-            len(re.findall(r"^[^\S\n]*(?:\*[^*\n]|-)", answer, re.MULTILINE)) == num_bullets
-        ),
-        parameters={"num_bullets": "whole"},
-        says="Make exactly {num_bullets} bullet points, each a line that begins with * and a space.",
+        "Make exactly {num_bullets} bullet points, each a line that begins with * and a space.",
+        lambda answer, num_bullets: len(re.findall(r"^[^\S\n]*(?:\*[^*\n]|-)", answer, re.MULTILINE)) == num_bullets,
     ),
     "detectable_format:constrained_response": Rule(
-        follows=lambda answer: sum(option in answer for option in OPTIONS) == 1,
-        says="Answer with one of these: " + ", ".join(f'"{option}"' for option in OPTIONS),
+        "Answer with one of these: " + ", ".join(f'"{option}"' for option in OPTIONS),
+        lambda answer: sum(option in answer for option in OPTIONS) == 1,
     ),
     "detectable_format:number_highlighted_sections": Rule(
-        follows=_highlights,
-        parameters={"num_highlights": "whole"},
-        says="Highlight at least {num_highlights} parts in markdown, *like this*.",
+        "Highlight at least {num_highlights} parts in markdown, *like this*.", _highlights
     ),
     "detectable_format:multiple_sections": Rule(
-        follows=_sections,
-        parameters={"section_spliter": "text", "num_sections": "count"},
-        says="Write {num_sections} sections that begin with {section_spliter} 1, {section_spliter} 2 and so on.",
+        "Write {num_sections} sections that begin with {section_spliter} 1, {section_spliter} 2 and so on.", _sections
     ),
-    "detectable_format:json_format": Rule(follows=_json, says="The whole answer must be a JSON object."),
-    "detectable_format:title": Rule(
-        follows=_title, says="Give it a title in double angular brackets, such as <<title>>."
-    ),
+    "detectable_format:json_format": Rule("The whole answer must be a JSON object.", _json),
+    "detectable_format:title": Rule("Give it a title in double angular brackets, such as <<title>>.", _title),
     "combination:two_responses": Rule(
-        follows=_two_responses, says="Give two different answers, with ****** between them and nowhere else."
+        "Give two different answers, with ****** between them and nowhere else.", _two_responses
     ),
     "combination:repeat_prompt": Rule(
-        follows=_repeat_prompt,
-        parameters=_PROMPT,
-        says="First repeat the request word for word, without this sentence, then answer it.",
+        "First repeat the request word for word, without this sentence, then answer it.", _repeat_prompt
     ),
     "startend:end_checker": Rule(
-        follows=lambda answer, end_phrase: answer.strip().strip('"').casefold().endswith(end_phrase.strip().casefold()),
-        parameters={"end_phrase": "text"},
-        says="End with exactly these words: {end_phrase}",
+        "End with exactly these words: {end_phrase}",
+        lambda answer, end_phrase: answer.strip().strip('"').casefold().endswith(end_phrase.strip().casefold()),
     ),
     "startend:quotation": Rule(
-        follows=lambda answer: len(text := answer.strip()) > 2 and text[0] == text[-1] == '"',
-        says="Put double quotation marks around the whole answer.",
+        "Put double quotation marks around the whole answer.",
+        lambda answer: len(text := answer.strip()) > 2 and text[0] == text[-1] == '"',
     ),
     "change_case:capital_word_frequency": Rule(
-        follows=_capital_words,
-        parameters={"capital_frequency": "whole", "capital_relation": "relation"},
-        says="Words in capital letters alone must appear {capital_relation} {capital_frequency} times.",
+        "Words in capital letters alone must appear {capital_relation} {capital_frequency} times.", _capital_words
     ),
     "change_case:english_capital": Rule(
-        follows=lambda answer: answer.isupper() and language_of(answer) == "en",
-        says="Write in English and in capital letters alone.",
+        "Write in English and in capital letters alone.",
+        lambda answer: answer.isupper() and language_of(answer) == "en",
     ),
     "change_case:english_lowercase": Rule(
-        follows=lambda answer: answer.islower() and language_of(answer) == "en",
-        says="Write in English and in lowercase letters alone.",
+        "Write in English and in lowercase letters alone.",
+        lambda answer: answer.islower() and language_of(answer) == "en",
     ),
-    "punctuation:no_comma": Rule(follows=lambda answer: "," not in answer, says="Use no commas."),
+    "punctuation:no_comma": Rule("Use no commas.", lambda answer: "," not in answer),
     # IFBench's training constraints
     "copy:repeat_phrase": Rule(
-        follows=_repeat_phrase,
-        parameters={"phrase": "phrase", "small_n": "count"},
-        says='Repeat "{phrase}" exactly {small_n} times, each time with another single word replaced in its middle.',
+        'Repeat "{phrase}" exactly {small_n} times, each time with another single word replaced in its middle.',
+        _repeat_phrase,
     ),
     "copy:copy": Rule(
-        follows=lambda answer, prompt_to_repeat: _same(answer, prompt_to_repeat),
-        parameters=_PROMPT,
-        says="Do not answer: copy the request, without this sentence.",
+        "Do not answer: copy the request, without this sentence.",
+        lambda answer, prompt_to_repeat: _same(answer, prompt_to_repeat),
     ),
-    "new:copy_span_idx": Rule(
-        follows=_copy_span,
-        parameters=_PROMPT | {"n_start": "whole", "n_end": "count"},
-        says="Do not answer: copy the request's characters from {n_start} to {n_end}.",
-    ),
-    "detectable_format:sentence_hyphens": Rule(
-        follows=_hyphens, says="Join all sentences by hyphens, with no spaces between them."
-    ),
+    "new:copy_span_idx": Rule("Do not answer: copy the request's characters from {n_start} to {n_end}.", _copy_span),
+    "detectable_format:sentence_hyphens": Rule("Join all sentences by hyphens, with no spaces between them.", _hyphens),
     "keywords:no_adjacent_consecutive": Rule(
-        follows=_no_adjacent,
-        says="No word may begin with the letter of the alphabet after the one before it begins with.",
+        "No word may begin with the letter of the alphabet after the one before it begins with.", _no_adjacent
     ),
-    "detectable_format:square_brackets": Rule(follows=_brackets, says="Put every word in square brackets."),
-    "keywords:word_once": Rule(
-        follows=lambda answer, keyword: _count(answer, keyword) == 1,
-        parameters={"keyword": "text"},
-        says='Use the word "{keyword}" once.',
-    ),
-    "keywords:word_count_different_numbers": Rule(
-        follows=lambda answer, keyword, frequency, relation: _compare(_count(answer, keyword), relation, frequency),
-        parameters=_FREQUENCY,
-        says='The word "{keyword}" must appear {relation} {frequency} times.',
-    ),
+    "detectable_format:square_brackets": Rule("Put every word in square brackets.", _brackets),
+    "keywords:word_once": Rule('Use the word "{keyword}" once.', lambda answer, keyword: _count(answer, keyword) == 1),
+    "keywords:word_count_different_numbers": _KEYWORD,
     "keywords:exclude_word_harder": Rule(
-        follows=lambda answer, keyword: _whole_word(keyword).search(answer) is None,
-        parameters={"keyword": "text"},
-        says='Do not use the word "{keyword}".',
+        'Do not use the word "{keyword}".',
+        lambda answer, keyword: _whole_word(keyword).search(answer) is None,
         ignored=("instruction",),
     ),
     "paragraphs:paragraphs": Rule(
-        follows=lambda answer: _has_parts(answer, "***", 2), says="Write two paragraphs, with a line *** between them."
+        "Write two paragraphs, with a line *** between them.", lambda answer: _has_parts(answer, "***", 2)
     ),
     "paragraphs:paragraphs2": Rule(
-        follows=lambda answer: len([part for part in answer.split("\n\n") if part.strip()]) == 2,
-        says="Write two paragraphs, with an empty line between them.",
+        "Write two paragraphs, with an empty line between them.",
+        lambda answer: len([part for part in answer.split("\n\n") if part.strip()]) == 2,
     ),
     "first_word:first_word_sent": Rule(
-        follows=lambda answer, first_word: _each_sentence(answer, 0, first_word),
-        parameters={"first_word": "text"},
-        says='Begin every sentence with the word "{first_word}".',
+        'Begin every sentence with the word "{first_word}".',
+        lambda answer, first_word: _each_sentence(answer, 0, first_word),
     ),
     "first_word:first_word_answer": Rule(
-        follows=lambda answer, first_word: _at(answer, 0, first_word),
-        parameters={"first_word": "text"},
-        says='Begin with the word "{first_word}".',
+        'Begin with the word "{first_word}".', lambda answer, first_word: _at(answer, 0, first_word)
     ),
     "last_word:last_word_sent": Rule(
-        follows=lambda answer, last_word: _each_sentence(answer, -1, last_word),
-        parameters={"last_word": "text"},
-        says='End every sentence with the word "{last_word}".',
+        'End every sentence with the word "{last_word}".',
+        lambda answer, last_word: _each_sentence(answer, -1, last_word),
     ),
     "last_word:last_word_answer": Rule(
-        follows=lambda answer, last_word: _at(answer, -1, last_word),
-        parameters={"last_word": "text"},
-        says='End with the word "{last_word}".',
+        'End with the word "{last_word}".', lambda answer, last_word: _at(answer, -1, last_word)
     ),
     "detectable_format:bigram_wrapping": Rule(
-        follows=_bigrams, says="Put every two words in double angular brackets, <<like this>> <<and this>>."
+        "Put every two words in double angular brackets, <<like this>> <<and this>>.", _bigrams
     ),
     "copy:copying_simple": Rule(
-        follows=lambda answer, prompt_to_repeat: _same(answer, prompt_to_repeat),
-        parameters=_PROMPT,
-        says="Do not answer: repeat the request, without this sentence.",
+        "Do not answer: repeat the request, without this sentence.",
+        lambda answer, prompt_to_repeat: _same(answer, prompt_to_repeat),
     ),
     "copy:copying_multiple": Rule(
-        follows=_copies,
-        parameters=_PROMPT | {"N": "count"},
-        says="Do not answer: repeat the request {N} times, without this sentence, with ****** between.",
+        "Do not answer: repeat the request {N} times, without this sentence, with ****** between.",
+        _copies,
+        kinds={"N": Count},
     ),
-    "punctuation:punctuation_dot": Rule(follows=lambda answer: "." not in answer, says="Use no dots."),
-    "punctuation:punctuation_exclamation": Rule(
-        follows=lambda answer: "!" not in answer, says="Use no exclamation marks."
-    ),
+    "punctuation:punctuation_dot": Rule("Use no dots.", lambda answer: "." not in answer),
+    "punctuation:punctuation_exclamation": Rule("Use no exclamation marks.", lambda answer: "!" not in answer),
     "count:lowercase_counting": Rule(
-        follows=lambda answer, N: len(re.findall(r"\b[a-z]+\b", answer)) <= N,
-        parameters={"N": "whole"},
-        says="Use at most {N} words in lowercase letters.",
+        "Use at most {N} words in lowercase letters.", lambda answer, N: len(re.findall(r"\b[a-z]+\b", answer)) <= N
     ),
     "letters:letter_counting": Rule(
-        follows=lambda answer, N, relation: _compare(len(re.findall(r"[a-zA-Z]", answer)), relation, N),
-        parameters={"N": "whole", "relation": "relation"},
-        says="Write {relation} {N} letters.",
+        "Write {relation} {N} letters.",
+        lambda answer, N, relation: _compare(len(re.findall(r"[a-zA-Z]", answer)), relation, N),
     ),
-    "letters:letter_counting2": Rule(
-        follows=_letter_frequency,
-        parameters=_LETTERS,
-        says='The letter "{letter}" must appear {let_relation} {let_frequency} times.',
-    ),
+    "letters:letter_counting2": _LETTER,
     "count:counting_composition": Rule(
-        follows=_composition,
-        parameters={"n_sent": "count", "n_words": "count"},
-        says="Write 3 paragraphs, with * * * between them, of {n_sent} sentences each, each of {n_words} words.",
+        "Write 3 paragraphs, with * * * between them, of {n_sent} sentences each, each of {n_words} words.",
+        _composition,
     ),
-    "count:count_unique": Rule(follows=_unique, says="Use no word twice."),
+    "count:count_unique": Rule("Use no word twice.", _unique),
     "count:count_increment_word": Rule(
-        follows=lambda answer, keyword1, keyword2: _count(answer, keyword1) == 1 and _count(answer, keyword2) == 2,
-        parameters={"keyword1": "text", "keyword2": "text"},
-        says='Use the word "{keyword1}" once and the word "{keyword2}" twice.',
+        'Use the word "{keyword1}" once and the word "{keyword2}" twice.',
+        lambda answer, keyword1, keyword2: _count(answer, keyword1) == 1 and _count(answer, keyword2) == 2,
     ),
-    "keywords:palindrome": Rule(follows=_palindrome, says="Use a palindrome."),
-    "keywords:keyword_specific_position": Rule(
-        follows=_position,
-        parameters={"keyword": "text", "n": "count", "m": "count"},
-        says='Word {m} of sentence {n} must be "{keyword}".',
-    ),
-    "keywords:start_end": Rule(follows=_start_end, says="Begin and end with the same word, with nothing after it."),
+    "keywords:palindrome": Rule("Use a palindrome.", _palindrome),
+    "keywords:keyword_specific_position": Rule('Word {m} of sentence {n} must be "{keyword}".', _position),
+    "keywords:start_end": Rule("Begin and end with the same word, with nothing after it.", _start_end),
 }

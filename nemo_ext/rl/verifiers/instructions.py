@@ -4,22 +4,21 @@ A reference is {instructions: [{id, kwargs}], mode: all | share}, with one to te
 Llama-Nemotron, section 6.1. All must be followed; with `share` the verdict's score is the share of those that are.
 """
 
-import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
 
 from nemo_ext.chat.response import Response
-from nemo_ext.job.settings import check_keys, checked_whole, nearest
+from nemo_ext.job.settings import STRICT, checked, checked_whole, nearest
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.verdict import Verdict
-from nemo_ext.rl.verifiers.instruction_rules import LANGUAGES, RELATIONS, RULES, words
+from nemo_ext.rl.verifiers.instruction_rules import RULES
 
 MOST = 10
 MAX_CHARACTERS = 100_000
-MOST_WORDS = 30
-"""Maximum number of words of a phrase to repeat."""
 
 # Characters that no text has: control characters other than white space, lone surrogates.
 _NO_TEXT = re.compile("[\x00-\x08\x0e-\x1f\x7f\ud800-\udfff]")
@@ -32,10 +31,23 @@ class Instruction:
     Attributes:
         id: id of the rule, a key of `RULES`.
         kwargs: parameters of the rule.
+
+    Raises:
+        ValueError: unknown rule, or parameters that do not fit it.
     """
 
     id: str
-    kwargs: Mapping[str, Any]
+    kwargs: Annotated[Mapping[str, Any], BeforeValidator(lambda given: given or {})] = field(default_factory=dict)
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        if self.id not in RULES:
+            raise ValueError(f"reference.instructions: unknown id {self.id!r}: {nearest(self.id, RULES)}")
+        # Tables of several instructions have a column for the parameters of each, empty where they are another's.
+        rule = RULES[self.id]
+        given = {key: value for key, value in self.kwargs.items() if value is not None and key not in rule.ignored}
+        made = checked(rule.parameters, given, where=f"reference.instructions: {self.id}: kwargs")
+        object.__setattr__(self, "kwargs", dict(made))
 
     def says(self) -> str:
         """Request for it in a prompt."""
@@ -52,7 +64,7 @@ class Reference:
         mode: score if only some are followed: 0 (`all`) or their share (`share`).
     """
 
-    instructions: tuple[Instruction, ...]
+    instructions: Annotated[tuple[Instruction, ...], Field(min_length=1, max_length=MOST)]
     mode: Literal["all", "share"] = "all"
 
 
@@ -62,14 +74,7 @@ def check(reference: Mapping[str, Any]) -> Reference:
     Raises:
         ValueError: naming the key, what it holds and what it may hold.
     """
-    check_keys(reference, ("instructions", "mode"), required=("instructions",), where="reference")
-    given, mode = reference["instructions"], reference.get("mode", "all")
-    if mode not in ("all", "share"):
-        raise ValueError(f"reference.mode must be all or share, not {mode!r}")
-    if not isinstance(given, list | tuple) or not 1 <= len(given) <= MOST:
-        raise ValueError(f"reference.instructions must be a list of 1 to {MOST} {{id, kwargs}}, not {given!r}")
-    parsed = [_instruction(item, f"reference.instructions[{index}]") for index, item in enumerate(given)]
-    return Reference(instructions=tuple(parsed), mode=mode)
+    return checked(Reference, reference, where="reference")
 
 
 def verify(response: Response, reference: Reference, *, max_characters: int = MAX_CHARACTERS) -> Verdict:
@@ -104,82 +109,3 @@ def environment(*, max_characters: int = MAX_CHARACTERS) -> Environment:
         check=check,
         verify=lambda response, reference: verify(response, reference, max_characters=max_characters),
     )
-
-
-def _instruction(item: Any, where: str) -> Instruction:
-    if not isinstance(item, Mapping):
-        raise ValueError(f"{where} must be {{id, kwargs}}, not {item!r}")
-    check_keys(item, ("id", "kwargs"), required=("id",), where=where)
-    name = item["id"]
-    if not isinstance(name, str) or name not in RULES:
-        raise ValueError(f"{where}.id: unknown {name!r}: {nearest(str(name), RULES)}")
-    given = item.get("kwargs") or {}
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{where}.kwargs must be a mapping, not {given!r}")
-    # Tables of several instructions have a column for the parameters of each, empty where they are another's.
-    rule = RULES[name]
-    given = {key: value for key, value in given.items() if value is not None and key not in rule.ignored}
-    check_keys(given, tuple(rule.parameters), required=tuple(rule.parameters), where=f"{where}.kwargs")
-    kwargs = {key: _KINDS[kind](given[key], f"{where}.kwargs.{key}") for key, kind in rule.parameters.items()}
-    return Instruction(id=name, kwargs=kwargs)
-
-
-def _whole(value: Any, where: str, *, least: int = 0) -> int:
-    # Tables with empty cells make floats of whole numbers.
-    if isinstance(value, float) and math.isfinite(value) and value == int(value):
-        value = int(value)
-    return checked_whole(where, value, least=least)
-
-
-def _count(value: Any, where: str) -> int:
-    return _whole(value, where, least=1)
-
-
-def _text(value: Any, where: str) -> str:
-    if isinstance(value, str) and value.strip():
-        return value
-    raise ValueError(f"{where} must be a text, not {value!r}")
-
-
-def _texts(value: Any, where: str) -> tuple[str, ...]:
-    if isinstance(value, list | tuple) and value:
-        return tuple(_text(item, where) for item in value)
-    raise ValueError(f"{where} must be a list of texts, not {value!r}")
-
-
-def _phrase(value: Any, where: str) -> str:
-    text = _text(value, where)
-    # Time is linear in the answer times this.
-    if 3 <= len(words(text)) <= MOST_WORDS:
-        return text
-    raise ValueError(f"{where} must have 3 to {MOST_WORDS} words, not {value!r}")
-
-
-def _relation(value: Any, where: str) -> str:
-    if value in RELATIONS:
-        return str(value)
-    raise ValueError(f"{where} must be one of {', '.join(RELATIONS)}, not {value!r}")
-
-
-def _letter(value: Any, where: str) -> str:
-    if isinstance(value, str) and len(value) == 1:
-        return value
-    raise ValueError(f"{where} must be one character, not {value!r}")
-
-
-def _language(value: Any, where: str) -> str:
-    if value in LANGUAGES:
-        return str(value)
-    raise ValueError(f"{where}: unknown language {value!r}: {nearest(str(value), LANGUAGES)}")
-
-
-_KINDS: Mapping[str, Callable[[Any, str], Any]] = {
-    "whole": _whole,
-    "count": _count,
-    "text": _text,
-    "texts": _texts,
-    "phrase": _phrase,
-    "relation": _relation,
-    "letter": _letter,
-    "language": _language,
-}

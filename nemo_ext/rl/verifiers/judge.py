@@ -7,10 +7,12 @@ reference and the answer, not the document, as in NeMo Gym's lc_judge.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
 
 from nemo_ext.chat.response import Response, parse_response
-from nemo_ext.job.settings import check_keys, checked_whole
+from nemo_ext.job.settings import checked, checked_whole
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.judge import Judge, JudgeSettings
 from nemo_ext.rl.quotation import nonce, quote
@@ -18,7 +20,6 @@ from nemo_ext.rl.verdict import Verdict
 
 CORRECT, INCORRECT = "[[correct]]", "[[incorrect]]"
 _MARKDOWN = "*_`#> \t"
-_KEYS = ("question", "answer", "rubric")
 _INSTRUCTIONS = f"""\
 Decide whether a candidate's answer to a question says the same as the reference answer.
 
@@ -45,9 +46,9 @@ class Reference:
         rubric: further criteria for the judge; "" if none.
     """
 
-    question: str
-    answer: str
-    rubric: str = ""
+    question: Annotated[str, Field(pattern=r"\S")]
+    answer: Annotated[str, Field(pattern=r"\S")]
+    rubric: Annotated[str, BeforeValidator(lambda given: given or "")] = ""
 
 
 def check(reference: Mapping[str, Any]) -> Reference:
@@ -56,12 +57,7 @@ def check(reference: Mapping[str, Any]) -> Reference:
     Raises:
         ValueError: naming the key `reference.KEY`, what it holds and what it may hold.
     """
-    check_keys(reference, _KEYS, required=_KEYS[:2], where="reference")
-    texts = {key: reference.get(key) or "" for key in _KEYS}
-    for key, value in texts.items():
-        if not isinstance(value, str) or (key in _KEYS[:2] and not value.strip()):
-            raise ValueError(f"reference.{key} must be a text that is not empty, not {reference[key]!r}")
-    return Reference(**texts)
+    return checked(Reference, reference, where="reference")
 
 
 def environment(*, judge: Judge | Mapping[str, Any], max_answer_characters: int = 20_000) -> Environment:

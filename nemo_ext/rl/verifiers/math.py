@@ -10,10 +10,10 @@ import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from nemo_ext.chat.response import Response
-from nemo_ext.job.settings import checked, checked_whole, nearest
+from nemo_ext.job.settings import checked, checked_whole
 from nemo_ext.rl.answers import bare, final_answer, last_boxed, unreadable
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.verdict import Verdict
@@ -109,10 +109,6 @@ def check(reference: Mapping[str, Any], *, max_length: int = MAX_LENGTH) -> Refe
     answer = reference.get("answer")
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         reference = {**reference, "answer": repr(answer)}
-    if "format" in reference and reference["format"] not in get_args(Format):
-        raise ValueError(
-            f"reference.format={reference['format']!r}: {nearest(str(reference['format']), get_args(Format))}"
-        )
     made = checked(Reference, reference, where="reference")
     boxed = last_boxed(made.answer)
     text = made.answer.strip() if boxed is None else boxed
@@ -144,8 +140,7 @@ def prepared(answer: str, *, max_length: int = MAX_LENGTH) -> tuple[str, str]:
         return "", "braces that do not balance"
     if answer.endswith(".") and not answer.endswith(".."):
         answer = answer[:-1].rstrip()
-    # A comma alone is left to math-verify: 1,234 may be a number and a list of two.
-    answer = _THOUSANDS.sub(lambda found: found[0] if "," in _plain(found[0]) else _joined(found[0]), answer)
+    answer = _THOUSANDS.sub(_joined, answer)
     answer = _MIXED.sub(lambda found: _mixed(*found.groups()), answer)
     if _SPACED.search(answer) and not _TAKES_DIGITS.search(answer):
         return "", "numbers side by side"
@@ -371,12 +366,10 @@ def _nesting(text: str) -> tuple[int, bool]:
     return deepest, balanced and braces == 0
 
 
-def _plain(number: str) -> str:
-    return number.replace("{,}", " ").replace("\\,", " ")
-
-
-def _joined(number: str) -> str:
-    return "".join(filter(str.isdigit, number))
+def _joined(found: re.Match[str]) -> str:
+    """Digits of a grouped number. A comma alone is left to math-verify: 1,234 may be a number and a list of two."""
+    commas = found[0].replace("{,}", "").replace("\\,", "").count(",")
+    return found[0] if commas else "".join(filter(str.isdigit, found[0]))
 
 
 _FIND: Mapping[str, Callable[[str], str | None]] = {

@@ -7,11 +7,20 @@ worker with a time limit. Nothing is ever fetched: a schema may refer to parts o
 import functools
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError
+from jsonschema.validators import validator_for
+from referencing import Registry, Resource
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
+
 from nemo_ext.chat.response import Response
+from nemo_ext.job.records import strict_json
 from nemo_ext.job.settings import check_keys, checked_whole
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.verdict import Verdict
@@ -22,8 +31,6 @@ MAX_LENGTH = 200_000
 MAX_DEPTH = 64
 """Maximum nesting depth of objects and arrays."""
 _FENCE = re.compile(r"```(?:json|JSON)?[ \t]*\n")
-_BRACKETS = re.compile(r'"|[\[{]|[\]}]')
-_STRING_END = re.compile(r'\\.|"', re.DOTALL)
 _REFERS = ("$ref", "$dynamicRef", "$recursiveRef")
 # The values of these keys are data or names, not schemas.
 _DATA = ("const", "enum", "default", "examples")
@@ -36,29 +43,20 @@ class NotJsonError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Schema that an answer must satisfy.
+    """Schema that an answer must satisfy: its JSON, of the draft that `$schema` names, 2020-12 if it names none."""
 
-    Attributes:
-        schema: JSON schema, of the draft that its `$schema` names, 2020-12 if it names none.
-        strict: require all properties and allow no others, at all levels, whatever the schema says (as NeMo Gym's
-            structured_outputs does with every schema).
-        text: effective schema as JSON; made by `check`.
-    """
-
-    schema: Mapping[str, Any]
-    strict: bool = False
-    text: str = ""
+    text: str
 
 
 def check(reference: Mapping[str, Any]) -> Reference:
     """Parse a task's reference: {schema: {...} or its JSON, strict: false}.
 
+    With `strict` all properties are required and no others allowed, at all levels, whatever the schema says (as NeMo
+    Gym's structured_outputs does with every schema).
+
     Raises:
         ValueError: naming the key and the problem: an invalid schema, or one that refers to another document.
     """
-    from jsonschema.exceptions import SchemaError
-    from jsonschema.validators import validator_for
-
     check_keys(reference, ("schema", "strict"), required=("schema",), where="reference")
     schema, strict = reference["schema"], reference.get("strict", False)
     if isinstance(schema, str):
@@ -74,7 +72,7 @@ def check(reference: Mapping[str, Any]) -> Reference:
         raise ValueError(f"reference.strict={strict!r}: expected true or false")
     try:
         text = json.dumps(strictly(schema) if strict else schema, allow_nan=False)
-        kind = validator_for(json.loads(text), default=_default())
+        kind = validator_for(json.loads(text), default=Draft202012Validator)
         if "$schema" in schema and validator_for(schema, default=None) is None:
             raise ValueError(f"reference.schema: unknown $schema {schema['$schema']!r}")
         kind.check_schema(json.loads(text))
@@ -89,7 +87,7 @@ def check(reference: Mapping[str, Any]) -> Reference:
         kind(json.loads(text)).is_valid({})
     except RecursionError:
         raise ValueError("reference.schema: it refers to itself without end") from None
-    return Reference(schema=schema, strict=strict, text=text)
+    return Reference(text=text)
 
 
 def verify(
@@ -170,34 +168,23 @@ def parse(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
     Raises:
         NotJsonError: it is not such JSON, or nested deeper than `max_depth`.
     """
-    if depth(text) > max_depth:
-        raise NotJsonError(f"nested deeper than {max_depth}")
     try:
-        return json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_once)
-    except NotJsonError:
-        raise
-    except (ValueError, RecursionError) as error:  # a whole number of more than 4300 digits, too
+        value = strict_json(text)
+        deep = _depth(value) > max_depth
+    except RecursionError:
+        deep = True
+    except ValueError as error:  # a whole number of more than 4300 digits, too
         raise NotJsonError(f"not JSON: {str(error)[:100]}") from None
+    if deep:
+        raise NotJsonError(f"nested deeper than {max_depth}")
+    return value
 
 
-def depth(text: str) -> int:
-    """Nesting depth of objects and arrays, by the brackets outside of strings. Linear in any text."""
-    deepest = level = position = 0
-    while found := _BRACKETS.search(text, position):
-        position = found.end()
-        if found[0] == '"':
-            for inner in _STRING_END.finditer(text, position):
-                position = inner.end()
-                if inner[0] == '"':
-                    break
-            else:
-                break
-        elif found[0] in "[{":
-            level += 1
-            deepest = max(deepest, level)
-        else:
-            level -= 1
-    return deepest
+def _depth(value: Any) -> int:
+    """Nesting depth of objects and arrays."""
+    if not isinstance(value, dict | list):
+        return 0
+    return 1 + max(map(_depth, value.values() if isinstance(value, dict) else value), default=0)
 
 
 def strictly(schema: Any) -> Any:
@@ -219,26 +206,15 @@ def prepare() -> None:
 
 def problem(schema: str, text: str) -> str:
     """In a worker: reason why the schema refuses a JSON text; "" if it allows it. May take any time."""
-    import sys
-
-    from jsonschema.validators import validator_for
-    from referencing import Registry
-
     # Recursive schemas descend as deep as the answer, with several calls per level.
     sys.setrecursionlimit(20_000)
     loaded = json.loads(schema)
     # An empty registry: jsonschema's default fetches unknown documents.
-    validator = validator_for(loaded, default=_default())(loaded, registry=Registry())
+    validator = validator_for(loaded, default=Draft202012Validator)(loaded, registry=Registry())
     error = next(validator.iter_errors(json.loads(text)), None)
     if error is None:
         return ""
     return f"{error.json_path[:100]}: {error.message[:200]}"
-
-
-def _default() -> Any:
-    from jsonschema import Draft202012Validator
-
-    return Draft202012Validator
 
 
 def _strict_value(key: str, value: Any) -> Any:
@@ -276,10 +252,6 @@ def _check_part(root: Mapping[str, Any], part: Mapping[str, Any], path: str) -> 
 
 
 def _resolves(root: Mapping[str, Any], target: str) -> bool:
-    from referencing import Registry, Resource
-    from referencing.exceptions import Unresolvable
-    from referencing.jsonschema import DRAFT202012
-
     resource = Resource.from_contents(root, default_specification=DRAFT202012)
     name = str(root.get("$id", ""))
     try:
@@ -287,21 +259,3 @@ def _resolves(root: Mapping[str, Any], target: str) -> bool:
     except (Unresolvable, ValueError, KeyError, TypeError):
         return False
     return True
-
-
-def _no_constant(name: str) -> Any:
-    raise NotJsonError(f"not JSON: {name}")
-
-
-def _finite(number: str) -> float:
-    value = float(number)
-    if value in (float("inf"), float("-inf")):
-        raise NotJsonError(f"a number beyond all others: {number[:40]}")
-    return value
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        raise NotJsonError("a key twice in one object")
-    return made

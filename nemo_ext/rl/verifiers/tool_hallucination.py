@@ -17,7 +17,7 @@ from nemo_ext.chat.sample import Message
 from nemo_ext.chat.tool_calls import Style, call_problem, calls_of, check_tools
 from nemo_ext.data.preference.group import Generation
 from nemo_ext.data.preference.hallucination import HallucinationRules
-from nemo_ext.job.settings import check_keys
+from nemo_ext.job.settings import check_keys, checked
 from nemo_ext.rl.environments import Environment, make
 from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers.tool_calls import check_style
@@ -36,14 +36,16 @@ class Reference:
     answer: tuple[Environment, Any] | None = None
 
 
-class Verifier:
-    """Verifier of tool hallucination with its settings.
+@dataclass(frozen=True)
+class _Answer:
+    """The check of the answer as a task names it."""
 
-    Args:
-        environments: settings of the environments that check answers, by name.
-        search_reasoning: True to count calls that are only written in the reasoning.
-        style: style of calls in raw text.
-    """
+    environment: str
+    reference: Mapping[str, Any]
+
+
+class Verifier:
+    """Verifier of tool hallucination, with the settings of `environment`."""
 
     def __init__(
         self, *, environments: Mapping[str, Mapping[str, Any]] | None, search_reasoning: bool, style: Style
@@ -67,16 +69,12 @@ class Verifier:
         given = reference.get("answer")
         if given is None:
             return Reference(tools=tools)
-        if not isinstance(given, Mapping):
-            raise ValueError(f"reference.answer must be {{environment, reference}}, not {given!r}")
-        check_keys(given, ("environment", "reference"), required=("environment", "reference"), where="reference.answer")
-        name = given["environment"]
-        if not isinstance(name, str) or not isinstance(given["reference"], Mapping):
-            raise ValueError(f"reference.answer must be {{environment: a name, reference: a mapping}}, not {given!r}")
+        wanted = checked(_Answer, given, where="reference.answer")
+        name = wanted.environment
         if name not in self._made:
             self._made[name] = self._single_turn(name, "reference.answer.environment")
         try:
-            return Reference(tools=tools, answer=(self._made[name], self._made[name].check(given["reference"])))
+            return Reference(tools=tools, answer=(self._made[name], self._made[name].check(wanted.reference)))
         except ValueError as error:
             raise ValueError(f"reference.answer: {error}") from None
 

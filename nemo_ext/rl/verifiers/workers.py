@@ -5,18 +5,16 @@ the main thread, where engines do not call verifiers. Here the kernel's own time
 always holds. Workers import what they need once and serve many calls; a new one replaces a killed one.
 """
 
-import contextlib
 import importlib
 import json
 import os
 import resource
-import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
+from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 START_LIMIT = 120.0
@@ -37,7 +35,7 @@ class TimeLimitError(WorkerError):
 
 
 class _Worker:
-    """One process and its pipes; used by one call at a time."""
+    """One process and the connection to it; used by one call at a time."""
 
     def __init__(self, function: str, memory: int) -> None:
         environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
@@ -46,50 +44,33 @@ class _Worker:
             "PYTHONHASHSEED": "0",
             "OMP_NUM_THREADS": "1",
         }
-        # A separate session: Ctrl-C at the terminal is handled by the host.
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, function, str(memory)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
-        )
+        self.connection, inside = Pipe()
+        with inside:
+            # A separate session: Ctrl-C at the terminal is handled by the host.
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, function, str(memory), str(inside.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[inside.fileno()],
+                env=environment,
+                start_new_session=True,
+            )
         self.calls = 0
-        self._unread = b""
 
     def receive(self, seconds: float) -> Any:
-        """Read the next message; raises TimeLimitError or, at the end of the process, EOFError."""
-        assert self.process.stdout is not None
-        deadline = time.monotonic() + seconds
-        poll = select.poll()
-        poll.register(self.process.stdout, select.POLLIN)
-        while b"\n" not in self._unread:
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise TimeLimitError
-            chunk = os.read(self.process.stdout.fileno(), 1 << 16)
-            if not chunk:
-                raise EOFError
-            self._unread += chunk
-        line, self._unread = self._unread.split(b"\n", 1)
-        return json.loads(line)
+        """Read the next message; raises TimeLimitError or, at the end of the process, EOFError or OSError."""
+        if not self.connection.poll(seconds):
+            raise TimeLimitError
+        return json.loads(self.connection.recv_bytes())
 
     def send(self, message: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(message).encode() + b"\n")
-        self.process.stdin.flush()
-
-    def release(self) -> None:
-        """Close this process's ends of the pipes."""
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):
-                pipe.close()
+        self.connection.send_bytes(json.dumps(message).encode())
 
     def kill(self) -> int:
         """Kill the process; returns its exit status."""
         self.process.kill()
-        self.release()
+        self.connection.close()
         return self.process.wait()
 
 
@@ -103,7 +84,7 @@ class WorkerPool:
         time_limit: seconds for each call, from when a worker takes it.
     """
 
-    def __init__(self, function: str, *, time_limit: float, workers: int | None = None, memory: int = 4096) -> None:
+    def __init__(self, function: str, time_limit: float, workers: int | None = None, memory: int = 4096) -> None:
         """
         Args:
             function: `module:name` of a function that takes and returns JSON values. If the module has a function
@@ -128,7 +109,7 @@ class WorkerPool:
         _POOLS.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self._function, self.time_limit, self._workers, self._memory)
+        return WorkerPool, (self._function, self.time_limit, self._workers, self._memory)
 
     def call(self, *arguments: Any) -> Any:
         """Call the function with these arguments. Waits for a free worker, however long that takes.
@@ -166,10 +147,10 @@ class WorkerPool:
         self._end = weakref.finalize(self, _end, self._alive, os.getpid())
 
     def _forked(self) -> None:
-        """In a forked child: forget the parent's workers and close the inherited ends of their pipes."""
+        """In a forked child: forget the parent's workers and close the inherited ends of their connections."""
         self._end.detach()
         for worker in self._alive:
-            worker.release()
+            worker.connection.close()
             worker.process.returncode = 0  # not this process's child to wait for
         self._reset()
 
@@ -226,10 +207,6 @@ class WorkerPool:
 _POOLS: "weakref.WeakSet[WorkerPool]" = weakref.WeakSet()
 
 
-def _unpickled(function: str, time_limit: float, workers: int, memory: int) -> WorkerPool:
-    return WorkerPool(function, time_limit=time_limit, workers=workers, memory=memory)
-
-
 def _end(workers: set[_Worker], pid: int) -> None:
     if os.getpid() == pid:
         for worker in list(workers):
@@ -245,19 +222,14 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _serve(function: str, memory: int) -> None:
+def _serve(function: str, memory: int, connection: Connection) -> None:
     """Main loop of a worker: import, report it, answer until the parent is gone."""
     parent = os.getppid()
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(nowhere, standard)  # what libraries print must not be taken for answers
 
     def answer(message: Any) -> None:
-        line = json.dumps(message).encode() + b"\n"
+        line = json.dumps(message).encode()
         signal.setitimer(signal.ITIMER_REAL, 0)
-        answers.write(line)
-        answers.flush()
+        connection.send_bytes(line)
 
     try:
         module, _, name = function.partition(":")
@@ -273,14 +245,14 @@ def _serve(function: str, memory: int) -> None:
         return
     answer({"ready": True})
     while True:
-        # The pipe may stay open in another child of a host that was killed.
-        while not select.select([requests], [], [], 10.0)[0]:
+        # The connection may stay open in another child of a host that was killed.
+        while not connection.poll(10):
             if os.getppid() != parent:
                 return
-        line = requests.readline()
-        if not line:
+        try:
+            seconds, arguments = json.loads(connection.recv_bytes())
+        except (EOFError, OSError):
             return
-        seconds, arguments = json.loads(line)
         # The default action of SIGALRM ends the process, whatever it computes.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -291,4 +263,4 @@ def _serve(function: str, memory: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], int(sys.argv[2]))
+    _serve(sys.argv[1], int(sys.argv[2]), Connection(int(sys.argv[3])))

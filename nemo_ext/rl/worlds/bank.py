@@ -14,10 +14,9 @@ from pydantic import Field
 from nemo_ext.chat.tool_calls import Style
 from nemo_ext.job.seeds import generator
 from nemo_ext.rl.environments import Environment
-from nemo_ext.rl.worlds.world import Database, Row, Text, ToolError, World, world_environment
+from nemo_ext.rl.worlds.world import Database, Row, Text, ToolError, World, one_of, paged, world_environment
 
 TODAY = date(2025, 6, 18)
-_PAGE = 8
 
 NAMES = (
     *("Anna Keller", "Boris Ivanov", "Chiara Conti", "David Moyo", "Emma Larsen", "Felix Braun", "Giulia Ferri"),
@@ -86,8 +85,7 @@ def list_transactions(
         if row["account"] == account_id
     ]
     found.sort(key=lambda row: (row["day"], row["id"]), reverse=True)
-    pages = max(1, -(-len(found) // _PAGE))
-    return {"found": len(found), "page": page, "pages": pages, "rows": found[(page - 1) * _PAGE : page * _PAGE]}
+    return paged(found, page, 8)
 
 
 def list_disputes(database: Database, customer_id: Id) -> Any:
@@ -191,9 +189,6 @@ def build(seed: int) -> dict[str, dict[str, dict[str, Any]]]:
     def number(low: int, high: int) -> int:
         return int(random.integers(low, high))
 
-    def one(choices: tuple[str, ...]) -> str:
-        return choices[number(0, len(choices))]
-
     tables: dict[str, dict[str, dict[str, Any]]] = {
         name: {} for name in ("customers", "accounts", "cards", "transactions", "disputes")
     }
@@ -202,7 +197,7 @@ def build(seed: int) -> dict[str, dict[str, dict[str, Any]]]:
         tables["customers"][customer] = {
             "name": str(name),
             "birth_date": (date(1950, 1, 1) + timedelta(days=number(0, 365 * 50))).isoformat(),
-            "address": f"{number(1, 90)} {one(STREETS)}",
+            "address": f"{number(1, 90)} {one_of(random, STREETS)}",
             "verified": False,
             "failed_checks": 0,
         }

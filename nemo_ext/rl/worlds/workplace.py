@@ -4,21 +4,20 @@ databases, 26 tools", adapted from WorkBench).
 The tools are those of a small office, as in NeMo Gym's workplace_assistant; data, names and wording are this package's.
 """
 
-from collections.abc import Mapping
 from datetime import datetime, timedelta
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from nemo_ext.chat.tool_calls import Style
 from nemo_ext.job.seeds import generator
 from nemo_ext.rl.environments import Environment
-from nemo_ext.rl.worlds.world import Database, Row, Text, ToolError, World, world_environment
+from nemo_ext.rl.worlds.world import Database, Row, Text, ToolError, World, one_of, paged, world_environment
 
 NOW = datetime(2025, 6, 18, 9, 0)
 _MINUTES, _DAY = "%Y-%m-%d %H:%M", "%Y-%m-%d"
-_PAGE = 5
+_LAST = "9"  # after all days and times as texts
 
 PEOPLE = (
     *("Aisha Khan", "Bruno Costa", "Carla Rossi", "Daniel Weber", "Elena Petrova", "Farid Haddad", "Grace Okafor"),
@@ -37,22 +36,40 @@ WORK = (
     *("Document the API", "Replace old logo", "Plan user interviews", "Check backups"),
 )
 COMPANIES = ("Altona Foods", "Brightwater", "Cobalt Labs", "Delta Print", "Eastgate", "Fjord Energy", "Granite Works")
-PRODUCTS = ("Starter", "Team", "Business")
 
 Board = Literal["Website", "Mobile", "Back end", "Marketing"]
-BOARDS: tuple[Board, ...] = ("Website", "Mobile", "Back end", "Marketing")
 State = Literal["Backlog", "In progress", "In review", "Done"]
-STATES: tuple[State, ...] = ("Backlog", "In progress", "In review", "Done")
 Status = Literal["Lead", "Qualified", "Proposal", "Won", "Lost"]
-STATUSES: tuple[Status, ...] = ("Lead", "Qualified", "Proposal", "Won", "Lost")
 Product = Literal["Starter", "Team", "Business"]
 Source = Literal["search", "social", "referral", "direct"]
-SOURCES: tuple[Source, ...] = ("search", "social", "referral", "direct")
 Metric = Literal["visits", "engaged_visits", "session_minutes"]
+BOARDS, STATES, STATUSES, PRODUCTS, SOURCES = map(get_args, (Board, State, Status, Product, Source))
 
-Address = Annotated[str, Field(description="an email address", max_length=200, min_length=3)]
-Day = Annotated[str, Field(description="a day as YYYY-MM-DD", max_length=10)]
-Time = Annotated[str, Field(description="a time as YYYY-MM-DD HH:MM", max_length=16)]
+
+def _address(text: str) -> str:
+    before, at, after = text.casefold().strip().partition("@")
+    if not (before and at and "." in after) or any(character.isspace() for character in before + after):
+        raise ToolError(f"{text!r} is no email address")
+    return f"{before}@{after}"
+
+
+def _time(form: str, shown: str) -> AfterValidator:
+    """Check that a text is a time in a form, and write it as all others."""
+
+    def checked(text: str) -> str:
+        try:
+            return datetime.strptime(text, form).strftime(form)
+        except ValueError:
+            raise ToolError(f"{text!r} is no time as {shown}") from None
+
+    return AfterValidator(checked)
+
+
+Address = Annotated[str, Field(description="an email address", max_length=200, min_length=3), AfterValidator(_address)]
+Day = Annotated[str, Field(description="a day as YYYY-MM-DD", max_length=10), _time(_DAY, "YYYY-MM-DD")]
+Time = Annotated[
+    str, Field(description="a time as YYYY-MM-DD HH:MM", max_length=16), _time(_MINUTES, "YYYY-MM-DD HH:MM")
+]
 Query = Annotated[str, Field(description="words that must all be found; empty for all", max_length=200)]
 Page = Annotated[int, Field(description="from 1, five rows a page", ge=1, le=1000)]
 Minutes = Annotated[int, Field(description="length in minutes", ge=5, le=600)]
@@ -88,9 +105,8 @@ def search_emails(
     page: Page = 1,
 ) -> Any:
     """Emails whose subject, body or correspondent hold all words, the latest first."""
-    low, high = _days(date_from, date_to)
-    found = _found(database, "emails", query, ("subject", "body", "correspondent"))
-    found = [row for row in found if (box is None or row["box"] == box) and low <= row["sent"][:10] <= high]
+    found = _found(database, "emails", query, ("subject", "body", "correspondent"), box=box)
+    found = [row for row in found if (date_from or "") <= row["sent"][:10] <= (date_to or _LAST)]
     return _page(sorted(found, key=lambda row: row["sent"], reverse=True), page)
 
 
@@ -133,9 +149,8 @@ def search_events(
     page: Page = 1,
 ) -> Any:
     """Events whose name or participant hold all words and that begin between the times, the earliest first."""
-    low = "" if time_from is None else _minute(time_from)
-    high = "9" if time_to is None else _minute(time_to)
-    found = [row for row in _found(database, "events", query, ("name", "participant")) if low <= row["start"] <= high]
+    found = _found(database, "events", query, ("name", "participant"))
+    found = [row for row in found if (time_from or "") <= row["start"] <= (time_to or _LAST)]
     return _page(sorted(found, key=lambda row: row["start"]), page)
 
 
@@ -146,7 +161,7 @@ def get_event(database: Database, event_id: Id) -> Any:
 
 def create_event(database: Database, name: Text, participant: Address, start: Time, minutes: Minutes) -> Any:
     """Put an event into the calendar."""
-    row = {"name": name, "participant": _address(participant), "start": _minute(start), "minutes": minutes}
+    row = {"name": name, "participant": participant, "start": start, "minutes": minutes}
     return {"id": database.insert("events", row, "event-")}
 
 
@@ -159,13 +174,7 @@ def update_event(
     minutes: Minutes | None = None,
 ) -> Any:
     """Change what is given of an event."""
-    given = {
-        "name": name,
-        "participant": None if participant is None else _address(participant),
-        "start": None if start is None else _minute(start),
-        "minutes": minutes,
-    }
-    return _update(database, "events", event_id, given)
+    return _update(database, "events", event_id, name=name, participant=participant, start=start, minutes=minutes)
 
 
 def delete_event(database: Database, event_id: Id) -> Any:
@@ -187,15 +196,8 @@ def search_tasks(
     page: Page = 1,
 ) -> Any:
     """Tasks whose name holds all words, by board, state, assignee and due day (before it), the earliest due first."""
-    _, high = _days(None, due_before)
-    found = [
-        row
-        for row in _found(database, "tasks", query, ("name",))
-        if (board is None or row["board"] == board)
-        and (state is None or row["state"] == state)
-        and (assigned_to is None or row["assigned_to"] == assigned_to.casefold())
-        and (due_before is None or row["due"] < high)
-    ]
+    found = _found(database, "tasks", query, ("name",), board=board, state=state, assigned_to=assigned_to)
+    found = [row for row in found if row["due"] < (due_before or _LAST)]
     return _page(sorted(found, key=lambda row: (row["due"], row["id"])), page)
 
 
@@ -207,7 +209,7 @@ def get_task(database: Database, task_id: Id) -> Any:
 def create_task(database: Database, name: Text, board: Board, state: State, assigned_to: Address, due: Day) -> Any:
     """Add a task to a board."""
     row = {"name": name, "board": board, "state": state, "assigned_to": _colleague(database, assigned_to)}
-    return {"id": database.insert("tasks", {**row, "due": _day(due)}, "task-")}
+    return {"id": database.insert("tasks", {**row, "due": due}, "task-")}
 
 
 def update_task(
@@ -220,14 +222,9 @@ def update_task(
     due: Day | None = None,
 ) -> Any:
     """Change what is given of a task."""
-    given = {
-        "name": name,
-        "board": board,
-        "state": state,
-        "assigned_to": None if assigned_to is None else _colleague(database, assigned_to),
-        "due": None if due is None else _day(due),
-    }
-    return _update(database, "tasks", task_id, given)
+    colleague = None if assigned_to is None else _colleague(database, assigned_to)
+    given = {"name": name, "board": board, "state": state, "assigned_to": colleague, "due": due}
+    return _update(database, "tasks", task_id, **given)
 
 
 def delete_task(database: Database, task_id: Id) -> Any:
@@ -248,13 +245,8 @@ def search_customers(
     page: Page = 1,
 ) -> Any:
     """Customers whose name, company or address hold all words, by status, product and assignee, by name."""
-    found = [
-        row
-        for row in _found(database, "customers", query, ("name", "company", "address"))
-        if (status is None or row["status"] == status)
-        and (product is None or row["product"] == product)
-        and (assigned_to is None or row["assigned_to"] == assigned_to.casefold())
-    ]
+    given = {"status": status, "product": product, "assigned_to": assigned_to}
+    found = _found(database, "customers", query, ("name", "company", "address"), **given)
     return _page(sorted(found, key=lambda row: (row["name"], row["id"])), page)
 
 
@@ -262,7 +254,7 @@ def add_customer(
     database: Database, name: Text, company: Text, address: Address, status: Status, product: Product
 ) -> Any:
     """Add a customer, who is assigned to you."""
-    row = {"name": name, "company": company, "address": _address(address), "status": status, "product": product}
+    row = {"name": name, "company": company, "address": address, "status": status, "product": product}
     return {"id": database.insert("customers", {**row, "assigned_to": ME}, "customer-")}
 
 
@@ -274,12 +266,8 @@ def update_customer(
     assigned_to: Address | None = None,
 ) -> Any:
     """Change what is given of a customer."""
-    given = {
-        "status": status,
-        "product": product,
-        "assigned_to": None if assigned_to is None else _colleague(database, assigned_to),
-    }
-    return _update(database, "customers", customer_id, given)
+    colleague = None if assigned_to is None else _colleague(database, assigned_to)
+    return _update(database, "customers", customer_id, status=status, product=product, assigned_to=colleague)
 
 
 def delete_customer(database: Database, customer_id: Id) -> Any:
@@ -293,8 +281,7 @@ def delete_customer(database: Database, customer_id: Id) -> Any:
 
 def list_visits(database: Database, day: Day, page: Page = 1) -> Any:
     """The visits of one day."""
-    wanted = _day(day)
-    return _page([{"id": key, **row} for key, row in database.rows("visits") if row["day"] == wanted], page)
+    return _page(_found(database, "visits", "", (), day=day), page)
 
 
 def count_visits(database: Database, date_from: Day, date_to: Day, source: Source | None = None) -> Any:
@@ -315,8 +302,7 @@ def average_session_minutes(database: Database, date_from: Day, date_to: Day, so
 
 def create_plot(database: Database, metric: Metric, kind: Literal["bar", "line"], date_from: Day, date_to: Day) -> Any:
     """Make a plot of a metric from one day to another and keep it."""
-    low, high = _days(date_from, date_to)
-    row = {"metric": metric, "kind": kind, "from": low, "to": high}
+    row = {"metric": metric, "kind": kind, "from": date_from, "to": date_to}
     return {"id": database.insert("plots", row, "plot-")}
 
 
@@ -325,21 +311,17 @@ def build(seed: int) -> dict[str, dict[str, dict[str, Any]]]:
     random = generator(seed, "workplace")
     staff = [str(person) for person in random.choice(PEOPLE, size=10, replace=False)]
     tables: dict[str, dict[str, dict[str, Any]]] = {
-        "directory": {f"person-{n}": {"name": name, "address": address(name)} for n, name in enumerate(staff, start=1)},
-        "emails": {},
-        "events": {},
-        "tasks": {},
-        "customers": {},
-        "visits": {},
-        "plots": {},
+        name: {} for name in ("directory", "emails", "events", "tasks", "customers", "visits", "plots")
     }
+    for n, name in enumerate(staff, start=1):
+        tables["directory"][f"person-{n}"] = {"name": name, "address": address(name)}
 
     def person() -> str:
-        return address(_one(random, staff))
+        return address(one_of(random, staff))
 
     # One moment or day each, so that "the last" and "the first" are one.
     for n, hour in enumerate(np.sort(random.choice(24 * 30, size=24, replace=False)), start=1):
-        subject = _one(random, SUBJECTS)
+        subject = one_of(random, SUBJECTS)
         tables["emails"][f"email-{n}"] = {
             "box": "sent" if random.random() < 0.2 else "inbox",
             "correspondent": person(),
@@ -352,34 +334,34 @@ def build(seed: int) -> dict[str, dict[str, dict[str, Any]]]:
     for n, slot in enumerate(np.sort(random.choice(40 * 8, size=20, replace=False)), start=1):
         start = NOW + timedelta(days=int(slot // 8), hours=int(slot % 8))
         tables["events"][f"event-{n}"] = {
-            "name": _one(random, MEETINGS),
+            "name": one_of(random, MEETINGS),
             "participant": person(),
             "start": start.strftime(_MINUTES),
             "minutes": int(random.choice([30, 45, 60])),
         }
     for n, day in enumerate(random.choice(np.arange(-20, 40), size=24, replace=False), start=1):
         tables["tasks"][f"task-{n}"] = {
-            "name": _one(random, WORK),
-            "board": _one(random, BOARDS),
-            "state": _one(random, STATES),
+            "name": one_of(random, WORK),
+            "board": one_of(random, BOARDS),
+            "state": one_of(random, STATES),
             "assigned_to": person(),
             "due": (NOW + timedelta(days=int(day))).strftime(_DAY),
         }
     strangers = [name for name in PEOPLE if name not in staff]
     for n, name in enumerate(strangers, start=1):
-        company = _one(random, COMPANIES)
+        company = one_of(random, COMPANIES)
         tables["customers"][f"customer-{n}"] = {
             "name": name,
             "company": company,
             "address": f"{name.split()[0].lower()}@{company.lower().replace(' ', '')}.example",
-            "status": _one(random, STATUSES),
-            "product": _one(random, PRODUCTS),
+            "status": one_of(random, STATUSES),
+            "product": one_of(random, PRODUCTS),
             "assigned_to": person(),
         }
     for n in range(1, 61):
         tables["visits"][f"visit-{n}"] = {
             "day": (NOW - timedelta(days=int(random.integers(1, 15)))).strftime(_DAY),
-            "source": _one(random, SOURCES),
+            "source": one_of(random, SOURCES),
             "engaged": bool(random.random() < 0.4),
             "minutes": int(random.integers(1, 30)),
         }
@@ -418,20 +400,15 @@ def environment(*, max_turns: int = 6, style: Style = "any") -> Environment:
 
 def visits(database: Database, date_from: str, date_to: str, source: str | None) -> list[Row]:
     """Visits between two days, both included, from one source or from all."""
-    low, high = _days(date_from, date_to)
-    return [
-        row
-        for _, row in database.rows("visits")
-        if low <= row["day"] <= high and (source is None or row["source"] == source)
-    ]
+    return [row for row in _found(database, "visits", "", (), source=source) if date_from <= row["day"] <= date_to]
 
 
 def _sent(database: Database, recipient: str, subject: str, body: str) -> Any:
-    row = {"box": "sent", "correspondent": _address(recipient), "subject": subject, "body": body}
+    row = {"box": "sent", "correspondent": recipient, "subject": subject, "body": body}
     return {"id": database.insert("emails", {**row, "sent": NOW.strftime(_MINUTES)}, "email-")}
 
 
-def _update(database: Database, table: str, key: str, given: Mapping[str, Any]) -> Any:
+def _update(database: Database, table: str, key: str, **given: Any) -> Any:
     values = {name: value for name, value in given.items() if value is not None}
     if not values:
         raise ToolError("nothing to change is given")
@@ -439,12 +416,14 @@ def _update(database: Database, table: str, key: str, given: Mapping[str, Any]) 
     return {"id": key, **database.get(table, key)}
 
 
-def _found(database: Database, table: str, query: str, columns: tuple[str, ...]) -> list[Row]:
+def _found(database: Database, table: str, query: str, columns: tuple[str, ...], **given: Any) -> list[Row]:
+    """Rows whose columns hold all words of the query, and that have the given values; None for any."""
     words = query.casefold().split()
     return [
         {"id": key, **row}
         for key, row in database.rows(table)
         if _holds(" ".join(row[column] for column in columns), words)
+        and all(value is None or row[name] == value for name, value in given.items())
     ]
 
 
@@ -454,42 +433,10 @@ def _holds(text: str, words: list[str]) -> bool:
 
 
 def _page(rows: list[Row], page: int) -> Any:
-    pages = max(1, -(-len(rows) // _PAGE))
-    return {"found": len(rows), "page": page, "pages": pages, "rows": rows[(page - 1) * _PAGE : page * _PAGE]}
+    return paged(rows, page, 5)
 
 
-def _days(low: str | None, high: str | None) -> tuple[str, str]:
-    return ("" if low is None else _day(low)), ("9" if high is None else _day(high))
-
-
-def _day(text: str) -> str:
-    return _time(text, _DAY, "YYYY-MM-DD")
-
-
-def _minute(text: str) -> str:
-    return _time(text, _MINUTES, "YYYY-MM-DD HH:MM")
-
-
-def _time(text: str, form: str, shown: str) -> str:
-    try:
-        return datetime.strptime(text, form).strftime(form)
-    except ValueError:
-        raise ToolError(f"{text!r} is no time as {shown}") from None
-
-
-def _address(text: str) -> str:
-    before, at, after = text.casefold().strip().partition("@")
-    if not (before and at and "." in after) or any(character.isspace() for character in before + after):
-        raise ToolError(f"{text!r} is no email address")
-    return f"{before}@{after}"
-
-
-def _colleague(database: Database, text: str) -> str:
-    wanted = _address(text)
-    if wanted != ME and all(row["address"] != wanted for _, row in database.rows("directory")):
-        raise ToolError(f"nobody here has the address {wanted}")
-    return wanted
-
-
-def _one(random: np.random.Generator, choices: Any) -> str:
-    return str(choices[int(random.integers(len(choices)))])
+def _colleague(database: Database, address: str) -> str:
+    if address != ME and all(row["address"] != address for _, row in database.rows("directory")):
+        raise ToolError(f"nobody here has the address {address}")
+    return address

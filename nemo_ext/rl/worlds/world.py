@@ -14,12 +14,13 @@ from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Annotated, Any, get_type_hints
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import Message, ToolCall
 from nemo_ext.chat.tool_calls import Style, calls_of, read_openai_calls
-from nemo_ext.job.settings import check_keys, checked_whole, nearest
+from nemo_ext.job.settings import checked, checked_whole, nearest
 from nemo_ext.rl.answers import final_answer, final_line, last_boxed
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.verdict import Verdict
@@ -27,6 +28,7 @@ from nemo_ext.rl.verifiers.tool_calls import check_style
 
 Row = Mapping[str, Any]
 Tables = Mapping[str, Mapping[str, Row]]
+Call = dict[str, Any]
 Changed = dict[tuple[str, str], dict[str, Any] | None]
 
 Text = Annotated[str, Field(min_length=1, max_length=10_000)]
@@ -115,6 +117,17 @@ class Database:
         return {table: sorted(rows) for table, rows in sorted(made.items())}
 
 
+def one_of(random: np.random.Generator, choices: Sequence[Any]) -> Any:
+    """One of the choices, drawn with one number."""
+    return choices[int(random.integers(len(choices)))]
+
+
+def paged(rows: Sequence[Row], page: int, size: int) -> dict[str, Any]:
+    """A tool's answer: one page of the rows, and how many there are."""
+    pages = max(1, -(-len(rows) // size))
+    return {"found": len(rows), "page": page, "pages": pages, "rows": rows[(page - 1) * size : page * size]}
+
+
 @dataclass(frozen=True)
 class Tool:
     """A function that a model may call.
@@ -163,7 +176,7 @@ class Tool:
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             place = ".".join(str(part) for part in first["loc"])[:80]
-            raise ToolError(f"{place or 'arguments'}: {first['msg']}") from None
+            raise ToolError(f"{place or 'arguments'}: {first['msg'].removeprefix('Value error, ')}") from None
         return self.run(database, **{name: getattr(checked, name) for name in self.arguments.model_fields})
 
 
@@ -229,36 +242,43 @@ class Reference:
     answer: str = ""
 
 
+@dataclass(frozen=True)
+class _Given:
+    """A reference as a task has it."""
+
+    seed: Annotated[int, Field(ge=0)]
+    calls: list[Any]
+    user: tuple[str, ...] = ()
+    answer: str = ""
+
+
 def check(world: World, reference: Mapping[str, Any]) -> Reference:
     """Parse a reference: {seed, calls: [{name, arguments}], user: [text], answer: text}.
 
     Raises:
         ValueError: naming the key, what it holds and what it may hold; a call is refused; the task asks for nothing.
     """
-    check_keys(reference, ("seed", "calls", "user", "answer"), required=("seed", "calls"), where="reference")
-    seed = checked_whole("reference.seed", reference["seed"], least=0)
-    given, user, answer = reference["calls"], reference.get("user", ()), reference.get("answer", "")
-    if not isinstance(given, list | tuple):
-        raise ValueError(f"reference.calls must be a list of {{name, arguments}}, not {given!r}")
-    if not isinstance(user, list | tuple) or not all(isinstance(text, str) for text in user):
-        raise ValueError(f"reference.user must be a list of texts, not {user!r}")
-    if not isinstance(answer, str):
-        raise ValueError(f"reference.answer must be a text, not {answer!r}")
-    read = read_openai_calls(given)
+    given = checked(_Given, reference, where="reference")
+    read = read_openai_calls(given.calls)
     if read.problems:
         raise ValueError(f"reference.calls: {read.problems[0]}")
-    database = world.database(seed)
+    database = world.database(given.seed)
     for index, call in enumerate(read.calls):
         try:
             world.carry_out(database, call)
         except ToolError as error:
             raise ValueError(f"reference.calls[{index}]: {call.name}: {error}") from None
     changes = database.changes()
-    if not changes and not _plain(answer):
+    if not changes and not _plain(given.answer):
         raise ValueError(
             "reference: its calls change nothing and no answer is asked for: whoever does nothing is right"
         )
-    return Reference(seed=seed, calls=read.calls, changes=changes, user=tuple(user), answer=answer)
+    return Reference(seed=given.seed, calls=read.calls, changes=changes, user=given.user, answer=given.answer)
+
+
+def call_of(tool: str, /, **arguments: Any) -> Call:
+    """A call as a reference has it."""
+    return {"name": tool, "arguments": arguments}
 
 
 def solution_calls(reference: Mapping[str, Any]) -> tuple[ToolCall, ...]:

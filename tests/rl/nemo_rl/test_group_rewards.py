@@ -173,7 +173,7 @@ def test_an_empty_answer_is_no_short_one() -> None:
     [
         ({"advantage": {"baseline": "median"}}, "advantage.baseline: unknown 'median'"),
         ({"advantage": {"normalize": "std"}}, "did you mean 'normalise'"),
-        ({"group": {"length_control": {"percentile": 200}}}, "percentile must be from 0 to 100"),
+        ({"group": {"length_control": {"percentile": 200}}}, "percentile=200"),
         ({"group": {"lenght_control": {}}}, "did you mean 'length_control'"),
         ({"generations": 1}, "at least 2 generations"),
     ],

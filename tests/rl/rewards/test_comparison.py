@@ -295,7 +295,7 @@ def test_lengths_are_as_many_as_responses() -> None:
 
 @pytest.mark.parametrize("wrong", [{"thinking": -1}, {"answer_bonus": math.nan}, {"percentile": 101}])
 def test_control_is_checked(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=f"length control: {next(iter(wrong))}"):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
         LengthControl(**wrong)
 
 

@@ -284,12 +284,12 @@ def test_outputs_compare_by_lines_and_words(mine: bytes, expected: bytes, same: 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"language": "pythn"}, r"reference.language: unknown 'pythn': did you mean 'python'"),
-        ({"style": None}, r"reference.style: unknown None"),
-        ({"tests": []}, r"reference.tests must be a list of at least one test, not \[\]"),
+        ({"language": "pythn"}, "reference: language='pythn'.*'python'"),
+        ({"style": None}, "reference: style=None"),
+        ({"tests": []}, r"reference: tests=\[\].*at least 1"),
         ({"tests": [{"input": "1"}]}, r"reference.tests\[0\]: the key 'output' is missing"),
-        ({"tests": [{"input": 1, "output": ""}]}, r"reference.tests\[0\].input must be a text, not 1"),
-        ({"tests": [{"input": "", "output": "", "tolerance": 2}]}, r"tests\[0\].tolerance must be a number from 0"),
+        ({"tests": [{"input": 1, "output": ""}]}, r"reference.tests\[0\]: input=1: .*string"),
+        ({"tests": [{"input": "", "output": "", "tolerance": 2}]}, r"tests\[0\]: tolerance=2: .*less than 1"),
         ({"tests": SQUARE["tests"] * 20}, r"reference.tests has 60 tests, more than max_tests \(50\)"),
         ({"function": "f"}, r"reference.function is for style function"),
         ({"limits": {"seconds": 1}}, r"reference.limits: unknown key 'seconds': did you mean"),
@@ -306,7 +306,7 @@ def test_a_reference_that_cannot_be_used_is_refused(change: dict[str, Any], mess
     [
         ({"language": "cpp"}, r"reference.language must be python for style function, not 'cpp'"),
         ({"function": "a b"}, r"reference.function must be the function's name, not 'a b'"),
-        ({"tests": [{"args": 1, "expected": 1}]}, r"reference.tests\[0\].args must be a list, not 1"),
+        ({"tests": [{"args": 1, "expected": 1}]}, r"reference.tests\[0\]: args=1: .*list"),
         ({"tests": [{"args": [], "expected": float("nan")}]}, r"tests\[0\]: args, kwargs and expected must be values"),
     ],
 )

@@ -54,10 +54,10 @@ def test_a_score_that_is_not_known_is_no_term() -> None:
     ("reference", "said"),
     [
         ({}, "ranking"),
-        ({"ranking": None}, "reference.ranking must be a number, not None"),
-        ({"ranking": 7}, "ranking=7: expected 1 to 6"),
-        ({**TRUTH, "score_1": 0}, "helpfulness=0: expected 1 to 5"),
-        ({**TRUTH, "score_2": "4"}, "reference.score_2 must be a number, not '4'"),
+        ({"ranking": None}, "reference: ranking=None"),
+        ({"ranking": 7}, "ranking=7.0: expected 1 to 6"),
+        ({**TRUTH, "score_1": 0}, "helpfulness=0.0: expected 1 to 5"),
+        ({**TRUTH, "score_2": "4"}, "reference: score_2='4'"),
         ({**TRUTH, "scores": 4}, "did you mean"),
     ],
 )

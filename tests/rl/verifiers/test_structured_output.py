@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.environments import Environment, make
 from nemo_ext.rl.verdict import Verdict
-from nemo_ext.rl.verifiers.structured_output import NotJsonError, check, depth, parse, strictly, unfenced
+from nemo_ext.rl.verifiers.structured_output import NotJsonError, check, parse, strictly, unfenced
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -92,18 +92,15 @@ def test_deep_nesting_is_wrong(structured: Environment, bomb: str) -> None:
     assert verdict(structured, bomb, {}).outcome == "wrong"
 
 
-def test_depth_counts_brackets_outside_of_strings() -> None:
-    assert depth('[{"a[[[": ["\\"[[", 1]}]') == 3
-    assert depth('"[[[[') == 0
-    assert depth("]]]][[") == 0
-
-
 @given(st.recursive(st.none() | st.text() | st.floats(allow_nan=False), st.lists, max_leaves=30))
 def test_depth_is_that_of_the_value(value: Any) -> None:
     def nested(part: Any) -> int:
         return 1 + max(map(nested, part), default=0) if isinstance(part, list) else 0
 
-    assert depth(json.dumps(value)) == nested(value)
+    text = json.dumps([value])
+    assert parse(text, max_depth=1 + nested(value)) == [value]
+    with pytest.raises(NotJsonError, match="nested deeper"):
+        parse(text, max_depth=nested(value))
 
 
 @given(st.text() | st.text(alphabet='[]{}",:0e-\\u tn', max_size=40))

@@ -253,14 +253,14 @@ def test_a_long_answer_is_cut() -> None:
     ("reference", "message"),
     [
         ({"seed": 0}, "calls"),
-        ({"seed": -1, "calls": []}, r"reference\.seed"),
-        ({"seed": 0, "calls": MOVE}, r"reference\.calls must be a list"),
+        ({"seed": -1, "calls": []}, "reference: seed=-1"),
+        ({"seed": 0, "calls": MOVE}, "reference: calls=.*list"),
         ({"seed": 0, "calls": [{"name": "move"}]}, r"reference\.calls\[0\]: move: book"),
         ({"seed": 0, "calls": [{"name": 1}]}, r"reference\.calls: "),
         ({"seed": 0, "calls": []}, "does nothing is right"),
         ({"seed": 0, "calls": [{"name": "find", "arguments": {"title": "Dune"}}]}, "does nothing is right"),
-        ({"seed": 0, "calls": [MOVE], "user": "Yes."}, r"reference\.user"),
-        ({"seed": 0, "calls": [MOVE], "answer": 2}, r"reference\.answer"),
+        ({"seed": 0, "calls": [MOVE], "user": "Yes."}, "reference: user='Yes.'"),
+        ({"seed": 0, "calls": [MOVE], "answer": 2}, "reference: answer=2"),
         ({"seed": 0, "calls": [MOVE], "usr": []}, "did you mean 'user'"),
     ],
 )
