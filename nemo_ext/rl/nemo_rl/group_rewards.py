@@ -27,6 +27,7 @@ from unittest.mock import patch
 import torch
 
 from nemo_ext.chat.response import CLOSE, parse_response
+from nemo_ext.rl.episodes import Episode
 from nemo_ext.rl.groups import GroupReward, Member
 from nemo_ext.rl.nemo_rl import compat
 
@@ -208,14 +209,15 @@ def lengths(log: Sequence[Mapping[str, Any]], marker: Sequence[int], *, opened: 
 
 
 def _member(log: Sequence[Mapping[str, Any]], reward: float, info: Mapping[str, Any], marker: Sequence[int]) -> Member:
-    opened = bool(info.get("thinking_opened"))
+    episode: Episode = info["episode"]
+    opened = episode.thinking_opened
     thinking, answer = lengths(log, marker, opened=opened)
     said = [message["content"] for message in log if message["role"] == "assistant"]
     return Member(
         reward=reward,
         thinking_tokens=thinking,
         answer_tokens=answer,
-        prompt=tuple(info.get("prompt", ())),
+        prompt=episode.task.prompt,
         response=parse_response(said[-1] if said else "", thinking_opened=opened),
     )
 

@@ -9,7 +9,6 @@ import copy
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from nemo_ext.rl.nemo_rl.group_rewards import scored
 from nemo_ext.rl.nemo_rl.group_settings import groups_of
 from nemo_ext.rl.nemo_rl.pairs import PairDataset, read_pairs
 from nemo_ext.rl.nemo_rl.register import PREFIX, register
-from nemo_ext.rl.plan import PlannedTasks, TaskFile, check_references, plan_tasks
+from nemo_ext.rl.plan import PlannedTasks, check_references, plan_tasks, validation_tasks
 from nemo_ext.rl.prompts import Prompts
 
 ALGORITHMS = ("grpo", "rloo", "dpo", "rpo")
@@ -105,25 +104,26 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> 
         spare = grpo["async_grpo"]["max_trajectory_age_steps"] + 2
     prompts = int(grpo["num_prompts_per_step"] * (grpo.get("batch_multiplier") or 1))
     train = plan_tasks(config["tasks"]["train"], steps=steps, prompts=prompts, spare=spare)
-    validation = _validation(config["tasks"].get("validation"))
+    validation = None
+    if (given := config["tasks"].get("validation")) is not None:
+        check_keys(given, ("path",), required=("path",), where="tasks.validation")
+        validation = validation_tasks(given["path"])
     # The order is the dataset's; shuffling again would break quotas and curricula.
     master["data"]["shuffle"] = False
     if validation is None and (grpo["val_period"] > 0 or grpo["val_at_start"]):
         raise ValueError("grpo.val_period, grpo.val_at_start: give tasks.validation, or set them to 0 and false")
 
-    settings = _environment_settings(config, master, tokenizer, [train, *([] if validation is None else [validation])])
-    template = config.get("template")
-    reads = Prompts.of_tokenizer(tokenizer) if template is None else Prompts.load(template, eos=tokenizer.eos_token)
+    planned = [tasks for tasks in (train, validation) if tasks is not None]
+    settings = _environment_settings(config, master, tokenizer, planned)
+    reads = Prompts.of(tokenizer, config.get("template"))
     made = {
         name: Episodes({key: given[key] for key in EPISODE_KEYS if key in given}, reads)
         for name, given in settings.items()
     }
     check_judges((episodes.environment for episodes in made.values()), config.get("group") or {})
-    for tasks in (train, validation):
-        if tasks is not None:
-            check_references(tasks, lambda task: made[task.environment].check(task))
-    with_prompt = (config.get("group") or {}).get("judge") is not None
-    processor = TaskProcessor(reads, with_prompt)
+    for tasks in planned:
+        check_references(tasks, lambda task: made[task.environment].check(task))
+    processor = TaskProcessor(reads)
     max_length = master["data"].get("max_input_seq_length")
     datasets = [
         None if tasks is None else _processed(tasks, settings, tokenizer, processor, max_length)
@@ -154,10 +154,7 @@ def _dpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, *, w
     check_keys(given, ("train", "validation", "rendered"), required=("train",), where="pairs")
     if with_rewards != (config.get("rpo") is not None):
         raise ValueError("rpo: {eta, distance} belongs to algorithm=rpo, which needs it")
-    template = config.get("template")
-    reads = None
-    if not given.get("rendered"):
-        reads = Prompts.of_tokenizer(tokenizer) if template is None else Prompts.load(template)
+    reads = None if given.get("rendered") else Prompts.of(tokenizer, config.get("template"))
     max_length = master["data"].get("max_input_seq_length")
     train, *validation = (
         PairDataset(read_pairs(given[key], reads, with_rewards=with_rewards), tokenizer, max_length)
@@ -217,16 +214,6 @@ class WithEnvironments:
         }
         if named:
             self._log(named, step, prefix=f"{prefix}/environments")
-
-
-def _validation(given: Mapping[str, Any] | None) -> PlannedTasks | None:
-    if given is None:
-        return None
-    check_keys(given, ("path",), required=("path",), where="tasks.validation")
-    file = TaskFile(given["path"])
-    return PlannedTasks(
-        {"validation": file}, {"validation": Fraction(1)}, steps=len(file), prompts=1, seed=0, shuffle=False
-    )
 
 
 def _environment_settings(

@@ -21,7 +21,7 @@ from nemo_ext.rl.algorithms import Algorithm, EnvironmentUse, PolicyGradient
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.groups import check_judges, group_reward
-from nemo_ext.rl.plan import PlannedTasks, TaskFile, check_references, plan_tasks
+from nemo_ext.rl.plan import PlannedTasks, check_references, plan_tasks, validation_tasks
 from nemo_ext.rl.precision import Precision
 from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.task import Task
@@ -145,16 +145,16 @@ def _own_settings(config: Mapping[str, Any], algorithm: Algorithm, *, resumed: b
 
 def _tasks(
     config: Mapping[str, Any], algorithm: PolicyGradient, settings: Mapping[str, Any], tokenizer: Any
-) -> tuple[Rollouts, PlannedTasks, TaskFile | None]:
+) -> tuple[Rollouts, PlannedTasks, PlannedTasks | None]:
     """Rollouts, the tasks of every step, and the validation tasks."""
-    prompts = Prompts.of_tokenizer(tokenizer) if config["template"] is None else Prompts.load(config["template"])
+    prompts = Prompts.of(tokenizer, config["template"])
     if not algorithm.steps:
         raise ValueError("rl.schedule.steps=null: say how many steps to train")
     train = plan_tasks(config["tasks"]["train"], steps=algorithm.steps, prompts=algorithm.prompts_per_step)
-    validation = None
-    if config["tasks"].get("validation"):
-        validation = TaskFile(config["tasks"]["validation"]["path"])
-    found = {*train.environments(), *(validation.environments if validation else ())}
+    given = config["tasks"].get("validation")
+    validation = validation_tasks(given["path"]) if given else None
+    planned = [tasks for tasks in (train, validation) if tasks is not None]
+    found = {name for tasks in planned for name in tasks.environments()}
     uses = algorithm.environments or {name: EnvironmentUse() for name in found}
     for name in sorted(found):
         if name not in uses:
@@ -163,14 +163,8 @@ def _tasks(
     group = algorithm.group.settings() if algorithm.group else {}
     over_groups = group_reward(group)
     check_judges((episodes.environment for episodes in environments.values()), group)
-    check_references(train, lambda task: environments[task.environment].check(task))
-    if validation is not None:
-        for row in range(len(validation)):
-            task = validation[row]
-            try:
-                environments[task.environment].check(task)
-            except ValueError as error:
-                raise ValueError(f"{validation.path}: task {task.id}: {error}") from error
+    for tasks in planned:
+        check_references(tasks, lambda task: environments[task.environment].check(task))
     rollouts = Rollouts(
         tokenizer=tokenizer,
         prompts=prompts,

@@ -15,7 +15,7 @@ from nemo_ext.job.progress import notice
 from nemo_ext.job.settings import check_keys
 from nemo_ext.memory.sampler import Phases
 from nemo_ext.rl.algorithms import PolicyGradient, Preference
-from nemo_ext.rl.plan import PlannedTasks, TaskFile
+from nemo_ext.rl.plan import PlannedTasks
 from nemo_ext.rl.trl.rollouts import Rollout, Rollouts
 
 
@@ -72,7 +72,7 @@ def policy_gradient(
     tokenizer: Any,
     rollouts: Rollouts,
     train: PlannedTasks,
-    validation: TaskFile | None,
+    validation: PlannedTasks | None,
 ) -> GRPOTrainer | RLOOTrainer:
     """Make a GRPO or RLOO trainer on tasks.
 
@@ -196,7 +196,7 @@ def _config(kind: type, settings: Mapping[str, Any]) -> Any:
     return kind(**settings)
 
 
-def _dataset(rollouts: Rollouts, tasks: PlannedTasks | TaskFile) -> Dataset:
+def _dataset(rollouts: Rollouts, tasks: PlannedTasks) -> Dataset:
     return Dataset.from_dict({"prompt": [rollouts.prompt(tasks[number]) for number in range(len(tasks))]})
 
 
