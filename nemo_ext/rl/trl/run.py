@@ -5,7 +5,6 @@ import shutil
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib import import_module
 from math import gcd
 from pathlib import Path
@@ -80,8 +79,8 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
     rendered = render(algorithm, micro_batch=micro_batch, by_adapter=BY_ADAPTER)
     if Precision.from_config(config) is not None:
         reason = "TRL trains and generates in the model's own type; that is done instead (engine=nemo_rl has FP8)"
-        rendered = replace(rendered, inexpressible={**rendered.inexpressible, "precision_plan": reason})
-    rendered = rendered.settled(config["on_inexpressible"])
+        rendered.cannot("precision_plan", reason)
+    rendered.settled(config["on_inexpressible"])
     checkpoint = _last_checkpoint(run_dir / CHECKPOINTS)
     own = _own_settings(config, algorithm, resumed=checkpoint is not None)
     settings = {**rendered.settings, **own, **(config["trl"] or {})}
