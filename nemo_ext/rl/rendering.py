@@ -43,7 +43,10 @@ class Rendered:
             rounds = algorithm.online.rounds if algorithm.online else algorithm.rounds
             adapter["data"] = {"max_prompt_tokens": algorithm.lengths.prompt, "rounds": rounds}
             if algorithm.online is not None:
-                self.cannot("online", "pairs are read; generate, judge and train on the pairs in turn instead")
+                self.cannot(
+                    "online",
+                    "pairs are read, not generated while training; generate, judge and train on the pairs in turn instead",
+                )
             return
         adapter["environments"] = {
             name: {"reward": use.reward, **({"settings": dict(use.settings)} if use.settings else {})}

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+from nemo_ext.rl.environments import ENVIRONMENTS
 from nemo_ext.rl.job import SAVE_BY
 
 # Return values of grpo.setup, in order. 0.5 and 0.6:
@@ -29,6 +30,9 @@ _THIRTEEN = (
 _NINE = "policy cluster dataloader val_dataloader loss_fn logger checkpointer save_state config"
 
 
+PREFIX = "nemo_ext_"
+"""Beginning of our environments' names in NeMo-RL."""
+ACTOR = "nemo_ext.rl.nemo_rl.environment.TaskEnvironmentActor"
 _MEGATRON_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
 
 
@@ -244,6 +248,30 @@ def _megatron_python() -> str:
 def is_async(config: Any) -> bool:
     """True if a master config asks for asynchronous GRPO."""
     return bool(setting(config, "grpo", "async_grpo", "enabled"))
+
+
+def register() -> list[str]:
+    """Make every environment known to NeMo-RL, and their actor to its registry of Python executables.
+
+    Both are needed: the first alone fails when the actor is created. May be called again, and in any process.
+
+    Returns:
+        Names in NeMo-RL, `nemo_ext_math` for example.
+
+    Raises:
+        ValueError: another environment has one of the names.
+    """
+    environments = _module("nemo_rl.environments.utils")
+    actors = _module("nemo_rl.distributed.ray_actor_environment_registry").ACTOR_ENVIRONMENT_REGISTRY
+    actors.setdefault(ACTOR, _module("nemo_rl.distributed.virtual_cluster").PY_EXECUTABLES.SYSTEM)
+    names = [PREFIX + name for name in ENVIRONMENTS]
+    for name in names:
+        entry = environments.ENV_REGISTRY.get(name)
+        if entry is None:
+            environments.register_env(name, ACTOR)
+        elif entry["actor_class_fqn"] != ACTOR:
+            raise ValueError(f"NeMo-RL's environment {name!r} is {entry['actor_class_fqn']}: give that another name")
+    return names
 
 
 def create_environment(name: str, config: Mapping[str, Any]) -> Any:

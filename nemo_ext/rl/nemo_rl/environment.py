@@ -101,4 +101,4 @@ def _tokenizer(name: str | None) -> Any:
 
 
 TaskEnvironmentActor = ray.remote(TaskEnvironment)
-"""Actor class that NeMo-RL creates; see `register`."""
+"""Actor class that NeMo-RL creates; see `compat.register`."""

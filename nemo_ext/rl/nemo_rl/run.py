@@ -19,12 +19,11 @@ from nemo_ext.rl.episodes import KEYS as EPISODE_KEYS
 from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.groups import check_judges
 from nemo_ext.rl.nemo_rl import compat
+from nemo_ext.rl.nemo_rl.compat import PREFIX
 from nemo_ext.rl.nemo_rl.data import Records, TaskProcessor
 from nemo_ext.rl.nemo_rl.export import saved_in
-from nemo_ext.rl.nemo_rl.group_rewards import scored
-from nemo_ext.rl.nemo_rl.group_settings import groups_of
+from nemo_ext.rl.nemo_rl.group_rewards import groups_of, scored
 from nemo_ext.rl.nemo_rl.pairs import PairDataset, read_pairs
-from nemo_ext.rl.nemo_rl.register import PREFIX, register
 from nemo_ext.rl.plan import PlannedTasks, check_references, plan_tasks, validation_tasks
 from nemo_ext.rl.prompts import Prompts
 
@@ -56,7 +55,7 @@ def run(config: Mapping[str, Any]) -> End:
 
             GRPO and RLOO: `tasks` with `train` (see `nemo_ext.rl.plan.plan_tasks`) and `validation` (`path`);
             `environments`, settings of `environment.TaskEnvironment` by name; `tool_style`; `advantage` and `group`,
-            see `group_settings.groups_of`.
+            see `group_rewards.groups_of`.
 
             DPO and RPO: `pairs` with `train` and optionally `validation` (paths) and `rendered` (they hold text);
             for RPO `rpo` with `eta` and `distance`.
@@ -85,7 +84,7 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> 
     grpo = master["grpo"]
     if (master.get("data_plane") or {}).get("enabled"):
         raise ValueError("data_plane.enabled: rewards over groups need grpo_train without it: set it to false")
-    register()
+    compat.register()
     check_keys(config["tasks"], ("train", "validation"), required=("train",), where="tasks")
     groups = groups_of(
         generations=grpo["num_generations_per_prompt"], advantage=config.get("advantage"), group=config.get("group")

@@ -5,10 +5,10 @@ The adapter handles rewards, shares of environments and the order of prompts. TR
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from nemo_ext.job.settings import nearest
+from nemo_ext.job.settings import check_keys
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, Preference
 from nemo_ext.rl.rendering import Rendered
 
@@ -71,21 +71,15 @@ def config_class(algorithm: Algorithm) -> type[Any]:
     return made
 
 
-def make_config(algorithm: Algorithm, rendered: Rendered, **others: Any) -> Any:
-    """Make TRL's config from the rendered settings and other arguments, which win.
-
-    Args:
-        others: arguments such as `output_dir`, `use_cpu`, `bf16`, `report_to`.
+def make_config(algorithm: Algorithm, settings: Mapping[str, Any], **others: Any) -> Any:
+    """Make TRL's config from settings and other arguments, which win.
 
     Raises:
         ValueError: the installed TRL lacks an argument (names the nearest), or refuses a value.
     """
     kind = config_class(algorithm)
-    known = [field.name for field in dataclasses.fields(kind) if field.init]
-    arguments: dict[str, Any] = dict(rendered.settings) | others
-    for name in arguments:
-        if name not in known:
-            raise ValueError(f"trl: {kind.__name__} has no argument {name!r}: {nearest(name, known)}")
+    arguments = {**settings, **others}
+    check_keys(arguments, [field.name for field in dataclasses.fields(kind) if field.init], required=(), where="trl")
     return kind(**arguments)
 
 

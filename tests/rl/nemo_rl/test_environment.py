@@ -220,7 +220,7 @@ def test_tokens_are_counted_and_a_cut_response_is_not_finished(
 
 
 def test_registering_twice_changes_nothing(nemo_rl: ModuleType) -> None:
-    register = importlib.import_module("nemo_ext.rl.nemo_rl.register").register
+    register = importlib.import_module("nemo_ext.rl.nemo_rl.compat").register
     registry = importlib.import_module("nemo_rl.environments.utils").ENV_REGISTRY
 
     names = register()
@@ -231,7 +231,7 @@ def test_registering_twice_changes_nothing(nemo_rl: ModuleType) -> None:
 
 
 def test_another_environment_of_the_name_is_not_replaced(nemo_rl: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("nemo_ext.rl.nemo_rl.register")
+    module = importlib.import_module("nemo_ext.rl.nemo_rl.compat")
     registry = importlib.import_module("nemo_rl.environments.utils").ENV_REGISTRY
     monkeypatch.setitem(registry, "nemo_ext_math", {"actor_class_fqn": "elsewhere.Math"})
 

@@ -11,8 +11,7 @@ from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import Message
 from nemo_ext.rl.episodes import Episode
 from nemo_ext.rl.groups import Member, length_controlled
-from nemo_ext.rl.nemo_rl.group_rewards import Groups, lengths
-from nemo_ext.rl.nemo_rl.group_settings import groups_of
+from nemo_ext.rl.nemo_rl.group_rewards import Groups, groups_of, lengths
 from nemo_ext.rl.rewards.advantages import group_advantages
 from nemo_ext.rl.rewards.comparison import LengthControl
 from nemo_ext.rl.task import Task
