@@ -11,13 +11,12 @@ from math import ceil
 from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
-from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.job.settings import checked, nearest
+from nemo_ext.job.settings import STRICT, checked, nearest
 from nemo_ext.rl.environments import ENVIRONMENTS
 
-STRICT = ConfigDict(extra="forbid")
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[FiniteFloat, Field(gt=0)]
 NonNegative = Annotated[FiniteFloat, Field(ge=0)]
@@ -307,15 +306,55 @@ class Curriculum:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class PolicyGradient:
+class _Training:
+    """What all algorithms have.
+
+    Attributes:
+        source: paper and section.
+        batch: number of responses or pairs per update; of responses, all of a step's for one on-policy update per step.
+    """
+
+    source: str
+    batch: PositiveInt
+    optimizer: Optimizer
+    lengths: Lengths = field(default_factory=Lengths)
+    schedule: Schedule = field(default_factory=Schedule)
+    router: Router = field(default_factory=Router)
+    validation: Validation = field(default_factory=Validation)
+
+    def __post_init__(self) -> None:
+        if (self.schedule.warmup_share is not None or self.schedule.kind != "constant") and not self.steps:
+            raise ValueError("schedule: this kind, or warmup_share, needs steps, or epochs and examples (one step's)")
+
+    @property
+    def examples_per_step(self) -> int:
+        """Number of prompts or pairs per step."""
+        return self.batch
+
+    @property
+    def updates_per_step(self) -> int:
+        """Number of optimizer updates on the same generated responses."""
+        return 1
+
+    @property
+    def steps(self) -> int | None:
+        """Total number of steps, or None if the schedule does not determine it."""
+        return self.schedule.total(self.examples_per_step)
+
+    @property
+    def warmup(self) -> int:
+        """Number of warm-up steps."""
+        return self.schedule.warmup(self.steps)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PolicyGradient(_Training):
     """GRPO and its relatives: rewards of responses that the policy generates.
 
     Attributes:
         algorithm: `rloo` or `grpo`; selects the trainer where an engine has several.
-        source: paper and section.
         prompts_per_step: number of prompts per generation step.
         generations_per_prompt: number of responses per prompt.
-        batch: number of responses per update; all of a step's responses for one on-policy update per step.
         passes: passes over a step's responses.
         turns: maximum number of responses in a conversation with tools.
         overlong_filtering: exclude responses cut off at the length limit from the loss.
@@ -324,22 +363,15 @@ class PolicyGradient:
     """
 
     algorithm: Literal["grpo", "rloo"]
-    source: str
     prompts_per_step: PositiveInt
     generations_per_prompt: Annotated[int, Field(ge=2)]
-    batch: PositiveInt
     passes: PositiveInt = 1
     advantage: Advantage
     loss: PolicyLoss
     sampling: Sampling = field(default_factory=Sampling)
     overlong_filtering: bool = False
-    lengths: Lengths = field(default_factory=Lengths)
     turns: PositiveInt = 1
-    optimizer: Optimizer
-    schedule: Schedule = field(default_factory=Schedule)
     asynchronous: Asynchronous | None = None
-    router: Router = field(default_factory=Router)
-    validation: Validation = field(default_factory=Validation)
     thinking_share: Share | None = None
     environments: Mapping[str, EnvironmentUse] = field(default_factory=dict)
     group: GroupReward | None = None
@@ -355,8 +387,7 @@ class PolicyGradient:
         for name in self.environments:
             if name not in ENVIRONMENTS:
                 raise ValueError(f"environments: unknown name {name!r}: {nearest(name, ENVIRONMENTS)}")
-        if self.schedule.warmup_share is not None or self.schedule.kind != "constant":
-            _need_steps(self.steps)
+        super().__post_init__()
 
     @property
     def responses_per_step(self) -> int:
@@ -369,14 +400,9 @@ class PolicyGradient:
         return self.passes * self.responses_per_step // self.batch
 
     @property
-    def steps(self) -> int | None:
-        """Total number of generation steps, or None if the schedule does not determine it."""
-        return self.schedule.total(self.prompts_per_step)
-
-    @property
-    def warmup(self) -> int:
-        """Number of warm-up steps."""
-        return self.schedule.warmup(self.steps)
+    def examples_per_step(self) -> int:
+        """Number of prompts per generation step."""
+        return self.prompts_per_step
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -416,25 +442,16 @@ class Online:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Preference:
+class Preference(_Training):
     """DPO and its relatives: pairs of responses.
 
     Attributes:
         algorithm: `dpo`, or `rpo`, which fits the margin to true rewards.
-        source: paper and section.
-        batch: number of pairs per update.
         rounds: rounds of offline training on the policy's own pairs, each from the weights of the last.
     """
 
     algorithm: Literal["dpo", "rpo"]
-    source: str
-    batch: PositiveInt
     loss: PreferenceLoss
-    lengths: Lengths = field(default_factory=Lengths)
-    optimizer: Optimizer
-    schedule: Schedule = field(default_factory=Schedule)
-    router: Router = field(default_factory=Router)
-    validation: Validation = field(default_factory=Validation)
     rounds: PositiveInt = 1
     online: Online | None = None
 
@@ -446,28 +463,12 @@ class Preference:
             raise ValueError("loss: rpo needs eta and distance")
         if self.algorithm == "dpo" and given:
             raise ValueError(f"loss: {given[0]} is rpo's; algorithm=dpo has none")
-        if self.schedule.warmup_share is not None or self.schedule.kind != "constant":
-            _need_steps(self.steps)
-
-    @property
-    def steps(self) -> int | None:
-        """Total number of steps, or None if the schedule does not determine it."""
-        return self.schedule.total(self.batch)
-
-    @property
-    def warmup(self) -> int:
-        """Number of warm-up steps."""
-        return self.schedule.warmup(self.steps)
+        super().__post_init__()
 
 
 Algorithm = PolicyGradient | Preference
 
-_KINDS: Mapping[str, type[PolicyGradient] | type[Preference]] = {
-    "grpo": PolicyGradient,
-    "rloo": PolicyGradient,
-    "dpo": Preference,
-    "rpo": Preference,
-}
+_KINDS = {"grpo": PolicyGradient, "rloo": PolicyGradient, "dpo": Preference, "rpo": Preference}
 
 
 def algorithm_of(config: Mapping[str, Any], *, where: str = "algorithm") -> Algorithm:
@@ -508,8 +509,3 @@ def load(preset: str, changes: Mapping[str, Any] | None = None) -> Algorithm:
 
 def _folder() -> Any:
     return files("hydra_conf") / "rl"
-
-
-def _need_steps(steps: int | None) -> None:
-    if not steps:
-        raise ValueError("schedule: this kind, or warmup_share, needs steps, or epochs and examples (one step's)")

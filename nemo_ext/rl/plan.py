@@ -22,7 +22,7 @@ import numpy.typing as npt
 import orjson
 
 from nemo_ext.data.blends.division import divide
-from nemo_ext.data.blends.hierarchy import Group, Leaf, read_tree
+from nemo_ext.data.blends.hierarchy import read_tree
 from nemo_ext.data.blends.sizes import Size
 from nemo_ext.data.curriculum.layout import CURRICULUM, STATS
 from nemo_ext.data.curriculum.schedule import fixed, quotas
@@ -231,22 +231,14 @@ def _order(seed: int, name: str, epoch: int, size: int) -> npt.NDArray[np.int64]
 
 def _blended(settings: Mapping[str, Any], *, steps: int, prompts: int, seed: int) -> PlannedTasks:
     root = read_tree({key: settings[key] for key in ("directory", "blend", "streams") if key in settings})
-    _counts_nothing(root)
+    for leaf in root.leaves():
+        for key in ("source", "tokens"):
+            if getattr(leaf, key) is not None:
+                raise ValueError(f"{leaf.where}.{key}: a stream of tasks is the file <directory>/<name>{_SUFFIX}")
     files = {leaf.name: TaskFile(Path(f"{leaf.prefix}{_SUFFIX}")) for leaf in root.leaves()}
     sizes = {name: Size(tokens=len(file.tasks), known="files") for name, file in files.items()}
     shares = divide(root, sizes, tokens=steps * prompts)
     return PlannedTasks(files, shares, steps=steps, prompts=prompts, seed=seed)
-
-
-def _counts_nothing(node: Group | Leaf) -> None:
-    """Refuses keys of a text blend that a task blend does not have."""
-    if isinstance(node, Leaf):
-        for key in ("source", "tokens"):
-            if getattr(node, key) is not None:
-                raise ValueError(f"{node.where}.{key}: a stream of tasks is the file <directory>/<name>{_SUFFIX}")
-        return
-    for child in node.children:
-        _counts_nothing(child)
 
 
 def _curriculum(directory: Path, *, prompts: int, where: str) -> Path:

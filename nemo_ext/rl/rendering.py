@@ -45,7 +45,8 @@ class Rendered:
             if algorithm.online is not None:
                 self.cannot(
                     "online",
-                    "pairs are read, not generated while training; generate, judge and train on the pairs in turn instead",
+                    "pairs are read, not generated while training; "
+                    "generate, judge and train on the pairs in turn instead",
                 )
             return
         adapter["environments"] = {

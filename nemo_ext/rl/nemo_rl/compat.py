@@ -11,9 +11,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,40 +20,25 @@ from nemo_ext.rl.environments import ENVIRONMENTS
 from nemo_ext.rl.job import SAVE_BY
 
 # Return values of grpo.setup, in order. 0.5 and 0.6:
-_TEN = "policy policy_generation cluster dataloader val_dataloader loss_fn logger checkpointer grpo_save_state config"
+_TEN = "policy policy_generation cluster dataloader val_dataloader loss_fn logger checkpointer save_state config"
 # 0.7 and later:
 _THIRTEEN = (
-    "policy policy_generation nemo_gym cluster dataloader val_dataloader loss_fn logger checkpointer grpo_save_state "
+    "policy policy_generation nemo_gym cluster dataloader val_dataloader loss_fn logger checkpointer save_state "
     "config teacher_worker_groups alias_to_group_alias"
 )
 _NINE = "policy cluster dataloader val_dataloader loss_fn logger checkpointer save_state config"
 
 
+_PASSED_ON = ("teacher_worker_groups", "alias_to_group_alias")
+"""What only some versions return, and pass to the asynchronous loop."""
 PREFIX = "nemo_ext_"
 """Beginning of our environments' names in NeMo-RL."""
 ACTOR = "nemo_ext.rl.nemo_rl.environment.TaskEnvironmentActor"
 _MEGATRON_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
 
 
-@dataclass(kw_only=True)
-class Ready:
-    """Results of `grpo.setup` or `dpo.setup` by name; attributes that a version or algorithm lacks are None.
-
-    Attributes:
-        config: master config, a dict in 0.5 and a pydantic model later.
-        rest: results that only some versions return and pass to the training loop.
-    """
-
-    policy: Any
-    dataloader: Any
-    val_dataloader: Any
-    loss_fn: Any
-    logger: Any
-    checkpointer: Any
-    save_state: Any
-    config: Any
-    policy_generation: Any = None
-    rest: dict[str, Any] = field(default_factory=dict)
+Ready = SimpleNamespace
+"""Results of `grpo.setup` or `dpo.setup` by name; the config is a dict in 0.5 and a pydantic model later."""
 
 
 def grpo() -> ModuleType:
@@ -69,11 +53,6 @@ def grpo() -> ModuleType:
 def dpo() -> ModuleType:
     """NeMo-RL's DPO module; raises as `grpo`."""
     return _module("nemo_rl.algorithms.dpo")
-
-
-def dpo_loss() -> Any:
-    """Class of NeMo-RL's DPO loss."""
-    return dpo().DPOLossFn
 
 
 def master_config(module: ModuleType, config: Mapping[str, Any]) -> Any:
@@ -120,15 +99,13 @@ def set_up_grpo(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> 
             f"NeMo-RL's grpo.setup returns {len(items)} items, 10 (0.5, 0.6) and 13 (0.7 and later) are known: "
             "nemo_ext/rl/nemo_rl/compat.py must learn this version"
         )
-    made = dict(zip(names.split(), items, strict=True))
-    rest: dict[str, Any] = {key: made[key] for key in made if key in ("teacher_worker_groups", "alias_to_group_alias")}
-    return _ready(made | {"save_state": made["grpo_save_state"]}, rest)
+    return Ready(**dict(zip(names.split(), items, strict=True)))
 
 
 def set_up_dpo(config: Any, tokenizer: Any, dataset: Any, val_datasets: Mapping[str, Any]) -> Ready:
     """Call `dpo.setup`; its nine items are the same in all versions."""
     items = dpo().setup(config, tokenizer, dataset, dict(val_datasets))
-    return _ready(dict(zip(_NINE.split(), items, strict=True)), {})
+    return Ready(**dict(zip(_NINE.split(), items, strict=True)))
 
 
 def train_grpo(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], val_environments: Any) -> None:
@@ -139,7 +116,8 @@ def train_grpo(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], va
     if is_async(ready.config):
         age = setting(ready.config, "grpo", "async_grpo", "max_trajectory_age_steps")
         train = module.async_grpo_train
-        train(*first, *then, max_trajectory_age_steps=age, **_known(train, ready.rest))
+        more = {key: vars(ready)[key] for key in _PASSED_ON if key in vars(ready)}
+        train(*first, *then, max_trajectory_age_steps=age, **_known(train, more))
     else:
         module.grpo_train(*first, *then)
 
@@ -293,11 +271,6 @@ def baseline_modules() -> list[ModuleType]:
 def has_estimator() -> bool:
     """True if advantages come from an estimator that is passed the batch (0.6 and later)."""
     return hasattr(grpo(), "_create_advantage_estimator")
-
-
-def _ready(made: Mapping[str, Any], rest: dict[str, Any]) -> Ready:
-    known = [name for name in Ready.__dataclass_fields__ if name in made]
-    return Ready(**{name: made[name] for name in known}, rest=rest)
 
 
 def _known(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:

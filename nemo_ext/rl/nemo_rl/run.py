@@ -259,13 +259,7 @@ def _start_ray(master: Mapping[str, Any]) -> None:
 
 
 def _end(ready: compat.Ready, logged: int, steps: int, clocks: Sequence[Any]) -> End:
-    """End of a training.
-
-    Args:
-        ready: objects that it ran with.
-        logged: last step in the log, which a loop that failed may only have begun.
-        steps: number of steps of the plan.
-        clocks: timeout checkers; see `compat.clocks`.
+    """End of a training of `steps` steps, of which the log has `logged`; the last may only have begun.
 
     Raises:
         RuntimeError: an asynchronous run ended early: NeMo-RL prints the error and returns normally.

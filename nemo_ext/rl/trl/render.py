@@ -198,7 +198,7 @@ def _preference(draft: Rendered, algorithm: Preference, *, micro_batch: int) -> 
 def _optimizer(draft: Rendered, algorithm: Algorithm) -> None:
     optimizer, schedule, validation = algorithm.optimizer, algorithm.schedule, algorithm.validation
     # TRL counts updates, the algorithm steps of generation.
-    updates = algorithm.updates_per_step if isinstance(algorithm, PolicyGradient) else 1
+    updates = algorithm.updates_per_step
     draft.settings |= {
         "learning_rate": optimizer.learning_rate,
         "adam_beta1": optimizer.betas[0],

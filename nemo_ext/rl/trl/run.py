@@ -98,7 +98,7 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
         notice(f"{run_dir / MODEL}: this run is finished; more steps go on, another run_dir=... begins anew")
         return False
     if checkpoint is not None:
-        notice(f"going on from step {done // updates_of(algorithm)}")
+        notice(f"going on from step {done // algorithm.updates_per_step}")
     for name in (METRICS, ROLLOUTS):
         truncate_metrics(run_dir / name, done)
     trainer.remove_callback(transformers.PrinterCallback)
@@ -120,7 +120,7 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
 
 def _own_settings(config: Mapping[str, Any], algorithm: Algorithm, *, resumed: bool) -> dict[str, Any]:
     """Settings of a run besides its algorithm."""
-    updates = updates_of(algorithm)  # which TRL counts; and a step must be resumed at its beginning
+    updates = algorithm.updates_per_step  # which TRL counts; and a step must be resumed at its beginning
     on_gpu = import_module("torch").cuda.is_available()
     settings = {
         "output_dir": str(Path(config["run_dir"]) / CHECKPOINTS),
@@ -203,11 +203,6 @@ def _leave_out_longer(rollouts: Rollouts, tasks: PlannedTasks, most: int, given:
     notice(
         f"{len(left):,} tasks are left out, their prompts longer than rl.lengths.prompt={most} tokens: {left[0]} ..."
     )
-
-
-def updates_of(algorithm: Algorithm) -> int:
-    """Number of optimizer updates per step."""
-    return algorithm.updates_per_step if isinstance(algorithm, PolicyGradient) else 1
 
 
 def _last_checkpoint(folder: Path) -> Path | None:
