@@ -157,7 +157,7 @@ def test_a_batch_of_no_whole_micro_batches_is_refused() -> None:
 def test_an_argument_that_trl_lacks_is_refused_with_the_nearest(tmp_path: Path) -> None:
     algorithm = small()
 
-    with pytest.raises(ValueError, match="GRPOConfig has no argument 'epsilon_hi': did you mean 'epsilon_high'"):
+    with pytest.raises(ValueError, match="trl: unknown key 'epsilon_hi': did you mean 'epsilon_high'"):
         make_config(algorithm, render(algorithm).settings, output_dir=str(tmp_path), epsilon_hi=0.2)
 
 
