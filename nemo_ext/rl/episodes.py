@@ -7,10 +7,10 @@ of a conversation travels in its `Episode`, so nothing is kept between turns.
 import asyncio
 import inspect
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from nemo_ext.chat.response import Response, parse_response
@@ -69,33 +69,6 @@ class Turn:
     following: Episode | None = None
 
 
-@dataclass
-class Tally:
-    """Running totals of one environment since its metrics were last taken."""
-
-    responses: int = 0
-    episodes: int = 0
-    correct: int = 0
-    error: int = 0
-    score: float = 0.0
-    reward: float = 0.0
-    seconds: float = 0.0
-    parts: dict[str, float] = field(default_factory=dict)
-
-    def metrics(self) -> dict[str, float]:
-        """Means over the episodes that ended; empty if none did."""
-        if not self.episodes:
-            return {}
-        shares = {name: getattr(self, name) / self.episodes for name in ("correct", "error", "score", "reward")}
-        shares |= {f"reward/{name}": total / self.episodes for name, total in sorted(self.parts.items())}
-        return {
-            "episodes": float(self.episodes),
-            **shares,
-            "turns": self.responses / self.episodes,
-            "seconds_per_response": self.seconds / self.responses,
-        }
-
-
 class Episodes:
     """Verifies responses to the tasks of one environment.
 
@@ -123,7 +96,7 @@ class Episodes:
         # Shared by all calls: an engine may pass one response at a time.
         self._at_once = asyncio.Semaphore(slots)
         self._references: OrderedDict[str, tuple[Mapping[str, Any], Any]] = OrderedDict()
-        self._tally = Tally()
+        self._totals: defaultdict[str, float] = defaultdict(float)
 
     async def turns(
         self,
@@ -157,8 +130,7 @@ class Episodes:
         async with self._at_once:
             began = time.monotonic()
             turn = await self._guarded(response, self._outcome(episode, response, unreadable or {}))
-            self._tally.responses += 1
-            self._tally.seconds += time.monotonic() - began
+            self._add({"responses": 1, "seconds": time.monotonic() - began})
         return turn if turn.verdict is None else self._rewarded(episode, turn)
 
     async def close(self, turn: Turn) -> Turn:
@@ -191,9 +163,14 @@ class Episodes:
         return kept[key][1]
 
     def take_metrics(self) -> dict[str, float]:
-        """Metrics since the last call."""
-        tally, self._tally = self._tally, Tally()
-        return tally.metrics()
+        """Means over the episodes that ended since the last call; empty if none did."""
+        totals, self._totals = self._totals, defaultdict(float)
+        responses, seconds, episodes = (totals.pop(name, 0.0) for name in ("responses", "seconds", "episodes"))
+        if not episodes:
+            return {}
+        means = {name: total / episodes for name, total in sorted(totals.items())}
+        more = {"turns": responses / episodes, "seconds_per_response": seconds / responses}
+        return {"episodes": episodes, **means, **more}
 
     def shutdown(self) -> None:
         """Stop the threads; verifications under way end by their own limits."""
@@ -216,7 +193,9 @@ class Episodes:
         assert turn.verdict is not None
         facts = Facts.of(episode.task, thinking_opened=episode.thinking_opened)
         reward = self.reward.score(turn.verdict, turn.response, facts)
-        self._count(turn.verdict, reward)
+        outcome = {"correct": turn.verdict.outcome == "correct", "error": turn.verdict.outcome == "error"}
+        parts = {f"reward/{name}": value for name, value in reward.parts.items()}
+        self._add({"episodes": 1, **outcome, "score": turn.verdict.score, "reward": reward.total, **parts})
         return replace(turn, reward=reward)
 
     async def _outcome(self, episode: Episode, response: Response, unreadable: Mapping[str, str]) -> Turn:
@@ -262,12 +241,6 @@ class Episodes:
             return response
         return replace(response, answer=parsed.answer, tool_calls=parsed.calls)
 
-    def _count(self, verdict: Verdict, reward: Reward) -> None:
-        tally = self._tally
-        tally.episodes += 1
-        tally.correct += verdict.outcome == "correct"
-        tally.error += verdict.outcome == "error"
-        tally.score += verdict.score
-        tally.reward += reward.total
-        for name, value in reward.parts.items():
-            tally.parts[name] = tally.parts.get(name, 0.0) + value
+    def _add(self, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._totals[name] += value

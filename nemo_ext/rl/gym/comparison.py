@@ -5,7 +5,6 @@ has waited long enough. Comparisons that the judge does not answer are left out 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Annotated, Any, Literal
 
@@ -48,10 +47,7 @@ class ComparisonConfig(OwnConfig):
     thinking_opened: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Member:
-    prompt: tuple[Message, ...]
-    response: Response
+_Member = tuple[tuple[Message, ...], Response]
 
 
 class ComparisonServer(SimpleResourcesServer):
@@ -88,7 +84,7 @@ class ComparisonServer(SimpleResourcesServer):
             # Two tasks may have the same prompt.
             (given.get(TASK_INDEX_KEY_NAME), repr(asked)),
             f"unnumbered {next(self._places)}" if place is None else place,
-            _Member(prompt=prompt, response=response),
+            (prompt, response),
         )
         return VerifyResponse(**{**given, **outcome})
 
@@ -96,8 +92,8 @@ class ComparisonServer(SimpleResourcesServer):
         config = self.config
         group = await rlhf_rewards(
             self._judge,
-            members[0].prompt,
-            [member.response for member in members],
+            members[0][0],
+            [response for _, response in members],
             show=SHOWN[config.show],
             both_orders=config.both_orders,
             control=self._control,

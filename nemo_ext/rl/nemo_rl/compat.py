@@ -124,17 +124,8 @@ def train_grpo(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], va
 
 def train_dpo(ready: Ready, tokenizer: Any) -> None:
     """Run DPO to its end, with its own loss or the one that replaces it."""
-    dpo().dpo_train(
-        ready.policy,
-        ready.dataloader,
-        ready.val_dataloader,
-        tokenizer,
-        ready.loss_fn,
-        ready.config,
-        ready.logger,
-        ready.checkpointer,
-        ready.save_state,
-    )
+    first = (ready.policy, ready.dataloader, ready.val_dataloader, tokenizer, ready.loss_fn)
+    dpo().dpo_train(*first, ready.config, ready.logger, ready.checkpointer, ready.save_state)
 
 
 @contextlib.contextmanager
@@ -164,12 +155,9 @@ def convert_dcp(weights: Path, to: Path, model: str, tokenizer: str, overrides: 
     Args:
         weights: folder `step_N/policy/weights`; 0.5 reads those of DTensor's first version only.
         to: output folder, which must not exist.
-        model: name or folder of the model that the config comes from.
+        model: name or folder of the model that the config comes from, changed by `overrides`.
         tokenizer: name or folder of the tokenizer.
-        overrides: overrides of the config.
-
-    Raises:
-        Exception: whatever NeMo-RL raises.
+        overrides: changes to the config.
     """
     _module("nemo_rl.utils.native_checkpoint").convert_dcp_to_hf(
         dcp_ckpt_path=str(weights),
