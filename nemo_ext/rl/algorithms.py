@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.job.settings import STRICT, checked, nearest
+from nemo_ext.job.settings import STRICT, check_keys, checked, nearest
 from nemo_ext.rl.environments import ENVIRONMENTS
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -301,9 +301,7 @@ class PolicyGradient(_Training):
             )
         if self.lengths.response is None or self.lengths.context is None:
             raise ValueError("lengths: give response, and prompt or total")
-        for name in self.environments:
-            if name not in ENVIRONMENTS:
-                raise ValueError(f"environments: unknown name {name!r}: {nearest(name, ENVIRONMENTS)}")
+        check_keys(self.environments, tuple(ENVIRONMENTS), required=(), where="environments")
         super().__post_init__()
 
     @property

@@ -157,7 +157,7 @@ def test_changes_are_merged() -> None:
         ({"optimizer": {"learning_rate": float("nan")}}, "optimizer.learning_rate=nan"),
         ({"optimizer": {}}, "'optimizer.learning_rate' is missing"),
         ({"lengths": {"prompt": 8}}, "lengths: give response"),
-        ({"environments": {"maths": {}}}, "environments: unknown name 'maths': did you mean 'math'"),
+        ({"environments": {"maths": {}}}, "environments: unknown key 'maths': did you mean 'math'"),
         ({"environments": {"math": {"weight": 0}}}, "environments.math.weight=0"),
         ({"sampling": {"drop_zero_variance": True}}, "max_batches come together"),
         ({"schedule": {"kind": "cosine"}}, "needs steps"),

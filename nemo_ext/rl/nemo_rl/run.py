@@ -73,7 +73,7 @@ def run(config: Mapping[str, Any]) -> End:
     needed = "tasks" if groups else "pairs"
     check_keys(config, _COMMON + (_GROUP if groups else _PAIRS), required=("nemo_rl", needed), where="rl")
     master = copy.deepcopy(dict(config["nemo_rl"]))
-    _start_ray(master)
+    _start_ray()
     tokenizer = compat.tokenizer_of(master)
     if groups:
         return _grpo(config, master, tokenizer)
@@ -138,10 +138,8 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> 
         ready = compat.set_up_grpo(compat.master_config(module, master), tokenizer, *datasets)
         watched = WithEnvironments(ready.logger.log_metrics, environments, judges)
         ready.logger.log_metrics = watched
-        with (
-            scored(groups, tokenizer, asynchronous=compat.is_async(ready.config)),
-            compat.clocks(module) as clocks,
-        ):
+        in_groups = scored(groups, tokenizer, asynchronous=compat.is_async(ready.config))
+        with in_groups, compat.clocks(module) as clocks:
             compat.train_grpo(ready, tokenizer, environments, judges or None)
         return _end(ready, watched.last_step, grpo["max_num_steps"], clocks)
     finally:
@@ -221,25 +219,18 @@ def _environment_settings(
     """Settings of the actor of each environment that the tasks use, by name."""
     given = config.get("environments") or {}
     used = sorted({name for tasks in planned for name in tasks.environments()})
-    for name in given:
-        if name not in ENVIRONMENTS:
-            raise ValueError(f"environments: unknown name {name!r}: {nearest(name, ENVIRONMENTS)}")
+    check_keys(given, tuple(ENVIRONMENTS), required=(), where="environments")
     if idle := [name for name in given if name not in used]:
         notice(f"environments that no task is of: {', '.join(idle)}")
+    source = str(tokenizer.name_or_path)
     common = {
-        "template": config.get("template") or _folder(tokenizer),
+        "template": config.get("template") or (source if Path(source).is_dir() else None),
         "eos": tokenizer.eos_token,
         "tool_style": config.get("tool_style"),
-        "tokenizer": tokenizer.name_or_path,
+        "tokenizer": source,
         "max_tokens": (master["policy"]["generation"] or {}).get("max_new_tokens"),
     }
     return {name: {"name": name, **common, **(given.get(name) or {})} for name in used}
-
-
-def _folder(tokenizer: Any) -> str | None:
-    """Folder of a tokenizer, if it was loaded from one."""
-    name = str(tokenizer.name_or_path)
-    return name if Path(name).is_dir() else None
 
 
 def _processed(tasks: PlannedTasks, names: Mapping[str, Any], tokenizer: Any, processor: Any, length: Any) -> Any:
@@ -253,7 +244,7 @@ def _processed(tasks: PlannedTasks, names: Mapping[str, Any], tokenizer: Any, pr
     )
 
 
-def _start_ray(master: Mapping[str, Any]) -> None:
+def _start_ray() -> None:
     if not importlib.import_module("ray").is_initialized():
         importlib.import_module("nemo_rl.distributed.virtual_cluster").init_ray()
 
