@@ -365,7 +365,12 @@ class Preference(_Training):
 
 Algorithm = PolicyGradient | Preference
 
-_KINDS = {"grpo": PolicyGradient, "rloo": PolicyGradient, "dpo": Preference, "rpo": Preference}
+_KINDS: Mapping[str, type[Algorithm]] = {
+    "grpo": PolicyGradient,
+    "rloo": PolicyGradient,
+    "dpo": Preference,
+    "rpo": Preference,
+}
 
 
 def algorithm_of(config: Mapping[str, Any], *, where: str = "algorithm") -> Algorithm:

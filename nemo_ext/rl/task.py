@@ -1,7 +1,7 @@
 """An RL task: a prompt with the data that its verifier needs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from nemo_ext.chat.formats import thinking_mode, to_record, to_sample
@@ -40,7 +40,7 @@ class Task:
         Raises:
             ValueError: naming `where`, the key, what it holds and what it may hold.
         """
-        check_keys(record, cls.__slots__, required=_REQUIRED, where=where)
+        check_keys(record, _KEYS, required=_REQUIRED, where=where)
         for key in ("id", "environment", "domain"):
             value = record.get(key)
             numbered = key == "id" and isinstance(value, int) and not isinstance(value, bool)
@@ -84,3 +84,6 @@ class Task:
         if self.thinking is not None:
             record["thinking"] = self.thinking
         return record
+
+
+_KEYS = tuple(each.name for each in fields(Task))

@@ -193,7 +193,7 @@ def _optimizer(draft: Draft, algorithm: Algorithm, backend: Backend) -> None:
     schedule, last = algorithm.schedule, algorithm.optimizer.learning_rate * algorithm.schedule.final_share
     draft.put("optimizer.clip_gradient", "policy.max_grad_norm", optimizer.clip_gradient)
     if backend == "megatron":
-        values = {
+        values: dict[str, Any] = {
             "lr": optimizer.learning_rate,
             "min_lr": optimizer.learning_rate if schedule.kind == "constant" else last,
             "adam_beta1": optimizer.betas[0],
