@@ -12,7 +12,7 @@ directory and blend            shares of task files, in the tree of pre-training
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ class PlannedTasks:
         shuffle: bool = True,
     ) -> None:
         self.names = tuple(files)
-        self._files = tuple(files.values())
+        self.files = tuple(files.values())
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
@@ -116,7 +116,7 @@ class PlannedTasks:
         if not 0 <= number < len(self):
             raise IndexError(number)
         stream, row = self.place(number)
-        return self._files[stream].tasks[row]
+        return self.files[stream].tasks[row]
 
     def place(self, number: int) -> tuple[int, int]:
         """Index of an item's stream, and of the task in its file."""
@@ -124,23 +124,17 @@ class PlannedTasks:
         streams = self._slots(step)
         stream = int(streams[slot])
         drawn = int(self._before[step, stream] + (streams[:slot] == stream).sum())
-        size = len(self._files[stream].tasks)
+        size = len(self.files[stream].tasks)
         epoch, at = divmod(drawn, size)
         return stream, int(_order(self._seed, self.names[stream], epoch, size)[at]) if self._shuffle else at
 
     def leave_out(self, unwanted: Callable[[Task], bool]) -> list[str]:
         """Drop unwanted tasks of the files before training reads any; returns their ids."""
-        return [one for file in self._files for one in file.leave_out(unwanted)]
+        return [one for file in self.files for one in file.leave_out(unwanted)]
 
     def environments(self) -> list[str]:
         """Names of the environments of all tasks, sorted."""
-        return sorted({task.environment for file in self._files for task in file.tasks})
-
-    def every_task(self) -> Iterator[tuple[str, Task]]:
-        """Each task once, with the path of its file."""
-        for file in self._files:
-            for task in file.tasks:
-                yield str(file.path), task
+        return sorted({task.environment for file in self.files for task in file.tasks})
 
     def _slots(self, step: int) -> npt.NDArray[np.int64]:
         """Stream index of each prompt of a step, `[prompts]`."""
@@ -206,11 +200,12 @@ def check_references(tasks: PlannedTasks, check: Callable[[Task], object]) -> No
     Raises:
         ValueError: naming the file and the task.
     """
-    for file, task in tasks.every_task():
-        try:
-            check(task)
-        except ValueError as error:
-            raise ValueError(f"{file}: task {task.id}: {error}") from error
+    for file in tasks.files:
+        for task in file.tasks:
+            try:
+                check(task)
+            except ValueError as error:
+                raise ValueError(f"{file.path}: task {task.id}: {error}") from error
 
 
 def _task(line: bytes, where: str) -> Task:
