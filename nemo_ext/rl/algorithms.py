@@ -11,13 +11,12 @@ from math import ceil
 from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
-from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.job.settings import checked, nearest
+from nemo_ext.job.settings import STRICT, check_keys, checked, nearest
 from nemo_ext.rl.environments import ENVIRONMENTS
 
-STRICT = ConfigDict(extra="forbid")
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[FiniteFloat, Field(gt=0)]
 NonNegative = Annotated[FiniteFloat, Field(ge=0)]
@@ -25,46 +24,33 @@ NonNegative = Annotated[FiniteFloat, Field(ge=0)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Advantage:
-    """Advantage of a reward within its group, as computed by `nemo_ext.rl.rewards.advantages.group_advantages`.
+    """Advantage of a reward within its group, as computed by `nemo_ext.rl.rewards.advantages.group_advantages`."""
 
-    Attributes:
-        baseline: mean reward of the group, or, for each response, of the other responses.
-        normalise: division by the standard deviation over n responses (`std`), over n - 1 (`unbiased_std`), or none.
-    """
-
+    # mean reward of the group, or, for each response, of the other responses
     baseline: Literal["mean", "leave_one_out"]
+    # division by the standard deviation over n responses (`std`), over n - 1 (`unbiased_std`), or none
     normalise: Literal["std", "unbiased_std", "none"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Kl:
-    """KL penalty in the loss for leaving the reference policy.
+    """KL penalty in the loss for leaving the reference policy."""
 
-    Attributes:
-        coefficient: weight of the penalty; 0 for none.
-        estimator: one of Schulman's (http://joschu.net/blog/kl-approx.html).
-    """
-
-    coefficient: NonNegative = 0.0
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    coefficient: NonNegative = 0.0  # weight of the penalty; 0 for none
+    estimator: Literal["k1", "k2", "k3"] = "k3"  # one of Schulman's (http://joschu.net/blog/kl-approx.html)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ImportanceCorrection:
-    """Importance sampling correction where generation and training compute different probabilities.
+    """Importance sampling correction where generation and training compute different probabilities."""
 
-    Attributes:
-        kind: the ratio of probabilities multiplies the loss as it is (`untruncated`), within its bounds (`truncated`),
-            or only where it is within them, else the loss is 0 (`masked`).
-        level: one ratio per token, or one per response, the product of its tokens' ratios.
-        cap: upper bound of the ratio.
-        floor: lower bound of the ratio.
-    """
-
+    # the ratio of probabilities multiplies the loss as it is (`untruncated`), within its bounds (`truncated`), or only
+    # where it is within them, else the loss is 0 (`masked`)
     kind: Literal["none", "untruncated", "truncated", "masked"] = "none"
+    # one ratio per token, or one per response, the product of its tokens' ratios
     level: Literal["token", "sequence"] = "token"
-    cap: Positive | None = None
-    floor: NonNegative | None = None
+    cap: Positive | None = None  # upper bound of the ratio
+    floor: NonNegative | None = None  # lower bound of the ratio
 
     def __post_init__(self) -> None:
         if self.kind in ("none", "untruncated") and (self.cap is not None or self.floor is not None):
@@ -79,23 +65,16 @@ class ImportanceCorrection:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PolicyLoss:
-    """The surrogate loss.
+    """The surrogate loss."""
 
-    Attributes:
-        level: unit that a batch's loss is averaged over: all tokens (`token`), or responses, each the mean of its
-            tokens (`sequence`) or their sum (`sequence_sum`, RLOO's response as one action).
-        ratio: probability ratio per token (PPO) or per response, the geometric mean over its tokens (GSPO).
-        clip_low: the ratio is clipped to 1 - clip_low ...
-        clip_high: ... to 1 + clip_high; both null leave the ratio out (REINFORCE).
-        dual_clip: bound on the ratio where the advantage is negative; null for none.
-        kl: see `Kl`.
-        importance_correction: see `ImportanceCorrection`.
-    """
-
+    # unit that a batch's loss is averaged over: all tokens (`token`), or responses, each the mean of its tokens
+    # (`sequence`) or their sum (`sequence_sum`, RLOO's response as one action)
     level: Literal["token", "sequence", "sequence_sum"]
+    # probability ratio per token (PPO) or per response, the geometric mean over its tokens (GSPO)
     ratio: Literal["token", "sequence"] = "token"
-    clip_low: Share | None
-    clip_high: Positive | None
+    clip_low: Share | None  # the ratio is clipped to 1 - clip_low ...
+    clip_high: Positive | None  # ... to 1 + clip_high; both null leave the ratio out (REINFORCE)
+    # bound on the ratio where the advantage is negative; null for none
     dual_clip: Annotated[FiniteFloat, Field(gt=1)] | None = None
     kl: Kl = field(default_factory=Kl)
     importance_correction: ImportanceCorrection = field(default_factory=ImportanceCorrection)
@@ -111,19 +90,13 @@ class PolicyLoss:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Sampling:
-    """Sampling of responses.
+    """Sampling of responses."""
 
-    Attributes:
-        temperature: softmax temperature.
-        top_p: probability mass of nucleus sampling.
-        drop_zero_variance: leave out groups whose rewards are all the same, and generate for more prompts instead.
-        max_batches: maximum number of batches generated for one step.
-    """
-
-    temperature: Positive = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    temperature: Positive = 1.0  # softmax temperature
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # probability mass of nucleus sampling
+    # leave out groups whose rewards are all the same, and generate for more prompts instead
     drop_zero_variance: bool = False
-    max_batches: PositiveInt | None = None
+    max_batches: PositiveInt | None = None  # maximum number of batches generated for one step
 
     def __post_init__(self) -> None:
         if self.drop_zero_variance != (self.max_batches is not None):
@@ -132,17 +105,11 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Lengths:
-    """Maximum lengths in tokens.
+    """Maximum lengths in tokens."""
 
-    Attributes:
-        prompt: prompt length; longer prompts are not trained on.
-        response: length of a generated response.
-        total: length of prompt and response together.
-    """
-
-    prompt: PositiveInt | None = None
-    response: PositiveInt | None = None
-    total: PositiveInt | None = None
+    prompt: PositiveInt | None = None  # prompt length; longer prompts are not trained on
+    response: PositiveInt | None = None  # length of a generated response
+    total: PositiveInt | None = None  # length of prompt and response together
 
     @property
     def context(self) -> int | None:
@@ -165,25 +132,16 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Schedule:
-    """Learning rate schedule and length of training.
+    """Learning rate schedule and length of training."""
 
-    Attributes:
-        kind: decay after the warm-up.
-        warmup_steps: steps of the linear warm-up.
-        warmup_share: share of all steps that are warm-up, instead of `warmup_steps`.
-        final_share: share of the learning rate that is left at the end.
-        steps: number of batches of prompts or pairs; a step of `prompts_per_step` prompts counts as one.
-        epochs: passes over `examples`, instead of `steps`.
-        examples: number of prompts or pairs in the paper's data, from which steps are computed.
-    """
-
-    kind: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegativeInt = 0
-    warmup_share: Share | None = None
-    final_share: Share = 0.0
+    kind: Literal["constant", "linear", "cosine"] = "constant"  # decay after the warm-up
+    warmup_steps: NonNegativeInt = 0  # steps of the linear warm-up
+    warmup_share: Share | None = None  # share of all steps that are warm-up, instead of `warmup_steps`
+    final_share: Share = 0.0  # share of the learning rate that is left at the end
+    # number of batches of prompts or pairs; a step of `prompts_per_step` prompts counts as one
     steps: PositiveInt | None = None
-    epochs: PositiveInt | None = None
-    examples: PositiveInt | None = None
+    epochs: PositiveInt | None = None  # passes over `examples`, instead of `steps`
+    examples: PositiveInt | None = None  # number of prompts or pairs in the paper's data, from which steps are computed
 
     def __post_init__(self) -> None:
         if self.warmup_share is not None and self.warmup_steps:
@@ -214,77 +172,54 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Asynchronous:
-    """Asynchronous RL: generation and training at the same time.
+    """Asynchronous RL: generation and training at the same time."""
 
-    Attributes:
-        max_age: maximum age, in optimizer steps, of the weights that generated a response.
-        in_flight: update the weights while responses are being generated and recompute their KV cache; otherwise
-            generation ends first.
-    """
-
-    max_age: PositiveInt = 1
+    max_age: PositiveInt = 1  # maximum age, in optimizer steps, of the weights that generated a response
+    # update the weights while responses are being generated and recompute their KV cache; otherwise generation ends
+    # first
     in_flight: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Router:
-    """Router of a mixture of experts.
+    """Router of a mixture of experts."""
 
-    Attributes:
-        frozen: True if the router's weights are not trained.
-        bias_update_rate: update rate of the expert bias that balances the load; 0 leaves the bias unchanged.
-    """
-
-    frozen: bool = False
+    frozen: bool = False  # True if the router's weights are not trained
+    # update rate of the expert bias that balances the load; 0 leaves the bias unchanged
     bias_update_rate: NonNegative = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Validation:
-    """Validation during training.
+    """Validation during training."""
 
-    Attributes:
-        every: steps between validations; null for never.
-        at_start: validate before the first step.
-        keep_best: number of checkpoints to keep, by validation accuracy; null keeps all.
-    """
-
-    every: PositiveInt | None = None
-    at_start: bool = False
-    keep_best: PositiveInt | None = None
+    every: PositiveInt | None = None  # steps between validations; null for never
+    at_start: bool = False  # validate before the first step
+    keep_best: PositiveInt | None = None  # number of checkpoints to keep, by validation accuracy; null keeps all
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EnvironmentUse:
-    """Tasks of one environment.
+    """Tasks of one environment."""
 
-    Attributes:
-        weight: share of the prompts, relative to the sum of all weights.
-        reward: name of the reward, or a mapping with `name` and its arguments (`nemo_ext.rl.rewards`).
-        settings: settings of the environment.
-    """
-
-    weight: Positive = 1.0
+    weight: Positive = 1.0  # share of the prompts, relative to the sum of all weights
+    # name of the reward, or a mapping with `name` and its arguments (`nemo_ext.rl.rewards`)
     reward: str | Mapping[str, Any] = "outcome"
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)  # settings of the environment
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GroupReward:
-    """Rewards that depend on all responses to a prompt (`nemo_ext.rl.rewards.comparison`).
+    """Rewards that depend on all responses to a prompt (`nemo_ext.rl.rewards.comparison`)."""
 
-    Attributes:
-        judge: settings of the generative reward model (`nemo_ext.rl.judge.JudgeSettings`) that compares the responses
-            in a circle; null leaves the environments' rewards as base.
-        show: form in which the judge sees responses: `genrm` for a reward model whose chat template has roles for
-            them, `instructed` for any chat model.
-        both_orders: judge each pair in both orders: 2N comparisons of N responses; the paper has N.
-        length_control: coefficients of `nemo_ext.rl.rewards.comparison.LengthControl`.
-    """
-
+    # settings of the generative reward model (`nemo_ext.rl.judge.JudgeSettings`) that compares the responses in a
+    # circle; null leaves the environments' rewards as base
     judge: Mapping[str, Any] | None = None
+    # form in which the judge sees responses: `genrm` for a reward model whose chat template has roles for them,
+    # `instructed` for any chat model
     show: Literal["genrm", "instructed"] = "genrm"
-    both_orders: bool = True
+    both_orders: bool = True  # judge each pair in both orders: 2N comparisons of N responses; the paper has N
+    # coefficients of `nemo_ext.rl.rewards.comparison.LengthControl`
     length_control: Mapping[str, FiniteFloat] = field(default_factory=dict)
 
     def settings(self) -> dict[str, Any]:
@@ -295,52 +230,66 @@ class GroupReward:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Curriculum:
-    """Settings of `nemo-ext curriculum`, which orders the prompts.
+    """Settings of `nemo-ext curriculum`, which orders the prompts."""
 
-    Attributes:
-        drop_from: pass rate at and above which prompts are left out.
-        easy_to_hard: lower the target pass rate over training; otherwise the order is random.
-    """
-
-    drop_from: Share | None = None
-    easy_to_hard: bool = False
+    drop_from: Share | None = None  # pass rate at and above which prompts are left out
+    easy_to_hard: bool = False  # lower the target pass rate over training; otherwise the order is random
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class PolicyGradient:
-    """GRPO and its relatives: rewards of responses that the policy generates.
+class _Training:
+    """What all algorithms have."""
 
-    Attributes:
-        algorithm: `rloo` or `grpo`; selects the trainer where an engine has several.
-        source: paper and section.
-        prompts_per_step: number of prompts per generation step.
-        generations_per_prompt: number of responses per prompt.
-        batch: number of responses per update; all of a step's responses for one on-policy update per step.
-        passes: passes over a step's responses.
-        turns: maximum number of responses in a conversation with tools.
-        overlong_filtering: exclude responses cut off at the length limit from the loss.
-        thinking_share: share of prompts that ask for thinking; null where the model has no modes.
-        environments: environments of the tasks, by name; empty for those of the task files.
-    """
-
-    algorithm: Literal["grpo", "rloo"]
-    source: str
-    prompts_per_step: PositiveInt
-    generations_per_prompt: Annotated[int, Field(ge=2)]
+    source: str  # paper and section
+    # number of responses or pairs per update; of responses, all of a step's for one on-policy update per step
     batch: PositiveInt
-    passes: PositiveInt = 1
+    optimizer: Optimizer
+    lengths: Lengths = field(default_factory=Lengths)
+    schedule: Schedule = field(default_factory=Schedule)
+    router: Router = field(default_factory=Router)
+    validation: Validation = field(default_factory=Validation)
+
+    def __post_init__(self) -> None:
+        if (self.schedule.warmup_share is not None or self.schedule.kind != "constant") and not self.steps:
+            raise ValueError("schedule: this kind, or warmup_share, needs steps, or epochs and examples (one step's)")
+
+    @property
+    def examples_per_step(self) -> int:
+        """Number of prompts or pairs per step."""
+        return self.batch
+
+    @property
+    def updates_per_step(self) -> int:
+        """Number of optimizer updates on the same generated responses."""
+        return 1
+
+    @property
+    def steps(self) -> int | None:
+        """Total number of steps, or None if the schedule does not determine it."""
+        return self.schedule.total(self.examples_per_step)
+
+    @property
+    def warmup(self) -> int:
+        """Number of warm-up steps."""
+        return self.schedule.warmup(self.steps)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PolicyGradient(_Training):
+    """GRPO and its relatives: rewards of responses that the policy generates."""
+
+    algorithm: Literal["grpo", "rloo"]  # `rloo` or `grpo`; selects the trainer where an engine has several
+    prompts_per_step: PositiveInt  # number of prompts per generation step
+    generations_per_prompt: Annotated[int, Field(ge=2)]  # number of responses per prompt
+    passes: PositiveInt = 1  # passes over a step's responses
     advantage: Advantage
     loss: PolicyLoss
     sampling: Sampling = field(default_factory=Sampling)
-    overlong_filtering: bool = False
-    lengths: Lengths = field(default_factory=Lengths)
-    turns: PositiveInt = 1
-    optimizer: Optimizer
-    schedule: Schedule = field(default_factory=Schedule)
+    overlong_filtering: bool = False  # exclude responses cut off at the length limit from the loss
+    turns: PositiveInt = 1  # maximum number of responses in a conversation with tools
     asynchronous: Asynchronous | None = None
-    router: Router = field(default_factory=Router)
-    validation: Validation = field(default_factory=Validation)
-    thinking_share: Share | None = None
+    thinking_share: Share | None = None  # share of prompts that ask for thinking; null where the model has no modes
+    # environments of the tasks, by name; empty for those of the task files
     environments: Mapping[str, EnvironmentUse] = field(default_factory=dict)
     group: GroupReward | None = None
     curriculum: Curriculum = field(default_factory=Curriculum)
@@ -352,11 +301,8 @@ class PolicyGradient:
             )
         if self.lengths.response is None or self.lengths.context is None:
             raise ValueError("lengths: give response, and prompt or total")
-        for name in self.environments:
-            if name not in ENVIRONMENTS:
-                raise ValueError(f"environments: unknown name {name!r}: {nearest(name, ENVIRONMENTS)}")
-        if self.schedule.warmup_share is not None or self.schedule.kind != "constant":
-            _need_steps(self.steps)
+        check_keys(self.environments, tuple(ENVIRONMENTS), required=(), where="environments")
+        super().__post_init__()
 
     @property
     def responses_per_step(self) -> int:
@@ -369,73 +315,41 @@ class PolicyGradient:
         return self.passes * self.responses_per_step // self.batch
 
     @property
-    def steps(self) -> int | None:
-        """Total number of generation steps, or None if the schedule does not determine it."""
-        return self.schedule.total(self.prompts_per_step)
-
-    @property
-    def warmup(self) -> int:
-        """Number of warm-up steps."""
-        return self.schedule.warmup(self.steps)
+    def examples_per_step(self) -> int:
+        """Number of prompts per generation step."""
+        return self.prompts_per_step
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PreferenceLoss:
-    """Loss on preference pairs.
+    """Loss on preference pairs."""
 
-    Attributes:
-        beta: scale of the policy's implicit rewards; the papers' KL penalty or coefficient.
-        length_normalised: take the mean of the implicit rewards over tokens, not the sum.
-        weight: weight of the preference loss.
-        sft_weight: weight of the chosen response's negative log-likelihood.
-        sft_length_normalised: take the mean of that loss over tokens, not the sum.
-        eta: scale of the true rewards; rpo only.
-        distance: distance between the margins; rpo only (`nemo_ext.rl.nemo_rl.rpo`).
-    """
-
-    beta: Positive
-    length_normalised: bool = False
-    weight: NonNegative = 1.0
-    sft_weight: NonNegative = 0.0
-    sft_length_normalised: bool = True
-    eta: Positive | None = None
+    beta: Positive  # scale of the policy's implicit rewards; the papers' KL penalty or coefficient
+    length_normalised: bool = False  # take the mean of the implicit rewards over tokens, not the sum
+    weight: NonNegative = 1.0  # weight of the preference loss
+    sft_weight: NonNegative = 0.0  # weight of the chosen response's negative log-likelihood
+    sft_length_normalised: bool = True  # take the mean of that loss over tokens, not the sum
+    eta: Positive | None = None  # scale of the true rewards; rpo only
+    # distance between the margins; rpo only (`nemo_ext.rl.nemo_rl.rpo`)
     distance: Literal["backward_kl", "forward_kl", "squared"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Online:
-    """Online preference training: pairs are made of the policy's own responses while it trains.
+    """Online preference training: pairs are made of the policy's own responses while it trains."""
 
-    Attributes:
-        generations_per_prompt: number of responses per prompt; the best and the worst by the reward model are a pair.
-        rounds: number of rounds, each from the weights of the last.
-    """
-
+    # number of responses per prompt; the best and the worst by the reward model are a pair
     generations_per_prompt: Annotated[int, Field(ge=2)]
-    rounds: PositiveInt = 1
+    rounds: PositiveInt = 1  # number of rounds, each from the weights of the last
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Preference:
-    """DPO and its relatives: pairs of responses.
+class Preference(_Training):
+    """DPO and its relatives: pairs of responses."""
 
-    Attributes:
-        algorithm: `dpo`, or `rpo`, which fits the margin to true rewards.
-        source: paper and section.
-        batch: number of pairs per update.
-        rounds: rounds of offline training on the policy's own pairs, each from the weights of the last.
-    """
-
-    algorithm: Literal["dpo", "rpo"]
-    source: str
-    batch: PositiveInt
+    algorithm: Literal["dpo", "rpo"]  # `dpo`, or `rpo`, which fits the margin to true rewards
     loss: PreferenceLoss
-    lengths: Lengths = field(default_factory=Lengths)
-    optimizer: Optimizer
-    schedule: Schedule = field(default_factory=Schedule)
-    router: Router = field(default_factory=Router)
-    validation: Validation = field(default_factory=Validation)
-    rounds: PositiveInt = 1
+    rounds: PositiveInt = 1  # rounds of offline training on the policy's own pairs, each from the weights of the last
     online: Online | None = None
 
     def __post_init__(self) -> None:
@@ -446,23 +360,12 @@ class Preference:
             raise ValueError("loss: rpo needs eta and distance")
         if self.algorithm == "dpo" and given:
             raise ValueError(f"loss: {given[0]} is rpo's; algorithm=dpo has none")
-        if self.schedule.warmup_share is not None or self.schedule.kind != "constant":
-            _need_steps(self.steps)
-
-    @property
-    def steps(self) -> int | None:
-        """Total number of steps, or None if the schedule does not determine it."""
-        return self.schedule.total(self.batch)
-
-    @property
-    def warmup(self) -> int:
-        """Number of warm-up steps."""
-        return self.schedule.warmup(self.steps)
+        super().__post_init__()
 
 
 Algorithm = PolicyGradient | Preference
 
-_KINDS: Mapping[str, type[PolicyGradient] | type[Preference]] = {
+_KINDS: Mapping[str, type[Algorithm]] = {
     "grpo": PolicyGradient,
     "rloo": PolicyGradient,
     "dpo": Preference,
@@ -508,8 +411,3 @@ def load(preset: str, changes: Mapping[str, Any] | None = None) -> Algorithm:
 
 def _folder() -> Any:
     return files("hydra_conf") / "rl"
-
-
-def _need_steps(steps: int | None) -> None:
-    if not steps:
-        raise ValueError("schedule: this kind, or warmup_share, needs steps, or epochs and examples (one step's)")

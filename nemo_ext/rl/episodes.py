@@ -5,13 +5,12 @@ of a conversation travels in its `Episode`, so nothing is kept between turns.
 """
 
 import asyncio
-import functools
 import inspect
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from nemo_ext.chat.response import Response, parse_response
@@ -57,68 +56,17 @@ class Turn:
         response: parsed response.
         verdict: verdict on it; None if the conversation goes on.
         reward: reward of it; None if the conversation goes on.
-        observation: text that the model reads before its next response; "" if there is none.
+        answers: messages of the environment in answer to the response; none if the conversation is over.
+        observation: their text, which the model reads before its next response; "" if there is none.
         following: episode of the next response; None if there is none.
     """
 
     response: Response
     verdict: Verdict | None = None
     reward: Reward | None = None
+    answers: tuple[Message, ...] = ()
     observation: str = ""
     following: Episode | None = None
-
-
-@dataclass
-class Tally:
-    """Running totals of one environment since its metrics were last taken."""
-
-    responses: int = 0
-    episodes: int = 0
-    correct: int = 0
-    error: int = 0
-    score: float = 0.0
-    reward: float = 0.0
-    seconds: float = 0.0
-    parts: dict[str, float] = field(default_factory=dict)
-
-    def metrics(self) -> dict[str, float]:
-        """Means over the episodes that ended; empty if none did."""
-        if not self.episodes:
-            return {}
-        shares = {name: getattr(self, name) / self.episodes for name in ("correct", "error", "score", "reward")}
-        shares |= {f"reward/{name}": total / self.episodes for name, total in sorted(self.parts.items())}
-        return {
-            "episodes": float(self.episodes),
-            **shares,
-            "turns": self.responses / self.episodes,
-            "seconds_per_response": self.seconds / self.responses,
-        }
-
-
-class References:
-    """Cache of parsed references, least recently used ones dropped; the responses of a group share one.
-
-    Args:
-        check: `Environment.check`.
-    """
-
-    def __init__(self, check: Callable[[Mapping[str, Any]], Any]) -> None:
-        self._check = check
-        self._kept: OrderedDict[str, tuple[Mapping[str, Any], Any]] = OrderedDict()
-
-    def of(self, task: Task) -> Any:
-        """Parsed reference of a task. Ids are unique only within a file, so the reference is compared as well.
-
-        Raises:
-            ValueError: as `check`.
-        """
-        kept, key = self._kept, task.id or repr(task.reference)
-        if key not in kept or kept[key][0] != task.reference:
-            kept[key] = (task.reference, self._check(task.reference))
-        kept.move_to_end(key)
-        if len(kept) > REFERENCES:
-            kept.popitem(last=False)
-        return kept[key][1]
 
 
 class Episodes:
@@ -127,7 +75,7 @@ class Episodes:
     Args:
         config: `name` of the environment and its `settings`; `reward`, see `nemo_ext.rl.rewards.named.reward_of`;
             `tool_style`, format of the calls; `concurrency`, number of concurrent verifications.
-        prompts: chat template of the model, required for environments with several turns.
+        prompts: chat template of the model, which writes the text between turns; None where the engine writes it.
 
     Raises:
         ValueError: unknown key or invalid value.
@@ -142,15 +90,13 @@ class Episodes:
             raise ValueError(f"tool_style: unknown {style!r}: {nearest(str(style), STYLES)}")
         self._tool_style = cast(Style, style)
         self._prompts = prompts
-        if self.environment.begin is not None and prompts is None:
-            raise ValueError(f"environment {config['name']!r} has several turns: give the chat template of the model")
         count = config.get("concurrency")
         slots = CONCURRENCY if count is None else checked_whole("concurrency", count, least=1)
         self._threads = ThreadPoolExecutor(slots, thread_name_prefix=config["name"])
         # Shared by all calls: an engine may pass one response at a time.
         self._at_once = asyncio.Semaphore(slots)
-        self._references = References(self.environment.check)
-        self._tally = Tally()
+        self._references: OrderedDict[str, tuple[Mapping[str, Any], Any]] = OrderedDict()
+        self._totals: defaultdict[str, float] = defaultdict(float)
 
     async def turns(
         self,
@@ -171,22 +117,60 @@ class Episodes:
         counts = tokens or [None] * len(texts)
         ends = finished or [True] * len(texts)
 
-        async def one(episode: Episode, text: str, count: int | None, end: bool) -> Turn:
-            async with self._at_once:
-                return await self._turn(episode, self._response(episode, text, count, end))
+        responses = map(self._response, episodes, texts, counts, ends)
+        return list(await asyncio.gather(*map(self.turn, episodes, responses)))
 
-        return list(await asyncio.gather(*map(one, episodes, texts, counts, ends)))
+    async def turn(self, episode: Episode, response: Response, unreadable: Mapping[str, str] | None = None) -> Turn:
+        """Outcome of one response.
+
+        Args:
+            unreadable: id of each call that cannot be read -> reason, which a world's model is told; a single turn
+                with one is wrong.
+        """
+        async with self._at_once:
+            began = time.monotonic()
+            turn = await self._guarded(response, self._outcome(episode, response, unreadable or {}))
+            self._add({"responses": 1, "seconds": time.monotonic() - began})
+        return turn if turn.verdict is None else self._rewarded(episode, turn)
 
     async def close(self, turn: Turn) -> Turn:
         """End the conversation after this turn: the turn with a verdict on the state it is in."""
         assert turn.following is not None and turn.following.conversation is not None
-        verdict = await asyncio.get_running_loop().run_in_executor(self._threads, turn.following.conversation.verdict)
-        return self._rewarded(turn.following, replace(turn, verdict=verdict, observation="", following=None))
+        return self._rewarded(
+            turn.following, await self._guarded(turn.response, self._ended(turn.response, turn.following.conversation))
+        )
+
+    def begun(self, episode: Episode) -> Episode:
+        """The episode of a tool environment with its conversation."""
+        assert self.environment.begin is not None
+        if episode.conversation is not None:
+            return episode
+        return replace(episode, conversation=self.environment.begin(self.reference(episode.task)))
+
+    def reference(self, task: Task) -> Any:
+        """Parsed reference of a task; cached, since the responses of a group share one.
+
+        Raises:
+            ValueError: the environment cannot verify against it.
+        """
+        # Ids are unique only within a file.
+        kept, key = self._references, task.id or repr(task.reference)
+        if key not in kept or kept[key][0] != task.reference:
+            kept[key] = (task.reference, self.environment.check(task.reference))
+        kept.move_to_end(key)
+        if len(kept) > REFERENCES:
+            kept.popitem(last=False)
+        return kept[key][1]
 
     def take_metrics(self) -> dict[str, float]:
-        """Metrics since the last call."""
-        tally, self._tally = self._tally, Tally()
-        return tally.metrics()
+        """Means over the episodes that ended since the last call; empty if none did."""
+        totals, self._totals = self._totals, defaultdict(float)
+        responses, seconds, episodes = (totals.pop(name, 0.0) for name in ("responses", "seconds", "episodes"))
+        if not episodes:
+            return {}
+        means = {name: total / episodes for name, total in sorted(totals.items())}
+        more = {"turns": responses / episodes, "seconds_per_response": seconds / responses}
+        return {"episodes": episodes, **means, **more}
 
     def shutdown(self) -> None:
         """Stop the threads; verifications under way end by their own limits."""
@@ -194,51 +178,58 @@ class Episodes:
 
     def check(self, task: Task) -> None:
         """Raises ValueError for a task that the environment cannot verify, or the reward cannot work with."""
-        self.environment.check(task.reference)
+        self.reference(task)
         self.reward.check(task.reference)
         if self.environment.judged_in_groups and task.tools:
             raise ValueError("it has tools, but a judge of groups sees no calls: leave the tools out")
 
-    async def _turn(self, episode: Episode, response: Response) -> Turn:
-        began = time.monotonic()
+    async def _guarded(self, response: Response, work: Awaitable[Turn]) -> Turn:
         try:
-            if self.environment.begin is None:
-                turn = Turn(response=response, verdict=await self._verified(episode, response))
-            else:
-                turn = await self._conversed(episode, response)
+            return await work
         except Exception as error:  # a verifier's own failure must not end a run of many days
-            turn = Turn(response=response, verdict=Verdict.error(f"{type(error).__name__}: {error}"))
-        self._tally.responses += 1
-        self._tally.seconds += time.monotonic() - began
-        return turn if turn.verdict is None else self._rewarded(episode, turn)
+            return Turn(response=response, verdict=Verdict.error(f"{type(error).__name__}: {error}"[:300]))
 
     def _rewarded(self, episode: Episode, turn: Turn) -> Turn:
         assert turn.verdict is not None
         facts = Facts.of(episode.task, thinking_opened=episode.thinking_opened)
         reward = self.reward.score(turn.verdict, turn.response, facts)
-        self._count(turn.verdict, reward)
+        outcome = {"correct": turn.verdict.outcome == "correct", "error": turn.verdict.outcome == "error"}
+        parts = {f"reward/{name}": value for name, value in reward.parts.items()}
+        self._add({"episodes": 1, **outcome, "score": turn.verdict.score, "reward": reward.total, **parts})
         return replace(turn, reward=reward)
 
-    async def _verified(self, episode: Episode, response: Response) -> Verdict:
-        verify = self.environment.verify
-        assert verify is not None
-        reference = self._references.of(episode.task)
-        made = await asyncio.get_running_loop().run_in_executor(self._threads, verify, response, reference)
-        return await made if inspect.isawaitable(made) else made
+    async def _outcome(self, episode: Episode, response: Response, unreadable: Mapping[str, str]) -> Turn:
+        if self.environment.begin is not None:
+            return await self._conversed(self.begun(episode), response, unreadable)
+        if unreadable:
+            why = f"a call cannot be read: {next(iter(unreadable.values()))}"[:300]
+            return Turn(response=response, verdict=Verdict.wrong(why))
+        assert self.environment.verify is not None
+        verdict = await self._in_thread(self.environment.verify, response, self.reference(episode.task))
+        return Turn(response=response, verdict=await verdict if inspect.isawaitable(verdict) else verdict)
 
-    async def _conversed(self, episode: Episode, response: Response) -> Turn:
-        begin, prompts = self.environment.begin, self._prompts
-        assert begin is not None and prompts is not None
-        turn = episode.turn + 1
-        conversation = episode.conversation or begin(self._references.of(episode.task))
-        run = functools.partial(asyncio.get_running_loop().run_in_executor, self._threads)
-        answers: Sequence[Message] = await run(conversation.step, response)
+    async def _conversed(self, episode: Episode, response: Response, unreadable: Mapping[str, str]) -> Turn:
+        conversation, turn = episode.conversation, episode.turn + 1
+        assert conversation is not None
+        answers = [Message(role="tool", content=f"Error: {why}", tool_call_id=key) for key, why in unreadable.items()]
+        # If no call can be read, the text beside the calls is not for the user.
+        if response.tool_calls or not unreadable:
+            answers += await self._in_thread(conversation.step, response)
         if not answers or turn >= self.environment.max_turns:
-            return Turn(response=response, verdict=await run(conversation.verdict))
+            return await self._ended(response, conversation)
+        following = replace(episode, turn=turn)
+        if self._prompts is None:
+            return Turn(response=response, answers=tuple(answers), following=following)
         task = episode.task
-        observation, opened = prompts.continuation(answers, tools=task.tools, thinking=task.thinking)
-        following = replace(episode, conversation=conversation, turn=turn, thinking_opened=opened)
-        return Turn(response=response, observation=observation, following=following)
+        observation, opened = self._prompts.continuation(answers, tools=task.tools, thinking=task.thinking)
+        following = replace(following, thinking_opened=opened)
+        return Turn(response=response, answers=tuple(answers), observation=observation, following=following)
+
+    async def _ended(self, response: Response, conversation: Conversation) -> Turn:
+        return Turn(response=response, verdict=await self._in_thread(conversation.verdict))
+
+    def _in_thread[Result](self, function: Callable[..., Result], *arguments: Any) -> Awaitable[Result]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     def _response(self, episode: Episode, text: str, tokens: int | None, finished: bool) -> Response:
         response = parse_response(text, thinking_opened=episode.thinking_opened, tokens=tokens, finished=finished)
@@ -250,12 +241,6 @@ class Episodes:
             return response
         return replace(response, answer=parsed.answer, tool_calls=parsed.calls)
 
-    def _count(self, verdict: Verdict, reward: Reward) -> None:
-        tally = self._tally
-        tally.episodes += 1
-        tally.correct += verdict.outcome == "correct"
-        tally.error += verdict.outcome == "error"
-        tally.score += verdict.score
-        tally.reward += reward.total
-        for name, value in reward.parts.items():
-            tally.parts[name] = tally.parts.get(name, 0.0) + value
+    def _add(self, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._totals[name] += value

@@ -21,17 +21,8 @@ KEYS = (
 OPTIONAL = ("precision_plan", "megatron", "trust_remote_code")
 """The first two are set by precision=..., which other jobs share: `megatron` is not read here."""
 SAME = (
-    "precision_plan",
-    "engine",
-    "policy",
-    "template",
-    "tasks",
-    "pairs",
-    "environments",
-    "rl",
-    "trl",
-    "nemo_rl",
-    "seed",
+    *("engine", "policy", "template", "tasks", "pairs", "environments", "rl", "trl", "nemo_rl"),
+    *("precision_plan", "seed"),
 )
 """Keys that must be unchanged when a run is resumed."""
 STEPS = "rl.schedule.steps"

@@ -14,34 +14,28 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
-from nemo_ext.job.settings import check_keys, checked_whole, nearest
+from pydantic import ConfigDict, Field, FiniteFloat, JsonValue, PositiveInt
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+
+from nemo_ext.job.settings import checked, nearest
 
 if TYPE_CHECKING:
     import aiohttp
     from tenacity import RetryCallState
 
 Messages = Sequence[Mapping[str, Any]]
+Seconds = Annotated[FiniteFloat, Field(gt=0)]
 
-_KEYS = (
-    "base_url",
-    "model",
-    "key_variable",
-    "sampling",
-    "attempts",
-    "attempt_seconds",
-    "total_seconds",
-    "concurrency",
-)
 # Status codes worth another attempt: time-outs, conflicts, too many requests, server failures.
 _AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _MAX_BYTES = 8 << 20
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@pydantic_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", hide_input_in_errors=True))
 class JudgeSettings:
     """Endpoint of the judge and its request settings.
 
@@ -61,46 +55,33 @@ class JudgeSettings:
     """
 
     base_url: str
-    model: str
+    model: Annotated[str, Field(min_length=1)]
     key_variable: str | None = None
-    sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 4096})
-    attempts: int = 3
-    attempt_seconds: float = 120.0
-    total_seconds: float = 1800.0
-    concurrency: int = 64
+    sampling: Mapping[str, JsonValue] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 4096})
+    attempts: PositiveInt = 3
+    attempt_seconds: Seconds = 120.0
+    total_seconds: Seconds = 1800.0
+    concurrency: PositiveInt = 64
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "JudgeSettings":
         """Settings from a config, whose keys are checked.
 
         Raises:
-            ValueError: naming the key `judge.KEY`, what it holds and what it may hold.
+            ValueError: naming the key of `judge`, what it holds and what it may hold.
         """
-        check_keys(config, _KEYS, required=("base_url", "model"), where="judge")
-        return cls(**config)
+        return checked(cls, config, where="judge")
 
     def __post_init__(self) -> None:
-        url = urlsplit(self.base_url) if isinstance(self.base_url, str) else None
-        if url is None or url.scheme not in ("http", "https") or not url.hostname:
-            raise ValueError(f"judge.base_url must be like http://localhost:8000/v1, not {self.base_url!r}")
+        url = urlsplit(self.base_url)
         if url.username or url.password or url.query:
-            raise ValueError("judge.base_url must hold no name, password or query: name the key's variable instead")
-        if not isinstance(self.model, str) or not self.model:
-            raise ValueError(f"judge.model must be a name, not {self.model!r}")
-        if not isinstance(self.sampling, Mapping) or {"model", "messages", "stream"} & set(self.sampling):
-            raise ValueError(f"judge.sampling must be a mapping without model, messages, stream, not {self.sampling!r}")
-        try:
-            json.dumps(dict(self.sampling))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"judge.sampling must hold what JSON can: {error}") from None
-        for name in ("attempts", "concurrency"):
-            checked_whole(f"judge.{name}", getattr(self, name), least=1)
-        for name in ("attempt_seconds", "total_seconds"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 < value < float("inf"):
-                raise ValueError(f"judge.{name} must be a number of seconds above 0, not {value!r}")
+            raise ValueError("base_url must hold no name, password or query: name the key's variable in key_variable")
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ValueError(f"base_url must be like http://localhost:8000/v1, not {self.base_url!r}")
+        if taken := {"model", "messages", "stream"} & set(self.sampling):
+            raise ValueError(f"sampling must be without {', '.join(sorted(taken))}, which each request sets itself")
         if self.key_variable is not None and not os.environ.get(self.key_variable):
-            raise ValueError(f"judge.key_variable: the environment variable {self.key_variable} is not set")
+            raise ValueError(f"key_variable: the environment variable {self.key_variable} is not set")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,11 +160,8 @@ class Judge:
         """
         where = f"judge.base_url={self.settings.base_url}"
         try:
-            async with asyncio.timeout(self.settings.attempt_seconds):
-                listed = json.loads(await self._send("GET", "models", None))
-                names = [str(model["id"]) for model in listed["data"]]
-        except TimeoutError:
-            raise ValueError(f"{where}: no answer within {self.settings.attempt_seconds:g} s") from None
+            listed = json.loads(await self._send("GET", "models", None))
+            names = [str(model["id"]) for model in listed["data"]]
         except _Failed as failed:
             raise ValueError(f"{where}: {failed}") from None
         except (ValueError, LookupError, TypeError, RecursionError):
@@ -198,12 +176,7 @@ class Judge:
 
     async def _request(self, messages: Messages) -> str:
         payload = {**self.settings.sampling, "model": self.settings.model, "messages": list(messages), "stream": False}
-        try:
-            async with asyncio.timeout(self.settings.attempt_seconds):
-                body = await self._send("POST", "chat/completions", json.dumps(payload).encode())
-        except TimeoutError:
-            raise _Failed(f"no answer within {self.settings.attempt_seconds:g} s") from None
-        return _text(body)
+        return _text(await self._send("POST", "chat/completions", json.dumps(payload).encode()))
 
     async def _send(self, method: str, path: str, body: bytes | None) -> bytes:
         import aiohttp
@@ -213,10 +186,11 @@ class Judge:
         if key:
             headers["Authorization"] = f"Bearer {key}"
         url = f"{self.settings.base_url.rstrip('/')}/{path}"
-        # The time limit is the caller's; aiohttp's own would end an attempt that has longer.
+        # The time limit is ours; aiohttp's own would end an attempt that has longer.
         session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         try:
             async with (
+                asyncio.timeout(self.settings.attempt_seconds),
                 session,
                 # A redirect would take the key to another host.
                 session.request(method, url, data=body, headers=headers, allow_redirects=False) as response,
@@ -229,6 +203,8 @@ class Judge:
                     again=response.status in _AGAIN,
                     after=_retry_after(response.headers.get("Retry-After", "")),
                 )
+        except TimeoutError:
+            raise _Failed(f"no answer within {self.settings.attempt_seconds:g} s") from None
         # Not `repr`: some of these hold the request's headers.
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise _Failed(f"{type(error).__name__}: {error}".replace(key or "\0", "***")) from None

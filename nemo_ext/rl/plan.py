@@ -12,8 +12,7 @@ directory and blend            shares of task files, in the tree of pre-training
 
 import functools
 import json
-import mmap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import numpy.typing as npt
 import orjson
 
 from nemo_ext.data.blends.division import divide
-from nemo_ext.data.blends.hierarchy import Group, Leaf, read_tree
+from nemo_ext.data.blends.hierarchy import read_tree
 from nemo_ext.data.blends.sizes import Size
 from nemo_ext.data.curriculum.layout import CURRICULUM, STATS
 from nemo_ext.data.curriculum.schedule import fixed, quotas
@@ -36,7 +35,7 @@ _SUFFIX = ".jsonl"
 
 
 class TaskFile:
-    """Tasks of a file; lines are located once and read when they are asked for.
+    """Tasks of a file, parsed once.
 
     Args:
         path: JSONL file, one task record per line; blank lines are skipped.
@@ -47,31 +46,23 @@ class TaskFile:
     """
 
     def __init__(self, path: str | Path, *, repeats: bool = False) -> None:
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
         if not self.path.is_file():
             raise ValueError(f"{self.path}: no such file of tasks")
-        if not self.path.stat().st_size:
-            raise ValueError(f"{self.path} is empty: no tasks")
-        self._lines: list[tuple[int, int]] = []
-        self.environments: dict[str, int] = {}
+        self.tasks: list[Task] = []
         seen: set[str] = set()
-        for number, (begin, end) in enumerate(self._found(), start=1):
-            if begin == end:
-                continue
-            task = self._read(begin, end, f"{self.path}:{number}")
-            if task.id in seen and not repeats:
-                raise ValueError(f"{self.path}:{number}: the id {task.id!r} is there twice")
-            seen.add(task.id)
-            self.environments[task.environment] = self.environments.get(task.environment, 0) + 1
-            self._lines.append((begin, end))
-        if not self._lines:
-            raise ValueError(f"{self.path}: no tasks")
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __getitem__(self, row: int) -> Task:
-        return self._read(*self._lines[row], f"{self.path}, task {row}")
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                where = f"{self.path}:{number}"
+                task = _task(line, where)
+                if task.id in seen and not repeats:
+                    raise ValueError(f"{where}: the id {task.id!r} is there twice")
+                seen.add(task.id)
+                self.tasks.append(task)
+        if not self.tasks:
+            raise ValueError(f"{self.path}: there are no tasks in it")
 
     def leave_out(self, unwanted: Callable[[Task], bool]) -> list[str]:
         """Drop the unwanted tasks; returns their ids.
@@ -79,39 +70,12 @@ class TaskFile:
         Raises:
             ValueError: none is left.
         """
-        left = [row for row in range(len(self)) if unwanted(self[row])]
-        ids = [self[row].id for row in left]
-        gone = set(left)
-        self._lines = [line for row, line in enumerate(self._lines) if row not in gone]
-        if not self._lines:
-            raise ValueError(f"{self.path}: all of its {len(ids):,} tasks are left out")
+        gone = {row for row, task in enumerate(self.tasks) if unwanted(task)}
+        if len(gone) == len(self.tasks):
+            raise ValueError(f"{self.path}: all of its {len(gone):,} tasks are left out")
+        ids = [self.tasks[row].id for row in sorted(gone)]
+        self.tasks = [task for row, task in enumerate(self.tasks) if row not in gone]
         return ids
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_bytes"}
-
-    @functools.cached_property
-    def _bytes(self) -> mmap.mmap:
-        with open(self.path, "rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-    def _found(self) -> Iterator[tuple[int, int]]:
-        begin, content = 0, self._bytes
-        while begin < len(content):
-            end = content.find(b"\n", begin)
-            end = len(content) if end < 0 else end
-            blank = not content[begin:end].strip()
-            yield (begin, begin) if blank else (begin, end)
-            begin = end + 1
-
-    def _read(self, begin: int, end: int, where: str) -> Task:
-        try:
-            record = orjson.loads(self._bytes[begin:end])
-        except orjson.JSONDecodeError as error:
-            raise ValueError(f"{where}: not JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise ValueError(f"{where}: a task is an object, not {type(record).__name__}")
-        return Task.of(record, where)
 
 
 class PlannedTasks:
@@ -137,15 +101,13 @@ class PlannedTasks:
         shuffle: bool = True,
     ) -> None:
         self.names = tuple(files)
-        self._files = tuple(files.values())
+        self.files = tuple(files.values())
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
         floats = {name: float(share) for name, share in shares.items()}
         self.quotas = quotas(fixed(floats, self.names), batch=prompts, steps=steps)
         self._before = np.concatenate([np.zeros((1, len(self.names)), dtype=np.int64), np.cumsum(self.quotas, axis=0)])
-        # Two passes over each file at once: one that ends within a step, and the next.
-        self._pass = functools.lru_cache(maxsize=2 * len(self.names))(self._order_of_pass)
 
     def __len__(self) -> int:
         return len(self.quotas) * self._prompts
@@ -154,14 +116,7 @@ class PlannedTasks:
         if not 0 <= number < len(self):
             raise IndexError(number)
         stream, row = self.place(number)
-        return self._files[stream][row]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_pass"}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._pass = functools.lru_cache(maxsize=2 * len(self.names))(self._order_of_pass)
+        return self.files[stream].tasks[row]
 
     def place(self, number: int) -> tuple[int, int]:
         """Index of an item's stream, and of the task in its file."""
@@ -169,36 +124,23 @@ class PlannedTasks:
         streams = self._slots(step)
         stream = int(streams[slot])
         drawn = int(self._before[step, stream] + (streams[:slot] == stream).sum())
-        epoch, at = divmod(drawn, len(self._files[stream]))
-        return stream, int(self._pass(stream, epoch)[at])
+        size = len(self.files[stream].tasks)
+        epoch, at = divmod(drawn, size)
+        return stream, int(_order(self._seed, self.names[stream], epoch, size)[at]) if self._shuffle else at
 
     def leave_out(self, unwanted: Callable[[Task], bool]) -> list[str]:
         """Drop unwanted tasks of the files before training reads any; returns their ids."""
-        return [one for file in self._files for one in file.leave_out(unwanted)]
+        return [one for file in self.files for one in file.leave_out(unwanted)]
 
     def environments(self) -> list[str]:
         """Names of the environments of all tasks, sorted."""
-        return sorted({name for file in self._files for name in file.environments})
-
-    def every_task(self) -> Iterator[tuple[str, Task]]:
-        """Each task once, with the path of its file."""
-        for file in self._files:
-            for row in range(len(file)):
-                yield str(file.path), file[row]
+        return sorted({task.environment for file in self.files for task in file.tasks})
 
     def _slots(self, step: int) -> npt.NDArray[np.int64]:
         """Stream index of each prompt of a step, `[prompts]`."""
         streams = np.repeat(np.arange(len(self.names)), self.quotas[step])
         # Streams are mixed within a step, since the batch may be sharded later.
-        return (
-            generator(self._seed, "tasks", "step", str(step)).permutation(streams) if len(self.names) > 1 else streams
-        )
-
-    def _order_of_pass(self, stream: int, epoch: int) -> npt.NDArray[np.int64]:
-        size = len(self._files[stream])
-        if not self._shuffle:
-            return np.arange(size)
-        return generator(self._seed, "tasks", self.names[stream], epoch).permutation(size)
+        return generator(self._seed, "tasks", "step", str(step)).permutation(streams)
 
 
 def plan_tasks(
@@ -231,11 +173,20 @@ def plan_tasks(
     else:
         path, shuffle = _curriculum(Path(settings["curriculum"]), prompts=prompts, where=where), False
     file = TaskFile(path, repeats=settings.get("curriculum") is not None)
-    if settings.get("curriculum") is not None and steps * prompts > len(file):
-        raise ValueError(f"{where}.curriculum: it has {len(file) // prompts} steps, the run {steps}: make them fit")
+    if settings.get("curriculum") is not None and steps * prompts > len(file.tasks):
+        has = len(file.tasks) // prompts
+        raise ValueError(f"{where}.curriculum: it has {has} steps, the run {steps}: make them fit")
     name = path.stem
     return PlannedTasks(
         {name: file}, {name: Fraction(1)}, steps=steps + spare, prompts=prompts, seed=seed, shuffle=shuffle
+    )
+
+
+def validation_tasks(path: str | Path) -> PlannedTasks:
+    """All tasks of a file once, in its order; raises as `TaskFile`."""
+    file = TaskFile(path)
+    return PlannedTasks(
+        {"validation": file}, {"validation": Fraction(1)}, steps=len(file.tasks), prompts=1, seed=0, shuffle=False
     )
 
 
@@ -243,37 +194,46 @@ def check_references(tasks: PlannedTasks, check: Callable[[Task], object]) -> No
     """Check every task's reference before a run of days begins.
 
     Args:
-        tasks: tasks to check; all of them are read once.
+        tasks: tasks to check.
         check: function that raises ValueError for a task that its environment cannot verify.
 
     Raises:
         ValueError: naming the file and the task.
     """
-    for file, task in tasks.every_task():
-        try:
-            check(task)
-        except ValueError as error:
-            raise ValueError(f"{file}: task {task.id}: {error}") from error
+    for file in tasks.files:
+        for task in file.tasks:
+            try:
+                check(task)
+            except ValueError as error:
+                raise ValueError(f"{file.path}: task {task.id}: {error}") from error
+
+
+def _task(line: bytes, where: str) -> Task:
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: a task is an object, not {type(record).__name__}")
+    return Task.of(record, where)
+
+
+@functools.lru_cache(maxsize=256)
+def _order(seed: int, name: str, epoch: int, size: int) -> npt.NDArray[np.int64]:
+    """Order of a file's tasks in one pass over them."""
+    return generator(seed, "tasks", name, epoch).permutation(size)
 
 
 def _blended(settings: Mapping[str, Any], *, steps: int, prompts: int, seed: int) -> PlannedTasks:
     root = read_tree({key: settings[key] for key in ("directory", "blend", "streams") if key in settings})
-    _counts_nothing(root)
+    for leaf in root.leaves():
+        for key in ("source", "tokens"):
+            if getattr(leaf, key) is not None:
+                raise ValueError(f"{leaf.where}.{key}: a stream of tasks is the file <directory>/<name>{_SUFFIX}")
     files = {leaf.name: TaskFile(Path(f"{leaf.prefix}{_SUFFIX}")) for leaf in root.leaves()}
-    sizes = {name: Size(tokens=len(file), known="files") for name, file in files.items()}
+    sizes = {name: Size(tokens=len(file.tasks), known="files") for name, file in files.items()}
     shares = divide(root, sizes, tokens=steps * prompts)
     return PlannedTasks(files, shares, steps=steps, prompts=prompts, seed=seed)
-
-
-def _counts_nothing(node: Group | Leaf) -> None:
-    """Refuses keys of a text blend that a task blend does not have."""
-    if isinstance(node, Leaf):
-        for key in ("source", "tokens"):
-            if getattr(node, key) is not None:
-                raise ValueError(f"{node.where}.{key}: a stream of tasks is the file <directory>/<name>{_SUFFIX}")
-        return
-    for child in node.children:
-        _counts_nothing(child)
 
 
 def _curriculum(directory: Path, *, prompts: int, where: str) -> Path:

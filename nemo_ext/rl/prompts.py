@@ -50,6 +50,11 @@ class Prompts:
         special = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
         return cls(Template("of the tokenizer", source, special), tokenizer.eos_token)
 
+    @classmethod
+    def of(cls, tokenizer: Any, template: str | None) -> "Prompts":
+        """The named chat template with the tokenizer's end token, or the tokenizer's own; raises as `load`."""
+        return cls.of_tokenizer(tokenizer) if template is None else cls.load(template, eos=tokenizer.eos_token)
+
     def prompt(self, task: Task) -> tuple[str, bool]:
         """Text before the first response, and whether it ends inside a trace.
 

@@ -1,6 +1,6 @@
 """An algorithm rendered for one engine, with the settings that could not be expressed."""
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -8,20 +8,59 @@ from nemo_ext.job.progress import notice
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Rendered:
-    """An algorithm rendered for one engine. Every setting of the algorithm is in one of the three.
+    """An algorithm rendered for one engine. Every setting of the algorithm is in one of the first three.
 
     Attributes:
         settings: settings of the engine, under its names.
         adapter: settings that nemo_ext applies around the engine, in the algorithm's names: rewards, shares of
             environments, the order of prompts, and additions to the engine.
         inexpressible: key of the algorithm -> why neither can express it, and what `settings` do instead.
+        by_adapter: keys that the engine cannot express and the caller handles.
     """
 
-    settings: Mapping[str, Any]
-    adapter: Mapping[str, Any] = field(default_factory=dict)
-    inexpressible: Mapping[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    adapter: dict[str, Any] = field(default_factory=dict)
+    inexpressible: dict[str, str] = field(default_factory=dict)
+    by_adapter: Collection[str] = ()
+
+    def cannot(self, ours: str, reason: str) -> None:
+        """Note a setting of the algorithm that is not expressed."""
+        if ours not in self.by_adapter:
+            self.inexpressible[ours] = reason
+
+    def surround(self, algorithm: Algorithm) -> None:
+        """Note what lies around every engine.
+
+        `environments` and `group` of the adapter are in the words of `nemo_ext.rl.nemo_rl.run.run`; `data` is for
+        whoever makes the files: `shares` of environments, `thinking_share`, `drop_from` and `easy_to_hard` of
+        `nemo-ext curriculum`, `max_prompt_tokens` of `nemo-ext preference_data`, `rounds` to train, each on new pairs.
+        """
+        adapter = self.adapter
+        adapter["algorithm"] = algorithm.algorithm
+        if not isinstance(algorithm, PolicyGradient):
+            rounds = algorithm.online.rounds if algorithm.online else algorithm.rounds
+            adapter["data"] = {"max_prompt_tokens": algorithm.lengths.prompt, "rounds": rounds}
+            if algorithm.online is not None:
+                self.cannot(
+                    "online",
+                    "pairs are read, not generated while training; "
+                    "generate, judge and train on the pairs in turn instead",
+                )
+            return
+        adapter["environments"] = {
+            name: {"reward": use.reward, **({"settings": dict(use.settings)} if use.settings else {})}
+            for name, use in algorithm.environments.items()
+        }
+        adapter["data"] = {
+            "shares": {name: use.weight for name, use in algorithm.environments.items()},
+            "thinking_share": algorithm.thinking_share,
+            "drop_from": algorithm.curriculum.drop_from,
+            "easy_to_hard": algorithm.curriculum.easy_to_hard,
+        }
+        if algorithm.group is not None:
+            adapter["group"] = algorithm.group.settings()
 
     def settled(self, on_inexpressible: Literal["error", "warn"] = "error") -> "Rendered":
         """Returns itself if everything is expressed, or if `warn` accepts the substitutes.
@@ -44,33 +83,3 @@ class Rendered:
             if value and key != "shares":
                 notice(f"for the data to have, nothing here changes them: {key}={value}")
         return self
-
-
-def around(algorithm: Algorithm) -> tuple[dict[str, Any], dict[str, str]]:
-    """Initial `adapter` and `inexpressible`, common to all engines.
-
-    `environments` and `group` are in the words of `nemo_ext.rl.nemo_rl.run.run`; `data` is for whoever makes the files:
-    `shares` of environments, `thinking_share`, `drop_from` and `easy_to_hard` of `nemo-ext curriculum`,
-    `max_prompt_tokens` of `nemo-ext preference_data`, `rounds` to train, each on new pairs.
-    """
-    adapter: dict[str, Any] = {"algorithm": algorithm.algorithm}
-    if not isinstance(algorithm, PolicyGradient):
-        adapter["data"] = {"max_prompt_tokens": algorithm.lengths.prompt, "rounds": algorithm.rounds}
-        if algorithm.online is None:
-            return adapter, {}
-        adapter["data"] |= {"rounds": algorithm.online.rounds}
-        reason = "pairs are read, not generated while training; generate, judge and train on the pairs in turn instead"
-        return adapter, {"online": reason}
-    adapter["environments"] = {
-        name: {"reward": use.reward, **({"settings": dict(use.settings)} if use.settings else {})}
-        for name, use in algorithm.environments.items()
-    }
-    adapter["data"] = {
-        "shares": {name: use.weight for name, use in algorithm.environments.items()},
-        "thinking_share": algorithm.thinking_share,
-        "drop_from": algorithm.curriculum.drop_from,
-        "easy_to_hard": algorithm.curriculum.easy_to_hard,
-    }
-    if algorithm.group is not None:
-        adapter["group"] = algorithm.group.settings()
-    return adapter, {}

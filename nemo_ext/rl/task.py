@@ -1,14 +1,13 @@
 """An RL task: a prompt with the data that its verifier needs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from nemo_ext.chat.formats import thinking_mode, to_record, to_sample
 from nemo_ext.chat.sample import Message, Sample
 from nemo_ext.job.settings import check_keys
 
-_KEYS = ("id", "environment", "prompt", "reference", "tools", "domain", "thinking")
 _REQUIRED = ("id", "environment", "prompt")
 
 
@@ -44,15 +43,18 @@ class Task:
         check_keys(record, _KEYS, required=_REQUIRED, where=where)
         for key in ("id", "environment", "domain"):
             value = record.get(key)
-            wanted = (isinstance(value, str) and value) or (
-                key == "id" and isinstance(value, int) and not isinstance(value, bool)
-            )
-            if not wanted and (value is not None or key in _REQUIRED):
+            numbered = key == "id" and isinstance(value, int) and not isinstance(value, bool)
+            left_out = value is None and key not in _REQUIRED
+            if not (numbered or left_out or (isinstance(value, str) and value)):
                 raise ValueError(f"{where}: {key} must be a text that is not empty, not {value!r}")
         prompt, reference = record["prompt"], record.get("reference") or {}
         if not isinstance(reference, Mapping):
             raise ValueError(f"{where}: reference must be a mapping, not {reference!r}")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        try:
+            thinking = thinking_mode(record.get("thinking"), "thinking")
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
         try:
             sample = to_sample({"messages": messages, "tools": record.get("tools")}, id=record["id"], format="openai")
         except ValueError as error:
@@ -64,7 +66,7 @@ class Task:
             reference=reference,
             tools=sample.tools,
             domain=record.get("domain") or record["environment"],
-            thinking=_mode(record.get("thinking"), where),
+            thinking=thinking,
         )
 
     def record(self) -> dict[str, Any]:
@@ -84,8 +86,4 @@ class Task:
         return record
 
 
-def _mode(value: object, where: str) -> bool | None:
-    try:
-        return thinking_mode(value, "thinking")
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+_KEYS = tuple(each.name for each in fields(Task))

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 import hydra_conf
 from nemo_ext.job.config import compose
 from nemo_ext.rl.algorithms import PolicyGradient, Preference, Schedule, algorithm_of, load, presets
-from nemo_ext.rl.rendering import Rendered, around
+from nemo_ext.rl.rendering import Rendered
 
 SMALL: dict[str, Any] = {
     "algorithm": "grpo",
@@ -157,7 +157,7 @@ def test_changes_are_merged() -> None:
         ({"optimizer": {"learning_rate": float("nan")}}, "optimizer.learning_rate=nan"),
         ({"optimizer": {}}, "'optimizer.learning_rate' is missing"),
         ({"lengths": {"prompt": 8}}, "lengths: give response"),
-        ({"environments": {"maths": {}}}, "environments: unknown name 'maths': did you mean 'math'"),
+        ({"environments": {"maths": {}}}, "environments: unknown key 'maths': did you mean 'math'"),
         ({"environments": {"math": {"weight": 0}}}, "environments.math.weight=0"),
         ({"sampling": {"drop_zero_variance": True}}, "max_batches come together"),
         ({"schedule": {"kind": "cosine"}}, "needs steps"),
@@ -219,13 +219,17 @@ def test_the_warm_up_is_part_of_the_steps(examples: int, each: int, epochs: int,
 
 
 def test_what_surrounds_an_engine() -> None:
-    adapter, cannot = around(load("domyn_multi_env_grpo"))
+    def surrounded(preset: str) -> Rendered:
+        made = Rendered()
+        made.surround(load(preset))
+        return made
 
-    assert adapter["environments"]["bank"] == {"reward": "outcome"}
-    assert adapter["data"]["shares"]["math"] == 0.3
-    assert not cannot
-    assert around(load("rpo_online"))[0]["data"]["rounds"] == 2
-    assert around(load("dpo_delta"))[0]["data"]["max_prompt_tokens"] == 640
+    made = surrounded("domyn_multi_env_grpo")
+    assert made.adapter["environments"]["bank"] == {"reward": "outcome"}
+    assert made.adapter["data"]["shares"]["math"] == 0.3
+    assert not made.inexpressible
+    assert surrounded("rpo_online").adapter["data"]["rounds"] == 2
+    assert surrounded("dpo_delta").adapter["data"]["max_prompt_tokens"] == 640
 
 
 def test_what_cannot_be_done_is_an_error_unless_accepted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,9 +5,8 @@ has waited long enough. Comparisons that the judge does not answer are left out 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import HTTPException
 from nemo_gym.base_resources_server import SimpleResourcesServer
@@ -16,12 +15,12 @@ from pydantic import Field, PrivateAttr
 
 from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import Message
-from nemo_ext.job.settings import checked, checked_whole, nearest
+from nemo_ext.job.settings import checked
 from nemo_ext.rl.gym.cohorts import Cohorts
 from nemo_ext.rl.gym.responses import last_turn, read_answer
 from nemo_ext.rl.gym.rows import PARAMETERS, messages
 from nemo_ext.rl.gym.server import OwnConfig, VerifyRequest, VerifyResponse, failure
-from nemo_ext.rl.judge import Judge, JudgeSettings
+from nemo_ext.rl.judge import Judge, JudgeSettings, Seconds
 from nemo_ext.rl.rewards.comparison import LengthControl
 from nemo_ext.rl.rewards.rlhf import SHOWN, rlhf_rewards
 
@@ -40,18 +39,15 @@ class ComparisonConfig(OwnConfig):
     """
 
     judge: dict[str, Any]
-    group_size: int
-    wait_seconds: float = 3600.0
-    show: str = "genrm"
+    group_size: Annotated[int, Field(ge=2)]
+    wait_seconds: Seconds = 3600.0
+    show: Literal["genrm", "instructed"] = "genrm"
     both_orders: bool = True
     length_control: dict[str, Any] = Field(default_factory=dict)
     thinking_opened: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Member:
-    prompt: tuple[Message, ...]
-    response: Response
+_Member = tuple[tuple[Message, ...], Response]
 
 
 class ComparisonServer(SimpleResourcesServer):
@@ -69,14 +65,9 @@ class ComparisonServer(SimpleResourcesServer):
         config = self.config
         if (config.num_workers or 1) > 1:
             raise ValueError("num_workers must be 1: a group's responses meet in one process")
-        if config.show not in SHOWN:
-            raise ValueError(f"show: unknown {config.show!r}: {nearest(config.show, SHOWN)}")
-        if not 0 < config.wait_seconds < float("inf"):
-            raise ValueError(f"wait_seconds must be a number of seconds above 0, not {config.wait_seconds!r}")
         self._judge = Judge(JudgeSettings.of(config.judge))
         self._control = checked(LengthControl, config.length_control, where="length_control")
-        size = checked_whole("group_size", config.group_size, least=2)
-        self._cohorts = Cohorts(size, config.wait_seconds, self._compared)
+        self._cohorts = Cohorts(config.group_size, config.wait_seconds, self._compared)
 
     async def verify(self, body: VerifyRequest) -> VerifyResponse:
         """Reward of a response within its group, once the group is judged."""
@@ -93,7 +84,7 @@ class ComparisonServer(SimpleResourcesServer):
             # Two tasks may have the same prompt.
             (given.get(TASK_INDEX_KEY_NAME), repr(asked)),
             f"unnumbered {next(self._places)}" if place is None else place,
-            _Member(prompt=prompt, response=response),
+            (prompt, response),
         )
         return VerifyResponse(**{**given, **outcome})
 
@@ -101,8 +92,8 @@ class ComparisonServer(SimpleResourcesServer):
         config = self.config
         group = await rlhf_rewards(
             self._judge,
-            members[0].prompt,
-            [member.response for member in members],
+            members[0][0],
+            [response for _, response in members],
             show=SHOWN[config.show],
             both_orders=config.both_orders,
             control=self._control,

@@ -4,10 +4,11 @@ Gym looks for a server under the directory that it is started in before it looks
 written into its tree. Each config holds a server and the agent that asks it; the model server is Gym's own.
 """
 
+import functools
 import json
 import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from nemo_ext.job.progress import notice
 from nemo_ext.job.settings import check_keys, checked_whole, nearest
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.gym.rows import to_gym
+from nemo_ext.rl.plan import TaskFile
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import generate
 
@@ -44,7 +46,7 @@ elif is_nemo_gym_fastapi_entrypoint(__file__):
 """
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Served:
     """One server and its agent.
 
@@ -61,75 +63,58 @@ class Served:
     domain: str
     description: str
     generator: str
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any]
+    _: KW_ONLY
     agent: str = "simple_agent"
     max_steps: int | None = None
     entrypoint: str = "app.py"
 
 
 SERVERS: Mapping[str, Served] = {
-    "math": Served(
-        domain="math",
-        description="Mathematics by math-verify, with a time limit",
-        generator="arithmetic",
-        config={"environment": "math"},
-    ),
+    "math": Served("math", "Mathematics by math-verify, with a time limit", "arithmetic", {"environment": "math"}),
     "domyn_math": Served(
-        domain="math",
-        description="Mathematics with Domyn-Small's reward: correctness, format and length",
-        generator="arithmetic",
-        config={"environment": "math", "reward": {"name": "domyn_math", "max_tokens": 8192}},
+        "math",
+        "Mathematics with Domyn-Small's reward: correctness, format and length",
+        "arithmetic",
+        {"environment": "math", "reward": {"name": "domyn_math", "max_tokens": 8192}},
     ),
-    "multiple_choice": Served(
-        domain="knowledge",
-        description="Multiple choice",
-        generator="tables",
-        config={"environment": "multiple_choice"},
-    ),
+    "multiple_choice": Served("knowledge", "Multiple choice", "tables", {"environment": "multiple_choice"}),
     "instructions": Served(
-        domain="instruction_following",
-        description="Instructions that a program can check, without downloads",
-        generator="instructions",
-        config={"environment": "instructions"},
+        "instruction_following",
+        "Instructions that a program can check, without downloads",
+        "instructions",
+        {"environment": "instructions"},
     ),
     "structured_output": Served(
-        domain="instruction_following",
-        description="JSON by a schema",
-        generator="schemas",
-        config={"environment": "structured_output"},
+        "instruction_following", "JSON by a schema", "schemas", {"environment": "structured_output"}
     ),
-    "code": Served(
-        domain="coding",
-        description="Python and C++ programs, each test in a sandbox",
-        generator="programs",
-        config={"environment": "code"},
-    ),
+    "code": Served("coding", "Python and C++ programs, each test in a sandbox", "programs", {"environment": "code"}),
     "workplace": Served(
-        domain="agent",
-        description="A workplace of five databases with tools",
-        generator="workplace",
-        config={"environment": "workplace"},
+        "agent",
+        "A workplace of five databases with tools",
+        "workplace",
+        {"environment": "workplace"},
         max_steps=6,
     ),
     "bank": Served(
-        domain="agent",
-        description="A bank's service desk: tools, and a customer to ask, in five turns",
-        generator="bank",
-        config={"environment": "bank", "settings": {"max_turns": 5}},
+        "agent",
+        "A bank's service desk: tools, and a customer to ask, in five turns",
+        "bank",
+        {"environment": "bank", "settings": {"max_turns": 5}},
         agent="gymnasium_agent",
         max_steps=5,
     ),
     "judge": Served(
-        domain="knowledge",
-        description="Equivalence to a reference answer, by a judge with time limits",
-        generator="arithmetic",
-        config={"environment": "judge", "settings": {"judge": _JUDGE}},
+        "knowledge",
+        "Equivalence to a reference answer, by a judge with time limits",
+        "arithmetic",
+        {"environment": "judge", "settings": {"judge": _JUDGE}},
     ),
     "genrm": Served(
-        domain="rlhf",
-        description="Groups compared by a generative reward model with time limits",
-        generator="instructions",
-        config={"judge": _JUDGE, "group_size": 16, "wait_seconds": 3600, "show": "genrm"},
+        "rlhf",
+        "Groups compared by a generative reward model with time limits",
+        "instructions",
+        {"judge": _JUDGE, "group_size": 16, "wait_seconds": 3600, "show": "genrm"},
         entrypoint="comparison.py",
     ),
 }
@@ -224,26 +209,17 @@ def _files(names: list[str], seed: int, tasks: list[Path]) -> dict[str, str]:
     return files
 
 
-def _tasks(path: Path) -> Iterator[Task]:
-    if not path.is_file():
-        raise ValueError(f"tasks: {path}: there is no such file")
-    checks: dict[str, Any] = {}
-    with path.open() as file:
-        for number, line in enumerate(file, start=1):
-            where = f"{path}:{number}"
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{where}: not JSON: {error}") from None
-            task = Task.of(record, where)
-            if task.environment not in checks:
-                checks[task.environment] = None if task.environment == "judge" else make(task.environment).check
-            try:
-                if check := checks[task.environment]:
-                    check(task.reference)
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from None
-            yield task
+def _tasks(path: Path) -> list[Task]:
+    """The tasks of a file, whose references are checked; a judge's are checked by its server."""
+    file = TaskFile(path, repeats=True)
+    check = functools.cache(lambda name: make(name).check)
+    for task in file.tasks:
+        try:
+            if task.environment != "judge":
+                check(task.environment)(task.reference)
+        except ValueError as error:
+            raise ValueError(f"{path}: task {task.id}: {error}") from None
+    return file.tasks
 
 
 def _lines(rows: list[dict[str, Any]]) -> str:

@@ -9,9 +9,8 @@ keeps them out of the results and tries again.
 """
 
 import asyncio
-import inspect
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -29,15 +28,12 @@ from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from nemo_ext.chat.response import Response
 from nemo_ext.chat.tool_calls import read_openai_calls
-from nemo_ext.job.settings import checked_whole, nearest
-from nemo_ext.rl.environments import Environment, make
-from nemo_ext.rl.episodes import References
+from nemo_ext.job.settings import nearest
+from nemo_ext.rl.episodes import Episode, Episodes, Turn
 from nemo_ext.rl.gym.plays import NoPlayError, Play, Plays
 from nemo_ext.rl.gym.responses import Answered, last_turn, read_answer
 from nemo_ext.rl.gym.rows import of_gym
-from nemo_ext.rl.rewards.named import Facts, NamedReward, reward_of
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.verdict import Verdict
 
 _MANY_TURNS = 10_000  # of tools that are called one by one: the agent's max_steps ends them
 # Keys that Gym itself writes into a server's config.
@@ -96,34 +92,33 @@ class VerifierServer(SimpleResourcesServer):
     """Serves one environment."""
 
     config: VerifierConfig
-    _environment: Environment = PrivateAttr()
-    _by_call: Environment = PrivateAttr()
-    _reward: NamedReward = PrivateAttr()
-    _threads: ThreadPoolExecutor = PrivateAttr()
-    _references: References = PrivateAttr()
+    _episodes: Episodes = PrivateAttr()
+    _by_call: Episodes = PrivateAttr()
     _plays: Plays = PrivateAttr(default_factory=Plays)
 
     def model_post_init(self, context: Any) -> None:
         """Make the environment."""
         super().model_post_init(context)
         config = self.config
-        self._environment = self._by_call = make(config.environment, config.settings)
-        if self._environment.judged_in_groups:
+        given = {"name": config.environment, "reward": config.reward, "concurrency": config.concurrency}
+        self._episodes = self._by_call = Episodes({**given, "settings": config.settings})
+        if self._episodes.environment.judged_in_groups:
             raise ValueError(f"environment {config.environment!r}: its judge is a server of its own, genrm")
-        self._reward = reward_of(config.reward)
-        self._references = References(self._environment.check)
-        self._threads = ThreadPoolExecutor(checked_whole("concurrency", config.concurrency, least=1))
-        if self._environment.begin is not None:
+        if self._has_turns:
             if (config.num_workers or 1) > 1:
                 raise ValueError("num_workers must be 1: conversations live in one process")
-            self._by_call = make(config.environment, {**config.settings, "max_turns": _MANY_TURNS})
+            self._by_call = Episodes({**given, "settings": {**config.settings, "max_turns": _MANY_TURNS}})
+
+    @property
+    def _has_turns(self) -> bool:
+        return self._episodes.environment.begin is not None
 
     def setup_webserver(self) -> FastAPI:
         """App with the server's routes."""
         app: FastAPI = super().setup_webserver()
         app.post("/reset")(self.reset)
         app.post("/step")(self.step)
-        if self._environment.begin is not None:
+        if self._has_turns:
             app.post("/{tool:path}")(self.call)  # the last, since it takes every name
         return app
 
@@ -133,123 +128,115 @@ class VerifierServer(SimpleResourcesServer):
         return BaseSeedSessionResponse()
 
     async def call(self, request: Request, tool: str) -> PlainTextResponse:
-        """Answer of a world to one call."""
-        try:
-            play = self._plays.get(request.session[SESSION_ID_KEY])
-        except NoPlayError as error:
-            raise HTTPException(400, str(error)) from None
+        """Answer of a world to one call; the agent counts the turns itself."""
+        play = self._play(request)
         read = read_openai_calls([{"name": tool, "arguments": (await request.body()).decode(errors="replace")}])
         if read.problems:
             return PlainTextResponse(f"Error: {read.problems[0].partition(': ')[2]}")
-        said = play.call(Response(text="", tool_calls=read.calls))
+        conversation = play.episode.conversation
+        assert conversation is not None
+        play.episode = replace(play.episode, turn=play.episode.turn + 1)
+        said = "\n\n".join(message.content for message in conversation.step(Response(text="", tool_calls=read.calls)))
         return PlainTextResponse(said.encode(errors="replace"))
 
     async def verify(self, request: Request, body: VerifyRequest) -> VerifyResponse:
         """Reward of a response, or of the state that a conversation ended in."""
         given = body.model_dump()
-        task = self._task(given)
-        answered = self._read(given["response"])
-        turns = sum(item.get("type") == "function_call_output" for item in given["response"]["output"])
-        if self._environment.begin is None:
-            verdict = await self._verified(task, answered)
+        task, answered = self._asked(given)
+        if self._has_turns:
+            episode = self._play(request, task).episode
+            last = self._read(last_turn(given["response"])).response
+            assert episode.conversation is not None
+            if last.answer:
+                episode.conversation.step(Response(text=last.text, answer=last.answer))
+            turn = await self._by_call.close(Turn(response=answered.response, following=episode))
         else:
-            verdict = self._play(request, task).close(self._read(last_turn(given["response"])).response)
-        outcome = self._outcome(task, answered, verdict)
-        return VerifyResponse(**{**given, **outcome, "tool_outputs": turns})
+            turn = await self._episodes.turn(self._episode(task), answered.response, answered.unreadable)
+        outputs = sum(item.get("type") == "function_call_output" for item in given["response"]["output"])
+        return VerifyResponse(**{**given, **_outcome(turn), "tool_outputs": outputs})
 
     async def reset(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
         """Begin a rollout whose turns are passed to `step`."""
-        self._begin(request, body, self._environment)
+        self._begin(request, body, self._episodes)
         return {"observation": None, "info": {}}
 
     async def step(self, request: Request, body: VerifyRequest) -> dict[str, Any]:
         """The world's reply to one response, and the reward when the conversation is over."""
         given = body.model_dump()
-        task = self._task(given)
-        answered = self._read(given["response"])
-        if self._environment.begin is None:
-            verdict: Verdict | None = await self._verified(task, answered)
-            outputs, observation = [], ""
+        task, answered = self._asked(given)
+        if self._has_turns:
+            play, identity = self._play(request, task), given["response"]["id"]
+            if identity not in play.turns:
+                work = self._episodes.turn(play.episode, answered.response, answered.unreadable)
+                play.turns = {identity: asyncio.create_task(work)}
+            # A request that is cancelled and sent again must not carry out its calls twice.
+            turn = await asyncio.shield(play.turns[identity])
+            play.episode = turn.following or play.episode
         else:
-            reply = self._play(request, task).step(answered, given["response"]["id"])
-            verdict, observation = reply.verdict, reply.observation
-            outputs = [{"call_id": key, "output": text} for key, text in reply.outputs]
-        if verdict is None:
-            return {"observation": observation or None, "info": {"tool_outputs": outputs}}
-        outcome = self._outcome(task, answered, verdict)
-        return {"reward": outcome.pop("reward"), "terminated": True, "info": outcome}
+            turn = await self._episodes.turn(self._episode(task), answered.response, answered.unreadable)
+        if turn.following is None:
+            outcome = _outcome(turn)
+            return {"reward": outcome.pop("reward"), "terminated": True, "info": outcome}
+        outputs = [{"call_id": one.tool_call_id, "output": one.content} for one in turn.answers if one.tool_call_id]
+        observation = "\n\n".join(one.content for one in turn.answers if not one.tool_call_id)
+        return {"observation": observation or None, "info": {"tool_outputs": outputs}}
 
-    def _begin(self, request: Request, body: Mapping[str, Any], environment: Environment) -> None:
-        begin = environment.begin
-        if begin is None:
+    def _begin(self, request: Request, body: Mapping[str, Any], episodes: Episodes) -> None:
+        if not self._has_turns:
             return
         task = self._task(body)
-        reference = self._reference(task)
-
-        def play() -> Play:
-            return Play(_identity(task), begin(reference), environment.max_turns)
-
         try:
-            self._plays.begin(request.session[SESSION_ID_KEY], _identity(task), play)
+            self._plays.begin(request.session[SESSION_ID_KEY], task, lambda: episodes.begun(self._episode(task)))
         except NoPlayError as error:
             raise HTTPException(409, str(error)) from None
 
-    def _play(self, request: Request, task: Task) -> Play:
+    def _play(self, request: Request, task: Task | None = None) -> Play:
         try:
-            return self._plays.get(request.session[SESSION_ID_KEY], _identity(task))
+            return self._plays.get(request.session[SESSION_ID_KEY], task)
         except NoPlayError as error:
             raise HTTPException(400, str(error)) from None
 
     def _task(self, row: Mapping[str, Any]) -> Task:
         try:
-            return of_gym(row, self.config.environment)
+            task = of_gym(row, self.config.environment)
         except (ValueError, LookupError, TypeError) as error:
             raise HTTPException(422, f"{self.config.name}: {error}") from None
-
-    def _read(self, answered: Mapping[str, Any]) -> Answered:
-        return read_answer(answered, thinking_opened=self.config.thinking_opened)
-
-    def _reference(self, task: Task) -> Any:
         try:
-            return self._references.of(task)
+            self._episodes.check(task)
         except ValueError as error:
             raise HTTPException(422, f"{self.config.name}: task {task.id!r}: {error}") from None
+        return task
 
-    async def _verified(self, task: Task, answered: Answered) -> Verdict:
-        verify, reference = self._environment.verify, self._reference(task)
-        assert verify is not None
-        if answered.unreadable:
-            return Verdict.wrong(f"a call cannot be read: {next(iter(answered.unreadable.values()))}"[:300])
-        try:
-            loop = asyncio.get_running_loop()
-            made = await loop.run_in_executor(self._threads, verify, answered.response, reference)
-            return await made if inspect.isawaitable(made) else made
-        except Exception as error:  # a verifier's own failure must not end a run of many days
-            return Verdict.error(f"{type(error).__name__}: {error}"[:300])
+    def _read(self, response: Mapping[str, Any]) -> Answered:
+        return read_answer(response, thinking_opened=self.config.thinking_opened)
 
-    def _outcome(self, task: Task, answered: Answered, verdict: Verdict) -> dict[str, Any]:
-        """Reward and metrics of a response."""
-        response = answered.response
-        if self._reward.counts_tokens and response.tokens is None:
+    def _asked(self, given: Mapping[str, Any]) -> tuple[Task, Answered]:
+        """Task of a request, and the response to it."""
+        task, answered = self._task(given), self._read(given["response"])
+        if self._episodes.reward.counts_tokens and answered.response.tokens is None:
             raise HTTPException(
                 500, f"reward {self.config.reward!r} counts tokens, but the model server gives no usage"
             )
-        facts = Facts.of(task, thinking_opened=self.config.thinking_opened)
-        reward = self._reward.score(verdict, response, facts)
-        return {
-            "reward": reward.total,
-            **{f"reward/{name}": value for name, value in reward.parts.items()},
-            "correct": verdict.outcome == "correct",
-            "score": verdict.score,
-            **failure(verdict.outcome == "error"),
-            "verdict": {"outcome": verdict.outcome, "reason": verdict.reason, "answer": verdict.answer},
-        }
+        return task, answered
+
+    def _episode(self, task: Task) -> Episode:
+        return Episode(task=task, thinking_opened=self.config.thinking_opened)
+
+
+def _outcome(turn: Turn) -> dict[str, Any]:
+    """Reward and metrics of a response."""
+    verdict, reward = turn.verdict, turn.reward
+    assert verdict is not None and reward is not None
+    return {
+        "reward": reward.total,
+        **{f"reward/{name}": value for name, value in reward.parts.items()},
+        "correct": verdict.outcome == "correct",
+        "score": verdict.score,
+        **failure(verdict.outcome == "error"),
+        "verdict": {"outcome": verdict.outcome, "reason": verdict.reason, "answer": verdict.answer},
+    }
 
 
 def failure(failed: bool) -> dict[str, Any]:
     """Fields that mark a failure of the verifier: a number for metrics, and the key that Gym's collection looks for."""
     return {"verifier_error": failed, **({NG_FAILURE_CLASS_KEY: "verifier_error"} if failed else {})}
-
-
-def _identity(task: Task) -> dict[str, Any]:
-    return {"id": task.id, "reference": task.reference}

@@ -143,16 +143,18 @@ class Checkout:
     @cached_property
     def converts_dtensor_v2(self) -> bool:
         """True if `convert_dcp_to_hf` reads checkpoints of the DTensor v2 workers, which are in a folder `model`."""
-        module = ast.parse((self.root / "nemo_rl/utils/native_checkpoint.py").read_text(encoding="utf-8"))
-        found = [one for one in module.body if isinstance(one, ast.FunctionDef) and one.name == "convert_dcp_to_hf"]
-        return any(isinstance(node, ast.Constant) and node.value == ".metadata" for f in found for node in ast.walk(f))
+        return ".metadata" in self._names_in("nemo_rl/utils/native_checkpoint.py", "convert_dcp_to_hf")
 
     @cached_property
     def asynchronous(self) -> frozenset[str]:
         """Names that `async_grpo_train` uses, since it leaves out parts of `grpo_train`."""
-        module = ast.parse((self.root / "nemo_rl/algorithms/grpo.py").read_text(encoding="utf-8"))
-        loops = [one for one in module.body if isinstance(one, ast.FunctionDef) and one.name == "async_grpo_train"]
-        return frozenset(name for loop in loops for node in ast.walk(loop) for name in _names(node))
+        return self._names_in("nemo_rl/algorithms/grpo.py", "async_grpo_train")
+
+    def _names_in(self, file: str, function: str) -> frozenset[str]:
+        """Identifiers and string constants of a function."""
+        module = ast.parse((self.root / file).read_text(encoding="utf-8"))
+        found = [one for one in module.body if isinstance(one, ast.FunctionDef) and one.name == function]
+        return frozenset(name for one in found for node in ast.walk(one) for name in _names(node))
 
 
 def leaves(config: Mapping[str, Any], above: str = "") -> Iterator[str]:
@@ -248,22 +250,17 @@ def _keys_in(config: Any) -> Keys:
 
 
 def _keys_read(module: ast.Module, name: str) -> set[str]:
-    """Constant keys read from a variable of this name, as `name["key"]` or `name.get("key")`."""
+    """Constant keys read from a variable of this name, or `self.NAME`: `name["key"]` or `name.get("key")`."""
     found = set[str]()
     for node in ast.walk(module):
         asked: ast.expr | None = None
-        if isinstance(node, ast.Subscript) and _is_name(node.value, name):
+        if isinstance(node, ast.Subscript) and name in _names(node.value):
             asked = node.slice
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
-            asked = node.args[0] if node.args and _is_name(node.func.value, name) else None
+            asked = node.args[0] if node.args and name in _names(node.func.value) else None
         if isinstance(asked, ast.Constant) and isinstance(asked.value, str):
             found.add(asked.value)
     return found
-
-
-def _is_name(node: ast.expr, name: str) -> bool:
-    """True for a variable of the name, or `self.NAME`."""
-    return name in _names(node)
 
 
 def _nested(path: str, keys: Iterable[str]) -> Keys:

@@ -11,46 +11,34 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from nemo_ext.rl.environments import ENVIRONMENTS
 from nemo_ext.rl.job import SAVE_BY
 
 # Return values of grpo.setup, in order. 0.5 and 0.6:
-_TEN = "policy policy_generation cluster dataloader val_dataloader loss_fn logger checkpointer grpo_save_state config"
+_TEN = "policy policy_generation cluster dataloader val_dataloader loss_fn logger checkpointer save_state config"
 # 0.7 and later:
 _THIRTEEN = (
-    "policy policy_generation nemo_gym cluster dataloader val_dataloader loss_fn logger checkpointer grpo_save_state "
+    "policy policy_generation nemo_gym cluster dataloader val_dataloader loss_fn logger checkpointer save_state "
     "config teacher_worker_groups alias_to_group_alias"
 )
 _NINE = "policy cluster dataloader val_dataloader loss_fn logger checkpointer save_state config"
 
 
+_PASSED_ON = ("teacher_worker_groups", "alias_to_group_alias")
+"""What only some versions return, and pass to the asynchronous loop."""
+PREFIX = "nemo_ext_"
+"""Beginning of our environments' names in NeMo-RL."""
+ACTOR = "nemo_ext.rl.nemo_rl.environment.TaskEnvironmentActor"
 _MEGATRON_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
 
 
-@dataclass(kw_only=True)
-class Ready:
-    """Results of `grpo.setup` or `dpo.setup` by name; attributes that a version or algorithm lacks are None.
-
-    Attributes:
-        config: master config, a dict in 0.5 and a pydantic model later.
-        rest: results that only some versions return and pass to the training loop.
-    """
-
-    policy: Any
-    dataloader: Any
-    val_dataloader: Any
-    loss_fn: Any
-    logger: Any
-    checkpointer: Any
-    save_state: Any
-    config: Any
-    policy_generation: Any = None
-    rest: dict[str, Any] = field(default_factory=dict)
+Ready = SimpleNamespace
+"""Results of `grpo.setup` or `dpo.setup` by name; the config is a dict in 0.5 and a pydantic model later."""
 
 
 def grpo() -> ModuleType:
@@ -65,11 +53,6 @@ def grpo() -> ModuleType:
 def dpo() -> ModuleType:
     """NeMo-RL's DPO module; raises as `grpo`."""
     return _module("nemo_rl.algorithms.dpo")
-
-
-def dpo_loss() -> Any:
-    """Class of NeMo-RL's DPO loss."""
-    return dpo().DPOLossFn
 
 
 def master_config(module: ModuleType, config: Mapping[str, Any]) -> Any:
@@ -116,15 +99,13 @@ def set_up_grpo(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> 
             f"NeMo-RL's grpo.setup returns {len(items)} items, 10 (0.5, 0.6) and 13 (0.7 and later) are known: "
             "nemo_ext/rl/nemo_rl/compat.py must learn this version"
         )
-    made = dict(zip(names.split(), items, strict=True))
-    rest: dict[str, Any] = {key: made[key] for key in made if key in ("teacher_worker_groups", "alias_to_group_alias")}
-    return _ready(made | {"save_state": made["grpo_save_state"]}, rest)
+    return Ready(**dict(zip(names.split(), items, strict=True)))
 
 
 def set_up_dpo(config: Any, tokenizer: Any, dataset: Any, val_datasets: Mapping[str, Any]) -> Ready:
     """Call `dpo.setup`; its nine items are the same in all versions."""
     items = dpo().setup(config, tokenizer, dataset, dict(val_datasets))
-    return _ready(dict(zip(_NINE.split(), items, strict=True)), {})
+    return Ready(**dict(zip(_NINE.split(), items, strict=True)))
 
 
 def train_grpo(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], val_environments: Any) -> None:
@@ -135,24 +116,16 @@ def train_grpo(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], va
     if is_async(ready.config):
         age = setting(ready.config, "grpo", "async_grpo", "max_trajectory_age_steps")
         train = module.async_grpo_train
-        train(*first, *then, max_trajectory_age_steps=age, **_known(train, ready.rest))
+        more = {key: vars(ready)[key] for key in _PASSED_ON if key in vars(ready)}
+        train(*first, *then, max_trajectory_age_steps=age, **_known(train, more))
     else:
         module.grpo_train(*first, *then)
 
 
 def train_dpo(ready: Ready, tokenizer: Any) -> None:
     """Run DPO to its end, with its own loss or the one that replaces it."""
-    dpo().dpo_train(
-        ready.policy,
-        ready.dataloader,
-        ready.val_dataloader,
-        tokenizer,
-        ready.loss_fn,
-        ready.config,
-        ready.logger,
-        ready.checkpointer,
-        ready.save_state,
-    )
+    first = (ready.policy, ready.dataloader, ready.val_dataloader, tokenizer, ready.loss_fn)
+    dpo().dpo_train(*first, ready.config, ready.logger, ready.checkpointer, ready.save_state)
 
 
 @contextlib.contextmanager
@@ -182,12 +155,9 @@ def convert_dcp(weights: Path, to: Path, model: str, tokenizer: str, overrides: 
     Args:
         weights: folder `step_N/policy/weights`; 0.5 reads those of DTensor's first version only.
         to: output folder, which must not exist.
-        model: name or folder of the model that the config comes from.
+        model: name or folder of the model that the config comes from, changed by `overrides`.
         tokenizer: name or folder of the tokenizer.
-        overrides: overrides of the config.
-
-    Raises:
-        Exception: whatever NeMo-RL raises.
+        overrides: changes to the config.
     """
     _module("nemo_rl.utils.native_checkpoint").convert_dcp_to_hf(
         dcp_ckpt_path=str(weights),
@@ -246,6 +216,30 @@ def is_async(config: Any) -> bool:
     return bool(setting(config, "grpo", "async_grpo", "enabled"))
 
 
+def register() -> list[str]:
+    """Make every environment known to NeMo-RL, and their actor to its registry of Python executables.
+
+    Both are needed: the first alone fails when the actor is created. May be called again, and in any process.
+
+    Returns:
+        Names in NeMo-RL, `nemo_ext_math` for example.
+
+    Raises:
+        ValueError: another environment has one of the names.
+    """
+    environments = _module("nemo_rl.environments.utils")
+    actors = _module("nemo_rl.distributed.ray_actor_environment_registry").ACTOR_ENVIRONMENT_REGISTRY
+    actors.setdefault(ACTOR, _module("nemo_rl.distributed.virtual_cluster").PY_EXECUTABLES.SYSTEM)
+    names = [PREFIX + name for name in ENVIRONMENTS]
+    for name in names:
+        entry = environments.ENV_REGISTRY.get(name)
+        if entry is None:
+            environments.register_env(name, ACTOR)
+        elif entry["actor_class_fqn"] != ACTOR:
+            raise ValueError(f"NeMo-RL's environment {name!r} is {entry['actor_class_fqn']}: give that another name")
+    return names
+
+
 def create_environment(name: str, config: Mapping[str, Any]) -> Any:
     """Start the actor of a registered environment; 0.5 takes the settings of all environments, by name."""
     create = _module("nemo_rl.environments.utils").create_env
@@ -265,11 +259,6 @@ def baseline_modules() -> list[ModuleType]:
 def has_estimator() -> bool:
     """True if advantages come from an estimator that is passed the batch (0.6 and later)."""
     return hasattr(grpo(), "_create_advantage_estimator")
-
-
-def _ready(made: Mapping[str, Any], rest: dict[str, Any]) -> Ready:
-    known = [name for name in Ready.__dataclass_fields__ if name in made]
-    return Ready(**{name: made[name] for name in known}, rest=rest)
 
 
 def _known(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:

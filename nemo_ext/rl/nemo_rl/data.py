@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_ext.rl.episodes import Episode
 from nemo_ext.rl.plan import PlannedTasks
 from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.task import Task
@@ -19,11 +20,9 @@ class TaskProcessor:
 
     Attributes:
         prompts: chat template of the model.
-        with_prompt: True to keep the messages with the sample.
     """
 
     prompts: Prompts
-    with_prompt: bool = False
 
     def __call__(
         self, record: Mapping[str, Any], spec: Any, tokenizer: Any, max_length: int | None, number: int
@@ -43,7 +42,7 @@ class TaskProcessor:
         return {
             "message_log": [{"role": "user", "content": text, "token_ids": ids}],
             "length": len(ids),
-            "extra_env_info": environment_info(task, thinking_opened=opened, with_prompt=self.with_prompt),
+            "extra_env_info": {"episode": Episode(task=task, thinking_opened=opened)},
             "loss_multiplier": 0.0 if too_long else 1.0,
             "idx": number,
             "task_name": record["task_name"],
@@ -69,17 +68,3 @@ class Records:
     def __getitem__(self, number: int) -> dict[str, Any]:
         task = self.tasks[number]
         return {"task_name": self.prefix + task.environment, "task": task}
-
-
-def environment_info(task: Task, *, thinking_opened: bool, with_prompt: bool = False) -> dict[str, Any]:
-    """A sample's `extra_env_info`: a task for its environment, and with `with_prompt` for a group's judge."""
-    prompt = {"prompt": task.prompt} if with_prompt else {}
-    return {
-        **prompt,
-        "id": task.id,
-        "reference": dict(task.reference),
-        "domain": task.domain,
-        "thinking": task.thinking,
-        "thinking_opened": thinking_opened,
-        "tools": [dict(tool) for tool in task.tools],
-    }

@@ -15,9 +15,8 @@ from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentRet
 
 from nemo_ext.job.settings import check_keys
 from nemo_ext.rl.episodes import KEYS as OWN
-from nemo_ext.rl.episodes import Episode, Episodes, Turn
+from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.prompts import Prompts
-from nemo_ext.rl.task import Task
 
 KEYS = (*OWN, "template", "eos", "tokenizer", "max_tokens")
 
@@ -39,8 +38,9 @@ class TaskEnvironment(EnvironmentInterface):
         check_keys(config, KEYS, required=("name",), where="environment")
         template = config.get("template")
         prompts = None if template is None else Prompts.load(template, eos=config.get("eos"))
-        self._name = config["name"]
         self._episodes = Episodes({key: config[key] for key in OWN if key in config}, prompts)
+        if self._episodes.environment.begin is not None and prompts is None:
+            raise ValueError(f"environment {config['name']!r} has several turns: give the chat template of the model")
         self._max_tokens = config.get("max_tokens")
         self._tokenizer = _tokenizer(config.get("tokenizer")) if self._episodes.reward.counts_tokens else None
 
@@ -51,7 +51,7 @@ class TaskEnvironment(EnvironmentInterface):
 
         Args:
             message_log_batch: `[batch]`, messages with role and content each.
-            metadata: `[batch]`, dicts from `data.environment_info` or the previous step.
+            metadata: `[batch]`, dicts with the `episode`, from `data.TaskProcessor` or the previous step.
 
         Returns:
             Observations of role `environment`: the tools' answers as the chat template writes them, up to the prompt of
@@ -61,14 +61,17 @@ class TaskEnvironment(EnvironmentInterface):
         texts = [log[-1]["content"] for log in message_log_batch]
         tokens = [self._tokens(text) for text in texts]
         turns = await self._episodes.turns(
-            [self._episode(info) for info in metadata],
+            [info["episode"] for info in metadata],
             texts,
             tokens=tokens,
             finished=[count is None or self._max_tokens is None or count < self._max_tokens for count in tokens],
         )
         return EnvironmentReturn(
-            observations=[{"role": "environment", "content": _observation(turn)} for turn in turns],
-            metadata=[_following(turn, info) for turn, info in zip(turns, metadata, strict=True)],
+            observations=[
+                {"role": "environment", "content": turn.verdict.outcome if turn.verdict else turn.observation}
+                for turn in turns
+            ],
+            metadata=[None if turn.following is None else {"episode": turn.following} for turn in turns],
             next_stop_strings=[None] * len(turns),
             rewards=torch.tensor([turn.reward.total if turn.reward else 0.0 for turn in turns], dtype=torch.float32),
             terminateds=torch.tensor([turn.following is None for turn in turns], dtype=torch.bool),
@@ -87,35 +90,8 @@ class TaskEnvironment(EnvironmentInterface):
         """Stop the threads; verifications under way end by their own limits."""
         self._episodes.shutdown()
 
-    def _episode(self, info: Mapping[str, Any]) -> Episode:
-        task = Task(
-            id=info["id"],
-            environment=self._name,
-            prompt=(),
-            reference=info["reference"],
-            tools=tuple(info.get("tools") or ()),
-            thinking=info.get("thinking"),
-        )
-        return Episode(
-            task=task,
-            thinking_opened=bool(info.get("thinking_opened")),
-            turn=info.get("turn", 0),
-            conversation=info.get("conversation"),
-        )
-
     def _tokens(self, text: str) -> int | None:
         return None if self._tokenizer is None else len(self._tokenizer(text, add_special_tokens=False).input_ids)
-
-
-def _observation(turn: Turn) -> str:
-    return turn.observation if turn.verdict is None else turn.verdict.outcome
-
-
-def _following(turn: Turn, info: Mapping[str, Any]) -> dict[str, Any] | None:
-    now = turn.following
-    if now is None:
-        return None
-    return {**info, "conversation": now.conversation, "turn": now.turn, "thinking_opened": now.thinking_opened}
 
 
 def _tokenizer(name: str | None) -> Any:
@@ -125,4 +101,4 @@ def _tokenizer(name: str | None) -> Any:
 
 
 TaskEnvironmentActor = ray.remote(TaskEnvironment)
-"""Actor class that NeMo-RL creates; see `register`."""
+"""Actor class that NeMo-RL creates; see `compat.register`."""

@@ -21,17 +21,19 @@ import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from nemo_ext.chat.response import CLOSE, parse_response
-from nemo_ext.rl.groups import GroupReward, Member
+from nemo_ext.job.settings import check_keys, nearest
+from nemo_ext.rl.episodes import Episode
+from nemo_ext.rl.groups import GroupReward, Member, group_reward
 from nemo_ext.rl.nemo_rl import compat
 
-Baseline = Literal["mean", "leave_one_out"]
-Normalise = Literal["std", "unbiased_std", "none"]
+_ADVANTAGE = {"baseline": ("mean", "leave_one_out"), "normalise": ("unbiased_std", "std", "none")}
+"""Words of each setting; the first is the default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +129,33 @@ class Groups:
         return rewards
 
 
+def groups_of(*, generations: int, advantage: Mapping[str, Any] | None, group: Mapping[str, Any] | None) -> Groups:
+    """Scoring of a run's groups.
+
+    Args:
+        generations: number of responses per prompt.
+        advantage: `baseline` (mean, leave_one_out) and `normalise` (std, unbiased_std, none); NeMo-RL divides by the
+            deviation if `grpo.normalize_rewards` is set.
+        group: `environments`, names of those it applies to (default: all), and the settings of `group_reward`.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    given = dict(advantage or {})
+    check_keys(given, tuple(_ADVANTAGE), required=(), where="advantage")
+    for key, known in _ADVANTAGE.items():
+        if given.setdefault(key, known[0]) not in known:
+            raise ValueError(f"advantage.{key}: unknown {given[key]!r}: {nearest(str(given[key]), known)}")
+    names = (group or {}).get("environments")
+    return Groups(
+        generations=generations,
+        leave_one_out=given["baseline"] == "leave_one_out",
+        biased=given["normalise"] == "std",
+        reward=group_reward({key: value for key, value in (group or {}).items() if key != "environments"}),
+        tasks=None if names is None else frozenset(compat.PREFIX + name for name in names),
+    )
+
+
 class _Estimator:
     """NeMo-RL's advantage estimator with rewritten rewards."""
 
@@ -208,14 +237,15 @@ def lengths(log: Sequence[Mapping[str, Any]], marker: Sequence[int], *, opened: 
 
 
 def _member(log: Sequence[Mapping[str, Any]], reward: float, info: Mapping[str, Any], marker: Sequence[int]) -> Member:
-    opened = bool(info.get("thinking_opened"))
+    episode: Episode = info["episode"]
+    opened = episode.thinking_opened
     thinking, answer = lengths(log, marker, opened=opened)
     said = [message["content"] for message in log if message["role"] == "assistant"]
     return Member(
         reward=reward,
         thinking_tokens=thinking,
         answer_tokens=answer,
-        prompt=tuple(info.get("prompt", ())),
+        prompt=episode.task.prompt,
         response=parse_response(said[-1] if said else "", thinking_opened=opened),
     )
 

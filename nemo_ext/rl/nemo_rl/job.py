@@ -15,8 +15,9 @@ from nemo_ext.job.run_directory import CHECKPOINTS, write_config, write_versions
 from nemo_ext.job.settings import check_keys
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient
 from nemo_ext.rl.nemo_rl.checkout import Checkout
+from nemo_ext.rl.nemo_rl.draft import put, section_of
 from nemo_ext.rl.nemo_rl.export import FINISHED, MODEL, finished_step, has_model, leave_model, saved_in
-from nemo_ext.rl.nemo_rl.render import render, section_of
+from nemo_ext.rl.nemo_rl.render import render
 from nemo_ext.rl.precision import Precision
 
 _KEYS = ("backend", "set")
@@ -98,7 +99,7 @@ def settings_of(
             notice("nothing to validate on is given: tasks.validation.path=FILE, or pairs.validation=FILE")
     changes: dict[str, Any] = {}
     for path, value in flat(config["nemo_rl"]["set"] or {}).items():
-        _put(changes, path, value)
+        put(changes, path, value)
     master = checkout.config(section, rendered.settings, own, changes)
     master = checkout.config(section, rendered.settings, own, _save_format(master["policy"], checkout), changes)
     given = {key: value for key, value in rendered.adapter.items() if key not in ("data", "validation")}
@@ -121,10 +122,3 @@ def _save_format(policy: Mapping[str, Any], checkout: Checkout) -> dict[str, Any
     if checkout.converts_dtensor_v2:
         return {"checkpointing": {"model_save_format": "torch_save"}}
     return {"checkpointing": {"model_save_format": "safetensors", "save_consolidated": True}}
-
-
-def _put(config: dict[str, Any], path: str, value: Any) -> None:
-    *above, last = path.split(".")
-    for word in above:
-        config = config.setdefault(word, {})
-    config[last] = value

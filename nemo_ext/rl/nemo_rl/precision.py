@@ -5,91 +5,86 @@ in their names (`quantization_ignored_layer_kws`), which works for single blocks
 0.7 puts a list into a list, which vLLM ignores.
 """
 
-from collections.abc import Callable
-
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient
+from nemo_ext.rl.nemo_rl.draft import Draft
 from nemo_ext.rl.precision import Precision
 
 GENERATION = "policy.generation.vllm_cfg"
 TRAINING = "policy.megatron_cfg.fp8_cfg"
 IGNORED = "quantization_ignored_layer_kws"
-Put = Callable[[str, str, object], None]
-Cannot = Callable[[str, str], None]
-Has = Callable[[str], bool]
 
 
-def render_precision(
-    precision: Precision, algorithm: Algorithm, *, backend: str, has: Has, put: Put, cannot: Cannot
-) -> None:
-    """Write a plan into a draft of NeMo-RL's config.
-
-    Args:
-        precision: precision plan.
-        algorithm: algorithm to train with.
-        backend: megatron or dtensor.
-        has: function that returns True if the version has a key.
-        put: function that adds a setting: our key, NeMo-RL's key, the value.
-        cannot: function that notes an inexpressible setting: our key, the reason and what is done instead.
-    """
+def render_precision(precision: Precision, algorithm: Algorithm, *, backend: str, draft: Draft) -> None:
+    """Write a plan into a draft of NeMo-RL's config for a backend, megatron or dtensor."""
     if precision.head:
-        cannot("precision_plan.rules", "the output layer has no FP8 in vLLM nor in Megatron; it is in BF16 instead")
+        draft.cannot(
+            "precision_plan.rules", "the output layer has no FP8 in vLLM nor in Megatron; it is in BF16 instead"
+        )
     if precision.in_("generation"):
-        _generation(precision, algorithm, backend, has, put, cannot)
+        _generation(precision, algorithm, backend, draft)
     if precision.in_("training"):
-        _training(precision, backend, put, cannot)
+        _training(precision, backend, draft)
 
 
-def _generation(precision: Precision, algorithm: Algorithm, backend: str, has: Has, put: Put, cannot: Cannot) -> None:
+def _generation(precision: Precision, algorithm: Algorithm, backend: str, draft: Draft) -> None:
     plan = precision.plan
     if not isinstance(algorithm, PolicyGradient):
         if precision.where == "generation":
-            cannot("precision_plan", f"{algorithm.algorithm} generates nothing; nemo_rl.fp8_in=training trains by it")
+            draft.cannot(
+                "precision_plan", f"{algorithm.algorithm} generates nothing; nemo_rl.fp8_in=training trains by it"
+            )
         return
     if not plan.uses_fp8:
-        cannot("precision_plan.kv_cache", "NeMo-RL has an FP8 cache with FP8 weights alone; it is in BF16 instead")
+        draft.cannot(
+            "precision_plan.kv_cache", "NeMo-RL has an FP8 cache with FP8 weights alone; it is in BF16 instead"
+        )
         return
-    put("precision_plan.default", f"{GENERATION}.precision", "fp8")
+    draft.put("precision_plan.default", f"{GENERATION}.precision", "fp8")
     ignored = list(precision.high)
-    if plan.recipe == "mxfp8" and has(f"{GENERATION}.is_mx"):
+    if plan.recipe == "mxfp8" and draft.has(f"{GENERATION}.is_mx"):
         # vLLM's ModelOpt path excludes nothing by itself (NeMo-RL's recipes name lm_head and mlp.gate).
         ignored += precision.never
-        put("precision_plan.recipe", f"{GENERATION}.is_mx", True)
+        draft.put("precision_plan.recipe", f"{GENERATION}.is_mx", True)
         # MXFP8 has no others; not to say so is an error in NeMo-RL.
         for what in ("weight", "activation"):
-            if has(key := f"{GENERATION}.pow2_{what}_scaling_factors"):
-                put("precision_plan.recipe", key, True)
+            if draft.has(key := f"{GENERATION}.pow2_{what}_scaling_factors"):
+                draft.put("precision_plan.recipe", key, True)
     elif plan.recipe != "blockwise":
-        cannot("precision_plan.recipe", f"this version generates in FP8 with blocks of 128x128, not {plan.recipe}")
+        draft.cannot(
+            "precision_plan.recipe", f"this version generates in FP8 with blocks of 128x128, not {plan.recipe}"
+        )
     if ignored:
-        put("precision_plan.rules", f"{GENERATION}.{IGNORED}", ignored)
-    _cache(precision, algorithm, backend, put, cannot)
+        draft.put("precision_plan.rules", f"{GENERATION}.{IGNORED}", ignored)
+    _cache(precision, algorithm, backend, draft)
     if algorithm.loss.importance_correction.kind == "none" and algorithm.asynchronous is None:
-        cannot(
+        draft.cannot(
             "loss.importance_correction.kind",
             "generation in FP8 insists on a correction; kind=untruncated is done instead",
         )
-        put("loss.importance_correction.kind", "loss_fn.use_importance_sampling_correction", True)
+        draft.put("loss.importance_correction.kind", "loss_fn.use_importance_sampling_correction", True)
 
 
-def _cache(precision: Precision, algorithm: PolicyGradient, backend: str, put: Put, cannot: Cannot) -> None:
+def _cache(precision: Precision, algorithm: PolicyGradient, backend: str, draft: Draft) -> None:
     if precision.plan.kv_cache != "fp8":
-        put("precision_plan.kv_cache", f"{GENERATION}.kv_cache_dtype", "auto")
+        draft.put("precision_plan.kv_cache", f"{GENERATION}.kv_cache_dtype", "auto")
     elif backend != "megatron":
-        cannot("precision_plan.kv_cache", "only the megatron backend gives scales for it; it is in BF16 instead")
+        draft.cannot("precision_plan.kv_cache", "only the megatron backend gives scales for it; it is in BF16 instead")
     elif algorithm.asynchronous is not None:
-        cannot("precision_plan.kv_cache", "asynchronous generation has none in FP8; it is in BF16 instead")
+        draft.cannot("precision_plan.kv_cache", "asynchronous generation has none in FP8; it is in BF16 instead")
     else:
-        put("precision_plan.kv_cache", f"{GENERATION}.kv_cache_dtype", "fp8")
+        draft.put("precision_plan.kv_cache", f"{GENERATION}.kv_cache_dtype", "fp8")
 
 
-def _training(precision: Precision, backend: str, put: Put, cannot: Cannot) -> None:
+def _training(precision: Precision, backend: str, draft: Draft) -> None:
     plan = precision.plan
     if backend != "megatron":
-        cannot("nemo_rl.fp8_in", "only the megatron backend trains in FP8; the policy is trained in BF16 instead")
+        draft.cannot("nemo_rl.fp8_in", "only the megatron backend trains in FP8; the policy is trained in BF16 instead")
         return
     if not plan.uses_fp8:
         return
     if precision.high:
-        cannot("precision_plan.rules", "the policy is trained in FP8 as a whole; all linear maps are in FP8 instead")
-    for key, value in (("enabled", True), ("fp8", plan.format), ("fp8_recipe", plan.recipe), ("fp8_param", False)):
-        put("precision_plan", f"{TRAINING}.{key}", value)
+        draft.cannot(
+            "precision_plan.rules", "the policy is trained in FP8 as a whole; all linear maps are in FP8 instead"
+        )
+    values = {"enabled": True, "fp8": plan.format, "fp8_recipe": plan.recipe, "fp8_param": False}
+    draft.put_all("precision_plan", TRAINING, values)

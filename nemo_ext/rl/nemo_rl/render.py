@@ -9,19 +9,15 @@ from typing import Any, Literal
 
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, Preference
 from nemo_ext.rl.nemo_rl.checkout import Checkout, Section
+from nemo_ext.rl.nemo_rl.draft import Draft
 from nemo_ext.rl.nemo_rl.precision import render_precision
 from nemo_ext.rl.precision import Precision
-from nemo_ext.rl.rendering import Rendered, around
+from nemo_ext.rl.rendering import Rendered
 
 Backend = Literal["megatron", "dtensor"]
 # A schedule that never ends: torch's ConstantLR counts.
 _FOREVER = 10_000_000_000
 ALL = 1_000_000
-
-
-def section_of(algorithm: Algorithm) -> Section:
-    """Section of NeMo-RL's master config for an algorithm."""
-    return "grpo" if isinstance(algorithm, PolicyGradient) else "dpo"
 
 
 def render(
@@ -40,47 +36,21 @@ def render(
     """
     if backend not in ("megatron", "dtensor"):
         raise ValueError(f"backend must be megatron or dtensor, not {backend!r}")
-    draft = _Draft(checkout, algorithm)
+    draft = Draft(checkout, algorithm)
     draft.put("backend", "policy.megatron_cfg.enabled", backend == "megatron")
     draft.put("backend", "policy.dtensor_cfg.enabled", backend == "dtensor")
     if isinstance(algorithm, PolicyGradient):
-        _policy_gradient(draft, algorithm)
+        _policy_gradient(draft, algorithm, checkout.asynchronous)
     else:
         _preference(draft, algorithm)
     _optimizer(draft, algorithm, backend)
     _router(draft, algorithm, backend)
     if precision is not None:
-        render_precision(precision, algorithm, backend=backend, has=draft.has, put=draft.put, cannot=draft.cannot)
-    return Rendered(settings=draft.settings, adapter=draft.adapter, inexpressible=draft.inexpressible)
+        render_precision(precision, algorithm, backend=backend, draft=draft)
+    return draft
 
 
-class _Draft:
-    """Draft of the settings; a key that the version lacks is noted with the nearest."""
-
-    def __init__(self, checkout: Checkout, algorithm: Algorithm) -> None:
-        self.keys = checkout.keys(section_of(algorithm))
-        self.asynchronous = checkout.asynchronous
-        self.settings: dict[str, Any] = {}
-        self.adapter, self.inexpressible = around(algorithm)
-
-    def has(self, path: str) -> bool:
-        return self.keys.missing(path) is None
-
-    def put(self, ours: str, path: str, value: Any) -> None:
-        if missing := self.keys.missing(path):
-            self.inexpressible[ours] = f"this version of NeMo-RL has {missing}"
-            return
-        *above, last = path.split(".")
-        here = self.settings
-        for word in above:
-            here = here.setdefault(word, {})
-        here[last] = value
-
-    def cannot(self, ours: str, reason: str) -> None:
-        self.inexpressible[ours] = reason
-
-
-def _policy_gradient(draft: _Draft, algorithm: PolicyGradient) -> None:
+def _policy_gradient(draft: Draft, algorithm: PolicyGradient, asynchronous: frozenset[str]) -> None:
     draft.put("prompts_per_step", "grpo.num_prompts_per_step", algorithm.prompts_per_step)
     draft.put("generations_per_prompt", "grpo.num_generations_per_prompt", algorithm.generations_per_prompt)
     draft.put("batch", "policy.train_global_batch_size", algorithm.batch)
@@ -88,13 +58,13 @@ def _policy_gradient(draft: _Draft, algorithm: PolicyGradient) -> None:
         draft.cannot("passes", "a step's responses are trained on once; passes=1 is done instead")
     draft.put("turns", "grpo.max_rollout_turns", algorithm.turns)
     draft.put("overlong_filtering", "grpo.overlong_filtering", algorithm.overlong_filtering)
-    if algorithm.overlong_filtering and algorithm.asynchronous and "overlong_filtering" not in draft.asynchronous:
+    if algorithm.overlong_filtering and algorithm.asynchronous and "overlong_filtering" not in asynchronous:
         draft.cannot(
             "overlong_filtering", "this version's asynchronous loop does not filter; overlong responses count instead"
         )
     _advantage(draft, algorithm)
     _policy_loss(draft, algorithm)
-    _sampling(draft, algorithm)
+    _sampling(draft, algorithm, asynchronous)
     lengths = algorithm.lengths
     if lengths.prompt is not None:
         draft.put("lengths.prompt", "data.max_input_seq_length", lengths.prompt)
@@ -104,8 +74,9 @@ def _policy_gradient(draft: _Draft, algorithm: PolicyGradient) -> None:
         draft.put("asynchronous", "grpo.async_grpo.enabled", True)
         age = algorithm.asynchronous.max_age
         draft.put("asynchronous.max_age", "grpo.async_grpo.max_trajectory_age_steps", age)
-        for key in ("in_flight_weight_updates", "recompute_kv_cache_after_weight_updates"):
-            draft.put("asynchronous.in_flight", f"grpo.async_grpo.{key}", algorithm.asynchronous.in_flight)
+        in_flight = ("in_flight_weight_updates", "recompute_kv_cache_after_weight_updates")
+        values = dict.fromkeys(in_flight, algorithm.asynchronous.in_flight)
+        draft.put_all("asynchronous.in_flight", "grpo.async_grpo", values)
         # Required by async_grpo_train.
         draft.put("asynchronous", "policy.generation.colocated.enabled", False)
         draft.put("asynchronous", "policy.generation.vllm_cfg.async_engine", True)
@@ -114,22 +85,22 @@ def _policy_gradient(draft: _Draft, algorithm: PolicyGradient) -> None:
     _duration(draft, algorithm, "grpo")
 
 
-def _advantage(draft: _Draft, algorithm: PolicyGradient) -> None:
+def _advantage(draft: Draft, algorithm: PolicyGradient) -> None:
     # The adapter replaces NeMo-RL's baseline and deviation, which for leave-one-out is that of the others.
     advantage = algorithm.advantage
     draft.adapter["advantage"] = {"baseline": advantage.baseline, "normalise": advantage.normalise}
-    for key, value in (
-        ("normalize_rewards", advantage.normalise != "none"),
-        ("use_leave_one_out_baseline", advantage.baseline == "leave_one_out"),
-    ):
-        draft.put("advantage", f"grpo.{key}", value)
-        if draft.has(f"grpo.adv_estimator.{key}"):
-            draft.put("advantage", f"grpo.adv_estimator.{key}", value)
+    values = {
+        "normalize_rewards": advantage.normalise != "none",
+        "use_leave_one_out_baseline": advantage.baseline == "leave_one_out",
+    }
+    draft.put_all("advantage", "grpo", values)
+    estimator = "grpo.adv_estimator"
+    draft.put_all("advantage", estimator, {key: values[key] for key in values if draft.has(f"{estimator}.{key}")})
     if draft.has("grpo.adv_estimator.name"):
         draft.put("advantage", "grpo.adv_estimator.name", "grpo")
 
 
-def _policy_loss(draft: _Draft, algorithm: PolicyGradient) -> None:
+def _policy_loss(draft: Draft, algorithm: PolicyGradient) -> None:
     loss = algorithm.loss
     draft.put("loss.level", "loss_fn.token_level_loss", loss.level != "sequence")
     if loss.level == "sequence_sum":
@@ -145,7 +116,7 @@ def _policy_loss(draft: _Draft, algorithm: PolicyGradient) -> None:
     _importance_correction(draft, algorithm)
 
 
-def _importance_correction(draft: _Draft, algorithm: PolicyGradient) -> None:
+def _importance_correction(draft: Draft, algorithm: PolicyGradient) -> None:
     correction, ours = algorithm.loss.importance_correction, "loss.importance_correction"
     use = correction.kind != "none"
     if not use and algorithm.asynchronous is not None:
@@ -168,12 +139,12 @@ def _importance_correction(draft: _Draft, algorithm: PolicyGradient) -> None:
         draft.cannot(f"{ours}.level", f"it is that of loss.ratio; level={algorithm.loss.ratio} is done instead")
 
 
-def _sampling(draft: _Draft, algorithm: PolicyGradient) -> None:
+def _sampling(draft: Draft, algorithm: PolicyGradient, asynchronous: frozenset[str]) -> None:
     sampling = algorithm.sampling
     draft.put("sampling.temperature", "policy.generation.temperature", sampling.temperature)
     draft.put("sampling.top_p", "policy.generation.top_p", sampling.top_p)
     # Both loops name the switch in their logs; only a loop that calls the function drops groups.
-    drops = algorithm.asynchronous is None or "dynamic_sampling" in draft.asynchronous
+    drops = algorithm.asynchronous is None or "dynamic_sampling" in asynchronous
     if sampling.drop_zero_variance and not drops:
         draft.cannot(
             "sampling.drop_zero_variance",
@@ -184,7 +155,7 @@ def _sampling(draft: _Draft, algorithm: PolicyGradient) -> None:
         draft.put("sampling.max_batches", "grpo.dynamic_sampling_max_gen_batches", sampling.max_batches)
 
 
-def _preference(draft: _Draft, algorithm: Preference) -> None:
+def _preference(draft: Draft, algorithm: Preference) -> None:
     loss = algorithm.loss
     draft.put("batch", "policy.train_global_batch_size", algorithm.batch)
     draft.put("loss.beta", "dpo.reference_policy_kl_penalty", loss.beta)
@@ -199,7 +170,7 @@ def _preference(draft: _Draft, algorithm: Preference) -> None:
     _duration(draft, algorithm, "dpo")
 
 
-def _duration(draft: _Draft, algorithm: Algorithm, section: Section) -> None:
+def _duration(draft: Draft, algorithm: Algorithm, section: Section) -> None:
     if algorithm.steps is not None:
         draft.put("schedule.steps", f"{section}.max_num_steps", algorithm.steps)
     # The steps end a run; epochs would end it earlier if the user has fewer data than the paper.
@@ -217,38 +188,35 @@ def _duration(draft: _Draft, algorithm: Algorithm, section: Section) -> None:
         draft.put("validation", "checkpointing.metric_name", None)
 
 
-def _optimizer(draft: _Draft, algorithm: Algorithm, backend: Backend) -> None:
+def _optimizer(draft: Draft, algorithm: Algorithm, backend: Backend) -> None:
     optimizer, warmup, total = algorithm.optimizer, algorithm.warmup, algorithm.steps
     schedule, last = algorithm.schedule, algorithm.optimizer.learning_rate * algorithm.schedule.final_share
     draft.put("optimizer.clip_gradient", "policy.max_grad_norm", optimizer.clip_gradient)
     if backend == "megatron":
-        above = "policy.megatron_cfg.optimizer"
-        for ours, key, value in (
-            ("learning_rate", "lr", optimizer.learning_rate),
-            ("learning_rate", "min_lr", optimizer.learning_rate if schedule.kind == "constant" else last),
-            ("betas", "adam_beta1", optimizer.betas[0]),
-            ("betas", "adam_beta2", optimizer.betas[1]),
-            ("eps", "adam_eps", optimizer.eps),
-            ("weight_decay", "weight_decay", optimizer.weight_decay),
-            ("clip_gradient", "clip_grad", optimizer.clip_gradient),
-        ):
-            draft.put(f"optimizer.{ours}", f"{above}.{key}", value)
-        above = "policy.megatron_cfg.scheduler"
-        for key, number in (
-            ("start_weight_decay", optimizer.weight_decay),
-            ("end_weight_decay", optimizer.weight_decay),
-            ("lr_warmup_iters", warmup),
-            ("lr_warmup_init", 0.0),
-        ):
-            draft.put("schedule", f"{above}.{key}", number)
-        draft.put("schedule.kind", f"{above}.lr_decay_style", schedule.kind)
-        # Megatron needs more decay steps than warm-up steps even where nothing decays.
-        draft.put("schedule", f"{above}.lr_decay_iters", max(total or 0, warmup + 1))
+        values: dict[str, Any] = {
+            "lr": optimizer.learning_rate,
+            "min_lr": optimizer.learning_rate if schedule.kind == "constant" else last,
+            "adam_beta1": optimizer.betas[0],
+            "adam_beta2": optimizer.betas[1],
+            "adam_eps": optimizer.eps,
+            "weight_decay": optimizer.weight_decay,
+            "clip_grad": optimizer.clip_gradient,
+        }
+        draft.put_all("optimizer", "policy.megatron_cfg.optimizer", values)
+        values = {
+            "start_weight_decay": optimizer.weight_decay,
+            "end_weight_decay": optimizer.weight_decay,
+            "lr_warmup_iters": warmup,
+            "lr_warmup_init": 0.0,
+            "lr_decay_style": schedule.kind,
+            # Megatron needs more decay steps than warm-up steps even where nothing decays.
+            "lr_decay_iters": max(total or 0, warmup + 1),
+        }
+        draft.put_all("schedule", "policy.megatron_cfg.scheduler", values)
         return
-    kwargs = {"lr": optimizer.learning_rate, "betas": list(optimizer.betas), "eps": optimizer.eps}
     draft.put("optimizer", "policy.optimizer.name", "torch.optim.AdamW")
-    for key, held in (kwargs | {"weight_decay": optimizer.weight_decay}).items():
-        draft.put("optimizer", f"policy.optimizer.kwargs.{key}", held)
+    kwargs = {"lr": optimizer.learning_rate, "betas": list(optimizer.betas), "eps": optimizer.eps}
+    draft.put_all("optimizer", "policy.optimizer.kwargs", kwargs | {"weight_decay": optimizer.weight_decay})
     draft.put("schedule", "policy.scheduler", _torch_schedule(algorithm, last))
 
 
@@ -274,7 +242,7 @@ def _torch_schedule(algorithm: Algorithm, last: float) -> list[dict[str, Any]]:
     return [*listed, {"milestones": [warmup] if warmup else []}]
 
 
-def _router(draft: _Draft, algorithm: Algorithm, backend: Backend) -> None:
+def _router(draft: Draft, algorithm: Algorithm, backend: Backend) -> None:
     router = algorithm.router
     if backend == "megatron":
         draft.put("router.frozen", "policy.megatron_cfg.freeze_moe_router", router.frozen)

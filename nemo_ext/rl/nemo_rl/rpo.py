@@ -40,7 +40,7 @@ def rpo_loss(margin: torch.Tensor, true_margin: torch.Tensor, distance: Distance
     return won + lost
 
 
-_DPOLoss: Any = compat.dpo_loss()
+_DPOLoss: Any = compat.dpo().DPOLossFn
 
 
 class RPOLoss(_DPOLoss):

@@ -9,7 +9,6 @@ import copy
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,12 @@ from nemo_ext.rl.episodes import KEYS as EPISODE_KEYS
 from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.groups import check_judges
 from nemo_ext.rl.nemo_rl import compat
+from nemo_ext.rl.nemo_rl.compat import PREFIX
 from nemo_ext.rl.nemo_rl.data import Records, TaskProcessor
 from nemo_ext.rl.nemo_rl.export import saved_in
-from nemo_ext.rl.nemo_rl.group_rewards import scored
-from nemo_ext.rl.nemo_rl.group_settings import groups_of
+from nemo_ext.rl.nemo_rl.group_rewards import groups_of, scored
 from nemo_ext.rl.nemo_rl.pairs import PairDataset, read_pairs
-from nemo_ext.rl.nemo_rl.register import PREFIX, register
-from nemo_ext.rl.plan import PlannedTasks, TaskFile, check_references, plan_tasks
+from nemo_ext.rl.plan import PlannedTasks, check_references, plan_tasks, validation_tasks
 from nemo_ext.rl.prompts import Prompts
 
 ALGORITHMS = ("grpo", "rloo", "dpo", "rpo")
@@ -57,7 +55,7 @@ def run(config: Mapping[str, Any]) -> End:
 
             GRPO and RLOO: `tasks` with `train` (see `nemo_ext.rl.plan.plan_tasks`) and `validation` (`path`);
             `environments`, settings of `environment.TaskEnvironment` by name; `tool_style`; `advantage` and `group`,
-            see `group_settings.groups_of`.
+            see `group_rewards.groups_of`.
 
             DPO and RPO: `pairs` with `train` and optionally `validation` (paths) and `rendered` (they hold text);
             for RPO `rpo` with `eta` and `distance`.
@@ -75,7 +73,7 @@ def run(config: Mapping[str, Any]) -> End:
     needed = "tasks" if groups else "pairs"
     check_keys(config, _COMMON + (_GROUP if groups else _PAIRS), required=("nemo_rl", needed), where="rl")
     master = copy.deepcopy(dict(config["nemo_rl"]))
-    _start_ray(master)
+    _start_ray()
     tokenizer = compat.tokenizer_of(master)
     if groups:
         return _grpo(config, master, tokenizer)
@@ -86,7 +84,7 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> 
     grpo = master["grpo"]
     if (master.get("data_plane") or {}).get("enabled"):
         raise ValueError("data_plane.enabled: rewards over groups need grpo_train without it: set it to false")
-    register()
+    compat.register()
     check_keys(config["tasks"], ("train", "validation"), required=("train",), where="tasks")
     groups = groups_of(
         generations=grpo["num_generations_per_prompt"], advantage=config.get("advantage"), group=config.get("group")
@@ -105,25 +103,26 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> 
         spare = grpo["async_grpo"]["max_trajectory_age_steps"] + 2
     prompts = int(grpo["num_prompts_per_step"] * (grpo.get("batch_multiplier") or 1))
     train = plan_tasks(config["tasks"]["train"], steps=steps, prompts=prompts, spare=spare)
-    validation = _validation(config["tasks"].get("validation"))
+    validation = None
+    if (given := config["tasks"].get("validation")) is not None:
+        check_keys(given, ("path",), required=("path",), where="tasks.validation")
+        validation = validation_tasks(given["path"])
     # The order is the dataset's; shuffling again would break quotas and curricula.
     master["data"]["shuffle"] = False
     if validation is None and (grpo["val_period"] > 0 or grpo["val_at_start"]):
         raise ValueError("grpo.val_period, grpo.val_at_start: give tasks.validation, or set them to 0 and false")
 
-    settings = _environment_settings(config, master, tokenizer, [train, *([] if validation is None else [validation])])
-    template = config.get("template")
-    reads = Prompts.of_tokenizer(tokenizer) if template is None else Prompts.load(template, eos=tokenizer.eos_token)
+    planned = [tasks for tasks in (train, validation) if tasks is not None]
+    settings = _environment_settings(config, master, tokenizer, planned)
+    reads = Prompts.of(tokenizer, config.get("template"))
     made = {
         name: Episodes({key: given[key] for key in EPISODE_KEYS if key in given}, reads)
         for name, given in settings.items()
     }
     check_judges((episodes.environment for episodes in made.values()), config.get("group") or {})
-    for tasks in (train, validation):
-        if tasks is not None:
-            check_references(tasks, lambda task: made[task.environment].check(task))
-    with_prompt = (config.get("group") or {}).get("judge") is not None
-    processor = TaskProcessor(reads, with_prompt)
+    for tasks in planned:
+        check_references(tasks, lambda task: made[task.environment].check(task))
+    processor = TaskProcessor(reads)
     max_length = master["data"].get("max_input_seq_length")
     datasets = [
         None if tasks is None else _processed(tasks, settings, tokenizer, processor, max_length)
@@ -139,10 +138,8 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> 
         ready = compat.set_up_grpo(compat.master_config(module, master), tokenizer, *datasets)
         watched = WithEnvironments(ready.logger.log_metrics, environments, judges)
         ready.logger.log_metrics = watched
-        with (
-            scored(groups, tokenizer, asynchronous=compat.is_async(ready.config)),
-            compat.clocks(module) as clocks,
-        ):
+        in_groups = scored(groups, tokenizer, asynchronous=compat.is_async(ready.config))
+        with in_groups, compat.clocks(module) as clocks:
             compat.train_grpo(ready, tokenizer, environments, judges or None)
         return _end(ready, watched.last_step, grpo["max_num_steps"], clocks)
     finally:
@@ -154,10 +151,7 @@ def _dpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, *, w
     check_keys(given, ("train", "validation", "rendered"), required=("train",), where="pairs")
     if with_rewards != (config.get("rpo") is not None):
         raise ValueError("rpo: {eta, distance} belongs to algorithm=rpo, which needs it")
-    template = config.get("template")
-    reads = None
-    if not given.get("rendered"):
-        reads = Prompts.of_tokenizer(tokenizer) if template is None else Prompts.load(template)
+    reads = None if given.get("rendered") else Prompts.of(tokenizer, config.get("template"))
     max_length = master["data"].get("max_input_seq_length")
     train, *validation = (
         PairDataset(read_pairs(given[key], reads, with_rewards=with_rewards), tokenizer, max_length)
@@ -219,41 +213,24 @@ class WithEnvironments:
             self._log(named, step, prefix=f"{prefix}/environments")
 
 
-def _validation(given: Mapping[str, Any] | None) -> PlannedTasks | None:
-    if given is None:
-        return None
-    check_keys(given, ("path",), required=("path",), where="tasks.validation")
-    file = TaskFile(given["path"])
-    return PlannedTasks(
-        {"validation": file}, {"validation": Fraction(1)}, steps=len(file), prompts=1, seed=0, shuffle=False
-    )
-
-
 def _environment_settings(
     config: Mapping[str, Any], master: Mapping[str, Any], tokenizer: Any, planned: list[PlannedTasks]
 ) -> dict[str, dict[str, Any]]:
     """Settings of the actor of each environment that the tasks use, by name."""
     given = config.get("environments") or {}
     used = sorted({name for tasks in planned for name in tasks.environments()})
-    for name in given:
-        if name not in ENVIRONMENTS:
-            raise ValueError(f"environments: unknown name {name!r}: {nearest(name, ENVIRONMENTS)}")
+    check_keys(given, tuple(ENVIRONMENTS), required=(), where="environments")
     if idle := [name for name in given if name not in used]:
         notice(f"environments that no task is of: {', '.join(idle)}")
+    source = str(tokenizer.name_or_path)
     common = {
-        "template": config.get("template") or _folder(tokenizer),
+        "template": config.get("template") or (source if Path(source).is_dir() else None),
         "eos": tokenizer.eos_token,
         "tool_style": config.get("tool_style"),
-        "tokenizer": tokenizer.name_or_path,
+        "tokenizer": source,
         "max_tokens": (master["policy"]["generation"] or {}).get("max_new_tokens"),
     }
     return {name: {"name": name, **common, **(given.get(name) or {})} for name in used}
-
-
-def _folder(tokenizer: Any) -> str | None:
-    """Folder of a tokenizer, if it was loaded from one."""
-    name = str(tokenizer.name_or_path)
-    return name if Path(name).is_dir() else None
 
 
 def _processed(tasks: PlannedTasks, names: Mapping[str, Any], tokenizer: Any, processor: Any, length: Any) -> Any:
@@ -267,19 +244,13 @@ def _processed(tasks: PlannedTasks, names: Mapping[str, Any], tokenizer: Any, pr
     )
 
 
-def _start_ray(master: Mapping[str, Any]) -> None:
+def _start_ray() -> None:
     if not importlib.import_module("ray").is_initialized():
         importlib.import_module("nemo_rl.distributed.virtual_cluster").init_ray()
 
 
 def _end(ready: compat.Ready, logged: int, steps: int, clocks: Sequence[Any]) -> End:
-    """End of a training.
-
-    Args:
-        ready: objects that it ran with.
-        logged: last step in the log, which a loop that failed may only have begun.
-        steps: number of steps of the plan.
-        clocks: timeout checkers; see `compat.clocks`.
+    """End of a training of `steps` steps, of which the log has `logged`; the last may only have begun.
 
     Raises:
         RuntimeError: an asynchronous run ended early: NeMo-RL prints the error and returns normally.

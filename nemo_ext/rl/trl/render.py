@@ -5,12 +5,12 @@ The adapter handles rewards, shares of environments and the order of prompts. TR
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from nemo_ext.job.settings import nearest
+from nemo_ext.job.settings import check_keys
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, Preference
-from nemo_ext.rl.rendering import Rendered, around
+from nemo_ext.rl.rendering import Rendered
 
 
 def render(
@@ -36,7 +36,8 @@ def render(
     share = micro_batch * processes
     if algorithm.batch % share:
         raise ValueError(f"batch={algorithm.batch} must be a multiple of micro_batch x processes = {share}")
-    draft = _Draft(algorithm, by_adapter)
+    draft = Rendered(by_adapter=by_adapter)
+    draft.surround(algorithm)
     draft.settings |= {
         "per_device_train_batch_size": micro_batch,
         "per_device_eval_batch_size": micro_batch,
@@ -58,7 +59,7 @@ def render(
         draft.cannot("router.frozen", "TRL trains all weights; the adapter must freeze the router in the model instead")
     if algorithm.router.bias_update_rate:
         draft.cannot("router.bias_update_rate", "transformers does not update experts' bias; it stays instead")
-    return Rendered(settings=draft.settings, adapter=draft.adapter, inexpressible=draft.inexpressible)
+    return draft
 
 
 def config_class(algorithm: Algorithm) -> type[Any]:
@@ -70,40 +71,19 @@ def config_class(algorithm: Algorithm) -> type[Any]:
     return made
 
 
-def make_config(algorithm: Algorithm, rendered: Rendered, **others: Any) -> Any:
-    """Make TRL's config from the rendered settings and other arguments, which win.
-
-    Args:
-        others: arguments such as `output_dir`, `use_cpu`, `bf16`, `report_to`.
+def make_config(algorithm: Algorithm, settings: Mapping[str, Any], **others: Any) -> Any:
+    """Make TRL's config from settings and other arguments, which win.
 
     Raises:
         ValueError: the installed TRL lacks an argument (names the nearest), or refuses a value.
     """
     kind = config_class(algorithm)
-    known = [field.name for field in dataclasses.fields(kind) if field.init]
-    arguments: dict[str, Any] = dict(rendered.settings) | others
-    for name in arguments:
-        if name not in known:
-            raise ValueError(f"trl: {kind.__name__} has no argument {name!r}: {nearest(name, known)}")
+    arguments = {**settings, **others}
+    check_keys(arguments, [field.name for field in dataclasses.fields(kind) if field.init], required=(), where="trl")
     return kind(**arguments)
 
 
-class _Draft:
-    """Draft of the settings; keys that the caller's adapter handles are not noted as inexpressible."""
-
-    def __init__(self, algorithm: Algorithm, by_adapter: Collection[str]) -> None:
-        self.settings: dict[str, Any] = {}
-        self.adapter, self.inexpressible = around(algorithm)
-        self._by_adapter = by_adapter
-        for key in self.inexpressible.keys() & set(by_adapter):
-            del self.inexpressible[key]
-
-    def cannot(self, ours: str, reason: str) -> None:
-        if ours not in self._by_adapter:
-            self.inexpressible[ours] = reason
-
-
-def _generation(draft: _Draft, algorithm: PolicyGradient, *, vllm: bool) -> None:
+def _generation(draft: Rendered, algorithm: PolicyGradient, *, vllm: bool) -> None:
     draft.settings |= {
         "num_generations": algorithm.generations_per_prompt,
         "generation_batch_size": algorithm.responses_per_step,
@@ -133,7 +113,7 @@ def _generation(draft: _Draft, algorithm: PolicyGradient, *, vllm: bool) -> None
         draft.cannot("sampling.drop_zero_variance", reason)
 
 
-def _grpo(draft: _Draft, algorithm: PolicyGradient) -> None:
+def _grpo(draft: Rendered, algorithm: PolicyGradient) -> None:
     advantage, loss = algorithm.advantage, algorithm.loss
     if advantage.baseline == "leave_one_out":
         reason = "only rloo leaves one out; mean instead, advantages are 1 / group smaller"
@@ -166,7 +146,7 @@ def _grpo(draft: _Draft, algorithm: PolicyGradient) -> None:
         }
 
 
-def _rloo(draft: _Draft, algorithm: PolicyGradient) -> None:
+def _rloo(draft: Rendered, algorithm: PolicyGradient) -> None:
     advantage, loss = algorithm.advantage, algorithm.loss
     if advantage.baseline != "leave_one_out":
         draft.cannot("advantage.baseline", "leave_one_out instead, the only one of RLOOTrainer")
@@ -188,13 +168,13 @@ def _rloo(draft: _Draft, algorithm: PolicyGradient) -> None:
         draft.cannot("loss.importance_correction", "RLOOTrainer has none; nothing instead")
 
 
-def _unclipped(draft: _Draft, algorithm: PolicyGradient) -> None:
+def _unclipped(draft: Rendered, algorithm: PolicyGradient) -> None:
     # In one update a step the ratio is 1: it is never clipped, and its gradient is REINFORCE's.
     if algorithm.updates_per_step > 1:
         draft.cannot("loss.clip_low", "ratios are always there; epsilon=0.2, TRL's default, instead")
 
 
-def _preference(draft: _Draft, algorithm: Preference, *, micro_batch: int) -> None:
+def _preference(draft: Rendered, algorithm: Preference, *, micro_batch: int) -> None:
     loss = algorithm.loss
     kinds: dict[str, float] = {"sigmoid_norm" if loss.length_normalised else "sigmoid": loss.weight}
     if loss.sft_weight:
@@ -215,10 +195,10 @@ def _preference(draft: _Draft, algorithm: Preference, *, micro_batch: int) -> No
         draft.cannot("algorithm", "TRL has no rpo; dpo instead, without eta and distance of the true rewards")
 
 
-def _optimizer(draft: _Draft, algorithm: Algorithm) -> None:
+def _optimizer(draft: Rendered, algorithm: Algorithm) -> None:
     optimizer, schedule, validation = algorithm.optimizer, algorithm.schedule, algorithm.validation
     # TRL counts updates, the algorithm steps of generation.
-    updates = algorithm.updates_per_step if isinstance(algorithm, PolicyGradient) else 1
+    updates = algorithm.updates_per_step
     draft.settings |= {
         "learning_rate": optimizer.learning_rate,
         "adam_beta1": optimizer.betas[0],

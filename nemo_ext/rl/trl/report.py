@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.job.files import write_text
-from nemo_ext.job.report import save_figure
+from nemo_ext.job.report import markdown_table, new_figure, save_figure
 from nemo_ext.job.run_directory import METRICS, REPORT
 from nemo_ext.memory import report as memory
 from nemo_ext.rl.algorithms import Algorithm
@@ -25,10 +25,10 @@ def write_report(run_dir: Path, algorithm: Algorithm) -> Path:
     _plot(run_dir / PLOT, logs)
     names = sorted({name for log in logs for name in log} - {"step"})
     shown = [name for name in names if "clip_ratio/" not in name and not name.startswith("profiling/")]
-    rows = "\n".join(_row(name, logs) for name in shown)
+    table = markdown_table(("", "first", "last", "mean of the last tenth"), [_row(name, logs) for name in shown])
     text = (
         f"# {run_dir.name}: {algorithm.algorithm}\n\n{algorithm.source}. {logs[-1]['step']} steps.\n\n"
-        f"![rewards]({PLOT})\n\n| | first | last | mean of the last tenth |\n|:--|--:|--:|--:|\n{rows}\n"
+        f"![rewards]({PLOT})\n\n{table}\n"
     )
     if memory_section := memory.section(run_dir):
         text += f"\n{memory_section}"
@@ -36,34 +36,26 @@ def write_report(run_dir: Path, algorithm: Algorithm) -> Path:
     return run_dir / REPORT
 
 
-def _row(name: str, logs: Sequence[Mapping[str, Any]]) -> str:
+def _row(name: str, logs: Sequence[Mapping[str, Any]]) -> list[str]:
     values = [log[name] for log in logs if name in log]
     last = values[-max(1, len(values) // 10) :]
-    return f"| {name} | {values[0]:.4g} | {values[-1]:.4g} | {sum(last) / len(last):.4g} |"
+    return [name, *(f"{value:.4g}" for value in (values[0], values[-1], sum(last) / len(last)))]
 
 
 def _plot(path: Path, logs: Sequence[Mapping[str, Any]]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     domains = sorted({name for log in logs for name in log if name.endswith("/correct")})
     panels = {**_PANELS, "solved, by environment": tuple(domains)}
     panels = {title: names for title, names in panels.items() if any(name in log for log in logs for name in names)}
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 3.6), squeeze=False, layout="constrained")
+    figure = new_figure(figsize=(5 * len(panels), 3.6))
+    axes = figure.subplots(1, len(panels), squeeze=False)
     for axis, (title, names) in zip(axes[0], panels.items(), strict=True):
         for name in names:
             points = [(log["step"], log[name]) for log in logs if name in log]
             if points:
-                axis.plot(
-                    *zip(*points, strict=True),
-                    label=name.removesuffix("/correct"),
-                    marker="." if len(points) < 20 else "",
-                )
+                marker = "." if len(points) < 20 else ""
+                axis.plot(*zip(*points, strict=True), label=name.removesuffix("/correct"), marker=marker)
         axis.set_title(title, loc="left", fontsize=11)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8)
     save_figure(figure, path, dpi=130)
-    pyplot.close(figure)

@@ -144,7 +144,7 @@ class Rollouts:
                 read = self.encoded([turn.observation])[0]
                 if not end or len(tokens[index]) + len(read) >= self.tokens:
                     # No next turn after a cut-off response or with a full context; the state stays as it is.
-                    ended[index] = self._closed(turn)
+                    ended[index] = self._run(self.environments[turn.following.task.environment].close(turn))
                     continue
                 tokens[index] += read
                 own[index] += [0] * len(read)
@@ -201,31 +201,15 @@ class Rollouts:
     def _turns(
         self, episodes: Sequence[Episode], responses: Sequence[Sequence[int]], finished: Sequence[bool]
     ) -> list[Turn]:
-        places: dict[str, list[int]] = {}
-        for index, episode in enumerate(episodes):
-            places.setdefault(episode.task.environment, []).append(index)
+        async def of(episode: Episode, ids: Sequence[int], end: bool) -> Turn:
+            environment = self.environments[episode.task.environment]
+            (turn,) = await environment.turns([episode], [self._text(ids)], tokens=[len(ids)], finished=[end])
+            return turn
 
-        async def of(name: str, indexes: list[int]) -> list[Turn]:
-            return await self.environments[name].turns(
-                [episodes[index] for index in indexes],
-                [self._text(responses[index]) for index in indexes],
-                tokens=[len(responses[index]) for index in indexes],
-                finished=[finished[index] for index in indexes],
-            )
+        async def everything() -> list[Turn]:
+            return list(await asyncio.gather(*map(of, episodes, responses, finished)))
 
-        async def everything() -> list[list[Turn]]:
-            return list(await asyncio.gather(*(of(name, indexes) for name, indexes in places.items())))
-
-        made: dict[int, Turn] = {}
-        for indexes, turns in zip(places.values(), self._run(everything()), strict=True):
-            made.update(zip(indexes, turns, strict=True))
-        return [made[index] for index in range(len(episodes))]
-
-    def _closed(self, turn: Turn) -> Turn:
-        """Last turn of a conversation that cannot go on."""
-        assert turn.following is not None
-        episodes = self.environments[turn.following.task.environment]
-        return self._run(episodes.close(turn))
+        return self._run(everything())
 
     def _run[Result](self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

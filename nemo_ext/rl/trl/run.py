@@ -5,7 +5,6 @@ import shutil
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib import import_module
 from math import gcd
 from pathlib import Path
@@ -21,7 +20,7 @@ from nemo_ext.rl.algorithms import Algorithm, EnvironmentUse, PolicyGradient
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.groups import check_judges, group_reward
-from nemo_ext.rl.plan import PlannedTasks, TaskFile, check_references, plan_tasks
+from nemo_ext.rl.plan import PlannedTasks, check_references, plan_tasks, validation_tasks
 from nemo_ext.rl.precision import Precision
 from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.task import Task
@@ -80,8 +79,8 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
     rendered = render(algorithm, micro_batch=micro_batch, by_adapter=BY_ADAPTER)
     if Precision.from_config(config) is not None:
         reason = "TRL trains and generates in the model's own type; that is done instead (engine=nemo_rl has FP8)"
-        rendered = replace(rendered, inexpressible={**rendered.inexpressible, "precision_plan": reason})
-    rendered = rendered.settled(config["on_inexpressible"])
+        rendered.cannot("precision_plan", reason)
+    rendered.settled(config["on_inexpressible"])
     checkpoint = _last_checkpoint(run_dir / CHECKPOINTS)
     own = _own_settings(config, algorithm, resumed=checkpoint is not None)
     settings = {**rendered.settings, **own, **(config["trl"] or {})}
@@ -99,7 +98,7 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
         notice(f"{run_dir / MODEL}: this run is finished; more steps go on, another run_dir=... begins anew")
         return False
     if checkpoint is not None:
-        notice(f"going on from step {done // updates_of(algorithm)}")
+        notice(f"going on from step {done // algorithm.updates_per_step}")
     for name in (METRICS, ROLLOUTS):
         truncate_metrics(run_dir / name, done)
     trainer.remove_callback(transformers.PrinterCallback)
@@ -121,7 +120,7 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
 
 def _own_settings(config: Mapping[str, Any], algorithm: Algorithm, *, resumed: bool) -> dict[str, Any]:
     """Settings of a run besides its algorithm."""
-    updates = updates_of(algorithm)  # which TRL counts; and a step must be resumed at its beginning
+    updates = algorithm.updates_per_step  # which TRL counts; and a step must be resumed at its beginning
     on_gpu = import_module("torch").cuda.is_available()
     settings = {
         "output_dir": str(Path(config["run_dir"]) / CHECKPOINTS),
@@ -145,16 +144,16 @@ def _own_settings(config: Mapping[str, Any], algorithm: Algorithm, *, resumed: b
 
 def _tasks(
     config: Mapping[str, Any], algorithm: PolicyGradient, settings: Mapping[str, Any], tokenizer: Any
-) -> tuple[Rollouts, PlannedTasks, TaskFile | None]:
+) -> tuple[Rollouts, PlannedTasks, PlannedTasks | None]:
     """Rollouts, the tasks of every step, and the validation tasks."""
-    prompts = Prompts.of_tokenizer(tokenizer) if config["template"] is None else Prompts.load(config["template"])
+    prompts = Prompts.of(tokenizer, config["template"])
     if not algorithm.steps:
         raise ValueError("rl.schedule.steps=null: say how many steps to train")
     train = plan_tasks(config["tasks"]["train"], steps=algorithm.steps, prompts=algorithm.prompts_per_step)
-    validation = None
-    if config["tasks"].get("validation"):
-        validation = TaskFile(config["tasks"]["validation"]["path"])
-    found = {*train.environments(), *(validation.environments if validation else ())}
+    given = config["tasks"].get("validation")
+    validation = validation_tasks(given["path"]) if given else None
+    planned = [tasks for tasks in (train, validation) if tasks is not None]
+    found = {name for tasks in planned for name in tasks.environments()}
     uses = algorithm.environments or {name: EnvironmentUse() for name in found}
     for name in sorted(found):
         if name not in uses:
@@ -163,14 +162,8 @@ def _tasks(
     group = algorithm.group.settings() if algorithm.group else {}
     over_groups = group_reward(group)
     check_judges((episodes.environment for episodes in environments.values()), group)
-    check_references(train, lambda task: environments[task.environment].check(task))
-    if validation is not None:
-        for row in range(len(validation)):
-            task = validation[row]
-            try:
-                environments[task.environment].check(task)
-            except ValueError as error:
-                raise ValueError(f"{validation.path}: task {task.id}: {error}") from error
+    for tasks in planned:
+        check_references(tasks, lambda task: environments[task.environment].check(task))
     rollouts = Rollouts(
         tokenizer=tokenizer,
         prompts=prompts,
@@ -210,11 +203,6 @@ def _leave_out_longer(rollouts: Rollouts, tasks: PlannedTasks, most: int, given:
     notice(
         f"{len(left):,} tasks are left out, their prompts longer than rl.lengths.prompt={most} tokens: {left[0]} ..."
     )
-
-
-def updates_of(algorithm: Algorithm) -> int:
-    """Number of optimizer updates per step."""
-    return algorithm.updates_per_step if isinstance(algorithm, PolicyGradient) else 1
 
 
 def _last_checkpoint(folder: Path) -> Path | None:

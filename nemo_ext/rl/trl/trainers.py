@@ -9,13 +9,13 @@ import torch
 from datasets import Dataset
 from datasets.exceptions import DatasetGenerationError
 from transformers import TrainerCallback
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
 from nemo_ext.job.progress import notice
-from nemo_ext.job.settings import check_keys
 from nemo_ext.memory.sampler import Phases
 from nemo_ext.rl.algorithms import PolicyGradient, Preference
-from nemo_ext.rl.plan import PlannedTasks, TaskFile
+from nemo_ext.rl.plan import PlannedTasks
+from nemo_ext.rl.trl.render import make_config
 from nemo_ext.rl.trl.rollouts import Rollout, Rollouts
 
 
@@ -72,14 +72,14 @@ def policy_gradient(
     tokenizer: Any,
     rollouts: Rollouts,
     train: PlannedTasks,
-    validation: TaskFile | None,
+    validation: PlannedTasks | None,
 ) -> GRPOTrainer | RLOOTrainer:
     """Make a GRPO or RLOO trainer on tasks.
 
     Raises:
         ValueError: a setting that TRL does not know, or RLOO with an environment of several turns.
     """
-    configs, trainers = {"grpo": GRPOConfig, "rloo": RLOOConfig}, {"grpo": _Grpo, "rloo": _Rloo}
+    trainers = {"grpo": _Grpo, "rloo": _Rloo}
     arguments: dict[str, Any] = {}
     if rollouts.has_conversations:
         if algorithm.algorithm == "rloo":
@@ -89,7 +89,7 @@ def policy_gradient(
     reward = _Reward(rollouts)
     trainer = trainers[algorithm.algorithm](
         model=model,
-        args=_config(configs[algorithm.algorithm], {**own, **settings}),
+        args=make_config(algorithm, {**own, **settings}),
         train_dataset=_dataset(rollouts, train),
         eval_dataset=None if validation is None else _dataset(rollouts, validation),
         reward_funcs=[reward],
@@ -122,7 +122,7 @@ def preference(
     loaded = {split: _pairs(path, f"pairs.{split}", tokenizer, most) for split, path in files.items()}
     return _Dpo(
         model=model,
-        args=_config(DPOConfig, settings),
+        args=make_config(algorithm, settings),
         train_dataset=loaded["train"],
         eval_dataset=loaded.get("validation"),
         processing_class=tokenizer,
@@ -191,12 +191,7 @@ _SHOWN = {
 }
 
 
-def _config(kind: type, settings: Mapping[str, Any]) -> Any:
-    check_keys(settings, sorted(kind.__dataclass_fields__), required=(), where="trl")  # type: ignore[attr-defined]
-    return kind(**settings)
-
-
-def _dataset(rollouts: Rollouts, tasks: PlannedTasks | TaskFile) -> Dataset:
+def _dataset(rollouts: Rollouts, tasks: PlannedTasks) -> Dataset:
     return Dataset.from_dict({"prompt": [rollouts.prompt(tasks[number]) for number in range(len(tasks))]})
 
 

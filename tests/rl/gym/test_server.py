@@ -267,9 +267,12 @@ class TestSteps:
         ({"environment": "bank", "num_workers": 2}, "num_workers must be 1"),
         ({"environment": "math", "concurrency": 0}, "concurrency must be"),
         ({"group_size": 4, "judge": {"base_url": "http://x/v1", "model": "m"}, "num_workers": 2}, "num_workers must"),
-        ({"group_size": 1, "judge": {"base_url": "http://x/v1", "model": "m"}}, "group_size must be"),
-        ({"group_size": 4, "judge": {"base_url": "x", "model": "m"}}, "judge.base_url"),
-        ({"group_size": 4, "judge": {"base_url": "http://x/v1", "model": "m"}, "show": "gen"}, "did you mean 'genrm'"),
+        ({"group_size": 1, "judge": {"base_url": "http://x/v1", "model": "m"}}, "group_size"),
+        ({"group_size": 4, "judge": {"base_url": "x", "model": "m"}}, "judge: base_url"),
+        (
+            {"group_size": 4, "judge": {"base_url": "http://x/v1", "model": "m"}, "show": "gen"},
+            "'genrm' or 'instructed'",
+        ),
         ({"group_size": 4, "judge": {"base_url": "http://x/v1", "model": "m"}, "wait_seconds": 0}, "wait_seconds"),
     ],
 )

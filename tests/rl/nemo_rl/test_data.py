@@ -111,7 +111,7 @@ def test_a_curriculum_keeps_its_order(jsonl: Callable[..., Path], tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is empty"),
+        ("", "no tasks"),
         ("\n \n", "no tasks"),
         ('{"id": 1', r"tasks.jsonl:1: not JSON"),
         ("[1]", r"tasks.jsonl:1: a task is an object, not list"),

@@ -6,7 +6,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +16,8 @@ import pytest
 from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import Message
 from nemo_ext.rl.environments import ENVIRONMENTS, Environment
+from nemo_ext.rl.episodes import Episode
+from nemo_ext.rl.task import Task
 from nemo_ext.rl.verdict import Verdict
 
 pytestmark = pytest.mark.nemo_rl
@@ -39,8 +41,14 @@ def made(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
     return make
 
 
-def info(number: int = 0, **more: Any) -> dict[str, Any]:
-    return {"id": str(number), "reference": {"answer": number}, "thinking": None, "tools": [], **more}
+def info(number: int = 0) -> dict[str, Any]:
+    task = Task(id=str(number), environment="test", prompt=(), reference={"answer": number})
+    return {"episode": Episode(task=task, thinking_opened=False)}
+
+
+def closed(returned: Any) -> dict[str, Any]:
+    """What the next response begins from, outside a trace that the template opens in a mode with reasoning."""
+    return {"episode": replace(returned.metadata[0]["episode"], thinking_opened=False)}
 
 
 def step(environment: Any, texts: Sequence[str], infos: Sequence[dict[str, Any]] | None = None) -> Any:
@@ -147,8 +155,7 @@ def test_a_conversation_goes_on_in_its_metadata(made: Step, template: str) -> No
         returned = step(environment, [text], [pickle.loads(pickle.dumps(state))])
         assert not returned.terminateds[0] and returned.rewards[0] == 0
         observed.append(returned.observations[0]["content"])
-        # In a mode with reasoning, the next response begins inside a trace where the template opens it.
-        state = {**returned.metadata[0], "thinking_opened": False}
+        state = closed(returned)
 
     last = step(environment, ["."], [state])
 
@@ -164,7 +171,7 @@ def test_turns_are_limited(made: Step) -> None:
     )
 
     first = step(environment, ["a"])
-    second = step(environment, ["b"], [{**first.metadata[0], "thinking_opened": False}])
+    second = step(environment, ["b"], [closed(first)])
 
     assert second.terminateds[0] and second.observations[0]["content"] == "wrong"
 
@@ -213,7 +220,7 @@ def test_tokens_are_counted_and_a_cut_response_is_not_finished(
 
 
 def test_registering_twice_changes_nothing(nemo_rl: ModuleType) -> None:
-    register = importlib.import_module("nemo_ext.rl.nemo_rl.register").register
+    register = importlib.import_module("nemo_ext.rl.nemo_rl.compat").register
     registry = importlib.import_module("nemo_rl.environments.utils").ENV_REGISTRY
 
     names = register()
@@ -224,7 +231,7 @@ def test_registering_twice_changes_nothing(nemo_rl: ModuleType) -> None:
 
 
 def test_another_environment_of_the_name_is_not_replaced(nemo_rl: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("nemo_ext.rl.nemo_rl.register")
+    module = importlib.import_module("nemo_ext.rl.nemo_rl.compat")
     registry = importlib.import_module("nemo_rl.environments.utils").ENV_REGISTRY
     monkeypatch.setitem(registry, "nemo_ext_math", {"actor_class_fqn": "elsewhere.Math"})
 

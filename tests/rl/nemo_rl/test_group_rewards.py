@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import Message
+from nemo_ext.rl.episodes import Episode
 from nemo_ext.rl.groups import Member, length_controlled
-from nemo_ext.rl.nemo_rl.group_rewards import Groups, lengths
-from nemo_ext.rl.nemo_rl.group_settings import groups_of
+from nemo_ext.rl.nemo_rl.group_rewards import Groups, groups_of, lengths
 from nemo_ext.rl.rewards.advantages import group_advantages
 from nemo_ext.rl.rewards.comparison import LengthControl
+from nemo_ext.rl.task import Task
 
 MARKER = [7, 8]
 
@@ -116,7 +117,9 @@ def batch_of(rewards: list[float], tasks: list[str]) -> dict[str, Any]:
         [{"role": "user", "content": task, "token_ids": torch.tensor([1])}, message("x", [1] * (n + 1))]
         for n, task in enumerate(tasks)
     ]
-    infos = [{"thinking_opened": False}] * len(tasks)
+    prompt = (Message(role="user", content="hello"),)
+    episode = Episode(task=Task(id="1", environment="math", prompt=prompt), thinking_opened=False)
+    infos = [{"episode": episode}] * len(tasks)
     return {"message_log": logs, "total_reward": torch.tensor(rewards), "task_name": tasks, "extra_env_info": infos}
 
 
@@ -199,7 +202,6 @@ def test_a_judge_compares_the_members_of_every_group(endpoint: Any, reply: Any) 
     batch = batch_of([0.0] * 4, ["a"] * 4)
     for row, text in enumerate(("short", "a longer one", "quite long a text", "tiny")):
         batch["message_log"][row][1] = message(text, [1])
-        batch["extra_env_info"] = [{"prompt": (Message(role="user", content="hello"),)}] * 4
 
     rewards = groups.rewritten(batch, MARKER).tolist()
 

@@ -10,7 +10,8 @@ import torch
 from nemo_ext.rl.algorithms import PolicyGradient, algorithm_of, load, presets
 from nemo_ext.rl.nemo_rl import compat
 from nemo_ext.rl.nemo_rl.checkout import Checkout, leaves
-from nemo_ext.rl.nemo_rl.render import render, section_of
+from nemo_ext.rl.nemo_rl.draft import section_of
+from nemo_ext.rl.nemo_rl.render import render
 from nemo_ext.rl.rendering import Rendered
 
 ROOT = os.environ.get("NEMO_RL_ROOT")

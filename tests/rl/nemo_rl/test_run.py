@@ -52,7 +52,7 @@ def test_refused_before_anything_starts(
     path = jsonl("tasks.jsonl", TASKS)
     jsonl("bad.jsonl", [{**TASKS[0], "reference": {}}])
     monkeypatch.chdir(path.parent)
-    monkeypatch.setattr(importlib.import_module("nemo_ext.rl.nemo_rl.run"), "_start_ray", lambda master: None)
+    monkeypatch.setattr(importlib.import_module("nemo_ext.rl.nemo_rl.run"), "_start_ray", lambda: None)
     config = {
         "algorithm": "grpo",
         "nemo_rl": grpo_config("grpo.val_period=0", "grpo.val_at_start=false", "grpo.max_num_steps=1", *overrides),

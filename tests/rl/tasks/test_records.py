@@ -40,8 +40,8 @@ def test_conversations_become_prompts(tmp_path: Path, capsys: pytest.CaptureFixt
 
     job(f"records={records}", "environment=chat", f"output={output}", "thinking=true")
 
-    tasks = TaskFile(output)
-    assert [[message.content for message in tasks[row].prompt] for row in range(len(tasks))] == [
+    tasks = TaskFile(output).tasks
+    assert [[message.content for message in task.prompt] for task in tasks] == [
         ["hi", "yo", "so?"],
         ["ShareGPT"],
     ]
@@ -57,7 +57,7 @@ def test_comparisons_become_tasks_for_any_chat_model(tmp_path: Path, capsys: pyt
 
     job(f"records={written(tmp_path / 'genrm.jsonl', records)}", "environment=genrm", f"output={output}")
 
-    (task,) = (TaskFile(output)[row] for row in range(len(TaskFile(output))))
+    (task,) = TaskFile(output).tasks
     assert task.reference == {"score_1": 5, "ranking": 1}
     (asked,) = task.prompt
     assert asked.role == "user"

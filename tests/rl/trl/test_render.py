@@ -42,7 +42,7 @@ def loss(**changes: Any) -> dict[str, Any]:
 def test_trl_takes_every_preset(preset: str, tmp_path: Path) -> None:
     algorithm = load(preset)
 
-    config = make_config(algorithm, render(algorithm), output_dir=str(tmp_path), **CPU)
+    config = make_config(algorithm, render(algorithm).settings, output_dir=str(tmp_path), **CPU)
 
     assert type(config) is config_class(algorithm)
     assert config.learning_rate == algorithm.optimizer.learning_rate
@@ -73,7 +73,7 @@ def test_the_loss() -> None:
 
 def test_an_untruncated_correction_has_bounds_that_never_bind(tmp_path: Path) -> None:
     algorithm = small(loss=loss(importance_correction={"kind": "untruncated"}))
-    config = make_config(algorithm, render(algorithm, vllm=True), output_dir=str(tmp_path), **CPU)
+    config = make_config(algorithm, render(algorithm, vllm=True).settings, output_dir=str(tmp_path), **CPU)
 
     assert config.vllm_importance_sampling_mode == "token_truncate"
     assert (config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max) == (0, None)
@@ -122,7 +122,7 @@ def test_plain_grpo_is_expressed_wholly() -> None:
 
 def test_steps_are_updates(tmp_path: Path) -> None:
     algorithm = small(batch=8, passes=2, schedule={"steps": 10, "warmup_share": 0.2}, validation={"every": 5})
-    config = make_config(algorithm, render(algorithm, micro_batch=2), output_dir=str(tmp_path), **CPU)
+    config = make_config(algorithm, render(algorithm, micro_batch=2).settings, output_dir=str(tmp_path), **CPU)
 
     assert algorithm.updates_per_step == 4
     assert (config.max_steps, config.warmup_steps, config.eval_steps, config.save_steps) == (40, 8, 20, 20)
@@ -133,7 +133,7 @@ def test_steps_are_updates(tmp_path: Path) -> None:
 def test_validation_is_of_whole_groups(tmp_path: Path) -> None:
     algorithm = small(batch=8, generations_per_prompt=4)
     rendered = render(algorithm, micro_batch=2)
-    make_config(algorithm, rendered, output_dir=str(tmp_path), eval_strategy="steps", eval_steps=1, **CPU)
+    make_config(algorithm, rendered.settings, output_dir=str(tmp_path), eval_strategy="steps", eval_steps=1, **CPU)
 
     assert rendered.settings["per_device_eval_batch_size"] == 4
     assert render(algorithm, micro_batch=8).settings["per_device_eval_batch_size"] == 8
@@ -157,8 +157,8 @@ def test_a_batch_of_no_whole_micro_batches_is_refused() -> None:
 def test_an_argument_that_trl_lacks_is_refused_with_the_nearest(tmp_path: Path) -> None:
     algorithm = small()
 
-    with pytest.raises(ValueError, match="GRPOConfig has no argument 'epsilon_hi': did you mean 'epsilon_high'"):
-        make_config(algorithm, render(algorithm), output_dir=str(tmp_path), epsilon_hi=0.2)
+    with pytest.raises(ValueError, match="trl: unknown key 'epsilon_hi': did you mean 'epsilon_high'"):
+        make_config(algorithm, render(algorithm).settings, output_dir=str(tmp_path), epsilon_hi=0.2)
 
 
 @settings(max_examples=15)
@@ -183,7 +183,7 @@ def test_every_combination_is_taken(
     parts = {"level": level, "clip_low": clip, "clip_high": clip, "importance_correction": correction}
     algorithm: Algorithm = small(algorithm=kind, advantage={"baseline": baseline, "normalise": normalise}, loss=parts)
 
-    assert make_config(algorithm, render(algorithm), output_dir="unused", **CPU).num_generations == 4
+    assert make_config(algorithm, render(algorithm).settings, output_dir="unused", **CPU).num_generations == 4
 
 
 def test_rendering_imports_no_engine() -> None:

@@ -18,7 +18,7 @@ from nemo_ext.job.config import compose
 from nemo_ext.rl.algorithms import Algorithm
 from nemo_ext.rl.job import check_same_run, checked_algorithm, over_own_pairs, planned_tasks, run
 from nemo_ext.rl.tasks.job import run as make_tasks
-from nemo_ext.rl.trl.run import _own_settings, updates_of
+from nemo_ext.rl.trl.run import _own_settings
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
 
@@ -342,10 +342,9 @@ def test_steps_of_several_updates_are_saved_whole() -> None:
     paths = ("tasks.train.path=t", "tasks.validation.path=v")
     config = compose("rl", ["preset=llama_nemotron_grpo", "model=m", *paths, "environments={math: {}}"])
     algorithm = checked_algorithm(config)
-    updates = updates_of(algorithm)
     fresh, resumed = (_own_settings(config, algorithm, resumed=resumed) for resumed in (False, True))
 
-    assert updates == 2
+    assert algorithm.updates_per_step == 2
     assert (fresh["save_steps"], fresh["eval_steps"]) == (50 * 2, 10 * 2)
     assert not resumed["eval_on_start"]
 

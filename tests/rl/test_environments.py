@@ -1,0 +1,33 @@
+"""Environments by name."""
+
+from typing import Any
+
+import pytest
+
+from nemo_ext.rl.environments import ENVIRONMENTS, make
+
+JUDGE = {"judge": {"base_url": "http://localhost:1/v1", "model": "judge"}}
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_an_environment_verifies_or_converses(name: str) -> None:
+    made = make(name, JUDGE if name == "judge" else None)
+
+    assert made.name == name
+    assert (made.verify is None) == (made.begin is not None)
+    assert (made.max_turns > 1) == (made.begin is not None)
+    with pytest.raises(ValueError, match="refrence"):
+        made.check({"refrence": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("maths", {}, "unknown name 'maths': did you mean 'math'"),
+        ("bank", {"max_turn": 3}, "environment bank: settings: unknown key 'max_turn': did you mean 'max_turns'"),
+        ("judge", {}, "environment judge: settings: the key 'judge' is missing"),
+    ],
+)
+def test_a_wrong_name_or_setting_is_named(name: str, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make(name, settings)

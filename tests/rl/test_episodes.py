@@ -1,0 +1,140 @@
+"""Responses verified and conversations carried on, without an engine."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from nemo_ext.chat.response import Response
+from nemo_ext.chat.sample import Message, ToolCall
+from nemo_ext.rl.environments import Environment
+from nemo_ext.rl.episodes import Episode, Episodes
+from nemo_ext.rl.prompts import Prompts
+from nemo_ext.rl.task import Task
+from nemo_ext.rl.verdict import Verdict
+
+Make = Callable[..., Episodes]
+
+
+@pytest.fixture
+def around(monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Episodes of an environment of the test's."""
+
+    def make(environment: Environment, prompts: Prompts | None = None, **config: Any) -> Episodes:
+        monkeypatch.setattr("nemo_ext.rl.episodes.make", lambda name, settings: environment)
+        return Episodes({"name": "test", **config}, prompts)
+
+    return make
+
+
+@dataclass
+class Echo:
+    """Repeats what it hears, until a full stop."""
+
+    heard: list[str] = field(default_factory=list)
+    broken: bool = False
+
+    def step(self, response: Response) -> Sequence[Message]:
+        self.heard.append(response.answer)
+        return () if response.answer == "." else (Message(role="user", content=f"heard {response.answer}"),)
+
+    def verdict(self) -> Verdict:
+        if self.broken:
+            raise RuntimeError("out of order")
+        return Verdict.correct("/".join(self.heard))
+
+
+def echoing(**more: Any) -> Environment:
+    return Environment(name="test", check=dict, begin=lambda reference: Echo(**more), max_turns=3)
+
+
+def episode(answer: str = "1") -> Episode:
+    return Episode(
+        task=Task(id="1", environment="test", prompt=(), reference={"answer": answer}), thinking_opened=False
+    )
+
+
+def said(text: str, *calls: ToolCall) -> Response:
+    return Response(text=text, answer=text, tool_calls=calls)
+
+
+def test_a_call_that_cannot_be_read_is_wrong_in_a_single_turn(around: Make) -> None:
+    made = around(Environment(name="test", check=dict, verify=lambda response, reference: Verdict.correct()))
+
+    right = asyncio.run(made.turn(episode(), said("1")))
+    wrong = asyncio.run(made.turn(episode(), said("1"), {"c0": "no JSON"}))
+
+    assert right.reward is not None and right.reward.total == 1
+    assert wrong.verdict == Verdict.wrong("a call cannot be read: no JSON")
+    assert made.take_metrics()["correct"] == 0.5
+
+
+def test_a_conversation_goes_on_without_a_template(around: Make) -> None:
+    made = around(echoing())
+
+    first = asyncio.run(made.turn(episode(), said("a")))
+    assert first.following is not None
+    last = asyncio.run(made.turn(first.following, said(".")))
+
+    assert [message.content for message in first.answers] == ["heard a"] and not first.observation
+    assert (first.following.turn, first.reward) == (1, None)
+    assert last.verdict == Verdict.correct("a/.") and last.following is None
+
+
+def test_text_beside_a_broken_call_is_not_heard(around: Make) -> None:
+    made, begun = around(echoing()), around(echoing()).begun(episode())
+    call = ToolCall(name="f", arguments={})
+
+    broken = asyncio.run(made.turn(begun, said("a"), {"c0": "no JSON"}))
+    both = asyncio.run(made.turn(begun, said("b", call), {"c0": "no JSON"}))
+
+    assert broken.answers == (Message(role="tool", content="Error: no JSON", tool_call_id="c0"),)
+    assert [message.content for message in both.answers] == ["Error: no JSON", "heard b"]
+    assert isinstance(begun.conversation, Echo) and begun.conversation.heard == ["b"]
+
+
+def test_a_conversation_that_is_closed_is_judged_as_it_stands(around: Make) -> None:
+    made = around(echoing())
+
+    turn = asyncio.run(made.close(asyncio.run(made.turn(episode(), said("a")))))
+
+    assert turn.verdict == Verdict.correct("a") and turn.following is None and not turn.observation
+
+
+def test_an_environment_that_fails_at_the_end_is_an_error_and_ends_nothing(around: Make) -> None:
+    made = around(echoing(broken=True))
+
+    turn = asyncio.run(made.close(asyncio.run(made.turn(episode(), said("a")))))
+
+    assert turn.verdict == Verdict.error("RuntimeError: out of order")
+    assert turn.reward is not None and turn.reward.total == 0
+
+
+def test_references_are_told_apart_by_more_than_their_id(around: Make) -> None:
+    parsed: list[Any] = []
+    made = around(
+        Environment(
+            name="test",
+            check=lambda given: parsed.append(given) or given["answer"],
+            verify=lambda response, reference: Verdict.correct() if response.answer == reference else Verdict.wrong(""),
+        )
+    )
+
+    turns = [asyncio.run(made.turn(episode(answer), said("1"))) for answer in ("1", "1", "2", "1")]
+
+    assert [turn.verdict.outcome for turn in turns if turn.verdict] == ["correct", "correct", "wrong", "correct"]
+    assert len(parsed) == 3
+
+
+@pytest.mark.parametrize("template", ["nemotron3_nano", "olmo3", "llama_nemotron", "domyn"])
+def test_the_end_token_is_not_written_twice_between_turns(around: Make, template: str) -> None:
+    class Tokenizer:
+        eos_token = "<|im_end|>"
+
+    prompts = Prompts.of(Tokenizer(), template)
+
+    turn = asyncio.run(around(echoing(), prompts).turn(episode(), said("a")))
+
+    assert "heard a" in turn.observation and not turn.observation.startswith(Tokenizer.eos_token)
