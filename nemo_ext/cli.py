@@ -1,10 +1,10 @@
 """`nemo-ext JOB key=value`, the same as `python launchers/JOB.py key=value`. Imports only that job's launcher."""
 
-import difflib
 import importlib
 import sys
 
 from nemo_ext import __version__
+from nemo_ext.job.settings import nearest
 
 JOBS = {
     "train": "train a model with Megatron's own trainer (resumes by itself)",
@@ -41,9 +41,7 @@ def main() -> None:
         return
     job = words[0]
     if job not in JOBS:
-        near = difflib.get_close_matches(job, JOBS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else "."
-        print(f"error: there is no job {job!r}{hint} Jobs: {', '.join(JOBS)}", file=sys.stderr)
+        print(f"error: there is no job {job!r}: {nearest(job, JOBS)}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"nemo-ext {job}", *words[1:]]
     importlib.import_module(f"launchers.{job}").main()

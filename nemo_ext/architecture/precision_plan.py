@@ -14,12 +14,12 @@ FP8 is for linear layers: other parts of a block (`conv1d`, routers) are in BF16
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from nemo_ext.architecture.blocks import LINEAR, NAMES, Block
 from nemo_ext.architecture.model import CONV_KERNEL, Architecture
 from nemo_ext.architecture.precision import BYTES
 from nemo_ext.architecture.widths import attention_widths, first_width, mamba_widths
+from nemo_ext.job.settings import check_keys, nearest
 
 EMBEDDING, HEAD = "embedding", "head"
 PARTS: dict[str, tuple[str, ...]] = {
@@ -147,11 +147,9 @@ class Selector:
         if text in (EMBEDDING, HEAD):
             return cls(part=text)
         where, dot, part = text.partition(".")
-        parts = sorted({part for parts in PARTS.values() for part in parts} | {LINEAR})
+        parts = {part for parts in PARTS.values() for part in parts} | {LINEAR}
         if dot and part not in parts:
-            near = get_close_matches(part, parts, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(parts)}"
-            raise ValueError(f"rule {text!r}: no block has a part {part!r}; {hint}")
+            raise ValueError(f"rule {text!r}: no block has a part {part!r}: {nearest(part, parts)}")
         where = where.strip()
         if found := re.fullmatch(r"(first|last)\s+([1-9]\d*)", where):
             count = int(found[2])
@@ -250,9 +248,7 @@ class Plan:
         Raises:
             ValueError: an unknown key, or a value that does not fit.
         """
-        known = tuple(cls.__dataclass_fields__)
-        if unknown := [key for key in section if key not in known]:
-            raise ValueError(f"precision_plan.{unknown[0]}: expected one of {', '.join(known)}")
+        check_keys(section, tuple(cls.__dataclass_fields__), required=(), where="precision_plan")
         given = dict(section)
         rules = given.pop("rules", ()) or ()
         if isinstance(rules, str) or not isinstance(rules, Sequence):

@@ -5,7 +5,6 @@
 like one line and exit code 1.
 """
 
-import difflib
 import importlib.resources
 import os
 import re
@@ -20,6 +19,8 @@ import yaml
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from nemo_ext.job.settings import nearest
 
 PACKAGE = "pkg://hydra_conf"
 FAILED = 1
@@ -265,10 +266,8 @@ def check_recipe(words: Sequence[str]) -> None:
         name = word.removeprefix("recipe=")
         if word.startswith("recipe=") and not (folder / f"{name}.yaml").is_file() and not own_folder:
             with importlib.resources.as_file(folder) as path:
-                known = sorted(str(file.relative_to(path).with_suffix("")) for file in path.rglob("*.yaml"))
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]}?" if near else "."
-            raise ValueError(f"recipe={name}: no such recipe{hint} There are {', '.join(known)}")
+                known = [str(file.relative_to(path).with_suffix("")) for file in path.rglob("*.yaml")]
+            raise ValueError(f"recipe={name}: no such recipe: {nearest(name, known)}")
 
 
 MISPLACED = {
@@ -376,7 +375,7 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
         with full_errors() as print_errors:
             main()
         sys.stdout.flush()
-    except (HydraException, yaml.YAMLError) as error:
+    except (HydraException, ValueError, yaml.YAMLError) as error:
         if composed:
             raise
         print(f"error: {mistake(error, config_name)}", file=sys.stderr)

@@ -108,7 +108,7 @@ def test_sizes_that_a_recipe_does_not_take_are_named() -> None:
         ("M>*", "expected a selector and one of fp8, bf16, fp32"),
         ("X bf16", "expected a block kind"),
         ("M.qkv bf16", "a Mamba-2 block has in_proj, conv1d, out_proj, no qkv"),
-        (".in_pro bf16", "no block has a part 'in_pro'; did you mean in_proj?"),
+        (".in_pro bf16", "no block has a part 'in_pro': did you mean 'in_proj'?"),
         ("M.conv1d fp8", "conv1d has no FP8: use bf16 or fp32"),
         ("embedding fp8", "embedding has no FP8"),
         ("first 0 bf16", "expected a block kind"),
@@ -124,7 +124,7 @@ def test_wrong_rules(text: str, said: str) -> None:
     ("section", "said"),
     [
         ({"recipe": "delyed"}, "precision_plan.recipe='delyed': expected one of delayed"),
-        ({"rule": []}, "precision_plan.rule: expected one of default"),
+        ({"rule": []}, "precision_plan: unknown key 'rule': did you mean 'rules'"),
         ({"rules": "M bf16"}, "expected a list of rules"),
     ],
 )

@@ -113,7 +113,7 @@ def test_missing_values_are_named() -> None:
 
 
 def test_a_recipe_that_is_not_there_is_named_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match="did you mean nemotron3_nano/pretrain"):
+    with pytest.raises(ValueError, match="did you mean 'nemotron3_nano/pretrain"):
         check_recipe(["recipe=nemotron3_nano/pretrian"])
 
 

@@ -129,8 +129,9 @@ def test_a_mistake_is_one_line_and_not_tried_again(slurm: Any, submit: Callable[
     slurm.wait(lambda: slurm.state(job) in ("COMPLETED", "FAILED"), what=output(tmp_path))
 
     assert slurm.state(job) == "FAILED"
-    assert "error: recipe=nemotron3_nano/quickstrat: no such recipe; did you mean nemotron3_nano/quickstart?" in output(
-        tmp_path
+    assert (
+        "error: recipe=nemotron3_nano/quickstrat: no such recipe: did you mean 'nemotron3_nano/quickstart'?"
+        in output(tmp_path)
     )
 
 

@@ -174,7 +174,7 @@ def test_a_site_of_ones_own(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["recipe=olmo1/1b", "cluster=leonrdo"], "no such cluster: did you mean 'leonardo'"),
-        (["recipe=olmo1/7", "cluster=leonardo"], "no such recipe; did you mean olmo1/7b"),
+        (["recipe=olmo1/7", "cluster=leonardo"], "no such recipe: did you mean 'olmo1/7b"),
         (["job=trian", "cluster=leonardo"], "job=trian: did you mean 'train'"),
         (["slurm.shards=4", "cluster=leonardo"], "slurm.shards=4: only job=puzzle has shards"),
     ],

@@ -54,11 +54,10 @@ def tokens_of_run(config: Mapping[str, Any]) -> int | None:
     return None if whole is None else round(float(whole))
 
 
-def use_blend(config: dict[str, Any], *, tokens: int | None = None) -> None:
-    """Fills Megatron's data and tokenizer arguments from `config["data"]`; arguments that the user set stay.
+def with_blend(config: Mapping[str, Any], *, tokens: int | None = None) -> dict[str, Any]:
+    """The config with Megatron's data and tokenizer arguments for its blend; those that the user set stay.
 
-    `config["data"]` becomes the flat blend that was used. Streams that will be read more often than `max_epochs` are
-    warned of.
+    Its `data` is the flat blend that was planned. Streams that will be read more often than `max_epochs` are warned of.
 
     Args:
         config: resolved config of a training run.
@@ -69,7 +68,7 @@ def use_blend(config: dict[str, Any], *, tokens: int | None = None) -> None:
             (see `plan_blend`), there is no share for validation, or the tokenizer has more ids than the model has
             embedding rows.
     """
-    data, megatron = config["data"], config["megatron"]
+    data, megatron = config["data"], dict(config["megatron"])
     tokenizer = load_tokenizer(data["tokenizer"])
     for leaf in read_tree(data).leaves():
         if leaf.source is not None and data.get("validation_share") == 0:
@@ -88,11 +87,12 @@ def use_blend(config: dict[str, Any], *, tokens: int | None = None) -> None:
         notice(f"data: {warning}")
     for split in ("train", "valid"):
         megatron.setdefault(f"{split}_data_path", plan.megatron_words(split))
-    config["data"] = flattened(data, {name: float(share) for name, share in plan.shares.items()})
     if megatron.get("tokenizer_type") is None:
         # Training needs only the number of ids and the end-of-document id, so transformers is not imported.
-        megatron.update(megatron_arguments(tokenizer, ids_only=True))
+        megatron |= megatron_arguments(tokenizer, ids_only=True)
     check_rows(tokenizer, megatron)
+    flat = flattened(data, {name: float(share) for name, share in plan.shares.items()})
+    return {**config, "data": flat, "megatron": megatron}
 
 
 def check_rows(tokenizer: Tokenizer, megatron: Mapping[str, Any]) -> None:

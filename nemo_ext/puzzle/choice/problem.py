@@ -5,15 +5,15 @@ prefill_seconds, decode_seconds, attention_blocks. Its total is the amount outsi
 chosen variants.
 """
 
-import difflib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from nemo_ext.job.files import write_text
+from nemo_ext.job.settings import nearest
 
 TOLERANCE = 1e-9
 """Share by which a total may pass its limit and still satisfy it: sums of floats are not exact.
@@ -88,7 +88,7 @@ class Problem:
             for candidate in block:
                 if resource not in candidate.costs:
                     where = f"block {number}, candidate {candidate.name!r}"
-                    raise ValueError(f"{where}: {wanted_by} needs its cost{_nearest(resource, candidate.costs)}")
+                    raise ValueError(f"{where}: {wanted_by} needs its cost: {nearest(resource, candidate.costs)}")
 
     @property
     def resources(self) -> tuple[str, ...]:
@@ -232,7 +232,7 @@ def _check_keys(row: Any, *, required: tuple[str, ...], optional: tuple[str, ...
         raise ValueError(f"{where}: expected a mapping, got {row!r}")
     for key in row:
         if key not in required + optional:
-            raise ValueError(f"{where}: unknown key {key!r}{_nearest(key, required + optional)}")
+            raise ValueError(f"{where}: unknown key {key!r}: {nearest(key, required + optional)}")
     for key in required:
         if key not in row:
             raise ValueError(f"{where}: the key {key!r} is missing")
@@ -274,10 +274,3 @@ def _check_limit(resource: str, limit: Limit) -> None:
 def _check_number(value: object, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{what} must be a finite number, got {value!r}")
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.4)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"; there is {', '.join(names) or 'none'}{hint}"
