@@ -50,7 +50,7 @@ def prepare(config: Mapping[str, Any]) -> Path:
     run.check()
     done = run_directory.last_checkpoint(run_dir) or 0
     segment = next((each for each in run.segments if target_of(each)[0] > done), run.segments[-1])
-    _check_same_run(segment, run.plan, run_dir, Console(highlight=False, soft_wrap=True))
+    _check_same_run(segment, run_dir, Console(highlight=False, soft_wrap=True))
     run_directory.write_versions(run_dir, sys.argv)
     return run_directory.write_config(run_dir, segment)
 
@@ -94,7 +94,7 @@ def train(config: Mapping[str, Any]) -> None:
             done = run_directory.last_checkpoint(run_dir)
             if done is not None and done >= target and segment is not run.segments[-1]:
                 continue
-            _check_same_run(segment, run.plan, run_dir, console)
+            _check_same_run(segment, run_dir, console)
             if done is not None and done >= target:
                 console.print(f"finished: step {done} of {target} is saved in {run_dir}; {why}")
                 break
@@ -114,7 +114,7 @@ def train(config: Mapping[str, Any]) -> None:
         console.print(f"report: {write_report(run_dir)}")
 
 
-def _check_same_run(config: Mapping[str, Any], plan: Plan | None, run_dir: Path, console: Console) -> None:
+def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) -> None:
     """Refuses to resume another model; prints which other settings changed since the run began."""
     path, step = run_dir / run_directory.CONFIG, run_directory.last_checkpoint(run_dir)
     if step is None or not path.exists():
@@ -131,28 +131,34 @@ def _check_same_run(config: Mapping[str, Any], plan: Plan | None, run_dir: Path,
         raise ValueError(
             f"{run_dir} holds a run of a model of other sizes (see its {run_directory.CONFIG}): choose another run_dir"
         )
-    plan_before = plan_of(before)
-    if plan is not None and plan_before is not None:
-        pasts = _past(before, plan_before, step), _past(config, plan, step)
-        if pasts[0] != pasts[1]:
-            other = sorted({key for old, new in zip(*pasts, strict=False) for key in old if old[key] != new[key]})
-            raise ValueError(
-                f"{run_dir} is at step {step}, and its phases until there were others"
-                + (f" ({', '.join(other)} differ)" if other else "")
-                + ": only later ones may change; choose another run_dir, or set them as they were"
-            )
+    if before.get("phases") or config.get("phases"):
+        _check_same_past(before, config, step, run_dir)
         if before["segment"]["phases"] != config["segment"]["phases"]:
             return  # the changes of a phase were shown
-    elif plan is not None or plan_before is not None:
-        raise ValueError(f"{run_dir} was begun {'with' if plan is None else 'without'} phases: choose another run_dir")
     elif note := other_order(before, config):
         console.print(note)
     for key, change in differing(before["megatron"], config["megatron"]).items():
         console.print(f"changed since this run began: megatron.{key}: {change}")
 
 
+def _check_same_past(before: Mapping[str, Any], config: Mapping[str, Any], step: int, run_dir: Path) -> None:
+    """Refuses changed phases or data in completed steps: samples would be repeated or skipped."""
+    plans = plan_of(before), plan_of(config)
+    if plans[0] is None or plans[1] is None:
+        begun = "without" if plans[0] is None else "with"
+        raise ValueError(f"{run_dir} was begun {begun} phases: choose another run_dir")
+    pasts = _past(before, plans[0], step), _past(config, plans[1], step)
+    if pasts[0] != pasts[1]:
+        changed = sorted({key for old, new in zip(*pasts, strict=False) for key in old if old[key] != new[key]})
+        raise ValueError(
+            f"{run_dir} is at step {step}, and its phases until there were others"
+            + (f" ({', '.join(changed)} differ)" if changed else "")
+            + ": only later ones may change; choose another run_dir, or set them as they were"
+        )
+
+
 def _past(config: Mapping[str, Any], plan: Plan, step: int) -> list[dict[str, Any]]:
-    """What the steps before `step` were trained on, phase by phase: changed, samples would be repeated or skipped."""
+    """What the first `step` steps were trained on, phase by phase, from the config of a segment."""
     return [
         {
             "steps": (phase.seq_length, phase.global_batch_size, min(phase.last_step, step)),
