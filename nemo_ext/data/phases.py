@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from nemo_ext.data.blends.blend import shares_of
 from nemo_ext.data.blends.plan import some_of
 from nemo_ext.data.blends.sizes import indexed_tokens
 from nemo_ext.data.packs.mixed_lengths import MixedLengths, Reading, sequences_of
@@ -311,29 +312,6 @@ def _own_path(config: Mapping[str, Any], phase: Phase) -> list[str]:
         raise ValueError(f"{where}.data has another tokenizer than data: a model has one")
     path: list[str] = own["train_data_path"]
     return path
-
-
-def shares_of(words: Sequence[object]) -> dict[str, float]:
-    """Shares of a blend by prefix; they sum to one.
-
-    Args:
-        words: Megatron's list: weight, prefix, weight, prefix, ..., or one prefix.
-
-    Raises:
-        ValueError: there are several prefixes without weights, whose shares Megatron takes from their sizes.
-    """
-    words = [words] if isinstance(words, str) else words
-    if len(words) == 1:
-        return {str(words[0]): 1.0}
-    shares: dict[str, float] = {}
-    try:
-        for weight, prefix in zip(words[::2], words[1::2], strict=True):
-            shares[str(prefix)] = shares.get(str(prefix), 0.0) + float(str(weight))
-    except ValueError:
-        raise ValueError(
-            f"train_data_path={list(words)}: a run with phases wants a weight before each prefix"
-        ) from None
-    return {prefix: share / sum(shares.values()) for prefix, share in shares.items()}
 
 
 Drawn = Mapping[Reading, Mapping[str, int]]

@@ -13,7 +13,8 @@ from megatron.training import get_args, training
 from megatron.training.utils import get_blend_and_blend_per_split
 from torch.utils.data import Dataset
 
-from nemo_ext.data.phases import Phase, Plan, drawn_before, shares_of
+from nemo_ext.data.blends.blend import shares_of
+from nemo_ext.data.phases import Phase, Plan, drawn_before
 from nemo_ext.megatron.forward_step import build_datasets
 
 

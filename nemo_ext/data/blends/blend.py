@@ -1,7 +1,7 @@
 """Conversion of the config's blend to Megatron's data arguments."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,29 @@ def with_blend(config: Mapping[str, Any], *, tokens: int | None = None) -> dict[
     return {**config, "data": flat, "megatron": megatron}
 
 
+def shares_of(words: Sequence[object]) -> dict[str, float]:
+    """Shares of a blend by prefix; they sum to one.
+
+    Args:
+        words: Megatron's list: weight, prefix, weight, prefix, ..., or one prefix.
+
+    Raises:
+        ValueError: there are several prefixes without weights, whose shares Megatron takes from their sizes.
+    """
+    words = [words] if isinstance(words, str) else words
+    if len(words) == 1:
+        return {str(words[0]): 1.0}
+    shares: dict[str, float] = {}
+    try:
+        for weight, prefix in zip(words[::2], words[1::2], strict=True):
+            shares[str(prefix)] = shares.get(str(prefix), 0.0) + float(str(weight))
+    except ValueError:
+        raise ValueError(
+            f"train_data_path={list(words)}: a run with phases wants a weight before each prefix"
+        ) from None
+    return {prefix: share / sum(shares.values()) for prefix, share in shares.items()}
+
+
 def check_rows(tokenizer: Tokenizer, megatron: Mapping[str, Any]) -> None:
     """Refuses a tokenizer with more ids than the model has embedding rows.
 
@@ -152,22 +175,23 @@ def _epochs(config: Mapping[str, Any]) -> dict[str, tuple[float, tuple[int, bool
     (megatron/core/datasets/gpt_dataset.py, `_build_document_sample_shuffle_indices`).
     """
     megatron = config["megatron"]
-    given = megatron.get("train_data_path") or ()
-    words = [given] if isinstance(given, str) else [str(word) for word in given]
+    words = megatron.get("train_data_path")
     steps, batch, length = (megatron.get(key) for key in ("train_iters", "global_batch_size", "seq_length"))
     if not (words and steps and batch and length) or (config.get("data") or {}).get("mixed_lengths"):
         return {}
-    pairs = [("1", words[0])] if len(words) == 1 else list(zip(words[::2], words[1::2], strict=False))
-    total = sum(float(weight) for weight, _ in pairs)
+    try:
+        shares = shares_of(words)
+    except ValueError:
+        return {}  # Megatron takes the shares from the sizes
     found = {}
-    for weight, prefix in pairs:
+    for prefix, share in shares.items():
         if not Path(f"{prefix}.idx").is_file() or is_packed(prefix):
             continue
         tokens, sequences = indexed_tokens(Path(f"{prefix}.idx")), int(steps) * int(batch)
-        read = sequences * int(length) * float(weight) / total / tokens
-        if len(pairs) > 1:
+        read = sequences * int(length) * share / tokens
+        if len(shares) > 1:
             # Megatron's builder of blends takes half a percent more of each stream (`mid_level_dataset_surplus`).
-            sequences = math.ceil(math.ceil(sequences * float(weight) / total) * 1.005)
+            sequences = math.ceil(math.ceil(sequences * share) * 1.005)
         found[prefix] = read, _order(sequences, int(length), tokens)
     return found
 

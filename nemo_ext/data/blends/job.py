@@ -102,7 +102,7 @@ def _often_in_all(plans: Sequence[BlendPlan]) -> str:
         for part in plan.parts:
             if isinstance(part.node, Leaf) and part.epochs is not None:
                 total[part.node.prefix] = total.get(part.node.prefix, 0) + part.epochs
-                if part.epochs > plan.max_epochs:
+                if plan.too_often(part):
                     alone.add(part.node.prefix)
     most = plans[0].max_epochs
     return ", ".join(
