@@ -16,6 +16,7 @@ from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.data.blends.blend import check_rows
 from nemo_ext.data.blends.hierarchy import read_tree
+from nemo_ext.data.phases import plan_of
 from nemo_ext.data.streams import blend_to_tokenize
 from nemo_ext.data.text.tokenizers import load_tokenizer
 from nemo_ext.data.training import data_sections
@@ -187,11 +188,9 @@ def _gpus(config: Mapping[str, Any], world: int) -> Sequence[GpuCost]:
     config = {**config, "model": {**config["model"], "pattern": pattern_with_cuts(config)}}
     architecture = Architecture.from_config(config)
     layout = Layout.from_config(config, world_size=world)
+    plan = plan_of(config)
     # With phases the longest sequences need the most memory.
-    lengths = [
-        (phase.get("megatron") or {}).get("seq_length") for phase in (config.get("phases") or {}).values() if phase
-    ]
-    length = max([int(config["megatron"]["seq_length"]), *(int(each) for each in lengths if each)])
+    length = max(phase.seq_length for phase in plan.phases) if plan else int(config["megatron"]["seq_length"])
     return per_gpu(replace(architecture, seq_length=length), layout, seq_length=length)
 
 
