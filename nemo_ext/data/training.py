@@ -32,7 +32,8 @@ def with_data(config: Mapping[str, Any], *, tokens: int | None = None) -> dict[s
 def data_sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The `data` sections of a training config and of its phases, where there are any."""
     phases = (config.get("phases") or {}).values()
-    return [data for data in (config.get("data"), *((phase or {}).get("data") for phase in phases)) if data]
+    own = [phase.get("data") for phase in phases if isinstance(phase, Mapping)]
+    return [data for data in (config.get("data"), *own) if data]
 
 
 def tokenize_streams(data: Mapping[str, Any] | None) -> bool:

@@ -114,7 +114,8 @@ def with_plan(config: Mapping[str, Any]) -> dict[str, Any]:
     precision = Precision.from_config(config)
     if precision is None:
         return dict(config)
-    plan, given, flags = precision.plan, config["megatron"], {}
+    plan, given = precision.plan, config["megatron"]
+    flags: dict[str, str] = {}
     if said := [name for name in ("fp8_format", "fp8_recipe", "te_precision_config_file") if given.get(name)]:
         raise ValueError(f"megatron.{said[0]} and precision_plan are both set: leave one out")
     routers, high = set(), []
