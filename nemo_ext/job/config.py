@@ -155,10 +155,7 @@ def named_blends(config: dict[str, Any]) -> dict[str, Any]:
 
     Call it only while Hydra is initialised, so that the files of --config-dir are found too.
     """
-    phases = config.get("phases") or {}
-    if not isinstance(phases, dict):
-        raise ValueError(f"phases must be a mapping of phases by their names, not {phases!r}")
-    for name, phase in phases.items():
+    for name, phase in (config.get("phases") or {}).items():
         if isinstance(phase, dict) and isinstance(phase.get("data"), str):
             words = [f"data={phase['data']}", f"data_root={hydra_value(str(config['data_root']))}"]
             try:

@@ -178,5 +178,3 @@ def test_a_blend_is_named() -> None:
     assert [stream["weight"] for stream in made["phases"]["a"]["data"]["streams"]] == [0.1, 0.3, 0.6]
     with pytest.raises(ValueError, match=r"phases\.a\.data=prose: .*Could not find 'data/prose'"):
         compose("train", ["+phases.a={tokens: 5, data: prose}"])
-    with pytest.raises(ValueError, match="phases must be a mapping"):
-        compose("train", ["+phases=[{tokens: 5}]"])
