@@ -4,6 +4,7 @@ import importlib
 import sys
 
 from nemo_ext import __version__
+from nemo_ext.job.settings import nearest
 
 JOBS = {
     "train": "train a model with Megatron's own trainer (resumes by itself)",
@@ -40,8 +41,6 @@ def main() -> None:
         return
     job = words[0]
     if job not in JOBS:
-        from nemo_ext.job.settings import nearest
-
         print(f"error: there is no job {job!r}: {nearest(job, JOBS)}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"nemo-ext {job}", *words[1:]]

@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,25 +19,24 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.data.blends.blend import other_order
-from nemo_ext.data.blends.plan import MAX_EPOCHS
-from nemo_ext.data.phases import data_paths, mixed_of, plan_of, resolved_path, segments, told_of_streams
-from nemo_ext.data.training import tokenize_streams, use_data
+from nemo_ext.data.phases import Plan, data_of, plan_of
 from nemo_ext.job import run_directory
 from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.job.files import only_run_in
+from nemo_ext.job.made_of import differing
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.ranks import rank_environment
-from nemo_ext.megatron.fp8 import remark, use_plan
-from nemo_ext.memory import sampler
+from nemo_ext.megatron.fp8 import remark
+from nemo_ext.megatron.run import Run, target_of
 
 SECONDS_BETWEEN_LINES = 10.0
 
 
-def prepare(config: dict[str, Any]) -> Path:
-    """Checks a composed config, fills in the data arguments and writes it where every rank reads it.
+def prepare(config: Mapping[str, Any]) -> Path:
+    """Checks a composed config and writes it, with its data arguments, where every rank reads it.
 
     Args:
-        config: config from `nemo_ext.job.config.compose("train", ...)`; changed in place.
+        config: config from `nemo_ext.job.config.compose("train", ...)`.
 
     Returns:
         Path of the written config, for `python -m nemo_ext.megatron.rank PATH`; with phases that of the next segment.
@@ -48,16 +46,16 @@ def prepare(config: dict[str, Any]) -> Path:
             directory.
     """
     run_dir = Path(config["run_dir"])
-    use_plan(config)
-    runs = checked_runs(config)
+    run = Run.of(config)
+    run.check()
     done = run_directory.last_checkpoint(run_dir) or 0
-    run = next((r for r in runs if target_of(r["megatron"])[0] > done), runs[-1])
-    _check_same_run(run, run_dir, Console(highlight=False, soft_wrap=True))
+    segment = next((each for each in run.segments if target_of(each)[0] > done), run.segments[-1])
+    _check_same_run(segment, run_dir, Console(highlight=False, soft_wrap=True))
     run_directory.write_versions(run_dir, sys.argv)
-    return run_directory.write_config(run_dir, run)
+    return run_directory.write_config(run_dir, segment)
 
 
-def train(config: dict[str, Any]) -> None:
+def train(config: Mapping[str, Any]) -> None:
     """Runs, or resumes, the training run that the composed config describes.
 
     Raises:
@@ -79,37 +77,32 @@ def train(config: dict[str, Any]) -> None:
         if told := fall_back(run_dir / run_directory.CHECKPOINTS):
             console.print(told)
         console.print("checking the configuration against the installed Megatron ...")
-        use_plan(config)
-        given = deepcopy(config)
-        runs = checked_runs(config)
+        run = Run.of(config)
+        run.check()
         from nemo_ext.megatron.check import check_machine
 
-        check_machine(config)
-        if told := remark(config):
+        check_machine(run.config)
+        if told := remark(run.config):
             console.print(told)
-        if (plan := plan_of(config)) is not None:
-            console.print(plan.table())
-        limit = (given.get("data") or {}).get("max_epochs") or MAX_EPOCHS
-        sections = (config.get("data"), *(phase.data for phase in (plan.phases if plan else ())))
-        if any([tokenize_streams(data) for data in sections]):
-            use_data(given)  # sizes are known only now, and a resumed run computes shares from them
-            runs = segments(given, data_paths(given))
-        for line in told_of_streams(runs[0], max_epochs=limit):
+        if run.plan is not None:
+            console.print(run.plan.table())
+        run = run.tokenized()
+        for line in run.told_of_streams():
             console.print(line)
-        for run in runs:
-            target, why = target_of(run["megatron"])
+        for segment in run.segments:
+            target, why = target_of(segment)
             done = run_directory.last_checkpoint(run_dir)
-            if done is not None and done >= target and run is not runs[-1]:
+            if done is not None and done >= target and segment is not run.segments[-1]:
                 continue
-            _check_same_run(run, run_dir, console)
+            _check_same_run(segment, run_dir, console)
             if done is not None and done >= target:
                 console.print(f"finished: step {done} of {target} is saved in {run_dir}; {why}")
                 break
             if done is not None:
                 console.print(f"resuming {run_dir} from step {done}")
-            if plan is not None:
-                console.print(f"phases: {', '.join(run['segment']['phases'])}")
-            run_directory.write_config(run_dir, run)
+            if run.plan is not None:
+                console.print(f"phases: {', '.join(segment['segment']['phases'])}")
+            run_directory.write_config(run_dir, segment)
             run_directory.write_versions(run_dir, sys.argv)
             _run_ranks(run_dir, int(launcher["nproc_per_node"]), target, console)
             if (saved := run_directory.last_checkpoint(run_dir) or 0) < target:
@@ -121,60 +114,13 @@ def train(config: dict[str, Any]) -> None:
         console.print(f"report: {write_report(run_dir)}")
 
 
-def checked_runs(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Checked configs with which ranks are started in turn: one, or one for each segment of the phases.
-
-    Args:
-        config: composed config after `use_plan`; changed in place.
-    """
-    sampler.interval(config)
-    use_data(config)
-    from nemo_ext.megatron.check import check
-
-    check(config)
-    _check_objects(config)
-    runs = segments(config, data_paths(config))
-    for run in runs if len(runs) > 1 else ():
-        check(run)
-    return runs
-
-
-def _check_objects(config: Mapping[str, Any]) -> None:
-    """Refuses checkpoints whose pickles hold objects other than data, before Megatron loads them.
-
-    Call it after Megatron has been imported, which then has told torch the classes of its own data.
-    """
-    from nemo_ext.checkpoint.pickles import check_objects
-    from nemo_ext.checkpoint.torch_dist import CheckpointError, checkpoint_folder, whole_files
-
-    own = Path(config["run_dir"]) / run_directory.CHECKPOINTS
-    given = (own, config["megatron"].get("pretrained_checkpoint"), (config.get("distillation") or {}).get("teacher"))
-    for path in (Path(str(each)) for each in given if each):
-        try:
-            folder = checkpoint_folder(path)
-        except CheckpointError:
-            continue  # no checkpoint, which Megatron reports itself
-        check_objects(folder, whole_files(folder))
-
-
-def target_of(megatron: Mapping[str, Any]) -> tuple[int, str]:
-    """Step at which this command ends, and advice on how to continue from there."""
-    steps, stop = int(megatron["train_iters"]), megatron.get("exit_interval")
-    if stop is not None and int(stop) < steps:
-        return int(stop), f"megatron.exit_interval stops it there; to go on to {steps} set megatron.exit_interval=null"
-    return steps, "more steps: train.tokens=..."
-
-
 def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) -> None:
     """Refuses to resume another model; prints which other settings changed since the run began."""
-    path = run_dir / run_directory.CONFIG
-    if run_directory.last_checkpoint(run_dir) is None or not path.exists():
+    path, step = run_dir / run_directory.CONFIG, run_directory.last_checkpoint(run_dir)
+    if step is None or not path.exists():
         return
     before = run_directory.read_config(path)
-    if before["model"] != config["model"]:
-        changed = sorted(
-            k for k in before["model"] | config["model"] if before["model"].get(k) != config["model"].get(k)
-        )
+    if changed := differing(before["model"], config["model"]):
         raise ValueError(
             f"{run_dir} holds a run of another model (model.{', model.'.join(changed)} differ): choose another run_dir "
             "or remove this one"
@@ -186,38 +132,22 @@ def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) 
             f"{run_dir} holds a run of a model of other sizes (see its {run_directory.CONFIG}): choose another run_dir"
         )
     if before.get("phases") or config.get("phases"):
-        _check_same_past([before, config], run_directory.last_checkpoint(run_dir) or 0, run_dir)
-        if (before.get("segment") or {}).get("phases") != (config.get("segment") or {}).get("phases"):
+        _check_same_past(before, config, step, run_dir)
+        if before["segment"]["phases"] != config["segment"]["phases"]:
             return  # the changes of a phase were shown
     elif note := other_order(before, config):
         console.print(note)
-    old, new = before["megatron"], config["megatron"]
-    changed = sorted(key for key in old | new if old.get(key) != new.get(key))
-    for key in changed:
-        console.print(f"changed since this run began: megatron.{key}: {old.get(key)} -> {new.get(key)}")
+    for key, change in differing(before["megatron"], config["megatron"]).items():
+        console.print(f"changed since this run began: megatron.{key}: {change}")
 
 
-def _check_same_past(configs: Sequence[Mapping[str, Any]], step: int, run_dir: Path) -> None:
+def _check_same_past(before: Mapping[str, Any], config: Mapping[str, Any], step: int, run_dir: Path) -> None:
     """Refuses changed phases or data in completed steps: samples would be repeated or skipped."""
-    pasts = []
-    for config in configs:
-        plan = plan_of(config)
-        if plan is None:
-            begun = "with" if config is configs[1] else "without"
-            raise ValueError(f"{run_dir} was begun {begun} phases: choose another run_dir")
-        done = [phase for phase in plan.phases if phase.first_step < step]
-        pasts.append(
-            [
-                {
-                    "steps": (p.seq_length, p.global_batch_size, min(p.last_step, step)),
-                    "lr": p.lr,
-                    "data": resolved_path(config, p),
-                    "mixed_lengths": mixed_of(config, p),
-                    "seed": config["megatron"].get("seed"),
-                }
-                for p in done
-            ]
-        )
+    plans = plan_of(before), plan_of(config)
+    if plans[0] is None or plans[1] is None:
+        begun = "without" if plans[0] is None else "with"
+        raise ValueError(f"{run_dir} was begun {begun} phases: choose another run_dir")
+    pasts = _past(before, plans[0], step), _past(config, plans[1], step)
     if pasts[0] != pasts[1]:
         changed = sorted({key for old, new in zip(*pasts, strict=False) for key in old if old[key] != new[key]})
         raise ValueError(
@@ -225,6 +155,21 @@ def _check_same_past(configs: Sequence[Mapping[str, Any]], step: int, run_dir: P
             + (f" ({', '.join(changed)} differ)" if changed else "")
             + ": only later ones may change; choose another run_dir, or set them as they were"
         )
+
+
+def _past(config: Mapping[str, Any], plan: Plan, step: int) -> list[dict[str, Any]]:
+    """What the first `step` steps were trained on, phase by phase, from the config of a segment."""
+    return [
+        {
+            "steps": (phase.seq_length, phase.global_batch_size, min(phase.last_step, step)),
+            "lr": phase.lr,
+            "data": data_of(config, phase)[0],
+            "mixed_lengths": data_of(config, phase)[1],
+            "seed": config["megatron"].get("seed"),
+        }
+        for phase in plan.phases
+        if phase.first_step < step
+    ]
 
 
 def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None:

@@ -17,6 +17,7 @@ def mine(tmp_path: Path) -> Path:
     for group in ("data", "pipeline"):
         (tmp_path / group).mkdir()
     (tmp_path / "data" / "evil.yaml").write_text(EVIL)
+    (tmp_path / "data" / "latin.yaml").write_bytes("# @package _global_\nkind: f\u00fcnf\n".encode("latin-1"))
     stage = "{job: train, words: [megatrn.lr=1]}"
     (tmp_path / "pipeline" / "mine.yaml").write_text(
         f"# @package _global_\npipeline: mine\nstages: {{first: {stage}}}\n"
@@ -31,6 +32,7 @@ def mine(tmp_path: Path) -> Path:
         (["inptu=x"], "Could not override 'inptu': tokenize has no such key; `nemo-ext tokenize --help` names"),
         (["data=evil"], "data/evil.yaml, line 4: could not determine a constructor for the tag"),
         (["data=nosuch"], "Could not find 'data/nosuch'"),
+        (["data=latin"], "a YAML file of this config is not UTF-8"),
     ],
 )
 def test_a_config_that_cannot_be_composed_is_one_line(

@@ -23,7 +23,7 @@ from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import parse
 from nemo_ext.data.blends.hierarchy import Group
 from nemo_ext.data.blends.plan import plan_blend
-from nemo_ext.data.phases import Phase, plan_of, segments
+from nemo_ext.data.phases import Phase, Plan, plan_of, segments
 from nemo_ext.job.config import compose
 
 CONFIGS = Path(hydra_conf.__file__).parent
@@ -304,10 +304,14 @@ def steps(recipe: str, *overrides: str) -> dict[str, Any]:
     return {**megatron, "tokens_per_step": megatron["seq_length"] * megatron["global_batch_size"]}
 
 
-def phases(recipe: str) -> tuple[Phase, ...]:
+def planned(recipe: str) -> Plan:
     plan = plan_of(composed(f"recipe={recipe}"))
     assert plan is not None
-    return plan.phases
+    return plan
+
+
+def phases(recipe: str) -> tuple[Phase, ...]:
+    return planned(recipe).phases
 
 
 def test_nemotron_3_nano_pretraining_arithmetic() -> None:
@@ -342,7 +346,7 @@ def test_domyns_foundation_grows_its_sequences() -> None:
 
 @pytest.mark.parametrize("recipe", WITH_PHASES)
 def test_every_segment_passes_megatrons_checks(recipe: str) -> None:
-    for segment in segments(composed(f"recipe={recipe}"), {}):
+    for segment in segments(composed(f"recipe={recipe}"), planned(recipe), {}):
         assert accepted(segment).train_iters == segment["megatron"]["train_iters"]
 
 

@@ -13,7 +13,7 @@ class TokenBatches:
     """Sequences of one split of the blend, cut into batches.
 
     Args:
-        config: config of a training run, data arguments filled in (`nemo_ext.data.training.use_data`).
+        config: config of a training run, data arguments filled in (`nemo_ext.data.training.with_data`).
         split: name of the split, `train` or `valid`.
         sequences: number of sequences; a smaller data set is repeated.
         device: device of the tokens.

@@ -11,48 +11,63 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from nemo_ext.data.blends.plan import MAX_EPOCHS, some_of
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from nemo_ext.data.blends.blend import shares_of
+from nemo_ext.data.blends.plan import some_of
 from nemo_ext.data.blends.sizes import indexed_tokens
 from nemo_ext.data.packs.mixed_lengths import MixedLengths, Reading, sequences_of
 from nemo_ext.data.text.tokenizers import load_tokenizer
-from nemo_ext.data.training import use_data
-from nemo_ext.job.settings import check_keys, checked_whole, nearest
-
-STYLES = ("linear", "cosine", "minus_sqrt", "constant")
+from nemo_ext.data.training import with_data
+from nemo_ext.job.settings import STRICT, checked, checked_whole
 
 SCHEDULE = ("lr_warmup_iters", "lr_decay_iters", "lr_wsd_decay_iters", "train_iters", "global_batch_size", "seq_length")
 """Flags that determine the learning rate."""
 
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _DATA = ("train_data_path", "valid_data_path", "data_path", "data_args_path", "per_split_data_args_path")
 _WHOLE_RUN = ("seed", *_DATA, *(flag for flag in SCHEDULE if flag not in ("global_batch_size", "seq_length")))
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class Piece:
     """Learning rate of one phase, as a function of the share of its tokens trained on.
 
     Attributes:
         start: learning rate at the beginning of the phase.
-        end: learning rate at its end.
-        style: shape of the decay between them; `constant` stays at `start`.
+        end: learning rate at its end; without one it stays at `start`.
+        style: shape of the decay between them, `linear` if not given; `constant` stays at `start`.
     """
 
-    start: float
-    end: float
-    style: str = "linear"
+    start: Rate
+    end: Rate | None = None
+    style: Literal["linear", "cosine", "minus_sqrt", "constant"] | None = None
+
+    def __post_init__(self) -> None:
+        style = self.style or ("constant" if self.end is None else "linear")
+        if style != "constant" and self.end is None:
+            raise ValueError(f"lr: style={style} goes to an end: give `end`, or style=constant")
+        object.__setattr__(self, "style", style)
+        object.__setattr__(self, "end", self.start if style == "constant" else self.end)
 
     def at(self, share: float) -> float:
         """Learning rate after a share of the phase's tokens, from 0 to 1."""
-        if self.style == "constant":
-            return self.start
-        left = {
-            "linear": 1 - share,
-            "cosine": 0.5 * (1 + math.cos(math.pi * share)),
-            "minus_sqrt": 1 - math.sqrt(share),
-        }[self.style]
-        return self.end + (self.start - self.end) * left
+        assert self.end is not None
+        shapes = {"cosine": 0.5 * (1 + math.cos(math.pi * share)), "minus_sqrt": 1 - math.sqrt(share)}
+        return self.end + (self.start - self.end) * shapes.get(str(self.style), 1 - share)
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class Section:
+    """A phase as the config gives it: its number of tokens, and what it has of its own."""
+
+    tokens: Annotated[float, Field(gt=0)]
+    data: dict[str, Any] | None = None
+    megatron: dict[str, Any] | None = None
+    lr: Piece | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +166,18 @@ class Plan:
         )
 
 
+def sections_of(config: Mapping[str, Any]) -> dict[str, Section]:
+    """Checked sections of a config's phases, by name, in order.
+
+    Raises:
+        ValueError: a phase is wrong; the message names the place.
+    """
+    given = config.get("phases") or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"phases must be a mapping of phases by their names, not {given!r}")
+    return {str(name): checked(Section, each, f"phases.{name}", strict=True) for name, each in given.items()}
+
+
 def plan_of(config: Mapping[str, Any]) -> Plan | None:
     """Read the phases of a composed training config; None if it has none.
 
@@ -160,24 +187,21 @@ def plan_of(config: Mapping[str, Any]) -> Plan | None:
     Raises:
         ValueError: a key is unknown, lengths do not add up to `train.tokens`, or a phase has no steps.
     """
-    section: Mapping[str, Any] = config.get("phases") or {}
-    if not section:
+    sections = sections_of(config)
+    if not sections:
         return None
-    wanted = wanted_tokens(config)
-    whole = (config.get("segment") or {}).get("whole") or {}
-    total, megatron = float(config["train"]["tokens"]), {**config["megatron"], **whole}
+    total, wanted = float(config["train"]["tokens"]), sum(section.tokens for section in sections.values())
+    megatron = {**config["megatron"], **((config.get("segment") or {}).get("whole") or {})}
     _check_flags("megatron", megatron)
-    if not math.isclose(sum(wanted.values()), total, rel_tol=1e-6):
-        each = ", ".join(f"{name} {tokens:g}" for name, tokens in wanted.items())
-        raise ValueError(
-            f"phases: {each} add up to {sum(wanted.values()):g} tokens, train.tokens is {total:g}: make them equal"
-        )
+    if not math.isclose(wanted, total, rel_tol=1e-6):
+        each = ", ".join(f"{name} {section.tokens:g}" for name, section in sections.items())
+        raise ValueError(f"phases: {each} add up to {wanted:g} tokens, train.tokens is {total:g}: make them equal")
     phases: list[Phase] = []
     step = sample = token = 0
     until = 0.0
-    for name, given in section.items():
-        until += wanted[name]
-        own = {key: value for key, value in (given.get("megatron") or {}).items() if value != megatron.get(key)}
+    for name, section in sections.items():
+        until += section.tokens
+        own = {key: value for key, value in (section.megatron or {}).items() if value != megatron.get(key)}
         _check_flags(f"phases.{name}.megatron", own)
         for flag in _WHOLE_RUN:
             if flag in own:
@@ -191,7 +215,7 @@ def plan_of(config: Mapping[str, Any]) -> Plan | None:
         steps = round((until - token) / tokens_per_step)
         if steps < 1:
             raise ValueError(
-                f"phases.{name}: {wanted[name]:g} tokens are less than a step of {tokens_per_step:,}: make it longer"
+                f"phases.{name}: {section.tokens:g} tokens are less than a step of {tokens_per_step:,}: make it longer"
             )
         phases.append(
             Phase(
@@ -201,27 +225,15 @@ def plan_of(config: Mapping[str, Any]) -> Plan | None:
                 first_sample=sample,
                 first_token=token,
                 steps=steps,
-                data=given.get("data"),
+                data=section.data,
                 megatron=own,
-                lr=_piece(name, given.get("lr")),
+                lr=section.lr,
             )
         )
         step += steps
         sample += steps * sizes["global_batch_size"]
         token += steps * tokens_per_step
     return Plan(tuple(phases))
-
-
-def wanted_tokens(config: Mapping[str, Any]) -> dict[str, float]:
-    """Number of tokens of each phase of a config, by name, in order.
-
-    Raises:
-        ValueError: a phase is wrong; the message names the place.
-    """
-    section = config.get("phases") or {}
-    if not isinstance(section, Mapping):
-        raise ValueError(f"phases must be a mapping of phases by their names, not {section!r}")
-    return {str(name): _tokens(str(name), given) for name, given in section.items()}
 
 
 def _check_flags(where: str, flags: Mapping[str, Any]) -> None:
@@ -235,62 +247,25 @@ def _check_flags(where: str, flags: Mapping[str, Any]) -> None:
         )
 
 
-def _tokens(name: str, given: Any) -> float:
-    where = f"phases.{name}"
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{where}={given!r}: give it tokens, and data, megatron or lr where they are its own")
-    check_keys(given, ["tokens", "data", "megatron", "lr"], required=["tokens"], where=where)
-    for key in ("data", "megatron", "lr"):
-        if given.get(key) is not None and not isinstance(given[key], Mapping):
-            raise ValueError(f"{where}.{key}={given[key]!r}: give a mapping")
-    tokens = given["tokens"]
-    if isinstance(tokens, bool) or not isinstance(tokens, int | float) or not tokens > 0:
-        raise ValueError(f"{where}.tokens={tokens!r}: give a number of tokens above zero")
-    return float(tokens)
-
-
-def _piece(name: str, given: Mapping[str, Any] | None) -> Piece | None:
-    if given is None:
-        return None
-    where = f"phases.{name}.lr"
-    check_keys(given, ["start", "end", "style"], required=["start"], where=where)
-    style = given.get("style", "linear" if "end" in given else "constant")
-    if style not in STYLES:
-        raise ValueError(f"{where}.style={style!r}: {nearest(str(style), STYLES)}")
-    if style != "constant" and "end" not in given:
-        raise ValueError(f"{where}: style={style} goes to an end: give `end`, or style=constant")
-    for key in ("start", "end"):
-        value = given.get(key, 0.0)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{where}.{key}={value!r}: give a learning rate")
-    piece = Piece(start=float(given["start"]), end=float(given.get("end", given["start"])), style=style)
-    if not (math.isfinite(piece.start) and math.isfinite(piece.end) and min(piece.start, piece.end) >= 0):
-        raise ValueError(f"{where}: start={piece.start}, end={piece.end}: give learning rates of zero or more")
-    return piece
-
-
-def segments(config: Mapping[str, Any], paths: Mapping[str, list[str] | None]) -> list[dict[str, Any]]:
-    """Make the configs of a run's segments, in order; the config itself if it has no phases.
+def segments(
+    config: Mapping[str, Any], plan: Plan, paths: Mapping[str, Sequence[str] | None]
+) -> tuple[dict[str, Any], ...]:
+    """Make the configs of a run's segments, in order.
 
     Each has its own flags and last step, and under `segment`: `phases` (names of the segment's phases), `whole` (the
     whole run's values of flags that segments change) and `train_data_path` of every phase.
 
     Args:
-        config: config of the run, data arguments filled in (`nemo_ext.data.training.use_data`).
+        config: config of the run, data arguments filled in (`nemo_ext.data.training.with_data`).
+        plan: the config's phases.
         paths: result of `data_paths`.
-
-    Raises:
-        ValueError: see `plan_of`.
     """
-    plan = plan_of(config)
-    if plan is None:
-        return [dict(config)]
     whole = config["megatron"]
     changed = {*SCHEDULE, *(key for phase in plan.phases for key in phase.megatron)}
     longest = max(int(whole.get("max_position_embeddings") or 0), *(phase.seq_length for phase in plan.phases))
     made = []
     for phases in plan.segments:
-        own = deepcopy(dict(config))
+        own = deepcopy(dict(config))  # YAML writes what two places share as a reference
         own["segment"] = {
             "phases": [phase.name for phase in phases],
             "whole": {name: whole.get(name) for name in sorted(changed)},
@@ -307,66 +282,36 @@ def segments(config: Mapping[str, Any], paths: Mapping[str, list[str] | None]) -
             "lr_wsd_decay_iters": 1 if whole.get("lr_decay_style") == "WSD" else None,
         }
         made.append(own)
-    return made
+    return tuple(made)
 
 
-def data_paths(config: Mapping[str, Any]) -> dict[str, list[str] | None]:
+def data_paths(config: Mapping[str, Any], plan: Plan) -> dict[str, list[str] | None]:
     """Blend of each phase as Megatron's argument, None for that of the whole run.
 
     Raises:
-        ValueError: see `nemo_ext.data.training.use_data`; or a phase has another tokenizer than the run, or packs
+        ValueError: see `nemo_ext.data.training.with_data`; or a phase has another tokenizer than the run, or packs
             where the run's loss is not per token.
     """
-    plan = plan_of(config)
-    return {} if plan is None else {phase.name: _data_path(config, phase) for phase in plan.phases}
+    return {phase.name: None if phase.data is None else _own_path(config, phase) for phase in plan.phases}
 
 
-def _data_path(config: Mapping[str, Any], phase: Phase) -> list[str] | None:
-    if phase.data is None:
-        return None
+def _own_path(config: Mapping[str, Any], phase: Phase) -> list[str]:
+    where, data = f"phases.{phase.name}", phase.data or {}
     if config["megatron"].get("mock_data"):
-        raise ValueError(f"phases.{phase.name}.data: data=mock has no blends; choose other data or leave it out")
+        raise ValueError(f"{where}.data: data=mock has no blends; choose other data or leave it out")
     given = ("train_data_path", "valid_data_path", "data_path")
-    own: dict[str, Any] = {
-        "data": phase.data,
-        "megatron": {k: v for k, v in {**config["megatron"], **phase.megatron}.items() if k not in given},
-    }
-    before = own["megatron"].get("calculate_per_token_loss")
-    use_data(own, tokens=phase.steps * phase.tokens_per_step)
-    if own["megatron"].get("calculate_per_token_loss") != before:
+    flags = {key: value for key, value in {**config["megatron"], **phase.megatron}.items() if key not in given}
+    own = with_data({"data": data, "megatron": flags}, tokens=phase.steps * phase.tokens_per_step)["megatron"]
+    if own.get("calculate_per_token_loss") != flags.get("calculate_per_token_loss"):
         raise ValueError(
-            f"phases.{phase.name}.data has packs, whose tokens count alike: set calculate_per_token_loss to true in "
-            f"phases.{phase.name}.megatron, or in megatron for the whole run"
+            f"{where}.data has packs, whose tokens count alike: set calculate_per_token_loss to true in "
+            f"{where}.megatron, or in megatron for the whole run"
         )
-    given_tokenizers = [section["tokenizer"] for section in (config["data"], phase.data) if section.get("tokenizer")]
-    identities = {load_tokenizer(tokenizer).identity for tokenizer in given_tokenizers}
-    if len(identities) > 1:
-        raise ValueError(f"phases.{phase.name}.data has another tokenizer than data: a model has one")
-    path: list[str] = own["megatron"]["train_data_path"]
+    tokenizers = [section["tokenizer"] for section in (config["data"], data) if section.get("tokenizer")]
+    if len({load_tokenizer(tokenizer).identity for tokenizer in tokenizers}) > 1:
+        raise ValueError(f"{where}.data has another tokenizer than data: a model has one")
+    path: list[str] = own["train_data_path"]
     return path
-
-
-def shares_of(words: Sequence[object]) -> dict[str, float]:
-    """Shares of a blend by prefix; they sum to one.
-
-    Args:
-        words: Megatron's list: weight, prefix, weight, prefix, ..., or one prefix.
-
-    Raises:
-        ValueError: there are several prefixes without weights, whose shares Megatron takes from their sizes.
-    """
-    words = [words] if isinstance(words, str) else words
-    if len(words) == 1:
-        return {str(words[0]): 1.0}
-    shares: dict[str, float] = {}
-    try:
-        for weight, prefix in zip(words[::2], words[1::2], strict=True):
-            shares[str(prefix)] = shares.get(str(prefix), 0.0) + float(str(weight))
-    except ValueError:
-        raise ValueError(
-            f"train_data_path={list(words)}: a run with phases wants a weight before each prefix"
-        ) from None
-    return {prefix: share / sum(shares.values()) for prefix, share in shares.items()}
 
 
 Drawn = Mapping[Reading, Mapping[str, int]]
@@ -374,24 +319,28 @@ Drawn = Mapping[Reading, Mapping[str, int]]
 
 
 def drawn_before(
-    plan: Plan, shares: Mapping[str, Mapping[str, float]], mixed: Mapping[str, MixedLengths | None]
+    plan: Plan, shares: Mapping[str, Mapping[str, float]], mixed: Mapping[str, Mapping[str, Any] | None]
 ) -> dict[str, Drawn]:
     """Sequences of each stream read by earlier phases, by the name of the phase.
 
     Args:
         plan: plan of all phases.
         shares: shares of the streams, by prefix, in each phase.
-        mixed: mixed lengths of each phase.
+        mixed: section `mixed_lengths` of each phase.
     """
     drawn: dict[Reading, dict[str, int]] = {}
     before: dict[str, Drawn] = {}
     for phase in plan.phases:
         before[phase.name] = deepcopy(drawn)
-        for reading, count in sequences_of(phase.samples, phase.seq_length, mixed[phase.name]).items():
+        for reading, count in _readings(phase, mixed[phase.name]).items():
             of = drawn.setdefault(reading, {})
             for prefix, share in shares[phase.name].items():
                 of[prefix] = of.get(prefix, 0) + most_drawn(share, count)
     return before
+
+
+def _readings(phase: Phase, mixed: Mapping[str, Any] | None) -> dict[Reading, int]:
+    return sequences_of(phase.samples, phase.seq_length, None if mixed is None else MixedLengths(**mixed))
 
 
 def most_drawn(share: float, count: int) -> int:
@@ -405,46 +354,41 @@ def most_drawn(share: float, count: int) -> int:
     return 0 if count == 0 else math.floor(share * (count - 1) + rounding) + 1
 
 
-def resolved_path(config: Mapping[str, Any], phase: Phase) -> list[str] | None:
-    """Training data of a phase as Megatron's argument, from the config of a segment: its own or the run's."""
-    path: list[str] | None = config["segment"]["train_data_path"].get(phase.name) or config["megatron"].get(
-        "train_data_path"
-    )
-    return path
+def data_of(config: Mapping[str, Any], phase: Phase) -> tuple[Sequence[str] | None, Mapping[str, Any] | None]:
+    """Training data of a phase as Megatron's argument, and its section `mixed_lengths`: its own, or those of the run.
 
-
-def mixed_of(config: Mapping[str, Any], phase: Phase) -> Mapping[str, Any] | None:
-    """Section `mixed_lengths` of a phase's data: its own or the run's."""
+    Args:
+        config: config of a segment (see `segments`).
+        phase: a phase of the run.
+    """
+    path = config["segment"]["train_data_path"].get(phase.name) or config["megatron"].get("train_data_path")
     data = config.get("data") if phase.data is None else phase.data
-    mixed: Mapping[str, Any] | None = (data or {}).get("mixed_lengths")
-    return mixed
+    return path, (data or {}).get("mixed_lengths")
 
 
-def told_of_streams(config: Mapping[str, Any], *, max_epochs: float = MAX_EPOCHS) -> list[str]:
+def told_of_streams(config: Mapping[str, Any], plan: Plan, *, max_epochs: float) -> list[str]:
     """Lines on streams that several phases read: where later phases continue, and which are read too often in all.
 
     Args:
         config: config of a segment (see `segments`).
+        plan: all phases of the run.
         max_epochs: number of passes above which a stream is reported.
     """
-    plan = plan_of(config)
-    if plan is None:
-        return []
-    paths = {phase.name: resolved_path(config, phase) for phase in plan.phases}
-    if not all(paths.values()):
+    read = {phase.name: data_of(config, phase) for phase in plan.phases}
+    if not all(path for path, _ in read.values()):
         return []  # synthetic data, or blends that only Megatron reads
-    shares = {name: shares_of(path or ()) for name, path in paths.items()}
-    given = {phase.name: mixed_of(config, phase) for phase in plan.phases}
-    mixed = {name: None if each is None else MixedLengths(**each) for name, each in given.items()}
+    shares = {name: shares_of(path or ()) for name, (path, _) in read.items()}
+    mixed = {name: given for name, (_, given) in read.items()}
+    drawn = drawn_before(plan, shares, mixed)
     lines = []
     passes: dict[str, list[float]] = {}
     for phase in plan.phases:
-        before = drawn_before(plan, shares, mixed)[phase.name]
         on = [
-            f"{prefix} after {before[reading][prefix]:,} sequences of {reading.length:,}"
-            for reading in sequences_of(phase.samples, phase.seq_length, mixed[phase.name])
+            f"{prefix} after {before[prefix]:,} sequences of {reading.length:,}"
+            for reading in _readings(phase, mixed[phase.name])
+            if (before := drawn[phase.name].get(reading, {}))
             for prefix in shares[phase.name]
-            if before.get(reading, {}).get(prefix)
+            if before.get(prefix)
         ]
         if on:
             lines.append(f"{phase.name} goes on in {some_of(on)}")

@@ -1,28 +1,39 @@
-"""Megatron's data arguments from the `data` of a training config: a blend or packs, and rows of mixed lengths."""
+"""The data of a training config as Megatron's arguments: a blend or packs, and rows of mixed lengths."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.data.blends.blend import use_blend
+from nemo_ext.data.blends.blend import with_blend
 from nemo_ext.data.blends.hierarchy import read_tree
 from nemo_ext.data.packs.mixed_lengths import MixedLengths
-from nemo_ext.data.packs.packed_files import use_packed
+from nemo_ext.data.packs.packed_files import with_packed
 
 
-def use_data(config: dict[str, Any], *, tokens: int | None = None) -> None:
-    """Fills Megatron's data and tokenizer arguments; arguments that the user set stay, as does a config without data.
+def with_data(config: Mapping[str, Any], *, tokens: int | None = None) -> dict[str, Any]:
+    """The config with Megatron's data and tokenizer arguments; those that the user set stay.
 
     Args:
-        config: config of a training run; changed in place.
+        config: config of a training run; without `data` it stays as it is.
         tokens: number of tokens read from this data; None: those of the whole run.
 
     Raises:
-        ValueError: see `use_packed`, `use_blend` and `MixedLengths.from_config`.
+        ValueError: see `with_packed`, `with_blend` and `MixedLengths.from_config`.
     """
-    if config.get("data") is not None and not use_packed(config):
-        use_blend(config, tokens=tokens)
-        MixedLengths.from_config(config)
+    if config.get("data") is None:
+        return dict(config)
+    if config["data"].get("packed") is not None:
+        return with_packed(config)
+    made = with_blend(config, tokens=tokens)
+    MixedLengths.from_config(made)
+    return made
+
+
+def data_sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The `data` sections of a training config and of its phases, where there are any."""
+    phases = (config.get("phases") or {}).values()
+    own = [phase.get("data") for phase in phases if isinstance(phase, Mapping)]
+    return [data for data in (config.get("data"), *own) if data]
 
 
 def tokenize_streams(data: Mapping[str, Any] | None) -> bool:

@@ -86,7 +86,7 @@ def compose(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     try:
         with hydra.initialize_config_module("hydra_conf", version_base="1.3"):
             return named_blends(own_streams(plain(hydra.compose(config_name, overrides=overrides))))
-    except (HydraException, yaml.YAMLError) as error:
+    except (HydraException, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(mistake(error, config_name)) from error
 
 
@@ -284,6 +284,8 @@ def mistake(error: Exception, job: str) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         place = f"{error.problem_mark.name}, line {error.problem_mark.line + 1}"
         return f"{place}: {error.problem}: mend the file, which must be plain YAML"
+    if isinstance(error, UnicodeDecodeError):
+        return f"a YAML file of this config is not UTF-8 ({error}): save it as UTF-8"
     unknown = re.match(r"Could not override '([^']+)'", str(error))
     if unknown and isinstance(error.__cause__, OmegaConfBaseException):
         why = str(error.__cause__).splitlines()[0]
@@ -362,7 +364,7 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
         with full_errors() as print_errors:
             main()
         sys.stdout.flush()
-    except (HydraException, yaml.YAMLError) as error:
+    except (HydraException, ValueError, yaml.YAMLError) as error:
         if composed:
             raise
         _end(USER_ERROR, mistake(error, config_name))

@@ -26,8 +26,13 @@ Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 def nearest(word: str, words: Iterable[str]) -> str:
     """The end of an error message on an unknown word: the nearest known one, and all of them."""
     known = sorted(words)
-    close = difflib.get_close_matches(word, known, n=1)
-    return (f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(known)}"
+    return f"{did_you_mean(word, known)} known: {', '.join(known)}".lstrip()
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """The nearest known word as a question; empty if none is near. For words that are too many to name all."""
+    close = difflib.get_close_matches(word, words, n=1)
+    return f"did you mean {close[0]!r}?" if close else ""
 
 
 def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, strict: bool = False) -> T:

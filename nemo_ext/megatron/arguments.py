@@ -7,7 +7,6 @@ parser defines which flags exist, their types and their meaning, so every option
 
 import argparse
 import contextlib
-import difflib
 import functools
 import importlib.util
 import io
@@ -25,6 +24,7 @@ from nemo_ext.architecture.pattern import compile as compile_pattern
 from nemo_ext.architecture.pattern import format as format_pattern
 from nemo_ext.architecture.pattern import parse
 from nemo_ext.architecture.pipeline import balance
+from nemo_ext.job.settings import did_you_mean
 
 MANAGED = {
     "hybrid_layer_pattern": "set model.pattern: it is compiled from the notation",
@@ -61,14 +61,15 @@ CPU = {"distributed_backend": "gloo", "use_cpu_initialization": True, "disable_j
 """Flags for runs without CUDA; compiling Megatron's small fused functions there costs time."""
 
 
-def resolve_backend(requested: str) -> str:
-    """Resolve `auto` to `transformer_engine` if it is installed and CUDA is available, else to `local`.
+def backend_of(config: Mapping[str, Any]) -> str:
+    """The config's `model.backend`; `auto` is `transformer_engine` where it is installed with CUDA, else `local`.
 
     Raises:
         ValueError: the name is unknown.
     """
     import torch
 
+    requested = config["model"].get("backend") or "auto"
     if requested == "auto":
         installed = importlib.util.find_spec("transformer_engine") is not None
         return "transformer_engine" if installed and torch.cuda.is_available() else "local"
@@ -149,7 +150,7 @@ def command_line(config: Mapping[str, Any]) -> list[str]:
     if given.get("use_rope_scaling") and given.get("position_embedding_type") != "rope":
         raise ValueError("megatron.use_rope_scaling needs megatron.position_embedding_type=rope")
     values: dict[str, Any] = {}
-    if resolve_backend(config["model"].get("backend") or "auto") == "local":
+    if backend_of(config) == "local":
         values |= LOCAL_BACKEND
     else:
         values["transformer_impl"] = "transformer_engine"
@@ -244,11 +245,10 @@ def _unknown(name: str, flags: Mapping[str, tuple[str, argparse.Action]]) -> str
     by_destination = [known for known, (_, action) in flags.items() if action.dest == name and known != name]
     if by_destination:
         return f"megatron.{name}: not a flag of Megatron's command line; it is set by megatron.{by_destination[0]}"
-    near = difflib.get_close_matches(name, flags, n=1)
-    hint = f"; the nearest is megatron.{near[0]}" if near else ""
     from megatron.core import __version__
 
-    return f"megatron.{name}: Megatron-Core {__version__} has no such argument{hint}"
+    hint = did_you_mean(name, flags)
+    return f"megatron.{name}: Megatron-Core {__version__} has no such argument{hint and f': {hint}'}"
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """Checks of a composed config before any rank starts: first the layout, in plain words, then Megatron's own checks."""
 
 import argparse
-import difflib
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,12 +10,14 @@ from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.layout import check_layout as check_blocks
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import Pattern, parse
+from nemo_ext.job import run_directory
+from nemo_ext.job.settings import nearest
 from nemo_ext.megatron.arguments import (
+    backend_of,
     command_line,
     parse_arguments,
     pattern_with_cuts,
     quiet_imports,
-    resolve_backend,
     uses_fused_squared_relu,
     world_size,
 )
@@ -82,9 +83,7 @@ def check_keys(config: Mapping[str, Any]) -> None:
     for block, known in KEYS.items():
         for name in config.get(block) or {}:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {block}.{near[0]}?" if near else f"; known are {', '.join(sorted(known))}"
-                raise ValueError(f"{block}.{name}: nothing reads this key{hint}")
+                raise ValueError(f"{block}.{name}: nothing reads this key: {nearest(name, known)}")
     for block, names in SWITCHES.items():
         for name in names:
             value = config[block].get(name, False)
@@ -205,6 +204,24 @@ def check_cached_teacher(config: Mapping[str, Any], arguments: argparse.Namespac
             )
 
 
+def check_objects(config: Mapping[str, Any]) -> None:
+    """Refuses checkpoints whose pickles hold objects other than data, before Megatron loads them.
+
+    Call it after Megatron has been imported, which then has told torch the classes of its own data.
+    """
+    from nemo_ext.checkpoint.pickles import check_objects
+    from nemo_ext.checkpoint.torch_dist import CheckpointError, checkpoint_folder, whole_files
+
+    own = Path(config["run_dir"]) / run_directory.CHECKPOINTS
+    given = (own, config["megatron"].get("pretrained_checkpoint"), (config.get("distillation") or {}).get("teacher"))
+    for path in (Path(str(each)) for each in given if each):
+        try:
+            folder = checkpoint_folder(path)
+        except CheckpointError:
+            continue  # no checkpoint, which Megatron reports itself
+        check_objects(folder, whole_files(folder))
+
+
 def check_machine(config: Mapping[str, Any]) -> None:
     """Refuse what this machine cannot train; `check` lets it pass so that any config can be checked anywhere.
 
@@ -214,7 +231,7 @@ def check_machine(config: Mapping[str, Any]) -> None:
     from nemo_ext.megatron.specs import backend, check_pattern, hybrid_stack
 
     megatron = config["megatron"]
-    chosen = resolve_backend(config["model"].get("backend") or "auto")
+    chosen = backend_of(config)
     backend(chosen, setting="model.backend")
     options = hybrid_stack(norm_placement=config["model"].get("norm_placement", "input")).params["options"]
     check_pattern(options, [block.kind for block in parse(config["model"]["pattern"]).blocks], 0)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import EMBEDDING, HEAD, Plan, Weight, assigned, misfits
-from nemo_ext.megatron.arguments import resolve_backend
+from nemo_ext.megatron.arguments import backend_of
 
 if TYPE_CHECKING:
     from megatron.core.quantization.quant_config import RecipeConfig
@@ -104,8 +104,8 @@ class Precision:
         return RecipeConfig.from_config_dict(self.recipe(stage))
 
 
-def use_plan(config: dict[str, Any]) -> None:
-    """Set Megatron's FP8 flags by the run's plan, from which single modules then deviate; no effect without a plan.
+def with_plan(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with Megatron's flags for its precision plan, from which single modules then deviate.
 
     Raises:
         ValueError: the plan is invalid, flags set another precision, sizes do not fit the scaling, or the back end does
@@ -113,9 +113,10 @@ def use_plan(config: dict[str, Any]) -> None:
     """
     precision = Precision.from_config(config)
     if precision is None:
-        return
-    plan, flags = precision.plan, config["megatron"]
-    if said := [name for name in ("fp8_format", "fp8_recipe", "te_precision_config_file") if flags.get(name)]:
+        return dict(config)
+    plan, given = precision.plan, config["megatron"]
+    flags: dict[str, str] = {}
+    if said := [name for name in ("fp8_format", "fp8_recipe", "te_precision_config_file") if given.get(name)]:
         raise ValueError(f"megatron.{said[0]} and precision_plan are both set: leave one out")
     routers, high = set(), []
     for each in assigned(plan, precision.architecture):
@@ -128,8 +129,16 @@ def use_plan(config: dict[str, Any]) -> None:
         raise ValueError(f"precision_plan: {what} in fp32: Megatron trains routers alone in it, and all of them")
     if routers == {"fp32"}:
         flags["moe_router_dtype"] = "fp32"
-    if not plan.uses_fp8:
-        return
+    if plan.uses_fp8:
+        _check_fp8(config, precision)
+        if plan.default == "fp8" and backend_of(config) != "local":
+            flags |= {"fp8_format": plan.format, "fp8_recipe": plan.recipe}
+    return {**config, "megatron": {**given, **flags}}
+
+
+def _check_fp8(config: Mapping[str, Any], precision: Precision) -> None:
+    """Refuse a plan whose FP8 the sizes, the recipe or the back end do not support."""
+    plan = precision.plan
     check_backend(config, str(config["model"].get("backend")))
     if wrong := misfits(plan, precision.architecture):
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
@@ -138,8 +147,6 @@ def use_plan(config: dict[str, Any]) -> None:
         )
     if plan.recipe == "delayed" and any(rule.precision == "fp8" for rule in plan.rules):
         raise ValueError("precision_plan.recipe=delayed is for the whole model: rules may only leave FP8, not enter it")
-    if plan.default == "fp8" and resolve_backend(str(config["model"].get("backend") or "auto")) != "local":
-        flags |= {"fp8_format": plan.format, "fp8_recipe": plan.recipe}
 
 
 def check_backend(config: Mapping[str, Any], backend: str) -> None:
@@ -148,7 +155,7 @@ def check_backend(config: Mapping[str, Any], backend: str) -> None:
     Megatron would silently train without FP8.
 
     Args:
-        config: config of a run, after `use_plan`.
+        config: config of a run, from `with_plan`.
         backend: `local` or `transformer_engine`.
 
     Raises:
@@ -173,8 +180,7 @@ def remark(config: Mapping[str, Any]) -> str | None:
     from nemo_ext.megatron.float8 import has_float8_products
 
     precision = Precision.from_config(config)
-    backend = resolve_backend(str(config["model"].get("backend") or "auto"))
-    if precision is None or not precision.plan.uses_fp8 or backend != "local":
+    if precision is None or not precision.plan.uses_fp8 or backend_of(config) != "local":
         return None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if precision.plan.recipe == "tensorwise" and has_float8_products(device):

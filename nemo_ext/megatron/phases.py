@@ -13,8 +13,8 @@ from megatron.training import get_args, training
 from megatron.training.utils import get_blend_and_blend_per_split
 from torch.utils.data import Dataset
 
-from nemo_ext.data.packs.mixed_lengths import MixedLengths
-from nemo_ext.data.phases import Phase, Plan, drawn_before, shares_of
+from nemo_ext.data.blends.blend import shares_of
+from nemo_ext.data.phases import Phase, Plan, drawn_before
 from nemo_ext.megatron.forward_step import build_datasets
 
 
@@ -118,12 +118,8 @@ def phased_datasets(plan: Plan, segment: Mapping[str, Any], samples: list[int]) 
     """
     arguments = get_args()
     own = {phase.name: _arguments_of(phase, segment, arguments) for phase in plan.phases}
-    settings = {name: each.mixed_lengths for name, each in own.items()}
-    drawn = drawn_before(
-        plan,
-        {name: _shares(each) for name, each in own.items()},
-        {name: None if given is None else MixedLengths(**given) for name, given in settings.items()},
-    )
+    shares = {name: _shares(each) for name, each in own.items()}
+    drawn = drawn_before(plan, shares, {name: each.mixed_lengths for name, each in own.items()})
     parts = []
     for phase in plan.phases:
         if phase.name in segment["phases"]:

@@ -15,7 +15,7 @@ from typing import Any
 from nemo_ext import launch
 from nemo_ext.blockwise.rank import check_machine, start
 from nemo_ext.checkpoint.description import Description
-from nemo_ext.data.training import tokenize_streams, use_data
+from nemo_ext.data.training import tokenize_streams, with_data
 from nemo_ext.job.files import only_run_in
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import last_checkpoint, write_config, write_versions
@@ -53,7 +53,6 @@ class Job:
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self.config = config
         self.chosen: Settings = settings(config["puzzle"])
         check_machine(config)
         if self.chosen.parent is not None and not Path(self.chosen.parent).exists():
@@ -63,8 +62,8 @@ class Job:
         for stage in self.chosen.stages or ():
             if stage not in STAGES:
                 raise ValueError(f"puzzle.stages: there is no stage {stage!r}: {nearest(stage, STAGES)}")
-        use_data(config)
-        self.workspace = Workspace(config, self.chosen)
+        self.config = with_data(config)
+        self.workspace = Workspace(self.config, self.chosen)
 
     def run(self) -> None:
         """Carry out the stages, or one shard of one."""

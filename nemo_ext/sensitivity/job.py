@@ -8,7 +8,7 @@ from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.blockwise.rank import check_machine, start
 from nemo_ext.checkpoint.beside import is_hugging_face
 from nemo_ext.checkpoint.torch_dist import checkpoint_folder
-from nemo_ext.data.training import tokenize_streams, use_data
+from nemo_ext.data.training import tokenize_streams, with_data
 from nemo_ext.job.files import only_run_in
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import write_config, write_versions
@@ -52,7 +52,7 @@ def run(config: dict[str, Any]) -> None:
     workspace = Workspace(Path(config["run_dir"]))
     with only_run_in(workspace.run_dir):
         workspace.begin(config, checkpoint_folder(model))
-        use_data(config)
+        config = with_data(config)
         write_config(workspace.run_dir, config)
         write_versions(workspace.run_dir, sys.argv)
         tokenize_streams(config.get("data"))

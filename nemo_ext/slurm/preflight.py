@@ -16,8 +16,10 @@ from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.data.blends.blend import check_rows
 from nemo_ext.data.blends.hierarchy import read_tree
+from nemo_ext.data.phases import plan_of
 from nemo_ext.data.streams import blend_to_tokenize
 from nemo_ext.data.text.tokenizers import load_tokenizer
+from nemo_ext.data.training import data_sections
 from nemo_ext.slurm.cluster import Cluster, Limit, duration
 from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG, inputs, makes, nodes_and_gpus, record_of
 from nemo_ext.slurm.settings import Settings
@@ -86,7 +88,7 @@ def other_tokenizers(config: Mapping[str, Any], before: Sequence[Mapping[str, An
     """
     for made in before:
         prefixes = {place.resolve() for place in makes("tokenize", made)}
-        for data in _sections(config):
+        for data in data_sections(config):
             if not (data.get("blend") or data.get("streams")) or not isinstance(data.get("tokenizer"), Mapping):
                 continue
             shared = [leaf.name for leaf in read_tree(data).leaves() if leaf.prefix.resolve() in prefixes]
@@ -104,15 +106,9 @@ def other_tokenizers(config: Mapping[str, Any], before: Sequence[Mapping[str, An
                 )
 
 
-def _sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Data sections of a training run and of its phases, where present."""
-    phases = (config.get("phases") or {}).values()
-    return [data for data in (config.get("data"), *((phase or {}).get("data") for phase in phases)) if data]
-
-
 def _tokenizers(config: Mapping[str, Any], coming: Sequence[Path]) -> Iterator[Finding]:
     """Errors for a tokenizer that cannot be read or has more ids than the model has embedding rows."""
-    for data in _sections(config):
+    for data in data_sections(config):
         tokenizer = data.get("tokenizer")
         if not isinstance(tokenizer, Mapping):
             if tokenizer is not None or data.get("blend") or data.get("streams"):
@@ -192,11 +188,9 @@ def _gpus(config: Mapping[str, Any], world: int) -> Sequence[GpuCost]:
     config = {**config, "model": {**config["model"], "pattern": pattern_with_cuts(config)}}
     architecture = Architecture.from_config(config)
     layout = Layout.from_config(config, world_size=world)
+    plan = plan_of(config)
     # With phases the longest sequences need the most memory.
-    lengths = [
-        (phase.get("megatron") or {}).get("seq_length") for phase in (config.get("phases") or {}).values() if phase
-    ]
-    length = max([int(config["megatron"]["seq_length"]), *(int(each) for each in lengths if each)])
+    length = max(phase.seq_length for phase in plan.phases) if plan else int(config["megatron"]["seq_length"])
     return per_gpu(replace(architecture, seq_length=length), layout, seq_length=length)
 
 
@@ -240,7 +234,7 @@ def _settings(job: str, config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _data(config: Mapping[str, Any], coming: Sequence[Path], job: str) -> Iterator[Finding]:
-    for data in _sections(config):
+    for data in data_sections(config):
         if packed := data.get("packed"):
             needed = [Path(str(place)) for place in packed.values() if place]
             how = "`nemo-ext sft_data` writes it"

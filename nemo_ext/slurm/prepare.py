@@ -24,7 +24,8 @@ def prepared(words: list[str]) -> dict[str, object]:
         ValueError: see `nemo_ext.launch.prepare`.
     """
     from nemo_ext.checkpoint.sound import fall_back
-    from nemo_ext.launch import prepare, target_of
+    from nemo_ext.launch import prepare
+    from nemo_ext.megatron.run import target_of
 
     check_choice("recipe", words)
     config = compose("train", words)
@@ -33,7 +34,7 @@ def prepared(words: list[str]) -> dict[str, object]:
     run_dir = Path(str(config["run_dir"]))
     notice = fall_back(run_dir / CHECKPOINTS)
     path = prepare(config)
-    target, _ = target_of(read_config(path)["megatron"])
+    target, _ = target_of(read_config(path))
     return {
         "run_dir": str(run_dir),
         "config": str(path),

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -261,23 +260,13 @@ def hand_over(submission: Submission) -> str:
 
 def _by_megatron(config: Mapping[str, Any], coming: Sequence[Path]) -> list[Finding]:
     """Errors that the installed Megatron's parser and our own checks raise."""
-    from nemo_ext.data.phases import segments
-    from nemo_ext.launch import checked_runs
-    from nemo_ext.megatron.check import check
-    from nemo_ext.megatron.fp8 import use_plan
+    from nemo_ext.megatron.run import Run
 
-    given: dict[str, Any] = deepcopy(dict(config))
+    if coming:  # data that does not exist yet cannot be checked
+        flags = {**config["megatron"], "mock_data": True}
+        config = {**config, "data": None, "phases": without_data(config.get("phases") or {}), "megatron": flags}
     try:
-        use_plan(given)
-        if coming:
-            # Data that does not exist yet cannot be checked.
-            phases = without_data(given.get("phases") or {})
-            given |= {"data": None, "phases": phases, "megatron": {**given["megatron"], "mock_data": True}}
-            check(given)
-            for run in segments(given, {}) if phases else ():
-                check(run)
-        else:
-            checked_runs(given)
+        Run.of(config).check()
     except ValueError as error:
         return [Finding("error", str(error))]
     return []

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from nemo_ext.job.config import FAILED, USER_ERROR
 from nemo_ext.job.run_directory import LOG, last_checkpoint
@@ -20,7 +21,7 @@ _FIRST_PORT, _PORTS = 10_000, 20_000
 class Training(Batch):
     """A training run; Megatron's `exit_duration_in_mins` stops it in time should Slurm's signal not come."""
 
-    made: Mapping[str, object] = field(default_factory=dict)
+    made: Mapping[str, Any] = field(default_factory=dict)
 
     def prepare(self) -> Prepared:
         """Compose the config with `nemo_ext.slurm.prepare`, in one process for each start."""
@@ -36,17 +37,17 @@ class Training(Batch):
         finally:
             place.unlink(missing_ok=True)
         return Prepared(
-            record=Path(str(self.made["run_dir"])),
-            step=int(str(self.made["step"])),
-            target=int(str(self.made["target"])),
-            notice=str(self.made["notice"]),
-            log=Path(str(self.made["run_dir"])) / LOG,
+            record=Path(self.made["run_dir"]),
+            step=self.made["step"],
+            target=self.made["target"],
+            notice=self.made["notice"],
+            log=Path(self.made["run_dir"]) / LOG,
         )
 
     def work(self) -> int:
         """Run all ranks to their end, with their output in the run's log; returns srun's exit code."""
-        command = self.srun(["-m", "nemo_ext.slurm.rank", str(self.made["config"])], "--kill-on-bad-exit=1", "--label")
-        with (Path(str(self.made["run_dir"])) / LOG).open("ab") as log:
+        command = self.srun(["-m", "nemo_ext.slurm.rank", self.made["config"]], "--kill-on-bad-exit=1", "--label")
+        with (Path(self.made["run_dir"]) / LOG).open("ab") as log:
             return subprocess.run(command, env=self.environment(), stdout=log, stderr=log, check=False).returncode
 
     def interrupt(self) -> None:
@@ -55,19 +56,19 @@ class Training(Batch):
 
     def saved(self) -> int:
         """Step of Megatron's newest checkpoint, 0 if there is none."""
-        return last_checkpoint(Path(str(self.made["run_dir"]))) or 0
+        return last_checkpoint(Path(self.made["run_dir"])) or 0
 
     def verdict(self, code: int) -> str | None:
         """Reason why the ranks ended; None if the target step is saved and no signal stopped them."""
         if self.stopped:
             return "time limit (SIGUSR2)"
-        if self.saved() >= int(str(self.made["target"])):
+        if self.saved() >= self.made["target"]:
             return None
         return "time limit (exit_duration_in_mins)" if code == 0 else f"a rank failed (exit code {code})"
 
     def conclude(self) -> None:
         """Write the report; the run counts as finished even if that fails."""
-        if self._step("report", str(self.made["run_dir"])):
+        if self._step("report", self.made["run_dir"]):
             say("the report could not be written: see above")
 
     def environment(self) -> dict[str, str]:

@@ -425,7 +425,7 @@ def there(tmp_path: Path) -> Path:
         ("distillation.top_k=2.5", "top_k=2.5"),
         ("distillation.teacher=3", "teacher=3"),
         ("distillation.teacher=nowhere", "distillation.teacher=nowhere: no such directory"),
-        ("+distillation.temprature=1", "did you mean distillation.temperature"),
+        ("+distillation.temprature=1", "distillation.temprature: nothing reads this key: did you mean 'temperature'"),
         ("megatron.padded_vocab_size=512", "has 384 rows of vocabulary and the student 512"),
         ("megatron.logits_load_dir=saved", "are both set: a run has one teacher"),
         ("megatron.logits_save_dir=saved", "Megatron refuses"),

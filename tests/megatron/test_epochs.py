@@ -100,3 +100,5 @@ def test_a_blend_is_told_by_stream(tmp_path: Path) -> None:
     assert told is not None and f"{a} 0.842 -> 1.26." in told and b not in told
     mixed = {"mixed_lengths": {"short": 4, "short_share": 0.5}}  # its order stays
     assert other_order(run_of(["1", a], 200, **mixed), run_of(["1", a], 400, **mixed)) is None
+    # Without weights Megatron takes the shares from the sizes.
+    assert other_order(run_of([a, b, f"{b}2"], 200), run_of([a, b, f"{b}2"], 400)) is None

@@ -15,7 +15,7 @@ from nemo_ext.architecture.pattern import parse
 from nemo_ext.architecture.precision_plan import Plan, assigned, weights
 from nemo_ext.job.config import compose
 from nemo_ext.megatron.check import check_machine
-from nemo_ext.megatron.fp8 import Precision, use_plan
+from nemo_ext.megatron.fp8 import Precision, with_plan
 
 FAMILIES = ("nemotron3_nano_tiny", "domyn_small_tiny", "llama_nemotron_tiny", "olmo1_tiny", "olmo3_tiny")
 NAMES = {
@@ -145,7 +145,7 @@ def test_names_are_those_within_the_stage() -> None:
 def test_what_does_not_fit_is_refused(words: list[str], said: str) -> None:
     config = compose("train", ["run_dir=unused", "data=mock", *words])
     with pytest.raises(ValueError, match=r"\w") as raised:
-        use_plan(config)
+        with_plan(config)
     assert said in str(raised.value)
 
 
@@ -186,5 +186,5 @@ def test_the_plan_sets_megatrons_flags_where_transformer_engine_runs(
 ) -> None:
     rules = "precision_plan.rules=[M bf16, E bf16, * bf16, - bf16, head bf16]"
     config = compose("train", ["data=mock", f"model.backend={backend}", "precision=fp8_blockwise", rules])
-    use_plan(config)
-    assert tuple(config["megatron"].get(name) for name in ("fp8_format", "fp8_recipe")) == flags
+    made = with_plan(config)
+    assert tuple(made["megatron"].get(name) for name in ("fp8_format", "fp8_recipe")) == flags

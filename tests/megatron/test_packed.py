@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_ext.data.packs.packed_files import PackingSettings, use_packed, write_packed
+from nemo_ext.data.packs.packed_files import PackingSettings, with_packed, write_packed
 from nemo_ext.data.packs.sample_files import write_samples
 from nemo_ext.job import run_directory
 from nemo_ext.job.config import compose
@@ -237,8 +237,7 @@ def packed_config(folder: Path, *overrides: str) -> dict[str, Any]:
     for name in ("mock_data", "tokenizer_type", "vocab_size"):
         config["megatron"].pop(name)
     config["data"] = {"packed": {"train": str(folder / "train"), "valid": str(folder / "valid")}}
-    assert use_packed(config)
-    return config
+    return with_packed(config)
 
 
 def dataset_of(config: dict[str, Any], samples: int) -> Any:
@@ -308,7 +307,7 @@ Train = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def train_packed(packs: Path, train_ranks: Train) -> Train:
-    """Trains on the packs, with what `use_packed` fills in."""
+    """Trains on the packs, with what `with_packed` fills in."""
     filled = packed_config(packs, "run_dir=unused", "megatron.micro_batch_size=1")["megatron"]
     names = ("train_data_path", "valid_data_path", "calculate_per_token_loss", "micro_batch_size")
     words = [f"megatron.{name}={str(filled[name]).lower()}" for name in names]

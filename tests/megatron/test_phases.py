@@ -113,19 +113,19 @@ def test_only_later_phases_may_change_in_a_run_that_has_begun() -> None:
         }
 
     before = run(20480, 20480, 10240)
-    _check_same_past([before, run(20480, 25600, 5120)], 60, Path("run"))
-    _check_same_past([before, run(20480, 20480, 10240, path_of_c="other")], 60, Path("run"))
+    _check_same_past(before, run(20480, 25600, 5120), 60, Path("run"))
+    _check_same_past(before, run(20480, 20480, 10240, path_of_c="other"), 60, Path("run"))
     for other, differs in (
         (run(25600, 15360, 10240), "steps"),
         (run(20480, 20480, 10240, own="prose"), "data"),  # the run's own data, which no phase names
         (run(20480, 20480, 10240, seed=2), "seed"),
     ):
         with pytest.raises(ValueError, match=rf"run is at step 60, and its phases until there .*\({differs} differ\)"):
-            _check_same_past([before, other], 60, Path("run"))
+            _check_same_past(before, other, 60, Path("run"))
     with pytest.raises(ValueError, match="run was begun without phases"):
-        _check_same_past([{**before, "phases": {}}, before], 60, Path("run"))
+        _check_same_past({**before, "phases": {}}, before, 60, Path("run"))
     with pytest.raises(ValueError, match="run was begun with phases"):
-        _check_same_past([before, {**before, "phases": {}}], 60, Path("run"))
+        _check_same_past(before, {**before, "phases": {}}, 60, Path("run"))
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import pytest
 
 from nemo_ext.evaluation.report import write_report
 from nemo_ext.job.config import compose
-from nemo_ext.launch import checked_runs
+from nemo_ext.megatron.run import Run
 from nemo_ext.memory import report as memory
 from nemo_ext.memory import sampler as memory_profile
 from nemo_ext.memory.sampler import Phases, Record, Sampler
@@ -458,7 +458,7 @@ def test_trls_trainers_note_the_phases(tmp_path: Path) -> None:
 )
 def test_a_wrong_key_is_told_before_a_rank_starts(tmp_path: Path, override: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        checked_runs(compose("train", [f"run_dir={tmp_path}", "data=mock", override]))
+        Run.of(compose("train", [f"run_dir={tmp_path}", "data=mock", override]))
 
 
 def test_null_leaves_it_out() -> None:

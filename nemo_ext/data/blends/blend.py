@@ -1,7 +1,7 @@
 """Conversion of the config's blend to Megatron's data arguments."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,10 @@ def tokens_of_run(config: Mapping[str, Any]) -> int | None:
     return None if whole is None else round(float(whole))
 
 
-def use_blend(config: dict[str, Any], *, tokens: int | None = None) -> None:
-    """Fills Megatron's data and tokenizer arguments from `config["data"]`; arguments that the user set stay.
+def with_blend(config: Mapping[str, Any], *, tokens: int | None = None) -> dict[str, Any]:
+    """The config with Megatron's data and tokenizer arguments for its blend; those that the user set stay.
 
-    `config["data"]` becomes the flat blend that was used. Streams that will be read more often than `max_epochs` are
-    warned of.
+    Its `data` is the flat blend that was planned. Streams that will be read more often than `max_epochs` are warned of.
 
     Args:
         config: resolved config of a training run.
@@ -69,7 +68,7 @@ def use_blend(config: dict[str, Any], *, tokens: int | None = None) -> None:
             (see `plan_blend`), there is no share for validation, or the tokenizer has more ids than the model has
             embedding rows.
     """
-    data, megatron = config["data"], config["megatron"]
+    data, megatron = config["data"], dict(config["megatron"])
     tokenizer = load_tokenizer(data["tokenizer"])
     for leaf in read_tree(data).leaves():
         if leaf.source is not None and data.get("validation_share") == 0:
@@ -88,11 +87,35 @@ def use_blend(config: dict[str, Any], *, tokens: int | None = None) -> None:
         notice(f"data: {warning}")
     for split in ("train", "valid"):
         megatron.setdefault(f"{split}_data_path", plan.megatron_words(split))
-    config["data"] = flattened(data, {name: float(share) for name, share in plan.shares.items()})
     if megatron.get("tokenizer_type") is None:
         # Training needs only the number of ids and the end-of-document id, so transformers is not imported.
-        megatron.update(megatron_arguments(tokenizer, ids_only=True))
+        megatron |= megatron_arguments(tokenizer, ids_only=True)
     check_rows(tokenizer, megatron)
+    flat = flattened(data, {name: float(share) for name, share in plan.shares.items()})
+    return {**config, "data": flat, "megatron": megatron}
+
+
+def shares_of(words: Sequence[object]) -> dict[str, float]:
+    """Shares of a blend by prefix; they sum to one.
+
+    Args:
+        words: Megatron's list: weight, prefix, weight, prefix, ..., or one prefix.
+
+    Raises:
+        ValueError: there are several prefixes without weights, whose shares Megatron takes from their sizes.
+    """
+    words = [words] if isinstance(words, str) else words
+    if len(words) == 1:
+        return {str(words[0]): 1.0}
+    shares: dict[str, float] = {}
+    try:
+        for weight, prefix in zip(words[::2], words[1::2], strict=True):
+            shares[str(prefix)] = shares.get(str(prefix), 0.0) + float(str(weight))
+    except ValueError:
+        raise ValueError(
+            f"train_data_path={list(words)}: a run with phases wants a weight before each prefix"
+        ) from None
+    return {prefix: share / sum(shares.values()) for prefix, share in shares.items()}
 
 
 def check_rows(tokenizer: Tokenizer, megatron: Mapping[str, Any]) -> None:
@@ -152,22 +175,23 @@ def _epochs(config: Mapping[str, Any]) -> dict[str, tuple[float, tuple[int, bool
     (megatron/core/datasets/gpt_dataset.py, `_build_document_sample_shuffle_indices`).
     """
     megatron = config["megatron"]
-    given = megatron.get("train_data_path") or ()
-    words = [given] if isinstance(given, str) else [str(word) for word in given]
+    words = megatron.get("train_data_path")
     steps, batch, length = (megatron.get(key) for key in ("train_iters", "global_batch_size", "seq_length"))
     if not (words and steps and batch and length) or (config.get("data") or {}).get("mixed_lengths"):
         return {}
-    pairs = [("1", words[0])] if len(words) == 1 else list(zip(words[::2], words[1::2], strict=False))
-    total = sum(float(weight) for weight, _ in pairs)
+    try:
+        shares = shares_of(words)
+    except ValueError:
+        return {}  # Megatron takes the shares from the sizes
     found = {}
-    for weight, prefix in pairs:
+    for prefix, share in shares.items():
         if not Path(f"{prefix}.idx").is_file() or is_packed(prefix):
             continue
         tokens, sequences = indexed_tokens(Path(f"{prefix}.idx")), int(steps) * int(batch)
-        read = sequences * int(length) * float(weight) / total / tokens
-        if len(pairs) > 1:
+        read = sequences * int(length) * share / tokens
+        if len(shares) > 1:
             # Megatron's builder of blends takes half a percent more of each stream (`mid_level_dataset_surplus`).
-            sequences = math.ceil(math.ceil(sequences * float(weight) / total) * 1.005)
+            sequences = math.ceil(math.ceil(sequences * share) * 1.005)
         found[prefix] = read, _order(sequences, int(length), tokens)
     return found
 

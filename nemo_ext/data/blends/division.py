@@ -30,9 +30,9 @@ def divide(root: Group, sizes: Mapping[str, Size], *, tokens: int | None = None)
     Raises:
         ValueError: A rule or cap needs a size, or caps need `tokens`; or the caps together are below `tokens`.
     """
-    capped = _has_caps(root)
+    capped = _first_cap(root)
     if capped and tokens is None:
-        raise ValueError(f"{_first_cap(root)}: cap_epochs needs the number of tokens of the run: give tokens=...")
+        raise ValueError(f"{capped}: cap_epochs needs the number of tokens of the run: give tokens=...")
     budget = Fraction(tokens) if tokens is not None and capped else Fraction(1)
     most = _capacity(root, sizes)
     if most is not None and most < budget:
@@ -73,27 +73,22 @@ def tokens_in(node: Node, sizes: Mapping[str, Size], *, why: str) -> int:
     Raises:
         ValueError: A size is not known; the message says `why` it is needed.
     """
-    if isinstance(node, Group):
-        return sum(tokens_in(leaf, sizes, why=why) for leaf in node.leaves())
-    if node.name not in sizes:
-        raise ValueError(
-            f"{node.where}: the size of {node.name} is needed, because {why}, but there is no {node.prefix}_train.idx: "
-            "tokenise it first (`nemo-ext tokenize`), or give `tokens` to plan with"
-        )
-    return sizes[node.name].tokens
+    for leaf in node.leaves():
+        if leaf.name not in sizes:
+            raise ValueError(
+                f"{leaf.where}: the size of {leaf.name} is needed, because {why}, but there is no "
+                f"{leaf.prefix}_train.idx: tokenise it first (`nemo-ext tokenize`), or give `tokens` to plan with"
+            )
+    return sum(sizes[leaf.name].tokens for leaf in node.leaves())
 
 
 def _tiers(group: Group) -> list[Fraction]:
     assert group.setting is not None
     left = 1 - sum(child.amount for child in group.children if child.amount is not None)
     decaying = [child for child in group.children if child.amount is None]
-    weights = _scaled([_count(child) * group.setting**number for number, child in enumerate(decaying)])
+    weights = _scaled([max(1, len(child.children)) * group.setting**number for number, child in enumerate(decaying)])
     parts = iter(weights)
     return [left * next(parts) if child.amount is None else child.amount for child in group.children]
-
-
-def _count(node: Node) -> int:
-    return len(node.children) if isinstance(node, Group) else 1
 
 
 def _given(node: Node) -> Fraction:
@@ -106,16 +101,10 @@ def _scaled(parts: Sequence[Fraction]) -> list[Fraction]:
     return [part / total for part in parts]
 
 
-def _has_caps(node: Node) -> bool:
-    return _first_cap(node) is not None
-
-
 def _first_cap(node: Node) -> str | None:
     if node.cap_epochs is not None:
         return node.where
-    if isinstance(node, Group):
-        return next((where for child in node.children if (where := _first_cap(child)) is not None), None)
-    return None
+    return next((where for child in node.children if (where := _first_cap(child)) is not None), None)
 
 
 def _capacity(node: Node, sizes: Mapping[str, Size]) -> Fraction | None:
@@ -149,16 +138,12 @@ def fill(budget: Fraction, parts: Sequence[Fraction], limits: Sequence[Fraction 
         parts: Weights above zero.
         limits: Limits; None for no limit.
     """
-    got: list[Fraction] = [Fraction(0)] * len(parts)
-    open_, left = list(range(len(parts))), budget
-    while open_:
-        rate = left / sum(parts[number] for number in open_)
-        full = {number for number in open_ if (limit := limits[number]) is not None and parts[number] * rate > limit}
-        for number in open_:
-            limit = limits[number]
-            got[number] = limit if number in full and limit is not None else parts[number] * rate
-        if not full:
+    full: dict[int, Fraction] = {}
+    rate = Fraction(0)
+    while open_ := [number for number in range(len(parts)) if number not in full]:
+        rate = (budget - sum(full.values())) / sum(parts[number] for number in open_)
+        more = {n: limit for n in open_ if (limit := limits[n]) is not None and parts[n] * rate > limit}
+        if not more:
             break
-        left -= sum(got[number] for number in full)
-        open_ = [number for number in open_ if number not in full]
-    return got
+        full |= more
+    return [full.get(number, part * rate) for number, part in enumerate(parts)]

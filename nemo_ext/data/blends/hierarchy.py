@@ -55,6 +55,15 @@ class Leaf:
     tokens: int | None = None
     cap_epochs: Fraction | None = None
 
+    @property
+    def children(self) -> tuple["Node", ...]:
+        """None: a stream is where the tree ends."""
+        return ()
+
+    def leaves(self) -> Iterator["Leaf"]:
+        """Iterate over the stream itself, as over those of a group."""
+        yield self
+
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
@@ -79,10 +88,7 @@ class Group:
     def leaves(self) -> Iterator[Leaf]:
         """Iterate over all streams of the group, in order."""
         for child in self.children:
-            if isinstance(child, Leaf):
-                yield child
-            else:
-                yield from child.leaves()
+            yield from child.leaves()
 
 
 Node = Leaf | Group

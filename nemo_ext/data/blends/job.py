@@ -10,7 +10,7 @@ from nemo_ext.data.blends.blend import tokens_of_run
 from nemo_ext.data.blends.hierarchy import Leaf
 from nemo_ext.data.blends.plan import BlendPlan, plan_blend
 from nemo_ext.data.blends.report import print_table, write_blend
-from nemo_ext.data.phases import wanted_tokens
+from nemo_ext.data.phases import sections_of
 
 
 def audit(config: Mapping[str, Any]) -> None:
@@ -58,17 +58,17 @@ def _blends(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any],
     tokens = config["tokens"]
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int | float)):
         raise ValueError(f"tokens={tokens}: give the number of tokens of the run, such as 25e12")
-    phases = wanted_tokens(config)
-    shared = [name for name in phases if config["phases"][name].get("data") is None]
+    phases = sections_of(config)
+    shared = [name for name, phase in phases.items() if phase.data is None]
     if len(shared) == len(phases):
         yield "", config["data"], tokens_of_run(config) if tokens is None else round(tokens)
         return
-    scale = 1.0 if tokens is None else tokens / sum(phases.values())
+    scale = 1.0 if tokens is None else tokens / sum(phase.tokens for phase in phases.values())
     if shared:
-        yield "+".join(shared), config["data"], round(scale * sum(phases[name] for name in shared))
-    for name, own in phases.items():
-        if name not in shared:
-            yield name, config["phases"][name]["data"], round(scale * own)
+        yield "+".join(shared), config["data"], round(scale * sum(phases[name].tokens for name in shared))
+    for name, phase in phases.items():
+        if phase.data is not None:
+            yield name, phase.data, round(scale * phase.tokens)
 
 
 def _show(plan: BlendPlan, console: Console, title: str) -> None:
@@ -102,7 +102,7 @@ def _often_in_all(plans: Sequence[BlendPlan]) -> str:
         for part in plan.parts:
             if isinstance(part.node, Leaf) and part.epochs is not None:
                 total[part.node.prefix] = total.get(part.node.prefix, 0) + part.epochs
-                if part.epochs > plan.max_epochs:
+                if plan.too_often(part):
                     alone.add(part.node.prefix)
     most = plans[0].max_epochs
     return ", ".join(

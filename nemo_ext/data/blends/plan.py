@@ -1,6 +1,6 @@
 """A blend against real sizes: each stream's share of a run's tokens, its epochs, warnings and notes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -65,9 +65,7 @@ class BlendPlan:
     @cached_property
     def parts(self) -> list[Part]:
         """Parts of all nodes from the root down, a group before its children."""
-        parts: list[Part] = []
-        self._describe(self.root, 0, parts)
-        return parts
+        return list(self._described(self.root, 0))
 
     def part(self, *path: str) -> Part:
         """Part at the given keys from the root down: `part("multilingual", "A")`.
@@ -77,8 +75,7 @@ class BlendPlan:
         """
         node: Node = self.root
         for key in path:
-            children = node.children if isinstance(node, Group) else ()
-            node = {child.key: child for child in children}[key]
+            node = {child.key: child for child in node.children}[key]
         return next(part for part in self.parts if part.node is node)
 
     def megatron_words(self, split: str) -> list[str]:
@@ -86,13 +83,16 @@ class BlendPlan:
         weights = {name: repr(float(share)) for name, share in self.shares.items()}
         return [word for leaf in self.root.leaves() for word in (weights[leaf.name], f"{leaf.prefix}_{split}")]
 
+    def too_often(self, part: Part) -> bool:
+        """True if a part is a stream that is read more often than `max_epochs`."""
+        return isinstance(part.node, Leaf) and (part.epochs or 0) > self.max_epochs
+
     def warning(self) -> str | None:
         """One line on the streams read more often than `max_epochs`, the worst first; None if there are none."""
-        read = [(part.epochs or 0, part.node.name) for part in self.parts if isinstance(part.node, Leaf)]
-        often = sorted(((epochs, name) for epochs, name in read if epochs > self.max_epochs), reverse=True)
+        often = sorted((part for part in self.parts if self.too_often(part)), key=lambda part: -(part.epochs or 0))
         if not often:
             return None
-        told = some_of([f"{name} {epochs:.3g} times" for epochs, name in often])
+        told = some_of([f"{leaf.name} {part.epochs:.3g} times" for part in often for leaf in part.node.leaves()])
         return (
             f"read more than max_epochs={self.max_epochs:g} times: {told}; more text, smaller shares or cap_epochs help"
         )
@@ -112,25 +112,23 @@ class BlendPlan:
             notes.append(f"sizes not known (no files, no `tokens`), so their epochs are not either: {some_of(unknown)}")
         return notes
 
-    def _describe(self, node: Node, depth: int, parts: list[Part]) -> None:
-        leaves = [node] if isinstance(node, Leaf) else list(node.leaves())
+    def _described(self, node: Node, depth: int) -> Iterator[Part]:
+        leaves = list(node.leaves())
         found = [self.sizes[leaf.name] for leaf in leaves if leaf.name in self.sizes]
         share = sum((self.shares[leaf.name] for leaf in leaves), start=Fraction(0))
         size = sum(size.tokens for size in found) if len(found) == len(leaves) else None
         most = None if node.cap_epochs is None or size is None else node.cap_epochs * size
-        parts.append(
-            Part(
-                node=node,
-                depth=depth,
-                share=share,
-                size=size,
-                assumed=any(size.known == "assumed" for size in found),
-                tokens=None if self.tokens is None else float(share * self.tokens),
-                capped=self.tokens is not None and share * self.tokens == most,
-            )
+        yield Part(
+            node=node,
+            depth=depth,
+            share=share,
+            size=size,
+            assumed=any(size.known == "assumed" for size in found),
+            tokens=None if self.tokens is None else float(share * self.tokens),
+            capped=self.tokens is not None and share * self.tokens == most,
         )
-        for child in node.children if isinstance(node, Group) else ():
-            self._describe(child, depth + 1, parts)
+        for child in node.children:
+            yield from self._described(child, depth + 1)
 
     def _normalised(self, group: Group) -> list[str]:
         total = sum(child.amount for child in group.children if child.amount is not None)
@@ -143,8 +141,8 @@ class BlendPlan:
         """Notes on tiers whose children get more than those of the tier above."""
         if group.by != "tiers":
             return []
-        counts = [len(child.children) if isinstance(child, Group) else 1 for child in group.children]
-        each = [part / count for part, count in zip(proportions(group, self.sizes), counts, strict=True)]
+        parts = zip(proportions(group, self.sizes), group.children, strict=True)
+        each = [part / max(1, len(child.children)) for part, child in parts]
         return [
             f"{group.where}: a child of tier {below.key} gets more than one of tier {above.key} "
             f"({float(low):.3g} of the tiers, {float(high):.3g})"

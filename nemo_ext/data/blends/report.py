@@ -23,9 +23,7 @@ def print_table(plan: BlendPlan, console: Console) -> None:
         table.add_column(name, justify="right", overflow="fold")
     table.add_column("divided by", overflow="fold")
     for part in plan.parts:
-        style = None if isinstance(part.node, Leaf) else "bold"
-        if _too_often(plan, part):
-            style = "red"
+        style = "red" if plan.too_often(part) else None if isinstance(part.node, Leaf) else "bold"
         table.add_row("  " * part.depth + _label(part), *_cells(part), _rule(part), style=style)
     console.print(table)
 
@@ -85,7 +83,6 @@ def markdown(plan: BlendPlan, *, title: str) -> str:
 
 def plot(plan: BlendPlan, path: Path, *, title: str) -> None:
     """Draws shares as bars down the tree and, where sizes and the run's length are known, epochs beside them."""
-
     parts = plan.parts[1:]
     epochs = any(part.epochs is not None for part in parts)
     figure = new_figure(figsize=(10 if epochs else 7, 1.4 + 0.24 * len(parts)))
@@ -105,7 +102,7 @@ def plot(plan: BlendPlan, path: Path, *, title: str) -> None:
     for label, is_leaf in zip(axes[0].get_yticklabels(), leaf, strict=True):
         label.set_fontweight("normal" if is_leaf else "bold")
     if epochs:
-        colours = ["#d1495b" if _too_often(plan, p) else colour for p, colour in zip(parts, colours, strict=True)]
+        colours = ["#d1495b" if plan.too_often(p) else colour for p, colour in zip(parts, colours, strict=True)]
         white = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
         bars = axes[1].barh(rows, [part.epochs or 0 for part in parts], color=colours, height=0.7)
         axes[1].bar_label(bars, [_cells(part)[3] for part in parts], padding=3, fontsize=8, bbox=white)
@@ -127,15 +124,11 @@ def _cells(part: Part) -> tuple[str, str, str, str]:
     size = "?" if part.size is None else _tokens(part.size) + ("*" if part.assumed else "")
     epochs = "?" if part.epochs is None else f"{part.epochs:.3g}" if part.epochs < 1000 else f"{part.epochs:,.0f}"
     return (
-        _percent(part) + ("†" if part.capped else ""),
+        f"{100 * float(part.share):.4g} %" + ("†" if part.capped else ""),
         "?" if part.tokens is None else _tokens(part.tokens),
         size,
         epochs,
     )
-
-
-def _percent(part: Part) -> str:
-    return f"{100 * float(part.share):.4g} %"
 
 
 def _tokens(number: float) -> str:
@@ -152,7 +145,3 @@ def _rule(part: Part) -> str:
         return ""
     setting = {"temperature": "alpha", "tiers": "decay"}.get(part.node.by)
     return part.node.by if setting is None else f"{part.node.by}, {setting} {float(part.node.setting or 0):g}"
-
-
-def _too_often(plan: BlendPlan, part: Part) -> bool:
-    return isinstance(part.node, Leaf) and part.epochs is not None and part.epochs > plan.max_epochs

@@ -16,7 +16,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -217,26 +217,21 @@ def read_packed_manifest(prefix: str | Path) -> PackedManifest:
         raise ValueError(f"{prefix}.json is damaged ({error}): remove it and pack the samples again") from error
 
 
-def use_packed(config: dict[str, Any]) -> bool:
-    """Fills Megatron's data and tokenizer arguments from `data.packed`; arguments that the user set stay.
+def with_packed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with Megatron's data and tokenizer arguments for its `data.packed`; those that the user set stay.
 
     `data.packed` is `{train: PREFIX, valid: PREFIX}`; without `valid` nothing is evaluated. `data.tokenizer` is that of
     the packs; without it the model has as many ids as the packs' tokenizer.
 
     Args:
-        config: config of a training run; changed in place.
-
-    Returns:
-        True if the config has `data.packed`.
+        config: config of a training run.
 
     Raises:
         ValueError: packs are missing, cut short, of another length than `megatron.seq_length` or of another tokenizer,
             or an argument does not work with packs.
     """
-    data, megatron = config.get("data") or {}, config["megatron"]
-    given = data.get("packed")
-    if given is None:
-        return False
+    data, megatron = config["data"], dict(config["megatron"])
+    given = data["packed"]
     if not isinstance(given, dict):
         raise ValueError(f"data.packed must be {{train: PREFIX, valid: PREFIX}}, not {given!r}")
     check_keys(given, ("train", "valid"), required=("train",), where="data.packed")
@@ -273,8 +268,8 @@ def use_packed(config: dict[str, Any]) -> bool:
         raise ValueError("data.packed: megatron.calculate_per_token_loss must be true: packs train unlike many tokens")
     if not megatron.get("valid_data_path"):
         megatron["eval_iters"] = 0
-    _use_tokenizer(config, [manifest for _, manifest in found])
-    return True
+    _use_tokenizer(data, megatron, [manifest for _, manifest in found])
+    return {**config, "megatron": megatron}
 
 
 def _prefixes(words: Sequence[object] | None) -> list[str]:
@@ -294,8 +289,7 @@ def one_tokenizer(manifests: Sequence[PackedManifest]) -> None:
         raise ValueError(f"{' and '.join(known.values())} are packs of different tokenizers: a model has one")
 
 
-def _use_tokenizer(config: dict[str, Any], found: Sequence[PackedManifest]) -> None:
-    data, megatron = config["data"], config["megatron"]
+def _use_tokenizer(data: Mapping[str, Any], megatron: dict[str, Any], found: Sequence[PackedManifest]) -> None:
     one_tokenizer(found)
     vocab_size = max(manifest.vocab_size for manifest in found)
     if data.get("tokenizer") is not None:

@@ -15,6 +15,7 @@ from typing import Annotated, ClassVar
 from pydantic import ConfigDict, Field
 
 from nemo_ext.job.files import write_text
+from nemo_ext.job.records import strict_json
 from nemo_ext.job.settings import STRICT, checked, nearest
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -195,7 +196,7 @@ def read_problem(path: Path) -> Problem:
     """
 
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
+        loaded = strict_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such problem file") from None
     except ValueError as error:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_ext.data.blends.blend import flattened, tokens_of_run, use_blend
+from nemo_ext.data.blends.blend import flattened, tokens_of_run, with_blend
 from nemo_ext.data.blends.plan import plan_blend
 from nemo_ext.data.blends.report import write_blend
 from nemo_ext.data.text.indexed_dataset import write_index
@@ -130,10 +130,10 @@ def test_training_reads_the_streams_by_their_shares(
 ) -> None:
     run = config(section({"code": 80, "web": LANGUAGES}, code=400, web_spa=10, web_ita=30), tokens=1000)
 
-    use_blend(run)
+    made = with_blend(run)
 
     path = {name: str(tmp_path / name) for name in ("code", "web_spa", "web_ita")}
-    assert run["megatron"]["train_data_path"] == [
+    assert made["megatron"]["train_data_path"] == [
         "0.8",
         f"{path['code']}_train",
         "0.1",
@@ -141,33 +141,29 @@ def test_training_reads_the_streams_by_their_shares(
         "0.1",
         f"{path['web_ita']}_train",
     ]
-    assert run["megatron"]["valid_data_path"][1::2] == [f"{path[name]}_valid" for name in path]
-    assert [(stream["name"], stream["weight"]) for stream in run["data"]["streams"]] == [
+    assert made["megatron"]["valid_data_path"][1::2] == [f"{path[name]}_valid" for name in path]
+    assert [(stream["name"], stream["weight"]) for stream in made["data"]["streams"]] == [
         ("code", 0.8),
         ("web_spa", 0.1),
         ("web_ita", 0.1),
     ]
-    assert "blend" not in run["data"]
+    assert "blend" not in made["data"] and "blend" in run["data"] and "train_data_path" not in run["megatron"]
     assert capsys.readouterr().err.count("data: read more than max_epochs=4 times: web_spa 10 times") == 1
 
 
 def test_the_flat_blend_that_training_leaves_gives_the_same_again(section: Section) -> None:
-    run = config(section({"code": 2, "web": LANGUAGES}, code=400, web_spa=10, web_ita=30), tokens=10)
-    use_blend(run)
-    again = config(run["data"], tokens=10)
+    made = with_blend(config(section({"code": 2, "web": LANGUAGES}, code=400, web_spa=10, web_ita=30), tokens=10))
 
-    use_blend(again)
+    again = with_blend(config(made["data"], tokens=10))
 
-    assert again["megatron"]["train_data_path"] == run["megatron"]["train_data_path"]
-    assert again["data"] == run["data"]
+    assert again["megatron"]["train_data_path"] == made["megatron"]["train_data_path"]
+    assert again["data"] == made["data"]
 
 
 def test_what_the_user_set_stays(section: Section) -> None:
     run = config(section({"code": 1}, code=5), tokens=5) | {"megatron": {"train_data_path": ["mine"]}}
 
-    use_blend(run)
-
-    assert run["megatron"]["train_data_path"] == ["mine"]
+    assert with_blend(run)["megatron"]["train_data_path"] == ["mine"]
 
 
 def test_training_needs_the_files_of_streams_without_source(section: Section) -> None:
@@ -176,7 +172,7 @@ def test_training_needs_the_files_of_streams_without_source(section: Section) ->
     )
 
     with pytest.raises(ValueError, match=r"data\.blend\.web\.of\.spa: web_spa: .*web_spa_train\.idx does not exist"):
-        use_blend(run)
+        with_blend(run)
 
 
 def test_files_of_another_tokenizer_are_refused(tmp_path: Path, bpe_file: Path) -> None:
@@ -186,10 +182,10 @@ def test_files_of_another_tokenizer_are_refused(tmp_path: Path, bpe_file: Path) 
     tokenize_stream(source, HuggingFaceTokenizer(bpe_file), tmp_path / "web", workers=1, progress=False)
     data = {"directory": str(tmp_path), "streams": [{"name": "web", "weight": 1}]}
 
-    use_blend(config({**data, "tokenizer": {"kind": "huggingface", "path": str(bpe_file)}}, tokens=5))
+    with_blend(config({**data, "tokenizer": {"kind": "huggingface", "path": str(bpe_file)}}, tokens=5))
 
     with pytest.raises(ValueError, match=r"data\.streams\[0\]: web: .*web was tokenised with another tokenizer"):
-        use_blend(config({**data, "tokenizer": {"kind": "byte"}}, tokens=5))
+        with_blend(config({**data, "tokenizer": {"kind": "byte"}}, tokens=5))
 
 
 def test_training_needs_something_to_validate_on(tmp_path: Path) -> None:
@@ -199,7 +195,7 @@ def test_training_needs_something_to_validate_on(tmp_path: Path) -> None:
     data = {"directory": str(tmp_path), "tokenizer": {"kind": "byte"}, "workers": 1, "streams": streams}
 
     with pytest.raises(ValueError, match=r"data\.validation_share=0: web would have nothing to validate on"):
-        use_blend(config({**data, "validation_share": 0}, tokens=5))
+        with_blend(config({**data, "validation_share": 0}, tokens=5))
     with pytest.raises(ValueError, match=r"web: 1 document, .*no validation files.* give the stream more documents"):
         tokenize_streams(data)
 
@@ -219,7 +215,7 @@ def test_damaged_files_that_are_made_anew_do_not_stop_training(section: Section,
     data = section({"code": {"share": 1, "source": {"kind": "jsonl", "path": "x"}}}, code=5)
     (tmp_path / "code_train.bin").write_bytes(b"cut")
 
-    use_blend(config(data, tokens=5))
+    with_blend(config(data, tokens=5))
 
     with pytest.raises(ValueError, match="has 3 bytes"):
         plan_blend(data)
@@ -228,7 +224,7 @@ def test_damaged_files_that_are_made_anew_do_not_stop_training(section: Section,
 def test_tokens_can_be_those_of_a_part_of_the_run(section: Section, capsys: pytest.CaptureFixture[str]) -> None:
     run = config(section({"code": 1}, code=5), tokens=1000)
 
-    use_blend(run, tokens=20)
+    with_blend(run, tokens=20)
 
     assert capsys.readouterr().err == ""
 

@@ -123,7 +123,7 @@ def test_a_blend_on_the_command_line(tmp_path: Path) -> None:
             ("data.directory=d", "data.blend={a: {share: 1, tokens: 5}}", "tokens=80", "refuse_epochs=9"),
             "data.blend.a: a would be read 16 times, more than data.refuse_epochs=9",
         ),
-        (("recipe=domyn_small/cpd",), "did you mean domyn_small/cpt?"),
+        (("recipe=domyn_small/cpd",), "did you mean 'domyn_small/cpt'?"),
         (
             ("data.directory=d", "data.blend={a: {share: 1, tokens: 5}}", "output=/dev/null"),
             "output=/dev/null: File exists: choose another directory",

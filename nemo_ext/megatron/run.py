@@ -1,0 +1,77 @@
+"""A training run as ranks are started for it, made once from a composed config. No torch at module level."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_ext.data.blends.plan import MAX_EPOCHS
+from nemo_ext.data.phases import Plan, data_paths, plan_of, segments, told_of_streams
+from nemo_ext.data.training import data_sections, tokenize_streams, with_data
+from nemo_ext.megatron.fp8 import with_plan
+from nemo_ext.memory import sampler
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run, from `Run.of`.
+
+    Attributes:
+        given: composed config, as it was given.
+        config: config of the whole run, with the flags of its precision plan and its data arguments.
+        plan: its phases; None without.
+        segments: configs with which ranks are started in turn: `config` alone, or one for each segment of the phases.
+    """
+
+    given: Mapping[str, Any]
+    config: Mapping[str, Any]
+    plan: Plan | None
+    segments: tuple[Mapping[str, Any], ...]
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "Run":
+        """The run of a composed config; streams that are not tokenised yet count with the sizes that it assumes.
+
+        Raises:
+            ValueError: see `with_plan`, `with_data`, `plan_of` and `data_paths`.
+        """
+        sampler.interval(given)
+        config = with_data(with_plan(given))
+        plan = plan_of(config)
+        made = (config,) if plan is None else segments(config, plan, data_paths(config, plan))
+        return cls(given=given, config=config, plan=plan, segments=made)
+
+    def tokenized(self) -> "Run":
+        """The run after its streams are tokenised: shares that depend on their sizes are those of the files.
+
+        Raises:
+            ValueError: see `tokenize_streams`.
+        """
+        changed = [tokenize_streams(data) for data in data_sections(self.given)]
+        return Run.of(self.given) if any(changed) else self
+
+    def check(self) -> None:
+        """Check everything that can be checked on any machine.
+
+        Raises:
+            ValueError: see `nemo_ext.megatron.check.check`; or a checkpoint's pickles hold objects other than data.
+        """
+        from nemo_ext.megatron.check import check, check_objects
+
+        check(self.config)
+        check_objects(self.config)
+        if len(self.segments) > 1:
+            for segment in self.segments:
+                check(segment)
+
+    def told_of_streams(self) -> list[str]:
+        """Lines on streams that several phases read, see `nemo_ext.data.phases.told_of_streams`."""
+        limit = (self.given.get("data") or {}).get("max_epochs") or MAX_EPOCHS
+        return [] if self.plan is None else told_of_streams(self.segments[0], self.plan, max_epochs=limit)
+
+
+def target_of(config: Mapping[str, Any]) -> tuple[int, str]:
+    """Step at which ranks with this config end, and advice on how to continue from there."""
+    steps, stop = int(config["megatron"]["train_iters"]), config["megatron"].get("exit_interval")
+    if stop is not None and int(stop) < steps:
+        return int(stop), f"megatron.exit_interval stops it there; to go on to {steps} set megatron.exit_interval=null"
+    return steps, "more steps: train.tokens=..."
