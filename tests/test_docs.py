@@ -72,12 +72,13 @@ def suppress_success() -> Iterator[None]:
             raise
 
 
+@pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize(("page", "code"), blocks("python"), ids=lambda value: value[:40].splitlines()[0])
-def test_python_examples(page: str, code: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+def test_python_examples(page: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which imports Megatron once."""
+    monkeypatch.chdir(tmp_path)
 
-    assert ended.returncode == 0, f"{page}: {ended.stderr}"
+    exec(compile(code, page, "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize("line", QUICK)
