@@ -327,10 +327,10 @@ def test_a_cached_teacher_heals_as_one_beside_the_child(
 def test_the_quickstart_keeps_its_promises(tmp_path: Path) -> None:
     """What the README says of `nemo-ext puzzle`: better than both baselines, and healing brings half back.
 
-    On sequences of a quarter of the length, of which the recipe takes as many.
+    On sequences of half the length, of which the recipe takes as many.
     """
     run_dir = tmp_path / "run"
-    words = [f"run_dir={run_dir}", f"data_root={tmp_path / 'data'}", "megatron.seq_length=64"]
+    words = [f"run_dir={run_dir}", f"data_root={tmp_path / 'data'}", "megatron.seq_length=128"]
     subprocess.run([sys.executable, "-m", "nemo_ext.cli", "puzzle", *words], check=True, timeout=1800)
 
     rows = {row["name"]: row for row in json.loads((run_dir / "child" / "comparison.json").read_text())}
