@@ -154,7 +154,7 @@ def test_nanos_rule_loses_less_than_fp8_everywhere(
 ) -> None:
     """Nemotron 3 Nano, FP8 PTQ: attention and the Mamba blocks before it in BF16; on code that every machine has."""
     text = ["data=local_text", CODE, f"data_root={tmp_path}", "data.workers=1", "megatron.seq_length=64"]
-    trained = ["model.pattern=MEM*EME", f"megatron.seed={seed}", "train.tokens=81920", "train.validate_at_start=false"]
+    trained = ["model.pattern=MEM*EME", f"megatron.seed={seed}", "train.tokens=163840", "train.validate_at_start=false"]
     batch = ["megatron.micro_batch_size=4", "megatron.global_batch_size=8", "megatron.num_workers=0"]
     seldom = ["megatron.save_interval=1000", "megatron.eval_interval=1000", "megatron.eval_iters=1"]
     run_dir = tmp_path / "model"
@@ -162,11 +162,10 @@ def test_nanos_rule_loses_less_than_fp8_everywhere(
     tokenize_blend(config["data"], progress=False)
     fork_ranks(launch.prepare(config), 1)
 
-    sensitivity(tmp_path / "fp8", run_dir, *text, "sensitivity.evaluation.sequences=32")
+    sensitivity(tmp_path / "fp8", run_dir, *text)
 
     plans = {row["name"]: row for row in json.loads((tmp_path / "fp8" / "plans.json").read_text())["plans"]}
     uniform, selective = plans["given"], plans[ATTENTION]
-    print("SENS", seed, uniform["kl"], selective["kl"], plans["proposed"]["kl"], plans["as it is"])
     assert selective["kl"] < uniform["kl"]
     assert sum(selective["bytes"].values()) < 1.15 * sum(uniform["bytes"].values())
     assert plans["proposed"]["kl"] < uniform["kl"]
