@@ -3,6 +3,8 @@ rank, models built from composed configs, and runs under torchrun."""
 
 import asyncio
 import email
+import functools
+import gc
 import inspect
 import json
 import os
@@ -11,7 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +33,35 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from nemo_ext.chat.sample import Message, Sample, ToolCall
 from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer
+from nemo_ext.job import config as job_config
 from nemo_ext.job import run_directory
-from nemo_ext.job.config import compose
 from nemo_ext.megatron.cpu import mamba_modules
 
 # Megatron binds mamba_ssm's names when its mixer is first imported, by whichever test.
 mamba_modules.install()
+
+
+def composed_once(whole: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """The function, which keeps what it made of packaged files alone and gives copies: composing takes 0.1 s."""
+    made: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    @functools.wraps(whole)
+    def compose(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+        words = (config_name, *overrides)
+        if any(word.startswith(("--config-dir", "-cd")) for word in words):
+            return whole(config_name, overrides)
+        if words not in made:
+            made[words] = whole(config_name, overrides)
+        return deepcopy(made[words])
+
+    return compose
+
+
+# A shell without job control makes what it starts in the background ignore Ctrl-C, and so would what tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Before tests, and modules that they import, take the function from there.
+compose = job_config.compose = composed_once(job_config.compose)
 
 
 # Its handler closes the stream that it found when it was imported, unless that is the process's own: a test's capture.
@@ -82,6 +108,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     session.config.stash[IMPORTED] = sorted(SLOW_IMPORTS & sys.modules.keys())
+    gc.collect()
+    gc.freeze()  # tests and modules stay, and need not be looked through again and again
 
 
 @pytest.fixture
@@ -217,6 +245,32 @@ def train_ranks(request: pytest.FixtureRequest) -> Callable[..., list[dict[str, 
         config["data"] = config["data"] if data is None else data
         start(run_directory.write_config(run_dir, with_plan(config)), ranks)
         return [line for line in run_directory.read_metrics(run_dir / run_directory.METRICS) if "loss" in line]
+
+    return run
+
+
+@pytest.fixture
+def launched(
+    fork_ranks: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """`nemo-ext WORDS` in this process with forked ranks, killed at a step where one is given; what it printed."""
+    from nemo_ext import cli, launch
+
+    def run(*words: str, kill_at: int | None = None) -> str:
+        def run_ranks(run_dir: Path, ranks: int, target: int, console: object) -> None:
+            fork_ranks(run_dir / run_directory.CONFIG, ranks, None if kill_at is None or kill_at > target else kill_at)
+
+        monkeypatch.setattr(launch, "_run_ranks", run_ranks)
+        monkeypatch.setattr(sys, "argv", ["nemo-ext", *words])
+        capfd.readouterr()
+        code: object = None
+        try:
+            cli.main()
+        except SystemExit as exit_:
+            code = exit_.code
+        out, err = capfd.readouterr()
+        assert not code, err
+        return out
 
     return run
 

@@ -22,7 +22,11 @@ def preload() -> None:
         import_module(f"megatron.{name}")
     for name in ("distillation", "expert_bias", "metrics", "model", "packed", "phases", "trainer"):
         import_module(f"nemo_ext.megatron.{name}")
-    import_module("torch.utils.tensorboard")
+    for name in ("_dynamo", "_dynamo.variables.builder", "_functorch.deprecated", "onnx", "utils.tensorboard"):
+        import_module(f"torch.{name}")  # the optimizer imports the compiler, whatever is compiled
+    import_module("einops._torch_specific")
+    megatron_parser = import_module("nemo_ext.megatron.arguments").megatron_parser
+    megatron_parser()  # which reads Megatron's sources for its help
 
 
 def rank(number: int, *, job: dict, port: int) -> NoReturn:

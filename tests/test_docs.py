@@ -6,13 +6,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from nemo_ext import cli
 from nemo_ext.cli import main
 from nemo_ext.job import run_directory
 
@@ -72,12 +71,13 @@ def suppress_success() -> Iterator[None]:
             raise
 
 
+@pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize(("page", "code"), blocks("python"), ids=lambda value: value[:40].splitlines()[0])
-def test_python_examples(page: str, code: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+def test_python_examples(page: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which imports Megatron once."""
+    monkeypatch.chdir(tmp_path)
 
-    assert ended.returncode == 0, f"{page}: {ended.stderr}"
+    exec(compile(code, page, "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize("line", QUICK)
@@ -109,9 +109,13 @@ def test_one_s_own_text_is_tokenised_and_trained_on(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", [line for line in TRAINING if line not in OWN_TEXT])
-def test_training_commands(line: str, tmp_path: Path) -> None:
+def test_training_commands(
+    line: str, launched: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As written, but stopped after a few steps on data that is made once, and validated on one batch."""
-    run(line, tmp_path, "train.tokens=16384", "megatron.eval_iters=1", f"data_root={ROOT / 'data'}")
+    monkeypatch.chdir(tmp_path)
+
+    launched(*shlex.split(line)[1:], "train.tokens=16384", "megatron.eval_iters=1", f"data_root={ROOT / 'data'}")
 
     (run_dir,) = (path.parent for path in tmp_path.rglob("report.md"))
     assert run_directory.read_metrics(run_dir / "metrics.jsonl")
@@ -162,8 +166,10 @@ def test_a_python_that_is_too_old_is_told_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_checkpoint_page_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training in a process of its own; the others in this one, which has imported torch already."""
+def test_the_checkpoint_page_runs_from_top_to_bottom(
+    launched: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, which has imported torch already."""
     import torch
     from safetensors.torch import save_file
 
@@ -183,11 +189,7 @@ def test_the_checkpoint_page_runs_from_top_to_bottom(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     for line in commands(in_order=True):
         words = shlex.split(line)
-        if words[1] in LONG:
-            run(line, tmp_path, "train.tokens=20480")
-            continue
-        monkeypatch.setattr(sys, "argv", words)
-        cli.main()
+        launched(*words[1:], *(["train.tokens=20480"] if words[1] in LONG else []))
 
     assert (tmp_path / "exports" / "olmo3" / "tokenizer.json").is_file()
     assert (tmp_path / "exports" / "path" / "t0.5" / "model.safetensors").is_file()

@@ -350,6 +350,21 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_a_part_of_this_environment_is_reported_as_it_is() -> None:
+    result = command("hydra", "torch", "--json")
+
+    report = json.loads(result.stdout)
+    assert result.returncode == 0
+    assert (report["works"], report["engines"]) == (True, [])
+    found = {finding["name"]: finding for finding in report["base"]}
+    assert {name: found[name]["version"] for name in ("hydra", "torch")} == {
+        name: importlib.metadata.version(distribution)
+        for name, distribution in (("hydra", "hydra-core"), ("torch", "torch"))
+    }
+    assert all(finding["usable"] and finding["enables"] for finding in found.values())
+
+
+@pytest.mark.slow
 def test_this_environment_is_reported_as_it_is() -> None:
     result = command("--json")
 

@@ -3,6 +3,7 @@
 Ranks and what signals end are processes; a command that starts no rank runs in this one, which imports Megatron once.
 """
 
+import io
 import os
 import random
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -91,11 +93,12 @@ def wait_for_step(run_dir: Path, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A whole run and what it printed."""
-    run_dir = tmp_path_factory.mktemp("whole") / "run"
-    code, out, err = run(run_dir)
-    assert code == 0, err
-    return run_dir, out
+    """A whole run, its parent in this process, and what it printed."""
+    run_dir, out = tmp_path_factory.mktemp("whole") / "run", io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), suppress(SystemExit):
+        patch.setattr(sys, "argv", ["nemo-ext", "train", *SMALL, f"run_dir={run_dir}"])
+        cli.main()
+    return run_dir, out.getvalue()
 
 
 def test_a_run_leaves_config_versions_metrics_log_and_a_report_with_a_plot(uninterrupted: tuple[Path, str]) -> None:

@@ -136,7 +136,10 @@ def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
     notes: list[Finding] = []
     if job == "train":
         layouts = [_nodes_of_the_site(run, config, settings) for run, config in zip(runs, configs, strict=True)]
-        configs = [compose(job, [*run, *given]) for run, (given, _) in zip(runs, layouts, strict=True)]
+        configs = [
+            compose(job, [*run, *given]) if given else config
+            for run, config, (given, _) in zip(runs, configs, layouts, strict=True)
+        ]
         notes = list(dict.fromkeys(note for _, found in layouts for note in found))
     taken = {nodes_and_gpus(job, config, settings) for config in configs}
     if len(taken) > 1:

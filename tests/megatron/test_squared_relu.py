@@ -46,7 +46,7 @@ def test_the_kernels(device: str) -> None:
     file = Path(__file__).parent / "squared_relu_kernels.py"
 
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", str(file)],
         env=environment,
         capture_output=True,
         text=True,

@@ -171,10 +171,10 @@ def test_the_same_command_again_does_nothing_again(whole: tuple[Path, str], caps
 
 
 @pytest.mark.slow
-def test_another_child_takes_the_same_library(whole: tuple[Path, str]) -> None:
+def test_another_child_takes_the_same_library(whole: tuple[Path, str], in_process: Callable[..., str]) -> None:
     run_dir, _ = whole
-    code, _, err = run(
-        run_dir,
+    err = in_process(
+        *(*SMALL, f"run_dir={run_dir}"),
         "puzzle.child=half",
         "puzzle.search.shares={parameters: 0.5}",
         "puzzle.heal.tokens=0",
@@ -183,11 +183,10 @@ def test_another_child_takes_the_same_library(whole: tuple[Path, str]) -> None:
         "puzzle.search.pool=1",
         "puzzle.export=false",
     )
-    assert code == 0, err
     assert "distill: finished before" in err
     # What had nothing to do may be asked for later; pictures and losses are then made again.
-    code, _, err = run(
-        run_dir,
+    err = in_process(
+        *(*SMALL, f"run_dir={run_dir}"),
         "puzzle.child=half",
         "puzzle.search.shares={parameters: 0.5}",
         "puzzle.heal.continue_tokens=0",
@@ -195,7 +194,6 @@ def test_another_child_takes_the_same_library(whole: tuple[Path, str]) -> None:
         "puzzle.search.sweep.points=3",
         "puzzle.export=false",
     )
-    assert code == 0, err
     assert "realise: finished before" in err and "baselines: done" in err and "heal: done" in err
     rows = json.loads((run_dir / "half" / "evaluation.json").read_text())
     assert rows[-1]["costs"]["parameters"] <= 0.5 * rows[0]["costs"]["parameters"]
@@ -303,10 +301,12 @@ def test_two_ranks_find_what_one_finds(whole: tuple[Path, str], tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_cached_teacher_heals_as_one_beside_the_child(whole: tuple[Path, str]) -> None:
+def test_a_cached_teacher_heals_as_one_beside_the_child(
+    whole: tuple[Path, str], in_process: Callable[..., str]
+) -> None:
     run_dir, losses = whole[0], {}
-    code, _, err = run(
-        run_dir,
+    in_process(
+        *(*SMALL, f"run_dir={run_dir}"),
         "puzzle.child=cached",
         "puzzle.heal.teacher=cached",
         "puzzle.heal.continue_tokens=0",
@@ -315,7 +315,6 @@ def test_a_cached_teacher_heals_as_one_beside_the_child(whole: tuple[Path, str])
         "puzzle.baselines=false",
         "puzzle.export=false",
     )
-    assert code == 0, err
     for child in ("child", "cached"):
         rows = json.loads((run_dir / child / "evaluation.json").read_text())
         losses[child] = {row["name"]: row["loss"] for row in rows}

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
+from nemo_ext import launch
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.blockwise.parent import Parent
+from nemo_ext.data.tokenize import tokenize_blend
 from nemo_ext.describe import describe
 from nemo_ext.job.config import compose
 from nemo_ext.megatron.fp8 import Precision
@@ -69,7 +71,8 @@ def test_what_is_measured(parent: Parent, tmp_path: Path) -> None:
 
 
 def words_of(run_dir: Path, model: Path, *words: str) -> list[str]:
-    small = ["data=mock", "megatron.seq_length=64", "sensitivity.attempts=3"]
+    data = [] if any(word.startswith("data=") for word in words) else ["data=mock", "megatron.seq_length=64"]
+    small = [*data, "sensitivity.attempts=3"]
     few = [f"sensitivity.{split}={{sequences: 8, batch: 4}}" for split in ("calibration", "evaluation")]
     return [f"sensitivity.model={model}", f"run_dir={run_dir}", *small, *few, *words]
 
@@ -141,19 +144,28 @@ def test_the_job(
         sensitivity(run_dir, model)
 
 
+CODE = "data.streams=[{name: code, weight: 1, source: {kind: python_stdlib, max_bytes: 400000}}]"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_nanos_rule_beside_fp8_everywhere_and_the_proposal(
-    train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path, seed: int
+def test_nanos_rule_loses_less_than_fp8_everywhere(
+    fork_ranks: Callable[..., None], sensitivity: Callable[..., None], tmp_path: Path, seed: int
 ) -> None:
-    """Nemotron 3 Nano, FP8 PTQ: attention and the Mamba blocks before it in BF16; on mock data."""
-    words = ["model.pattern=MEM*EME", f"megatron.seed={seed}", "train.tokens=40960", "megatron.save_interval=80"]
-    train_ranks(tmp_path / "model", *words)
-    command = [sys.executable, "-m", "nemo_ext.cli", "sensitivity", *words_of(tmp_path / "fp8", tmp_path / "model")]
-    subprocess.run(command, check=True)
+    """Nemotron 3 Nano, FP8 PTQ: attention and the Mamba blocks before it in BF16; on code that every machine has."""
+    text = ["data=local_text", CODE, f"data_root={tmp_path}", "data.workers=1", "megatron.seq_length=64"]
+    trained = ["model.pattern=MEM*EME", f"megatron.seed={seed}", "train.tokens=163840", "train.validate_at_start=false"]
+    batch = ["megatron.micro_batch_size=4", "megatron.global_batch_size=8", "megatron.num_workers=0"]
+    seldom = ["megatron.save_interval=1000", "megatron.eval_interval=1000", "megatron.eval_iters=1"]
+    run_dir = tmp_path / "model"
+    config = compose("train", [*text, *trained, *batch, *seldom, f"run_dir={run_dir}", "launcher.nproc_per_node=1"])
+    tokenize_blend(config["data"], progress=False)
+    fork_ranks(launch.prepare(config), 1)
+
+    sensitivity(tmp_path / "fp8", run_dir, *text)
 
     plans = {row["name"]: row for row in json.loads((tmp_path / "fp8" / "plans.json").read_text())["plans"]}
     uniform, selective = plans["given"], plans[ATTENTION]
-    assert selective["kl"] < 1.5 * uniform["kl"]  # of random tokens: which of the two is smaller is up to the seed
+    assert selective["kl"] < uniform["kl"]
     assert sum(selective["bytes"].values()) < 1.15 * sum(uniform["bytes"].values())
     assert plans["proposed"]["kl"] < uniform["kl"]

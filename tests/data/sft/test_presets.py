@@ -1,8 +1,7 @@
 """A family's SFT as a user runs it: the preset makes packs, the recipe trains on them."""
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,7 +44,7 @@ def test_the_command_line_wins_over_a_preset() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", TRAINED)
-def test_a_recipe_trains_on_its_presets_packs(tmp_path: Path, preset: str) -> None:
+def test_a_recipe_trains_on_its_presets_packs(launched: Callable[..., str], tmp_path: Path, preset: str) -> None:
     recipe = FAMILIES[preset]
     family = recipe.split("/")[0]
     with (tmp_path / "chat.jsonl").open("w") as file:
@@ -63,14 +62,11 @@ def test_a_recipe_trains_on_its_presets_packs(tmp_path: Path, preset: str) -> No
     )
     run(compose("sft_data", packs))
 
-    words = (
+    launched(
         *("train", f"recipe={recipe}", f"model={family}_tiny", "scale=laptop", "megatron.micro_batch_size=1"),
         *(f"data_root={tmp_path / 'data'}", f"run_dir={tmp_path / 'run'}", "megatron.global_batch_size=2"),
         *("train.tokens=1024", "megatron.eval_iters=1"),
     )
-    command = [sys.executable, "-m", "nemo_ext.cli", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in metrics if "loss" in entry] == [1, 2]

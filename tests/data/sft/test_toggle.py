@@ -1,8 +1,6 @@
 """From conversations to a model that thinks when it is told to: the data job, a converted checkpoint, the trainer."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_ext import cli
 from nemo_ext.chat.sample import Message, Sample
 from nemo_ext.chat.template import Template
 from nemo_ext.data.text.tokenizers import ByteTokenizer
@@ -31,21 +28,6 @@ def write_conversations(path: Path) -> None:
             file.write(json.dumps({"id": str(number), "thinking": bool(number % 2), "messages": messages}) + "\n")
 
 
-@pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A command in this process, but for training."""
-
-    def run(*words: str) -> None:
-        if words[0] != "train":
-            monkeypatch.setattr(sys, "argv", ["nemo-ext", *words])
-            return cli.main()
-        command = [sys.executable, "-m", "nemo_ext.cli", *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    return run
-
-
 def answers(model: torch.nn.Module, thinking: bool) -> list[str]:
     """What the model says to words that it has not seen, greedily."""
     template, tokenizer, said = Template.load("llama_nemotron"), ByteTokenizer(), []
@@ -59,16 +41,16 @@ def answers(model: torch.nn.Module, thinking: bool) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_model_learns_to_think_when_it_is_told_to(job: Callable[..., None], tmp_path: Path) -> None:
+def test_a_model_learns_to_think_when_it_is_told_to(launched: Callable[..., str], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
     LlamaForCausalLM(LlamaConfig(vocab_size=384, num_key_value_heads=2, **sizes)).save_pretrained(tmp_path / "base")
-    job("convert", f"from={tmp_path / 'base'}", f"to={tmp_path / 'megatron'}")
+    launched("convert", f"from={tmp_path / 'base'}", f"to={tmp_path / 'megatron'}")
     (made,) = (tmp_path / "megatron" / "model").glob("*.yaml")
     write_conversations(tmp_path / "chat.jsonl")
-    job(
+    launched(
         "sft_data",
         f"output={tmp_path / 'packs'}",
         "template=llama_nemotron",
@@ -79,7 +61,7 @@ def test_a_model_learns_to_think_when_it_is_told_to(job: Callable[..., None], tm
         "filters.repetition=null",
         "workers=1",
     )
-    job(
+    launched(
         "train",
         f"--config-dir={tmp_path / 'megatron'}",
         f"model={made.stem}",
@@ -96,7 +78,7 @@ def test_a_model_learns_to_think_when_it_is_told_to(job: Callable[..., None], tm
         "train.tokens=409600",
         "train.validate_at_start=false",
     )
-    job("convert", f"from={tmp_path / 'run'}", f"to={tmp_path / 'exported'}")
+    launched("convert", f"from={tmp_path / 'run'}", f"to={tmp_path / 'exported'}")
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
     on, off = answers(model, True), answers(model, False)

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -336,15 +337,17 @@ def contents(run_dir: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_three_shards_one_of_them_killed_make_the_files_of_one_process(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, in_process: Callable[..., str]
 ) -> None:
+    """What works at the same time, and what is killed, is in processes of its own."""
     whole, divided = tmp_path / "whole", tmp_path / "divided"
     parent = f"puzzle.parent={whole / 'parent'}"
+    here = partial(in_process, *SMALL, f"run_dir={divided}", parent)
     said(start(whole, "puzzle.stages=[parent,library,distill,score]"))
-    said(start(divided, parent, "puzzle.stages=[parent,library]"))
+    here("puzzle.stages=[parent,library]")
 
-    def shard(number: int, stage: str = DISTILL, *overrides: str) -> subprocess.Popen[str]:
-        return start(divided, parent, stage, f"puzzle.shard={number}/3", *overrides)
+    def shard(number: int) -> subprocess.Popen[str]:
+        return start(divided, parent, DISTILL, f"puzzle.shard={number}/3")
 
     with ExitStack() as running:
         first, second = (running.enter_context(shard(number)) for number in (0, 1))
@@ -359,16 +362,14 @@ def test_three_shards_one_of_them_killed_make_the_files_of_one_process(
         again = running.enter_context(shard(1))
         assert "left to do" in said(first) + said(again)
     assert not list((divided / "blocks" / "trained").glob("in_training*"))
-    Job(compose("puzzle", [*SMALL, f"run_dir={divided}", parent, DISTILL, "puzzle.shard=0/3"])).run()
-    assert "distill, shard 0/3: finished before" in capsys.readouterr().err
-    words = [*SMALL, f"run_dir={divided}", parent, DISTILL, "puzzle.shard=2/3", "puzzle.distill.steps=7"]
+    assert "distill, shard 0/3: finished before" in here(DISTILL, "puzzle.shard=0/3")
     with pytest.raises(ValueError, match=r"distill was begun with other settings \(distill\.steps: 60 -> 7\)"):
-        Job(compose("puzzle", words)).run()
-    assert "no shard is left to do" in said(shard(2))
-    said(start(divided, parent, DISTILL))
-    for process in [shard(number, "puzzle.stages=[score]") for number in (0, 2)]:
-        said(process)
-    rest = said(start(divided, parent, "puzzle.stages=[parent,library,distill,score]"))
+        here(DISTILL, "puzzle.shard=2/3", "puzzle.distill.steps=7")
+    assert "no shard is left to do" in here(DISTILL, "puzzle.shard=2/3")
+    here(DISTILL)
+    for number in (0, 2):
+        here("puzzle.stages=[score]", f"puzzle.shard={number}/3")
+    rest = here("puzzle.stages=[parent,library,distill,score]")
 
     assert "distill: finished before" in rest
     assert "score: shards 1/3 are not finished: what they lack is done here" in rest

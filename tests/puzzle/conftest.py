@@ -1,0 +1,40 @@
+"""`nemo-ext puzzle` without a start of Python and Megatron for each stage."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from nemo_ext.job import run_directory
+from nemo_ext.job.config import compose
+
+
+@pytest.fixture
+def in_process(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """The command and the rank of its stages in this process, ranks that train forked; what it said on stderr."""
+    # By name only: a test that lists `megatron` would leave the worker of its file.
+    request.getfixturevalue("megatron")
+    fork_ranks = request.getfixturevalue("fork_ranks")
+
+    from nemo_ext import launch
+    from nemo_ext.puzzle import job
+    from nemo_ext.puzzle.stages import stages
+
+    def rank(command: Sequence[str], ranks: int, logs: Path) -> int:
+        config, *names = command[command.index("nemo_ext.puzzle.rank") + 1 :]
+        stages.run(config, names)
+        return 0
+
+    def train(run_dir: Path, ranks: int, target: int, console: object) -> None:
+        fork_ranks(run_dir / run_directory.CONFIG, ranks)
+
+    def run(*words: str) -> str:
+        monkeypatch.setattr(job, "run_ranks", rank)
+        monkeypatch.setattr(launch, "_run_ranks", train)
+        capsys.readouterr()
+        job.Job(compose("puzzle", words)).run()
+        return capsys.readouterr().err
+
+    return run
