@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,9 +29,10 @@ def new_figure(**sizes: Any) -> "Figure":
     return figure
 
 
-def tidy(axes: "Axes") -> None:
-    """Takes away an axis's upper and right frame and draws a faint grid."""
-    axes.grid(alpha=0.25)
+def tidy(axes: "Axes", *, grid: Literal["x", "y", "both"] | None = "both") -> None:
+    """Takes away an axis's upper and right frame and draws a faint grid (`x`, `y`, `both` or None)."""
+    if grid is not None:
+        axes.grid(axis=grid, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 
 
