@@ -359,7 +359,10 @@ def test_the_command(data: Path) -> None:
         (("sources={a: {kind: detla, path: x}}",), "sources.a: kind='detla'"),
         (("sources={a: {kind: judged, pth: x}}",), "sources.a: unknown key 'pth': did you mean 'path'?"),
         (("sources={a: {kind: judged, path: no.jsonl}}",), "no.jsonl"),
-        (("sources={a: {kind: judged, path: x, keys: {promt: y}}}",), "unknown key 'keys.promt': did you mean 'prompt'?"),
+        (
+            ("sources={a: {kind: judged, path: x, keys: {promt: y}}}",),
+            "'keys.promt': did you mean 'prompt'?",
+        ),
         (("sources={a: {kind: judged, path: x, filters: {max_token: 5}}}",), "did you mean 'max_tokens'?"),
         (("sources={a: {kind: judged, path: x}}", "filters.max_tokens=9"), "sources.a: the filters count tokens"),
         (("sources={a: {kind: judged, path: x}}", "outputs=[tlr]"), "unknown format 'tlr': did you mean 'trl'?"),
