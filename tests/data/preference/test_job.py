@@ -251,7 +251,7 @@ def test_records_that_do_not_fit_are_said_and_many_are_an_error(
 def test_bad_records_are_counted_with_their_place(data: Path) -> None:
     with open(data / "tools.jsonl", "a") as file:
         file.write('not json\n{"id": 9}\n{"id": 10, "prompt": "x", "generations": [{"text": 5}]}\n[1]\n{"task": "m"}\n')
-    with pytest.raises(ValueError, match=r"sources.tools: 2 of 13 records .* max_bad_share=0.01"):
+    with pytest.raises(ValueError, match=r"sources.tools: 5 of 13 records .* max_bad_share=0.01"):
         job.run(config(data))
 
     job.run(config(data, max_bad_share=0.5))
@@ -359,7 +359,10 @@ def test_the_command(data: Path) -> None:
         (("sources={a: {kind: detla, path: x}}",), "sources.a: kind='detla'"),
         (("sources={a: {kind: judged, pth: x}}",), "sources.a: unknown key 'pth': did you mean 'path'?"),
         (("sources={a: {kind: judged, path: no.jsonl}}",), "no.jsonl"),
-        (("sources={a: {kind: judged, path: x, keys: {promt: y}}}",), "unknown key 'promt': did you mean 'prompt'?"),
+        (
+            ("sources={a: {kind: judged, path: x, keys: {promt: y}}}",),
+            "'keys.promt': did you mean 'prompt'?",
+        ),
         (("sources={a: {kind: judged, path: x, filters: {max_token: 5}}}",), "did you mean 'max_tokens'?"),
         (("sources={a: {kind: judged, path: x}}", "filters.max_tokens=9"), "sources.a: the filters count tokens"),
         (("sources={a: {kind: judged, path: x}}", "outputs=[tlr]"), "unknown format 'tlr': did you mean 'trl'?"),
