@@ -76,7 +76,7 @@ def test_judges_are_asked_before_a_run(endpoint: Any, reply: Any) -> None:
     [
         ({"show": "genrn", "judge": {}}, "did you mean 'genrm'"),
         ({"lenght_control": {}}, "did you mean 'length_control'"),
-        ({"length_control": {"thinking": -1}}, "thinking must be a number of at least 0"),
+        ({"length_control": {"thinking": -1}}, "thinking=-1"),
     ],
 )
 def test_wrong_settings_are_named(group: dict[str, Any], said: str) -> None:

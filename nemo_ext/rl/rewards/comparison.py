@@ -65,7 +65,7 @@ class LengthControl:
     answer: Coefficient = 0.5
     thinking_bonus: Coefficient = 0.5
     answer_bonus: Coefficient = 0.5
-    percentile: Annotated[float, Field(ge=0, le=100)] = 80.0
+    percentile: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 80.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

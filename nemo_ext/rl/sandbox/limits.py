@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from nemo_ext.job.settings import checked
 
-Number = Annotated[float, Field(gt=0, lt=1 << 40)]
+Number = Annotated[float, Field(gt=0, lt=1 << 40, allow_inf_nan=False)]
 Whole = Annotated[int, Field(gt=0, lt=1 << 40)]
 
 

@@ -83,7 +83,7 @@ class _Given:
     limits: dict[str, Any] | None = None
 
 
-Tolerance = Annotated[float, Field(ge=0, lt=1)]
+Tolerance = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, kw_only=True)

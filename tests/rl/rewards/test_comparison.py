@@ -293,7 +293,9 @@ def test_lengths_are_as_many_as_responses() -> None:
         group_rewards({}, thinking_lengths=[1, -2], answer_lengths=[1, 1])
 
 
-@pytest.mark.parametrize("wrong", [{"thinking": -1}, {"answer_bonus": math.nan}, {"percentile": 101}])
+@pytest.mark.parametrize(
+    "wrong", [{"thinking": -1}, {"answer_bonus": math.nan}, {"percentile": 101}, {"percentile": math.nan}]
+)
 def test_control_is_checked(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         LengthControl(**wrong)

@@ -290,6 +290,7 @@ def test_outputs_compare_by_lines_and_words(mine: bytes, expected: bytes, same: 
         ({"tests": [{"input": "1"}]}, r"reference.tests\[0\]: the key 'output' is missing"),
         ({"tests": [{"input": 1, "output": ""}]}, r"reference.tests\[0\]: input=1: .*string"),
         ({"tests": [{"input": "", "output": "", "tolerance": 2}]}, r"tests\[0\]: tolerance=2: .*less than 1"),
+        ({"tests": [{"input": "", "output": "", "tolerance": float("nan")}]}, r"tests\[0\]: tolerance=nan: .*finite"),
         ({"tests": SQUARE["tests"] * 20}, r"reference.tests has 60 tests, more than max_tests \(50\)"),
         ({"function": "f"}, r"reference.function is for style function"),
         ({"limits": {"seconds": 1}}, r"reference.limits: unknown key 'seconds': did you mean"),
