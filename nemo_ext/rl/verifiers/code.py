@@ -126,7 +126,7 @@ def check(reference: Mapping[str, Any], *, max_tests: int = MAX_TESTS) -> Refere
     Raises:
         ValueError: naming `reference.KEY`, what it holds and what it may hold.
     """
-    given = checked(_Given, reference, where="reference")
+    given = checked(_Given, reference, where="reference", strict=True)
     if given.style == "function":
         if given.language != "python":
             raise ValueError(f"reference.language must be python for style function, not {given.language!r}")
@@ -142,7 +142,9 @@ def check(reference: Mapping[str, Any], *, max_tests: int = MAX_TESTS) -> Refere
     limits = given.limits or {}
     Limits().changed(limits, "reference.limits")
     kind: type[_Call | _Lines] = _Call if given.style == "function" else _Lines
-    made = [checked(kind, test, f"reference.tests[{index}]").test() for index, test in enumerate(given.tests)]
+    made = [
+        checked(kind, test, f"reference.tests[{index}]", strict=True).test() for index, test in enumerate(given.tests)
+    ]
     return Reference(language=given.language, function=given.function, tests=tuple(made), limits=limits)
 
 

@@ -74,7 +74,7 @@ def check(reference: Mapping[str, Any]) -> Reference:
     Raises:
         ValueError: naming the key, what it holds and what it may hold.
     """
-    return checked(Reference, reference, where="reference")
+    return checked(Reference, reference, where="reference", strict=True)
 
 
 def verify(response: Response, reference: Reference, *, max_characters: int = MAX_CHARACTERS) -> Verdict:

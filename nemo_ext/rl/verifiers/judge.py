@@ -57,7 +57,7 @@ def check(reference: Mapping[str, Any]) -> Reference:
     Raises:
         ValueError: naming the key `reference.KEY`, what it holds and what it may hold.
     """
-    return checked(Reference, reference, where="reference")
+    return checked(Reference, reference, where="reference", strict=True)
 
 
 def environment(*, judge: Judge | Mapping[str, Any], max_answer_characters: int = 20_000) -> Environment:

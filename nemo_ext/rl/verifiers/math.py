@@ -109,7 +109,7 @@ def check(reference: Mapping[str, Any], *, max_length: int = MAX_LENGTH) -> Refe
     answer = reference.get("answer")
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         reference = {**reference, "answer": repr(answer)}
-    made = checked(Reference, reference, where="reference")
+    made = checked(Reference, reference, where="reference", strict=True)
     boxed = last_boxed(made.answer)
     text = made.answer.strip() if boxed is None else boxed
     _, refused = prepared(text, max_length=max_length)

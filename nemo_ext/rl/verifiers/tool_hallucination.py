@@ -69,7 +69,7 @@ class Verifier:
         given = reference.get("answer")
         if given is None:
             return Reference(tools=tools)
-        wanted = checked(_Answer, given, where="reference.answer")
+        wanted = checked(_Answer, given, where="reference.answer", strict=True)
         name = wanted.environment
         if name not in self._made:
             self._made[name] = self._single_turn(name, "reference.answer.environment")

@@ -258,7 +258,7 @@ def check(world: World, reference: Mapping[str, Any]) -> Reference:
     Raises:
         ValueError: naming the key, what it holds and what it may hold; a call is refused; the task asks for nothing.
     """
-    given = checked(_Given, reference, where="reference")
+    given = checked(_Given, reference, where="reference", strict=True)
     read = read_openai_calls(given.calls)
     if read.problems:
         raise ValueError(f"reference.calls: {read.problems[0]}")

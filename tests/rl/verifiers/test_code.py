@@ -307,7 +307,7 @@ def test_a_reference_that_cannot_be_used_is_refused(change: dict[str, Any], mess
     [
         ({"language": "cpp"}, r"reference.language must be python for style function, not 'cpp'"),
         ({"function": "a b"}, r"reference.function must be the function's name, not 'a b'"),
-        ({"tests": [{"args": 1, "expected": 1}]}, r"reference.tests\[0\]: args=1: .*list"),
+        ({"tests": [{"args": 1, "expected": 1}]}, r"reference.tests\[0\]: args=1: .*array"),
         ({"tests": [{"args": [], "expected": float("nan")}]}, r"tests\[0\]: args, kwargs and expected must be values"),
     ],
 )
