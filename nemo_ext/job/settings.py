@@ -4,6 +4,7 @@ import difflib
 import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Annotated, Any, cast
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -56,7 +57,7 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
             raise ValueError(f"{prefix}unknown key {key!r}: {nearest(str(key), fields)}")
     try:
         if strict:
-            return cast(T, adapter.validate_json(json.dumps(section), strict=True))
+            return cast(T, adapter.validate_json(json.dumps(section, default=_plain), strict=True))
         return cast(T, adapter.validate_python(dict(section)))
     except ValidationError as error:
         first = min(error.errors(), key=lambda found: found["type"] != "unexpected_keyword_argument")
@@ -72,6 +73,17 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
     if first["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
         raise ValueError(f"{prefix}the key {key!r} is missing")
     raise ValueError(f"{prefix}{key}={first['input']!r}: {first['msg'][:1].lower()}{first['msg'][1:]}")
+
+
+def _plain(value: object) -> object:
+    """What JSON has for OmegaConf's containers, which a section of a config may hold, and for paths."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence):
+        return list(value)
+    if isinstance(value, PurePath):
+        return str(value)
+    raise ValueError(f"{value!r} is no value of a config")
 
 
 @functools.cache

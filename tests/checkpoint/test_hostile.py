@@ -25,7 +25,7 @@ from nemo_ext.checkpoint.sound import fall_back
 from nemo_ext.checkpoint.storage import CheckpointError
 from nemo_ext.checkpoint.torch_dist import METADATA, TRACKER, TorchDistReader, TorchDistWriter, whole_files
 from nemo_ext.data.curriculum.layout import read_order
-from nemo_ext.launch import _check_objects
+from nemo_ext.megatron.check import check_objects as check_of_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 
@@ -160,11 +160,11 @@ def test_metadata_run_nothing(kind: str, marker: Path, checkpoints: Path) -> Non
         lambda checkpoints: hf.plan(checkpoints.parent, checkpoints / "out", hf.Settings(iteration=20)),
         lambda checkpoints: merge.plan([checkpoints] * 2, checkpoints / "out", merge.Settings()),
         lambda checkpoints: TorchDistReader(checkpoints / "iter_0000020"),
-        lambda checkpoints: _check_objects({"run_dir": str(checkpoints.parent), "megatron": {}}),
-        lambda checkpoints: _check_objects(
+        lambda checkpoints: check_of_run({"run_dir": str(checkpoints.parent), "megatron": {}}),
+        lambda checkpoints: check_of_run(
             {"run_dir": str(checkpoints / "new"), "megatron": {"pretrained_checkpoint": str(checkpoints)}}
         ),
-        lambda checkpoints: _check_objects(
+        lambda checkpoints: check_of_run(
             {
                 "run_dir": str(checkpoints / "new"),
                 "megatron": {},
@@ -262,7 +262,7 @@ def test_objects_among_the_shards_run_nothing(marker: Path, checkpoints: Path) -
     newest = with_object(checkpoints, Calls(os.system, f"touch {marker}"))
 
     with pytest.raises(Unsafe, match=r"\.distcp \(state\): names \w+\.system"):
-        _check_objects({"run_dir": str(checkpoints.parent), "megatron": {}})
+        check_of_run({"run_dir": str(checkpoints.parent), "megatron": {}})
 
     assert TorchDistReader(newest).read("w").eq(0).all()  # the weights alone need none of it
     assert not marker.exists()

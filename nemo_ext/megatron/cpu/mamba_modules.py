@@ -6,10 +6,10 @@ their `__version__` is high enough; both are met here. The functions take upstre
 """
 
 import importlib.util
+import math
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,13 +36,19 @@ def mamba_chunk_scan_combined(
     B: Tensor,
     C: Tensor,
     chunk_size: int,
-    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    return_final_states: bool = False,
     return_varlen_states: bool = False,
     state_dtype: torch.dtype | None = None,
-    **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`ssd_chunk_scan`, whose `options` have upstream's names.
+    """`ssd_chunk_scan` with upstream's arguments.
 
     `state_dtype` is upstream's dtype for states between chunks; here they are float32 whatever it says.
 
@@ -51,7 +57,22 @@ def mamba_chunk_scan_combined(
     """
     _refuse("mamba_chunk_scan_combined", cu_seqlens=cu_seqlens, return_varlen_states=return_varlen_states)
     _check_state_dtype(state_dtype, x)
-    return ssd_chunk_scan(x, dt, A, B, C, chunk_size=chunk_size, **options)
+    return ssd_chunk_scan(
+        x,
+        dt,
+        A,
+        B,
+        C,
+        chunk_size=chunk_size,
+        D=D,
+        z=z,
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+        seq_idx=seq_idx,
+        initial_states=initial_states,
+        return_final_states=return_final_states,
+    )
 
 
 def mamba_split_conv1d_scan_combined(
@@ -62,8 +83,11 @@ def mamba_split_conv1d_scan_combined(
     A: Tensor,
     D: Tensor,
     chunk_size: int,
-    *,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
     return_final_states: bool = False,
+    activation: str | None = "silu",
     rmsnorm_weight: Tensor | None = None,
     rmsnorm_eps: float = 1e-6,
     outproj_weight: Tensor | None = None,
@@ -72,12 +96,11 @@ def mamba_split_conv1d_scan_combined(
     ngroups: int = 1,
     norm_before_gate: bool = True,
     state_dtype: torch.dtype | None = None,
-    **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`split_convolution_scan` with upstream's arguments, then norm and output projection if given.
 
     Without `rmsnorm_weight` the scan is gated by silu(z), as upstream; with it z gates around the norm.
-    `state_dtype` is as in `mamba_chunk_scan_combined`; the other `options` have upstream's names.
+    `state_dtype` is as in `mamba_chunk_scan_combined`.
 
     Raises:
         ValueError: For a missing headdim, an outproj_bias alone, a state_dtype wider than the work, or shapes
@@ -103,11 +126,20 @@ def mamba_split_conv1d_scan_combined(
         groups=ngroups,
         chunk_size=chunk_size,
         gated=gated,
-        **options,
+        activation=activation,
+        dt_limit=dt_limit,
+        seq_idx=seq_idx,
+        initial_states=initial_states,
     )
     if rmsnorm_weight is not None:
-        z, group = zxbcdt[..., :inner], inner // ngroups
-        out = rms_norm_gated(out, rmsnorm_weight, z, rmsnorm_eps, group, norm_before_gate)
+        out = rms_norm_gated(
+            out,
+            rmsnorm_weight,
+            z=zxbcdt[..., :inner],
+            eps=rmsnorm_eps,
+            group_size=inner // ngroups,
+            norm_before_gate=norm_before_gate,
+        )
     if outproj_weight is not None:
         out = F.linear(out, outproj_weight, outproj_bias)
     return (out, state) if return_final_states else out
@@ -129,8 +161,14 @@ def causal_conv1d_fn(
         ValueError: For return_final_states or final_states_out, or bad shapes.
     """
     _refuse("causal_conv1d_fn", return_final_states=return_final_states, final_states_out=final_states_out)
-    before = None if initial_states is None else initial_states.transpose(1, 2)
-    out = causal_conv1d(x.transpose(1, 2), weight, bias, activation=activation, seq_idx=seq_idx, initial_states=before)
+    out = causal_conv1d(
+        x.transpose(1, 2),
+        weight,
+        bias,
+        activation=activation,
+        seq_idx=seq_idx,
+        initial_states=None if initial_states is None else initial_states.transpose(1, 2),
+    )
     return out.transpose(1, 2)
 
 
@@ -223,5 +261,6 @@ def _module(name: str, attributes: dict[str, object]) -> ModuleType:
     module.__spec__ = ModuleSpec(name, loader=None, is_package=True)
     module.__path__ = []
     module.__package__ = name
-    vars(module).update(attributes)
+    for attribute, value in attributes.items():
+        setattr(module, attribute, value)
     return module
