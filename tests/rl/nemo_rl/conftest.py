@@ -407,6 +407,6 @@ def dpo_stage(nemo_rl: ModuleType, tokenizer: Any, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(dpo, "setup", setup)
     monkeypatch.setattr(
-        importlib.import_module("nemo_ext.rl.nemo_rl.run"), "_start_ray", lambda master: None, raising=True
+        importlib.import_module("nemo_ext.rl.nemo_rl.run"), "_start_ray", lambda: None, raising=True
     )
     return made
