@@ -406,7 +406,5 @@ def dpo_stage(nemo_rl: ModuleType, tokenizer: Any, monkeypatch: pytest.MonkeyPat
         return made.policy, None, train, validation, loss, logger, saving, state, config
 
     monkeypatch.setattr(dpo, "setup", setup)
-    monkeypatch.setattr(
-        importlib.import_module("nemo_ext.rl.nemo_rl.run"), "_start_ray", lambda master: None, raising=True
-    )
+    monkeypatch.setattr(importlib.import_module("nemo_ext.rl.nemo_rl.run"), "_start_ray", lambda: None, raising=True)
     return made
