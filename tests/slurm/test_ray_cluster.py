@@ -190,7 +190,10 @@ def test_each_job_has_a_token(tmp_path: Path) -> None:
 
 def test_a_node_whose_step_ends_is_named(tmp_path: Path) -> None:
     steps = Steps(
-        Cluster(name="site"), head="cat", hold="echo no such image; exit 3", joined="echo joined localhost; cat"
+        Cluster(name="site"),
+        head="cat",
+        hold="sleep 1; echo no such image; exit 3",
+        joined="echo joined localhost; cat",
     )
     with pytest.raises(ClusterError) as error, start(steps, tmp_path, []):
         pass
