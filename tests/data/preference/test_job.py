@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,18 @@ def config(data: Path, **changes: Any) -> dict[str, Any]:
         "tools": {"kind": "tool_hallucination", "path": str(data / "tools.jsonl"), "task": "math"},
     }
     return {"output": str(data / "out"), "sources": sources, "tokenizer": {"kind": "byte"}, "workers": 1} | changes
+
+
+def test_differences_in_length_are_chosen_minus_rejected(
+    data: Path, lines_of: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plotted: list[Any] = []
+    monkeypatch.setattr(job, "plot", lambda counts, path, **words: plotted.append(counts))
+    job.run(config(data, filters={"max_length_difference": 100}))
+
+    pairs = [pair for pair in lines_of(data / "out/trl_train.jsonl") if pair["source"] == "qwen"]
+    lengths = [[len(pair[side][-1]["content"]) for side in ("chosen", "rejected")] for pair in pairs]
+    assert plotted[0]["qwen"].after == Counter(chosen - rejected for chosen, rejected in lengths)
 
 
 def test_pairs_of_two_files_and_three_groups(data: Path, lines_of: Lines) -> None:

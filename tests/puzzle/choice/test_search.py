@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from nemo_ext.puzzle.choice import integer_program
 from nemo_ext.puzzle.choice.pool import pool
 from nemo_ext.puzzle.choice.problem import Candidate, Limit, Problem
-from nemo_ext.puzzle.choice.search import Conflict, Infeasible, LimitSide, explain, limit_sides, solve, to_program
+from nemo_ext.puzzle.choice.search import (
+    Conflict,
+    Infeasible,
+    LimitSide,
+    explain,
+    limit_sides,
+    relative_gap,
+    solve,
+    to_program,
+)
 
 RESOURCES = ("memory_bytes", "cache_bytes", "decode_seconds", "attention_blocks")
 
@@ -302,3 +311,7 @@ def test_a_conflict_in_a_problem_of_the_size_of_ultra() -> None:
         moved = Limit(**{conflict.side: conflict.nearest})
         if conflict.with_all_others:
             solve(problem.with_limits({**limits, conflict.resource: moved}))
+
+
+def test_a_gap_is_a_share_of_the_score() -> None:
+    assert [relative_gap(4.0, 3.0), relative_gap(-4.0, -5.0), relative_gap(2.0, 2.0)] == [0.25, 0.25, 0.0]
