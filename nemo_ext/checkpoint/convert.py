@@ -29,6 +29,9 @@ def run(config: Mapping[str, Any]) -> None:
     for key in ("from", "to"):
         if not isinstance(config[key], str) or not config[key]:
             raise ValueError(f"{key}={config[key]}: expected a folder")
+    for key in ("files_from", "architecture"):
+        if config[key] == "":
+            raise ValueError(f"{key}='': give a name, or null")
     names = [field.name for field in fields(Settings)]
     settings = checked(Settings, {name: config[name] for name in names}, strict=True)
     if not isinstance(config["dry_run"], bool):

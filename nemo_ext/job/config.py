@@ -262,8 +262,8 @@ def check_choice(group: str, words: Sequence[str]) -> None:
     places = [Path(hydra_conf.__file__).parent / group, *(folder / group for folder in folders)]
     known = {str(file.relative_to(place).with_suffix("")) for place in places for file in place.rglob("*.yaml")}
     for word in words:
-        name = word.removeprefix(f"{group}=")
-        if word.startswith(f"{group}=") and name not in known:
+        name = word.removeprefix(f"{group}=").strip("\"'").removesuffix(".yaml")
+        if word.startswith(f"{group}=") and not any((place / f"{name}.yaml").is_file() for place in places):
             raise ValueError(f"{group}={name}: no such {group}: {nearest(name, known)}")
 
 
@@ -302,8 +302,9 @@ def mistake(error: Exception, job: str) -> str:
 @contextmanager
 def full_errors() -> Iterator[Callable[[], None]]:
     """Makes Hydra raise errors instead of printing them; yields a function that makes it print again."""
-    given = FULL_ERROR in os.environ
-    os.environ.setdefault(FULL_ERROR, "1")
+    given = bool(os.environ.get(FULL_ERROR))
+    if not given:
+        os.environ[FULL_ERROR] = "1"
 
     def as_before() -> None:
         if not given:

@@ -71,7 +71,8 @@ def strict_json(text: str) -> Any:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) < len(pairs):
-            raise ValueError("a key stands twice in an object")
+            names = [name for name, _ in pairs]
+            raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
         return made
 
     return json.loads(text, parse_constant=constant, parse_float=finite, object_pairs_hook=once)

@@ -15,13 +15,23 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def _as_tuple(value: object) -> object:
-    if value is None or isinstance(value, list):
-        return tuple(value or ())
-    return (value,) if isinstance(value, str) else value
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+def _or_none(value: object) -> object:
+    return () if value is None else value
+
+
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
-"""Texts of a config, such as paths: one, a list of them, or null for none."""
+"""Texts of a config, such as paths: one or a list of them."""
+StringsOrNone = Annotated[Strings, BeforeValidator(_or_none)]
+"""The same, with null for none."""
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+"""Whole number from 1 that may be written as 4e3."""
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
@@ -70,6 +80,8 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
     if first["type"] == "unexpected_keyword_argument":
         known = _fields(adapter.json_schema(), first["loc"][:-1])
         raise ValueError(f"{prefix}unknown key {key!r}: {nearest(str(first['loc'][-1]), known)}")
+    if first["type"] == "json_invalid":
+        raise ValueError(f"{prefix}{section!r} has a text that is not Unicode, such as the name of a file")
     if first["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
         raise ValueError(f"{prefix}the key {key!r} is missing")
     raise ValueError(f"{prefix}{key}={first['input']!r}: {first['msg'][:1].lower()}{first['msg'][1:]}")

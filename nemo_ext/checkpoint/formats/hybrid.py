@@ -148,7 +148,7 @@ def _write(description: Description) -> dict[str, Any]:
             # transformers 5 takes this as the least time step, which only the initial values are meant to have.
             "time_step_min": 1e-30,
         }
-    if description.router is not None:
+    if description.router is not None and "E" in kinds:
         refuse(
             (not facts["moe_shared_expert_intermediate_size"], "MoE blocks without a shared expert"),
             (facts["n_routed_experts"] < 2, "MoE blocks with one expert"),

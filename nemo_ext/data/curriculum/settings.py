@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.job.settings import STRICT, Share, Strings, checked
+from nemo_ext.job.settings import STRICT, Share, StringsOrNone, checked
 
 Text = Annotated[str, Field(min_length=1)]
 
@@ -106,8 +106,8 @@ class Settings:
     """
 
     output: Text
-    prompts: Strings = ()
-    rollouts: Strings = ()
+    prompts: StringsOrNone = ()
+    rollouts: StringsOrNone = ()
     profile: Text | None = None
     previous: Text | None = None
     previous_steps: NonNegativeInt | None = None

@@ -33,7 +33,7 @@ from nemo_ext.data.text.manifest import stored
 from nemo_ext.data.text.tokenizers import load_tokenizer, megatron_arguments
 from nemo_ext.job.files import folder_for_one, publish
 from nemo_ext.job.progress import notice, progress_of
-from nemo_ext.job.settings import STRICT, check_keys
+from nemo_ext.job.settings import STRICT, Count, check_keys
 
 KIND = "packed sequences"
 FORMAT_VERSION = 1
@@ -53,10 +53,10 @@ class PackingSettings:
         seed: seed of the order of the packs.
     """
 
-    capacity: PositiveInt
+    capacity: Count
     even: bool = True
     longer: Longer = "drop"
-    max_samples: PositiveInt | None = None
+    max_samples: Count | None = None
     align: PositiveInt = 1
     seed: int = 1234
 

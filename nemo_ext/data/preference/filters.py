@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from nemo_ext.chat.sample import Message, has_reasoning
 from nemo_ext.data.preference.group import Pair, message_records
-from nemo_ext.job.settings import STRICT, Strings
+from nemo_ext.job.settings import STRICT, StringsOrNone
 
 MULTI_TURN = "multi_turn"
 
@@ -43,7 +43,7 @@ class Filters:
     """
 
     max_length_difference: PositiveInt | None = None
-    length_difference_tasks: Strings = ()
+    length_difference_tasks: StringsOrNone = ()
     max_prompt_tokens: PositiveInt | None = None
     max_tokens: PositiveInt | None = None
     different_answers: bool = True

@@ -78,7 +78,7 @@ def _built(
     place = folder / _fingerprint(work, files)
     place.mkdir(parents=True, exist_ok=True)
     counts = Counts()
-    records = _spread(source, files, place, counts.records)
+    records = _spread(source, files, place, counts.records, given.max_bad_share)
     outputs = [path.with_name(path.name.replace("records", "pairs")) for path in records]
     with progress_of(f"{source.name}: pairs", len(records), unit="parts") as advance:
         tasks = list(zip(records, outputs, strict=True))
@@ -107,7 +107,9 @@ def _built(
     return built, counts
 
 
-def _spread(source: SourceSettings, files: Mapping[str, RecordSource], place: Path, report: ReadReport) -> list[Path]:
+def _spread(
+    source: SourceSettings, files: Mapping[str, RecordSource], place: Path, report: ReadReport, max_bad_share: float
+) -> list[Path]:
     """Write the records of a source to parts, unless an earlier run left them; returns the paths."""
     done = place / "spread.json"
     if done.exists():
@@ -116,7 +118,7 @@ def _spread(source: SourceSettings, files: Mapping[str, RecordSource], place: Pa
         return [place / name for name in stored["parts"]]
     size = sum(path.stat().st_size for reader in files.values() for _, path in reader.inputs())
     with progress_of(f"{source.name}: reading", size) as advance:
-        paths = spread(source, dict(files), place, report, advance)
+        paths = spread(source, dict(files), place, report, max_bad_share, advance)
     write_text(done, json.dumps({"report": dataclasses.asdict(report), "parts": [path.name for path in paths]}))
     return paths
 

@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from nemo_ext.data.preference.group import Generation, Group, Pair
 from nemo_ext.data.text.documents import ReadReport
 from nemo_ext.job.seeds import digest
-from nemo_ext.job.settings import STRICT, Strings
+from nemo_ext.job.settings import STRICT, StringsOrNone
 
 HARMFUL, HARMLESS = "harmful", "safe"
 SAFE, UNSAFE, REFUSAL = "safe", "unsafe", "refusal"
@@ -32,8 +32,8 @@ class Rules:
         require_weak: True if a judged pool must hold an answer of `weak_models`.
     """
 
-    strong_models: Strings = ()
-    weak_models: Strings = ()
+    strong_models: StringsOrNone = ()
+    weak_models: StringsOrNone = ()
     pairs_per_prompt: PositiveInt = 1
     min_margin: NonNegativeFloat = 0.0
     require_weak: bool = False

@@ -13,7 +13,7 @@ from nemo_ext.data.preference.hallucination import HallucinationRules
 from nemo_ext.data.preference.pairs import Rules
 from nemo_ext.data.preference.records import RecordKeys
 from nemo_ext.data.text.tokenizers import load_tokenizer
-from nemo_ext.job.settings import STRICT, Share, Strings, checked, nearest
+from nemo_ext.job.settings import STRICT, Share, Strings, StringsOrNone, checked, nearest
 
 Kind = Literal["delta", "judged", "tool_hallucination", "safety", "pairs", "genrm"]
 OUTPUTS = ("trl", "nemo_rl")
@@ -49,9 +49,9 @@ class SourceSettings(Rules, HallucinationRules):
 
     name: str
     kind: Kind
-    path: Strings = ()
-    strong: Strings = ()
-    weak: Strings = ()
+    path: StringsOrNone = ()
+    strong: StringsOrNone = ()
+    weak: StringsOrNone = ()
     file_kind: Literal["jsonl", "parquet"] | None = None
     keys: RecordKeys = field(default_factory=RecordKeys)
     task: str = ""
@@ -138,8 +138,9 @@ def settings(config: Mapping[str, Any]) -> Settings:
             where = f"sources.{name}"
             source = _section(one, where)
             filters = general | _section(source.get("filters"), f"{where}.filters")
-            sources.append(checked(SourceSettings, {**source, "name": str(name), "filters": filters}, where=where))
-    return checked(Settings, {**given, "filters": general, "sources": sources})
+            sources.append({**source, "name": str(name), "filters": filters})
+            checked(SourceSettings, sources[-1], where=where, strict=True)
+    return checked(Settings, {**given, "filters": general, "sources": sources}, strict=True)
 
 
 def _section(value: object, where: str) -> dict[str, Any]:

@@ -55,12 +55,13 @@ def spread(
     files: dict[str, RecordSource],
     folder: Path,
     report: ReadReport,
+    max_bad_share: float,
     advance: Callable[[int], None],
 ) -> list[Path]:
     """Write the records of a source to parts in `folder`; those without id and prompt are skipped and counted.
 
     Raises:
-        ValueError: a file cannot be read.
+        ValueError: a file cannot be read, or too large a share of a side's records does not fit.
     """
     size = 0
     for reader in files.values():
@@ -72,10 +73,13 @@ def spread(
     with ExitStack() as stack:
         outputs = [stack.enter_context(open(path, "w", encoding="ascii")) for path in paths]
         for side, reader in files.items():
+            read = ReadReport()
             for part in _parts(reader):
-                for key, record, place in _records(reader, part, report, source.keys):
+                for key, record, place in _records(reader, part, read, source.keys):
                     outputs[int(key[:16], 16) * count >> 64].write(f"{key}\t{json.dumps([record, place, side])}\n")
                 advance(part.size)
+            read.check_bad_share(f"sources.{source.name}", max_bad_share)
+            report.add(read)
     return paths
 
 

@@ -298,8 +298,8 @@ def find_files(patterns: Collection[str], where: str) -> list[Path]:
         if path.is_dir():
             raise ValueError(f"{where}: {path} is a directory: name its files, e.g. {path / '*'}")
         there = [path] if path.is_file() else [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-        if not there:
-            raise ValueError(f"{where}: no such file: {path}")
+        if missing := [match for match in there if not match.exists()] or ([] if there else [path]):
+            raise ValueError(f"{where}: no such file: {missing[0]}")
         found |= dict.fromkeys(match.absolute() for match in there if match.is_file())
     if not found:
         raise ValueError(f"{where}: only directories match {list(patterns)}")

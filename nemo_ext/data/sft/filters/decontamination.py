@@ -21,7 +21,7 @@ from nemo_ext.data.sft.filters.base import Drop, Filter, Texts
 from nemo_ext.data.sft.filters.words import Hashes, ngram_hashes, word_hashes
 from nemo_ext.data.text.documents import ReadReport
 from nemo_ext.data.text.user_files import JsonlSource, record_source
-from nemo_ext.job.settings import STRICT, Share, Strings
+from nemo_ext.job.settings import STRICT, Share, Strings, StringsOrNone
 
 USUAL_KEYS = ("question", "problem", "prompt", "query", "instruction", "input", "text")
 
@@ -40,7 +40,7 @@ class TestSet:
 
     name: str
     path: Strings
-    keys: Strings = ()
+    keys: StringsOrNone = ()
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

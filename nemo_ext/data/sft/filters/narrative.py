@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from nemo_ext.data.sft.filters.base import Drop, Filter, Texts
 from nemo_ext.data.sft.filters.words import Hashes, ngram_hashes, word_hashes, words_of
-from nemo_ext.job.settings import STRICT, Strings
+from nemo_ext.job.settings import STRICT, Strings, StringsOrNone
 
 PAPER = (r"\bour\s+(?:great\s+|beloved\s+)?(?:nation|party)\b", r"\bour\s+values\b")
 
@@ -38,8 +38,8 @@ class Narrative(Filter):
 
     name: ClassVar[str] = "narrative"
     patterns: Strings = PAPER
-    keywords: Strings = ()
-    files: Strings = ()
+    keywords: StringsOrNone = ()
+    files: StringsOrNone = ()
 
     def check(self) -> None:
         _compiled.cache_clear()

@@ -1,0 +1,59 @@
+"""Checks of what a user wrote."""
+
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from pydantic.dataclasses import dataclass
+
+from nemo_ext.job.settings import STRICT, Count, Share, Strings, StringsOrNone, checked
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Part:
+    """A part of the settings."""
+
+    share: Share = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Whole:
+    """Settings of a job."""
+
+    paths: Strings
+    skipped: StringsOrNone = ()
+    steps: Count = 1
+    seed: int = 1
+    on: bool = False
+    folder: Path | None = None
+    part: Part = field(default_factory=Part)
+
+
+def test_what_a_config_may_hold() -> None:
+    given: dict[str, Any] = {"paths": ["a", "b"], "skipped": None, "steps": 4e3, "part": {"share": 1}}
+    made = checked(Whole, {**OmegaConf.create(given), "folder": Path("x")}, strict=True)
+
+    assert (made.paths, made.skipped, made.steps, made.part.share) == (("a", "b"), (), 4000, 1.0)
+    assert made.folder == Path("x") and checked(Whole, {"paths": "a"}, strict=True).paths == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"paths": None}, "here: paths=None"),
+        ({"paths": "a", "steps": 0}, "here: steps=0"),
+        ({"paths": "a", "steps": True}, "here: steps=True"),
+        ({"paths": "a", "seed": "1"}, "here: seed='1'"),
+        ({"paths": "a", "on": 1}, "here: on=1"),
+        ({"paths": "a", "part": {"share": 2}}, r"here: part\.share=2"),
+        ({"paths": "a", "part": {"shares": 1}}, "did you mean 'share'"),
+        ({"paths": "\udcff"}, "here: .*not Unicode"),
+        ({"pths": "a"}, "did you mean 'paths'"),
+        ({}, "here: the key 'paths' is missing"),
+    ],
+)
+def test_what_does_not_fit_is_named(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        checked(Whole, given, where="here", strict=True)
