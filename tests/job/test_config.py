@@ -117,6 +117,18 @@ def test_a_recipe_that_is_not_there_is_named_with_the_nearest() -> None:
         check_choice("recipe", ["recipe=nemotron3_nano/pretrian"])
 
 
+def test_a_recipe_of_ones_own_may_lie_behind_a_link_and_stand_in_quotes(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/mine.yaml").write_text("# @package _global_\n")
+    (tmp_path / "own/recipe").mkdir(parents=True)
+    (tmp_path / "own/recipe/link").symlink_to(tmp_path / "elsewhere")
+
+    for word in ("recipe=link/mine", "recipe='link/mine'", "recipe=link/mine.yaml"):
+        check_choice("recipe", [f"--config-dir={tmp_path / 'own'}", word])
+    with pytest.raises(ValueError, match="no such recipe"):
+        check_choice("recipe", [f"--config-dir={tmp_path / 'own'}", "recipe=link/yours"])
+
+
 def test_the_recipe_wins_over_the_model_and_the_command_line_over_both() -> None:
     assert compose("train", ["recipe=domyn_small/cpt"])["megatron"]["rotary_base"] == 500_000
     assert compose("train", ["recipe=domyn_small/cpt", "megatron.rotary_base=7"])["megatron"]["rotary_base"] == 7

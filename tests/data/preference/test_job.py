@@ -64,6 +64,12 @@ def config(data: Path, **changes: Any) -> dict[str, Any]:
     return {"output": str(data / "out"), "sources": sources, "tokenizer": {"kind": "byte"}, "workers": 1} | changes
 
 
+@pytest.mark.parametrize("wrong", [{"seed": True}, {"limit": "7"}, {"swap": "on"}, {"max_bad_share": True}])
+def test_settings_are_not_guessed(data: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
+        settings(config(data, **wrong))
+
+
 def test_differences_in_length_are_chosen_minus_rejected(
     data: Path, lines_of: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
