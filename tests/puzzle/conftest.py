@@ -31,7 +31,7 @@ def in_process(
         fork_ranks(run_dir / run_directory.CONFIG, ranks)
 
     def run(*words: str) -> str:
-        monkeypatch.setattr(job, "run_ranks", rank)
+        monkeypatch.setattr("nemo_ext.blockwise.rank.run_ranks", rank)
         monkeypatch.setattr(launch, "_run_ranks", train)
         capsys.readouterr()
         job.Job(compose("puzzle", words)).run()

@@ -60,10 +60,14 @@ def leaves_nothing(sandbox: Sandbox) -> Iterator[None]:
     nursery = sandbox._nursery._process
     assert nursery is not None
     deadline = time.monotonic() + 60
-    while (left := psutil.Process(nursery.pid).children(recursive=True)) and time.monotonic() < deadline:
+
+    def left() -> list[object]:
+        files = Path(tempfile.gettempdir()).glob("nemo_ext_sandbox_*")
+        return [*psutil.Process(nursery.pid).children(recursive=True), *files]
+
+    while left() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not left
-    assert not list(Path(tempfile.gettempdir()).glob("nemo_ext_sandbox_*"))
+    assert not left()
     if len(os.listdir("/proc/self/fd")) != before:
         gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
