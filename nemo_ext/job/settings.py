@@ -81,7 +81,9 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
         known = _fields(adapter.json_schema(), first["loc"][:-1])
         raise ValueError(f"{prefix}unknown key {key!r}: {nearest(str(first['loc'][-1]), known)}")
     if first["type"] == "json_invalid":
-        raise ValueError(f"{prefix}{section!r} has a text that is not Unicode, such as the name of a file")
+        raise ValueError(
+            f"{prefix}a text that is not Unicode, such as a file's name, or nested too deep: {first['msg']}"
+        )
     if first["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
         raise ValueError(f"{prefix}the key {key!r} is missing")
     raise ValueError(f"{prefix}{key}={first['input']!r}: {first['msg'][:1].lower()}{first['msg'][1:]}")
