@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from nemo_ext.job.run_directory import last_checkpoint, read_metrics
@@ -83,10 +85,23 @@ def test_a_signal_while_it_composes_is_a_pause_too(slurm: Any, submit: Callable[
     ]
 
 
+def ranks(job: str) -> Iterator[psutil.Process]:
+    """Processes of a job's steps, the batch step apart."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            environment = process.environ()
+            if environment.get("SLURM_JOB_ID") == job and "SLURM_STEP_ID" in environment:
+                yield process
+
+
 def test_what_is_cancelled_while_it_saves_stays_so(slurm: Any, submit: Callable[..., str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     job = submit(*WORDS, f"run_dir={run_dir}", f"train.tokens={100_000 * 128}", nodes=1)
     slurm.wait(lambda: len(steps(run_dir)) >= 3, what=output(tmp_path))
+    held = list(ranks(job))
+    assert held
+    for process in held:
+        process.suspend()  # Slurm wakes them when it cancels
     slurm.call("scancel", "--batch", "--signal=USR2", job)
     slurm.wait(lambda: "SIGUSR2: what runs finishes" in output(tmp_path))
     slurm.call("scancel", job)

@@ -92,7 +92,7 @@ def test_deep_nesting_is_wrong(structured: Environment, bomb: str) -> None:
     assert verdict(structured, bomb, {}).outcome == "wrong"
 
 
-@given(st.recursive(st.none() | st.text() | st.floats(allow_nan=False), st.lists, max_leaves=30))
+@given(st.recursive(st.none() | st.text() | st.floats(allow_nan=False, allow_infinity=False), st.lists, max_leaves=30))
 def test_depth_is_that_of_the_value(value: Any) -> None:
     def nested(part: Any) -> int:
         return 1 + max(map(nested, part), default=0) if isinstance(part, list) else 0
