@@ -12,7 +12,7 @@ from nemo_ext.job.config import mistakes_are_one_line
 
 def main() -> None:
     """Cancels, and says how to go on."""
-    told = "Cancel the job of a run, or those of a pipeline or sweep; ranks save first."
+    told = "Cancel the job of a run, or all jobs of a pipeline or sweep. Ranks save first."
     parser = argparse.ArgumentParser(prog="nemo-ext cancel", description=told)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     arguments = parser.parse_args()

@@ -36,18 +36,18 @@ def main() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Which engines work on this machine, and what the others lack. Each is imported in a process "
-        "of its own. Exit code 1 if Python, hydra, torch or megatron-core does not work.",
+        description="Show which engines work on this machine, and what the others lack. Each is imported in a "
+        "process of its own. Exit code 1 if Python, hydra, torch or megatron-core does not work.",
     )
     names = ", ".join(dict.fromkeys([*doctor.BASE, *(engine.name for engine in ENGINES)]))
-    parser.add_argument("engine", nargs="*", help=f"look at these and what they need alone; known: {names}")
+    parser.add_argument("engine", nargs="*", help=f"only these and what they need; known: {names}")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--time-limit",
         type=_seconds,
         default=TIME_LIMIT,
         metavar="SECONDS",
-        help="for each import (default: %(default)g)",
+        help="time limit of each import (default: %(default)g)",
     )
     return parser
 

@@ -13,10 +13,14 @@ from nemo_ext.job.config import mistakes_are_one_line
 
 def main() -> None:
     """Becomes `tail` on the run's log."""
-    parser = argparse.ArgumentParser(prog="nemo-ext logs", description="The ranks' log of a run, or its job's output.")
+    parser = argparse.ArgumentParser(
+        prog="nemo-ext logs", description="Show the log of a run's ranks, or its job's output."
+    )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on with what comes")
-    parser.add_argument("-n", "--lines", type=int, default=50)
+    parser.add_argument("-f", "--follow", action="store_true", help="follow the log as it grows")
+    parser.add_argument(
+        "-n", "--lines", type=int, default=50, help="number of lines to begin with (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     from nemo_ext.slurm.status import log_of
 

@@ -12,11 +12,18 @@ from nemo_ext.job.config import mistakes_are_one_line
 
 def main() -> None:
     """Prints a table of runs."""
-    parser = argparse.ArgumentParser(prog="nemo-ext status", description="Runs on Slurm: state, step, time left, loss.")
-    parser.add_argument(
-        "run_dirs", nargs="*", type=Path, default=[Path("runs")], metavar="RUN_DIR", help="or above: runs"
+    parser = argparse.ArgumentParser(
+        prog="nemo-ext status", description="Show the runs on Slurm: state, step, time left, loss."
     )
-    parser.add_argument("--json", action="store_true", help="a list, for other programs")
+    parser.add_argument(
+        "run_dirs",
+        nargs="*",
+        type=Path,
+        default=[Path("runs")],
+        metavar="RUN_DIR",
+        help="run directories, or folders that hold some (default: runs)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, for other programs")
     arguments = parser.parse_args()
     from nemo_ext.slurm.status import show
 

@@ -9,8 +9,8 @@ if __name__ == "__main__":
 from nemo_ext.job.config import INTERRUPTED, mistakes_are_one_line
 
 HELP = """\
-nemo-ext submit: checks a job on the login node, then hands it to Slurm. It goes on by itself after time limits, failed
-nodes and broken checkpoints (docs/clusters.md). The same command again goes on with the same run.
+nemo-ext submit: check a job on the login node, then submit it to Slurm. It continues by itself after time limits,
+failed nodes and broken checkpoints (docs/clusters.md). The same command again continues the same run.
 
   nemo-ext submit recipe=domyn_small/cpt cluster=leonardo account=IscrX run_dir=$WORK/runs/cpt
   nemo-ext submit --dry-run recipe=olmo3/7b_pretrain cluster=leonardo cluster.qos=boost_qos_bprod
@@ -20,20 +20,21 @@ nodes and broken checkpoints (docs/clusters.md). The same command again goes on 
   nemo-ext submit pipeline=domyn_small run_dir=$WORK/domyn start=... cpt.megatron.lr=1e-5 cluster=leonardo account=IscrX
 
 {jobs}
-  pipeline       a file of hydra_conf/pipeline: jobs that follow each other (docs/pipelines.md); STAGE.key=value and
-                 JOB.key=value go to a stage, or to all of a job; finished stages are left out
-  --multirun     every combination of comma-separated values is a run, all of them one array
-  cluster        a file of hydra_conf/cluster: leonardo, dgx_h100, testbed, generic; cluster.KEY=value changes a fact,
-                 cluster.qos, cluster.partition and cluster.container.image above all
-  account        that is charged
-  time           of each start; the longest that the quality of service allows if not given
-  slurm.margin   seconds before the limit in which a run saves and is queued again (600)
-  slurm.max_restarts, slurm.max_idle   starts in all (100), and without a new checkpoint (3), after which it is given up
-  slurm.options  further options of sbatch: 'slurm.options=["--mail-type=END"]'
-  --dry-run      checks and shows the command, submits nothing
+  pipeline       name of a file in hydra_conf/pipeline: jobs that depend on each other (docs/pipelines.md);
+                 STAGE.key=value changes one stage, JOB.key=value all stages of a job; finished stages are left out
+  --multirun     submit a run for every combination of comma-separated values, all in one array
+  cluster        name of a file in hydra_conf/cluster: leonardo, dgx_h100, testbed, generic; cluster.KEY=value changes a
+                 setting, most often cluster.qos, cluster.partition or cluster.container.image
+  account        account that is charged
+  time           time limit of each start (default: the longest that the quality of service allows)
+  slurm.margin   seconds before the time limit at which a run saves and is queued again (default: 600)
+  slurm.max_restarts   number of starts after which a run is given up (default: 100)
+  slurm.max_idle       the same, of starts in a row without a new checkpoint (default: 3)
+  slurm.options  further options for sbatch: 'slurm.options=["--mail-type=END"]'
+  --dry-run      check the job and show the command, but submit nothing
 
-All other words are the job's own. A recipe's number of GPUs is kept; launcher.nodes=N and
-launcher.nproc_per_node=N say others."""
+All other words are settings of the job. The recipe's number of GPUs is kept, unless launcher.nodes=N and
+launcher.nproc_per_node=N change it."""
 
 
 def main() -> None:
@@ -42,7 +43,7 @@ def main() -> None:
     if {"-h", "--help"} & set(words):
         from nemo_ext.slurm.jobs import JOBS
 
-        jobs = f"of nemo-ext: train (if not given), {', '.join(JOBS[1:])}"
+        jobs = f"job of nemo-ext: train (default), {', '.join(JOBS[1:])}"
         print(HELP.replace("{jobs}", fill(jobs, 119, initial_indent="  job".ljust(17), subsequent_indent=" " * 17)))
         return
     if any(word.startswith("pipeline=") for word in words):

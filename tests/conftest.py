@@ -57,9 +57,6 @@ def composed_once(whole: Callable[..., dict[str, Any]]) -> Callable[..., dict[st
     return compose
 
 
-# A shell without job control makes what it starts in the background ignore Ctrl-C, and so would what tests start.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 # Before tests, and modules that they import, take the function from there.
 compose = job_config.compose = composed_once(job_config.compose)
 

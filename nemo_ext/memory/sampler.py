@@ -373,9 +373,11 @@ def main(words: Sequence[str]) -> int:
         usage="%(prog)s DIR [--seconds S] (--root PID | -- COMMAND ...)",
     )
     parser.add_argument("directory", metavar="DIR", type=Path)
-    parser.add_argument("--root", type=int, help="this process and those below it, until it ends")
-    parser.add_argument("--parent", type=int, help="end with this process too (the one that starts this)")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="between two samples (%(default)g)")
+    parser.add_argument("--root", type=int, help="measure this process and its descendants until it ends")
+    parser.add_argument("--parent", type=int, help="end with this process too, the one that starts the sampler")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="seconds between two samples (default: %(default)g)"
+    )
     words = list(words)
     own, command = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     given = parser.parse_args(own)
