@@ -43,7 +43,7 @@ def main() -> None:
     if {"-h", "--help"} & set(words):
         from nemo_ext.slurm.jobs import JOBS
 
-        jobs = f"job of nemo-ext: train (default), {', '.join(JOBS[1:])}"
+        jobs = f"train (default), {', '.join(JOBS[1:])}"
         print(HELP.replace("{jobs}", fill(jobs, 119, initial_indent="  job".ljust(17), subsequent_indent=" " * 17)))
         return
     if any(word.startswith("pipeline=") for word in words):

@@ -210,7 +210,7 @@ def test_help_names_every_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     main()
 
     said = " ".join(capsys.readouterr().out.split())
-    assert f"job of nemo-ext: train (if not given), {', '.join(JOBS[1:])} pipeline" in said
+    assert f"job train (default), {', '.join(JOBS[1:])} pipeline" in said
 
 
 def row(recipe: str) -> str:
