@@ -12,6 +12,8 @@ PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup --duration
 
 # Test processes at work side by side: threads that spin while they wait would take each other's cores.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Hundreds of processes that tests start would each compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test slow ptq lint
 
