@@ -208,8 +208,9 @@ def plan_of(config: Mapping[str, Any]) -> Plan | None:
                 instead = "give the phase `data`" if flag in _DATA else f"set megatron.{flag}"
                 raise ValueError(f"phases.{name}.megatron.{flag} is of the whole run: {instead} instead")
         sizes = {
-            key: checked_whole(f"phases.{name}.megatron.{key}", own.get(key, megatron[key]), least=1)
+            key: checked_whole(f"{place}.{key}", own.get(key, megatron[key]), least=1)
             for key in ("seq_length", "global_batch_size")
+            for place in [f"phases.{name}.megatron" if key in own else "megatron"]
         }
         tokens_per_step = sizes["seq_length"] * sizes["global_batch_size"]
         steps = round((until - token) / tokens_per_step)

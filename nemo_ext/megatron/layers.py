@@ -13,7 +13,7 @@ import torch
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import RowParallelLinear
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.torch_norm import LayerNormBuilder
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 from torch import Tensor
@@ -41,7 +41,7 @@ def block_config(config: TransformerConfig, values: Mapping[str, object]) -> Tra
     return own
 
 
-class _Block:
+class _Block(MegatronModule):
     """Shared constructor of the blocks, before that of Megatron's layer."""
 
     def __init__(
@@ -56,7 +56,7 @@ class _Block:
     ) -> None:
         values = overrides.get(layer_number, {})
         chosen = linear_submodules if values.get(LINEAR) else submodules
-        super().__init__(block_config(config, values), chosen, layer_number, *args, **kwargs)  # type: ignore[call-arg]
+        super().__init__(block_config(config, values), chosen, layer_number, *args, **kwargs)
 
 
 class MambaBlock(_Block, MambaLayer):

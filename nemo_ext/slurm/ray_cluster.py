@@ -204,7 +204,8 @@ class RayCluster:
         try:
             while missing:
                 over = asking.poll() is not None
-                for node in re.findall(r"^joined (\S+)\n", log.read_text(errors="replace"), re.MULTILINE):
+                # A warning on stderr may have left the line that it came into without an end.
+                for node in re.findall(r"joined (\S+)\n", log.read_text(errors="replace")):
                     if node in missing:
                         del missing[node]
                         self.say(f"Ray: {node} has joined, {len(names) - len(missing)} of {len(names)}")

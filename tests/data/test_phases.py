@@ -113,6 +113,11 @@ def test_what_does_not_fit_is_named(phases: dict[str, Any], message: str) -> Non
         plan_of(config(phases, tokens=51200))
 
 
+def test_a_size_of_the_whole_run_is_named_as_such() -> None:
+    with pytest.raises(ValueError, match=r"^megatron\.seq_length must be a whole"):
+        plan_of(config({"a": {"tokens": 51200}}, tokens=51200, seq_length=64.0))
+
+
 @pytest.mark.parametrize(
     ("flag", "value"),
     [("exit_interval", 5), ("rampup_batch_size", "4 4 100"), ("weight_decay_incr_style", "linear")],

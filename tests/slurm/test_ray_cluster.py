@@ -215,6 +215,13 @@ def test_a_node_that_does_not_come_is_named(tmp_path: Path) -> None:
     )
 
 
+def test_a_warning_without_an_end_hides_no_node(tmp_path: Path) -> None:
+    steps = Steps(Cluster(name="site"), joined="printf warning >&2; echo joined localhost; echo joined 127.0.0.1")
+    said: list[str] = []
+    with start(steps, tmp_path, said, wait=10):
+        assert said[:2] == ["Ray: localhost has joined, 1 of 2", "Ray: 127.0.0.1 has joined, 2 of 2"]
+
+
 def test_a_container_without_ray_is_told(tmp_path: Path) -> None:
     steps = Steps(Cluster(name="site"), joined="echo No module named ray >&2; exit 1")
     with pytest.raises(ClusterError, match=r"cannot be asked for its nodes; the end of .*:\nNo module named ray"):
