@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -71,8 +72,8 @@ def strict_json(text: str) -> Any:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) < len(pairs):
-            names = [name for name, _ in pairs]
-            raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+            ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+            raise ValueError(f"the key {name!r} stands twice")
         return made
 
     return json.loads(text, parse_constant=constant, parse_float=finite, object_pairs_hook=once)

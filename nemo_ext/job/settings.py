@@ -30,8 +30,10 @@ Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 """Texts of a config, such as paths: one or a list of them."""
 StringsOrNone = Annotated[Strings, BeforeValidator(_or_none)]
 """The same, with null for none."""
+Whole = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+"""Whole number from 0 that may be written as 4e3."""
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
-"""Whole number from 1 that may be written as 4e3."""
+"""The same from 1."""
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
@@ -67,7 +69,7 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
             raise ValueError(f"{prefix}unknown key {key!r}: {nearest(str(key), fields)}")
     try:
         if strict:
-            return cast(T, adapter.validate_json(json.dumps(section, default=_plain), strict=True))
+            return cast(T, adapter.validate_json(_json(section, prefix), strict=True))
         return cast(T, adapter.validate_python(dict(section)))
     except ValidationError as error:
         first = min(error.errors(), key=lambda found: found["type"] != "unexpected_keyword_argument")
@@ -89,11 +91,20 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
     raise ValueError(f"{prefix}{key}={first['input']!r}: {first['msg'][:1].lower()}{first['msg'][1:]}")
 
 
+def _json(section: Mapping[str, Any], prefix: str) -> str:
+    try:
+        return json.dumps(section, default=_plain)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{prefix}{error}") from None
+    except RecursionError:
+        raise ValueError(f"{prefix}nested too deep") from None
+
+
 def _plain(value: object) -> object:
     """What JSON has for OmegaConf's containers, which a section of a config may hold, and for paths."""
     if isinstance(value, Mapping):
         return dict(value)
-    if isinstance(value, Sequence):
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
         return list(value)
     if isinstance(value, PurePath):
         return str(value)

@@ -70,7 +70,7 @@ class JudgeSettings:
         Raises:
             ValueError: naming the key of `judge`, what it holds and what it may hold.
         """
-        return checked(cls, config, where="judge")
+        return checked(cls, config, where="judge", strict=True)
 
     def __post_init__(self) -> None:
         url = urlsplit(self.base_url)

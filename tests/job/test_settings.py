@@ -1,5 +1,7 @@
 """Checks of what a user wrote."""
 
+import functools
+import json
 from dataclasses import field
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,10 @@ def test_what_a_config_may_hold() -> None:
         ({"paths": "a", "part": {"share": 2}}, r"here: part\.share=2"),
         ({"paths": "a", "part": {"shares": 1}}, "did you mean 'share'"),
         ({"paths": "\udcff"}, "here: .*not Unicode"),
+        ({"paths": json.loads("[" * 300 + "]" * 300)}, "here: .*deep"),
+        ({"paths": functools.reduce(lambda inner, _: [inner], range(20_000), [])}, "here: .*deep"),
+        ({"paths": {("a", "b"): 1}}, "here: keys must be"),
+        ({"paths": b"a"}, "here: b'a'"),
         ({"pths": "a"}, "did you mean 'paths'"),
         ({}, "here: the key 'paths' is missing"),
     ],

@@ -251,7 +251,9 @@ def test_a_key_that_no_header_can_hold(endpoint: Any, monkeypatch: pytest.Monkey
         ({"total_seconds": float("inf")}, "judge: total_seconds=inf"),
         ({"attempt_seconds": "soon"}, "judge: attempt_seconds='soon'"),
         ({"sampling": {"model": "other"}}, "judge: sampling must be without model"),
-        ({"sampling": {"stop": {1, 2}}}, "judge: sampling.stop"),
+        ({"attempts": "3"}, "judge: attempts='3'"),
+        ({"concurrency": True}, "judge: concurrency=True"),
+        ({"sampling": {"stop": {1, 2}}}, "judge: {1, 2}"),
         ({"key_variable": "NOT_SET_ANYWHERE"}, "NOT_SET_ANYWHERE is not set"),
         ({"total_second": 1}, "did you mean 'total_seconds'"),
     ],
@@ -262,6 +264,11 @@ def test_settings_are_checked(changed: dict[str, Any], message: str) -> None:
         JudgeSettings.of({"base_url": "http://localhost/v1", "model": "m", **changed})
 
     assert "secret" not in str(raised.value)
+
+
+def test_sampling_may_have_keys_that_are_numbers() -> None:
+    made = JudgeSettings.of({"base_url": "http://x/v1", "model": "m", "sampling": {"logit_bias": {50256: -100}}})
+    assert made.sampling == {"logit_bias": {"50256": -100}}
 
 
 def test_settings_say_what_is_missing() -> None:

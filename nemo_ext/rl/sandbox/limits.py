@@ -1,7 +1,7 @@
 """Resource limits of a program."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -42,7 +42,8 @@ class Limits:
         Raises:
             ValueError: naming the key, what it holds and what it may hold.
         """
-        return checked(Limits, {**asdict(self), **changes}, where)
+        checked(Limits, changes, where, strict=True)
+        return replace(self, **changes)
 
     def record(self) -> dict[str, Any]:
         """Limits as a JSON object."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-from pydantic import Field
+from pydantic import Field, StrictStr
 
 from nemo_ext.chat.response import Response
 from nemo_ext.job.settings import checked, checked_whole
@@ -79,20 +79,23 @@ class _Given:
     language: Literal["python", "cpp"]
     style: Literal["stdin", "function"]
     tests: Annotated[list[Any], Field(min_length=1)]
-    function: str | None = None
+    function: StrictStr | None = None
     limits: dict[str, Any] | None = None
 
 
-Tolerance = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+Tolerance = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Lines:
     """A test of a program that reads standard input."""
 
-    input: str
-    output: str
+    input: StrictStr
+    output: StrictStr
     tolerance: Tolerance | None = None
+
+    def __post_init__(self) -> None:
+        (self.input + self.output).encode()  # or it is no Unicode
 
     def test(self) -> Test:
         return Test(given=self.input.encode(), expected=self.output.encode(), tolerance=self.tolerance)
@@ -126,7 +129,7 @@ def check(reference: Mapping[str, Any], *, max_tests: int = MAX_TESTS) -> Refere
     Raises:
         ValueError: naming `reference.KEY`, what it holds and what it may hold.
     """
-    given = checked(_Given, reference, where="reference", strict=True)
+    given = checked(_Given, reference, where="reference")  # not as JSON: tests may be long
     if given.style == "function":
         if given.language != "python":
             raise ValueError(f"reference.language must be python for style function, not {given.language!r}")
@@ -142,9 +145,7 @@ def check(reference: Mapping[str, Any], *, max_tests: int = MAX_TESTS) -> Refere
     limits = given.limits or {}
     Limits().changed(limits, "reference.limits")
     kind: type[_Call | _Lines] = _Call if given.style == "function" else _Lines
-    made = [
-        checked(kind, test, f"reference.tests[{index}]", strict=True).test() for index, test in enumerate(given.tests)
-    ]
+    made = [checked(kind, test, f"reference.tests[{index}]").test() for index, test in enumerate(given.tests)]
     return Reference(language=given.language, function=given.function, tests=tuple(made), limits=limits)
 
 

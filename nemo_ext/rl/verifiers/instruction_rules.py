@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, create_model
 
-from nemo_ext.job.settings import STRICT
+from nemo_ext.job.settings import STRICT, Count, Whole
 
 MOST_WORDS = 30
 """Maximum number of words of a phrase to repeat."""
@@ -52,8 +52,6 @@ def _phrase(text: str) -> str:
     raise ValueError(f"phrase must have 3 to {MOST_WORDS} words, not {text!r}")
 
 
-Whole = Annotated[int, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(pattern=r"\S")]
 Texts = Annotated[tuple[Text, ...], Field(min_length=1)]
 Relation = Literal["less than", "at least"]

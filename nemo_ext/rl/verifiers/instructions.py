@@ -46,7 +46,7 @@ class Instruction:
         # Tables of several instructions have a column for the parameters of each, empty where they are another's.
         rule = RULES[self.id]
         given = {key: value for key, value in self.kwargs.items() if value is not None and key not in rule.ignored}
-        made = checked(rule.parameters, given, where=f"reference.instructions: {self.id}: kwargs")
+        made = checked(rule.parameters, given, where=f"reference.instructions: {self.id}: kwargs", strict=True)
         object.__setattr__(self, "kwargs", dict(made))
 
     def says(self) -> str:

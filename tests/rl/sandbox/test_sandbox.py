@@ -462,6 +462,9 @@ def test_limits_are_checked() -> None:
         Limits().changed({"cpu_second": 3})
     with pytest.raises(ValueError, match=r"reference.limits: processes=1.5: .*integer"):
         Limits().changed({"processes": 1.5}, "reference.limits")
+    for odd in ({"cpu_seconds": "3"}, {"cpu_seconds": True}, ["cpu_seconds"]):
+        with pytest.raises(ValueError, match="limits"):
+            Limits().changed(odd)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"wall_seconds\s+Input should be a finite number"):
         Limits(wall_seconds=float("nan"))
 

@@ -293,6 +293,8 @@ def test_outputs_compare_by_lines_and_words(mine: bytes, expected: bytes, same: 
         ({"tests": [{"input": "", "output": "", "tolerance": float("nan")}]}, r"tests\[0\]: tolerance=nan: .*finite"),
         ({"tests": SQUARE["tests"] * 20}, r"reference.tests has 60 tests, more than max_tests \(50\)"),
         ({"function": "f"}, r"reference.function is for style function"),
+        ({"tests": [{"input": "\ud800", "output": ""}]}, r"tests\[0\]: .*surrogates"),
+        ({"limits": {"processes": True}}, r"reference.limits: processes=True"),
         ({"limits": {"seconds": 1}}, r"reference.limits: unknown key 'seconds': did you mean"),
         ({"test": 1}, r"reference: unknown key 'test': did you mean 'tests'"),
     ],
@@ -307,13 +309,21 @@ def test_a_reference_that_cannot_be_used_is_refused(change: dict[str, Any], mess
     [
         ({"language": "cpp"}, r"reference.language must be python for style function, not 'cpp'"),
         ({"function": "a b"}, r"reference.function must be the function's name, not 'a b'"),
-        ({"tests": [{"args": 1, "expected": 1}]}, r"reference.tests\[0\]: args=1: .*array"),
+        ({"tests": [{"args": 1, "expected": 1}]}, r"reference.tests\[0\]: args=1: .*list"),
+        ({"tests": [{"kwargs": {1: 2}, "expected": 1}]}, r"tests\[0\]: kwargs\.1"),
+        ({"tests": [{"expected": 1, "tolerance": True}]}, r"tests\[0\]: tolerance=True"),
         ({"tests": [{"args": [], "expected": float("nan")}]}, r"tests\[0\]: args, kwargs and expected must be values"),
     ],
 )
 def test_a_functions_reference_is_checked_too(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         code.check({**ADD, **change})
+
+
+def test_a_functions_values_may_be_nested_deep() -> None:
+    deep = json.loads("[" * 300 + "]" * 300)
+    (test,) = code.check({**ADD, "tests": [{"args": (deep,), "expected": deep}]}).tests
+    assert json.loads(test.given)["args"] == [test.expected] == [deep]
 
 
 def test_imports_that_contests_leave_out_are_there() -> None:

@@ -1,5 +1,6 @@
 import copy
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,6 +111,14 @@ def test_parsing_gives_json_or_says_no(text: str) -> None:
     except NotJsonError:
         return
     assert parse(json.dumps(value, allow_nan=False)) == value
+
+
+def test_many_keys_of_which_one_is_there_twice_take_no_time() -> None:
+    text = "{" + ",".join(f'"{number}":1' for number in [*range(20_000), 19_999]) + "}"
+    began = time.process_time()
+    with pytest.raises(NotJsonError, match="19999"):
+        parse(text)
+    assert time.process_time() - began < 3
 
 
 def test_a_catastrophic_pattern_is_an_error_not_a_hang() -> None:
