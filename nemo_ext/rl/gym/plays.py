@@ -4,8 +4,9 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from nemo_ext.rl.episodes import Episode, Turn
+from nemo_ext.rl.episodes import Episode
 from nemo_ext.rl.task import Task
 
 MAX_PLAYS = 50_000
@@ -22,11 +23,12 @@ class Play:
 
     Attributes:
         episode: episode of the next response.
-        turns: outcome of the latest response, by its id, so that a lost request may be sent again.
+        replies: reply to the latest response, by its id, so that a lost request may be sent again; without the
+            response, since many are kept.
     """
 
     episode: Episode
-    turns: dict[str, "asyncio.Task[Turn]"] = field(default_factory=dict)
+    replies: dict[str, "asyncio.Task[dict[str, Any]]"] = field(default_factory=dict)
 
 
 class Plays:
@@ -47,7 +49,7 @@ class Plays:
         """
         there = self._plays.get(session)
         if there is not None:
-            if _same(there.episode.task, task) and not there.episode.turn and not there.turns:
+            if _same(there.episode.task, task) and not there.episode.turn and not there.replies:
                 return
             raise NoPlayError("this session has a conversation already: each rollout has a session of its own")
         self._plays[session] = Play(make())

@@ -164,19 +164,20 @@ class VerifierServer(SimpleResourcesServer):
         """The world's reply to one response, and the reward when the conversation is over."""
         given = body.model_dump()
         task, answered = self._asked(given)
-        if self._has_turns:
-            play, identity = self._play(request, task), given["response"]["id"]
-            if identity not in play.turns:
-                work = self._episodes.turn(play.episode, answered.response, answered.unreadable)
-                play.turns = {identity: asyncio.create_task(work)}
-            # A request that is cancelled and sent again must not carry out its calls twice.
-            turn = await asyncio.shield(play.turns[identity])
-            play.episode = turn.following or play.episode
-        else:
-            turn = await self._episodes.turn(self._episode(task), answered.response, answered.unreadable)
+        if not self._has_turns:
+            return await self._reply(Play(self._episode(task)), answered)
+        play, identity = self._play(request, task), given["response"]["id"]
+        if identity not in play.replies:
+            play.replies = {identity: asyncio.create_task(self._reply(play, answered))}
+        # A request that is cancelled and sent again must not carry out its calls twice.
+        return await asyncio.shield(play.replies[identity])
+
+    async def _reply(self, play: Play, answered: Answered) -> dict[str, Any]:
+        turn = await self._episodes.turn(play.episode, answered.response, answered.unreadable)
         if turn.following is None:
             outcome = _outcome(turn)
             return {"reward": outcome.pop("reward"), "terminated": True, "info": outcome}
+        play.episode = turn.following
         outputs = [{"call_id": one.tool_call_id, "output": one.content} for one in turn.answers if one.tool_call_id]
         observation = "\n\n".join(one.content for one in turn.answers if not one.tool_call_id)
         return {"observation": observation or None, "info": {"tool_outputs": outputs}}
@@ -220,7 +221,8 @@ class VerifierServer(SimpleResourcesServer):
         return task, answered
 
     def _episode(self, task: Task) -> Episode:
-        return Episode(task=task, thinking_opened=self.config.thinking_opened)
+        # Many are kept; the engine has the prompt and the tools.
+        return Episode(task=replace(task, prompt=(), tools=()), thinking_opened=self.config.thinking_opened)
 
 
 def _outcome(turn: Turn) -> dict[str, Any]:

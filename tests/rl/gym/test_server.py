@@ -228,6 +228,18 @@ class TestSteps:
         assert "reward" not in over
         assert (ended["reward"], ended["terminated"], ended["info"]["correct"]) == (1.0, True, True)
 
+    def test_neither_the_tools_nor_a_trace_are_kept(self, serve: Serve, openai: SimpleNamespace) -> None:
+        (_, row), client = bank(2), serve(environment="bank")
+        client.post("/reset", json=row)
+        stepped(client, row, openai.response(openai.thought("a secret"), openai.said("Birth date?"), id="1"))
+
+        (server,) = (route.endpoint.__self__ for route in client.app.routes if route.path == "/step")
+        ((play,),) = (list(kept.values()) for kept in vars(server._plays).values())
+        (reply,) = play.replies.values()
+
+        assert row["responses_create_params"]["tools"] and not play.episode.task.tools
+        assert play.episode.turn == 1 and "secret" not in repr(reply.result())
+
     def test_turns_end(self, serve: Serve, openai: SimpleNamespace) -> None:
         (_, row), client = bank(1), serve(environment="bank", settings={"max_turns": 2})
         client.post("/reset", json=row)
