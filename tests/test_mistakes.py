@@ -33,6 +33,8 @@ def mine(tmp_path: Path) -> Path:
         (["data=evil"], "data/evil.yaml, line 4: could not determine a constructor for the tag"),
         (["data=nosuch"], "Could not find 'data/nosuch'"),
         (["data=latin"], "a YAML file of this config is not UTF-8"),
+        (["+launcher=null"], "launcher=None: expected a section"),
+        (["+phases=3"], "phases=3: expected a section"),
     ],
 )
 def test_a_config_that_cannot_be_composed_is_one_line(

@@ -61,11 +61,9 @@ def read_blend(config: Mapping[str, object]) -> Blend:
     required = ("directory", "tokenizer", "streams")
     known = (*required, "validation_share", "seed", "workers", "mixed_lengths")
     check_keys(flat, known, required=required, where="data")
-    tokenizer, workers = flat["tokenizer"], flat.get("workers")
-    if not isinstance(tokenizer, Mapping):
-        raise ValueError(f"data.tokenizer must be a mapping such as {{kind: byte}}, not {tokenizer!r}")
+    workers = flat.get("workers")
     return Blend(
-        tokenizer=load_tokenizer(tokenizer),
+        tokenizer=load_tokenizer(flat["tokenizer"]),
         validation_share=checked_share("validation_share", flat.get("validation_share", 0.05), below_one=True),
         seed=checked_whole("seed", flat.get("seed", 1234)),
         workers=None if workers is None else checked_whole("workers", workers, least=1),

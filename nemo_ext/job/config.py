@@ -171,7 +171,8 @@ def plain(config: DictConfig) -> dict[str, Any]:
     """The resolved config as plain containers.
 
     Raises:
-        ValueError: values are still missing (`???`), naming each, or an interpolation cannot be resolved.
+        ValueError: values are still missing (`???`), naming each; an interpolation cannot be resolved; `launcher` or
+            `phases` is no section.
     """
     try:
         # Not OmegaConf.missing_keys, which fails at interpolations of what is missing.
@@ -181,6 +182,9 @@ def plain(config: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     assert isinstance(container, dict)
+    for name, section in (("launcher", container.get("launcher", {})), ("phases", container.get("phases") or {})):
+        if not isinstance(section, dict):
+            raise ValueError(f"{name}={section!r}: expected a section with keys")
     return {str(key): value for key, value in container.items()}
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nemo_ext.rl import judge as judge_module
 from nemo_ext.rl.judge import Answer, Judge, JudgeSettings
 
-SHORT = {"attempt_seconds": 0.3}
+SHORT = {"attempt_seconds": 1.0}
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -55,8 +55,8 @@ def test_without_a_key_variable_no_key_is_sent(endpoint: Any, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("replied", "problem"),
     [
-        ({"fault": "silent"}, "no answer within 0.3 s"),
-        ({"fault": "dripping"}, "no answer within 0.3 s"),
+        ({"fault": "silent"}, "no answer within 1 s"),
+        ({"fault": "dripping"}, "no answer within 1 s"),
         ({"fault": "dropped"}, "ServerDisconnectedError"),
         ({"fault": "cut"}, "ClientPayloadError"),
         ({"fault": "endless"}, "more than 8 MiB"),
@@ -291,7 +291,7 @@ def test_check_finds_the_model(endpoint: Any, reply: Any) -> None:
         ({"body": b'{"data": [3]}'}, "something else than a list of models"),
         ({"body": b"<html>"}, "something else than a list of models"),
         ({"status": 401}, "HTTP 401"),
-        ({"fault": "silent"}, "no answer within 0.3 s"),
+        ({"fault": "silent"}, "no answer within 1 s"),
         ({"fault": "dropped"}, "ServerDisconnectedError"),
     ],
     ids=str,

@@ -110,12 +110,14 @@ def named_tokenizer(name: str) -> dict[str, object]:
     return {"kind": "byte"} if name == "byte" else {"kind": "huggingface", "path": name}
 
 
-def load_tokenizer(config: Mapping[str, object]) -> Tokenizer:
+def load_tokenizer(config: object) -> Tokenizer:
     """Build a tokenizer from `{"kind": "byte"}` or `{"kind": "huggingface", "path": ..., "eod": ...}`.
 
     Raises:
         ValueError: A kind or key is unknown, a value has the wrong type, or a file cannot be used.
     """
+    if not isinstance(config, Mapping):
+        raise ValueError(f"data.tokenizer must be a mapping such as {{kind: byte}}, not {config!r}")
     kind = config.get("kind")
     if not isinstance(kind, str) or kind not in _KEYS:
         raise ValueError(f"unknown tokenizer kind {kind!r}: {nearest(str(kind), _KEYS)}")
