@@ -456,7 +456,10 @@ def wait_for_parts(to: Path, count: int) -> None:
     raise TimeoutError(f"{to} does not come on")
 
 
-@pytest.mark.parametrize(("signal_number", "to_format"), list(zip((signal.SIGKILL, signal.SIGINT), BOTH, strict=True)))
+@pytest.mark.parametrize(
+    ("signal_number", "to_format"),
+    [(signal.SIGKILL, BOTH[0]), pytest.param(signal.SIGINT, BOTH[1], marks=pytest.mark.slow)],
+)
 def test_a_process_that_is_stopped_goes_on_where_it_was(
     signal_number: signal.Signals,
     to_format: str,
@@ -530,6 +533,7 @@ print(json.dumps(grown))
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(large: dict[str, Path], small: dict[str, Path], tmp_path: Path) -> None:
     """Of the process's own: pages of mapped files are the system's. One shard, of eleven, and a few tensors."""
     # glibc keeps freed blocks below 32 MB for later; the tensors of real models are larger and go back at once.

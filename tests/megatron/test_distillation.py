@@ -161,6 +161,7 @@ os._exit(0)  # gloo's threads may abort a process that takes itself apart
 """
 
 
+@pytest.mark.slow
 def test_a_vocabulary_divided_among_ranks_has_the_same_divergence(tmp_path: Path) -> None:
     student, teacher = logits(5, 3, 40)
     with torch.no_grad():

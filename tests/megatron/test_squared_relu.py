@@ -31,7 +31,7 @@ def imported(megatron: None) -> None:
 @pytest.mark.parametrize(
     "device",
     [
-        "interpreter",
+        pytest.param("interpreter", marks=pytest.mark.slow),
         pytest.param(
             "cuda",
             marks=[
@@ -83,6 +83,7 @@ for kernel, types in (
 """
 
 
+@pytest.mark.slow
 def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
 

@@ -58,6 +58,7 @@ def test_what_was_measured_without_rounds_keeps_its_spread() -> None:
     assert "| 0.92x (0.83 to 1.01, noise) |" in _states([parent, child])
 
 
+@pytest.mark.slow
 def test_models_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two equal models neither is timed at another time than the other."""
     order: list[str] = []

@@ -243,6 +243,7 @@ def test_mistakes_are_refused_with_what_to_do(problems: Path, words: list[str], 
     assert not (problems / "made/curriculum.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_the_command_imports_no_torch(problems: Path) -> None:
     # As `python launchers/curriculum.py` does, but torch cannot be imported.
     program = (

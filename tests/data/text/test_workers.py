@@ -86,7 +86,7 @@ def stop_in_the_middle(
     return len(list(shards.glob("*.npz")))
 
 
-@pytest.mark.parametrize("how", ["kill -9", "ctrl-c"])
+@pytest.mark.parametrize("how", ["kill -9", pytest.param("ctrl-c", marks=pytest.mark.slow)])
 def test_a_stopped_run_goes_on_and_gives_the_same_files(
     tmp_path: Path, bpe_file: Path, how: str, jsonl: Write, texts_of: Draw, files_of: Files
 ) -> None:
@@ -106,6 +106,7 @@ def test_a_stopped_run_goes_on_and_gives_the_same_files(
     assert len(os.listdir(tmp_path / "stopped")) == 5, "nothing unfinished is left behind"
 
 
+@pytest.mark.slow
 def test_input_that_grows_while_it_is_read_is_an_error(
     tmp_path: Path, bpe_file: Path, jsonl: Write, texts_of: Draw
 ) -> None:
