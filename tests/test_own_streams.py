@@ -14,6 +14,7 @@ from nemo_ext.slurm.submit import planned
 
 RECIPES = Path(hydra_conf.__file__).parent / "recipe"
 NAMES = sorted(str(path.relative_to(RECIPES).with_suffix("")) for path in RECIPES.rglob("*.yaml"))
+ONE_EACH = {name.split("/")[0]: name for name in NAMES}.values()
 TREE = "streams={web: 3, code: {share: 1, of: {python: 1, rust: 1}}}"
 
 
@@ -24,7 +25,10 @@ def leaves(config: dict[str, Any]) -> list[tuple[str, str]]:
     return [(leaf.name, str(leaf.prefix)) for leaf in read_tree(config["data"]).leaves()]
 
 
-@pytest.mark.parametrize("recipe", [name for name in NAMES if name != "model_alone"])
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(name, marks=() if name in ONE_EACH else pytest.mark.slow) for name in NAMES if name != "model_alone"],
+)
 def test_own_streams_replace_the_data_of_every_recipe(recipe: str) -> None:
     job = "puzzle" if recipe.startswith("puzzle/") else "train"
     given = [f"recipe={recipe}", "data_root=/mine"]

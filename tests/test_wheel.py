@@ -26,9 +26,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "words",
     [
         ["train", "--cfg", "job"],
-        ["train", "recipe=olmo3/7b_pretrain", "--cfg", "job"],
+        pytest.param(["train", "recipe=olmo3/7b_pretrain", "--cfg", "job"], marks=pytest.mark.slow),
         ["describe", "model=llama_nemotron_super_49b", "format=json"],
-        ["tokenize", "--cfg", "job"],
+        pytest.param(["tokenize", "--cfg", "job"], marks=pytest.mark.slow),
     ],
 )
 def test_the_command_finds_its_configs(installed: Path, tmp_path: Path, words: list[str]) -> None:

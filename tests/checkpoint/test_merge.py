@@ -382,7 +382,9 @@ def test_averaging_and_converting_commute(three: list[Path], tmp_path: Path) -> 
         assert (own / "hf_files" / name).read_bytes() == (three[0] / name).read_bytes()
 
 
-@pytest.mark.parametrize("family", ["NemotronHForCausalLM", "NemoExtBlocksForCausalLM"])
+@pytest.mark.parametrize(
+    "family", ["NemotronHForCausalLM", pytest.param("NemoExtBlocksForCausalLM", marks=pytest.mark.slow)]
+)
 def test_megatron_loads_an_average_of_hybrid_models(
     family: str,
     random_sections: Callable[..., Any],

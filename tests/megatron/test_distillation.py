@@ -298,6 +298,7 @@ def test_saved_log_probabilities_teach_what_the_teacher_would(
     assert losses(cached, "grad_norm") == pytest.approx(losses(beside, "grad_norm"), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_saving_does_not_train_the_teacher(teacher: Path, saved: Path, build: Build) -> None:
     """Neither its weights nor the bias by which its routers choose experts, which needs no gradient to change."""
     before, after = (build("megatron.seq_length=64") for _ in range(2))

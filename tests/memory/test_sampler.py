@@ -406,6 +406,7 @@ def test_megatrons_timers_note_the_phases(tmp_path: Path, megatron: None) -> Non
     assert timers("evaluate").active_time() > 0
 
 
+@pytest.mark.slow
 def test_trls_trainers_note_the_phases(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     from nemo_ext.rl.trl.trainers import _OurPrompts

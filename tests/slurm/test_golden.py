@@ -70,6 +70,7 @@ def rendered(folder: Path) -> Iterator[str]:
             yield shlex.join(kind(settings, []).srun(["-m", module, "..."], "--label"))
 
 
+@pytest.mark.slow
 def test_every_command_is_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("WORK", "FAST", "CINECA_SCRATCH"):

@@ -33,6 +33,7 @@ def test_training_fails_without_it(errors: dict[str, str | None], target: str) -
     assert errors[target], f"{target} is no longer needed: remove it from the table"
 
 
+@pytest.mark.slow
 def test_applying_twice_changes_nothing_restoring_puts_all_back_and_nothing_is_compiled() -> None:
     """In a process of its own: other tests here run with the table applied."""
     code = """

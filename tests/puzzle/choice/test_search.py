@@ -269,6 +269,7 @@ def ultra() -> Problem:
     return Problem(blocks, {name: Limit(upper=0.55 * total) for name, total in parent.items()})
 
 
+@pytest.mark.slow
 def test_a_problem_of_the_size_of_ultra() -> None:
     problem = ultra()
 
@@ -279,7 +280,7 @@ def test_a_problem_of_the_size_of_ultra() -> None:
     assert (again.choice, again.score, again.bound) == (solution.choice, solution.score, solution.bound)
 
 
-@pytest.mark.parametrize("gap", [0.3, 0.02])
+@pytest.mark.parametrize("gap", [0.3, pytest.param(0.02, marks=pytest.mark.slow)])
 def test_a_loose_gap_gives_a_true_bound_and_nothing_that_one_block_could_better(gap: float) -> None:
     problem = ultra()
     best = solve(problem)
