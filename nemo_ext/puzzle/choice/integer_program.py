@@ -149,13 +149,13 @@ class _Reduced:
         rows = np.concatenate([program.rows[b][kept] for b, kept in zip(first, self.variants, strict=True)])
         ranges = np.maximum.reduceat(objective, self.start[:-1]) - np.minimum.reduceat(objective, self.start[:-1])
         size = max(float(ranges @ self.count), 1e-9 * float(np.abs(objective).max()))
-        self.scale = _OBJECTIVE_SIZE / size if size > 0 else 1.0
+        self.scale = _OBJECTIVE_SIZE / size if size > 1e-300 else 1.0
         self.objective: Floats = objective * self.scale
-        factor = _ROW_SIZE / program.sizes
-        # Half the tolerance, so that a sum that equals its bound up to rounding is not lost.
-        self.rows: Floats = rows * factor
-        self.lower: Floats = program.lower * factor - 0.5 * TOLERANCE * _ROW_SIZE
-        self.upper: Floats = program.upper * factor + 0.5 * TOLERANCE * _ROW_SIZE
+        # Half the tolerance, so that a sum that equals its bound up to rounding is not lost. Divided first: the inverse
+        # of a size may be infinite.
+        self.rows: Floats = rows / program.sizes * _ROW_SIZE
+        self.lower: Floats = (program.lower / program.sizes - 0.5 * TOLERANCE) * _ROW_SIZE
+        self.upper: Floats = (program.upper / program.sizes + 0.5 * TOLERANCE) * _ROW_SIZE
         self.group = np.repeat(np.arange(len(self.count)), np.diff(self.start))  # of every variable
 
     def minimise(self, *, gap: float, deadline: float) -> Answer:
