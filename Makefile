@@ -38,7 +38,7 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
 	  { echo "nemo_ext needs Python 3.12 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1 | cut -d' ' -f2). Use: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable .
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable '.[engine]'
 	@touch $@
 
 $(READY_DEV): $(READY)

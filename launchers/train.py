@@ -5,6 +5,7 @@ import sys
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder's tokenize.py must not hide the standard library's
 
+from nemo_ext.engines import require
 from nemo_ext.job.config import run_job
 
 
@@ -12,6 +13,7 @@ def main() -> None:
     """Composes the config and trains on this machine."""
 
     def job(config: dict[str, object]) -> None:
+        require("torch", "megatron-core")
         from nemo_ext.launch import train
 
         train(config)

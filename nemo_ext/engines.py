@@ -67,6 +67,9 @@ _BUILD = "pip install --no-build-isolation {requirement}"
 _APEX = "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation git+https://github.com/NVIDIA/apex"
 _NEMO_RL = "git clone --recursive https://github.com/NVIDIA-NeMo/RL nemo-rl && export NEMO_RL_ROOT=$PWD/nemo-rl"
 
+OLDEST_MEGATRON = "0.18.2"
+"""Oldest Megatron-Core that the tests of docs/installs.md pass with."""
+
 ENGINES = (
     Engine("hydra", "hydra-core", ("hydra", "omegaconf"), "configuration of every job", needs=(), required=True),
     Engine(
@@ -147,6 +150,33 @@ ENGINES = (
     ),
     Engine("vllm", "vllm", ("vllm:LLM",), "fast generation, for evaluation and for RL", needs_gpu=True),
 )
+
+
+def require(*names: str) -> None:
+    """Refuses to begin a job without an engine. Nothing is imported.
+
+    Raises:
+        ValueError: an engine is not installed, or is a Megatron-Core without hybrid models; with what to do.
+    """
+    lacking = [engine for engine in ENGINES if engine.name in names and not _is_installed(engine.module)]
+    if lacking:
+        raise ValueError(
+            f"this job needs {' and '.join(engine.distribution for engine in lacking)}: pip install 'nemo_ext[engine]' "
+            "(`nemo-ext doctor --install` says what that would change here)"
+        )
+    if "megatron-core" in names and not _is_installed("megatron.core.models.hybrid"):
+        raise ValueError(
+            f"this job needs megatron-core {OLDEST_MEGATRON} or later: the one here has no core.models.hybrid, "
+            "which our models are made of (docs/installs.md)"
+        )
+
+
+def _is_installed(module: str) -> bool:
+    """True if a module's files are found; the packages that it lies in are not imported."""
+    top, *below = module.split(".")
+    spec = importlib.util.find_spec(top)
+    places = [] if spec is None else list(spec.submodule_search_locations or [])
+    return spec is not None and (not below or any(Path(place, *below).is_dir() for place in places))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from nemo_ext.architecture.pattern import format as format_pattern
 from nemo_ext.architecture.pattern import parse
 from nemo_ext.architecture.pipeline import balance
 from nemo_ext.job.settings import did_you_mean
+from nemo_ext.megatron import versions
 
 MANAGED = {
     "hybrid_layer_pattern": "set model.pattern: it is compiled from the notation",
@@ -245,10 +246,10 @@ def _unknown(name: str, flags: Mapping[str, tuple[str, argparse.Action]]) -> str
     by_destination = [known for known, (_, action) in flags.items() if action.dest == name and known != name]
     if by_destination:
         return f"megatron.{name}: not a flag of Megatron's command line; it is set by megatron.{by_destination[0]}"
-    from megatron.core import __version__
-
+    if why := versions.lack([name]):
+        return f"megatron.{name}: {why}"
     hint = did_you_mean(name, flags)
-    return f"megatron.{name}: Megatron-Core {__version__} has no such argument{hint and f': {hint}'}"
+    return f"megatron.{name}: Megatron-Core {versions.installed()} has no such argument{hint and f': {hint}'}"
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ import torch
 from megatron.core.activations import squared_relu
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.spec_utils import ModuleSpec
+from packaging.version import Version
 
 from nemo_ext import Registration
 from nemo_ext.architecture.pattern import compile as compile_pattern
@@ -26,6 +27,7 @@ from nemo_ext.checkpoint.description import Description, from_config, to_config
 from nemo_ext.checkpoint.formats import FORMATS, Entry, Format, named, read
 from nemo_ext.checkpoint.parameters import Piece
 from nemo_ext.checkpoint.rules import QKV, Vocabulary
+from nemo_ext.megatron import versions
 from nemo_ext.megatron.model import SECTION, BlockModelConfig
 
 try:
@@ -51,14 +53,17 @@ else:
     MISSING = None
 """Reason why Megatron-Bridge cannot be used; None if it can."""
 
+_CONVOLUTION = "." if versions.installed() < Version("0.19") else "_"
+"""Mark between the Mamba convolution's name and its tensor's: a module of its own before Megatron-Core 0.19."""
+
 SPELLINGS = (
     # Transformer Engine fuses a norm into the following linear, and checkpoints use its name for either back end.
     (r"self_attention\.linear_qkv\.layer_norm_(\w+)$", (r"input_layernorm.\1", r"\g<0>")),
     (r"mlp\.linear_fc1\.layer_norm_(\w+)$", (r"pre_mlp_layernorm.\1", r"\g<0>")),
     (r"mixer\.in_proj\.layer_norm_(\w+)$", (r"norm.\1", r"\g<0>")),
-    # Mamba's tensors are saved in parts and are one tensor in memory; the convolution's belong to the mixer itself.
+    # Mamba's tensors are saved in parts and are one tensor in memory; the convolution's mostly belong to the mixer.
     (r"mixer\.in_proj\.weight\.\w+$", ("mixer.in_proj.weight",)),
-    (r"mixer\.conv1d\.(weight|bias)\.\w+$", (r"mixer.conv1d_\1",)),
+    (r"mixer\.conv1d\.(weight|bias)\.\w+$", (rf"mixer.conv1d{_CONVOLUTION}\1",)),
     # All experts of a block are saved as one tensor; in memory they are separate, or numbered weights (grouped GEMM).
     (
         r"mlp\.experts\.experts\.(\w+)\.weight$",
@@ -69,7 +74,7 @@ SPELLINGS = (
 
 KINDS = (
     ("in_proj", r"mixer\.in_proj\.weight$"),
-    ("conv1d", r"mixer\.conv1d_(weight|bias)$"),
+    ("conv1d", r"mixer\.conv1d[._](weight|bias)$"),
     ("column", r"(linear_qkv|linear_fc1)\.(weight|bias)\d*$|mixer\.(A_log|D|dt_bias|norm\.weight)$"),
     ("row", r"(linear_proj|linear_fc2|out_proj)\.(weight|bias)\d*$"),
 )

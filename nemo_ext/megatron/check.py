@@ -12,6 +12,7 @@ from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import Pattern, parse
 from nemo_ext.job import run_directory
 from nemo_ext.job.settings import nearest
+from nemo_ext.megatron import versions
 from nemo_ext.megatron.arguments import (
     backend_of,
     command_line,
@@ -66,6 +67,7 @@ def check(config: Mapping[str, Any]) -> argparse.Namespace:
     """
     check_keys(config)
     check_layout(config)
+    check_version(config)
     with quiet_imports():
         mamba_modules.install()
         with patches.applied():
@@ -97,6 +99,17 @@ def check_keys(config: Mapping[str, Any]) -> None:
         )
 
 
+def check_version(config: Mapping[str, Any]) -> None:
+    """Refuse a setting of ours that needs a newer Megatron-Core; its own flags are refused by their names.
+
+    Raises:
+        ValueError: names the setting and the version.
+    """
+    mixed = (config.get("data") or {}).get("mixed_lengths") or {}
+    if mixed.get("document_boundaries") and (why := versions.lack(["dataloader_inter_document_masking"])):
+        raise ValueError(f"data.mixed_lengths.document_boundaries: {why}; set it to false")
+
+
 def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace) -> None:
     """Refuse a teacher, online or cached, that this run cannot use.
 
@@ -110,7 +123,8 @@ def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace)
     from nemo_ext.megatron import distillation
 
     settings = distillation.Settings.from_config(config)
-    saved, loaded = arguments.logits_save_dir, arguments.logits_load_dir
+    # Not in every version (`versions.FEATURES`).
+    saved, loaded = (getattr(arguments, name, None) for name in ("logits_save_dir", "logits_load_dir"))
     chosen = {
         "distillation.teacher": settings.teacher,
         "megatron.logits_load_dir": loaded,

@@ -267,7 +267,7 @@ def from_config(config: Mapping[str, Any], arguments: Any) -> Distillation | Non
         config: the composed config.
         arguments: Megatron's validated arguments for it; see `CachedTeacher`.
     """
-    if arguments.logits_load_dir is not None:
+    if getattr(arguments, "logits_load_dir", None) is not None:  # not in every version
         return CachedTeacher(arguments)
     return OnlineTeacher(config) if Settings.from_config(config).teacher is not None else None
 

@@ -6,6 +6,7 @@ rounding, then a product of the rounded matrices in the precision of the activat
 """
 
 from dataclasses import dataclass
+from functools import cache
 from math import ceil
 from typing import Any
 
@@ -92,8 +93,21 @@ def quantise(
 
 
 def has_float8_products(device: torch.device) -> bool:
-    """True if a device multiplies float8 matrices: CPUs, and GPUs of compute capability 8.9 or higher."""
-    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
+    """True if a device multiplies float8 matrices: GPUs of compute capability 8.9 or higher, CPUs by a newer torch."""
+    if device.type == "cpu":
+        return _cpu_has_float8_products()
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@cache
+def _cpu_has_float8_products() -> bool:
+    """True if this torch multiplies float8 matrices on the CPU: 2.11 declares the function and has no kernel for it."""
+    matrix, one = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(())
+    try:
+        scaled_mm(matrix, matrix.t(), one, ScalingType.TensorWise, one, ScalingType.TensorWise)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def product(left: Float8Matrix, right: Float8Matrix, dtype: torch.dtype) -> Tensor:

@@ -56,6 +56,10 @@ def build_datasets(
     if all_packed([prefix for prefixes, _ in blends for prefix in prefixes]):
         kind = PackedDataset
 
+    asked = getattr(arguments, "dataloader_inter_document_masking", False)  # see `versions.FEATURES`, like the field
+    asked = asked or (mixed is not None and mixed.document_boundaries)
+    boundaries = {"inter_document_masking": True} if asked else {}
+
     def build(samples: Sequence[int], reading: Reading) -> Sequence[Any]:
         config = StreamConfig(
             random_seed=arguments.seed,
@@ -73,8 +77,7 @@ def build_datasets(
             reset_attention_mask=arguments.reset_attention_mask,
             eod_mask_loss=arguments.eod_mask_loss,
             create_attention_mask=False,
-            inter_document_masking=arguments.dataloader_inter_document_masking
-            or (mixed is not None and mixed.document_boundaries),
+            **boundaries,
         )
         return BlendedMegatronDatasetBuilder(kind, list(samples), lambda: True, config).build()
 

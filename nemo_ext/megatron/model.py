@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -139,7 +139,8 @@ def model_config(
         arguments: Megatron's validated arguments.
         precision: see `BlockModelConfig`.
     """
-    config = hybrid_config_from_args(arguments, model_config_cls=BlockModelConfig)
+    made = hybrid_config_from_args(arguments)  # its `model_config_cls` came with 0.19
+    config = BlockModelConfig(**{each.name: getattr(made, each.name) for each in fields(made) if each.init})
     config.pattern = format_pattern(parse(pattern))
     for name in SECTION & model.keys():
         setattr(config, name, model[name])

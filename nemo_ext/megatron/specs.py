@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider, get_backend
+from megatron.core.models.backends import BackendSpecProvider, InferenceSpecProvider, LocalSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayerSubmodules
@@ -87,16 +87,22 @@ def backend(transformer_impl: str, *, setting: str = "transformer_impl") -> Back
     """The provider of linear, norm and attention classes of a back end; `setting` is what the user chose it by.
 
     Raises:
-        ValueError: if Transformer Engine is asked for and is not installed.
+        ValueError: if Transformer Engine is asked for and is not installed, or for another name.
     """
     if transformer_impl == "local":
         return LocalBackend()
-    if transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
+    if transformer_impl == "inference_optimized":
+        return InferenceSpecProvider()
+    if transformer_impl != "transformer_engine":
+        raise ValueError(f"{setting}={transformer_impl}: expected local, transformer_engine or inference_optimized")
+    if importlib.util.find_spec("transformer_engine") is None:
         raise ValueError(
             f"{setting}=transformer_engine, but Transformer Engine is not installed here: set {setting}=local, or "
             "install it (`pip install transformer-engine[pytorch]` on a machine with CUDA)"
         )
-    return get_backend(transformer_impl)
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # fails without it
+
+    return TESpecProvider()
 
 
 def norm_builder(config: TransformerConfig, options: StackOptions) -> LayerNormBuilder:

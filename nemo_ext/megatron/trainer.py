@@ -53,6 +53,7 @@ def main(config_path: str) -> None:
     from nemo_ext.megatron.expert_bias import update_by_size
     from nemo_ext.megatron.forward_step import datasets, forward_step
     from nemo_ext.megatron.model import model_config
+    from nemo_ext.megatron.versions import model_of_container
 
     set_startup_timestamps(program_start=psutil.Process().create_time(), main_entry=main_entry)
     sys.argv = [sys.argv[0], *command_line(config)]
@@ -63,7 +64,7 @@ def main(config_path: str) -> None:
     if arguments.rank == 0:
         print(f"stand-ins for what this machine lacks: {', '.join(stand_ins) or 'none'}")
     model = model_config(config["model"], pattern_with_cuts(config), arguments, Precision.from_config(config))
-    if arguments.freeze_all_layers:
+    if getattr(arguments, "freeze_all_layers", False):  # not in every version
         model.pre_wrap_hooks.append(distillation.freeze)
     distilled = distillation.from_config(config, arguments)
     step = forward_step if distilled is None else partial(forward_step, distillation=distilled)
@@ -89,7 +90,13 @@ def main(config_path: str) -> None:
     container = pretrain_cfg_container_from_args(arguments, model)
     update_by_size()
     try:
-        pretrain(container, provider, ModelType.encoder_or_decoder, step)
+        pretrain(
+            container,
+            provider,
+            model_type=ModelType.encoder_or_decoder,
+            forward_step_func=step,
+            **model_of_container(container),
+        )
     finally:
         memory_phases.begin(None)
         close_metrics()

@@ -20,6 +20,7 @@ from nemo_ext.job.files import only_run_in
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import last_checkpoint, write_config, write_versions
 from nemo_ext.job.settings import nearest
+from nemo_ext.megatron import versions
 from nemo_ext.puzzle.choice.choose import Costs, choose, draw_front, state_problem
 from nemo_ext.puzzle.choice.problem import Problem
 from nemo_ext.puzzle.configs import description_of, healing_run, logits_saving_run, parent_run
@@ -108,6 +109,8 @@ class Job:
         """Raises, before any work is done, where existing results do not match the config."""
         for stage in STAGES:
             self.workspace.is_finished(stage)
+        if self.chosen.heal.teacher == "cached" and self._wants("heal") and (why := versions.lack(["logits_save_dir"])):
+            raise ValueError(f"puzzle.heal.teacher=cached: {why}; set it to online")
 
     def _wants(self, stage: str) -> bool:
         return self.chosen.stages is None or stage in self.chosen.stages

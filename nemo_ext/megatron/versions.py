@@ -1,0 +1,94 @@
+"""Differences between the versions of Megatron-Core that nemo_ext works with (docs/installs.md). No torch."""
+
+import inspect
+import runpy
+from collections.abc import Iterable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from packaging.version import Version
+
+
+class Feature(NamedTuple):
+    """Something that Megatron-Core has since a version.
+
+    Attributes:
+        name: name for the user.
+        since: first version that has it.
+        flags: Megatron's flags that belong to it.
+    """
+
+    name: str
+    since: str
+    flags: tuple[str, ...]
+
+
+FEATURES = (
+    Feature(
+        "a teacher's log-probabilities in files",
+        "0.19",
+        ("logits_save_dir", "logits_save_top_k", "logits_load_dir", "logits_load_kd_loss_alpha", "freeze_all_layers"),
+    ),
+    Feature("attention that stops at the end of a document", "0.19", ("dataloader_inter_document_masking",)),
+    Feature(
+        "YaRN in hybrid models",
+        "0.19",
+        ("yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
+    ),
+)
+"""What a supported version may lack; everything else works with all of them."""
+
+
+@cache
+def installed() -> Version:
+    """Version of the Megatron-Core that would be imported, as its source says; nothing of it is imported.
+
+    Its own `__version__` adds the commit of whatever git repository the environment lies in.
+    """
+    spec = find_spec("megatron.core")
+    assert spec is not None and spec.origin is not None
+    numbers = runpy.run_path(str(Path(spec.origin).with_name("package_info.py")))["VERSION"]
+    return Version(".".join(map(str, numbers[:3])))
+
+
+def missing(feature: Feature) -> bool:
+    """True if the Megatron-Core here does not have it yet."""
+    return installed() < Version(feature.since)
+
+
+def lack(flags: Iterable[str]) -> str | None:
+    """Why the Megatron-Core here knows none of these flags, if it is too old for one of them; None otherwise."""
+    asked = set(flags)
+    for feature in FEATURES:
+        if asked & set(feature.flags) and missing(feature):
+            return f"{feature.name} came with Megatron-Core {feature.since}, here is {installed()}"
+    return None
+
+
+def model_of_container(container: Any) -> dict[str, Any]:
+    """Keywords with which `pretrain` builds the model that its config container holds.
+
+    None since 0.19, which does so by itself. 0.18 takes a function that builds one stage, and wraps the stages itself
+    in `get_model`: in its place the container's builder builds and wraps them, with the hooks of its config.
+    """
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training import training
+
+    if inspect.signature(training.pretrain).parameters["model_provider"].default is None:
+        return {}
+
+    def get_model(*_: Any, wrap_with_ddp: bool = True, **__: Any) -> list[Any]:
+        return container.model.get_builder_cls()(container.model).build_distributed_models(
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+            ddp_config=container.ddp,
+            overlap_param_gather_with_optimizer_step=container.optimizer.overlap_param_gather_with_optimizer_step,
+            use_megatron_fsdp=container.dist.use_megatron_fsdp,
+            use_torch_fsdp2=container.dist.use_torch_fsdp2,
+            wrap_with_ddp=wrap_with_ddp,
+            data_parallel_random_init=container.rng.data_parallel_random_init,
+        )
+
+    training.get_model = get_model
+    return {"model_provider": None}
