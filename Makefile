@@ -6,6 +6,7 @@ VENV := .venv
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 READY_PTQ := $(VENV)/.ready-ptq
+READY_DOCS := $(VENV)/.ready-docs
 WORKERS ?= 2
 # A test that shares what is costly to make goes to the worker that has it (tests/conftest.py).
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup --durations=25
@@ -15,7 +16,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Hundreds of processes that tests start would each compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test slow ptq lint
+.PHONY: train test slow ptq lint dist docs
 
 train: $(READY)
 	$(VENV)/bin/nemo-ext train
@@ -24,7 +25,7 @@ test: $(READY_DEV)
 	$(PYTEST)
 
 slow: $(READY_DEV)
-	$(PYTEST) -m 'slow or hypothesis' --hypothesis-profile thorough $(if $(MINUTES),--minutes $(MINUTES))
+	$(PYTEST) -m 'slow or hypothesis' --hypothesis-profile thorough $(if $(MINUTES),--minutes $(MINUTES)) $(FLAGS)
 
 ptq: $(READY_PTQ)
 	$(VENV)/bin/python -m pytest -m ptq tests/quantization --durations=25
@@ -33,6 +34,18 @@ lint: $(READY_DEV)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+
+# Both into dist/, the same bytes from every clone.
+dist: $(READY_DEV)
+	$(VENV)/bin/python .ci/dist.py
+	$(VENV)/bin/twine check --strict dist/*
+
+# The pages are put together as they lie here, so that their links mean the same as on GitHub.
+docs: $(READY_DOCS)
+	rm -rf build/pages && mkdir -p build/pages
+	cp -R README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md CITATION.cff docs hydra_conf build/pages
+	$(VENV)/bin/mkdocs build --strict
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
@@ -47,4 +60,8 @@ $(READY_DEV): $(READY)
 
 $(READY_PTQ): $(READY_DEV)
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable '.[ptq]'
+	@touch $@
+
+$(READY_DOCS): $(READY)
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable '.[docs]'
 	@touch $@

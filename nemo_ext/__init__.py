@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 REPLACED = ("DeciLMForCausalLM",)
 """Classes that `register` replaces although Megatron-Bridge has them: its mapping names no linear-replaced blocks, so
