@@ -15,6 +15,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
 from nemo_ext.data.packs.mixed_lengths import MixedLengths, Reading
+from nemo_ext.megatron import versions
 from nemo_ext.megatron.distillation import KL, Distillation
 from nemo_ext.megatron.epochs import MockEpochs, StreamConfig, StreamEpochs
 from nemo_ext.megatron.mixed_lengths import mixed_rows
@@ -58,6 +59,8 @@ def build_datasets(
 
     asked = getattr(arguments, "dataloader_inter_document_masking", False)  # see `versions.FEATURES`, like the field
     asked = asked or (mixed is not None and mixed.document_boundaries)
+    if asked and (why := versions.lack(["dataloader_inter_document_masking"])):
+        raise ValueError(f"data.mixed_lengths.document_boundaries: {why}")
     boundaries = {"inter_document_masking": True} if asked else {}
 
     def build(samples: Sequence[int], reading: Reading) -> Sequence[Any]:

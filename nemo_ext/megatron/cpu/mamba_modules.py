@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_ext.megatron.cpu import mamba_step
 from nemo_ext.megatron.cpu.mamba_convolution import causal_conv1d
 from nemo_ext.megatron.cpu.mamba_kernels import split_convolution_scan
 from nemo_ext.megatron.cpu.mamba_norm import RMSNorm, rms_norm_gated
@@ -172,6 +173,32 @@ def causal_conv1d_fn(
     return out.transpose(1, 2)
 
 
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+) -> Tensor:
+    """The convolution of one new token of each sequence; updates the state with it.
+
+    Args:
+        x: [batch, channels].
+        conv_state: [batch, channels, kept], the last `kept` >= width inputs, newest last.
+        weight: [channels, width].
+        bias: [channels] or None.
+        activation: "silu", "swish" or None.
+        cache_seqlens, conv_state_indices: Not supported.
+
+    Returns:
+        [batch, channels].
+    """
+    _refuse("causal_conv1d_update", cache_seqlens=cache_seqlens, conv_state_indices=conv_state_indices)
+    return mamba_step.causal_conv1d_update(x[:, None], conv_state, weight, bias, activation is not None)[:, 0]
+
+
 def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
     """The last inputs of each packed sequence, zeros before its start.
 
@@ -212,7 +239,11 @@ STAND_INS: dict[str, dict[str, dict[str, object]]] = {
         },
     },
     "causal_conv1d": {
-        "causal_conv1d": {"__version__": CAUSAL_CONV1D_VERSION, "causal_conv1d_fn": causal_conv1d_fn},
+        "causal_conv1d": {
+            "__version__": CAUSAL_CONV1D_VERSION,
+            "causal_conv1d_fn": causal_conv1d_fn,
+            "causal_conv1d_update": causal_conv1d_update,
+        },
         "causal_conv1d.causal_conv1d_varlen": {"causal_conv1d_varlen_states": causal_conv1d_varlen_states},
     },
 }

@@ -75,12 +75,13 @@ def _rotary(model: Any, length: int) -> Tensor | None:
 def _decodes_batches(layer: Any) -> Iterator[None]:
     """Makes a Mamba-2 layer decode more than one sequence statically.
 
-    Megatron-Core 0.19's mixer passes `[1, batch, width]` to a step that takes `[batch, 1, width]`: without this, the
-    sequences of a batch are taken for the tokens of one sequence (`MambaMixer._decode` in core/ssm/mamba_mixer.py).
+    Megatron-Core passes `[1, batch, width]` to a step that takes `[batch, 1, width]`: without this, the sequences
+    of a batch are taken for the tokens of one sequence (core/ssm/mamba_mixer.py: `_decode`, in 0.20 `_static_decode`).
     """
     mixer = getattr(layer, "mixer", None)
-    step = getattr(mixer, "_ssm_decode", None)
-    if mixer is None or step is None:
+    name = "ssm_decode" if hasattr(mixer, "ssm_decode") else "_ssm_decode"  # since 0.20; until 0.19
+    step = getattr(mixer, name, None)
+    if step is None:
         yield
         return
 
@@ -89,8 +90,8 @@ def _decodes_batches(layer: Any) -> Iterator[None]:
             return step(projected, conv_state, *args, **kwargs)
         return step(projected.transpose(0, 1), conv_state, *args, **kwargs).transpose(0, 1)
 
-    mixer._ssm_decode = batch_first
+    setattr(mixer, name, batch_first)
     try:
         yield
     finally:
-        del mixer._ssm_decode
+        delattr(mixer, name)

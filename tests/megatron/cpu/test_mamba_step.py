@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nemo_ext.megatron.cpu import mamba_modules
 from nemo_ext.megatron.cpu.mamba_convolution import causal_conv1d
 from nemo_ext.megatron.cpu.mamba_scan import ssd_chunk_scan
 from nemo_ext.megatron.cpu.mamba_step import causal_conv1d_update, selective_state_update
@@ -54,6 +55,19 @@ def test_the_scan_token_by_token(groups: int, gated: bool) -> None:
 
     assert torch.allclose(out, whole, atol=1e-5)
     assert torch.allclose(state, last, atol=1e-5)
+
+
+def test_one_token_under_the_packages_own_name() -> None:
+    torch.manual_seed(0)
+    x, weight, offset = torch.randn(3, 5, 10), torch.randn(10, 4), torch.randn(10)
+    state, own = torch.zeros(2, 3, 10, 4)
+
+    for token in x.unbind(1):
+        out = mamba_modules.causal_conv1d_update(token, own, weight, offset, "silu")
+
+    assert torch.allclose(out, causal_conv1d_update(x, state, weight, offset, "silu")[:, -1], atol=1e-6)
+    with pytest.raises(ValueError, match="cache_seqlens: the torch kernels"):
+        mamba_modules.causal_conv1d_update(token, own, weight, cache_seqlens=torch.ones(3))
 
 
 def test_dynamic_batching_is_refused() -> None:
