@@ -16,7 +16,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Hundreds of processes that tests start would each compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test slow ptq lint dist docs
+.PHONY: train test slow ptq lint dist docs installs
 
 train: $(READY)
 	$(VENV)/bin/nemo-ext train
@@ -29,6 +29,10 @@ slow: $(READY_DEV)
 
 ptq: $(READY_PTQ)
 	$(VENV)/bin/python -m pytest -m ptq tests/quantization --durations=25
+
+# The table in docs/installs.md: environments with other engines, and what works in them.
+installs: $(READY_DEV)
+	$(VENV)/bin/python tests/installs/test_installs.py
 
 lint: $(READY_DEV)
 	$(VENV)/bin/ruff check .

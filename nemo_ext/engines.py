@@ -5,6 +5,7 @@ at its top.
 """
 
 import importlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import json
@@ -172,11 +173,15 @@ def require(*names: str) -> None:
 
 
 def _is_installed(module: str) -> bool:
-    """True if a module's files are found; the packages that it lies in are not imported."""
-    top, *below = module.split(".")
-    spec = importlib.util.find_spec(top)
-    places = [] if spec is None else list(spec.submodule_search_locations or [])
-    return spec is not None and (not below or any(Path(place, *below).is_dir() for place in places))
+    """True if a module is found. Nothing is imported, unlike by `find_spec`, which imports the packages it lies in."""
+    found, places = None, None
+    for depth in range(module.count(".") + 1):
+        name = ".".join(module.split(".")[: depth + 1])
+        found = importlib.util.find_spec(name) if depth == 0 else importlib.machinery.PathFinder.find_spec(name, places)
+        if found is None:
+            return False
+        places = found.submodule_search_locations
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)
