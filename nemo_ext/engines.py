@@ -111,7 +111,7 @@ ENGINES = (
         "apex",
         "apex",
         ("torch", "apex.normalization", "amp_C"),
-        "fused Adam and norms on GPUs without Transformer Engine",
+        "fused Adam and gradient clipping on GPUs without Transformer Engine",
         _APEX,
         needs_gpu=True,
         part="normalization",

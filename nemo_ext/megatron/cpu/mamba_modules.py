@@ -15,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_ext.megatron.cpu import mamba_step
 from nemo_ext.megatron.cpu.mamba_convolution import causal_conv1d
 from nemo_ext.megatron.cpu.mamba_kernels import split_convolution_scan
 from nemo_ext.megatron.cpu.mamba_norm import RMSNorm, rms_norm_gated
-from nemo_ext.megatron.cpu.mamba_scan import ssd_chunk_scan
+from nemo_ext.megatron.cpu.mamba_scan import compute_dtype, ssd_chunk_scan
 
 MIXER = "megatron.core.ssm.mamba_mixer"
 
@@ -182,21 +181,27 @@ def causal_conv1d_update(
     cache_seqlens: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
 ) -> Tensor:
-    """The convolution of one new token of each sequence; updates the state with it.
+    """The convolution of new tokens; updates the state with them.
 
     Args:
-        x: [batch, channels].
-        conv_state: [batch, channels, kept], the last `kept` >= width inputs, newest last.
+        x: [batch, channels] or [batch, channels, tokens].
+        conv_state: [batch, channels, kept], the last `kept` >= width - 1 inputs, newest last.
         weight: [channels, width].
         bias: [channels] or None.
         activation: "silu", "swish" or None.
         cache_seqlens, conv_state_indices: Not supported.
 
     Returns:
-        [batch, channels].
+        Tensor of the shape of `x`.
     """
     _refuse("causal_conv1d_update", cache_seqlens=cache_seqlens, conv_state_indices=conv_state_indices)
-    return mamba_step.causal_conv1d_update(x[:, None], conv_state, weight, bias, activation is not None)[:, 0]
+    work, (channels, width) = compute_dtype(x), weight.shape
+    tokens = x.reshape(*x.shape[:2], -1).to(work)
+    inputs = torch.cat([conv_state.to(work), tokens], dim=-1)
+    reached = inputs[..., -(width - 1 + tokens.shape[-1]) :]
+    out = F.conv1d(reached, weight[:, None].to(work), None if bias is None else bias.to(work), groups=channels)
+    conv_state.copy_(inputs[..., -conv_state.shape[-1] :])
+    return (out if activation is None else F.silu(out)).reshape(x.shape).to(x.dtype)
 
 
 def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:

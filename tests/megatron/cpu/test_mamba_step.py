@@ -57,17 +57,20 @@ def test_the_scan_token_by_token(groups: int, gated: bool) -> None:
     assert torch.allclose(state, last, atol=1e-5)
 
 
-def test_one_token_under_the_packages_own_name() -> None:
+@pytest.mark.parametrize("kept", [3, 4, 6])
+def test_the_convolution_under_the_packages_own_name(kept: int) -> None:
     torch.manual_seed(0)
-    x, weight, offset = torch.randn(3, 5, 10), torch.randn(10, 4), torch.randn(10)
-    state, own = torch.zeros(2, 3, 10, 4)
+    x, weight, offset = torch.randn(3, 10, 9), torch.randn(10, 4), torch.randn(10)
+    state = torch.zeros(3, 10, kept)
 
-    for token in x.unbind(1):
-        out = mamba_modules.causal_conv1d_update(token, own, weight, offset, "silu")
+    first = mamba_modules.causal_conv1d_update(x[..., 0], state, weight, offset, "silu")
+    rest = mamba_modules.causal_conv1d_update(x[..., 1:], state, weight, offset, "silu")
 
-    assert torch.allclose(out, causal_conv1d_update(x, state, weight, offset, "silu")[:, -1], atol=1e-6)
+    whole = causal_conv1d(x.transpose(1, 2), weight, offset, activation="silu").transpose(1, 2)
+    assert torch.allclose(torch.cat([first[..., None], rest], -1), whole, atol=1e-6)
+    assert torch.equal(state, x[..., -kept:])
     with pytest.raises(ValueError, match="torch kernels lack cache_seqlens"):
-        mamba_modules.causal_conv1d_update(token, own, weight, cache_seqlens=torch.ones(3))
+        mamba_modules.causal_conv1d_update(x, state, weight, cache_seqlens=torch.ones(3))
 
 
 def test_dynamic_batching_is_refused() -> None:
