@@ -18,7 +18,7 @@ from nemo_ext.rl.environments import ENVIRONMENTS
 from nemo_ext.rl.episodes import KEYS as EPISODE_KEYS
 from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.groups import check_judges
-from nemo_ext.rl.nemo_rl import compat
+from nemo_ext.rl.nemo_rl import compat, workers
 from nemo_ext.rl.nemo_rl.compat import PREFIX
 from nemo_ext.rl.nemo_rl.data import Records, TaskProcessor
 from nemo_ext.rl.nemo_rl.export import saved_in
@@ -246,6 +246,7 @@ def _processed(tasks: PlannedTasks, names: Mapping[str, Any], tokenizer: Any, pr
 
 def _start_ray() -> None:
     if not importlib.import_module("ray").is_initialized():
+        workers.use()
         importlib.import_module("nemo_rl.distributed.virtual_cluster").init_ray()
 
 
