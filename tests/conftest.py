@@ -111,7 +111,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         return (yield)
     except Exception as error:
         _, found, lack = str(error).partition(" came with Megatron-Core ")
-        if found and f"here is {versions.installed()}" in lack:
+        if found and f"here is {versions.spelled(versions.installed())}" in lack:
             pytest.skip(f"came with Megatron-Core {lack.splitlines()[0]}")
         raise
 

@@ -249,7 +249,8 @@ def _unknown(name: str, flags: Mapping[str, tuple[str, argparse.Action]]) -> str
     if why := versions.lack([name]):
         return f"megatron.{name}: {why}"
     hint = did_you_mean(name, flags)
-    return f"megatron.{name}: Megatron-Core {versions.installed()} has no such argument{hint and f': {hint}'}"
+    here = versions.spelled(versions.installed())
+    return f"megatron.{name}: Megatron-Core {here} has no such argument{hint and f': {hint}'}"
 
 
 @contextlib.contextmanager

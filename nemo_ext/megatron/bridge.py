@@ -18,7 +18,6 @@ import torch
 from megatron.core.activations import squared_relu
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.spec_utils import ModuleSpec
-from packaging.version import Version
 
 from nemo_ext import Registration
 from nemo_ext.architecture.pattern import compile as compile_pattern
@@ -53,7 +52,7 @@ else:
     MISSING = None
 """Reason why Megatron-Bridge cannot be used; None if it can."""
 
-_CONVOLUTION = "." if versions.installed() < Version("0.19") else "_"
+_CONVOLUTION = "." if versions.installed() < (0, 19) else "_"
 """Mark between the Mamba convolution's name and its tensor's: a module of its own before Megatron-Core 0.19."""
 
 SPELLINGS = (

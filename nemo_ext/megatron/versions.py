@@ -8,8 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from packaging.version import Version
-
 
 class Feature(NamedTuple):
     """Something that Megatron-Core has since a version.
@@ -21,20 +19,20 @@ class Feature(NamedTuple):
     """
 
     name: str
-    since: str
+    since: tuple[int, int]
     flags: tuple[str, ...]
 
 
 FEATURES = (
     Feature(
         "a teacher's log-probabilities in files",
-        "0.19",
+        (0, 19),
         ("logits_save_dir", "logits_save_top_k", "logits_load_dir", "logits_load_kd_loss_alpha", "freeze_all_layers"),
     ),
-    Feature("attention that stops at the end of a document", "0.19", ("dataloader_inter_document_masking",)),
+    Feature("attention that stops at the end of a document", (0, 19), ("dataloader_inter_document_masking",)),
     Feature(
         "YaRN in hybrid models",
-        "0.19",
+        (0, 19),
         ("yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
     ),
 )
@@ -42,20 +40,25 @@ FEATURES = (
 
 
 @cache
-def installed() -> Version:
+def installed() -> tuple[int, int, int]:
     """Version of the Megatron-Core that would be imported, as its source says; nothing of it is imported.
 
     Its own `__version__` adds the commit of whatever git repository the environment lies in.
     """
     spec = find_spec("megatron.core")
     assert spec is not None and spec.origin is not None
-    numbers = runpy.run_path(str(Path(spec.origin).with_name("package_info.py")))["VERSION"]
-    return Version(".".join(map(str, numbers[:3])))
+    major, minor, patch = runpy.run_path(str(Path(spec.origin).with_name("package_info.py")))["VERSION"][:3]
+    return major, minor, patch
+
+
+def spelled(version: Iterable[int]) -> str:
+    """A version with dots."""
+    return ".".join(map(str, version))
 
 
 def missing(feature: Feature) -> bool:
     """True if the Megatron-Core here does not have it yet."""
-    return installed() < Version(feature.since)
+    return installed() < feature.since
 
 
 def lack(flags: Iterable[str]) -> str | None:
@@ -63,7 +66,7 @@ def lack(flags: Iterable[str]) -> str | None:
     asked = set(flags)
     for feature in FEATURES:
         if asked & set(feature.flags) and missing(feature):
-            return f"{feature.name} came with Megatron-Core {feature.since}, here is {installed()}"
+            return f"{feature.name} came with Megatron-Core {spelled(feature.since)}, here is {spelled(installed())}"
     return None
 
 

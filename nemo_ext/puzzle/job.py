@@ -65,6 +65,8 @@ class Job:
                 raise ValueError(f"puzzle.stages: there is no stage {stage!r}: {nearest(stage, STAGES)}")
         self.config = with_data(config)
         self.workspace = Workspace(self.config, self.chosen)
+        if self.chosen.heal.teacher == "cached" and self._wants("heal") and (why := versions.lack(["logits_save_dir"])):
+            raise ValueError(f"puzzle.heal.teacher=cached: {why}; set it to online")
 
     def run(self) -> None:
         """Carry out the stages, or one shard of one."""
@@ -109,8 +111,6 @@ class Job:
         """Raises, before any work is done, where existing results do not match the config."""
         for stage in STAGES:
             self.workspace.is_finished(stage)
-        if self.chosen.heal.teacher == "cached" and self._wants("heal") and (why := versions.lack(["logits_save_dir"])):
-            raise ValueError(f"puzzle.heal.teacher=cached: {why}; set it to online")
 
     def _wants(self, stage: str) -> bool:
         return self.chosen.stages is None or stage in self.chosen.stages

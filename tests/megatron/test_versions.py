@@ -1,0 +1,43 @@
+"""What an older Megatron-Core lacks is refused by name and version; this one's own place says its version."""
+
+from pathlib import Path
+
+import megatron.core
+import pytest
+
+from nemo_ext.job.config import compose
+from nemo_ext.megatron import check, versions
+from nemo_ext.puzzle import job
+
+
+@pytest.fixture
+def older(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed", lambda: (0, 18, 2))
+
+
+def test_the_version_is_that_of_the_source() -> None:
+    assert megatron.core.__version__.startswith(versions.spelled(versions.installed()))
+    assert versions.lack(["logits_save_dir", "yarn_beta_fast", "dataloader_inter_document_masking"]) is None
+
+
+def test_what_an_older_one_lacks_is_named(older: None) -> None:
+    assert (
+        versions.lack(["lr", "yarn_beta_fast"]) == "YaRN in hybrid models came with Megatron-Core 0.19, here is 0.18.2"
+    )
+    assert versions.lack(["lr", "tensor_model_parallel_size"]) is None
+
+
+def test_a_setting_of_ours_is_refused_before_anything_starts(older: None) -> None:
+    words = ["data=local_text", "run_dir=unused", "+data.mixed_lengths={short: 64, document_boundaries: true}"]
+
+    with pytest.raises(ValueError, match=r"document_boundaries: .* came with Megatron-Core 0\.19, here is 0\.18\.2"):
+        check.check_version(compose("train", words))
+
+
+def test_a_teacher_in_files_is_refused_before_the_first_stage(older: None, tmp_path: Path) -> None:
+    words = [f"run_dir={tmp_path / 'run'}", "puzzle.heal.teacher=cached", "puzzle.heal.top_k=8"]
+
+    with pytest.raises(ValueError, match=r"puzzle\.heal\.teacher=cached: .* came with Megatron-Core 0\.19"):
+        job.run(compose("puzzle", words))
+
+    assert not list(tmp_path.iterdir())
