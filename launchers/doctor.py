@@ -1,4 +1,7 @@
-"""Doctor: `nemo-ext doctor [ENGINE ...] [--json]`, which engines work here and what the others lack."""
+"""Doctor: `nemo-ext doctor [ENGINE ...] [--json]`, which engines work here and what the others lack.
+
+`nemo-ext doctor --install [--extra NAME ...]`: what an installation would change, before it.
+"""
 
 import sys
 
@@ -9,8 +12,9 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import NoReturn
 
-from nemo_ext import __version__, doctor
+from nemo_ext import __version__, doctor, install
 from nemo_ext.engines import ENGINES, TIME_LIMIT
 
 BROKEN = 1
@@ -19,7 +23,12 @@ USER_ERROR = 2
 
 def main() -> None:
     """Prints the findings; exit code 1 where something that every job needs does not work."""
-    arguments = _parser().parse_args()
+    parser = _parser()
+    arguments = parser.parse_args()
+    if (arguments.install and arguments.engine) or (arguments.extra and not arguments.install):
+        parser.error("--install takes no engines, and --extra belongs to --install")
+    if arguments.install:
+        _install(arguments)
     try:
         findings = _examine(arguments)
     except ValueError as error:
@@ -45,11 +54,36 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--time-limit",
         type=_seconds,
-        default=TIME_LIMIT,
         metavar="SECONDS",
-        help="time limit of each import (default: %(default)g)",
+        help=f"time limit of each import (default: {TIME_LIMIT:g}) or resolution (default: {install.TIME_LIMIT:g})",
+    )
+    parser.add_argument(
+        "--install",
+        action="store_true",
+        help="before an installation: what is here by metadata alone, what pip would change, and the command that "
+        "changes nothing. Exit code 1 if packages that are here would change, or if that is not known",
+    )
+    parser.add_argument(
+        "--extra", nargs="+", action="extend", default=[], metavar="NAME", help="extras to be installed"
     )
     return parser
+
+
+def _install(arguments: argparse.Namespace) -> NoReturn:
+    """Prints the report of `--install`; exit code 0 if an installation would change nothing that is here."""
+    words = ["nemo-ext", "doctor", *sys.argv[1:]]
+    if sys.stderr.isatty():
+        print("asking what an installation would do, without installing ...", file=sys.stderr)
+    try:
+        told = install.report(words, arguments.extra, time_limit=arguments.time_limit or install.TIME_LIMIT)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    except KeyboardInterrupt:
+        print("interrupted; nothing was changed", file=sys.stderr)
+        sys.exit(130)
+    print(json.dumps(told, indent=2) if arguments.json else install.text(told))
+    sys.exit(0 if told["changes"] is False else BROKEN)
 
 
 def _seconds(text: str) -> float:
@@ -61,11 +95,11 @@ def _seconds(text: str) -> float:
 
 def _examine(arguments: argparse.Namespace) -> list[doctor.Finding]:
     if arguments.json or not sys.stderr.isatty():
-        return doctor.examine(arguments.engine, time_limit=arguments.time_limit)
+        return doctor.examine(arguments.engine, time_limit=arguments.time_limit or TIME_LIMIT)
     from rich.console import Console
 
     with Console(stderr=True).status("importing every engine in a process of its own ..."):
-        return doctor.examine(arguments.engine, time_limit=arguments.time_limit)
+        return doctor.examine(arguments.engine, time_limit=arguments.time_limit or TIME_LIMIT)
 
 
 def _json(findings: Sequence[doctor.Finding]) -> str:

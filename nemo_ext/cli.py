@@ -1,10 +1,13 @@
-"""`nemo-ext JOB key=value`, the same as `python launchers/JOB.py key=value`. Imports only that job's launcher."""
+"""`nemo-ext JOB key=value`, the same as `python launchers/JOB.py key=value`. Imports only that job's launcher.
+
+`doctor --install` comes before any installation: what it imports, this module too, is in the standard library.
+"""
 
 import importlib
 import sys
 
 from nemo_ext import __version__
-from nemo_ext.job.settings import nearest
+from nemo_ext.job.words import nearest
 
 JOBS = {
     "train": "train a model with Megatron's own trainer (resumes by itself)",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.engines import ENGINES, TIME_LIMIT, Engine, Outcome, probe
+from nemo_ext.install import fits
 
 FP8_CAPABILITY = (8, 9)
 """Minimum compute capability for FP8 matrix multiplication (Ada, Hopper and later)."""
@@ -155,7 +156,7 @@ def _lack(engine: Engine, outcome: Outcome, findings: Mapping[str, Finding], tim
         return lack, findings["cuda"].command
     if not outcome.found:
         return f"the package {engine.distribution}", install
-    if requirement is not None and outcome.version and not _fits(outcome.version, requirement):
+    if requirement is not None and outcome.version and not fits(outcome.version, requirement):
         return f"{engine.distribution}{requirement.specifier} (here: {outcome.version})", install
     if outcome.timed_out:
         return f"time: {outcome.error}", f"nemo-ext doctor {engine.name} --time-limit {10 * time_limit:g}"
@@ -166,16 +167,6 @@ def _lack(engine: Engine, outcome: Outcome, findings: Mapping[str, Finding], tim
         return f"the module {outcome.module}, which it imports", f"pip install {_DISTRIBUTIONS.get(top, top)}"
     again = install.replace("pip install ", "pip install --force-reinstall --no-deps ")
     return f"an installation that works: {outcome.error}", again
-
-
-def _fits(version: str, requirement: Any) -> bool:
-    from packaging.version import InvalidVersion, Version
-
-    try:
-        # NVIDIA's containers ship pre-releases such as 2.9.0a0+nv25.10, which have the release's features.
-        return requirement.specifier.contains(Version(version).base_version, prereleases=True)
-    except InvalidVersion:
-        return True
 
 
 def _judge_cuda(outcome: Outcome, torch: Finding) -> Finding:

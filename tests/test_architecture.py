@@ -23,9 +23,11 @@ ROOMS = (
         "slurm",
         "memory_profile",
         "engines",
+        "install",
         "describe",
         "doctor",
         "cli",
+        "__main__",
     ),
 )
 """From the ground up: a room imports from those before it."""
@@ -45,8 +47,17 @@ ENGINES = {
 """Frameworks, and the only rooms that import them."""
 
 NO_TORCH = ("job", "architecture", "chat", "data", "memory", "launch", "evaluation", "describe", "doctor", "engines")
-NO_TORCH += ("cli", "slurm", "sensitivity.job", "puzzle.job", "quantization.job", "checkpoint.convert", "rl.job")
-NO_TORCH += ("rl.verifiers", "rl.rewards", "rl.tasks", "rl.worlds", "rl.sandbox", "rl.trl.render", "rl.nemo_rl.render")
+NO_TORCH += ("install", "cli", "slurm", "sensitivity.job", "puzzle.job", "quantization.job", "checkpoint.convert")
+NO_TORCH += (
+    "rl.job",
+    "rl.verifiers",
+    "rl.rewards",
+    "rl.tasks",
+    "rl.worlds",
+    "rl.sandbox",
+    "rl.trl.render",
+    "rl.nemo_rl.render",
+)
 """Importing these imports no torch, nor anything of ours that does."""
 
 

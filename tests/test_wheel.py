@@ -1,5 +1,6 @@
 """Sdist and wheel: what is in them, that every clone makes the same bytes, that an installed wheel has all it needs."""
 
+import json
 import os
 import subprocess
 import sys
@@ -165,6 +166,26 @@ def test_the_command_finds_its_configs(installed: Path, tmp_path: Path, words: l
 def test_the_wheel_has_the_console_script_and_the_type_marker(installed: Path) -> None:
     assert (installed / "bin" / "nemo-ext").exists()
     assert (installed / "nemo_ext" / "py.typed").exists()
+
+
+def test_the_wheel_alone_reports_what_is_here(installed: Path) -> None:
+    """Not installed, and -S: without site-packages, so without pip."""
+    (wheel,) = installed.parent.glob("*.whl")
+    ended = subprocess.run(
+        [sys.executable, "-S", "-m", "nemo_ext", "doctor", "--install", "--json"],
+        cwd=installed.parent,
+        env={"PYTHONPATH": wheel.name, "PATH": "/nowhere"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (ended.returncode, ended.stderr) == (1, "")
+    told = json.loads(ended.stdout)
+    assert told["from"].startswith("wheel ") and told["error"].startswith("this Python has no pip")
+    extras = {each["name"]: each["lacks"] for each in told["extras"]}
+    assert "hydra-core<1.4,>=1.3.2" in extras["base"]
+    assert {"nemo_rl", "gym", "ptq", "trl"} < extras.keys() and "math-verify>=0.9" in extras["trl"]
 
 
 def test_the_wheel_has_the_batch_scripts(installed: Path) -> None:

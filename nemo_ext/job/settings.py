@@ -1,13 +1,14 @@
 """Checks of what a user wrote in a config: every message names the key, what it holds and what it may hold."""
 
-import difflib
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Annotated, Any, cast
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from nemo_ext.job.words import nearest
 
 STRICT = ConfigDict(extra="forbid")
 """Config of pydantic dataclasses that are parts of others: a key that is not a field is an error."""
@@ -34,18 +35,6 @@ Whole = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 """Whole number from 0 that may be written as 4e3."""
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 """The same from 1."""
-
-
-def nearest(word: str, words: Iterable[str]) -> str:
-    """The end of an error message on an unknown word: the nearest known one, and all of them."""
-    known = sorted(words)
-    return f"{did_you_mean(word, known)} known: {', '.join(known)}".lstrip()
-
-
-def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """The nearest known word as a question; empty if none is near. For words that are too many to name all."""
-    close = difflib.get_close_matches(word, words, n=1)
-    return f"did you mean {close[0]!r}?" if close else ""
 
 
 def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, strict: bool = False) -> T:

@@ -24,7 +24,7 @@ from nemo_ext.architecture.pattern import compile as compile_pattern
 from nemo_ext.architecture.pattern import format as format_pattern
 from nemo_ext.architecture.pattern import parse
 from nemo_ext.architecture.pipeline import balance
-from nemo_ext.job.settings import did_you_mean
+from nemo_ext.job.words import did_you_mean
 from nemo_ext.megatron import versions
 
 MANAGED = {

@@ -1,0 +1,385 @@
+"""`nemo-ext doctor --install` with real pip, in small environments of packages that the test makes; no network."""
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_ext import install
+
+ROOT = Path(__file__).parents[1]
+TORCH = "2.12.0a0+nv25.12"
+BASE = ("numpy>=1.26",)
+EXTRAS = {
+    "engine": ["torch>=2.11", "megatron-core>=0.18"],
+    "nemo-rl": ["nemo_ext[engine]", "ray>=2"],
+    "data": ["pyarrow>=15", 'old>=1; python_version < "3"'],
+}
+
+
+def wheel(folder: Path, name: str, version: str, requires: Sequence[str] = (), *, content: bytes = b"") -> Path:
+    """A wheel of metadata alone, or added to a zip."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    path.write_bytes(content)
+    about = f"{name}-{version}.dist-info"
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *requires]
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr(f"{about}/METADATA", "\n".join(lines) + "\n")
+        file.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{about}/RECORD", f"{about}/METADATA,,\n{about}/WHEEL,,\n{about}/RECORD,,\n")
+    return path
+
+
+@cache
+def code() -> bytes:
+    """The files of ours that a report may import, as a zip: an import of anything more fails."""
+    whole = io.BytesIO()
+    with zipfile.ZipFile(whole, "w") as file:
+        for path in (path for room in ("nemo_ext", "nemo_ext/job", "launchers") for path in (ROOT / room).glob("*.py")):
+            file.write(path, path.relative_to(ROOT))
+    return whole.getvalue()
+
+
+class Place:
+    """A virtual environment with pip alone, an index in a folder, and our wheel."""
+
+    def __init__(self, folder: Path, *, pip: bool = True) -> None:
+        self.folder, self.links = folder, folder / "links"
+        self.links.mkdir()
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
+        (self.site,) = (folder / "env").glob("lib/*/site-packages")
+        self.environment = {
+            "PATH": f"{folder / 'env' / 'bin'}:/usr/bin:/bin",
+            "HOME": str(folder),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(self.links),
+            "PIP_NO_COMPILE": "1",
+            "UV_OFFLINE": "1",
+            "UV_FIND_LINKS": str(self.links),
+            "UV_CACHE_DIR": str(folder / "cache"),
+            "UV_NO_CONFIG": "1",
+        }
+        if pip:
+            found = pytest.importorskip("pip", reason="this environment has no pip")
+            for path in (Path(found.__file__).parent, *Path(found.__file__).parents[1].glob("pip-*.dist-info")):
+                (self.site / path.name).symlink_to(path)
+
+    def offer(self, name: str, version: str, *requires: str) -> Path:
+        return wheel(self.links, name, version, [f"Requires-Dist: {line}" for line in requires])
+
+    def put(self, name: str, version: str, *, direct: Mapping[str, Any] | None = None) -> None:
+        """Installs a package."""
+        with zipfile.ZipFile(wheel(self.folder / "made", name, version)) as file:
+            file.extractall(self.site)
+        (self.site / f"{name}-{version}.dist-info" / "INSTALLER").write_text("pip\n")
+        if direct:
+            (self.site / f"{name}-{version}.dist-info" / "direct_url.json").write_text(json.dumps(direct))
+
+    def own(self, base: Sequence[str] = BASE, *, python: str = ">=3.12") -> Path:
+        requires = [f"Requires-Python: {python}", *(f"Requires-Dist: {line}" for line in base)]
+        for extra, lines in EXTRAS.items():
+            requires.append(f"Provides-Extra: {extra}")
+            for line in lines:
+                requires.append(f"Requires-Dist: {line}{' and' if ';' in line else ';'} extra == {extra!r}")
+        return wheel(self.folder, "nemo_ext", "9.9", requires, content=code())
+
+    def run(self, *words: str, path: Path | str = "nemo_ext-9.9-py3-none-any.whl", **more: str) -> Any:
+        return subprocess.run(
+            [self.folder / "env" / "bin" / "python", "-m", "nemo_ext", "doctor", "--install", *words],
+            cwd=self.folder,
+            env={**self.environment, "PYTHONPATH": str(path), **more},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    def told(self, *words: str, code: int, **more: Any) -> dict[str, Any]:
+        result = self.run("--json", *words, **more)
+        assert (result.returncode, result.stderr) == (code, "")
+        return json.loads(result.stdout)
+
+    def follow(self, told: Mapping[str, Any]) -> dict[str, str]:
+        """Runs the commands of a report as a shell reads them from its text; what is installed after them."""
+        lines = install.text(told).splitlines()
+        advised = "\n".join(lines[max(index for index, line in enumerate(lines) if not line.startswith("    ")) + 1 :])
+        subprocess.run(["bash", "-ec", advised], cwd=self.folder, env=self.environment, check=True, capture_output=True)
+        return self.installed()
+
+    def installed(self) -> dict[str, str]:
+        names = (re.fullmatch(r"(.+?)-([^-]+)\.dist-info", path.name) for path in self.site.glob("*.dist-info"))
+        return {found[1]: found[2] for found in names if found}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    made = Place(tmp_path)
+    made.put("torch", TORCH)
+    made.put("megatron_core", "0.18.2+abc", direct={"url": f"file://{tmp_path}/m", "dir_info": {"editable": True}})
+    return made
+
+
+def test_nothing_changes(place: Place) -> None:
+    place.own()
+    place.offer("numpy", "2.0")
+    before = place.installed()
+    (place.folder / "constraint.txt").write_text("numpy<3\n")
+
+    told = place.told(
+        code=0,
+        NVIDIA_PYTORCH_VERSION="25.12",
+        NEMO_API_KEY="secret",
+        PIP_CONSTRAINT=str(place.folder / "constraint.txt"),
+    )
+
+    assert (told["changes"], told["changed"], told["new"], told["loud"]) == (False, {}, {"numpy": "2.0"}, [])
+    assert told["commands"] == ["python -m pip install ./nemo_ext-9.9-py3-none-any.whl"]
+    assert told["here"]["constraints"] == "PIP_CONSTRAINT=~/constraint.txt"
+    assert told["here"]["container"].startswith("NVIDIA_PYTORCH_VERSION=25.12")
+    assert "secret" not in json.dumps(told)
+    engines = {each["name"]: each for each in told["engines"]}
+    assert engines["torch"]["version"] == TORCH
+    assert engines["torch"]["built"] == "LOCAL BUILD: pre-release of 2.12.0, local label +nv25.12"
+    assert engines["megatron-core"]["built"] == "LOCAL BUILD: local label +abc, editable from ~/m"
+    assert engines["trl"] == {"name": "trl", "version": None, "built": ""}
+    extras = {each["name"]: each for each in told["extras"]}
+    assert extras["base"]["lacks"] == ["numpy>=1.26"]
+    assert (extras["engine"]["lacks"], extras["engine"]["notes"]) == ([], [])
+    assert (extras["nemo_rl"]["lacks"], extras["data"]["lacks"]) == (["ray>=2"], ["pyarrow>=15"])
+    assert place.follow(told) == {**before, "numpy": "2.0", "nemo_ext": "9.9"}
+
+
+def test_a_change_is_named_and_the_constraints_keep_what_is_here(place: Place) -> None:
+    """The newest helper wants a newer torch, the one before it does not. An older nemo_ext may be replaced."""
+    place.own(["helper"])
+    place.offer("torch", "2.13.0", "nvidia-cudnn-cu13")
+    place.offer("nvidia_cudnn_cu13", "9")
+    place.offer("helper", "2", "torch>=2.13")
+    place.offer("helper", "1", "torch", "megatron-core")
+    place.put("nemo_ext", "9.8")
+    before = place.installed()
+
+    told = place.told("--extra", "engine", code=1)
+
+    assert told["changes"] is True
+    assert told["changed"] == {"torch": [TORCH, "2.13.0"]}
+    assert told["new"] == {"helper": "2", "nvidia-cudnn-cu13": "9"}
+    assert told["loud"] == ["nvidia-cudnn-cu13", "torch"]
+    shown = install.text(told)
+    assert f"  CHANGE             !! torch {TORCH} -> 2.13.0\n" in shown
+    assert "helper 2, !! nvidia-cudnn-cu13 9" in re.sub(r"\s+", " ", shown)
+    assert told["commands"] == [
+        "python -m pip list --format=freeze --exclude nemo_ext > here.txt",
+        "python -m pip install -c here.txt './nemo_ext-9.9-py3-none-any.whl[engine]'",
+    ]
+    assert place.follow(told) == {**before, "helper": "1", "nemo_ext": "9.9"}
+    assert f"torch=={TORCH}\n" in (place.folder / "here.txt").read_text()
+
+
+@pytest.mark.slow
+def test_what_no_installation_can_have_is_named_and_the_rest_installed(place: Place) -> None:
+    """A release of torch that the pre-release here is not, another version of Megatron, and a package of no index."""
+    place.own(["torch>=2.12", "megatron-core<0.18", "einops>=0.8", "nowhere>=1"])
+    place.offer("einops", "0.8.2")
+    place.offer("torch", "2.12.0")
+    before = place.installed()
+
+    told = place.told("--extra", "engine", code=1)
+
+    assert told["changes"] is None
+    assert "nowhere" in told["error"] or "megatron-core" in told["error"]
+    assert "leaves out megatron-core<0.18 (here: 0.18.2+abc), nowhere>=1" in told["advice"]
+    assert "What engine asks for is here: it can be left out" in told["advice"]
+    assert place.follow(told) == {**before, "einops": "0.8.2", "nemo_ext": "9.9"}
+    (base,) = (each for each in told["extras"] if each["name"] == "base")
+    assert base["notes"] == [f"torch {TORCH} counts as its release, but not for pip"]
+
+
+def test_a_conflict_is_named_in_a_text_for_an_issue(place: Place) -> None:
+    place.own(["torch>=2.13", *(f"{letter * 30}>=1" for letter in "abc")])
+    place.offer("torch", "2.13.0")
+    for letter in "abc":
+        place.offer(letter * 30, "1")
+
+    place.offer("pyarrow", "15")
+    result = place.run("--extra", "data", "engine", COLUMNS="300", FORCE_COLOR="1")
+
+    lines = result.stdout.splitlines()
+    assert (result.returncode, result.stderr) == (1, "")
+    assert lines[0].startswith("nemo_ext ") and lines[0].endswith(": nemo-ext doctor --install --extra data engine")
+    assert lines[1] == "from the wheel ~/nemo_ext-9.9-py3-none-any.whl"
+    assert max(map(len, lines)) <= 100
+    assert "\x1b" not in result.stdout and str(place.folder) not in result.stdout
+    assert f"  CHANGE             !! torch {TORCH} -> 2.13.0" in lines
+    said = re.sub(r"\s+", " ", result.stdout)
+    assert f"The user requested torch>=2.13; The user requested (constraint) torch=={TORCH}." in said
+    assert f"and leaves out torch>=2.13 (here: {TORCH}):" in said
+    assert "    python -m pip install --no-deps './nemo_ext-9.9-py3-none-any.whl[data,engine]' &&" in lines
+
+
+def test_a_source_tree_is_not_to_be_doubled(place: Place, tmp_path: Path) -> None:
+    shutil.rmtree(place.site / "megatron_core-0.18.2+abc.dist-info")
+    tree = tmp_path / "Megatron-LM"
+    (tree / "megatron" / "core").mkdir(parents=True)
+    (tree / "megatron" / "core" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (tree / "torch").mkdir()
+    (tree / "torch" / "__init__.py").touch()
+    place.offer("megatron_core", "0.19.0")
+    own = place.own([])
+
+    told = place.told("--extra", "engine", code=1, path=f"{own}{os.pathsep}{tree}")
+
+    engines = {each["name"]: each["built"] for each in told["engines"]}
+    assert engines["megatron-core"].startswith("source tree ~/Megatron-LM/megatron/core, without metadata")
+    assert engines["torch"].endswith("hidden by ~/Megatron-LM/torch, which is imported in its place")
+    assert told["changed"] == {"megatron-core": ["source tree", "0.19.0"]}
+    assert told["commands"] == ["python -m pip install --no-deps './nemo_ext-9.9-py3-none-any.whl[engine]'"]
+
+
+def test_without_an_index_the_answer_takes_seconds(place: Place) -> None:
+    place.own()
+    begin = time.monotonic()
+
+    told = place.told(code=1, PIP_INDEX_URL="http://me:hidden@127.0.0.1:9/simple", PIP_NO_INDEX="0", PIP_TIMEOUT="600")
+
+    assert time.monotonic() - begin < 30
+    assert told["error"].startswith("no index can be reached: ")
+    assert "hidden" not in json.dumps(told)
+    assert told["changes"] is None
+    assert "-c here.txt" in told["commands"][1]
+    assert told["engines"][0]["version"] == TORCH
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", pytest.param("limit", marks=pytest.mark.slow)])
+def test_a_pip_that_hangs_is_ended(place: Place, how: str) -> None:
+    place.own()
+    with socket.create_server(("127.0.0.1", 0)) as index:
+        index.settimeout(60)
+        more = {"PIP_INDEX_URL": f"http://127.0.0.1:{index.getsockname()[1]}/simple", "PIP_NO_INDEX": "0"}
+        words = [place.folder / "env" / "bin" / "python", "-m", "nemo_ext", "doctor", "--install"]
+        words += ["--time-limit", "2"] if how == "limit" else []
+        environment = {**place.environment, **more, "PYTHONPATH": "nemo_ext-9.9-py3-none-any.whl"}
+        with subprocess.Popen(
+            words, cwd=place.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as doctor:
+            asked, _ = index.accept()  # pip is at work
+            if how == "Ctrl-C":
+                doctor.send_signal(signal.SIGINT)
+            output, errors = doctor.communicate(timeout=60)
+        asked.settimeout(60)
+        while asked.recv(65536):
+            pass  # pip has let go of it
+        asked.close()
+
+    if how == "Ctrl-C":
+        assert (doctor.returncode, output, errors) == (130, "", "interrupted; nothing was changed\n")
+    else:
+        assert (doctor.returncode, errors) == (1, "")
+        assert "pip took longer than 2 s" in output
+
+
+def test_without_pip(tmp_path: Path) -> None:
+    place = Place(tmp_path, pip=False)
+    place.put("torch", TORCH)
+    place.own()
+
+    told = place.told(code=1)
+
+    assert told["error"] == "this Python has no pip, and there is no uv on the PATH"
+    assert told["commands"] == ["python -m ensurepip"]
+    assert told["engines"][0]["version"] == TORCH
+    (base,) = (each for each in told["extras"] if each["name"] == "base")
+    assert base["lacks"] == ["numpy>=1.26"]
+
+
+@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not on the PATH")
+def test_uv_where_there_is_no_pip(tmp_path: Path) -> None:
+    place = Place(tmp_path, pip=False)
+    place.environment["PATH"] += f":{Path(shutil.which('uv') or '').parent}"
+    place.put("torch", TORCH)
+    place.own(["helper"])
+    place.offer("torch", "2.13.0")
+    place.offer("helper", "2", "torch>=2.13")
+    place.offer("helper", "1", "torch")
+
+    told = place.told(code=1)
+
+    assert told["here"]["installer"].startswith("uv 0.")
+    assert told["changed"] == {"torch": [TORCH, "2.13.0"]}
+    assert told["new"] == {"helper": "2"}
+    assert told["commands"][1] == "uv pip install --python python -c here.txt ./nemo_ext-9.9-py3-none-any.whl"
+    assert place.follow(told) == {"torch": TORCH, "helper": "1", "nemo_ext": "9.9"}
+
+    place.own(["nowhere"])
+    assert "nowhere was not found" in place.told(code=1)["error"]
+
+
+def test_a_python_that_is_too_old_comes_first(place: Place) -> None:
+    place.own(python=">=3.99")
+
+    told = place.told(code=1)
+
+    assert told["error"].startswith("nemo_ext needs Python >=3.99, and this is 3.")
+    assert told["commands"][0].startswith("uv venv")
+
+
+def test_from_a_checkout(place: Place, tmp_path: Path) -> None:
+    checkout = tmp_path / "my checkout"
+    checkout.mkdir()
+    for room in ("nemo_ext", "launchers"):
+        (checkout / room).symlink_to(ROOT / room)
+    (checkout / "pyproject.toml").write_text(
+        '[project]\nname = "nemo_ext"\nrequires-python = ">=3.12"\ndependencies = ["torch"]\n'
+        '[project.optional-dependencies]\nnemo_rl = ["megatron-core"]\n'
+    )
+
+    told = place.told("--extra", "nemo-rl", code=0, path=checkout)
+
+    assert told["from"] == "checkout ~/my checkout"
+    assert told["commands"] == ["python -m pip install -e './my checkout[nemo_rl]'"]
+    assert [each["name"] for each in told["extras"]] == ["base", "nemo_rl"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--extra", "engin"], "there is no extra 'engin': did you mean 'engine'? known: base, data, engine, nemo_rl"),
+        (["torch"], "--install takes no engines"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], said: str) -> None:
+    place = Place(tmp_path, pip=False)
+    place.own()
+
+    result = place.run(*words)
+
+    assert (result.returncode, result.stdout) == (2, "")
+    assert said in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+
+
+def test_what_depends_on_a_version_is_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "FEATURES", (("pytest>=1", "a"), ("pytest>=999", "b"), ("nowhere", "c")))
+    plan: Callable[..., install.Plan] = lambda *_, **__: install.Plan()  # noqa: E731
+    monkeypatch.setattr(install.Installer, "plan", plan)
+
+    told = install.report(["doctor"])
+
+    assert [each["works"] for each in told["features"]] == [True, False, False]
+    assert "  works              a\n  does not           b\n" in install.text(told)
