@@ -29,12 +29,14 @@ from typing import Any
 import nemo_ext
 from nemo_ext.engines import ENGINES
 from nemo_ext.job.words import nearest
+from nemo_ext.megatron import versions
+from nemo_ext.megatron.versions import spelled
 
 TIME_LIMIT = 300.0
 """Default time limit of one resolution in seconds: pip before 24.1 downloads what would be new."""
 
-FEATURES: tuple[tuple[str, str], ...] = ()
-"""What depends on an engine's version, as (requirement, what works where it holds). Rows for such belong here."""
+FEATURES = tuple((f"megatron-core>={spelled(each.since)}", each.name) for each in versions.FEATURES)
+"""What depends on an engine's version, as (requirement, what works where it holds)."""
 
 EXTRAS = {
     "base": "every job",

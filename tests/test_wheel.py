@@ -168,12 +168,12 @@ def test_the_wheel_has_the_console_script_and_the_type_marker(installed: Path) -
     assert (installed / "nemo_ext" / "py.typed").exists()
 
 
-def test_the_wheel_alone_reports_what_is_here(installed: Path) -> None:
+def test_the_wheel_alone_reports_what_is_here(dist: Path) -> None:
     """Not installed, and -S: without site-packages, so without pip."""
-    (wheel,) = installed.parent.glob("*.whl")
+    (wheel,) = dist.glob("*.whl")
     ended = subprocess.run(
         [sys.executable, "-S", "-m", "nemo_ext", "doctor", "--install", "--json"],
-        cwd=installed.parent,
+        cwd=dist,
         env={"PYTHONPATH": wheel.name, "PATH": "/nowhere"},
         capture_output=True,
         text=True,
