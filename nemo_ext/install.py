@@ -139,15 +139,14 @@ def text(told: Mapping[str, Any]) -> str:
     """The report in lines of at most 100 columns, apart from long words; an issue can begin with it."""
     here = [each for each in told["engines"] if each["version"] or each["built"]]
     absent = ", ".join(each["name"] for each in told["engines"] if each not in here)
-    mark = {name: f"!! {name}" for name in told["loud"]}
+    mark = {name: f"!!\N{NO-BREAK SPACE}{name}" for name in told["loud"]}
     lines = [f"nemo_ext {told['nemo_ext']}: {told['command']}", f"from the {told['from']}", "", "here"]
     lines += [_row(name, value) for name, value in told["here"].items() if value]
     lines += ["", "engines", *(_row(each["name"], f"{each['version'] or '-'}  {each['built']}") for each in here)]
     lines += [_row("not here", absent), "", "what works with them"]
     for each in told["extras"]:
-        lack = (
-            f"lacks {len(each['lacks'])} of {each['of']}: {', '.join(each['lacks'])}" if each["lacks"] else "complete"
-        )
+        lack = f"lacks {len(each['lacks'])} of {each['of']}: {', '.join(each['lacks'])}" if each["lacks"] else ""
+        lack = f"lacks all {each['of']}" if each["of"] == len(each["lacks"]) > 3 else lack or "complete"
         lines.append(_row(each["name"], "; ".join([*filter(None, [each["for"]]), lack, *each["notes"]])))
     lines += [_row("works" if each["works"] else "does not", each["what"]) for each in told["features"]]
     lines += ["", "what installing nemo_ext would do"]
@@ -156,7 +155,9 @@ def text(told: Mapping[str, Any]) -> str:
         lines.append(_row("error", told["error"]))
     else:
         lines += [] if told["changed"] else [_row("change", "nothing that is here")]
-        lines.append(_row("add", ", ".join(f"{mark.get(n, n)} {version}" for n, version in told["new"].items()) or "-"))
+        added = sorted(told["new"].items(), key=lambda item: item[0] not in mark)
+        words = ", ".join(f"{mark.get(name, name)}\N{NO-BREAK SPACE}{version}" for name, version in added)
+        lines.append(_row("add", f"{len(added)} packages: {words}" if added else "nothing"))
     lines += ["", *textwrap.wrap(f"{told['advice']}:", 100, break_on_hyphens=False, break_long_words=False)]
     for index, command in enumerate(told["commands"]):
         line = "   "
@@ -171,7 +172,8 @@ def text(told: Mapping[str, Any]) -> str:
 
 def _row(name: str, value: str) -> str:
     line, indent = f"  {name:<18} {value}".rstrip(), " " * 21
-    return textwrap.fill(line, 100, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+    filled = textwrap.fill(line, 100, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+    return filled.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def canonical(name: str) -> str:
@@ -357,7 +359,9 @@ def _here(installer: Installer) -> dict[str, str]:
     """The machine in words."""
     config, target = Path(sys.prefix, "pyvenv.cfg"), sysconfig.get_path("purelib")
     over = config.is_file() and re.search(r"system-site-packages\s*=\s*true", config.read_text(), re.I)
-    venv = f"a virtual environment{' over the packages of the system' if over else ''}"
+    venv = (
+        f"{'a' if config.is_file() else 'no'} virtual environment{' over the packages of the system' if over else ''}"
+    )
     managed = sys.prefix == sys.base_prefix and Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").exists()
     target += "" if os.access(target, os.W_OK) else ", not writable: pip would install for this user alone"
     version = f"pip {installer.present.get('pip', '')}" if installer.name == "pip" else installer.name
@@ -365,7 +369,7 @@ def _here(installer: Installer) -> dict[str, str]:
     marks = [f"{name}={value}" for name, value in sorted(os.environ.items()) if IMAGE.fullmatch(name)]
     files = [f"{name}={os.environ[name]}" for name in ("PIP_CONSTRAINT", "UV_CONSTRAINT") if os.environ.get(name)]
     return {
-        "python": f"{platform.python_version()}, {sys.executable}, {venv if config.is_file() else 'of the system'}",
+        "python": f"{platform.python_version()}, {sys.executable}, {venv}",
         "installer": version or installer.obstacle,
         "packages": f"{target}{', managed by the system: pip refuses to install there' if managed else ''}",
         "platform": platform.platform(),
@@ -382,8 +386,12 @@ def _advice(own: Own, extras: Sequence[str], plan: Plan, installer: Installer) -
     same = os.path.dirname(shutil.which("python") or "") == os.path.dirname(sys.executable)
     python = "python" if same else _word(sys.executable)
     suffix = f"[{','.join(extras[1:])}]" if extras[1:] else ""
-    target = shlex.quote(f"nemo_ext{suffix}") if own.kind == "package" else _word(str(own.place), suffix)
-    target = f"-e {target}" if own.kind == "checkout" else target
+    bare, target = (
+        shlex.quote(f"nemo_ext{which}")
+        if own.kind == "package"
+        else f"{'-e ' if own.kind == 'checkout' else ''}{_word(str(own.place), which)}"
+        for which in ("", suffix)
+    )
     install = " ".join([*installer.words(python, "install"), *installer.flags])
     pins = f"{' '.join(installer.words(python, 'list'))} --format=freeze --exclude nemo_ext > here.txt"
     careful = [pins, f"{install} -c here.txt {target}"]
@@ -400,12 +408,13 @@ def _advice(own: Own, extras: Sequence[str], plan: Plan, installer: Installer) -
     absent = [line for line, lack in judged.items() if lack and "(here:" not in lack]
     had = _had(installer, absent)
     left = ", ".join(lack for line, lack in judged.items() if lack and line not in had)
-    why = f"Nothing has all that is asked for and changes nothing: {kept.error or 'a source tree would be doubled'}. "
+    reason = kept.error or f"{TREE}s would be installed once more ({', '.join(kept.changed)})"
+    why = f"No choice of versions has all that is asked for and leaves what is here: {reason}. "
     if here := [extra for extra in extras[1:] if not any(map(judged.get, own.wanted([extra])))]:
         why += f"What {', '.join(here)} asks for is here: it can be left out. "
     why += f"This changes nothing{f', and leaves out {left}' if left else ''}"
     more = [pins, f"{install} -c here.txt {' '.join(map(shlex.quote, had))}"] if had else []
-    return {"advice": why, "commands": [f"{install} --no-deps {target}", *more]}
+    return {"advice": why, "commands": [f"{install} --no-deps {bare}", *more]}
 
 
 def _had(installer: Installer, lines: Sequence[str]) -> list[str]:

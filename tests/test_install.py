@@ -183,7 +183,7 @@ def test_a_change_is_named_and_the_constraints_keep_what_is_here(place: Place) -
     assert told["loud"] == ["nvidia-cudnn-cu13", "torch"]
     shown = install.text(told)
     assert f"  CHANGE             !! torch {TORCH} -> 2.13.0\n" in shown
-    assert "helper 2, !! nvidia-cudnn-cu13 9" in re.sub(r"\s+", " ", shown)
+    assert "add 2 packages: !! nvidia-cudnn-cu13 9, helper 2" in re.sub(r"\s+", " ", shown)
     assert told["commands"] == [
         "python -m pip list --format=freeze --exclude nemo_ext > here.txt",
         "python -m pip install -c here.txt './nemo_ext-9.9-py3-none-any.whl[engine]'",
@@ -230,7 +230,7 @@ def test_a_conflict_is_named_in_a_text_for_an_issue(place: Place) -> None:
     said = re.sub(r"\s+", " ", result.stdout)
     assert f"The user requested torch>=2.13; The user requested (constraint) torch=={TORCH}." in said
     assert f"and leaves out torch>=2.13 (here: {TORCH}):" in said
-    assert "    python -m pip install --no-deps './nemo_ext-9.9-py3-none-any.whl[data,engine]' &&" in lines
+    assert "    python -m pip install --no-deps ./nemo_ext-9.9-py3-none-any.whl &&" in lines
 
 
 def test_a_source_tree_is_not_to_be_doubled(place: Place, tmp_path: Path) -> None:
@@ -249,7 +249,8 @@ def test_a_source_tree_is_not_to_be_doubled(place: Place, tmp_path: Path) -> Non
     assert engines["megatron-core"].startswith("source tree ~/Megatron-LM/megatron/core, without metadata")
     assert engines["torch"].endswith("hidden by ~/Megatron-LM/torch, which is imported in its place")
     assert told["changed"] == {"megatron-core": ["source tree", "0.19.0"]}
-    assert told["commands"] == ["python -m pip install --no-deps './nemo_ext-9.9-py3-none-any.whl[engine]'"]
+    assert told["commands"] == ["python -m pip install --no-deps ./nemo_ext-9.9-py3-none-any.whl"]
+    assert "source trees would be installed once more (megatron-core)" in told["advice"]
 
 
 def test_without_an_index_the_answer_takes_seconds(place: Place) -> None:
@@ -282,7 +283,7 @@ def test_a_pip_that_hangs_is_ended(place: Place, how: str) -> None:
             if how == "Ctrl-C":
                 doctor.send_signal(signal.SIGINT)
             output, errors = doctor.communicate(timeout=60)
-        asked.settimeout(60)
+        asked.settimeout(3)  # pip itself would hold it for 5 s
         while asked.recv(65536):
             pass  # pip has let go of it
         asked.close()
