@@ -49,7 +49,8 @@ def code() -> bytes:
     """The files of ours that a report may import, as a zip: an import of anything more fails."""
     whole = io.BytesIO()
     with zipfile.ZipFile(whole, "w") as file:
-        for path in (path for room in ("nemo_ext", "nemo_ext/job", "launchers") for path in (ROOT / room).glob("*.py")):
+        rooms = ("nemo_ext", "nemo_ext/job", "nemo_ext/megatron", "launchers")
+        for path in (path for room in rooms for path in (ROOT / room).glob("*.py")):
             file.write(path, path.relative_to(ROOT))
     return whole.getvalue()
 
