@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import megatron.core
 import pytest
 
 from nemo_ext.job.config import compose
@@ -15,7 +14,9 @@ def older(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "installed", lambda: (0, 18, 2))
 
 
-def test_the_version_is_that_of_the_source() -> None:
+def test_the_version_is_that_of_the_source(megatron: None) -> None:
+    import megatron.core
+
     assert megatron.core.__version__.startswith(versions.spelled(versions.installed()))
     assert versions.lack(["logits_save_dir", "yarn_beta_fast", "dataloader_inter_document_masking"]) is None
 
