@@ -453,4 +453,4 @@ def _shown(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     home = re.escape(os.path.expanduser("~").rstrip("/") or "~")
-    return re.sub(r"://[^/@\s]+@", "://****@", re.sub(rf"(?<![\w.-]){home}(?=$|[/\s,'\":])", "~", value))
+    return re.sub(r"://[^/\s]+@", "://****@", re.sub(rf"(?<![\w.-]){home}(?=$|[/\s,'\":])", "~", value))

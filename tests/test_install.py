@@ -385,3 +385,13 @@ def test_what_depends_on_a_version_is_a_table(monkeypatch: pytest.MonkeyPatch) -
 
     assert [each["works"] for each in told["features"]] == [True, False, False]
     assert "  works              a\n  does not           b\n" in install.text(told)
+
+
+@pytest.mark.parametrize("secret", ["me:secret", "secret", "me:se@cret"])
+def test_an_address_is_shown_without_its_password(monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
+    monkeypatch.setenv("PIP_CONSTRAINT", f"https://{secret}@mirror.example/here.txt")
+    installer = install.Installer(install._own(), {}, {}, (), 1.0)
+
+    told = install._shown(install._here(installer))
+
+    assert told["constraints"] == "PIP_CONSTRAINT=https://****@mirror.example/here.txt"
