@@ -163,6 +163,8 @@ def _what(finding: doctor.Finding) -> str:
 def _verdict(findings: Sequence[doctor.Finding]) -> str:
     broken = [finding.name for finding in findings if finding.required and not finding.usable]
     if broken:
+        if {*broken} <= {"torch", "megatron-core"}:
+            return f"training does not work here: {', '.join(broken)} (pip install 'nemo_ext[engine]'); the rest does"
         return f"nemo-ext does not work here: {', '.join(broken)}"
     cuda = next((finding for finding in findings if finding.name == "cuda"), None)
     if cuda is None:

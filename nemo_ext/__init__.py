@@ -41,7 +41,7 @@ def register(*, bridge: bool | None = None, replace: Collection[str] = REPLACED)
         from nemo_ext.megatron.bridge import register_bridges
 
         return register_bridges(replace)
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # torch raises OSError where its libraries do not fit
         if bridge:
             raise ImportError(
                 f"{error}: install it with `pip install megatron-bridge` beside megatron-core and transformer-engine "

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -42,7 +42,7 @@ class Engine:
         wrong: Message if that folder is missing.
         root_variable: Environment variable with the path of a source checkout.
         without_gpu: Features left without a GPU, if not all.
-        required: True if nemo_ext is of no use without it.
+        required: True if nothing can be trained without it.
     """
 
     name: str
@@ -154,34 +154,45 @@ ENGINES = (
 
 
 def require(*names: str) -> None:
-    """Refuses to begin a job without an engine. Nothing is imported.
+    """Refuses to begin a job without an engine. Of these torch alone is imported, whose libraries may not fit.
 
     Raises:
-        ValueError: an engine is not installed, or is a Megatron-Core without hybrid models; with what to do.
+        ValueError: an engine is not installed, is a Megatron-Core without hybrid models, or a torch that cannot be
+            imported; with what to do.
     """
-    lacking = [engine for engine in ENGINES if engine.name in names and not _is_installed(engine.module)]
+    lacking = [engine for engine in ENGINES if engine.name in names and not folder_of(engine.module)]
     if lacking:
         raise ValueError(
             f"this job needs {' and '.join(engine.distribution for engine in lacking)}: pip install 'nemo_ext[engine]' "
             "(`nemo-ext doctor --install` says what that would change here)"
         )
-    if "megatron-core" in names and not _is_installed("megatron.core.models.hybrid"):
+    if "megatron-core" in names and not folder_of("megatron.core.models.hybrid.hybrid_block"):
         raise ValueError(
             f"this job needs megatron-core {OLDEST_MEGATRON} or later: the one here has no core.models.hybrid, "
             "which our models are made of (docs/installs.md)"
         )
+    try:
+        importlib.import_module("torch")
+    except (ImportError, OSError) as error:
+        raise ValueError(f"torch is here but cannot be imported: {error}: see `nemo-ext doctor torch`") from error
 
 
-def _is_installed(module: str) -> bool:
-    """True if a module is found. Nothing is imported, unlike by `find_spec`, which imports the packages it lies in."""
-    found, places = None, None
-    for depth in range(module.count(".") + 1):
-        name = ".".join(module.split(".")[: depth + 1])
-        found = importlib.util.find_spec(name) if depth == 0 else importlib.machinery.PathFinder.find_spec(name, places)
-        if found is None:
-            return False
-        places = found.submodule_search_locations
-    return True
+def folder_of(module: str, path: Sequence[str] | None = None) -> str:
+    """Folder that a module would be imported from, found without importing; empty if there is none.
+
+    Args:
+        module: name with dots. `find_spec` would import the packages it lies in.
+        path: folders to look in; None for all that Python looks in.
+    """
+    parts, origin, places = module.split("."), None, path
+    for depth in range(len(parts)):
+        name = ".".join(parts[: depth + 1])
+        everywhere = depth == 0 and path is None
+        spec = importlib.util.find_spec(name) if everywhere else importlib.machinery.PathFinder.find_spec(name, places)
+        if spec is None:
+            return ""
+        origin, places = spec.origin, list(spec.submodule_search_locations or [])
+    return str(Path(origin).parent) if origin else ""  # a bare folder, as an uninstalled package leaves, has none
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,14 +20,13 @@ import tempfile
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.machinery import PathFinder
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
 import nemo_ext
-from nemo_ext.engines import ENGINES
+from nemo_ext.engines import ENGINES, folder_of
 from nemo_ext.job.words import nearest
 from nemo_ext.megatron import versions
 from nemo_ext.megatron.versions import spelled
@@ -39,7 +38,7 @@ FEATURES = tuple((f"megatron-core>={spelled(each.since)}", each.name) for each i
 """What depends on an engine's version, as (requirement, what works where it holds)."""
 
 EXTRAS = {
-    "base": "every job",
+    "base": "describe, data, submit",
     "engine": "training, and all that runs Megatron",
     "data": "Parquet sources",
     "gpu": "fused kernels on GPUs",
@@ -48,6 +47,7 @@ EXTRAS = {
     "gym": "NeMo Gym servers",
     "ptq": "nemo-ext quantize",
     "trl": "RL on one machine",
+    "docs": "these pages",
     "dev": "the tests",
 }
 BUILT = ("gpu",)
@@ -136,7 +136,7 @@ def report(words: Sequence[str], extras: Sequence[str] = (), *, time_limit: floa
 
 
 def text(told: Mapping[str, Any]) -> str:
-    """The report in lines of at most 100 columns, apart from long words; an issue can begin with it."""
+    """The report in lines of at most 100 columns, apart from long words and commands; an issue can begin with it."""
     here = [each for each in told["engines"] if each["version"] or each["built"]]
     absent = ", ".join(each["name"] for each in told["engines"] if each not in here)
     mark = {name: f"!!\N{NO-BREAK SPACE}{name}" for name in told["loud"]}
@@ -159,14 +159,7 @@ def text(told: Mapping[str, Any]) -> str:
         words = ", ".join(f"{mark.get(name, name)}\N{NO-BREAK SPACE}{version}" for name, version in added)
         lines.append(_row("add", f"{len(added)} packages: {words}" if added else "nothing"))
     lines += ["", *textwrap.wrap(f"{told['advice']}:", 100, break_on_hyphens=False, break_long_words=False)]
-    for index, command in enumerate(told["commands"]):
-        line = "   "
-        for word in re.findall(r"(?:'[^']*'|\S)+", command):
-            if len(line) + len(word) > 96:  # a shell goes on after a backslash or &&
-                lines.append(f"{line} \\")
-                line = "       "
-            line += f" {word}"
-        lines.append(line + (" &&" if index + 1 < len(told["commands"]) else ""))
+    lines.append(" &&\n".join(f"    {command}" for command in told["commands"]))
     return "\n".join(lines)
 
 
@@ -230,7 +223,7 @@ def _own() -> Own:
 
 def _engine(name: str, module: str, installed: Distribution | None, path: Sequence[str]) -> dict[str, Any]:
     """Version of an engine, and what makes it other than a release of an index."""
-    tree = _tree(module, path)
+    tree = folder_of(module, path)
     if installed is None:
         built = f"{TREE} {tree}, without metadata: installers do not see it" if tree else ""
         return {"name": name, "version": None, "built": built}
@@ -239,25 +232,16 @@ def _engine(name: str, module: str, installed: Distribution | None, path: Sequen
         words.append(f"pre-release of {early[1]}")
     if "+" in version:
         words.append(f"local label +{version.partition('+')[2]}")
-    direct = json.loads(installed.read_text("direct_url.json") or "{}")
-    if direct:
+    direct: dict[str, Any] = {}
+    with contextlib.suppress(ValueError):  # cut short by whatever wrote it
+        direct = json.loads(installed.read_text("direct_url.json") or "{}")
+    if direct.get("url"):
         commit = direct.get("vcs_info", {}).get("commit_id", "")
         editable = "editable " if direct.get("dir_info", {}).get("editable") else ""
         words.append(f"{editable}from {direct['url'].removeprefix('file://')}{commit and f'@{commit[:10]}'}")
     elif tree and not Path(tree).is_relative_to(str(installed.locate_file(""))):
         words.append(f"hidden by {tree}, which is imported in its place")
     return {"name": name, "version": version, "built": f"LOCAL BUILD: {', '.join(words)}" if words else ""}
-
-
-def _tree(module: str, path: Sequence[str]) -> str:
-    """The folder that a module would be imported from, found without importing; empty if there is none."""
-    parts, origin = module.split("."), None
-    for depth in range(len(parts)):
-        spec = PathFinder.find_spec(".".join(parts[: depth + 1]), path)
-        if spec is None:
-            return ""
-        origin, path = spec.origin, list(spec.submodule_search_locations or [])
-    return str(Path(origin).parent) if origin else ""  # a bare folder, as an uninstalled package leaves, has none
 
 
 def _judge(line: str, known: Mapping[str, str]) -> tuple[str, str]:
@@ -349,10 +333,13 @@ def _failed(said: str) -> Plan:
     """A plan that failed, with the installer's reason in one line."""
     if caused := re.search(r"conflict is caused by:\s*\n(.*?)\n\s*\n", said, re.S):
         return Plan(error="; ".join(map(str.strip, caused[1].splitlines()))[:600])
-    unknown = bool(re.search(r"Retrying \(|Could not fetch URL|timed out|error sending request", said))
-    errors = re.findall(r"^ERROR: (?!ResolutionImpossible)(.*)", said, re.M)
-    reason = errors[-1] if errors else re.sub(r"[\s│╰─▶×]+", " ", said.partition("error:")[2] or said).strip()
-    return Plan(error=f"{'no index can be reached: ' if unknown else ''}{reason[:400]}", unknown=unknown)
+    away = bool(re.search(r"Retrying \(|Could not fetch URL|timed out|error sending request", said))
+    conflict = bool(re.search(r"ResolutionImpossible|No matching distribution|[Nn]o solution found", said))
+    errors = re.findall(r"^ERROR: (?!ResolutionImpossible|Exception:)(.*\S.*)", said, re.M)
+    last = (said.partition("error:")[2] or (said.strip().splitlines() or [""])[-1]) if not conflict else said
+    reason = errors[-1] if errors else re.sub(r"[\s│╰─▶×]+", " ", last).strip()
+    why = "no index can be reached: " if away else "" if conflict else "the installer itself failed: "
+    return Plan(error=f"{why}{reason[:400]}", unknown=away or not conflict)
 
 
 def _here(installer: Installer) -> dict[str, str]:
@@ -380,11 +367,12 @@ def _here(installer: Installer) -> dict[str, str]:
 
 def _advice(own: Own, extras: Sequence[str], plan: Plan, installer: Installer) -> dict[str, Any]:
     """The commands that change nothing that is installed, and why these."""
-    if installer.obstacle:
-        command = "uv venv --python 3.12" if installer.name else "python -m ensurepip"
-        return {"advice": f"Not known, because {installer.obstacle}. First", "commands": [command]}
     same = os.path.dirname(shutil.which("python") or "") == os.path.dirname(sys.executable)
     python = "python" if same else _word(sys.executable)
+    if installer.obstacle:
+        new = "uv venv --python 3.12" if shutil.which("uv") else "python3.12 -m venv .venv"
+        command = new if installer.name else f"{python} -m ensurepip"
+        return {"advice": f"Not known, because {installer.obstacle}. First", "commands": [command]}
     suffix = f"[{','.join(extras[1:])}]" if extras[1:] else ""
     bare, target = (
         shlex.quote(f"nemo_ext{which}")
@@ -445,7 +433,7 @@ def _word(path: str, suffix: str = "") -> str:
 
 
 def _shown(value: Any) -> Any:
-    """The same with ~ for the user's home, and without passwords of addresses."""
+    """The same with ~ for the user's home, and without passwords and queries of addresses."""
     if isinstance(value, Mapping):
         return {name: _shown(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -453,4 +441,5 @@ def _shown(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     home = re.escape(os.path.expanduser("~").rstrip("/") or "~")
-    return re.sub(r"://[^/\s]+@", "://****@", re.sub(rf"(?<![\w.-]){home}(?=$|[/\s,'\":])", "~", value))
+    value = re.sub(rf"(?<![\w.-]){home}(?=$|[/\s,'\":])", "~", value)
+    return re.sub(r"(://[^\s?#]*)[?#][^\s,]*", r"\1?****", re.sub(r"://[^/\s]+@", "://****@", value))

@@ -449,3 +449,27 @@ def test_the_launchers_import_no_torch() -> None:
     script = "import sys, launchers.describe, launchers.doctor; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+
+
+REQUIRE = "from nemo_ext.engines import require\nrequire('torch')"
+
+
+@pytest.mark.parametrize(
+    ("torch", "said"),
+    [
+        (None, "this job needs torch: pip install 'nemo_ext[engine]'"),
+        ("raise OSError('libcudart.so.13: cannot open')", "cannot be imported: libcudart.so.13: cannot open: see"),
+        ("raise ImportError('undefined symbol')", "cannot be imported: undefined symbol: see"),
+    ],
+    ids=["a bare folder", "OSError", "ImportError"],
+)
+def test_a_job_is_refused_where_torch_is_none(install: Install, torch: str | None, said: str) -> None:
+    site = install() if torch is None else install(torch=torch)
+    (site / "torch").mkdir(exist_ok=True)
+    # Without what is installed, where a bare folder is hidden by the real one.
+    code = f"import sys\nsys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n{REQUIRE}"
+
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert ended.returncode == 1
+    assert said in ended.stderr.splitlines()[-1]

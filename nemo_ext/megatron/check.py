@@ -100,14 +100,17 @@ def check_keys(config: Mapping[str, Any]) -> None:
 
 
 def check_version(config: Mapping[str, Any]) -> None:
-    """Refuse a setting of ours that needs a newer Megatron-Core; its own flags are refused by their names.
+    """Refuse a setting that needs a newer Megatron-Core than is here.
 
     Raises:
         ValueError: names the setting and the version.
     """
     mixed = (config.get("data") or {}).get("mixed_lengths") or {}
     if mixed.get("document_boundaries") and (why := versions.lack(["dataloader_inter_document_masking"])):
-        raise ValueError(f"data.mixed_lengths.document_boundaries: {why}; set it to false")
+        raise versions.TooOld(f"data.mixed_lengths.document_boundaries: {why}; set it to false")
+    for name, value in config["megatron"].items():
+        if value not in (None, False) and (why := versions.lack([name, f"{name}={value}"])):
+            raise versions.TooOld(f"megatron.{name}: {why}")
 
 
 def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace) -> None:

@@ -60,7 +60,7 @@ def build_datasets(
     asked = getattr(arguments, "dataloader_inter_document_masking", False)  # see `versions.FEATURES`, like the field
     asked = asked or (mixed is not None and mixed.document_boundaries)
     if asked and (why := versions.lack(["dataloader_inter_document_masking"])):
-        raise ValueError(f"data.mixed_lengths.document_boundaries: {why}")
+        raise versions.TooOld(f"data.mixed_lengths.document_boundaries: {why}")
     boundaries = {"inter_document_masking": True} if asked else {}
 
     def build(samples: Sequence[int], reading: Reading) -> Sequence[Any]:

@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
+class TooOld(ValueError):
+    """Something is asked for that the Megatron-Core here does not have yet."""
+
+
 class Feature(NamedTuple):
     """Something that Megatron-Core has since a version.
 
     Attributes:
         name: name for the user.
         since: first version that has it.
-        flags: Megatron's flags that belong to it.
+        flags: Megatron's flags that belong to it; `flag=value` where an older version has the flag.
     """
 
     name: str
@@ -27,16 +31,26 @@ FEATURES = (
     Feature(
         "a teacher's log-probabilities in files",
         (0, 19),
-        ("logits_save_dir", "logits_save_top_k", "logits_load_dir", "logits_load_kd_loss_alpha", "freeze_all_layers"),
+        (
+            *("logits_save_dir", "logits_save_dtype", "logits_save_top_k", "logits_save_top_p", "freeze_all_layers"),
+            *("logits_save_top_p_min_k", "logits_load_dir", "logits_load_ignore_errors", "logits_load_kd_loss_alpha"),
+            *("logits_load_decode_threads", "logits_load_msc_prefetch_depth", "logits_load_prefetch_factor"),
+        ),
     ),
     Feature("attention that stops at the end of a document", (0, 19), ("dataloader_inter_document_masking",)),
     Feature(
         "YaRN in hybrid models",
         (0, 19),
-        ("yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
+        (
+            *("position_embedding_type=yarn", "yarn_original_max_position_embeddings", "yarn_beta_fast"),
+            *("yarn_beta_slow", "yarn_correction_range_round_to_int", "no_yarn_correction_range_round_to_int"),
+        ),
     ),
+    Feature("upcycling of our models", (0, 19), ("moe_use_upcycling",)),
+    Feature("Megatron's own RL with our models", (0, 19), ("perform_rl_step",)),
 )
-"""What a supported version may lack; everything else works with all of them."""
+"""What nemo_ext itself uses or passes on that a supported version may lack. Other flags that an older version does not
+know are refused as unknown."""
 
 
 @cache
@@ -62,7 +76,7 @@ def missing(feature: Feature) -> bool:
 
 
 def lack(flags: Iterable[str]) -> str | None:
-    """Why the Megatron-Core here knows none of these flags, if it is too old for one of them; None otherwise."""
+    """Which of these flags (or `flag=value`) the Megatron-Core here is too old for, with the version; or None."""
     asked = set(flags)
     for feature in FEATURES:
         if asked & set(feature.flags) and missing(feature):
@@ -82,7 +96,9 @@ def model_of_container(container: Any) -> dict[str, Any]:
     if inspect.signature(training.pretrain).parameters["model_provider"].default is None:
         return {}
 
-    def get_model(*_: Any, wrap_with_ddp: bool = True, **__: Any) -> list[Any]:
+    def get_model(*_: Any, wrap_with_ddp: bool = True, **others: Any) -> list[Any]:
+        if asked := [name for name in ("config", "pg_collection") if others.get(name) is not None]:
+            raise TooOld(f"a second model ({', '.join(asked)}) needs a newer Megatron-Core")
         return container.model.get_builder_cls()(container.model).build_distributed_models(
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
             ddp_config=container.ddp,

@@ -66,7 +66,7 @@ class Job:
         self.config = with_data(config)
         self.workspace = Workspace(self.config, self.chosen)
         if self.chosen.heal.teacher == "cached" and self._wants("heal") and (why := versions.lack(["logits_save_dir"])):
-            raise ValueError(f"puzzle.heal.teacher=cached: {why}; set it to online")
+            raise versions.TooOld(f"puzzle.heal.teacher=cached: {why}; set it to online")
 
     def run(self) -> None:
         """Carry out the stages, or one shard of one."""

@@ -28,6 +28,14 @@ def test_what_an_older_one_lacks_is_named(older: None) -> None:
     assert versions.lack(["lr", "tensor_model_parallel_size"]) is None
 
 
+@pytest.mark.parametrize("word", ["position_embedding_type=yarn", "moe_use_upcycling=true", "logits_save_top_p=0.9"])
+def test_so_is_what_an_older_one_takes_otherwise(older: None, word: str) -> None:
+    config = compose("train", ["data=mock", "run_dir=unused", f"megatron.{word}"])
+
+    with pytest.raises(versions.TooOld, match=rf"megatron\.{word.split('=')[0]}: .* came with Megatron-Core 0\.19"):
+        check.check_version(config)
+
+
 def test_a_setting_of_ours_is_refused_before_anything_starts(older: None) -> None:
     words = ["data=local_text", "run_dir=unused", "+data.mixed_lengths={short: 64, document_boundaries: true}"]
 

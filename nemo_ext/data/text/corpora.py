@@ -72,7 +72,10 @@ class InstalledSource(Source):
                 elif self._takes(entry):
                     found.setdefault(f"site-packages/{entry}", Path(root, entry))
         for package in sorted(wanted - present):
-            raise ValueError(f"{self.kind} source: package {package!r} is not installed: {nearest(package, present)}")
+            way = "pip install 'nemo_ext[engine]', or take it out of `packages`"
+            if package not in ("torch", "megatron"):
+                way = nearest(package, {name for name in present if not name.startswith("__")})
+            raise ValueError(f"{self.kind} source: package {package!r} is not installed: {way}")
         if not found:
             raise ValueError(f"{self.kind} source: nothing to read in packages={list(self.packages)}")
         return sorted(found.items())

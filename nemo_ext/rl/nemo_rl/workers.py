@@ -4,6 +4,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_ext.job.progress import notice
+
 HOOK = "worker_process_setup_hook"
 VARIABLE = "RAY_RUNTIME_ENV_HOOK"
 """Environment variable with the function that Ray asks for the runtime environment of a job."""
@@ -11,7 +13,9 @@ VARIABLE = "RAY_RUNTIME_ENV_HOOK"
 
 def use() -> None:
     """Makes the next `ray.init` of this process start workers so, unless the user has a function of their own."""
-    os.environ.setdefault(VARIABLE, f"{__name__}.{with_bridges.__name__}")
+    ours = f"{__name__}.{with_bridges.__name__}"
+    if os.environ.setdefault(VARIABLE, ours) != ours:
+        notice(f"note: {VARIABLE}={os.environ[VARIABLE]} is yours: have it call {ours}, or workers lack our bridges")
 
 
 def with_bridges(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -33,16 +37,23 @@ def _register_with_bridge() -> None:
     class Finder:
         """Finds megatron.bridge as the others do."""
 
+        registers_bridges, asking = True, False
+
         def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-            if name != "megatron.bridge":
+            if name != "megatron.bridge" or self.asking:
                 return None
-            sys.meta_path.remove(self)
-            spec = importlib.util.find_spec(name)
+            self.asking = True
+            try:
+                spec = importlib.util.find_spec(name)
+            finally:
+                self.asking = False
             if spec is not None and spec.loader is not None:
                 execute = spec.loader.exec_module
 
                 def exec_module(module: Any) -> None:
                     execute(module)
+                    if self in sys.meta_path:
+                        sys.meta_path.remove(self)
                     try:
                         import nemo_ext
                     except ImportError:
@@ -52,7 +63,8 @@ def _register_with_bridge() -> None:
                 spec.loader.exec_module = exec_module  # type: ignore[method-assign]
             return spec
 
-    sys.meta_path.insert(0, Finder())
+    if not any(getattr(each, "registers_bridges", False) for each in sys.meta_path):
+        sys.meta_path.insert(0, Finder())
 
 
 _register_with_bridge.__module__ = "__main__"  # cloudpickle sends functions of this module by value

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_ext.rl.nemo_rl.workers import HOOK, VARIABLE, with_bridges
-
-pytestmark = pytest.mark.slow
+from nemo_ext.rl.nemo_rl.workers import HOOK, VARIABLE, use, with_bridges
 
 DRIVER = """
 import sys, ray
@@ -43,6 +41,7 @@ def driven(folder: Path, *path: Path) -> str:
     return ended.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_worker_registers_when_it_imports_megatron_bridge(tmp_path: Path) -> None:
     (tmp_path / "own" / "nemo_ext").mkdir(parents=True)
     (tmp_path / "own" / "nemo_ext" / "__init__.py").write_text(
@@ -52,6 +51,7 @@ def test_a_worker_registers_when_it_imports_megatron_bridge(tmp_path: Path) -> N
     assert driven(tmp_path / "bridge", tmp_path / "own") == "(False, 1)"
 
 
+@pytest.mark.slow
 def test_a_worker_without_nemo_ext_starts_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "nemo_ext.py").write_text("raise ImportError('not here')\n")
@@ -61,3 +61,36 @@ def test_a_worker_without_nemo_ext_starts_all_the_same(tmp_path: Path) -> None:
 
 def test_the_users_own_set_up_stays() -> None:
     assert with_bridges({HOOK: "theirs", "env_vars": {}}) == {HOOK: "theirs", "env_vars": {}}
+
+
+@pytest.mark.parametrize("before", ["", "hook()", "importlib.util.find_spec('megatron.bridge')"])
+def test_a_probe_does_not_use_the_hook_up(tmp_path: Path, before: str) -> None:
+    bridge = tmp_path / "megatron" / "bridge"
+    bridge.mkdir(parents=True)
+    (bridge / "__init__.py").touch()
+    code = f"""
+import importlib.util, sys
+import nemo_ext
+from nemo_ext.rl.nemo_rl.workers import _register_with_bridge as hook
+sys.path.insert(0, {str(tmp_path)!r})
+nemo_ext.register = lambda: print("registered")
+hook()
+{before}
+import megatron.bridge
+import megatron.bridge
+"""
+
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert (ended.returncode, ended.stdout) == (0, "registered\n"), ended.stderr
+
+
+def test_the_users_own_hook_stays_and_is_told_of_ours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(VARIABLE, "theirs.hook")
+
+    use()
+
+    assert os.environ[VARIABLE] == "theirs.hook"
+    assert "workers lack our bridges" in capsys.readouterr().err
