@@ -295,6 +295,13 @@ def test_a_login_node_describes_prepares_and_submits(without: Path, tmp_path: Pa
         assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
+def test_the_offline_corpus_of_engines_names_the_extra(without: Path, tmp_path: Path) -> None:
+    ended = command(without, "tokenize data=local_text data_root=d", tmp_path)
+
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
+    assert "package 'megatron' is not installed: pip install 'nemo_ext[engine]'" in ended.stderr
+
+
 def rename_torch(python: Path, label: str) -> str:
     """Gives an environment's torch another version, as if its wheel had been built elsewhere; returns that version.
 
