@@ -14,8 +14,10 @@ def main() -> None:
 
     def job(config: dict[str, object]) -> None:
         require("torch", "megatron-core")
+        from nemo_ext.evaluation.live import check_machine
         from nemo_ext.launch import train
 
+        check_machine(config)
         train(config)
 
     run_job("train", job)

@@ -1,7 +1,8 @@
 """Starts a training run on this machine: checks, prepares the data, starts the ranks, shows progress, reports.
 
 The parent process never trains. It writes the resolved config into the run directory, starts `torchrun` on
-`nemo_ext.megatron.rank`, watches metrics.jsonl, and turns Ctrl-C into a checkpoint.
+`nemo_ext.megatron.rank` (or another module, see `nemo_ext.job.ranks.training_rank`), watches metrics.jsonl, and turns
+Ctrl-C into a checkpoint.
 """
 
 import signal
@@ -25,7 +26,7 @@ from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.job.files import only_run_in
 from nemo_ext.job.made_of import differing
 from nemo_ext.job.parent import end_with_parent
-from nemo_ext.job.ranks import rank_environment
+from nemo_ext.job.ranks import rank_environment, training_rank
 from nemo_ext.megatron.fp8 import remark
 from nemo_ext.megatron.run import Run, target_of
 
@@ -109,7 +110,7 @@ def train(config: Mapping[str, Any]) -> None:
                 # A rank got a signal, or a time limit; the next segment begins where this one should have ended.
                 console.print(f"ended at step {saved} of {target} (see {run_directory.LOG}); the same command resumes")
                 break
-        from nemo_ext.evaluation.report import write_report
+        from nemo_ext.megatron.report import write_report
 
         console.print(f"report: {write_report(run_dir)}")
 
@@ -175,7 +176,8 @@ def _past(config: Mapping[str, Any], plan: Plan, step: int) -> list[dict[str, An
 def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None:
     """Runs torchrun to its end; SIGINT and SIGTERM become one SIGTERM to the ranks, which save and exit."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", "nemo_ext.megatron.rank", str(run_dir / run_directory.CONFIG)]
+    config = run_dir / run_directory.CONFIG
+    command += ["-m", training_rank(run_directory.read_config(config)), str(config)]
     received: list[int] = []
 
     def forward(number: int, frame: object) -> None:

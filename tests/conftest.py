@@ -38,6 +38,7 @@ from nemo_ext.chat.sample import Message, Sample, ToolCall
 from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer
 from nemo_ext.job import config as job_config
 from nemo_ext.job import run_directory
+from nemo_ext.job.ranks import training_rank
 from nemo_ext.megatron import versions
 from nemo_ext.megatron.cpu import mamba_modules
 
@@ -299,9 +300,8 @@ def launched(
 def torchrun(path: Path, ranks: int) -> None:
     """Runs the ranks of a config in processes of their own."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    ended = subprocess.run(
-        [*command, "-m", "nemo_ext.megatron.rank", str(path)], capture_output=True, text=True, timeout=900, check=False
-    )
+    command += ["-m", training_rank(run_directory.read_config(path)), str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
 
 

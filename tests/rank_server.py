@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -31,7 +32,9 @@ def preload() -> None:
 
 def rank(number: int, *, job: dict, port: int) -> NoReturn:
     """The child that is one rank."""
-    from nemo_ext.megatron.rank import end_with_parent, run
+    from nemo_ext.job.ranks import training_rank
+    from nemo_ext.job.run_directory import read_config
+    from nemo_ext.megatron.rank import end_with_parent
 
     end_with_parent(signal.SIGKILL)
     os.chdir(job["folder"])
@@ -41,7 +44,7 @@ def rank(number: int, *, job: dict, port: int) -> NoReturn:
     os.environ |= job["environment"]
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(job["ranks"])}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(job["ranks"])}
-    run(job["config"])
+    import_module(training_rank(read_config(Path(job["config"])))).run(job["config"])
 
 
 def ended(job: dict) -> list[int]:

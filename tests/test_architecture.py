@@ -13,7 +13,7 @@ PACKAGE = Path(nemo_ext.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
 
 ROOMS = (
-    *("job", "architecture", "chat", "endpoint", "memory", "data", "checkpoint", "megatron", "evaluation", "launch"),
+    *("job", "architecture", "chat", "endpoint", "memory", "data", "checkpoint", "megatron", "launch"),
     *(
         "blockwise",
         "puzzle",
@@ -22,6 +22,7 @@ ROOMS = (
         "serving",
         "generate",
         "rl",
+        "evaluation",
         "slurm",
         "memory_profile",
         "engines",
@@ -35,7 +36,7 @@ ROOMS = (
 """From the ground up: a room imports from those before it."""
 
 ENGINES = {
-    "megatron": ("megatron", "blockwise", "puzzle", "sensitivity"),
+    "megatron": ("megatron", "blockwise", "puzzle", "sensitivity", "evaluation.live"),
     "mamba_ssm": ("megatron",),
     "transformer_engine": ("megatron",),
     "modelopt": ("quantization",),
@@ -57,13 +58,13 @@ NO_TORCH = (
     "data",
     "memory",
     "launch",
-    "evaluation",
     "describe",
     "doctor",
     "engines",
 )
 NO_TORCH += ("install", "cli", "slurm", "sensitivity.job", "puzzle.job", "quantization.job", "checkpoint.convert")
 NO_TORCH += (
+    "evaluation.job",
     "rl.job",
     "rl.verifiers",
     "rl.rewards",

@@ -282,7 +282,7 @@ def fake_ranks(monkeypatch: pytest.MonkeyPatch, *ends: int) -> list[dict[str, An
 
     monkeypatch.setattr(launch, "_run_ranks", ranks)
     monkeypatch.setattr(sound, "fall_back", lambda checkpoints: None)  # there are no checkpoints behind the tracker
-    monkeypatch.setattr("nemo_ext.evaluation.report.write_report", lambda run_dir: run_dir)
+    monkeypatch.setattr("nemo_ext.megatron.report.write_report", lambda run_dir: run_dir)
     return given
 
 

@@ -13,7 +13,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"nemo_ext", "hydra_conf", "launchers"}
 
-pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git lists what belongs to a release: no checkout")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git lists what belongs to a release: no checkout"),
+]
 
 
 @pytest.fixture(scope="module")

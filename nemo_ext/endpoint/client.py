@@ -137,6 +137,7 @@ class Client:
     """Client of one endpoint, for one event loop.
 
     Within `async with` connections are kept for the next requests; outside each request has one of its own.
+    `max_length` is the number of tokens that the model takes, as `check` was told (vLLM's max_model_len), else None.
 
     Args:
         endpoint: an address; or a run directory, file or URL (`read_address`). A file is read again when nobody
@@ -156,6 +157,7 @@ class Client:
         self._again = None if isinstance(endpoint, Address) else (endpoint, model, key_variable)
         self.settings = given = settings or ClientSettings()
         self.pace = Pace(fixed=given.concurrency, requests=given.requests_a_minute, tokens=given.tokens_a_minute)
+        self.max_length: int | None = None
         self._session: aiohttp.ClientSession | None = None
         self._waiting: asyncio.Task[None] | None = None
         self._mean_tokens = 0.0
@@ -182,7 +184,7 @@ class Client:
         while True:
             where = self.address.url
             try:
-                names = await self._models()
+                lengths = await self._models()
                 break
             except Failed as failed:
                 if not failed.again or time.monotonic() >= end:
@@ -192,17 +194,20 @@ class Client:
                 said = True
             await asyncio.sleep(_FIRST_WAIT)
             self._find()
+        names = list(lengths)
         if not self.address.model and len(names) == 1:
             self.address = replace(self.address, model=names[0])
         if self.address.model not in names:
             raise ValueError(f"{where}: unknown model {self.address.model!r}: {nearest(self.address.model, names)}")
+        self.max_length = lengths[self.address.model]
         return names
 
-    async def _models(self) -> list[str]:
+    async def _models(self) -> dict[str, int | None]:
+        """Lengths of the endpoint's models by name; None where it does not say it."""
         listed = await self._send("GET", "models", None, min(60.0, self.settings.attempt_seconds))
         try:
-            return [str(model["id"]) for model in json.loads(listed)["data"]]
-        except (ValueError, LookupError, TypeError, RecursionError):
+            return {str(model["id"]): count(model.get("max_model_len")) for model in json.loads(listed)["data"]}
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise Failed("/models answers with something else than a list of models", again=False) from None
 
     async def answers(

@@ -1,1 +1,1 @@
-"""Reports and plots of runs."""
+"""Evaluation: benchmarks, their statistics, reports and comparisons (docs/evaluation.md)."""

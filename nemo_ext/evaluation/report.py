@@ -1,170 +1,283 @@
-"""One-page report of a training run: settings, results, and plots of loss, learning rate and speed. No torch."""
+"""Reports of an evaluation: tables with formatted numbers, report.md with its plot, a summary for the terminal."""
 
-import json
-import math
-from itertools import pairwise
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median_high
 from typing import Any
 
-from nemo_ext.architecture.cost import active_params, total_params
-from nemo_ext.architecture.model import Architecture
-from nemo_ext.architecture.precision_plan import Plan
-from nemo_ext.job import run_directory
 from nemo_ext.job.files import write_text
 from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
-from nemo_ext.memory import report as memory
 
-PLOT = "report.png"
-
-
-def write_report(run_dir: Path) -> Path:
-    """Writes `report.md` and its plots from the files of a run directory; returns the report's path.
-
-    Raises:
-        ValueError: if the run has logged no step yet.
-    """
-    config = run_directory.read_config(run_dir / run_directory.CONFIG)
-    lines = run_directory.read_metrics(run_dir / run_directory.METRICS)
-    steps = [line | {"loss": _number(line["loss"])} for line in lines if "loss" in line]
-    # Megatron evaluates the last step twice, in the loop and after it, on different samples: the later one counts.
-    evaluations = list(
-        {line["step"]: line | {"val_loss": _number(line["val_loss"])} for line in lines if "val_loss" in line}.values()
-    )
-    if not steps:
-        raise ValueError(f"{run_dir / run_directory.METRICS}: no step is logged yet, so there is nothing to report")
-    title = f"{config['recipe']} · {config['model']['name']}"
-    plot(steps, evaluations, run_dir / PLOT, title=title, ranks=_ranks(config))
-    path = run_dir / run_directory.REPORT
-    parts = [_markdown(config, steps, evaluations, run_dir), memory.section(run_dir)]
-    write_text(path, "\n".join(filter(None, parts)))
-    return path
+REPORT, PICTURE = "report.md", "accuracy.png"
+BITS = "bits_per_byte"
+NONE = "–"
+INTERVALS = (
+    "In brackets: the 95% interval of a bootstrap over problems. It says how far the figure would move with other "
+    "problems of the same kind; two intervals that overlap do not show that two models are equal."
+)
+_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
 
 
-def plot(
-    steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path, *, title: str, ranks: int = 1
-) -> None:
-    """Plots loss, learning rate and speed over tokens in one figure (PNG or SVG by suffix).
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell of a table.
 
-    Speed is tokens per second and, where processor time was logged, tokens per processor second too: other work on the
-    machine changes only the first, the run itself both.
+    Attributes:
+        text: what is shown.
+        value: what the table is sorted by; None comes last.
     """
 
-    figure = new_figure(figsize=(9, 7))
-    loss, rate, speed = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1.2, 1.2))
-    unit, name = _token_unit(steps[-1]["tokens"])
-    tokens = [line["tokens"] / unit for line in steps]
-    loss.plot(tokens, [line["loss"] for line in steps], color="#9db7d5", linewidth=0.9, label="training, logged steps")
-    smooth = _running_mean([line["loss"] for line in steps], window=max(1, len(steps) // 30))
-    loss.plot(tokens, smooth, color="#1f4e8c", linewidth=1.6, label="training, running mean")
-    if evaluations:
-        at = [line["tokens"] / unit for line in evaluations]
-        values = [line["val_loss"] for line in evaluations]
-        loss.plot(at, values, "o-", color="#d1495b", markersize=4.5, linewidth=1.2, label="validation")
-        for index in {0, len(values) - 1}:
-            loss.annotate(
-                f"{values[index]:.3f}",
-                (at[index], values[index]),
-                xytext=(4, 6),
-                textcoords="offset points",
-                fontsize=9,
-                color="#d1495b",
-            )
-    loss.set_ylabel("loss (nats per token)")
-    loss.legend(frameon=False)
-    loss.set_title(title, loc="left", fontsize=11)
-    rate.plot(tokens, [line.get("lr") for line in steps], color="#2f7d5c")
-    rate.set_ylabel("learning rate")
-    rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    by_clock = [line["tokens_per_second"] for line in steps]
-    by_processor = [_tokens_per_cpu_second(line, ranks) for line in steps]
-    if any(value is not None for value in by_processor):
-        speed.plot(tokens, by_clock, color="#c3b1d1", linewidth=0.9, label="per second")
-        speed.plot(
-            tokens,
-            [_number(value) for value in by_processor],
-            color="#7a5195",
-            linewidth=1.3,
-            label="per processor second",
-        )
-        speed.legend(frameon=False, fontsize=8, ncols=2)
-        speed.set_ylabel("tokens")
-    else:
-        speed.plot(tokens, by_clock, color="#7a5195", linewidth=1.0)
-        speed.set_ylabel("tokens / s")
-    speed.set_ylim(bottom=0)
-    speed.set_xlabel(f"trained tokens ({name})")
-    for axis in (loss, rate, speed):
-        tidy(axis)
-    save_figure(figure, path)
+    text: str
+    value: float | str | None
 
 
-def _markdown(
-    config: dict[str, Any], steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], run_dir: Path
-) -> str:
-    architecture = Architecture.from_config(config)
-    last, target = steps[-1], config["megatron"]["train_iters"]
-    lines = pairwise([{"step": 0}, *steps])
-    seconds = sum(line["seconds_per_step"] * (line["step"] - before["step"]) for before, line in lines)
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of a report.
+
+    Attributes:
+        title: heading above it.
+        heading: names of the columns.
+        rows: as many cells as there are columns.
+        note: a sentence below it.
+    """
+
+    title: str
+    heading: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    note: str = ""
+
+
+def text(value: object) -> Cell:
+    """A cell of text."""
+    return Cell(str(value) or NONE, str(value))
+
+
+def number(value: float | None) -> Cell:
+    """A count, or a mean of counts to three digits at least."""
+    if value is None:
+        return Cell(NONE, None)
+    return Cell(f"{value:,.1f}" if value < 100 and value != int(value) else f"{value:,.0f}", value)
+
+
+def share(value: float | None, digits: int = 1) -> Cell:
+    """A share in percent."""
+    return Cell(NONE if value is None else f"{100 * value:.{digits}f}%", value)
+
+
+def measured(metric: str) -> bool:
+    """Whether a metric is no share of right answers: bits per byte, perplexities."""
+    return BITS in metric or "perplexity" in metric
+
+
+def figure(value: float | None, interval: Sequence[float] | None = None, *, metric: str = "") -> Cell:
+    """An accuracy in percent, or bits per byte, with its interval."""
+    if value is None:
+        return Cell(NONE, None)
+    plain = measured(metric) or abs(value) > 1
+    ends = "" if interval is None else ", ".join(f"{each:.4f}" if plain else f"{100 * each:.1f}" for each in interval)
+    return Cell((f"{value:.4f}" if plain else f"{100 * value:.1f}%") + (f" [{ends}]" if ends else ""), value)
+
+
+def name_of(name: str, entry: Mapping[str, Any]) -> str:
+    """A benchmark's name, with an arrow where less is better."""
+    return name if entry.get("higher_is_better", True) else f"{name} ↓"
+
+
+def tables(results: Mapping[str, Any]) -> list[Table]:
+    """The tables of results.json, those without a row left out; the first one is that of the benchmarks."""
+    found = [_benchmarks(results), *_parts(results), _reasons(results), _metrics(results), _missing(results)]
+    return [table for place, table in enumerate(found) if table.rows or not place]
+
+
+def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was evaluated and how, as names and texts."""
+    mean, limit = results.get("mean"), results.get("limit")
     rows = [
-        ("recipe", config["recipe"]),
-        ("model", f"{config['model']['name']}: `{config['model']['pattern']}`"),
-        ("parameters", f"{total_params(architecture):,} ({active_params(architecture):,} active)"),
-        ("steps", f"{last['step']:,} of {target:,}" + ("" if last["step"] >= target else " (not finished)")),
-        ("tokens", f"{last['tokens']:,}"),
-        ("training loss, last step", f"{last['loss']:.4f}"),
+        ("endpoint", str(results.get("endpoint") or "")),
+        ("digest", str(results.get("digest") or "")),
+        ("suite", ", ".join(results.get("suite", ()))),
+        ("problems", f"at most {limit:,} a benchmark" if limit else ""),
+        ("seed", str(results.get("seed", ""))),
+        ("nemo_ext", str(results.get("nemo_ext", ""))),
     ]
-    if config.get("precision_plan"):
-        plan = Plan.from_config(config["precision_plan"])
-        rules = ", ".join(rule.text for rule in plan.rules)
-        rows.insert(3, ("precision plan", f"{plan.default}, {plan.recipe}" + (f": {rules}" if rules else "")))
-    if evaluations:
-        first, final = evaluations[0], evaluations[-1]
-        fall = 1 - final["val_loss"] / first["val_loss"]
-        ends = [f"{each['val_loss']:.4f} at step {each['step']}" for each in (first, final)]
-        rows.append(("validation loss", f"{' -> '.join(ends)} ({fall:.0%} lower)"))
-    for name, form, values in (
-        ("tokens per second", ",.0f", [line["tokens_per_second"] for line in steps]),
-        ("tokens per processor second", ",.0f", [_tokens_per_cpu_second(line, _ranks(config)) for line in steps]),
-        ("model FLOPs utilisation", ".1%", [line.get("mfu") for line in steps]),
-    ):
-        if known := [value for value in values if value is not None]:
-            rows.append((f"{name}, median", f"{median_high(known):{form}}"))
-    rows.append(("time in steps", f"{seconds / 60:.1f} min"))
-    versions_path = run_dir / run_directory.VERSIONS
-    if versions_path.exists():
-        packages = json.loads(versions_path.read_text())["packages"]
-        rows.append(("versions", ", ".join(f"{name} {version}" for name, version in packages.items() if version)))
-    return (
-        f"# {config['recipe']}\n\n{markdown_table(('', ''), rows)}\n\n![loss, learning rate and speed]({PLOT})\n\n"
-        f"Every step: `{run_directory.METRICS}`. Config: `{run_directory.CONFIG}`. Log: `{run_directory.LOG}`. "
-        f"TensorBoard: `tensorboard --logdir {run_directory.TENSORBOARD}`.\n"
+    if mean:
+        of = f"weighted, over {mean['benchmarks']:,} benchmark" + "s" * (mean["benchmarks"] != 1)
+        rows.insert(0, ("grand mean", f"{figure(mean['accuracy'], mean.get('interval')).text}, {of}"))
+    return [row for row in rows if row[1]]
+
+
+def summary(results: Mapping[str, Any]) -> str:
+    """Lines for the terminal: a row a benchmark, the grand mean, what is missing."""
+    table = _benchmarks(results)
+    columns = [place for place, name in enumerate(table.heading) if name not in ("wanted", "reasoning tokens")]
+    rows = [[line[place] for place in columns] for line in ([text(each) for each in table.heading], *table.rows)]
+    widths = [max(len(row[place].text) for row in rows) for place in range(len(columns))]
+    left = [isinstance(rows[-1][place].value, str) for place in range(len(columns))]
+    lines = [
+        "  ".join(
+            cell.text.ljust(width) if to_left else cell.text.rjust(width)
+            for cell, width, to_left in zip(row, widths, left, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+    lines += [f"{name}: {value}" for name, value in facts(results) if name == "grand mean"]
+    lines += [f"not evaluated: {name}: {why}" for name, why in results.get("missing", {}).items()]
+    return "\n".join(lines)
+
+
+def write(results: Mapping[str, Any], run_dir: Path) -> Path:
+    """Write report.md and its plot into a run directory.
+
+    Args:
+        results: what results.json holds.
+        run_dir: the run directory.
+
+    Returns:
+        Path of report.md.
+    """
+    parts = [f"# {_escaped(str(results['model']))}"]
+    parts += [markdown_table(("", ""), [(name, _escaped(value)) for name, value in facts(results)])]
+    plotted = _plot(results, run_dir / PICTURE)
+    if not plotted:
+        (run_dir / PICTURE).unlink(missing_ok=True)
+    for place, table in enumerate(tables(results)):
+        cells = [[_escaped(cell.text) for cell in row] for row in table.rows]
+        parts += [f"## {table.title}", markdown_table(table.heading, cells)]
+        parts += [table.note] if table.note else []
+        if not place and plotted:
+            parts += [f"![accuracy with intervals]({PICTURE})"]
+    parts += ["Every answer: `report.html`. All numbers: `results.json`. All of it is computed from `store/`."]
+    write_text(run_dir / REPORT, "\n\n".join(parts) + "\n")
+    return run_dir / REPORT
+
+
+def _entries(results: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    yield from results.get("benchmarks", {}).items()
+
+
+def _figures(entry: Mapping[str, Any], metric: str) -> list[Cell]:
+    return [
+        figure(entry["accuracy"], entry["interval"], metric=metric),
+        number(entry.get("n")),
+        number(entry.get("tokens")),
+        share(entry.get("truncated")),
+    ]
+
+
+def _benchmarks(results: Mapping[str, Any]) -> Table:
+    heading = ("benchmark", "result", "problems", "tokens", "truncated", "metric", "reasoning tokens", "samples",
+               "wanted", "failed", "unscored")  # fmt: skip
+    rows = [
+        [
+            Cell(name_of(name, entry), name),
+            *_figures(entry, entry["metric"]),
+            text(entry["metric"]),
+            number(entry.get("reasoning_tokens")),
+            *(number(entry.get(key)) for key in ("samples", "wanted", "failed", "unscored")),
+        ]
+        for name, entry in _entries(results)
+    ]
+    arrow = (
+        " ↓: less is better." if any(not entry.get("higher_is_better", True) for _, entry in _entries(results)) else ""
     )
+    return Table("Benchmarks", heading, rows, INTERVALS + " Tokens: mean of an answer's, reasoning included." + arrow)
 
 
-def _ranks(config: dict[str, Any]) -> int:
-    return int(config["launcher"]["nodes"]) * int(config["launcher"]["nproc_per_node"])
+def _parts(results: Mapping[str, Any]) -> Iterator[Table]:
+    """Tables of modes, prompts, the sensitivity to prompts, and domains."""
+    for title, key in (("Modes", "modes"), ("Prompts", "prompts")):
+        rows = [
+            [Cell(name_of(name, entry), name), text(part), *_figures(values, entry["metric"])]
+            for name, entry in _entries(results)
+            if len(entry.get(key) or {}) > 1
+            for part, values in entry[key].items()
+        ]
+        yield Table(title, ("benchmark", title[:-1].lower(), "result", "problems", "tokens", "truncated"), rows)
+    rows = [
+        [text(name), figure(sensitivity["std"], sensitivity["interval"]), number(len(entry["prompts"]))]
+        for name, entry in _entries(results)
+        if (sensitivity := entry.get("sensitivity"))
+    ]
+    note = "Standard deviation of the accuracy over prompts, in points of percent."
+    yield Table("Sensitivity to prompts", ("benchmark", "standard deviation", "prompts"), rows, note)
+    rows = [
+        [text(name), text(domain), figure(values["accuracy"], metric=entry["metric"]), number(values["n"])]
+        for name, entry in _entries(results)
+        for domain, values in (entry.get("domains") or {}).items()
+    ]
+    yield Table("Domains", ("benchmark", "domain", "result", "problems"), rows)
 
 
-def _tokens_per_cpu_second(line: dict[str, Any], ranks: int) -> float | None:
-    """Tokens per processor second, assuming that all ranks use as much as the one that logs; None if not measured."""
-    if not line.get("cpu_seconds_per_step"):
-        return None
-    return float(line["tokens_per_second"] * line["seconds_per_step"] / line["cpu_seconds_per_step"] / ranks)
+def _reasons(results: Mapping[str, Any]) -> Table:
+    rows = [
+        [text(name), text(why), number(count)]
+        for name, entry in _entries(results)
+        for why, count in (entry.get("reasons") or {}).items()
+    ]
+    missing = [
+        [text(name), text("not asked"), number(entry["missing"])]
+        for name, entry in _entries(results)
+        if entry.get("missing")
+    ]
+    return Table("Samples without a score", ("benchmark", "why", "samples"), rows + missing)
 
 
-def _token_unit(tokens: int) -> tuple[float, str]:
-    for unit, name in ((1e12, "trillions"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands")):
-        if tokens >= unit:
-            return unit, name
-    return 1.0, "tokens"
+def _metrics(results: Mapping[str, Any]) -> Table:
+    rows = [
+        [text(name), text(metric), figure(value, metric=metric)]
+        for name, entry in _entries(results)
+        if len(entry.get("metrics") or {}) > 1
+        for metric, value in entry["metrics"].items()
+    ]
+    return Table("Other metrics", ("benchmark", "metric", "result"), rows)
 
 
-def _running_mean(values: list[float], *, window: int) -> list[float]:
-    last = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
-    return [sum(each) / len(each) for each in last]
+def _missing(results: Mapping[str, Any]) -> Table:
+    rows = [[text(name), text(why)] for name, why in results.get("missing", {}).items()]
+    return Table("Not evaluated", ("benchmark", "why, and where its data are had"), rows)
 
 
-def _number(value: float | None) -> float:
-    """A logged value, with NaN for null, which stands for a loss that was not finite."""
-    return math.nan if value is None else value
+def _escaped(given: str) -> str:
+    """A text of anybody's as Markdown that shows it."""
+    return re.sub(r"([\\`*<>\[\]~&$])", r"\\\1", given)
+
+
+def _plot(results: Mapping[str, Any], path: Path) -> bool:
+    """Plot results with their intervals, a point a benchmark and mode; whether there is any."""
+    entries = [(name, entry) for name, entry in _entries(results) if entry["accuracy"] is not None]
+    groups = [
+        (label, unit, kept)
+        for label, unit, of_bits in (("accuracy, %", 100.0, False), ("bits per byte, perplexity", 1.0, True))
+        if (kept := [each for each in entries if measured(each[1]["metric"]) is of_bits])
+    ]
+    if not groups:
+        return False
+    heights = [0.3 * len(kept) + 0.9 for _, _, kept in groups]
+    picture = new_figure(figsize=(8, sum(heights) + 0.4))
+    axes = picture.subplots(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
+    modes = list(dict.fromkeys(mode for _, _, kept in groups for _, entry in kept for mode in entry.get("modes") or {}))
+    named = [mode for mode in modes if any(mode in (entry.get("modes") or {}) for _, entry in groups[0][2])]
+    for axis, (label, unit, kept) in zip(axes, groups, strict=True):
+        for row, (_, entry) in enumerate(kept):
+            several = {mode: each for mode, each in (entry.get("modes") or {}).items() if each["accuracy"] is not None}
+            shown = several or {modes[0] if modes else "": entry}
+            for place, (mode, each) in enumerate(shown.items()):
+                colour = _COLOURS[modes.index(mode) % len(_COLOURS)] if mode in modes else _COLOURS[0]
+                y = row + (place - (len(shown) - 1) / 2) * min(0.28, 0.7 / len(shown))
+                if each["interval"] is not None:
+                    axis.plot([unit * end for end in each["interval"]], [y, y], color=colour, alpha=0.55, linewidth=2.5)
+                axis.plot(unit * each["accuracy"], y, "o", color=colour, markersize=5)
+        names = [name_of(name, entry) for name, entry in kept]
+        axis.set_yticks(range(len(kept)), names, fontsize=9, parse_math=False)
+        axis.set_ylim(len(kept) - 0.4, -0.6)
+        axis.set_xlim(*((-2, 102) if unit == 100 else (0, 1.05 * axis.get_xlim()[1])))
+        axis.set_xlabel(label)
+        tidy(axis, grid="x")
+    if len(named) > 1:
+        for mode in named:
+            axes[0].plot([], [], "o", color=_COLOURS[modes.index(mode) % len(_COLOURS)], label=mode)
+        axes[0].legend(frameon=False, ncols=min(6, len(named)), loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
+    save_figure(picture, path)
+    return True

@@ -5,11 +5,9 @@ import contextlib
 import glob
 import json
 import os
-import shutil
 import signal
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,8 +34,8 @@ from nemo_ext.job.made_of import differing, note, told
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.run_directory import OWN
 from nemo_ext.job.settings import STRICT, Count, Strings, checked
+from nemo_ext.serving.meanwhile import endpoint_of
 from nemo_ext.serving.model import check as check_model
-from nemo_ext.serving.model import folder_of
 from nemo_ext.serving.settings import ServingSettings
 
 _MADE_OF, _INDEX = "made_of.json", "index.json"
@@ -94,7 +92,7 @@ def run(config: Mapping[str, Any]) -> None:
         _show(index, rows, _prompts(settings, index, given.seed), given, settings)
         return
     try:
-        with _endpoint(given, config, folder) as (endpoint, model):
+        with endpoint_of(config, folder / OWN) as (endpoint, model, _):
             client = Client(endpoint, settings.client, model=model, key_variable=given.key_variable)
             asyncio.run(_run(given, settings, rows, folder, client))
     except TooManyDead as error:
@@ -147,38 +145,6 @@ def _checked(config: Mapping[str, Any]) -> tuple[_Given, GenerateSettings]:
 
 def _prompts(settings: GenerateSettings, index: Index, seed: int) -> Prompts:
     return Prompts.of(settings, seed, columns=index.columns, batch=index.batch)
-
-
-@contextmanager
-def _endpoint(given: _Given, config: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, str | None]]:
-    """The endpoint, and the model's name there; without one the model is served on this machine meanwhile."""
-    if given.endpoint is not None:
-        yield given.endpoint, given.served
-        return
-    from nemo_ext.serving.group import Replica
-
-    run_dir = folder / OWN / "servers" / uuid.uuid4().hex[:12]
-    own: dict[str, Any] = {"name": ServingSettings.of(config).name, "replica": None}
-    if given.serving["replica"] is not None:  # on Slurm each worker has one
-        own |= {"replicas": 1, "least": None}
-    server = Replica(run_dir)
-    notice(f"{given.served}: is served here meanwhile ({server.log})")
-    server.start(
-        {
-            "served": str(folder_of(str(given.served), folder / OWN, given.files_from)),
-            "port": 0,
-            "run_dir": str(run_dir),
-            "files_from": given.files_from,
-            "trust_remote_code": given.trust_remote_code,
-            "serving": {**given.serving, **own},
-        }
-    )
-    try:
-        server.wait()
-        yield str(run_dir), None
-    finally:
-        server.stop()
-        shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def _fail(text: str) -> None:

@@ -30,10 +30,21 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 OPEN = (
     *("puzzle.search.shares", "puzzle.search.limits", "puzzle.heal.megatron"),
     *("reasoning", "thinking_shares", "sampling", "packing", "near_duplicates", "generate.extra", "serving.vllm"),
+    *("rollouts.extra", "rollouts.environments"),
 )
 """Sections beside `megatron` whose keys the user chooses."""
 
-FREE = ("megatron.", "filters.", "rl.", "trl.", "nemo_rl.set.", "tasks.", "environments.")
+FREE = (
+    "megatron.",
+    "filters.",
+    "rl.",
+    "trl.",
+    "nemo_rl.set.",
+    "tasks.",
+    "environments.",
+    "evaluate.",
+    "rollouts.environments.",
+)
 """Prefixes of keys that may be new: the code that reads them knows which exist."""
 
 WITH_PRECISION_PLAN = ("train", "puzzle", "sensitivity", "describe", "quantize", "rl")
@@ -42,7 +53,7 @@ WITH_PRECISION_PLAN = ("train", "puzzle", "sensitivity", "describe", "quantize",
 WITH_STREAMS = ("train", "puzzle", "sensitivity", "tokenize", "blend")
 """Jobs that read `streams`, training data in place of the recipe's."""
 
-MODEL = {"rl": "policy", "serve": "served", "generate": "served"}
+MODEL = {"rl": "policy", "serve": "served", "generate": "served", "evaluate": "served", "rollouts": "served"}
 """Jobs whose `model` is a folder or a name, by the key that holds it."""
 
 TEXTS = ("generate.template", "generate.system")
@@ -210,7 +221,7 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
     """Command line words in Hydra's grammar.
 
     `preset=NAME` is the file NAME of the group that has the job's name, where it has one; `model` of the jobs
-    in `MODEL` is another key.
+    in `MODEL`, and `suite` of evaluate, are other keys.
 
     `megatron.KEY=value` may add a key: Hydra knows only those that a file names, Megatron's parser knows them all.
     The sections of `OPEN` are open too. One given whole (`puzzle.search.shares={parameters: 0.6}`) replaces what the
@@ -241,6 +252,8 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
         elif name == "model" and job in MODEL:
             # To Hydra `model` is the group of Megatron models.
             spelled.append(f"{MODEL[job]}={hydra_value(value)}")
+        elif name == "suite" and job == "evaluate":  # to Hydra it is a group too
+            spelled.append(f"evaluate.{word}")
         elif name == "environments" and job == "rl" and equals and value != "null":
             # The preset's environments may require settings that are not needed then.
             spelled += [word, "~rl.environments"]

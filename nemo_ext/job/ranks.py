@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from nemo_ext.job.workers import usable_cores
 
@@ -47,6 +48,12 @@ def run_ranks(command: Sequence[str], ranks: int, logs: Path) -> int:
     except KeyboardInterrupt:
         _stop(processes, signal.SIGINT)
         raise
+
+
+def training_rank(config: Mapping[str, Any]) -> str:
+    """Module that each rank of a training runs: another one if the model is evaluated while it is trained."""
+    every = (config.get("evaluate") or {}).get("every")
+    return "nemo_ext.megatron.rank" if every is None else "nemo_ext.evaluation.live.rank"
 
 
 def _environments(ranks: int) -> list[dict[str, str]]:

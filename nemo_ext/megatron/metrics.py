@@ -7,7 +7,7 @@ writer passes each scalar on to TensorBoard and gathers the scalars of a step in
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -123,7 +123,8 @@ class MetricsWriter:
 
     A line has `step`, `tokens` (trained so far), `loss`, `lr`, `grad_norm`, `tokens_per_second`, `seconds_per_step`,
     `mfu` (null if the device's peak is unknown), without a GPU `cpu_seconds_per_step`, and whatever else Megatron logs.
-    Each value of an evaluation is a line of its own with `step`, `tokens` and `val_loss` (or `val_kl_to_teacher`).
+    Each value of an evaluation is a line of its own with `step`, `tokens` and `val_loss` (or `val_kl_to_teacher`), or
+    with `evaluate`, the accuracy by benchmark, and `evaluate_bits`, bits per byte.
 
     Attributes:
         path: path of the file; lines of steps after `first_step` from an earlier, killed run are removed first.
@@ -174,6 +175,17 @@ class MetricsWriter:
         self._step[name] = _finite(number)
         if name == LAST_OF_A_STEP and "loss" in self._step:
             self.flush()  # now rather than with the next step: a checkpoint may follow, and a kill after it
+
+    def add_evaluation(self, step: int, measured: Mapping[str, Mapping[str, float]]) -> None:
+        """Records what benchmarks measured after a step: values by name, under `evaluate` and `evaluate_bits`."""
+        self.flush()
+        line: dict[str, Any] = {"step": step, "tokens": self.tokens_at(step)}
+        for key, values in measured.items():
+            line[key] = {name: _finite(value) for name, value in values.items()}
+            if self.tensorboard is not None:
+                for name, value in values.items():
+                    self.tensorboard.add_scalar(f"evaluate/{name}", value, step)
+        self._write(line)
 
     def flush(self) -> None:
         """Writes the gathered step if it is complete (has a loss)."""

@@ -11,18 +11,24 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from typing import NoReturn
 
 from nemo_ext.job.parent import end_with_parent
 
 
-def run(config_path: str) -> NoReturn:
-    """Trains as the config says and ends the process: 0, the code of a SystemExit, or 1 with a traceback."""
+def run(config_path: str, prepare: Callable[[], None] | None = None) -> NoReturn:
+    """Trains as the config says and ends the process: 0, the code of a SystemExit, or 1 with a traceback.
+
+    Args:
+        config_path: path of the resolved config.
+        prepare: called once Megatron is imported, before its arguments are read.
+    """
     code = 0
     try:
         from nemo_ext.megatron.trainer import main
 
-        main(config_path)
+        main(config_path, prepare)
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     except BaseException:

@@ -33,8 +33,13 @@ PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e1
 """Device name -> dense BF16 FLOP/s (NVIDIA data sheets); the first match counts."""
 
 
-def main(config_path: str) -> None:
-    """Trains as specified by the resolved config at `config_path`."""
+def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
+    """Trains as specified by the resolved config at `config_path`.
+
+    Args:
+        config_path: path of the resolved config.
+        prepare: called once Megatron is imported, before its arguments are read.
+    """
     main_entry = time.time()
     config = run_directory.read_config(Path(config_path))
     memory_phases = profile_memory(config)
@@ -55,6 +60,8 @@ def main(config_path: str) -> None:
     from nemo_ext.megatron.model import model_config
     from nemo_ext.megatron.versions import model_of_container
 
+    if prepare is not None:
+        prepare()
     set_startup_timestamps(program_start=psutil.Process().create_time(), main_entry=main_entry)
     sys.argv = [sys.argv[0], *command_line(config)]
     arguments = parse_and_validate_args()

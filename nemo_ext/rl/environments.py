@@ -60,6 +60,9 @@ ENVIRONMENTS: Mapping[str, str] = {
     "structured_output": "nemo_ext.rl.verifiers.structured_output",
     "instructions": "nemo_ext.rl.verifiers.instructions",
     "code": "nemo_ext.rl.verifiers.code",
+    "contains": "nemo_ext.rl.verifiers.contains",
+    "refusal": "nemo_ext.rl.verifiers.refusal",
+    "graded": "nemo_ext.rl.verifiers.graded",
     "judge": "nemo_ext.rl.verifiers.judge",
     "genrm": "nemo_ext.rl.verifiers.genrm",
     "chat": "nemo_ext.rl.verifiers.chat",
@@ -79,11 +82,24 @@ def make(name: str, settings: Mapping[str, Any] | None = None) -> Environment:
     Raises:
         ValueError: unknown environment, or unknown setting.
     """
+    known = settings_of(name)
+    required = tuple(key for key, needed in known.items() if needed)
+    check_keys(settings or {}, tuple(known), required=required, where=f"environment {name}: settings")
+    made: Environment = _module(name).environment(**(settings or {}))
+    return made
+
+
+def settings_of(name: str) -> dict[str, bool]:
+    """Settings of the environment of a name, each with whether it must be given.
+
+    Raises:
+        ValueError: unknown environment.
+    """
+    parameters = inspect.signature(_module(name).environment).parameters
+    return {key: parameter.default is parameter.empty for key, parameter in parameters.items()}
+
+
+def _module(name: str) -> Any:
     if name not in ENVIRONMENTS:
         raise ValueError(f"environment: unknown name {name!r}: {nearest(name, ENVIRONMENTS)}")
-    build = importlib.import_module(ENVIRONMENTS[name]).environment
-    parameters = inspect.signature(build).parameters
-    required = tuple(key for key, parameter in parameters.items() if parameter.default is parameter.empty)
-    check_keys(settings or {}, tuple(parameters), required=required, where=f"environment {name}: settings")
-    made: Environment = build(**(settings or {}))
-    return made
+    return importlib.import_module(ENVIRONMENTS[name])

@@ -102,14 +102,15 @@ class Engine:
     """
 
     def __init__(self, model: "PreTrainedModel", *, max_batch: int = 64) -> None:
-        self.model, self.max_batch = model, max_batch
+        self.model: Any = model
+        self.max_batch = max_batch
         self._arriving: queue.SimpleQueue[_Sequence | None] = queue.SimpleQueue()
         self._waiting: list[_Sequence] = []
         self._rows: list[_Sequence] = []
         self._cache: DynamicCache | None = None
         self.failed: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        self._begin()
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[Token]:
         """Tokens of an answer as they come; leaving the iteration stops it.
@@ -145,7 +146,12 @@ class Engine:
     def close(self) -> None:
         """End the thread."""
         self._arriving.put(None)
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _begin(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
         import torch
@@ -155,13 +161,17 @@ class Engine:
                 while self._arrive():
                     self._step()
         except BaseException as error:  # a thread's last words
-            self.failed = error  # before the queue is emptied: who comes later sees it
-            while not self._arriving.empty():
-                if (sequence := self._arriving.get()) is not None:
-                    self._waiting.append(sequence)
-            for sequence in (*self._rows, *self._waiting):
-                sequence.give(error)
-            self._rows, self._waiting = [], []
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Tells all who wait, and who come later."""
+        self.failed = error  # before the queue is emptied: who comes later sees it
+        while not self._arriving.empty():
+            if (sequence := self._arriving.get()) is not None:
+                self._waiting.append(sequence)
+        for sequence in (*self._rows, *self._waiting):
+            sequence.give(error)
+        self._rows, self._waiting = [], []
 
     def _arrive(self) -> bool:
         """Takes in what has arrived, waiting if there is nothing else to do; False at the end."""

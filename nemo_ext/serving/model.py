@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.checkpoint.beside import is_hugging_face, read_json
+from nemo_ext.checkpoint.beside import config_beside, extras_beside, is_hugging_face, read_json
 from nemo_ext.checkpoint.foreign_code import may_run_code
 from nemo_ext.checkpoint.safetensors_files import CONFIG
+from nemo_ext.data.text import byte_tokenizer
+from nemo_ext.data.training import data_sections
 from nemo_ext.job.files import only_run_in
 from nemo_ext.job.made_of import digest
 from nemo_ext.job.progress import notice
@@ -46,6 +48,8 @@ def check(model: str, settings: ServingSettings, config: Mapping[str, Any]) -> N
         return  # it may be made before the job starts; else see `folder_of`
     if not is_hugging_face(given):
         files = config["files_from"]
+        if files is None and _tokenizer_of_run(given) is not None:
+            return
         if files is None or not any((Path(files).expanduser() / name).exists() for name in _TOKENIZER):
             raise ValueError(f"model={model}: is a checkpoint of Megatron: files_from=FOLDER names its tokenizer")
         return
@@ -74,13 +78,37 @@ def folder_of(model: str, run_dir: Path, files_from: str | None) -> Path:
     from nemo_ext.checkpoint import hf
     from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 
-    settings = hf.Settings(files_from=None if files_from is None else Path(files_from).expanduser())
+    files = _files_of_run(given, run_dir) if files_from is None else Path(files_from).expanduser()
+    settings = hf.Settings(files_from=files)
     with only_run_in(run_dir / _EXPORT, wait=_A_DAY):  # replicas on other nodes want it too
         plan = hf.plan(given, run_dir / _EXPORT / checkpoint_folder(given, None).name, settings)
         if not hf.is_made(plan, settings):
             notice(f"{given}: is exported to {plan.to}")
             hf.convert(plan, settings)
     return plan.to
+
+
+def _tokenizer_of_run(run: Path) -> Mapping[str, Any] | None:
+    """The tokenizer of a run: what lies beside its checkpoint, or what its data were made with; None if unknown."""
+    from nemo_ext.checkpoint.torch_dist import checkpoint_folder
+
+    checkpoint = checkpoint_folder(run, None)
+    beside = extras_beside(run, checkpoint)
+    if beside is not None and any((beside / name).exists() for name in _TOKENIZER):
+        return {"kind": "huggingface", "path": str(beside)}
+    config = config_beside(run, checkpoint) or {}
+    return next((found for data in data_sections(config) if (found := data.get("tokenizer"))), None)
+
+
+def _files_of_run(run: Path, run_dir: Path) -> Path | None:
+    """Folder with the tokenizer of a run."""
+    found = _tokenizer_of_run(run)
+    if found is None:
+        return None
+    if found["kind"] == "byte":
+        return byte_tokenizer.write(run_dir / "tokenizer")
+    path = Path(str(found["path"])).expanduser()
+    return path if path.is_dir() else path.parent
 
 
 def checkpoint_digest(folder: Path) -> str:

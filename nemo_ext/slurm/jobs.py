@@ -11,13 +11,13 @@ from nemo_ext.job.run_directory import CHECKPOINTS, last_checkpoint
 from nemo_ext.job.settings import nearest, strings
 from nemo_ext.slurm.settings import Settings
 
-SERVING = ("serve", "generate")
+SERVING = ("serve", "generate", "evaluate", "rollouts")
 """Jobs with servers of a model, an array of them where there are several."""
 TASKS = (
     *("tokenize", "sft_data", "preference_data", "rl_tasks", "curriculum", "blend", "merge"),
     *("quantize", "sensitivity", *SERVING),
 )
-"""Jobs that share slurm/task.sbatch: one node, and no GPU except for the last four."""
+"""Jobs that share slurm/task.sbatch: one node, and no GPU except for the last six."""
 ON_TRAINING_CONFIG = ("train", "puzzle", "sensitivity")
 """Jobs whose config is a training run's, with its data and `launcher`."""
 JOBS = ("train", "rl", "puzzle", "convert", *TASKS)

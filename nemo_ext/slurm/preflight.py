@@ -35,6 +35,9 @@ SETTINGS = {
     "sensitivity": ("nemo_ext.sensitivity.settings", "read_settings"),
     "serve": ("nemo_ext.serving.model", "checked_settings"),
     "generate": ("nemo_ext.generate.job", "check"),
+    "evaluate": ("nemo_ext.evaluation.job", "check"),
+    "rollouts": ("nemo_ext.evaluation.rollouts", "check"),
+    "train": ("nemo_ext.evaluation.live", "check"),
 }
 """Module and function that read each job's settings."""
 TIGHT = 0.9

@@ -24,6 +24,7 @@ def prepared(words: list[str]) -> dict[str, object]:
         ValueError: see `nemo_ext.launch.prepare`.
     """
     from nemo_ext.checkpoint.sound import fall_back
+    from nemo_ext.evaluation.live import check_machine
     from nemo_ext.launch import prepare
     from nemo_ext.megatron.run import target_of
 
@@ -31,6 +32,7 @@ def prepared(words: list[str]) -> dict[str, object]:
     config = compose("train", words)
     if config["run_dir"] is None:
         raise ValueError("run_dir=null: name a directory")
+    check_machine(config)
     run_dir = Path(str(config["run_dir"]))
     notice = fall_back(run_dir / CHECKPOINTS)
     path = prepare(config)
@@ -51,7 +53,7 @@ def main() -> None:
         if verb == "compose":
             write_text(Path(place), json.dumps(prepared(words)))
         else:
-            from nemo_ext.evaluation.report import write_report
+            from nemo_ext.megatron.report import write_report
 
             print(f"report: {write_report(Path(place))}")
 

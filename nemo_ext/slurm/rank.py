@@ -1,8 +1,12 @@
-"""One rank as srun starts it: sets torchrun's variables from Slurm's, then becomes `nemo_ext.megatron.rank`."""
+"""One rank as srun starts it: sets torchrun's variables from Slurm's, then becomes the rank of a training."""
 
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
+
+from nemo_ext.job.ranks import training_rank
+from nemo_ext.job.run_directory import read_config
 
 
 def variables(slurm: Mapping[str, str]) -> dict[str, str]:
@@ -22,7 +26,8 @@ def variables(slurm: Mapping[str, str]) -> dict[str, str]:
 def main() -> None:
     """Replace this process by the rank, so that Slurm's signals reach it directly."""
     os.environ.update(variables(os.environ))
-    os.execv(sys.executable, [sys.executable, "-m", "nemo_ext.megatron.rank", *sys.argv[1:]])
+    module = training_rank(read_config(Path(sys.argv[1])))
+    os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -257,6 +257,7 @@ def test_a_new_server_has_a_new_key(endpoint: Any, reply: Any, tmp_path: Path) -
     assert (found.answer, len(endpoint.requests)) == ("yes", 2)
 
 
+@pytest.mark.slow
 def test_an_endpoint_without_replicas_is_waited_for_and_costs_no_attempt(endpoint: Any, reply: Any) -> None:
     gone = reply(status=503, headers={AWAY: "1", "Retry-After": "0"})
     endpoint.reply = lambda payload: gone if len(endpoint.requests) < 12 else reply(text="yes")

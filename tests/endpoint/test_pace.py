@@ -63,6 +63,7 @@ def rounds(pace: Pace, clock: Clock, count: int, serve: Callable[[int], tuple[fl
     return limits
 
 
+@pytest.mark.slow
 def test_more_are_asked_as_long_as_that_pays(clock: Clock) -> None:
     assert rounds(Pace(), clock, 60, lambda now: (0.5, 0.0))[-1] == MOST
 
@@ -74,6 +75,7 @@ def test_no_more_than_an_endpoint_can_work_on(clock: Clock) -> None:
     assert min(limits) >= 32
 
 
+@pytest.mark.slow
 def test_refusals_take_the_number_down_and_it_comes_back(clock: Clock) -> None:
     pace = Pace()
     rounds(pace, clock, 30, lambda now: (0.5, 0.0))

@@ -1,93 +1,146 @@
-"""The report of a run, from its files alone."""
-
-import json
-from pathlib import Path
-from typing import Any
+import copy
 
 import pytest
 
-from nemo_ext.evaluation.report import write_report
-from nemo_ext.job import run_directory
-from nemo_ext.job.config import compose
+from nemo_ext.evaluation import report
 
 
-def made_up_run(run_dir: Path, losses: list[float | None]) -> None:
-    run_directory.write_config(run_dir, compose("train", [f"run_dir={run_dir}", "data=mock"]))
-    rows: list[dict[str, Any]] = [{"step": 0, "tokens": 0, "val_loss": 6.0}]
-    for step, loss in enumerate(losses, start=1):
-        rows.append(
-            {
-                "step": step,
-                "tokens": 4096 * step,
-                "loss": loss,
-                "lr": 1e-3,
-                "tokens_per_second": 5000.0,
-                "seconds_per_step": 0.8,
-                "mfu": 0.3,
-            }
-        )
-    rows += [{"step": len(losses), "tokens": 4096 * len(losses), "val_loss": value} for value in (3.1, 3.0)]
-    (run_dir / run_directory.METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+def mode(accuracy, interval, tokens, truncated, n):
+    return {"accuracy": accuracy, "interval": interval, "tokens": tokens, "truncated": truncated, "n": n, "samples": n}
 
 
-def test_it_says_what_came_out(tmp_path: Path) -> None:
-    made_up_run(tmp_path, [5.0, 4.0, 3.0])
+RESULTS = {
+    "model": "tiny",
+    "endpoint": None,
+    "digest": "abc",
+    "suite": ["quick"],
+    "seed": 1234,
+    "nemo_ext": "0.1",
+    "benchmarks": {
+        "sums": {
+            "kind": "generate",
+            "about": "sums",
+            "metric": "avg@4",
+            "accuracy": 0.5,
+            "interval": [0.4, 0.6],
+            "n": 100,
+            "samples": 398,
+            "wanted": 400,
+            "tokens": 1234.5,
+            "reasoning_tokens": 1000.0,
+            "truncated": 0.031,
+            "failed": 1,
+            "unscored": 1,
+            "missing": 0,
+            "reasons": {"HTTP 500": 1, "judge down | <b>": 1},
+            "metrics": {"avg@4": 0.5, "pass@1": 0.5, "pass@4": 0.9},
+            "weight": 1.0,
+            "higher_is_better": True,
+            "verifier": "v",
+            "modes": {
+                "on": mode(0.5, [0.4, 0.6], 1234.5, 0.031, 100),
+                "off": mode(0.25, None, 20.0, 0.0, 100),
+            },
+            "prompts": {
+                "plain": mode(0.5, None, 1234.5, 0.0, 100),
+                "polite": mode(0.4, None, 1234.5, 0.0, 100),
+            },
+            "sensitivity": {"std": 0.0512, "interval": [0.01, 0.1]},
+            "domains": {"two_digits": {"accuracy": 0.75, "n": 50}},
+        },
+        "local_text": {
+            "kind": "bits",
+            "about": "text",
+            "metric": "bits_per_byte",
+            "accuracy": 0.91234,
+            "interval": [0.9, 0.93],
+            "n": 20,
+            "samples": 20,
+            "wanted": 20,
+            "tokens": None,
+            "reasoning_tokens": None,
+            "truncated": None,
+            "failed": 0,
+            "unscored": 0,
+            "reasons": {},
+            "metrics": {},
+            "weight": 1.0,
+            "higher_is_better": False,
+            "verifier": "v",
+            "modes": {"default": mode(0.91234, [0.9, 0.93], None, None, 20)},
+            "prompts": {},
+            "sensitivity": None,
+            "domains": {},
+        },
+    },
+    "mean": {"accuracy": 0.5, "interval": [0.4, 0.6], "benchmarks": 1},
+    "missing": {"gsm8k": "data/benchmarks/gsm8k.jsonl: no such file; it is had from openai/gsm8k"},
+}  # fmt: skip
 
-    text = write_report(tmp_path).read_text()
 
-    assert "6.0000 at step 0 -> 3.0000 at step 3 (50% lower)" in text
-    assert "3 of 200 (not finished)" in text
-    assert "2,455,248 (1,496,784 active)" in text
-    assert "31.7%" not in text and "30.0%" in text
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_a_gpu_it_says_what_a_processor_second_trains(tmp_path: Path) -> None:
-    made_up_run(tmp_path, [5.0, 4.0, 3.0])
-    assert "processor second" not in write_report(tmp_path).read_text()
-    rows = run_directory.read_metrics(tmp_path / run_directory.METRICS)
-    # A neighbour slows the clock down, not the processor: 4000 tokens a step, of two ranks.
-    for row, seconds in zip([row for row in rows if "loss" in row], (0.8, 1.6, 3.2), strict=True):
-        row |= {"seconds_per_step": seconds, "tokens_per_second": 4000 / seconds, "cpu_seconds_per_step": 0.5}
-    (tmp_path / run_directory.METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = run_directory.read_config(tmp_path / run_directory.CONFIG)
-    config["launcher"]["nproc_per_node"] = 2
-    run_directory.write_config(tmp_path, config)
-
-    text = write_report(tmp_path).read_text()
-
-    assert "| tokens per second, median | 2,500 |" in text
-    assert "| tokens per processor second, median | 4,000 |" in text
-
-
-def test_it_names_the_precision_plan(tmp_path: Path) -> None:
-    made_up_run(tmp_path, [5.0])
-    config = run_directory.read_config(tmp_path / run_directory.CONFIG)
-    config["precision_plan"] = {"default": "fp8", "recipe": "tensorwise", "rules": ["* bf16", "M>* bf16"]}
-    run_directory.write_config(tmp_path, config)
-
-    assert "| precision plan | fp8, tensorwise: * bf16, M>* bf16 |" in write_report(tmp_path).read_text()
-
-
-def test_a_pattern_does_not_break_the_table(tmp_path: Path) -> None:
-    made_up_run(tmp_path, [5.0])
-    config = run_directory.read_config(tmp_path / run_directory.CONFIG)
-    config["model"]["pattern"] = "MEM*|EME-"
-    run_directory.write_config(tmp_path, config)
-
-    rows = [line for line in write_report(tmp_path).read_text().splitlines() if line.startswith("| model |")]
-
-    assert rows == ["| model | nemotron3_nano_tiny: `MEM*\\|EME-` |"]
+def test_report_has_every_figure(tmp_path):
+    text = report.write(RESULTS, tmp_path).read_text()
+    assert text.startswith("# tiny\n")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    first = ["sums", r"50.0% \[40.0, 60.0\]", "100", "1,234", "3.1%", "avg@4", "1,000", "398", "400", "1", "1"]
+    assert first in rows
+    assert [
+        "local_text ↓",
+        r"0.9123 \[0.9000, 0.9300\]",
+        "20",
+        *"––",
+        "bits_per_byte",
+        "–",
+        "20",
+        "20",
+        "0",
+        "0",
+    ] in rows
+    for row in (
+        ["grand mean", r"50.0% \[40.0, 60.0\], weighted, over 1 benchmark"],
+        ["sums", "off", "25.0%", "100", "20", "0.0%"],
+        ["sums", "polite", "40.0%", "100", "1,234", "0.0%"],
+        ["sums", r"5.1% \[1.0, 10.0\]", "2"],
+        ["sums", "two_digits", "75.0%", "50"],
+        ["sums", "pass@4", "90.0%"],
+        ["sums", "HTTP 500", "1"],
+        ["gsm8k", "data/benchmarks/gsm8k.jsonl: no such file; it is had from openai/gsm8k"],
+    ):
+        assert row in rows
+    assert r"judge down \| \<b\>" in text, "what is not ours stays text"
+    assert report.INTERVALS in text and f"({report.PICTURE})" in text
+    assert (tmp_path / report.PICTURE).read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_loss_that_was_not_a_number_is_shown_as_such(tmp_path: Path) -> None:
-    made_up_run(tmp_path, [5.0, None, 4.0, None])
+def test_report_of_nothing_says_what_is_missing(tmp_path):
+    (tmp_path / report.PICTURE).write_bytes(b"of an earlier run")
+    text = report.write(
+        {"model": "tiny", "benchmarks": {}, "mean": None, "missing": {"a": "no data"}}, tmp_path
+    ).read_text()
+    assert "| a | no data |" in text and report.PICTURE not in text
+    assert not (tmp_path / report.PICTURE).exists()
 
-    assert "training loss, last step | nan" in write_report(tmp_path).read_text()
+
+def test_benchmark_without_a_score_is_in_the_report(tmp_path):
+    results = copy.deepcopy(RESULTS)
+    results["benchmarks"]["sums"] |= {"accuracy": None, "interval": None, "n": 0, "tokens": None, "truncated": None}
+    for mode in results["benchmarks"]["sums"]["modes"].values():
+        mode |= {"accuracy": None, "interval": None}
+    assert "| sums | – | 0 | – | – | avg@4 |" in report.write(results, tmp_path).read_text()
 
 
-def test_without_a_step_there_is_nothing_to_report(tmp_path: Path) -> None:
-    made_up_run(tmp_path, [])
+def test_summary_lines_up():
+    lines = report.summary(RESULTS).splitlines()
+    ends = [line.index(word) + len(word) for line, word in zip(lines, ("problems", "100", " 20"), strict=False)]
+    assert len(set(ends)) == 1
+    assert lines[3:] == [
+        "grand mean: 50.0% [40.0, 60.0], weighted, over 1 benchmark",
+        "not evaluated: gsm8k: data/benchmarks/gsm8k.jsonl: no such file; it is had from openai/gsm8k",
+    ]
 
-    with pytest.raises(ValueError, match="no step is logged yet"):
-        write_report(tmp_path)
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(None, "–"), (0, "0"), (7.25, "7.2"), (99.96, "100.0"), (100.4, "100"), (1234567, "1,234,567")]
+)
+def test_counts(value, shown):
+    assert report.number(value).text == shown

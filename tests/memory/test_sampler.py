@@ -15,8 +15,8 @@ import numpy as np
 import psutil
 import pytest
 
-from nemo_ext.evaluation.report import write_report
 from nemo_ext.job.config import compose
+from nemo_ext.megatron.report import write_report
 from nemo_ext.megatron.run import Run
 from nemo_ext.memory import report as memory
 from nemo_ext.memory import sampler as memory_profile

@@ -11,7 +11,7 @@ JUDGE = {"judge": {"base_url": "http://localhost:1/v1", "model": "judge"}}
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_an_environment_verifies_or_converses(name: str) -> None:
-    made = make(name, JUDGE if name == "judge" else None)
+    made = make(name, JUDGE if name in ("judge", "graded") else None)
 
     assert made.name == name
     assert (made.verify is None) == (made.begin is not None)

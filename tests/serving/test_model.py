@@ -1,6 +1,7 @@
 """Models that are served: exports of Megatron's checkpoints, and what is refused before a server starts."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from nemo_ext.checkpoint import hf
+from nemo_ext.checkpoint.beside import EXTRAS
 from nemo_ext.job.config import compose
 from nemo_ext.serving.model import checked_settings, checkpoint_digest, folder_of
 
@@ -35,6 +37,7 @@ def settings_of() -> Callable[..., Any]:
     return lambda *words: checked_settings(compose("serve", words))
 
 
+@pytest.mark.slow
 def test_replicas_that_come_at_once_export_a_run_once(served_folder: Path, of_megatron: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -77,8 +80,9 @@ def test_settings_that_cannot_be(
 
 
 def test_models_that_cannot_be(settings_of: Callable[..., Any], of_megatron: Path, tmp_path: Path) -> None:
+    bare = shutil.copytree(of_megatron, tmp_path / "bare", ignore=shutil.ignore_patterns(EXTRAS))
     with pytest.raises(ValueError, match="is a checkpoint of Megatron: files_from=FOLDER names its tokenizer"):
-        settings_of(f"served={of_megatron}")
+        settings_of(f"served={bare}")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "modelopt"}}))
     with pytest.raises(ValueError, match="no tokenizer: `nemo-ext convert files_from=FOLDER` adds one"):
         settings_of(f"served={tmp_path}", "serving.engine=vllm")
@@ -92,6 +96,22 @@ def test_models_that_cannot_be(settings_of: Callable[..., Any], of_megatron: Pat
         settings_of(f"served={tmp_path}")
     with pytest.raises(ValueError, match="no such folder"):
         folder_of(str(tmp_path / "nothing"), tmp_path, None)
+
+
+def test_a_run_is_served_with_the_tokenizer_of_its_data(
+    settings_of: Callable[..., Any], of_megatron: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    settings_of(f"served={of_megatron}")  # what its checkpoint was converted with lies beside it
+    run = shutil.copytree(of_megatron, tmp_path / "run", ignore=shutil.ignore_patterns(EXTRAS))
+    (model,) = (run / "model").glob("*.yaml")
+    (run / "config.yaml").write_text(model.read_text() + "\ndata: {tokenizer: {kind: byte}}\n")
+    settings_of(f"served={run}")
+    tokenizer = AutoTokenizer.from_pretrained(folder_of(str(run), tmp_path / "served", None))
+
+    assert tokenizer.encode("né", add_special_tokens=False) == list("né".encode())
+    assert tokenizer.eos_token_id == 256
 
 
 def test_another_checkpoint_has_another_digest(served_folder: Path, tmp_path: Path) -> None:

@@ -49,6 +49,14 @@ SUBMITTED = {
         *("input=rows.parquet", "output=answers"),
     ],
     "a batch job": ["job=generate", "endpoint=runs/serve", "input=rows.parquet", "output=answers"],
+    "an evaluation with its servers": [
+        *("job=evaluate", "model=exports/nano", "serving.engine=vllm", "serving.replicas=8"),
+        *("suite=nemotron3_nano", "run_dir=runs/evaluate"),
+    ],
+    "rollouts with their servers": [
+        *("job=rollouts", "model=exports/nano", "serving.engine=vllm", "serving.replicas=8"),
+        *("rollouts.tasks=tasks/math.jsonl", "run_dir=rollouts/first"),
+    ],
     "tokenising": ["job=tokenize", "input=texts.jsonl", "output=data/mine", "account=X"],
 }
 CONTAINERS = {

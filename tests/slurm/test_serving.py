@@ -68,6 +68,27 @@ def test_a_batch_job_brings_its_replicas_along(
     assert not list((out / ".job" / "servers").iterdir())
 
 
+def test_an_evaluation_brings_its_replicas_along(
+    slurm: Any, nemo_ext: Callable[..., str], served_folder: Path, tmp_path: Path
+) -> None:
+    """Workers of an array share the samples; the last to end writes the whole table."""
+    benchmark, suite = tmp_path / "sums.yaml", tmp_path / "suite.yaml"
+    benchmark.write_text("generator: arithmetic\ncount: 100\nmax_tokens: 16\nmodes: {a: {}, b: {system: Think.}}\n")
+    suite.write_text(f"benchmarks: [{benchmark}]\n")
+    out = tmp_path / "evaluation"
+    words = ("job=evaluate", f"model={served_folder}", f"suite={suite}", f"run_dir={out}", "serving.replicas=2")
+
+    nemo_ext("submit", *words, "evaluate.draws=100", *CPU)
+    slurm.wait(lambda: nemo_ext("status", str(out)).count("finished") == 2, what=outputs(tmp_path), seconds=400)
+
+    found = json.loads((out / "results.json").read_text())["benchmarks"]["sums"]
+    assert (found["samples"], found["wanted"], found["missing"]) == (100, 200, 0)
+    assert found["modes"]["b"]["samples"] == 100
+    lines = [line for file in out.glob("store/answers-*") for line in file.read_text().splitlines()]
+    assert len(list(out.glob("store/answers-*"))) == 2
+    assert len(lines) == 200
+
+
 def node_of(slurm: Any, job: str) -> str:
     words = slurm.call("scontrol", "show", "job", job).split()
     return str(next(word.removeprefix("NodeList=") for word in words if word.startswith("NodeList=")))

@@ -2,10 +2,12 @@
 
     {language: python | cpp, style: stdin, tests: [{input: "1 2\\n", output: "3\\n", tolerance?: 1e-6}], limits?: {...}}
     {language: python, style: function, function: name, tests: [{args: [...], kwargs?: {...}, expected: ...}]}
+    {language: python, style: asserts, tests: ["assert f(1) == 2", ...]}
 
 An answer's program is its last fenced block of the language, or its last block without a language. All tests must pass.
 Expected outputs stay in this process: a program gets inputs only, and its output is compared here, so it cannot pass by
-tampering with its own interpreter or reading its memory. A function's result comes as JSON.
+tampering with its own interpreter or reading its memory. A function's result comes as JSON. Asserts, which HumanEval
+and MBPP have, run in the program's own process, where it could tamper with them: for evaluation, not for rewards.
 """
 
 import contextlib
@@ -35,6 +37,8 @@ MAX_TESTS = 50
 
 _TAGS = {"python": {"python", "py", "python3"}, "cpp": {"cpp", "c++", "cc", "cxx"}}
 _MOST_CODE = 1 << 18
+_ASSERTS = "nemo_ext_asserts"
+_ASSERTS_CODE = f"\n\ndef {_ASSERTS}(test, run=exec):\n    run(test, globals())\n    return True\n"
 _NUMBER = re.compile(rb"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,6})?", re.ASCII)
 
 
@@ -62,6 +66,7 @@ class Reference:
     Attributes:
         language: python or cpp.
         function: name of the function to call; None for programs that read standard input.
+        asserts: whether the tests are statements that run after the program.
         tests: tests, at least one.
         limits: changes to the sandbox's limits for one test.
     """
@@ -69,6 +74,7 @@ class Reference:
     language: Literal["python", "cpp"]
     function: str | None
     tests: tuple[Test, ...]
+    asserts: bool = False
     limits: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -77,7 +83,7 @@ class _Given:
     """A reference as a task has it."""
 
     language: Literal["python", "cpp"]
-    style: Literal["stdin", "function"]
+    style: Literal["stdin", "function", "asserts"]
     tests: Annotated[list[Any], Field(min_length=1)]
     function: StrictStr | None = None
     limits: dict[str, Any] | None = None
@@ -123,6 +129,13 @@ class _Call:
         return Test(given=given, expected=expected, tolerance=self.tolerance)
 
 
+def _asserts(test: Any, where: str) -> Test:
+    """A test that is statements."""
+    if not isinstance(test, str) or not test.strip():
+        raise ValueError(f"{where} must be statements, not {test!r:.80}")
+    return Test(given=json.dumps({"args": [test], "kwargs": {}}).encode(), expected=True)
+
+
 def check(reference: Mapping[str, Any], *, max_tests: int = MAX_TESTS) -> Reference:
     """Parse a task's reference.
 
@@ -136,7 +149,11 @@ def check(reference: Mapping[str, Any], *, max_tests: int = MAX_TESTS) -> Refere
         if not (given.function or "").isidentifier():
             raise ValueError(f"reference.function must be the function's name, not {given.function!r}")
     elif given.function is not None:
-        raise ValueError(f"reference.function is for style function, not for style stdin; it is {given.function!r}")
+        raise ValueError(
+            f"reference.function is for style function, not for style {given.style}; it is {given.function!r}"
+        )
+    elif given.style == "asserts" and given.language != "python":
+        raise ValueError(f"reference.language must be python for style asserts, not {given.language!r}")
     if len(given.tests) > max_tests:
         raise ValueError(
             f"reference.tests has {len(given.tests)} tests, more than max_tests ({max_tests}): leave some out of the "
@@ -144,6 +161,9 @@ def check(reference: Mapping[str, Any], *, max_tests: int = MAX_TESTS) -> Refere
         )
     limits = given.limits or {}
     Limits().changed(limits, "reference.limits")
+    if given.style == "asserts":
+        made = [_asserts(test, f"reference.tests[{index}]") for index, test in enumerate(given.tests)]
+        return Reference(language="python", function=_ASSERTS, tests=tuple(made), asserts=True, limits=limits)
     kind: type[_Call | _Lines] = _Call if given.style == "function" else _Lines
     made = [checked(kind, test, f"reference.tests[{index}]").test() for index, test in enumerate(given.tests)]
     return Reference(language=given.language, function=given.function, tests=tuple(made), limits=limits)
@@ -254,11 +274,12 @@ def judged(box: Box, source: str, reference: Reference, *, limits: Limits, parti
     """
     if len(source) > _MOST_CODE:
         return Verdict.wrong(f"the program has {len(source)} characters, more than {_MOST_CODE}")
+    whole = source + _ASSERTS_CODE if reference.asserts else source
     held = limits.changed(reference.limits)
     compiled = (
         box.compile_cpp(source)
         if reference.language == "cpp"
-        else box.compile_python(source, held, function=reference.function)
+        else box.compile_python(whole, held, function=reference.function)
     )
     if not compiled.ok:
         return Verdict.wrong(f"it does not compile: {_words(compiled)}", source)

@@ -3,6 +3,10 @@
 A reference is {expected: [{name, arguments}], order: any | as_given, tools}. Arguments are compared as JSON: 1 and 1.0
 are equal, true is not a number, and a missing argument has its schema's default. NeMo Gym's xlam_fc also requires the
 same number of calls, but lets a call have unexpected arguments.
+
+In place of `expected`, {accepted: [{name, arguments: {key: [values]}}]} is as in the Berkeley Function-Calling
+Leaderboard: an argument has one of several values, and one with "" among them may be left out; in texts, letter case,
+spaces, quotes and the signs ,./-_*^ count for nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +22,7 @@ from nemo_ext.rl.verdict import Verdict
 
 Order = Literal["any", "as_given"]
 _DEPTH = 64
+_NOTHING = dict.fromkeys(map(ord, " ,./-_*^'\""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +32,13 @@ class Reference:
     Attributes:
         expected: expected calls; empty where the model should answer without calls.
         order: `as_given` if the calls must come in this order, `any` if not.
+        accepted: whether the arguments of the calls are lists of accepted values.
         tools: declared tools of the task, one of which every call must fit; None to compare the calls alone.
     """
 
     expected: tuple[ToolCall, ...]
     order: Order = "any"
+    accepted: bool = False
     tools: tuple[Mapping[str, Any], ...] | None = None
 
 
@@ -41,18 +48,23 @@ def check(reference: Mapping[str, Any]) -> Reference:
     Raises:
         ValueError: naming the key, what it holds and what it may hold; an expected call that fits no declared tool.
     """
-    check_keys(reference, ("expected", "order", "tools"), required=("expected",), where="reference")
-    given, order = reference["expected"], reference.get("order", "any")
-    expected = expected_calls(given, "reference.expected")
+    key = "accepted" if "accepted" in reference else "expected"
+    check_keys(reference, (key, "order", "tools"), required=(key,), where="reference")
+    given, order = reference[key], reference.get("order", "any")
+    expected = expected_calls(given, f"reference.{key}")
+    if key == "accepted":
+        for call in expected:
+            if wrong := [name for name, values in call.arguments.items() if not (isinstance(values, list) and values)]:
+                raise ValueError(f"reference.accepted: {call.name}: {wrong[0]} must be a list of values")
     if order not in ("any", "as_given"):
         raise ValueError(f"reference.order must be any or as_given, not {order!r}")
     tools = reference.get("tools")
     if tools is not None:
         tools = check_tools(tools, "reference.tools")
-        for index, call in enumerate(expected):
+        for index, call in enumerate(expected if key == "expected" else ()):
             if problem := call_problem(call, tools):
                 raise ValueError(f"reference.expected[{index}]: {problem}")
-    return Reference(expected=expected, order=order, tools=tools)
+    return Reference(expected=expected, order=order, accepted=key == "accepted", tools=tools)
 
 
 def expected_calls(given: Any, where: str) -> tuple[ToolCall, ...]:
@@ -86,9 +98,10 @@ def verify(response: Response, reference: Reference, *, style: Style = "any") ->
         return Verdict.wrong(f"{len(parsed.calls)} calls instead of {len(reference.expected)}", said)
     defaults = _defaults(tools or ())
     left = list(parsed.calls)
+    same = _accepted_call if reference.accepted else _same_call
     for expected in reference.expected:
         candidates = left[:1] if reference.order == "as_given" else left
-        fitting = [place for place, call in enumerate(candidates) if _same_call(call, expected, defaults)]
+        fitting = [place for place, call in enumerate(candidates) if same(call, expected, defaults)]
         if not fitting:
             return Verdict.wrong(f"no call {expected.name} as expected", said)
         del left[fitting[0]]
@@ -136,6 +149,24 @@ def _same_call(one: ToolCall, other: ToolCall, defaults: Mapping[str, Mapping[st
         return False
     left_out = defaults.get(one.name, {})
     return same_json({**left_out, **one.arguments}, {**left_out, **other.arguments})
+
+
+def _accepted_call(one: ToolCall, accepted: ToolCall, _defaults: Mapping[str, Mapping[str, Any]]) -> bool:
+    return one.name == accepted.name and _accepts(dict(one.arguments), dict(accepted.arguments))
+
+
+def _accepts(value: Any, accepted: Any) -> bool:
+    """Whether a value is an accepted one, in which each key of an object has a list of values."""
+    if isinstance(value, Mapping) and isinstance(accepted, Mapping):
+        return value.keys() <= accepted.keys() and all(
+            any(_accepts(value[key], each) for each in values) if key in value else "" in values
+            for key, values in ((key, given if isinstance(given, list) else [given]) for key, given in accepted.items())
+        )
+    if isinstance(value, list | tuple) and isinstance(accepted, list | tuple):
+        return len(value) == len(accepted) and all(_accepts(*pair) for pair in zip(value, accepted, strict=True))
+    if isinstance(value, str) and isinstance(accepted, str):
+        return value.lower().translate(_NOTHING) == accepted.lower().translate(_NOTHING)
+    return same_json(value, accepted)
 
 
 def same_json(one: Any, other: Any, depth: int = 0) -> bool:

@@ -86,6 +86,7 @@ def stop_in_the_middle(
     return len(list(shards.glob("*.npz")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill -9", pytest.param("ctrl-c", marks=pytest.mark.slow)])
 def test_a_stopped_run_goes_on_and_gives_the_same_files(
     tmp_path: Path, bpe_file: Path, how: str, jsonl: Write, texts_of: Draw, files_of: Files

@@ -154,3 +154,14 @@ def test_agrees_with_single_step_tool_use() -> None:
 
     assert len(compared) >= 5 and {reward for _, reward in compared} == {0, 1}
     assert [ours for ours, _ in compared] == [theirs for _, theirs in compared]
+
+
+@pytest.mark.parametrize(
+    ("a", "right"), [({"k": 5}, True), ({"k": 6}, False), ({}, False), (5, False), ({"k": 5, "l": 1}, False)]
+)
+def test_accepted_values_of_objects_within_lists(a: Any, right: bool) -> None:
+    """One accepted value may stand without a list around it."""
+    reference = check({"accepted": [{"name": "f", "arguments": {"a": [{"k": 5}]}}]})
+    response = Response(text="", tool_calls=(ToolCall(name="f", arguments={"a": a}),))
+
+    assert (verify(response, reference).outcome == "correct") == right

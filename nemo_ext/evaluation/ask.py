@@ -1,0 +1,258 @@
+"""What is asked of a model, and the asking: answers, conversations with worlds, log-likelihoods."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nemo_ext.chat.sample import openai_messages
+from nemo_ext.endpoint.client import REFUSED, Answer, Client, Request
+from nemo_ext.evaluation.benchmark import PLAIN, Benchmark
+from nemo_ext.evaluation.likelihood import Likelihoods
+from nemo_ext.evaluation.problems import Problem
+from nemo_ext.evaluation.score import Scorer, said
+from nemo_ext.evaluation.store import Key, Sample, Score, Store, digest_of
+from nemo_ext.job.seeds import digest
+from nemo_ext.rl.episodes import Episode
+
+_AHEAD = 64
+"""Samples in work beyond the client's limit: those that are being scored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked for one problem in one prompt and mode.
+
+    Attributes:
+        benchmark: the benchmark.
+        problem: the problem.
+        prompt, mode: names of the prompt and of the mode.
+        shown: what the model reads, for people.
+        body: fields of the request, but for the seed.
+        asked: hash of all that is asked.
+    """
+
+    benchmark: Benchmark
+    problem: Problem
+    prompt: str
+    mode: str
+    shown: Any
+    body: Mapping[str, Any]
+    asked: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "asked", digest_of(self.benchmark.kind, self.shown, self.body))
+
+    def key(self, sample: int) -> Key:
+        """Key of one of its samples."""
+        return Key(self.benchmark.name, self.problem.id, self.prompt, self.mode, sample)
+
+
+def questions(benchmark: Benchmark, found: Iterable[Problem], modes: Sequence[str] = ()) -> Iterator[Question]:
+    """All questions of a benchmark.
+
+    Args:
+        benchmark: the benchmark.
+        found: its problems.
+        modes: the only modes to ask in; empty for all.
+    """
+    likely = benchmark.kind in ("choice", "bits")
+    for problem in found:
+        for prompt, asked in problem.prompts.items():
+            if likely:
+                shown: dict[str, Any] = {"text": asked}
+                if problem.choices:
+                    shown = {"context": asked, "choices": list(problem.choices)}
+                yield Question(benchmark=benchmark, problem=problem, prompt=prompt, mode=PLAIN, shown=shown, body={})
+                continue
+            messages = openai_messages(problem.task(prompt).prompt, arguments_as_text=True)
+            text = messages[0]["content"] if benchmark.complete else None
+            for mode, way in benchmark.modes.items():
+                if modes and mode not in modes:
+                    continue
+                system = [] if way.system is None else [{"role": "system", "content": way.system}]
+                body = {**benchmark.sampling.body(), **way.body, "max_tokens": way.max_tokens or benchmark.max_tokens}
+                if problem.tools:
+                    body["tools"] = list(problem.tools)
+                shown = {"messages": [*system, *messages]} | ({"tools": body["tools"]} if problem.tools else {})
+                if text is not None:
+                    shown = {"text": "\n\n".join(filter(None, (way.system, text)))}
+                yield Question(benchmark=benchmark, problem=problem, prompt=prompt, mode=mode, shown=shown, body=body)
+
+
+@dataclass(kw_only=True)
+class Asking:
+    """Asks, keeps and scores.
+
+    Attributes:
+        client: client of the endpoint, within `async with`.
+        likelihoods: log-likelihoods from the same.
+        store: where answers and scores are kept.
+        scorers: scorer of each benchmark.
+        seed: seed of all answers.
+        count_reasoning: number of tokens of a reasoning, where the endpoint does not say it; None if unknown.
+        seen: called with each sample that is settled, and whether it was asked now.
+    """
+
+    client: Client
+    likelihoods: Likelihoods
+    store: Store
+    scorers: Mapping[str, Scorer]
+    seed: int
+    count_reasoning: Callable[[str], int] | None = None
+    seen: Callable[[Sample, bool], None] = field(default=lambda sample, asked: None)
+
+    async def run(self, work: Iterable[tuple[Question, int, Sample | None]]) -> None:
+        """Ask and score all of the work: questions with the number of the sample, and the answer where there is one.
+
+        Raises:
+            ValueError: the endpoint refuses the key.
+            EndpointGone: nobody has answered for longer than the client's patience.
+        """
+        running: set[asyncio.Task[None]] = set()
+        try:
+            for question, number, there in work:
+                while len(running) >= self.client.pace.limit + _AHEAD:
+                    running = await _some(running)
+                running.add(asyncio.create_task(self._one(question, number, there)))
+            while running:
+                running = await _some(running)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _one(self, question: Question, number: int, there: Sample | None) -> None:
+        sample = there
+        if sample is None:
+            self.store.add_prompt(question.asked, question.shown)
+            sample = await self._asked(question, number)
+            self.store.add(sample)
+        if not sample.problem:
+            self.store.add_scores([await self._scored(question, sample)])
+        self.seen(sample, there is None)
+
+    async def _scored(self, question: Question, sample: Sample) -> Score:
+        return await self.scorers[question.benchmark.name].score(question.problem, sample)
+
+    async def _asked(self, question: Question, number: int) -> Sample:
+        scorer = self.scorers[question.benchmark.name]
+        if question.benchmark.kind in ("choice", "bits"):
+            return await self._likely(question, number)
+        if scorer.converses:
+            return await self._conversed(question, number, scorer)
+        answer = await self._answer(question, number, 0, question.shown.get("messages"))
+        return self._sample(question, number, answer)
+
+    async def _likely(self, question: Question, number: int) -> Sample:
+        named: Any = {"key": question.key(number), "asked": question.asked}
+        text = str(question.problem.prompts[question.prompt])
+        if question.problem.choices:
+            scored = await self.likelihoods.continuations(text, question.problem.choices)
+        else:
+            scored = [await self.likelihoods.rolling(text)]
+        if problem := next((each.problem for each in scored if each.problem), ""):
+            return Sample(**named, problem=problem)
+        return Sample(
+            **named,
+            logprobs=[each.logprob for each in scored],
+            sizes=[each.bytes for each in scored],
+            greedy=[each.greedy for each in scored],
+            prompt_tokens=sum(each.tokens for each in scored),
+        )
+
+    async def _conversed(self, question: Question, number: int, scorer: Scorer) -> Sample:
+        assert scorer.episodes is not None
+        episode = Episode(task=question.problem.task(question.prompt), thinking_opened=False)
+        turns: list[dict[str, Any]] = []
+        answers: list[Answer] = []
+        while True:
+            answer = await self._answer(question, number, len(answers), [*question.shown["messages"], *turns])
+            answers.append(answer)
+            if answer.problem:
+                return self._sample(question, number, answer)
+            one = said(answer.answer or "", answer.reasoning, answer.tool_calls)
+            turn = await scorer.episodes.turn(episode, one.response, one.unreadable)
+            turns.append(_message(answer))
+            if turn.verdict is not None or turn.following is None:
+                break
+            turns += openai_messages(turn.answers, arguments_as_text=True)
+            episode = turn.following
+        last = self._sample(question, number, answers[-1])
+        return replace(
+            last,
+            turns=turns,
+            prompt_tokens=_sum([each.prompt_tokens for each in answers]),
+            completion_tokens=_sum([each.completion_tokens for each in answers]),
+            reasoning_tokens=_sum([self._reasoning(each) for each in answers]),
+            seconds=sum(each.seconds for each in answers),
+        )
+
+    async def _answer(
+        self, question: Question, number: int, turn: int, messages: Sequence[Mapping[str, Any]] | None
+    ) -> Answer:
+        key = question.key(number)
+        seed = digest(self.seed, "evaluate", *key[:4], number, turn) >> 33  # some servers take no more than 31 bits
+        body = {**question.body, "seed": seed}
+        body |= {"prompt": question.shown["text"]} if messages is None else {"messages": list(messages)}
+        path = "completions" if messages is None else "chat/completions"
+        answer = await self.client.ask(Request(body=body, path=path))
+        if answer.status == 400 and messages is not None:
+            # The model may be too short for the prompt and all of max_tokens: then the endpoint takes what is left.
+            del body["max_tokens"]
+            answer = await self.client.ask(Request(body=body, path=path))
+        if answer.status in REFUSED:
+            raise ValueError(f"{self.client.address.url}: {answer.problem}: the key is refused")
+        return answer
+
+    def _sample(self, question: Question, number: int, answer: Answer) -> Sample:
+        return Sample(
+            key=question.key(number),
+            asked=question.asked,
+            seed=answer.seed,
+            answer=answer.answer or "",
+            reasoning=answer.reasoning,
+            tool_calls=answer.tool_calls,
+            finish_reason=answer.finish_reason,
+            prompt_tokens=answer.prompt_tokens,
+            completion_tokens=answer.completion_tokens,
+            reasoning_tokens=self._reasoning(answer),
+            seconds=answer.seconds,
+            problem=answer.problem,
+        )
+
+    def _reasoning(self, answer: Answer) -> int | None:
+        """Tokens of the reasoning: as the endpoint says, or counted."""
+        details: Any = answer.body
+        for name in ("usage", "completion_tokens_details", "reasoning_tokens"):
+            details = details.get(name) if isinstance(details, Mapping) else None
+        if isinstance(details, int):
+            return details
+        reasoning = answer.reasoning
+        if reasoning is None:
+            reasoning = said(answer.answer or "", None, ()).response.thinking
+        if not reasoning:
+            return 0
+        return None if self.count_reasoning is None else self.count_reasoning(reasoning)
+
+
+async def _some(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+    done, left = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+    return left
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.answer or ""}
+    if answer.reasoning is not None:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["tool_calls"] = [json.loads(json.dumps(call)) for call in answer.tool_calls]
+    return message
+
+
+def _sum(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None

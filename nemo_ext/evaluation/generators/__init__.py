@@ -1,0 +1,39 @@
+"""Rows of benchmarks that need no data; the benchmark's YAML says how a row is asked and what is right.
+
+Each function is `(count, *, seed, **settings) -> Iterator[dict]`. A row depends on the seed, the settings and its
+number alone: a larger count begins with the same rows. Every row has `id` and `domain`.
+"""
+
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nemo_ext.job.settings import check_keys, checked_whole, nearest
+
+_HERE = "nemo_ext.evaluation.generators"
+GENERATORS: Mapping[str, str] = {
+    "needles": f"{_HERE}.long_context:needles",
+    "variables": f"{_HERE}.long_context:variables",
+    "common_words": f"{_HERE}.long_context:common_words",
+    "documents": f"{_HERE}.long_context:documents",
+    "choices": f"{_HERE}.choices:choices",
+    "python_sources": f"{_HERE}.sources:python_sources",
+}
+
+
+def rows(name: str, count: int, *, seed: int, **settings: Any) -> Iterator[dict[str, Any]]:
+    """Rows of the generator with a name.
+
+    Raises:
+        ValueError: unknown generator or setting, or a setting is out of range.
+    """
+    if name not in GENERATORS:
+        raise ValueError(f"generator: unknown name {name!r}: {nearest(name, GENERATORS)}")
+    checked_whole("count", count, least=0)
+    module, _, function = GENERATORS[name].partition(":")
+    make = getattr(importlib.import_module(module), function)
+    known = [key for key in inspect.signature(make).parameters if key not in ("count", "seed")]
+    check_keys(settings, known, required=(), where=f"generator {name}: settings")
+    made: Iterator[dict[str, Any]] = make(count, seed=seed, **settings)
+    return made

@@ -1,0 +1,251 @@
+"""Long-context problems after RULER (arXiv 2404.06654, section 3), whose texts are generated instead of downloaded.
+
+Rows: id, domain (the length), length, context, question, answers, wrong (what a right answer does not name). Lengths
+are in tokens of four characters.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from nemo_ext.evaluation.generators.words import ADJECTIVES, NOUNS, PEOPLE, TOWNS, pick, sentences, unseen
+from nemo_ext.job.seeds import generator
+from nemo_ext.job.settings import checked_whole, nearest
+
+CHARACTERS = 4
+"""Characters taken for a token."""
+LEAST = 128
+"""Least length in tokens; a context is longer than asked where its needles alone are."""
+_DEPTHS = 10
+
+Lengths = int | Sequence[int]
+Haystack = Literal["sentences", "needles"]
+
+
+def needles(
+    count: int,
+    *,
+    seed: int,
+    length: Lengths = 1024,
+    keys: int = 1,
+    values: int = 1,
+    asked: int = 1,
+    haystack: Haystack = "sentences",
+) -> Iterator[dict[str, Any]]:
+    """Codes of things, said somewhere in a long text: RULER's needles in a haystack.
+
+    The first code that is asked for moves through the text from problem to problem (column `depth`, from 0 to 1).
+
+    Args:
+        count: number of rows.
+        seed: seed.
+        length: tokens of a context, or several lengths in turn.
+        keys: things with codes (4: RULER's multi-key).
+        values: codes of each thing (4: multi-value).
+        asked: things that are asked for (4: multi-query).
+        haystack: `sentences`, or `needles`: further things with codes, and nothing else (RULER's hardest multi-key).
+
+    Raises:
+        ValueError: naming the setting that is out of range.
+    """
+    for key, given in {"keys": keys, "values": values, "asked": asked}.items():
+        if checked_whole(f"settings.{key}", given, least=1) > 8:
+            raise ValueError(f"settings.{key}={given}: expected 1 to 8")
+    if asked > keys:
+        raise ValueError(f"settings.asked={asked}: there are keys={keys}")
+    if haystack not in ("sentences", "needles"):
+        raise ValueError(f"settings.haystack: unknown {haystack!r}: {nearest(str(haystack), ('sentences', 'needles'))}")
+    for number, tokens in _lengths(count, length):
+        random = generator(seed, "needles", keys, values, asked, haystack, tokens, number)
+        things = _things(random)
+        codes: set[str] = set()
+        named = {next(things): [_code(random, codes) for _ in range(values)] for _ in range(keys)}
+        hidden = [_needle(thing, code) for thing, own in named.items() for code in own]
+        sought = list(named)[:asked]
+        filling = (
+            sentences(random) if haystack == "sentences" else (_needle(each, _code(random, codes)) for each in things)
+        )
+        lines = _filled(filling, tokens, sum(len(each) + 1 for each in hidden))
+        depth = (number % _DEPTHS) / (_DEPTHS - 1)
+        places = [round(depth * len(lines)), *map(int, random.integers(len(lines) + 1, size=len(hidden) - 1))]
+        for place, needle in sorted(zip(places, hidden, strict=True), reverse=True):
+            lines.insert(place, needle)
+        things_asked = " and ".join(f"the {each}" for each in sought)
+        question = (
+            f"What is the code of {things_asked}? Answer with the code alone."
+            if values * asked == 1
+            else f"What are all the codes of {things_asked}? Answer with these codes alone."
+        )
+        answers = [code for each in sought for code in named[each]]
+        yield _row("needles", seed, number, tokens, " ".join(lines), question, answers, codes) | {"depth": depth}
+
+
+def variables(
+    count: int, *, seed: int, length: Lengths = 1024, chains: int = 2, hops: int = 4
+) -> Iterator[dict[str, Any]]:
+    """Variables that get their value from each other: RULER's variable tracking (its default has one chain, 4 hops).
+
+    Args:
+        count: number of rows.
+        seed: seed.
+        length: tokens of a context, or several lengths in turn.
+        chains: chains, each with a value of its own; the first is asked for.
+        hops: assignments of a chain after its first.
+
+    Raises:
+        ValueError: naming the setting that is out of range.
+    """
+    for key, given in {"chains": chains, "hops": hops}.items():
+        if checked_whole(f"settings.{key}", given, least=1) > 8:
+            raise ValueError(f"settings.{key}={given}: expected 1 to 8")
+    for number, tokens in _lengths(count, length):
+        random = generator(seed, "variables", chains, hops, tokens, number)
+        names: set[str] = set()
+        codes: set[str] = set()
+        made = [[unseen(random, names, 2).upper() for _ in range(hops + 1)] for _ in range(chains)]
+        names = {name for chain in made for name in chain}
+        said = []
+        for chain in made:
+            sources = [_code(random, codes, digits=5), *chain[:-1]]
+            said.append([f"VAR {name} = {source}." for name, source in zip(chain, sources, strict=True)])
+        value = said[0][0].removesuffix(".").rpartition(" ")[2]
+        lines = _filled(sentences(random), tokens, sum(len(line) + 1 for chain in said for line in chain))
+        for chain_lines in said:  # each in its order
+            places = sorted(map(int, random.choice(len(lines) + 1, size=hops + 1, replace=False)), reverse=True)
+            for place, line in zip(places, reversed(chain_lines), strict=True):
+                lines.insert(place, line)
+        question = (
+            f"Which variables have the value {value}, by themselves or because they were set to another that has it? "
+            "Answer with their names alone."
+        )
+        yield _row("variables", seed, number, tokens, " ".join(lines), question, made[0], names)
+
+
+def common_words(count: int, *, seed: int, length: Lengths = 1024, common: int = 5) -> Iterator[dict[str, Any]]:
+    """The most frequent words of a long list: RULER's common words.
+
+    A quarter of the list are common words; each of them is there three times as often as any other word.
+
+    Args:
+        count: number of rows.
+        seed: seed.
+        length: tokens of a context, or several lengths in turn.
+        common: words that are asked for.
+
+    Raises:
+        ValueError: naming the setting that is out of range.
+    """
+    if checked_whole("settings.common", common, least=1) > 10:
+        raise ValueError(f"settings.common={common}: expected 1 to 10")
+    words = NOUNS + PEOPLE
+    others = 8 * common  # of which each takes a third of a common word's share
+    for number, tokens in _lengths(count, length):
+        random = generator(seed, "common_words", common, tokens, number)
+        chosen = [words[place] for place in random.permutation(len(words))[: common + others]]
+        times = max(1, tokens * CHARACTERS // (12 * (3 * common + others)))  # a numbered word has some 12 characters
+        listed = [word for place, word in enumerate(chosen) for _ in range(times * 3 if place < common else times)]
+        context = " ".join(f"{place}. {listed[each]}" for place, each in enumerate(random.permutation(len(listed)), 1))
+        question = f"Which {common} words are most frequent in this list? Answer with these words alone."
+        yield _row("common_words", seed, number, tokens, context, question, chosen[:common], chosen)
+
+
+def documents(count: int, *, seed: int, length: Lengths = 1024, hops: int = 1) -> Iterator[dict[str, Any]]:
+    """Questions on one or two of many short documents, in place of RULER's SQuAD and HotpotQA.
+
+    Args:
+        count: number of rows.
+        seed: seed.
+        length: tokens of a context, or several lengths in turn.
+        hops: documents that the answer needs, 1 or 2.
+
+    Raises:
+        ValueError: naming the setting that is out of range.
+    """
+    if checked_whole("settings.hops", hops, least=1) > 2:
+        raise ValueError(f"settings.hops={hops}: expected 1 or 2")
+    for number, tokens in _lengths(count, length):
+        random = generator(seed, "documents", hops, tokens, number)
+        seen = set(TOWNS)
+        people: list[tuple[str, str, str]] = []
+        texts: list[str] = []
+        size = 0
+        while size < tokens * CHARACTERS or len(people) < 2:
+            person, house = f"{unseen(random, seen, 2)} {unseen(random, seen)}", unseen(random, seen, 4)
+            town, work, thing = pick(random, TOWNS), pick(random, PEOPLE), pick(random, NOUNS)
+            people.append((person, house, town))
+            new = [
+                f"{person} was born in {town} in {int(random.integers(1700, 1950))} and worked as a {work}.",
+                f"The house of {house} was founded by {person}. It made every kind of {thing}.",
+            ]
+            texts += new
+            size += sum(len(text) + 15 for text in new)
+        person, house, town = people[int(random.integers(len(people)))]
+        born = f"{person} born" if hops == 1 else f"the founder of the house of {house} born"
+        shown = [texts[place] for place in random.permutation(len(texts))]
+        context = "\n".join(f"Document {place}: {text}" for place, text in enumerate(shown, 1))
+        question = f"In which town was {born}? Answer with the name of the town alone."
+        yield _row("documents", seed, number, tokens, context, question, [town], TOWNS)
+
+
+def _lengths(count: int, length: Lengths) -> Iterator[tuple[int, int]]:
+    """Number of each row among those of its length, and that length."""
+    lengths = [length] if isinstance(length, int) else list(length)
+    for each in lengths:
+        checked_whole("settings.length", each, least=LEAST)
+    if not lengths:
+        raise ValueError("settings.length: expected a length, or several")
+    for index in range(count):
+        yield index // len(lengths), lengths[index % len(lengths)]
+
+
+def _filled(filling: Iterator[str], tokens: int, taken: int) -> list[str]:
+    """Sentences that fill a context together with `taken` characters; at least ten."""
+    lines: list[str] = []
+    left = tokens * CHARACTERS - taken
+    while left > 0 or len(lines) < _DEPTHS:
+        lines.append(next(filling))
+        left -= len(lines[-1]) + 1
+    return lines
+
+
+def _row(
+    name: str,
+    seed: int,
+    number: int,
+    tokens: int,
+    context: str,
+    question: str,
+    answers: Sequence[str],
+    named: "Sequence[str] | set[str]",
+) -> dict[str, Any]:
+    return {
+        "id": f"{name}/{seed}/{tokens}/{number}",
+        "domain": str(tokens),
+        "length": tokens,
+        "context": context,
+        "question": question,
+        "answers": list(answers),
+        "wrong": sorted(set(named) - set(answers)),
+    }
+
+
+def _needle(thing: str, code: str) -> str:
+    return f"The code of the {thing} is {code}."
+
+
+def _things(random: np.random.Generator) -> Iterator[str]:
+    """Different things, such as "amber anchor"; after all of them, numbered ones."""
+    order, size = random.permutation(len(ADJECTIVES) * len(NOUNS)), len(NOUNS)
+    turn = 0
+    while True:
+        for place in order:
+            yield f"{ADJECTIVES[place // size]} {NOUNS[place % size]}{f' number {turn + 1}' if turn else ''}"
+        turn += 1
+
+
+def _code(random: np.random.Generator, seen: set[str], digits: int = 7) -> str:
+    while (code := str(random.integers(10 ** (digits - 1), 10**digits))) in seen:
+        continue
+    seen.add(code)
+    return code

@@ -1,0 +1,461 @@
+"""The evaluate job: benchmarks asked, scored and reported (docs/evaluation.md)."""
+
+import asyncio
+import functools
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+
+from nemo_ext import __version__
+from nemo_ext.endpoint.address import Address
+from nemo_ext.endpoint.client import Client, EndpointGone
+from nemo_ext.evaluation import page, problems, report
+from nemo_ext.evaluation.ask import Asking, Question, questions
+from nemo_ext.evaluation.benchmark import Benchmark, read_suite
+from nemo_ext.evaluation.likelihood import Likelihoods
+from nemo_ext.evaluation.results import Plan, results
+from nemo_ext.evaluation.score import Scorer
+from nemo_ext.evaluation.settings import EvaluateSettings
+from nemo_ext.evaluation.store import ASKED, RESULTS, STORE, Key, Sample, Store, digest_of
+from nemo_ext.job.config import FAILED
+from nemo_ext.job.files import only_run_in, write_text
+from nemo_ext.job.made_of import differing, note, told
+from nemo_ext.job.progress import notice, progress_of
+from nemo_ext.job.run_directory import OWN
+from nemo_ext.job.settings import STRICT, checked, nearest
+from nemo_ext.serving.meanwhile import endpoint_of
+from nemo_ext.serving.model import check as check_model
+from nemo_ext.serving.settings import ServingSettings
+
+_MADE_OF = "made_of.json"
+_A_DAY = 86400.0
+
+
+@pydantic_dataclass(frozen=True, kw_only=True, config=STRICT)
+class Given:
+    """The config's own keys.
+
+    Attributes:
+        endpoint: run directory of `nemo-ext serve`, or URL; None serves a model here meanwhile.
+        served: name of the model at the endpoint, where it serves several; or without an endpoint the model's folder.
+        run_dir: folder of the store and the results.
+        key_variable: environment variable with the endpoint's key.
+    """
+
+    run_dir: str
+    endpoint: str | None = None
+    served: str | None = None
+    key_variable: str | None = None
+    evaluate: Mapping[str, Any] = field(default_factory=dict)
+    serving: Mapping[str, Any] = field(default_factory=dict)
+    files_from: str | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.endpoint is None and self.served is None:
+            raise ValueError("model: name a folder; or endpoint: a run directory of `nemo-ext serve`, or a URL")
+        if self.key_variable is not None and not os.environ.get(self.key_variable):
+            raise ValueError(f"key_variable: the environment variable {self.key_variable} is not set")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What is to be asked.
+
+    Attributes:
+        plans: of each benchmark its questions.
+        scorers: scorer of each benchmark.
+        harness: tasks of lm-evaluation-harness.
+        missing: benchmarks that cannot be asked -> why.
+    """
+
+    plans: Sequence[Plan]
+    scorers: Mapping[str, Scorer]
+    harness: Sequence[Benchmark]
+    missing: dict[str, str]
+
+
+def run(config: Mapping[str, Any]) -> None:
+    """Evaluate a model as the config says; the same command goes on.
+
+    Raises:
+        ValueError: a wrong setting, no benchmark that can be asked, or a store of another model.
+        OSError: a file cannot be written.
+    """
+    given, settings = _checked(config)
+    run_dir = Path(given.run_dir).expanduser()
+    print(report.summary(asked(config, given, settings, chosen(settings), run_dir)))
+    notice(f"report: {run_dir / report.REPORT}, {run_dir / page.PAGE}")
+
+
+def asked(
+    config: Mapping[str, Any],
+    given: Given,
+    settings: EvaluateSettings,
+    benchmarks: Sequence[Benchmark],
+    run_dir: Path,
+) -> dict[str, Any]:
+    """What results.json has, of benchmarks asked as a job's config says; the process ends where the endpoint is gone.
+
+    Raises:
+        ValueError: see `run`.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as by Ctrl-C
+    share = _share(config)
+    prepared = prepare(settings, Path(settings.data_root).expanduser(), benchmarks)
+    try:
+        with (
+            only_run_in(run_dir) if share is None else _nothing(),
+            endpoint_of(config, run_dir / OWN) as (place, model, folder),
+        ):
+            tokenizer = folder if given.files_from is None else Path(given.files_from).expanduser()
+            return asyncio.run(
+                _evaluate(
+                    settings,
+                    prepared,
+                    lambda: Client(place, settings.client, model=model, key_variable=given.key_variable),
+                    run_dir,
+                    tokenizer=tokenizer,
+                    share=share,
+                    meanwhile=given.endpoint is None,
+                    trust_code=given.trust_remote_code,
+                )
+            )
+    except EndpointGone as error:
+        print(f"error: {error}; the same command goes on", file=sys.stderr)
+        sys.exit(FAILED)
+    finally:
+        for scorer in prepared.scorers.values():
+            scorer.close()
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """Refuse what the job would refuse before its first request.
+
+    Raises:
+        ValueError: see `run`.
+    """
+    _, settings = _checked(config)
+    for scorer in prepare(settings, Path(settings.data_root).expanduser(), chosen(settings)).scorers.values():
+        scorer.close()
+
+
+def evaluate(
+    settings: EvaluateSettings,
+    address: Address,
+    run_dir: Path,
+    *,
+    tokenizer: Path | None = None,
+    pages: bool = True,
+) -> dict[str, Any]:
+    """Evaluate the model behind an endpoint; what results.json has.
+
+    Args:
+        settings: what is evaluated, and how.
+        address: the endpoint.
+        run_dir: folder of the store and the results.
+        tokenizer: folder of the model's tokenizer; None if it is not known here.
+        pages: whether to write report.md and report.html too.
+
+    Raises:
+        ValueError: see `run`.
+        EndpointGone: nobody has answered for longer than the client's patience.
+    """
+    prepared = prepare(settings, Path(settings.data_root).expanduser(), chosen(settings))
+    try:
+        client = functools.partial(Client, address, settings.client)
+        return asyncio.run(_evaluate(settings, prepared, client, run_dir, tokenizer=tokenizer, pages=pages))
+    finally:
+        for scorer in prepared.scorers.values():
+            scorer.close()
+
+
+def chosen(settings: EvaluateSettings) -> list[Benchmark]:
+    """The benchmarks of the settings' suites, as they are to be asked.
+
+    Raises:
+        ValueError: there is no such suite, benchmark or mode, or two suites have different benchmarks of one name.
+    """
+    found: dict[str, Benchmark] = {}
+    for suite in settings.suite:
+        for benchmark in read_suite(suite)[1]:
+            if found.setdefault(benchmark.name, benchmark) != benchmark:
+                raise ValueError(f"suite={suite}: benchmark {benchmark.name} is another one than in a suite before it")
+    for name in settings.benchmarks:
+        if name not in found:
+            raise ValueError(f"evaluate.benchmarks: unknown name {name!r}: {nearest(name, list(found))}")
+    kept = [each for each in found.values() if not settings.benchmarks or each.name in settings.benchmarks]
+    modes = {mode for each in kept for mode in each.modes}
+    for mode in settings.modes:
+        if mode not in modes:
+            raise ValueError(f"evaluate.modes: unknown mode {mode!r}: {nearest(mode, sorted(modes))}")
+    if settings.tasks and settings.harness_tasks is None:
+        raise ValueError("evaluate.tasks: evaluate.harness_tasks=FOLDER says where their files are")
+    kept += [Benchmark(name=name, kind="harness", task=name) for name in settings.tasks]
+    if settings.samples is not None:
+        kept = [
+            replace(each, samples=settings.samples, k=None if each.k is None else min(each.k, settings.samples))
+            if each.kind == "generate"
+            else each
+            for each in kept
+        ]
+    return kept
+
+
+def prepare(settings: EvaluateSettings, data_root: Path, benchmarks: Sequence[Benchmark]) -> Prepared:
+    """All questions; benchmarks that cannot be asked are told and left out.
+
+    Raises:
+        ValueError: none can be asked, or see `chosen`.
+    """
+    plans, scorers, harness, missing = [], {}, [], {}
+    for benchmark in benchmarks:
+        if benchmark.kind == "harness":
+            if settings.harness_tasks is None:
+                missing[benchmark.name] = (
+                    f"{benchmark.name}: evaluate.harness_tasks=FOLDER says where its task files are"
+                )
+            elif find_spec("lm_eval") is None:
+                missing[benchmark.name] = (
+                    f"{benchmark.name}: needs lm-evaluation-harness: pip install 'nemo_ext[harness]'"
+                )
+            else:
+                harness.append(benchmark)
+            continue
+        try:
+            found = problems.problems(benchmark, data_root, seed=settings.seed, limit=settings.limit)
+            environment = (found[0].environment or None) if benchmark.kind == "generate" else None
+            scorer = Scorer(benchmark, environment, settings.judge)
+            problems.check(benchmark, None if scorer.episodes is None else scorer.episodes.environment, found)
+        except ValueError as error:
+            missing[benchmark.name] = str(error)
+            continue
+        modes = [mode for mode in settings.modes if mode in benchmark.modes]
+        plans.append(
+            Plan(benchmark=benchmark, questions=list(questions(benchmark, found, modes)), verifier=scorer.digest)
+        )
+        scorers[benchmark.name] = scorer
+    for why in missing.values():
+        notice(f"left out: {why}")
+    if not plans and not harness:
+        raise ValueError("no benchmark can be asked; " + next(iter(missing.values()), "the suite is empty"))
+    return Prepared(plans=plans, scorers=scorers, harness=harness, missing=missing)
+
+
+def _checked(config: Mapping[str, Any]) -> tuple[Given, EvaluateSettings]:
+    given, settings = read(config)
+    chosen(settings)
+    return given, settings
+
+
+def read(config: Mapping[str, Any]) -> tuple[Given, EvaluateSettings]:
+    """A job's own keys and its section `evaluate`.
+
+    Raises:
+        ValueError: a setting is wrong, or the model cannot be served.
+    """
+    given = checked(Given, config)
+    settings = EvaluateSettings.of(given.evaluate)
+    if given.endpoint is None:
+        check_model(str(given.served), ServingSettings.of(config), config)
+    if settings.judge is not None:
+        from nemo_ext.rl.judge import JudgeSettings
+
+        JudgeSettings.of(settings.judge)
+    return given, settings
+
+
+def _share(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Which share of the samples this worker asks, of how many; None for all."""
+    serving = config["serving"]
+    if serving["replica"] is None or config["endpoint"] is not None:
+        return None
+    return int(serving["replica"]), int(serving["replicas"])
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+async def _evaluate(
+    settings: EvaluateSettings,
+    prepared: Prepared,
+    connect: Callable[[], Client],
+    run_dir: Path,
+    *,
+    tokenizer: Path | None,
+    share: tuple[int, int] | None = None,
+    meanwhile: bool = False,
+    trust_code: bool = False,
+    pages: bool = True,
+) -> dict[str, Any]:
+    with Store(run_dir / STORE) as store:
+        async with connect() as client:
+            await client.check()
+            _check_made_of(run_dir, client.address, settings.seed)
+            for scorer in prepared.scorers.values():
+                await _reach(scorer, prepared)
+            work, total, there = _work(prepared.plans, store, settings, share)
+            likelihoods = Likelihoods(client, tokenizer)
+            with _progress(total, there) as seen:
+                asking = Asking(
+                    client=client,
+                    likelihoods=likelihoods,
+                    store=store,
+                    scorers=prepared.scorers,
+                    seed=settings.seed,
+                    count_reasoning=_counter(tokenizer),
+                    seen=seen,
+                )
+                await asking.run(work)
+            plans, missing, metrics = [*prepared.plans], dict(prepared.missing), dict[str, dict[str, float]]()
+            if prepared.harness and (share is None or share[0] == 0):
+                from nemo_ext.evaluation import harness
+
+                ran = await harness.run(
+                    prepared.harness,
+                    Path(str(settings.harness_tasks)).expanduser(),
+                    likelihoods,
+                    store,
+                    limit=settings.limit,
+                    seed=settings.seed,
+                    trust_code=trust_code,
+                )
+                plans, metrics = [*plans, *ran.plans], ran.metrics
+                for name, why in ran.missing.items():
+                    notice(f"left out: {name}: {why}")
+                missing |= ran.missing
+            address = client.address
+        with only_run_in(run_dir / OWN, wait=_A_DAY):
+            found = {
+                "model": address.model,
+                "endpoint": None if meanwhile else address.url,
+                "digest": address.digest,
+                "suite": list(settings.suite),
+                "seed": settings.seed,
+                "limit": settings.limit,
+                "nemo_ext": __version__,
+                **results(store, plans, draws=settings.draws, seed=settings.seed),
+                "missing": missing,
+            }
+            for name, own in metrics.items():  # as lm-evaluation-harness aggregates them
+                found["benchmarks"][name]["metrics"] = own
+            asked: dict[tuple[str, ...], str] = {
+                question.key(0)[:4]: question.asked for plan in plans for question in plan.questions
+            }
+            by_benchmark = {plan.benchmark.name: [each.asked for each in plan.questions] for plan in plans}
+            write_text(run_dir / ASKED, json.dumps(by_benchmark) + "\n")
+            write_text(run_dir / RESULTS, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+            if pages:
+                report.write(found, run_dir)
+                page.write(found, store, run_dir, asked=asked)
+            if settings.inspect:
+                from nemo_ext.evaluation import inspect_logs
+
+                inspect_logs.write(found, store, run_dir / "inspect")
+    return found
+
+
+async def _reach(scorer: Scorer, prepared: Prepared) -> None:
+    """A judge that is down is told; its answers are asked and stay without a score until the command is given again."""
+    try:
+        await scorer.reach()
+    except ValueError as error:
+        notice(f"{scorer.benchmark.name}: {error}; its answers are kept, and scored by the same command later")
+
+
+def _check_made_of(run_dir: Path, address: Address, seed: int) -> None:
+    """Refuses a store of another model or seed."""
+    record = run_dir / OWN / _MADE_OF
+    made_of = {"model": address.model, "checkpoint": address.digest, "seed": seed}
+    with only_run_in(run_dir / OWN, wait=_A_DAY):
+        if not record.exists():
+            note(record, made_of)
+            return
+        if changed := differing(json.loads(record.read_text()), made_of):
+            raise ValueError(
+                f"run_dir={run_dir}: holds the answers of another model or seed ({told(changed)}): name another run_dir"
+            )
+
+
+def _work(
+    plans: Sequence[Plan], store: Store, settings: EvaluateSettings, share: tuple[int, int] | None
+) -> tuple[Iterator[tuple[Question, int, Sample | None]], int, int]:
+    """What is left to ask or to score, how many samples are wanted here, and how many of them are settled."""
+    asked = {question.key(0)[:4]: (question, plan.verifier) for plan in plans for question in plan.questions}
+    scores = {name: score.reference for name, score in store.scores().items() if score.score is not None}
+    settled: set[Key] = set()
+    unscored: list[tuple[Question, int, Sample]] = []
+    for sample in store.answers():
+        question, verifier = asked.get(sample.key[:4], (None, ""))
+        if question is None or sample.asked != question.asked or not _mine(sample.key, share):
+            continue
+        if sample.problem:
+            if sample.problem.startswith("HTTP 4") and not settings.retry:
+                settled.add(sample.key)
+            continue
+        settled.add(sample.key)
+        reference = digest_of(question.problem.reference, question.problem.gold)
+        if scores.get((sample.key, sample.asked, verifier)) != reference:
+            unscored.append((question, sample.key.sample, sample))
+    wanted = [
+        (question, number)
+        for plan in plans
+        for number in range(plan.benchmark.samples)
+        for question in plan.questions
+        if _mine(question.key(number), share)
+    ]
+    left = [(question, number, None) for question, number in wanted if question.key(number) not in settled]
+
+    def work() -> Iterator[tuple[Question, int, Sample | None]]:
+        yield from unscored
+        yield from left
+
+    return work(), len(wanted), len(wanted) - len(left) - len(unscored)
+
+
+def _mine(key: Key, share: tuple[int, int] | None) -> bool:
+    if share is None:
+        return True
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:4]) % share[1] == share[0]
+
+
+@contextmanager
+def _progress(total: int, there: int) -> Iterator[Callable[[Sample, bool], None]]:
+    """Function that takes account of a sample in what is shown."""
+    failed: Counter[str] = Counter()
+
+    def detail() -> str:
+        return f"{failed.total():,} failed ({failed.most_common(1)[0][0][:60]})" if failed else ""
+
+    with progress_of("evaluate:", total, unit="samples", detail=detail) as advance:
+        advance(there)
+
+        def seen(sample: Sample, asked: bool) -> None:
+            if sample.problem:
+                failed[sample.problem] += 1
+            advance(1)
+
+        yield seen
+
+
+def _counter(tokenizer: Path | None) -> Callable[[str], int] | None:
+    """Number of tokens of a text; None where the tokenizer is not known or no fast one."""
+    if tokenizer is None or not (tokenizer / "tokenizer.json").exists():
+        return None
+    from tokenizers import Tokenizer
+
+    loaded = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    return lambda text: len(loaded.encode(text, add_special_tokens=False).ids)

@@ -1,0 +1,274 @@
+"""The process of one rank of a training whose model is evaluated while it is trained.
+
+    torchrun --nproc-per-node N -m nemo_ext.evaluation.live.rank RUN_DIR/config.yaml
+
+All ranks pass the hooks at the same steps. The first one then has two threads more: a server, and what asks it. Nothing
+of the training changes: not its random numbers, nor its data, nor a weight or buffer.
+"""
+
+import json
+import random
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from nemo_ext.evaluation.live import folder_of, settings_of, tokenizer_of, vocabulary_of
+from nemo_ext.job.parent import end_with_parent
+from nemo_ext.job.run_directory import METRICS, read_config, read_metrics
+from nemo_ext.megatron import rank
+
+if TYPE_CHECKING:
+    import torch
+
+Measured = dict[str, dict[str, float]]
+"""Values by benchmark, under `evaluate` (accuracies) and `evaluate_bits` (bits per byte)."""
+_BITS = "bits_per_byte"
+_SECONDS_TO_LEAVE = 5.0
+
+
+class Evaluations:
+    """Evaluates a training's model at its steps.
+
+    Args:
+        config: the config that the ranks start with.
+        measure: evaluates the model behind an endpoint; `nemo_ext.evaluation.job.evaluate` or something like it.
+    """
+
+    def __init__(self, config: Mapping[str, Any], measure: Callable[..., Mapping[str, Any]] | None = None) -> None:
+        self.config, self.measure = config, measure
+        self.live, self.settings = settings_of(config)
+        self.run_dir = Path(config["run_dir"])
+
+    def install(self) -> None:
+        """Puts the hooks into Megatron's loop: before its first step, and after each."""
+        from megatron.training import get_args, get_timers, training
+
+        train, after_step = training.train, training.post_training_step_callbacks
+
+        @wraps(train)
+        def with_start(forward_step: Any, model: Any, optimizer: Any, *others: Any, **named: Any) -> Any:
+            step = get_args().iteration
+            if self._due(step):
+                self._at(step, model, optimizer, begun=False)
+            return train(forward_step, model, optimizer, *others, **named)
+
+        @wraps(after_step)
+        def with_steps(model: Any, optimizer: Any, scheduler: Any, step: int, *others: Any, **named: Any) -> Any:
+            made = after_step(model, optimizer, scheduler, step, *others, **named)
+            arguments = get_args()
+            last = step == arguments.train_iters or step == arguments.exit_interval
+            if last or self._due(step):
+                get_timers()("interval-time").stop()  # steps take no longer for it
+                self._at(step, model, optimizer, begun=True)
+                get_timers()("interval-time", log_level=0).start(barrier=True)
+            return made
+
+        training.train, training.post_training_step_callbacks = with_start, with_steps
+
+    def _due(self, step: int) -> bool:
+        return self.live.every is not None and step % self.live.every == 0
+
+    def _at(self, step: int, model: list[Any], optimizer: Any, *, begun: bool) -> None:
+        """Evaluates at a step, on all ranks, unless that has been done; the rank that logs writes the results."""
+        import torch
+        from megatron.training import get_args, global_vars
+
+        from nemo_ext.megatron.metrics import MetricsWriter
+
+        arguments = get_args()
+        there: list[Any] = [_read(folder_of(self.run_dir, step)) if arguments.rank == 0 else None]
+        torch.distributed.broadcast_object_list(there, 0)
+        if there[0] is None:
+            with _gathered(model, optimizer, begun=begun), untouched(model):
+                there = [self._evaluated(step, model)]
+            torch.distributed.broadcast_object_list(there, 0)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        writer = global_vars._GLOBAL_TENSORBOARD_WRITER
+        if there[0] is not None and isinstance(writer, MetricsWriter):
+            metrics = self.run_dir / METRICS
+            lines = read_metrics(metrics) if metrics.exists() else []
+            if not any(line["step"] == step and "evaluate" in line for line in lines):
+                writer.add_evaluation(step, there[0])
+
+    def _evaluated(self, step: int, model: list[Any]) -> Measured | None:
+        """What is measured, on the first rank; None elsewhere, or if nothing came of it."""
+        from megatron.training import get_args, get_signal_handler
+
+        from nemo_ext.evaluation.live.engine import LiveEngine, LiveModel
+
+        arguments = get_args()
+        asked = LiveModel(
+            model,
+            vocabulary=vocabulary_of(self.config) or arguments.padded_vocab_size,
+            length=arguments.seq_length,
+            tokens=arguments.seq_length * arguments.micro_batch_size,
+        )
+        if arguments.rank:
+            asked.follow()
+            return None
+        signals = get_signal_handler() if arguments.exit_signal_handler else None
+
+        def stopped() -> bool:
+            return signals is not None and signals._signal_received
+
+        engine = LiveEngine(asked, max_batch=self.live.max_batch, stopped=stopped)
+        found: list[dict[str, Any]] = []
+        asking = threading.Thread(target=self._ask, args=(engine, step, found), name="evaluation", daemon=True)
+        asking.start()
+        if engine.run():
+            asking.join()
+        else:
+            print(f"evaluation at step {step}: left off after a signal", flush=True)
+            asking.join(_SECONDS_TO_LEAVE)
+            return None
+        if not found:
+            return None
+        for name, each in found[0]["benchmarks"].items():
+            if each.get("accuracy") is None:
+                print(f"evaluation at step {step}: {name}: no score: {each.get('reasons')}", flush=True)
+        return measured(found[0])
+
+    def _ask(self, engine: Any, step: int, found: list[dict[str, Any]]) -> None:
+        """The thread of the evaluation; its error ends the evaluation, and not the training."""
+        try:
+            with _endpoint(engine, self.config, self.run_dir) as (address, tokenizer):
+                measure = self.measure
+                if measure is None:
+                    from nemo_ext.evaluation.job import evaluate as measure
+                assert measure is not None
+                folder = folder_of(self.run_dir, step)
+                found.append(dict(measure(self.settings, address, folder, tokenizer=tokenizer)))
+        except BaseException as error:
+            print(f"evaluation at step {step} failed: {type(error).__name__}: {error}; training goes on", flush=True)
+        finally:
+            engine.close()
+
+
+def measured(results: Mapping[str, Any]) -> Measured:
+    """Accuracies and bits per byte from an evaluation's results; benchmarks without a score are left out."""
+    found: Measured = {"evaluate": {}, "evaluate_bits": {}}
+    for name, each in results["benchmarks"].items():
+        if each.get("accuracy") is not None:
+            found["evaluate_bits" if each.get("metric") == _BITS else "evaluate"][name] = float(each["accuracy"])
+    return found
+
+
+def _read(folder: Path) -> Measured | None:
+    from nemo_ext.evaluation.job import RESULTS
+
+    try:
+        return measured(json.loads((folder / RESULTS).read_bytes()))
+    except FileNotFoundError:
+        return None
+
+
+@contextmanager
+def _endpoint(engine: Any, config: Mapping[str, Any], run_dir: Path) -> "Iterator[tuple[Any, Path | None]]":
+    """Serves the engine on a free port of this machine, with a key; gives the address and the tokenizer's folder."""
+    from nemo_ext.endpoint.address import Address
+    from nemo_ext.serving.app import Api, Served
+    from nemo_ext.serving.listen import bind, server, url_of
+
+    tokenizer, ends, folder = _tokenizer(config, run_dir)
+    name, key = str(config["model"]["name"]), secrets.token_urlsafe()
+    served = Served(name=name, engine=engine, tokenizer=tokenizer, ends=ends, length=engine.model.length)
+    bound = bind("127.0.0.1", 0)
+    front = server(Api(served).app(key))
+    serving = threading.Thread(target=front.run, kwargs={"sockets": [bound]}, name="endpoint", daemon=True)
+    serving.start()
+    try:
+        yield Address(url=url_of("127.0.0.1", bound.getsockname()[1]), model=name, key=key), folder
+    finally:
+        front.should_exit = front.force_exit = True
+        serving.join(_SECONDS_TO_LEAVE)
+
+
+def _tokenizer(config: Mapping[str, Any], run_dir: Path) -> tuple[Any, frozenset[int], Path | None]:
+    """The tokenizer as transformers has it, the ids that end an answer, and its folder where it is one."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    from nemo_ext.data.text import byte_tokenizer
+    from nemo_ext.data.text.tokenizers import ByteTokenizer
+    from nemo_ext.evaluation.live import FOLDER
+
+    own = tokenizer_of(config)
+    if isinstance(own, ByteTokenizer):
+        path, end = byte_tokenizer.write(run_dir / FOLDER / "tokenizer") / "tokenizer.json", byte_tokenizer.EOD
+    else:
+        path, end = own.path, own.eod_token
+    folder = path.parent if path.name == "tokenizer.json" else None
+    if folder is not None and (folder / "tokenizer_config.json").exists():
+        loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    else:
+        loaded = PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=end)
+    if loaded.chat_template is None:
+        loaded.chat_template = byte_tokenizer.TEMPLATE
+    return loaded, frozenset({own.eod, loaded.eos_token_id} - {None}), folder
+
+
+@contextmanager
+def _gathered(model: list[Any], optimizer: Any, *, begun: bool) -> Iterator[None]:
+    """Has all weights in place where Megatron gathers them during the forward pass, as for its own evaluation."""
+    from megatron.training import get_args, training
+
+    if not training.should_disable_forward_pre_hook(get_args()):
+        yield
+        return
+    # Before the first step the weights are those of every rank, and nothing is to be gathered.
+    training.disable_forward_pre_hook(model, **({"optimizer": optimizer} if begun else {"param_sync": False}))
+    try:
+        yield
+    finally:
+        training.enable_forward_pre_hook(model)
+
+
+@contextmanager
+def untouched(model: "list[torch.nn.Module]") -> Iterator[None]:
+    """Puts the model into its evaluation mode, and everything that training depends on back in the end."""
+    import torch
+    from megatron.core.tensor_parallel.random import _fork_rng
+    from megatron.core.utils import get_model_config
+
+    modes = [(module, module.training) for chunk in model for module in chunk.modules()]
+    # Megatron's wrapper calls something else `buffers`.
+    held = [each for chunk in model for module in chunk.modules() for each in module._buffers.values()]
+    buffers = [(buffer, buffer.clone()) for buffer in held if buffer is not None]
+    config = get_model_config(model[0])
+    timers, config.timers = config.timers, None
+    numbers, state = np.random.get_state(), random.getstate()
+    try:
+        for chunk in model:
+            chunk.eval()
+        with _fork_rng(), torch.no_grad():
+            yield
+    finally:
+        np.random.set_state(numbers)
+        random.setstate(state)
+        config.timers = timers
+        for module, training in modes:
+            module.training = training
+        with torch.no_grad():
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+
+
+def run(config_path: str) -> NoReturn:
+    """Trains as `nemo_ext.megatron.rank` does, with evaluations."""
+    rank.run(config_path, prepare=Evaluations(read_config(Path(config_path))).install)
+
+
+if __name__ == "__mp_main__":
+    rank.guard_helper()
+if __name__ == "__main__":
+    end_with_parent(signal.SIGTERM)  # a rank whose torchrun or srun is gone saves and ends
+    run(sys.argv[1])

@@ -1,0 +1,362 @@
+"""Problems of a benchmark: rows of its files or of a generator, turned into what is asked and what is right."""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import orjson
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from nemo_ext.chat.sample import Message
+from nemo_ext.data.text.documents import ReadReport
+from nemo_ext.data.text.user_files import pyarrow_module, record_source, without_nulls
+from nemo_ext.evaluation.benchmark import PLAIN, Benchmark
+from nemo_ext.evaluation.expressions import FILTERS, FUNCTIONS
+from nemo_ext.evaluation.store import digest_of
+from nemo_ext.job.settings import nearest
+from nemo_ext.rl.environments import Environment
+from nemo_ext.rl.plan import TaskFile
+from nemo_ext.rl.task import Task
+from nemo_ext.rl.tasks import GENERATORS, generate
+
+_UNLIMITED = 1 << 60
+
+
+class Missing(ValueError):
+    """A benchmark's data are not there."""
+
+
+class Row(dict[str, Any]):
+    """A row's columns, and the file that it is in: its path below the data root."""
+
+    file = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One problem.
+
+    Attributes:
+        id: name, which does not depend on its place in the data.
+        domain: its group, such as a subject; "" for none.
+        prompts: what is asked, by the prompt's name: a text, or messages.
+        reference: what the verifier compares with.
+        environment: name of the verifier; "" where log-likelihoods are measured.
+        tools: declared tools.
+        choices: texts that may follow the prompt.
+        gold: number of the right one, from 0.
+    """
+
+    id: str
+    domain: str = ""
+    prompts: Mapping[str, str | Sequence[Message]]
+    reference: Mapping[str, Any]
+    environment: str = ""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    choices: tuple[str, ...] = ()
+    gold: int = 0
+
+    def task(self, prompt: str) -> Task:
+        """The problem as a task of its verifier."""
+        asked = self.prompts[prompt]
+        messages = (Message(role="user", content=asked),) if isinstance(asked, str) else tuple(asked)
+        return Task(
+            id=self.id,
+            environment=self.environment,
+            prompt=messages,
+            reference=self.reference,
+            tools=self.tools,
+            domain=self.domain,
+        )
+
+
+def problems(benchmark: Benchmark, data_root: Path, *, seed: int, limit: int | None = None) -> list[Problem]:
+    """Problems of a benchmark in the order of their names' hashes, so that a larger limit begins with the same ones.
+
+    Args:
+        benchmark: the benchmark; not of the kind `harness`.
+        data_root: folder of the benchmarks' data.
+        seed: seed of generated problems.
+        limit: most problems.
+
+    Raises:
+        Missing: the data are not there.
+        ValueError: a row does not fit; names the file, the row and what is wrong.
+    """
+    settings: dict[str, Any] = dict(benchmark.settings)
+    if taken := {"count", "seed"} & settings.keys():
+        raise ValueError(f"benchmark {benchmark.name}: settings: {min(taken)} is no setting of a generator")
+    if benchmark.generator in GENERATORS:
+        count = min(benchmark.count, limit or benchmark.count)
+        return [_of_task(task) for task in generate(str(benchmark.generator), count, seed=seed, **settings)]
+    if benchmark.tasks:
+        return _of_tasks(benchmark, data_root, limit)
+    place = f"benchmark {benchmark.name}"
+    if benchmark.generator is not None:
+        from nemo_ext.evaluation.generators import rows
+
+        count = min(benchmark.count, limit or benchmark.count)
+        made = rows(benchmark.generator, count, seed=seed, **settings)
+        return [
+            _problem(benchmark, row, {}, where)
+            for row, where in ((row, f"{place}, row {number}") for number, row in enumerate(made))
+            if benchmark.where is None or _value(benchmark, "where", benchmark.where, row, where)
+        ]
+    named: dict[str, tuple[str, Row, str]] = {}
+    for where, row in _rows(benchmark, benchmark.data, data_root):
+        if benchmark.where is not None and not _value(benchmark, "where", benchmark.where, row, where):
+            continue
+        whole = digest_of(row)
+        name = whole if benchmark.id is None else str(_value(benchmark, "id", benchmark.id, row, where))
+        if name in named and named[name][0] != whole:
+            raise ValueError(f"{where}: {place}: has the name {name!r} of another row, at {named[name][2]}: mend `id`")
+        named.setdefault(name, (whole, row, where))
+    if not named:
+        why = "its data have no rows" if benchmark.where is None else f"no row of its data satisfies {benchmark.where}"
+        raise ValueError(f"{place}: {why}")
+    chosen = sorted(named, key=lambda name: digest_of("limit", name))[:limit]
+    shots = _shots(benchmark, data_root, named) if benchmark.shots else {}
+    return [_problem(benchmark, named[name][1], shots, named[name][2], name=name) for name in chosen]
+
+
+def check(benchmark: Benchmark, environment: Environment | None, found: Sequence[Problem]) -> None:
+    """Refuse problems that the verifier cannot verify.
+
+    Raises:
+        ValueError: naming the problem and what is wrong.
+    """
+    for problem in found:
+        try:
+            if environment is not None:
+                environment.check(problem.reference)
+            elif benchmark.kind == "choice" and not 0 <= problem.gold < len(problem.choices):
+                raise ValueError(f"gold={problem.gold}: there are {len(problem.choices)} choices, from 0")
+        except ValueError as error:
+            raise ValueError(f"benchmark {benchmark.name}: problem {problem.id}: {error}") from None
+
+
+def _of_tasks(benchmark: Benchmark, data_root: Path, limit: int | None) -> list[Problem]:
+    found: dict[str, Task] = {}
+    for name in benchmark.tasks:
+        if not (data_root / name).is_file():
+            raise Missing(f"{data_root / name}: no such file of tasks")
+        for task in TaskFile(data_root / name).tasks:
+            if benchmark.environment not in (None, task.environment):
+                continue
+            if found.setdefault(task.id, task) != task:
+                raise ValueError(f"{data_root / name}: the id {task.id!r} is another task's in a file before")
+    if len({task.environment for task in found.values()}) != 1:
+        raise ValueError(f"benchmark {benchmark.name}: environment: say which one's tasks are meant")
+    chosen = sorted(found, key=lambda name: digest_of("limit", name))[:limit]
+    return [_of_task(found[name]) for name in chosen]
+
+
+def _of_task(task: Task) -> Problem:
+    return Problem(
+        id=task.id,
+        domain=task.domain,
+        prompts={PLAIN: task.prompt},
+        reference=task.reference,
+        environment=task.environment,
+        tools=task.tools,
+    )
+
+
+def _problem(
+    benchmark: Benchmark,
+    row: Mapping[str, Any],
+    shots: Mapping[str, Sequence[Mapping[str, Any]]],
+    where: str,
+    *,
+    name: str | None = None,
+) -> Problem:
+    def value(key: str, expression: str | None, otherwise: Any) -> Any:
+        return otherwise if expression is None else _value(benchmark, key, expression, row, where)
+
+    domain = str(value("domain", benchmark.domain, ""))
+    choices = value("choices", benchmark.choices, [])
+    if not isinstance(choices, list | tuple) or not all(isinstance(each, str | int | float) for each in choices):
+        raise ValueError(
+            f"{where}: benchmark {benchmark.name}: choices={str(choices)[:80]!r}: expected a list of texts"
+        )
+    examples = _examples(benchmark, shots, domain, digest_of(row), where)
+    prompts: dict[str, str | Sequence[Message]] = {}
+    for key, template in benchmark.prompt.items():
+        prompts[key] = "\n\n".join(
+            [*(each for each in examples), _text(benchmark, f"prompt.{key}", template, row, where)]
+        )
+    if benchmark.messages is not None:
+        given = value("messages", benchmark.messages, ())
+        try:
+            prompts = {
+                PLAIN: Task.of(
+                    {"id": "-", "environment": "-", "prompt": without_nulls(given)}, f"{where}: messages"
+                ).prompt
+            }
+        except (TypeError, AttributeError):
+            raise ValueError(f"{where}: messages={str(given)[:80]!r}: expected a list of messages") from None
+    tools = value("tools", benchmark.tools, None) or ()
+    if isinstance(tools, str):
+        try:
+            tools = orjson.loads(tools)
+        except orjson.JSONDecodeError as error:
+            raise ValueError(f"{where}: benchmark {benchmark.name}: tools: no JSON ({error})") from None
+    if not isinstance(tools, list | tuple) or not all(isinstance(each, Mapping) for each in tools):
+        raise ValueError(f"{where}: benchmark {benchmark.name}: tools={str(tools)[:80]!r}: expected a list of objects")
+    reference = {
+        key: without_nulls(_value(benchmark, f"reference.{key}", expression, row, where))
+        for key, expression in benchmark.reference.items()
+    }
+    gold = value("gold", benchmark.gold, 0)
+    if not isinstance(gold, int):
+        raise ValueError(f"{where}: benchmark {benchmark.name}: gold={gold!r}: expected the number of a choice, from 0")
+    if name is None:
+        name = digest_of(row) if benchmark.id is None else str(value("id", benchmark.id, ""))
+    return Problem(
+        id=name,
+        domain=domain,
+        prompts=prompts,
+        reference=reference,
+        environment=benchmark.environment or "",
+        tools=tuple(without_nulls(tools)),
+        choices=tuple(map(str, choices)),
+        gold=gold,
+    )
+
+
+def _shots(
+    benchmark: Benchmark, data_root: Path, named: Mapping[str, tuple[str, Row, str]]
+) -> dict[str, list[Mapping[str, Any]]]:
+    """Rows for examples by domain: those of `shots_data` in their order, or those of the data by their hashes."""
+    if benchmark.shots_data:
+        rows = [row for _, row in _rows(benchmark, benchmark.shots_data, data_root)]
+    else:
+        rows = [row for _, row, _ in sorted(named.values(), key=lambda each: digest_of("shot", each[0]))]
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        domain = "" if benchmark.domain is None else str(_value(benchmark, "domain", benchmark.domain, row, "a shot"))
+        found.setdefault(domain, []).append(row)
+    return found
+
+
+def _examples(
+    benchmark: Benchmark, shots: Mapping[str, Sequence[Mapping[str, Any]]], domain: str, own: str, where: str
+) -> list[str]:
+    if not benchmark.shots:
+        return []
+    rows = [row for row in shots.get(domain, ()) if digest_of(row) != own][: benchmark.shots]
+    if len(rows) < benchmark.shots:
+        of = f" of {domain}" if domain else ""
+        raise ValueError(
+            f"{where}: benchmark {benchmark.name}: shots={benchmark.shots}: there are {len(rows)} examples{of}"
+        )
+    return [_example(benchmark, row, where) for row in rows]
+
+
+def _example(benchmark: Benchmark, row: Mapping[str, Any], where: str) -> str:
+    if benchmark.shot is not None:
+        return _text(benchmark, "shot", benchmark.shot, row, where)
+    if benchmark.kind != "choice":
+        raise ValueError(f"benchmark {benchmark.name}: shots={benchmark.shots}: `shot` says what an example is")
+    asked = _text(benchmark, "prompt", next(iter(benchmark.prompt.values())), row, where)
+    choices = _value(benchmark, "choices", str(benchmark.choices), row, where)
+    return asked + str(choices[_value(benchmark, "gold", str(benchmark.gold), row, where)])
+
+
+def _rows(benchmark: Benchmark, patterns: Sequence[str], data_root: Path) -> Iterator[tuple[str, Row]]:
+    """Rows with their places, of the first pattern that has files."""
+    for pattern in patterns:
+        paths = sorted(path for path in data_root.glob(pattern) if not path.name.startswith("."))
+        if not paths:
+            continue
+        for path in paths:
+            for file in sorted(path.rglob("*.arrow")) if path.is_dir() else [path]:
+                for where, columns in _arrow(file) if file.suffix == ".arrow" else _records(file):
+                    row = Row(columns)
+                    row.file = str(file.relative_to(data_root))
+                    yield where, row
+        return
+    had = f"; it is had from {benchmark.source}" if benchmark.source else ""
+    raise Missing(f"{data_root / patterns[0]}: no such file{had}")
+
+
+def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    source, report = record_source((str(path),), None, "data"), ReadReport()
+    for part in source.parts(max_documents=_UNLIMITED, max_size=_UNLIMITED):
+        for number, row in source.records(part, report):
+            yield source.place(part, number), row
+    if report.skipped:
+        raise ValueError(f"{path}: {report.summary()}: mend the file, or take these rows out")
+
+
+def _arrow(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows of a file of Hugging Face's `datasets`."""
+    pyarrow = pyarrow_module()
+    try:
+        with pyarrow.memory_map(str(path)) as mapped, pyarrow.ipc.open_stream(mapped) as reader:
+            rows = (row for batch in reader for row in batch.to_pylist())
+            yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path}: no Arrow stream ({error}): copy or make it again") from None
+
+
+def _said(value: Any) -> Any:
+    """A value that a template writes."""
+    if value is None:
+        raise ValueError("a value is null")
+    return value
+
+
+# Benchmark files are downloaded too, and rows may be anybody's.
+_JINJA = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, finalize=_said)
+_JINJA.globals.update(FUNCTIONS)
+_JINJA.filters.update(FILTERS)
+
+
+@functools.cache
+def _template(source: str) -> jinja2.Template:
+    return _JINJA.from_string(source)
+
+
+@functools.cache
+def _expression(source: str) -> Any:
+    return _JINJA.compile_expression(source, undefined_to_none=False)
+
+
+def _names(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What templates see: the columns, all of them as `row`, and the row's `file`."""
+    return {"row": row, "file": getattr(row, "file", ""), **row}
+
+
+def _text(benchmark: Benchmark, key: str, source: str, row: Mapping[str, Any], where: str) -> str:
+    return _guarded(benchmark, key, row, where, lambda: _template(source).render(_names(row)))
+
+
+def _value(benchmark: Benchmark, key: str, source: str, row: Mapping[str, Any], where: str) -> Any:
+    def value() -> Any:
+        found = _expression(source)(_names(row))
+        if isinstance(found, jinja2.Undefined):
+            str(found)  # raises
+        return list(found) if isinstance(found, Iterator) else found  # as of `map` and `select`
+
+    return _guarded(benchmark, key, row, where, value)
+
+
+def _guarded(benchmark: Benchmark, key: str, row: Mapping[str, Any], where: str, work: Any) -> Any:
+    place = f"{where}: benchmark {benchmark.name}: {key}"
+    try:
+        return work()
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"benchmark {benchmark.name}: {key}, line {error.lineno}: {error.message}") from None
+    except jinja2.UndefinedError as error:
+        columns = ", ".join(map(str, row))
+        missing = str(error).partition("'")[2].partition("'")[0]
+        advice = nearest(missing, list(row)) if missing and missing not in row else ""
+        raise ValueError(
+            f"{place}: {error}: the row's columns are {columns[:300]}; are these the benchmark's data? {advice}".strip()
+        ) from None
+    except Exception as error:  # templates raise whatever they like
+        raise ValueError(f"{place}: {type(error).__name__}: {error}") from None

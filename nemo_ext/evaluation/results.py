@@ -1,0 +1,325 @@
+"""Results of an evaluation: what results.json has, computed from the store alone."""
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.stats import binomtest
+
+from nemo_ext.evaluation import statistics
+from nemo_ext.evaluation.ask import Question
+from nemo_ext.evaluation.benchmark import Benchmark
+from nemo_ext.evaluation.store import Key, Store
+from nemo_ext.job.settings import Count
+
+_BITS = "bits_per_byte"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is to be answered of one benchmark.
+
+    Attributes:
+        benchmark: the benchmark, with the samples that are wanted.
+        questions: its questions.
+        verifier: digest of the scores that count.
+    """
+
+    benchmark: Benchmark
+    questions: Sequence[Question]
+    verifier: str
+
+    @property
+    def wanted(self) -> int:
+        """Number of samples."""
+        return len(self.questions) * self.benchmark.samples
+
+
+def results(store: Store, plans: Sequence[Plan], *, draws: Count, seed: int) -> dict[str, Any]:
+    """The parts `benchmarks` and `mean` of results.json.
+
+    Args:
+        store: answers and scores.
+        plans: what was to be answered.
+        draws: draws of the bootstrap.
+        seed: seed of the draws.
+    """
+    gc.disable()  # a million samples stay until the end: there is nothing to collect, and looking takes long
+    try:
+        return _results(store, plans, draws, seed)
+    finally:
+        gc.enable()
+
+
+def _results(store: Store, plans: Sequence[Plan], draws: int, seed: int) -> dict[str, Any]:
+    place = {
+        (question.benchmark.name, question.problem.id, question.prompt, question.mode): (number, index)
+        for number, plan in enumerate(plans)
+        for index, question in enumerate(plan.questions)
+    }
+    scores = {name: score for name, score in store.scores().items() if tuple(name[0][:4]) in place}
+    tables = [_Table(plan) for plan in plans]
+    for sample in store.answers():
+        if (at := place.get(sample.key[:4])) is None:
+            continue
+        table = tables[at[0]]
+        question = table.plan.questions[at[1]]
+        if sample.asked != question.asked or sample.key.sample >= table.plan.benchmark.samples:
+            continue
+        if sample.problem:
+            table.reasons[_short(sample.problem)] += 1
+            table.failed += 1
+            continue
+        score = scores.get((sample.key, sample.asked, table.plan.verifier))
+        if score is None or score.score is None:
+            table.reasons[_short("not scored" if score is None else score.why)] += 1
+            table.unscored += 1
+            continue
+        table.add(at[1], sample.key, score, sample)
+    found, headlines = {}, []
+    for table in tables:
+        one, means = table.result(draws, seed)
+        found[table.plan.benchmark.name] = one
+        counted = table.plan.benchmark.weight > 0 and table.plan.benchmark.higher_is_better
+        if means is not None and len(means) and counted and one["metric"] != _BITS:
+            headlines.append((means, table.plan.benchmark.weight))
+    mean = None
+    if headlines:
+        value, interval = statistics.grand_mean(
+            [means for means, _ in headlines], [weight for _, weight in headlines], draws=draws, seed=seed
+        )
+        same = interval is not None and interval[0] == interval[1]  # all problems equal: draws say nothing
+        mean = {"accuracy": value, "interval": None if same else _pair(interval), "benchmarks": len(headlines)}
+    return {"benchmarks": found, "mean": mean}
+
+
+class _Groups(NamedTuple):
+    """Samples in groups: the group's number, the score and the answer of each."""
+
+    numbers: np.ndarray
+    scores: np.ndarray
+    found: Sequence[str | None]
+
+
+def _average(taken: _Groups) -> np.ndarray:
+    return statistics.problem_means(taken.scores, taken.numbers)
+
+
+def _pass(taken: _Groups, k: int) -> np.ndarray:
+    return statistics.pass_at(np.bincount(taken.numbers), np.bincount(taken.numbers, taken.scores >= 1), k)
+
+
+def _majority(taken: _Groups, k: int) -> np.ndarray:
+    found: list[list[str | None]] = [[] for _ in range(int(taken.numbers.max()) + 1)]
+    scores: list[list[float]] = [[] for _ in found]
+    for group, score, answer in zip(taken.numbers, taken.scores, taken.found, strict=True):
+        found[group].append(answer)
+        scores[group].append(float(score))
+    return statistics.maj_at(found, scores, k)
+
+
+class _Table:
+    """The samples of one benchmark."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.failed = self.unscored = 0
+        self.reasons: Counter[str] = Counter()
+        self.questions: list[int] = []
+        self.numbers: list[int] = []
+        self.scores: list[float] = []
+        self.tokens: list[float] = []
+        self.reasoning: list[float] = []
+        self.cut: list[bool] = []
+        self.found: list[str | None] = []
+        self.more: list[Mapping[str, float]] = []
+
+    def add(self, question: int, key: Key, score: Any, sample: Any) -> None:
+        """Take account of a scored sample."""
+        self.questions.append(question)
+        self.numbers.append(key.sample)
+        self.scores.append(score.score)
+        self.tokens.append(np.nan if sample.completion_tokens is None else sample.completion_tokens)
+        self.reasoning.append(np.nan if sample.reasoning_tokens is None else sample.reasoning_tokens)
+        self.cut.append(sample.finish_reason == "length")
+        self.found.append(score.found)
+        if score.more:
+            self.more.append(score.more)
+
+    def result(self, draws: int, seed: int) -> tuple[dict[str, Any], np.ndarray | None]:
+        """The benchmark's entry, and the headline's values by problem."""
+        benchmark, asked = self.plan.benchmark, self.plan.questions
+        names = sorted({question.problem.id for question in asked})
+        at = {name: place for place, name in enumerate(names)}
+        order = np.lexsort((self.numbers, self.questions))
+        questions = np.array(self.questions, int)[order]
+        self._scores = np.array(self.scores, float)[order]
+        self._tokens, self._reasoning = (np.array(each, float)[order] for each in (self.tokens, self.reasoning))
+        self._cut = np.array(self.cut, bool)[order]
+        self._found = [self.found[place] for place in order]
+        self._more = [self.more[place] for place in order] if len(self.more) == len(order) else []
+        self._problems = np.array([at[question.problem.id] for question in asked], int)[questions]
+        self._prompts = np.array([question.prompt for question in asked], str)[questions]
+        self._modes = np.array([question.mode for question in asked], object)[questions]
+        first = asked[0].mode if asked else None
+        main = self._modes == first
+        modes = list(dict.fromkeys(question.mode for question in asked))
+        prompts = list(dict.fromkeys(question.prompt for question in asked))
+        whole, means = self._figures(main, draws, seed)
+        metric, metrics = self._metrics(main)
+        entry = {
+            "kind": benchmark.kind,
+            "about": benchmark.about,
+            "metric": metric,
+            **whole,
+            "wanted": self.plan.wanted,
+            "failed": self.failed,
+            "unscored": self.unscored,
+            "missing": self.plan.wanted - len(order) - self.failed - self.unscored,
+            "reasons": dict(self.reasons.most_common(8)),
+            "metrics": metrics,
+            "weight": benchmark.weight,
+            "higher_is_better": benchmark.higher_is_better and metric != _BITS,
+            "verifier": self.plan.verifier,
+            "modes": {mode: self._figures(self._modes == mode, draws, seed)[0] for mode in modes},
+            "prompts": {},
+            "sensitivity": None,
+            "domains": self._domains(main, asked, questions),
+        }
+        if len(prompts) > 1:
+            by_prompt = {prompt: main & (self._prompts == prompt) for prompt in prompts}
+            entry["prompts"] = {prompt: self._figures(rows, draws, seed)[0] for prompt, rows in by_prompt.items()}
+            entry["sensitivity"] = self._sensitivity(list(by_prompt.values()), draws, seed)
+        return entry, means
+
+    def _figures(self, rows: np.ndarray, draws: int, seed: int) -> tuple[dict[str, Any], np.ndarray | None]:
+        """Accuracy with its interval, tokens and share of truncated answers, of some of the samples."""
+        if not rows.any():
+            return {
+                **dict.fromkeys(("accuracy", "interval", "tokens", "reasoning_tokens", "truncated")),
+                "n": 0,
+                "samples": 0,
+            }, None
+        values, sizes = self._values(rows), None
+        if self.plan.benchmark.kind == "bits":
+            values, sizes = -values[:, 0] / np.log(2) / np.maximum(values[:, 1], 1), np.maximum(values[:, 1], 1)
+        values = values[~np.isnan(values)]
+        interval = statistics.bootstrap(values, draws=draws, seed=seed, weights=sizes)
+        if sizes is None and len(values) > 1 and len(set(values)) == 1 and values[0] in (0, 1):
+            # Draws of what is all the same say nothing.
+            interval = binomtest(int(values.sum()), len(values)).proportion_ci(method="wilson")
+        accuracy = float(np.average(values, weights=sizes)) if len(values) else None
+        return {
+            "accuracy": accuracy,
+            "interval": _pair(interval),
+            "n": len(values),
+            "samples": int(rows.sum()),
+            "tokens": _mean(self._tokens[rows]),
+            "reasoning_tokens": _mean(self._reasoning[rows]),
+            "truncated": None if self.plan.benchmark.kind != "generate" else float(self._cut[rows].mean()),
+        }, None if sizes is not None else values
+
+    def _values(self, rows: np.ndarray) -> np.ndarray:
+        """The headline of each problem `[problems]`; for bits its nats and bytes `[problems, 2]`."""
+        _, problems = np.unique(self._problems[rows], return_inverse=True)
+        if self.plan.benchmark.kind == "bits":
+            more = [each for each, taken in zip(self._more, rows, strict=True) if taken]
+            sums = [np.bincount(problems, [each[name] for each in more]) for name in ("nats", "bytes")]
+            return np.stack(sums, -1)
+        metric = self.plan.benchmark.metric
+        if metric == "avg":
+            return self._of_groups(rows, _average)
+        k = self.plan.benchmark.k or self.plan.benchmark.samples
+        return self._of_groups(rows, lambda taken: _pass(taken, k) if metric == "pass" else _majority(taken, k))
+
+    def _of_groups(self, rows: np.ndarray, figure: Callable[[_Groups], np.ndarray]) -> np.ndarray:
+        """Mean over prompts, for each problem, of a figure of the samples of a prompt `[problems]`."""
+        _, prompts = np.unique(self._prompts[rows].astype(str), return_inverse=True)
+        _, problems = np.unique(self._problems[rows], return_inverse=True)
+        pairs, groups = np.unique(np.stack([problems, prompts], -1), axis=0, return_inverse=True)
+        found = [self._found[place] for place in np.flatnonzero(rows)]
+        values = figure(_Groups(groups.reshape(-1), self._scores[rows], found))
+        known = ~np.isnan(values)
+        sums, counts = (
+            np.bincount(pairs[known, 0], weights, minlength=int(problems.max()) + 1)
+            for weights in (values[known], None)
+        )
+        with np.errstate(invalid="ignore"):
+            return sums / counts
+
+    def _metrics(self, rows: np.ndarray) -> tuple[str, dict[str, float]]:
+        """Name of the headline, and all figures that the samples give."""
+        benchmark = self.plan.benchmark
+        k = benchmark.k or benchmark.samples
+        if benchmark.kind == "bits":
+            name = _BITS
+        elif benchmark.kind == "choice":
+            name = str(benchmark.settings.get("headline", "acc_norm"))
+        else:
+            name = f"{benchmark.metric}@{k if benchmark.metric != 'avg' else benchmark.samples}"
+        if not rows.any():
+            return name, {}
+        _, problems = np.unique(self._problems[rows], return_inverse=True)
+        if self._more:
+            taken = [each for each, here in zip(self._more, rows, strict=True) if here]
+            shared = set.intersection(*(set(each) for each in taken)) - {"nats", "bytes"}
+            return name, {
+                each: float(statistics.problem_means(np.array([one[each] for one in taken]), problems).mean())
+                for each in sorted(shared)
+            }
+        found = {f"avg@{benchmark.samples}": float(self._of_groups(rows, _average).mean())}
+        if benchmark.samples > 1:
+            ks = [each for each in (1, 2, 4, 8, 16, 32, 64, 128, 256) if each < benchmark.samples]
+            for each in (*ks, benchmark.samples):
+                values = self._of_groups(rows, partial(_pass, k=each))
+                if not np.isnan(values).all():
+                    found[f"pass@{each}"] = float(np.nanmean(values))
+            if any(each is not None for each in self._found):
+                values = self._of_groups(rows, partial(_majority, k=k))
+                if not np.isnan(values).all():
+                    found[f"maj@{k}"] = float(np.nanmean(values))
+        return name, found
+
+    def _sensitivity(self, prompts: Sequence[np.ndarray], draws: int, seed: int) -> dict[str, Any] | None:
+        """Standard deviation over prompts, over the problems that all prompts have."""
+        problems = [set(self._problems[rows]) for rows in prompts]
+        shared = sorted(set.intersection(*problems))
+        if not shared or self.plan.benchmark.kind == "bits":
+            return None
+        rows = [each & np.isin(self._problems, shared) for each in prompts]
+        values = np.stack([self._values(each) for each in rows])
+        values = values[:, ~np.isnan(values).any(0)]
+        if not values.shape[1]:
+            return None
+        std, interval = statistics.sensitivity(values, draws=draws, seed=seed)
+        return {"std": std, "interval": _pair(interval)}
+
+    def _domains(self, rows: np.ndarray, asked: Sequence[Question], questions: np.ndarray) -> dict[str, Any]:
+        domains = np.array([question.problem.domain for question in asked], object)[questions]
+        if len(set(domains)) < 2 or self.plan.benchmark.kind == "bits":
+            return {}
+        found = {}
+        for domain in sorted(set(domains[rows])):
+            values = self._values(rows & (domains == domain))
+            values = values[~np.isnan(values)]
+            if len(values):
+                found[domain] = {"accuracy": float(values.mean()), "n": len(values)}
+        return found
+
+
+def _mean(values: np.ndarray) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None
+
+
+def _pair(interval: Any) -> list[float] | None:
+    return None if interval is None else [float(each) for each in interval]
+
+
+def _short(reason: str) -> str:
+    """A reason without what differs from sample to sample."""
+    return reason.partition(":")[0] if reason.startswith("HTTP") else reason[:80]

@@ -1,0 +1,126 @@
+"""The rollouts job: verified answers to RL tasks, for `nemo-ext curriculum` (docs/data/curriculum.md)."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+from pydantic import JsonValue
+from pydantic.dataclasses import dataclass
+
+from nemo_ext.evaluation import job, report
+from nemo_ext.evaluation.benchmark import Benchmark
+from nemo_ext.evaluation.settings import EvaluateSettings
+from nemo_ext.evaluation.store import ASKED, STORE, Store
+from nemo_ext.generate.settings import Sampling
+from nemo_ext.job.files import complete_file
+from nemo_ext.job.progress import notice
+from nemo_ext.job.settings import STRICT, Count, Strings, checked
+from nemo_ext.rl.plan import TaskFile
+
+ROLLOUTS = "rollouts.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RolloutSettings:
+    """Settings of the section `rollouts`.
+
+    Attributes:
+        tasks: files of tasks (docs/rl/tasks.md).
+        samples: answers to each task.
+        temperature, top_p, extra: sampling, as in `Sampling`.
+        max_tokens: most tokens of an answer.
+        environments: settings of environments by name.
+    """
+
+    tasks: Strings
+    samples: Count = 8
+    temperature: float = 1.0
+    top_p: float = 1.0
+    extra: Mapping[str, JsonValue] = field(default_factory=dict)
+    max_tokens: Count = 4096
+    environments: Mapping[str, Mapping[str, JsonValue]] = field(default_factory=dict)
+
+    def benchmarks(self) -> list[Benchmark]:
+        """A benchmark for each environment that the tasks have.
+
+        Raises:
+            ValueError: a file of tasks cannot be read, or settings are of an environment that no task has.
+        """
+        names = sorted({task.environment for path in self.tasks for task in TaskFile(path).tasks})
+        if unknown := sorted(set(self.environments) - set(names)):
+            raise ValueError(
+                f"rollouts.environments: no task has the environment {unknown[0]!r}, only {', '.join(names)}"
+            )
+        sampling = Sampling(temperature=self.temperature, top_p=self.top_p, extra=self.extra)
+        return [
+            Benchmark(
+                name=name,
+                tasks=self.tasks,
+                environment=name,
+                environment_settings=self.environments.get(name, {}),
+                samples=self.samples,
+                sampling=sampling,
+                max_tokens=self.max_tokens,
+            )
+            for name in names
+        ]
+
+
+def run(config: Mapping[str, Any]) -> None:
+    """Ask for answers to all tasks, verify them, and write rollouts.jsonl; the same command goes on.
+
+    Raises:
+        ValueError: a wrong setting, or a store of another model.
+        OSError: a file cannot be written.
+    """
+    given, settings, benchmarks = _checked(config)
+    run_dir = Path(given.run_dir).expanduser()
+    found = job.asked(config, given, settings, benchmarks, run_dir)
+    verifiers = {name: entry["verifier"] for name, entry in found["benchmarks"].items()}
+    count = 0
+    with complete_file(run_dir / ROLLOUTS) as file:
+        for line in _lines(run_dir, verifiers):
+            file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            count += 1
+    print(report.summary(found))
+    notice(f"{count:,} rollouts: {run_dir / ROLLOUTS}, which `nemo-ext curriculum rollouts=...` orders tasks by")
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """Refuse what the job would refuse before its first request; tasks that an earlier job has to write are not seen.
+
+    Raises:
+        ValueError: see `run`.
+    """
+    section = checked(RolloutSettings, config["rollouts"], where="rollouts")
+    if all(Path(path).expanduser().exists() for path in section.tasks):
+        _checked(config)
+
+
+def _checked(config: Mapping[str, Any]) -> tuple[job.Given, EvaluateSettings, list[Benchmark]]:
+    section = checked(RolloutSettings, config["rollouts"], where="rollouts")
+    own = {key: value for key, value in config.items() if key != "rollouts"}
+    given, settings = job.read(own)
+    return given, settings, section.benchmarks()
+
+
+def _lines(run_dir: Path, verifiers: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """Rewards of the answers that have one, as `nemo-ext curriculum` reads them."""
+    store = Store(run_dir / STORE)
+    wanted = {name: set(hashes) for name, hashes in json.loads((run_dir / ASKED).read_text()).items()}
+    scores = store.scores()
+    for sample in store.answers():
+        name = sample.key.benchmark
+        score = scores.get((sample.key, sample.asked, verifiers.get(name, "")))
+        if sample.problem or score is None or score.score is None or sample.asked not in wanted.get(name, ()):
+            continue
+        yield {
+            "id": sample.key.problem,
+            "environment": name,
+            "sample": sample.key.sample,
+            "reward": score.score,
+            "tokens": sample.completion_tokens,
+            "truncated": sample.finish_reason == "length",
+        }

@@ -1,0 +1,235 @@
+"""Runs of `evaluate` as comparisons read them: results.json, and the scored samples of the store. No torch.
+
+results.json says which scores count and what the headline is; values by problem are recomputed from the store.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from nemo_ext.evaluation import statistics
+from nemo_ext.evaluation.statistics import Floats
+from nemo_ext.evaluation.store import ASKED, RESULTS, STORE, Store
+
+BITS = "bits_per_byte"
+
+Name = tuple[str, str]
+"""Prompt and problem."""
+_Sample = tuple[int, float, str | None, float, bool, tuple[float, float]]
+
+
+@dataclass(slots=True)
+class Answers:
+    """Scored samples of one question.
+
+    Attributes:
+        asked: hash of the request.
+        reference: hash of the reference.
+        samples: number, score, answer for majorities, tokens (NaN where not counted), cut off, and (nats, bytes).
+    """
+
+    asked: str
+    reference: str
+    samples: list[_Sample] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of `evaluate`.
+
+    Attributes:
+        name: its name in tables.
+        folder: its folder.
+        results: its results.json.
+        answers: benchmark -> mode -> (prompt, problem) -> scored samples.
+    """
+
+    name: str
+    folder: Path
+    results: Mapping[str, Any]
+    answers: Mapping[str, Mapping[str, Mapping[Name, Answers]]]
+
+    @property
+    def benchmarks(self) -> Mapping[str, Mapping[str, Any]]:
+        """Entries of results.json."""
+        return self.results["benchmarks"]
+
+    def modes(self, benchmark: str) -> list[str]:
+        """Modes with scores; the headline's first."""
+        there = self.answers.get(benchmark, {})
+        named = [mode for mode in self.benchmarks[benchmark].get("modes") or () if mode in there]
+        return named or sorted(there)
+
+
+@dataclass(frozen=True)
+class Values:
+    """The headline of some problems.
+
+    Attributes:
+        problems: names of the problems, sorted.
+        values: headline of each, [P].
+        weights: weight of each, [P]: bytes for bits per byte; None for equal ones.
+        tokens: mean tokens of each, [P]; NaN where not counted.
+        cut: share of each one's answers that were cut off, [P].
+        samples: most samples of a problem.
+        short: problems with fewer samples than the headline wants, which are left out.
+    """
+
+    problems: list[str]
+    values: Floats
+    weights: Floats | None
+    tokens: Floats
+    cut: Floats
+    samples: int
+    short: int
+
+    @property
+    def mean(self) -> float:
+        """Mean over problems."""
+        return float(np.average(self.values, weights=self.weights))
+
+    def at(self, problems: Sequence[str]) -> "Values":
+        """Those of some of the problems."""
+        place = {name: number for number, name in enumerate(self.problems)}
+        rows = np.array([place[name] for name in problems], dtype=np.int64)
+        weights = None if self.weights is None else self.weights[rows]
+        return Values(
+            list(problems), self.values[rows], weights, self.tokens[rows], self.cut[rows], self.samples, self.short
+        )
+
+
+def read_run(folder: Path, name: str, only: Sequence[str] = ()) -> Run:
+    """A run of `evaluate`, with its scored samples.
+
+    Args:
+        folder: its run directory.
+        name: its name in tables.
+        only: the only benchmarks to read; empty for all.
+
+    Raises:
+        ValueError: it is none, or has not ended yet.
+    """
+    try:
+        results = orjson.loads((folder / RESULTS).read_bytes())
+        asked = {key: set(hashes) for key, hashes in orjson.loads((folder / ASKED).read_bytes()).items()}
+        entries = {key: entry for key, entry in results["benchmarks"].items() if not only or key in only}
+    except FileNotFoundError:
+        raise ValueError(f"runs: {folder}: has no {RESULTS}: give run directories of `nemo-ext evaluate`") from None
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"runs: {folder / RESULTS}: is no result of `nemo-ext evaluate`") from None
+    store = Store(folder / STORE)
+    found: dict[str, dict[str, dict[Name, dict[str, Answers]]]] = defaultdict(lambda: defaultdict(dict))
+    scores = store.scores()
+    most = {key: _samples(entry) for key, entry in entries.items()}
+    for sample in store.answers():
+        key = sample.key
+        entry = entries.get(key.benchmark)
+        if entry is None or sample.problem or key.sample >= most[key.benchmark]:
+            continue
+        if sample.asked not in asked[key.benchmark]:
+            continue
+        score = scores.get((key, sample.asked, str(entry.get("verifier"))))
+        if score is None or score.score is None:
+            continue
+        requests = found[key.benchmark][key.mode].setdefault((key.prompt, key.problem), {})
+        answers = requests.pop(sample.asked, None) or Answers(sample.asked, score.reference)
+        requests[sample.asked] = answers  # the last one is the newest
+        tokens = np.nan if sample.completion_tokens is None else float(sample.completion_tokens)
+        sizes = score.more.get("nats", 0.0), score.more.get("bytes", 0.0)
+        cut = sample.finish_reason == "length"
+        answers.samples.append((key.sample, score.score, score.found, tokens, cut, sizes))
+    newest = {
+        benchmark: {
+            mode: {name: next(reversed(requests.values())) for name, requests in questions.items()}
+            for mode, questions in modes.items()
+        }
+        for benchmark, modes in found.items()
+    }
+    return Run(name, folder, {**results, "benchmarks": entries}, newest)
+
+
+def _samples(entry: Mapping[str, Any]) -> float:
+    """Number of samples that the results are of, from the name of a metric such as avg@8."""
+    found = [int(name[4:]) for name in (*(entry.get("metrics") or ()), entry.get("metric", "")) if name[:4] == "avg@"]
+    return max(found, default=np.inf)
+
+
+def values_of(answers: Mapping[Name, Answers], metric: str) -> Values:
+    """The headline of each problem, over its prompts and samples.
+
+    Args:
+        answers: scored samples by (prompt, problem).
+        metric: the headline, such as avg@8, pass@8, maj@8 or bits_per_byte; others are means of scores.
+    """
+    by_problem: dict[str, list[_Sample]] = defaultdict(list)
+    by_prompt: dict[str, list[list[_Sample]]] = defaultdict(list)
+    for (_, problem), answer in sorted(answers.items(), key=lambda each: each[0]):
+        by_prompt[problem].append(sorted(answer.samples, key=lambda each: each[0]))
+        by_problem[problem] += by_prompt[problem][-1]
+    problems = sorted(by_problem)
+    rows = [by_problem[problem] for problem in problems]
+    kind, _, k = metric.partition("@")
+    weights = None
+    if kind in ("pass", "maj"):
+        values = np.array([_over_prompts(kind, by_prompt[problem], int(k)) for problem in problems])
+    elif metric == BITS and all(one[5][1] for each in rows for one in each):
+        weights = np.array([sum(one[5][1] for one in each) for each in rows], dtype=np.float64)
+        nats = np.array([sum(one[5][0] for one in each) for each in rows], dtype=np.float64)
+        values = -nats / np.log(2) / weights
+    else:
+        by_mean = [[np.mean([one[1] for one in samples]) for samples in by_prompt[problem]] for problem in problems]
+        values = np.array([np.mean(each) for each in by_mean], dtype=np.float64)
+    tokens = np.array([np.mean([one[3] for one in each]) for each in rows], dtype=np.float64)
+    good = ~np.isnan(values)
+    cut = np.array([np.mean([one[4] for one in each]) for each in rows], dtype=np.float64)
+    return Values(
+        [problem for problem, use in zip(problems, good, strict=True) if use],
+        values[good],
+        None if weights is None else weights[good],
+        tokens[good],
+        cut[good],
+        max(map(len, rows), default=0),
+        int((~good).sum()),
+    )
+
+
+def _over_prompts(kind: str, prompts: Sequence[Sequence[_Sample]], k: int) -> float:
+    """Mean over prompts of pass@k or maj@k of one problem; nan where none has k samples."""
+    scores = [[one[1] for one in samples] for samples in prompts]
+    if kind == "maj":
+        values = statistics.maj_at([[one[2] for one in samples] for samples in prompts], scores, k)
+    else:
+        right = [sum(score >= 1 for score in each) for each in scores]
+        values = statistics.pass_at([len(each) for each in scores], right, k)
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else float("nan")
+
+
+def benchmark_is_low(entry: Mapping[str, Any]) -> bool:
+    """Whether lower is better."""
+    return entry.get("metric") == BITS or not entry.get("higher_is_better", True)
+
+
+def mean(values: Floats) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None
+
+
+def counts(entry: Mapping[str, Any]) -> bool:
+    """Whether a benchmark takes part in a grand mean."""
+    return float(entry.get("weight", 1)) > 0 and not benchmark_is_low(entry)
+
+
+def names_of(runs: Iterable[Run]) -> list[str]:
+    """Benchmarks of the runs, in their order."""
+    return list(dict.fromkeys(name for run in runs for name in run.benchmarks))
+
+
+def entries_of(runs: Sequence[Run]) -> dict[str, Mapping[str, Any]]:
+    """Entry of results.json of each benchmark, of the first run that has it."""
+    return {name: entry for run in reversed(runs) for name, entry in run.benchmarks.items()}

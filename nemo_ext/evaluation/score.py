@@ -1,0 +1,189 @@
+"""Scores of samples: verdicts of the verifiers, or right choices and bits by log-likelihoods."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_ext import __version__
+from nemo_ext.chat.response import CLOSE, OPEN, Response, parse_response
+from nemo_ext.chat.sample import ToolCall
+from nemo_ext.chat.tool_calls import read_openai_calls
+from nemo_ext.evaluation.benchmark import Benchmark
+from nemo_ext.evaluation.problems import Problem
+from nemo_ext.evaluation.store import Sample, Score, digest_of
+from nemo_ext.rl.environments import settings_of
+from nemo_ext.rl.episodes import Episode, Episodes, Turn
+
+HEADLINES = ("acc_norm", "acc", "bits_per_byte")
+"""What the score of a `choice` benchmark may be: its setting `headline`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """An answer of the model in the form that verifiers take.
+
+    Attributes:
+        response: the response.
+        unreadable: id of each call that cannot be read -> reason.
+    """
+
+    response: Response
+    unreadable: Mapping[str, str]
+
+
+def said(
+    answer: str,
+    reasoning: str | None,
+    tool_calls: Sequence[Mapping[str, Any]],
+    *,
+    tokens: int | None = None,
+    finished: bool = True,
+) -> Said:
+    """An answer as its parts; reasoning that the endpoint has left in the text is told apart."""
+    calls: list[ToolCall] = []
+    unreadable = {}
+    for number, call in enumerate(tool_calls):
+        read = read_openai_calls([call])
+        calls += read.calls
+        if read.problems:
+            unreadable[str(call.get("id") or number)] = read.problems[0]
+    if reasoning is None:
+        response = parse_response(answer, tool_calls=tuple(calls), tokens=tokens, finished=finished)
+        return Said(response=response, unreadable=unreadable)
+    # Not `parse_response`: a closing tag quoted in the trace must not turn the rest of it into an answer.
+    ends = CLOSE if answer or calls or finished else ""
+    response = Response(
+        text=f"{OPEN}{reasoning}{ends}{answer}",
+        thinking=reasoning.strip(),
+        answer=answer.strip(),
+        tool_calls=tuple(calls),
+        tokens=tokens,
+        finished=finished,
+    )
+    return Said(response=response, unreadable=unreadable)
+
+
+class Scorer:
+    """Scores the samples of one benchmark.
+
+    Args:
+        benchmark: the benchmark.
+        environment: name of the verifier; None where log-likelihoods are measured.
+        judge: settings of the judge, for a verifier that wants one.
+
+    Raises:
+        ValueError: the verifier wants a judge, or does not know a setting.
+    """
+
+    def __init__(self, benchmark: Benchmark, environment: str | None, judge: Mapping[str, Any] | None) -> None:
+        self.benchmark = benchmark
+        self.episodes: Episodes | None = None
+        self.headline = str(benchmark.settings.get("headline", HEADLINES[0]))
+        if environment is None:
+            if benchmark.kind == "choice" and self.headline not in HEADLINES:
+                raise ValueError(
+                    f"benchmark {benchmark.name}: headline={self.headline}: expected {', '.join(HEADLINES)}"
+                )
+            self.digest = digest_of(benchmark.kind, self.headline if benchmark.kind == "choice" else None)
+            return
+        settings = dict(benchmark.environment_settings)
+        asked: Mapping[str, Any] = {"nemo_ext": __version__}
+        known = settings_of(environment)
+        if "judge" in known and (judge is not None or known["judge"]):
+            if judge is None:
+                raise ValueError(
+                    f"benchmark {benchmark.name}: {environment} wants a judge: "
+                    "'evaluate.judge={base_url: http://HOST/v1, model: NAME}'"
+                )
+            settings["judge"] = dict(judge)
+            asked = {key: value for key, value in judge.items() if key in ("model", "sampling")}
+        self.episodes = Episodes({"name": environment, "settings": settings})
+        own = {key: value for key, value in settings.items() if key != "judge"}
+        self.digest = digest_of(environment, own, asked)
+
+    @property
+    def converses(self) -> bool:
+        """True for worlds with tools, which answer the model."""
+        return self.episodes is not None and self.episodes.environment.begin is not None
+
+    async def score(self, problem: Problem, sample: Sample) -> Score:
+        """Score of a sample; None where it cannot be told."""
+        reference = digest_of(problem.reference, problem.gold)
+        named: Any = {"key": sample.key, "asked": sample.asked, "digest": self.digest, "reference": reference}
+        if self.episodes is None:
+            measured = _choice(problem, sample) if problem.choices else _bits(sample)
+            value: float | None = measured[self.headline] if problem.choices else measured["bits_per_byte"]
+            found = str(max(range(len(sample.logprobs)), key=sample.logprobs.__getitem__)) if problem.choices else None
+            return Score(**named, score=value, more=measured, found=found)
+        turn = await self._replayed(problem, sample)
+        assert turn.verdict is not None
+        verdict = turn.verdict
+        value = None if verdict.outcome == "error" else verdict.score
+        return Score(**named, score=value, why=verdict.reason, found=verdict.answer)
+
+    async def _replayed(self, problem: Problem, sample: Sample) -> Turn:
+        assert self.episodes is not None
+        episode = Episode(task=problem.task(sample.key.prompt), thinking_opened=False)
+        finished = sample.finish_reason != "length"
+        if not sample.turns:
+            one = said(
+                sample.answer,
+                sample.reasoning,
+                sample.tool_calls,
+                tokens=sample.completion_tokens,
+                finished=finished,
+            )
+            turn = await self.episodes.turn(episode, one.response, one.unreadable)
+            return turn if turn.verdict is not None else await self.episodes.close(turn)
+        turns = [message for message in sample.turns if message.get("role") == "assistant"]
+        for number, message in enumerate(turns, 1):
+            one = said(
+                str(message.get("content") or ""),
+                message.get("reasoning_content"),
+                message.get("tool_calls") or (),
+                finished=finished or number < len(turns),
+            )
+            turn = await self.episodes.turn(episode, one.response, one.unreadable)
+            if turn.verdict is not None:
+                return turn
+            assert turn.following is not None
+            episode = turn.following
+        return await self.episodes.close(turn)
+
+    async def reach(self) -> None:
+        """Raises ValueError if the verifier's judge cannot be reached."""
+        if self.episodes is not None and self.episodes.environment.reach is not None:
+            await self.episodes.environment.reach()
+
+    def close(self) -> None:
+        """End the threads."""
+        if self.episodes is not None:
+            self.episodes.shutdown()
+
+
+def _choice(problem: Problem, sample: Sample) -> dict[str, float]:
+    """Accuracies as lm-evaluation-harness has them, and bits per byte of the right choice.
+
+    `acc_norm` divides by the choice's characters, without one space before it. Of one choice alone both say whether it
+    is what the model would say by itself.
+    """
+    logprobs = sample.logprobs
+    bits = -logprobs[problem.gold] / math.log(2) / max(1, sample.sizes[problem.gold])
+    if len(logprobs) == 1:
+        greedy = float(sample.greedy[0])
+        return {"acc": greedy, "acc_norm": greedy, "bits_per_byte": bits}
+    # The first of equal ones, as numpy's argmax.
+    best = max(range(len(logprobs)), key=lambda place: logprobs[place])
+    sizes = [max(1, len(choice.removeprefix(" "))) for choice in problem.choices]
+    normal = max(range(len(logprobs)), key=lambda place: logprobs[place] / sizes[place])
+    return {
+        "acc": float(best == problem.gold),
+        "acc_norm": float(normal == problem.gold),
+        "bits_per_byte": bits,
+    }
+
+
+def _bits(sample: Sample) -> dict[str, float]:
+    nats, size = sum(sample.logprobs), sum(sample.sizes)
+    return {"bits_per_byte": -nats / math.log(2) / max(1, size), "nats": nats, "bytes": float(size)}

@@ -1,0 +1,203 @@
+"""One-page report of a training run: settings, results, and plots of loss, learning rate and speed. No torch."""
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from statistics import median_high
+from typing import Any
+
+from nemo_ext.architecture.cost import active_params, total_params
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.precision_plan import Plan
+from nemo_ext.job import run_directory
+from nemo_ext.job.files import write_text
+from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
+from nemo_ext.memory import report as memory
+
+PLOT = "report.png"
+MEASURED = {"evaluate": "accuracy", "evaluate_bits": "bits per byte"}
+"""Keys of metrics.jsonl with the benchmarks of a step -> what their values are."""
+
+
+def write_report(run_dir: Path) -> Path:
+    """Writes `report.md` and its plots from the files of a run directory; returns the report's path.
+
+    Raises:
+        ValueError: if the run has logged no step yet.
+    """
+    config = run_directory.read_config(run_dir / run_directory.CONFIG)
+    lines = run_directory.read_metrics(run_dir / run_directory.METRICS)
+    steps = [line | {"loss": _number(line["loss"])} for line in lines if "loss" in line]
+    # Megatron evaluates the last step twice, in the loop and after it, on different samples: the later one counts.
+    evaluations = list(
+        {line["step"]: line | {"val_loss": _number(line["val_loss"])} for line in lines if "val_loss" in line}.values()
+    )
+    benchmarks = [line for line in lines if "evaluate" in line]
+    if not steps:
+        raise ValueError(f"{run_dir / run_directory.METRICS}: no step is logged yet, so there is nothing to report")
+    title = f"{config['recipe']} · {config['model']['name']}"
+    plot(steps, evaluations, run_dir / PLOT, title=title, ranks=_ranks(config), benchmarks=benchmarks)
+    path = run_dir / run_directory.REPORT
+    parts = [_markdown(config, steps, evaluations, run_dir), _table(benchmarks), memory.section(run_dir)]
+    write_text(path, "\n".join(filter(None, parts)))
+    return path
+
+
+def plot(
+    steps: list[dict[str, Any]],
+    evaluations: list[dict[str, Any]],
+    path: Path,
+    *,
+    title: str,
+    ranks: int = 1,
+    benchmarks: list[dict[str, Any]] | None = None,
+) -> None:
+    """Plots loss, learning rate and speed over tokens in one figure (PNG or SVG by suffix), and benchmarks if any.
+
+    Speed is tokens per second and, where processor time was logged, tokens per processor second too: other work on the
+    machine changes only the first, the run itself both.
+    """
+
+    measured = {key: what for key, what in MEASURED.items() if any(line.get(key) for line in benchmarks or ())}
+    heights = (3, *[2] * len(measured), 1.2, 1.2)
+    figure = new_figure(figsize=(9, 7 + 2.4 * len(measured)))
+    loss, *others, rate, speed = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    unit, name = _token_unit(steps[-1]["tokens"])
+    tokens = [line["tokens"] / unit for line in steps]
+    loss.plot(tokens, [line["loss"] for line in steps], color="#9db7d5", linewidth=0.9, label="training, logged steps")
+    smooth = _running_mean([line["loss"] for line in steps], window=max(1, len(steps) // 30))
+    loss.plot(tokens, smooth, color="#1f4e8c", linewidth=1.6, label="training, running mean")
+    if evaluations:
+        at = [line["tokens"] / unit for line in evaluations]
+        values = [line["val_loss"] for line in evaluations]
+        loss.plot(at, values, "o-", color="#d1495b", markersize=4.5, linewidth=1.2, label="validation")
+        for index in {0, len(values) - 1}:
+            loss.annotate(
+                f"{values[index]:.3f}",
+                (at[index], values[index]),
+                xytext=(4, 6),
+                textcoords="offset points",
+                fontsize=9,
+                color="#d1495b",
+            )
+    loss.set_ylabel("loss (nats per token)")
+    loss.legend(frameon=False)
+    loss.set_title(title, loc="left", fontsize=11)
+    rate.plot(tokens, [line.get("lr") for line in steps], color="#2f7d5c")
+    rate.set_ylabel("learning rate")
+    rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    by_clock = [line["tokens_per_second"] for line in steps]
+    by_processor = [_tokens_per_cpu_second(line, ranks) for line in steps]
+    if any(value is not None for value in by_processor):
+        speed.plot(tokens, by_clock, color="#c3b1d1", linewidth=0.9, label="per second")
+        speed.plot(
+            tokens,
+            [_number(value) for value in by_processor],
+            color="#7a5195",
+            linewidth=1.3,
+            label="per processor second",
+        )
+        speed.legend(frameon=False, fontsize=8, ncols=2)
+        speed.set_ylabel("tokens")
+    else:
+        speed.plot(tokens, by_clock, color="#7a5195", linewidth=1.0)
+        speed.set_ylabel("tokens / s")
+    speed.set_ylim(bottom=0)
+    speed.set_xlabel(f"trained tokens ({name})")
+    for axis, (key, what) in zip(others, measured.items(), strict=True):
+        for name in _names(benchmarks or [], key):
+            found = [(line["tokens"] / unit, line[key][name]) for line in benchmarks or () if name in line.get(key, ())]
+            values = [_number(value) for _, value in found]
+            axis.plot([place for place, _ in found], values, "o-", markersize=3.5, linewidth=1.2, label=name)
+        axis.set_ylabel(what)
+        axis.legend(frameon=False, fontsize=8, ncols=2, loc="center left", bbox_to_anchor=(1, 0.5))
+    for axis in (loss, *others, rate, speed):
+        tidy(axis)
+    save_figure(figure, path)
+
+
+def _markdown(
+    config: dict[str, Any], steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], run_dir: Path
+) -> str:
+    architecture = Architecture.from_config(config)
+    last, target = steps[-1], config["megatron"]["train_iters"]
+    lines = pairwise([{"step": 0}, *steps])
+    seconds = sum(line["seconds_per_step"] * (line["step"] - before["step"]) for before, line in lines)
+    rows = [
+        ("recipe", config["recipe"]),
+        ("model", f"{config['model']['name']}: `{config['model']['pattern']}`"),
+        ("parameters", f"{total_params(architecture):,} ({active_params(architecture):,} active)"),
+        ("steps", f"{last['step']:,} of {target:,}" + ("" if last["step"] >= target else " (not finished)")),
+        ("tokens", f"{last['tokens']:,}"),
+        ("training loss, last step", f"{last['loss']:.4f}"),
+    ]
+    if config.get("precision_plan"):
+        plan = Plan.from_config(config["precision_plan"])
+        rules = ", ".join(rule.text for rule in plan.rules)
+        rows.insert(3, ("precision plan", f"{plan.default}, {plan.recipe}" + (f": {rules}" if rules else "")))
+    if evaluations:
+        first, final = evaluations[0], evaluations[-1]
+        fall = 1 - final["val_loss"] / first["val_loss"]
+        ends = [f"{each['val_loss']:.4f} at step {each['step']}" for each in (first, final)]
+        rows.append(("validation loss", f"{' -> '.join(ends)} ({fall:.0%} lower)"))
+    for name, form, values in (
+        ("tokens per second", ",.0f", [line["tokens_per_second"] for line in steps]),
+        ("tokens per processor second", ",.0f", [_tokens_per_cpu_second(line, _ranks(config)) for line in steps]),
+        ("model FLOPs utilisation", ".1%", [line.get("mfu") for line in steps]),
+    ):
+        if known := [value for value in values if value is not None]:
+            rows.append((f"{name}, median", f"{median_high(known):{form}}"))
+    rows.append(("time in steps", f"{seconds / 60:.1f} min"))
+    versions_path = run_dir / run_directory.VERSIONS
+    if versions_path.exists():
+        packages = json.loads(versions_path.read_text())["packages"]
+        rows.append(("versions", ", ".join(f"{name} {version}" for name, version in packages.items() if version)))
+    return (
+        f"# {config['recipe']}\n\n{markdown_table(('', ''), rows)}\n\n![loss, learning rate and speed]({PLOT})\n\n"
+        f"Every step: `{run_directory.METRICS}`. Config: `{run_directory.CONFIG}`. Log: `{run_directory.LOG}`. "
+        f"TensorBoard: `tensorboard --logdir {run_directory.TENSORBOARD}`.\n"
+    )
+
+
+def _table(benchmarks: list[dict[str, Any]]) -> str | None:
+    """Benchmarks at the first and at the last step where each was measured."""
+    rows = []
+    for key, what in MEASURED.items():
+        for name in _names(benchmarks, key):
+            found = [(line["step"], _number(line[key][name])) for line in benchmarks if name in line.get(key, ())]
+            ends = " -> ".join(f"{value:.3f} at step {step}" for step, value in {0: found[0], 1: found[-1]}.values())
+            rows.append((name, what, ends))
+    return markdown_table(("benchmark", "", ""), rows) + "\n" if rows else None
+
+
+def _names(benchmarks: list[dict[str, Any]], key: str) -> list[str]:
+    return list(dict.fromkeys(name for line in benchmarks for name in line.get(key, ())))
+
+
+def _ranks(config: dict[str, Any]) -> int:
+    return int(config["launcher"]["nodes"]) * int(config["launcher"]["nproc_per_node"])
+
+
+def _tokens_per_cpu_second(line: dict[str, Any], ranks: int) -> float | None:
+    """Tokens per processor second, assuming that all ranks use as much as the one that logs; None if not measured."""
+    if not line.get("cpu_seconds_per_step"):
+        return None
+    return float(line["tokens_per_second"] * line["seconds_per_step"] / line["cpu_seconds_per_step"] / ranks)
+
+
+def _token_unit(tokens: int) -> tuple[float, str]:
+    for unit, name in ((1e12, "trillions"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands")):
+        if tokens >= unit:
+            return unit, name
+    return 1.0, "tokens"
+
+
+def _running_mean(values: list[float], *, window: int) -> list[float]:
+    last = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
+    return [sum(each) / len(each) for each in last]
+
+
+def _number(value: float | None) -> float:
+    """A logged value, with NaN for null, which stands for a loss that was not finite."""
+    return math.nan if value is None else value

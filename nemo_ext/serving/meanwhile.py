@@ -1,0 +1,52 @@
+"""A model that is served on this machine while a job asks it."""
+
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.job.progress import notice
+from nemo_ext.serving.group import Replica
+from nemo_ext.serving.model import folder_of
+from nemo_ext.serving.settings import ServingSettings
+
+
+@contextmanager
+def endpoint_of(config: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, str | None, Path | None]]:
+    """The endpoint of a config, the model's name there, and its folder; without one the model is served here meanwhile.
+
+    Args:
+        config: config with `endpoint`, and with `served`, `serving` and what else a model is served by.
+        folder: folder of the server's files.
+
+    Raises:
+        ValueError: the model cannot be served.
+    """
+    served = config["served"]
+    if config["endpoint"] is not None:
+        yield str(config["endpoint"]), served, None
+        return
+    run_dir = folder / "servers" / uuid.uuid4().hex[:12]
+    own: dict[str, Any] = {"name": ServingSettings.of(config).name, "replica": None}
+    if config["serving"]["replica"] is not None:  # on Slurm each worker has one
+        own |= {"replicas": 1, "least": None}
+    server, model = Replica(run_dir), folder_of(str(served), folder, config["files_from"])
+    notice(f"{served}: is served here meanwhile ({server.log})")
+    server.start(
+        {
+            "served": str(model),
+            "port": 0,
+            "run_dir": str(run_dir),
+            "files_from": config["files_from"],
+            "trust_remote_code": config["trust_remote_code"],
+            "serving": {**config["serving"], **own},
+        }
+    )
+    try:
+        server.wait()
+        yield str(run_dir), None, model
+    finally:
+        server.stop()
+        shutil.rmtree(run_dir, ignore_errors=True)

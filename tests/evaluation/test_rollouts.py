@@ -1,0 +1,103 @@
+"""`nemo-ext rollouts`: verified answers to RL tasks, and the curriculum of them."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_ext.rl.tasks import generate
+from nemo_ext.rl.tasks.arithmetic import solution
+
+TASKS = list(generate("arithmetic", 24, seed=1))
+
+
+@pytest.fixture
+def rollouts(
+    endpoint: Any,
+    reply: type[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Callable[..., tuple[int, str]]:
+    """The command on an endpoint that solves the first twelve tasks always, and half of the answers to the others."""
+    right = {task.prompt[0].content: (solution(task), place) for place, task in enumerate(TASKS)}
+
+    def answer(payload: dict[str, Any]) -> Any:
+        text, place = right[payload["messages"][-1]["content"]]
+        if place >= 12 and hashlib.sha256(str(payload["seed"]).encode()).digest()[0] % 2:
+            text = "I do not know."
+        message = {"role": "assistant", "content": text}
+        usage = {"completion_tokens": 5}
+        return reply(
+            body=json.dumps({"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage}).encode()
+        )
+
+    monkeypatch.setattr("nemo_ext.endpoint.client._FIRST_WAIT", 0.01)
+    endpoint.models, endpoint.reply = ["m"], answer
+    (tmp_path / "tasks.jsonl").write_text("".join(f"{json.dumps(task.record())}\n" for task in TASKS))
+
+    def run(*words: str, job: str = "rollouts") -> tuple[int, str]:
+        main = __import__(f"launchers.{job}", fromlist=["main"]).main
+        own = [f"endpoint={endpoint.url}", f"rollouts.tasks={tmp_path / 'tasks.jsonl'}", f"run_dir={tmp_path / 'run'}"]
+        own += ["evaluate.patience=1", "evaluate.draws=100"]
+        monkeypatch.setattr(sys, "argv", [f"nemo-ext {job}", *(own if job == "rollouts" else ()), *words])
+        try:
+            main()
+        except SystemExit as ended:
+            return int(ended.code or 0), "".join(capsys.readouterr())
+        return 0, "".join(capsys.readouterr())
+
+    return run
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+
+
+def test_rollouts_are_verified_and_make_a_curriculum(rollouts: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    code, said = rollouts("rollouts.samples=4")
+
+    assert code == 0, said
+    found = lines(tmp_path / "run")
+    assert len(found) == 24 * 4
+    rates = {task.id: [line["reward"] for line in found if line["id"] == task.id] for task in TASKS}
+    assert all(rates[task.id] == [1.0] * 4 for task in TASKS[:12])
+    later = [reward for task in TASKS[12:] for reward in rates[task.id]]
+    assert 0.25 < sum(later) / len(later) < 0.75
+    table = json.loads((tmp_path / "run" / "results.json").read_text())["benchmarks"]["math"]
+    assert table["accuracy"] == pytest.approx(sum(line["reward"] for line in found) / len(found))
+    words = [f"prompts={tmp_path / 'tasks.jsonl'}", f"rollouts={tmp_path / 'run' / 'rollouts.jsonl'}"]
+    code, said = rollouts(*words, f"output={tmp_path / 'curriculum'}", "batch=2", "steps=3", job="curriculum")
+    assert code == 0, said
+    drawn = [json.loads(line)["id"] for line in (tmp_path / "curriculum" / "curriculum.jsonl").read_text().splitlines()]
+    assert set(drawn) <= {task.id for task in TASKS[12:]}
+
+
+def test_more_samples_add_to_those_there(
+    rollouts: Callable[..., tuple[int, str]], endpoint: Any, tmp_path: Path
+) -> None:
+    rollouts("rollouts.samples=2")
+    two = lines(tmp_path / "run")
+    rollouts("rollouts.samples=3")
+
+    assert len(endpoint.requests) == 24 * 3
+    assert {json.dumps(line) for line in two} <= {json.dumps(line) for line in lines(tmp_path / "run")}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("rollouts.tasks=nothing.jsonl",), "no such file of tasks"),
+        (("rollouts.samples=0",), "samples=0"),
+        (("rollouts.environments={code: {max_tests: 9}}",), "no task has the environment 'code'"),
+        (("rollouts.environments={math: {colour: 9}}",), "colour"),
+    ],
+)
+def test_a_mistake_is_one_line(rollouts: Callable[..., tuple[int, str]], words: tuple[str, ...], said: str) -> None:
+    code, found = rollouts(*words)
+
+    assert (code, said in found, "Traceback" in found) == (2, True, False), found
