@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from nemo_ext.job.config import compose
+from nemo_ext.rl.algorithms import PolicyGradient
 from nemo_ext.rl.job import check_steps, checked_algorithm, run
 
 
@@ -55,3 +56,17 @@ def test_steps_come_before_what_takes_time(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"rl\.schedule\.steps=null"):
         run(compose("rl", words))
     assert not (tmp_path / "run").exists()
+
+
+def test_nano_s_rlvr_on_generated_tasks_needs_no_judge() -> None:
+    streams = (
+        "tasks.train={directory: tasks, streams: [{name: conversations, weight: 3}, {name: tool_calls, weight: 1}]}"
+    )
+    words = ["preset=nemotron3_rlvr", "model=m", streams, "rl.schedule.steps=5", "~rl.environments.judge"]
+    words += ["+rl.environments.contains.weight=12", "+rl.environments.tool_calls.weight=1"]
+
+    algorithm = checked_algorithm(compose("rl", words))
+
+    assert isinstance(algorithm, PolicyGradient)
+    assert {"instructions", "contains", "tool_calls"} < set(algorithm.environments)
+    assert "judge" not in algorithm.environments
