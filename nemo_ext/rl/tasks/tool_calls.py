@@ -9,7 +9,7 @@
 Every value is in the wish as the call must have it, so that only one set of calls is right.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date, timedelta
 from typing import Annotated, Any, Literal, TypedDict, get_args
 
@@ -112,15 +112,11 @@ def set_lamp(_: Any, name: str, brightness: Annotated[int, Field(ge=0, le=100)],
     return f'Set the lamp "{name}" to {brightness} percent' + (f" and to {colour}." if colour else ".")
 
 
-_TOOLS = tuple(
-    map(
-        Tool,
-        (
-            *(get_weather, convert_currency, set_timer, send_message, book_table, find_trains),
-            *(play_music, add_event, order_goods, find_route, translate, set_lamp),
-        ),
-    )
+_WISHES: tuple[Callable[..., str], ...] = (
+    *(get_weather, convert_currency, set_timer, send_message, book_table, find_trains),
+    *(play_music, add_event, order_goods, find_route, translate, set_lamp),
 )
+_TOOLS = tuple(map(Tool, _WISHES))
 
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
@@ -242,5 +238,5 @@ _VALUES: Mapping[str, Callable[[np.random.Generator, set[str]], Any]] = {
 }
 
 
-def _listed(items: list[str]) -> str:
+def _listed(items: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(items[:-1]), items[-1])))
