@@ -3,9 +3,11 @@
 import pytest
 
 from nemo_ext.chat.response import parse_response
+from nemo_ext.job.seeds import generator
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.tasks import generate
 from nemo_ext.rl.tasks.long_documents import LEVELS, solution
+from nemo_ext.rl.tasks.words import unseen
 
 
 def test_the_answers_alone_are_right() -> None:
@@ -39,6 +41,14 @@ def test_a_level_in_turn_and_alone_is_the_same() -> None:
 
     for level in range(1, LEVELS + 1):
         assert turns[level - 1 :: LEVELS] == list(generate("long_documents", 2, seed=1, level=level, length=128))
+
+
+def test_names_do_not_run_out() -> None:
+    random, seen = generator(1, "names"), set[str]()
+
+    names = [unseen(random, seen, 1) for _ in range(200)]  # there are fewer syllables
+
+    assert len(set(names)) == 200 == len(seen)
 
 
 def test_wrong_lengths_are_named() -> None:
