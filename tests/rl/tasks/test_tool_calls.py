@@ -1,6 +1,7 @@
 """Wishes for tool calls: the calls that the reference expects are right in every format, and any others are wrong."""
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +11,14 @@ import pytest
 
 from nemo_ext.chat.formats import to_sample
 from nemo_ext.chat.response import Response, parse_response
-from nemo_ext.chat.sample import ToolCall
+from nemo_ext.chat.sample import Sample, ToolCall
+from nemo_ext.chat.template import Template
 from nemo_ext.job.config import compose
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.plan import TaskFile
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import generate
-from nemo_ext.rl.tasks.job import run
+from nemo_ext.rl.tasks.job import run, solved
 from nemo_ext.rl.tasks.tool_calls import solution
 
 
@@ -73,24 +75,17 @@ def test_these_calls_and_no_others_are_right(level: int) -> None:
         assert outcome(task, parse_response("I cannot do that.")) == ("wrong" if calls else "correct")
 
 
-@pytest.mark.parametrize("level", range(1, 6))
-def test_calls_are_right_as_text(level: int) -> None:
-    for task in generate("tool_calls", 10, seed=3, level=level):
-        calls = expected(task)
-        in_json = "".join(
-            f"<tool_call>{json.dumps({'name': one.name, 'arguments': one.arguments})}</tool_call>" for one in calls
-        )
-        in_xml = "".join(
-            f"<tool_call>\n<function={one.name}>\n"
-            + "".join(
-                f"<parameter={name}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
-                for name, value in one.arguments.items()
-            )
-            + "</function>\n</tool_call>\n"
-            for one in calls
-        )
-        for text in (in_json, in_xml):
-            assert outcome(task, parse_response(f"<think>Hm.</think>{text or 'I cannot.'}")) == "correct", text
+@pytest.mark.parametrize("name", ["nemotron3_nano", "domyn", "llama_nemotron", "olmo3"])
+def test_calls_are_right_as_each_template_writes_them(name: str) -> None:
+    template = Template.load(name)
+    for task in generate("tool_calls", 25, seed=3):
+        prompt = Sample(id=task.id, messages=task.prompt, tools=task.tools)
+        before = template.render(prompt, thinking=False, add_generation_prompt=True).text
+        whole = template.render(solved(task, "tool_calls"), thinking=False).text
+
+        assert whole.startswith(before)
+        answer = re.split(r"<\|(?:im_end|eot_id|endoftext)\|>", whole.removeprefix(before))[0]
+        assert outcome(task, parse_response(answer)) == "correct", answer
 
 
 def leaves(value: Any) -> Iterator[Any]:
