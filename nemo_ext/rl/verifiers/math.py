@@ -1,8 +1,8 @@
 r"""Mathematics: the answer's last \boxed{} compared with a reference.
 
-`math_notation` says what is a value and `math_comparison` when two are equal. What is not in that grammar (sums, integrals,
-functions it does not know) is left to math-verify (based on sympy), unless words are in it: math-verify takes "5 or six"
-for 5. Values have to be worked out: where 92 is the answer, 36 + 56 is wrong.
+`math_notation` says what is a value and `math_comparison` when two are equal. What is not in that grammar (sums,
+integrals, functions that it does not know) is left to math-verify (based on sympy), unless words are in it: math-verify
+takes "5 or six" for 5. Values have to be worked out: where 92 is the answer, 36 + 56 is wrong.
 """
 
 import functools

@@ -1,10 +1,9 @@
-"""Whether two answers are the same: numbers exactly or to 3000 digits, expressions at points, sets by their members.
+"""Whether two answers are the same: numbers exactly or to 2700 digits, expressions at points, sets by their members.
 
-Rules, in the order in which they are asked: what is worked out in the reference is worked out in the answer; "x = " in
-front counts for nothing unless both have it and the names differ; all members of a chain of numbers are equal; lists and
-{} have no order, () and [] have; intervals, inequalities and unions are equal if they have the same members; 50 % is both
-50 and 0.5; a unit may be left out, but two units must measure the same; a decimal number is equal to what it is rounded
-from if it has six significant digits.
+The rules: what is worked out in the reference is worked out in the answer. "x = " in front counts for nothing, unless
+both have it and the names differ. All members of a chain of numbers are equal. Lists and {} have no order, () and []
+have. Intervals, inequalities and unions are equal if they have the same members. 50 % is both 50 and 0.5. A unit may be
+left out, but two must measure the same. A decimal number equals what it is rounded from, with six significant digits.
 """
 
 import itertools
@@ -20,13 +19,14 @@ from nemo_ext.rl.verifiers.math_notation import Node, whole
 
 _MAX_BITS = 100_000
 """Maximum size of numbers in bits: 10 to the power of 30 000."""
-_DIGITS = (50, 3000)
-"""Precisions in which numbers are compared: the first tells most apart, the second what is meant to deceive."""
+_DIGITS = {50: 7, 3000: 1}
+"""Digits to which numbers are compared, at how many values of their symbols: the second finds what is nearly the same."""
+_HUNDRED = Node("number", value=(Fraction(100), None))
+_FUNCTION_NAMES = frozenset("fghpFGHP")
 _OPERATION = re.compile(
     r"\\(?:sum|prod|i{0,2}int|oint|lim|[dt]?binom|choose|gcd|lcm|det|min|max)(?![A-Za-z])|\\[dt]?frac\{d\}"
     r"|\\begin\{vmatrix\}|(?<!\\)!(?!=)"
 )
-_FUNCTION_NAMES = frozenset("fghpFGHP")
 Number = Any
 """Fraction, or a real or complex number of mpmath."""
 
@@ -84,12 +84,7 @@ def _signed(node: Node) -> bool:
 
 
 def _power_of_ten(node: Node) -> bool:
-    return (
-        node.kind == "pow"
-        and node.parts[0].kind == "number"
-        and node.parts[0].value[0] == 10
-        and _signed(node.parts[1])
-    )
+    return node.kind == "pow" and whole(node.parts[0]) and node.parts[0].value[0] == 10 and _signed(node.parts[1])
 
 
 def _name(node: Node) -> Node | None:
@@ -105,13 +100,17 @@ def _name(node: Node) -> Node | None:
     return node if node.kind == "mul" and all(map(_name, node.parts)) else None
 
 
+def _is_equation(node: Node) -> bool:
+    return node.kind == "relation" and set(node.value) == {"="}
+
+
 def _symbols(node: Node) -> frozenset[str]:
     return frozenset(part.value for part in node.walk() if part.kind == "symbol")
 
 
 def _chain(node: Node) -> tuple[Node | None, list[Node]]:
     """Name and further members of a chain of equations; (None, [node]) for what defines nothing."""
-    if node.kind == "relation" and set(node.value) <= {"="}:
+    if _is_equation(node):
         names = [name for part in node.parts if (name := _name(part)) is not None]
         others = [part for part in node.parts if _name(part) is None]
         if len(names) == 1 and not _symbols(others[-1]) & _symbols(names[0]):
@@ -125,7 +124,7 @@ def _chain(node: Node) -> tuple[Node | None, list[Node]]:
 
 def _last(node: Node) -> Node:
     """What is left of an answer without "x =" and what it was computed from."""
-    if node.kind == "relation" and set(node.value) <= {"="}:
+    if _is_equation(node):
         members = _chain(node)[1]
         return members[-1] if members else node
     if node.kind == "group":
@@ -144,10 +143,11 @@ class _Comparison:
         given_name, given = self.defined(answer)
         if wanted is None or given is None:
             return False
-        if wanted_name and given_name and wanted_name != given_name:
-            if wanted_name.kind == given_name.kind == "symbol":
-                return False
-        if reference.kind == answer.kind == "relation" and (wanted_name is None) != (given_name is None):
+        if given_name and wanted_name is None and wanted.kind == "relation" and _is_set(wanted):
+            wanted_name = Node("symbol", value=min(_symbols(wanted), default=given_name.value))
+        if wanted_name and given_name and wanted_name != given_name and wanted_name.kind == given_name.kind == "symbol":
+            return False
+        if _is_equation(reference) and _is_equation(answer) and (wanted_name is None) != (given_name is None):
             return self.same_relation(reference, answer)  # y = 2x + 1 and 2x - y = -1
         if given_name and not wanted_name and _symbols(given_name) & _symbols(wanted) and wanted.kind != "relation":
             return False  # x = x^2 for x^2
@@ -175,9 +175,8 @@ class _Comparison:
         for kind in ("time", "based", "matrix", "words"):
             if kind in (wanted.kind, given.kind):
                 return self.same_parts(wanted, given)
-        if _is_set(wanted) or _is_set(given):
-            if (answer := self.same_members(wanted, given)) is not None:
-                return answer
+        if (_is_set(wanted) or _is_set(given)) and (answer := self.same_members(wanted, given)) is not None:
+            return answer
         if wanted.kind == "relation" and given.kind == "relation":
             return self.same_relation(wanted, given)
         if wanted.kind == "group" or given.kind == "group":
@@ -188,21 +187,18 @@ class _Comparison:
         """Node with both signs of +- as a list, and "x = 1, y = 2" as a system."""
         if node.kind == "words" or node.kind == "system":
             return node
-        if any(part.kind in ("pm", "mp") for part in node.walk()) and node.kind != "group":
-            node = Node("group", (_signs(node, True), _signs(node, False)), "")
-        if (
-            node.kind == "group"
-            and node.value in ("", "or", "and")
-            and any(part.kind in ("pm", "mp") for part in node.walk())
-        ):
-            node = Node("group", tuple(each for part in node.parts for each in _both(part)), "")
+        if node.kind != "group" or node.value in ("()", "[]"):
+            both = _both(node)
+            node = Node("group", tuple(both), "") if len(both) == 2 else node
+        elif node.value in ("", "or", "and", "{}"):
+            node = Node("group", tuple(each for part in node.parts for each in _both(part)), node.value)
         if node.kind == "group" and len(node.parts) == 1 and not _is_set(node.parts[0]):
             return node.parts[0]
         if node.kind == "group" and node.value in ("", "and", "or"):
             pairs = [self.defined(part) for part in node.parts]
             names = [name for name, _ in pairs if name is not None]
             values = tuple(value if value is not None else Node("words", value="?") for _, value in pairs)
-            if names and all(part.kind != "relation" or set(part.value) <= {"="} for part in node.parts):
+            if names and all(part.kind != "relation" or _is_equation(part) for part in node.parts):
                 if len(set(names)) == 1 and pairs[0][0] is not None:
                     return Node("group", values, "")  # x = 1 or x = 2; x = 1, 2
                 if len(set(names)) == len(pairs):
@@ -232,8 +228,7 @@ class _Comparison:
     def same_group(self, wanted: Node, given: Node) -> bool:
         if wanted.kind != given.kind:
             return False
-        kinds = {"": "", "or": "", "and": ""}
-        first, second = kinds.get(wanted.value, wanted.value), kinds.get(given.value, given.value)
+        first, second = ("" if node.value in ("or", "and") else node.value for node in (wanted, given))
         if {first, second} <= {"", "{}"}:
             return self.same_unordered(wanted, given)
         vectors = {first, second} <= {"()", "[]"} and len(wanted.parts) > 2
@@ -261,11 +256,7 @@ class _Comparison:
                     if first != second:
                         return False
                     continue
-                quotient = (
-                    second / first
-                    if isinstance(second, Fraction) and isinstance(first, Fraction)
-                    else self.lift(second) / self.lift(first)
-                )
+                quotient = self.quotient(second, first)
                 if ratio is not None and not self.close(ratio, quotient):
                     return False
                 ratio = quotient
@@ -278,52 +269,39 @@ class _Comparison:
         return bool(given.value[0] == (sign if self.lift(ratio).real > 0 else turned))
 
     def same_scalar(self, wanted: Node, given: Node) -> bool:
-        if wanted.kind == "percent" or given.kind == "percent":
+        if "percent" in (wanted.kind, given.kind):
             inner = [node.parts[0] if node.kind == "percent" else node for node in (wanted, given)]
-            if self.same_scalar(*inner):
-                return True
-            hundredth = [
-                Node("div", (node.parts[0], Node("number", value=(Fraction(100), None))))
-                if node.kind == "percent"
-                else node
-                for node in (wanted, given)
+            parts = [
+                Node("div", (node.parts[0], _HUNDRED)) if node.kind == "percent" else node for node in (wanted, given)
             ]
-            return wanted.kind != given.kind and self.same_scalar(*hundredth)
+            return self.same_scalar(*inner) or (wanted.kind != given.kind and self.same_scalar(*parts))
         factors = Fraction(1), Fraction(1)
-        if wanted.kind == given.kind == "unit":
-            if wanted.value[1] and given.value[1]:
-                if wanted.value[1] != given.value[1]:
-                    return False
-                factors = wanted.value[0], given.value[0]
+        if wanted.kind == given.kind == "unit" and wanted.value[1] and given.value[1]:
+            if wanted.value[1] != given.value[1]:
+                return False
+            factors = wanted.value[0], given.value[0]
         wanted, given = (node.parts[0] if node.kind == "unit" else node for node in (wanted, given))
         if wanted == given and factors[0] == factors[1]:
             return True
         if wanted.kind in ("named", "relation", "group") or given.kind in ("named", "relation", "group"):
             return False
-        exact = _decimals(wanted) is None and _decimals(given) is None
+        decimal = _decimals(wanted) is not None or _decimals(given) is not None
         symbols = _symbols(wanted) | _symbols(given)
-        for digits in _DIGITS:
-            self.mp.dps = digits
-            seen = 0
-            for point in itertools.islice(_points(symbols), None if digits < 1000 else 3):
+        for digits, most in _DIGITS.items():
+            self.mp.dps, seen = digits, 0
+            for point in itertools.islice(_points(symbols), most):
                 try:
-                    first, second = (self.value(node, point) for node in (wanted, given))
+                    first, second = self.value(wanted, point), self.value(given, point)
                 except (NoValue, ZeroDivisionError):
-                    if not symbols:
-                        return False
                     continue
                 seen += 1
-                first, second = (
-                    value if factor == 1 else self.product(value, factor)
-                    for value, factor in zip((first, second), factors, strict=True)
-                )
+                if factors[0] != factors[1]:
+                    first, second = self.product(first, factors[0]), self.product(second, factors[1])
                 if not self.close(first, second) and (
-                    exact or bool(symbols) or not self.rounded(wanted, given, first, second)
+                    not decimal or symbols or not self.rounded(wanted, given, first, second)
                 ):
                     return False
-                if isinstance(first, Fraction) and isinstance(second, Fraction) and not symbols:
-                    return True
-            if not seen or (symbols and seen < 2):
+            if seen < min(2, most, 7 if symbols else 1):
                 return False
         return True
 
@@ -417,9 +395,9 @@ class _Comparison:
         size = abs(self.mp.log(abs(self.lift(base)))) * abs(self.lift(exponent))
         if size > _MAX_BITS * 0.69:
             raise NoValue("too large")
-        if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
-            if max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent) <= _MAX_BITS:
-                return base ** int(exponent)
+        exact = isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1
+        if exact and max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent) <= _MAX_BITS:
+            return base ** int(exponent)
         return self.lift(base) ** self.lift(exponent)
 
     def called(self, name: str, values: list[Number]) -> Number:
@@ -471,12 +449,12 @@ class _Comparison:
     def same_members(self, wanted: Node, given: Node) -> bool | None:
         """Whether two sets have the same members, None if that cannot be told by their ends."""
         names = [
-            frozenset().union(*(_symbols(part) for part in node.walk() if part.kind == "relation"))
+            frozenset[str]().union(*(_symbols(part) for part in node.walk() if part.kind == "relation"))
             for node in (wanted, given)
         ]
         if all(names) and names[0] != names[1]:
             return False
-        self.mp.dps = _DIGITS[0]
+        self.mp.dps = min(_DIGITS)
         ends: list[Any] = []
         try:
             for node in (wanted, given):
@@ -493,17 +471,11 @@ class _Comparison:
             if before is None or not self.close(before, number):
                 place += 2
             places[end], before = place, number
-        infinite = {end for number, end in ends if self.mp.isinf(number)}
-        real = set(range(1, place + 2)) - {places[end] for end in infinite}
         lowest = 3 if any(number == -self.mp.inf for number, _ in ends) else 1
         highest = place - 1 if any(number == self.mp.inf for number, _ in ends) else place + 1
         try:
-            return all(
-                _member(wanted, at, places) == _member(given, at, places)
-                for at in sorted(real)
-                if lowest <= at <= highest
-            )
-        except _NoSet:
+            return all(_member(wanted, at, places) == _member(given, at, places) for at in range(lowest, highest + 1))
+        except (KeyError, _NoSet):
             return None
 
 
@@ -565,9 +537,8 @@ def _member(node: Node, at: int, places: dict[Node, int]) -> bool:
         sides = [at if part.kind == "symbol" else places[part] for part in parts]
         if len({part for part in parts if part.kind == "symbol"}) != 1:
             raise _NoSet
-        return all(
-            _HOLDS[sign](*pair) for sign, pair in zip(node.value, zip(sides, sides[1:], strict=False), strict=True)
-        )
+        pairs = zip(node.value, itertools.pairwise(sides), strict=True)
+        return all(_HOLDS[sign](*pair) for sign, pair in pairs)
     if node.value == "{}":
         return at in {places[part] for part in parts}
     if node.kind != "group" or len(parts) != 2 or node.value not in ("()", "(]", "[)", "[]"):
@@ -620,12 +591,9 @@ def _decimals(node: Node) -> int | None:
 
 
 def _points(symbols: frozenset[str]) -> Iterator[dict[str, Fraction]]:
-    """Values of symbols, fractions of both signs and whole numbers, the same for the same names."""
-    for number in range(5 if symbols else 1):
-        sign = -1 if number % 2 else 1
-        yield {
-            name: sign * Fraction(2 * place + 3 * number + 5, 7 + 4 * ((place + number) % 5))
-            for place, name in enumerate(sorted(symbols))
-        }
-    for number in range(2 if symbols else 0):
-        yield {name: Fraction(place * (number + 1) + 3 + 2 * number) for place, name in enumerate(sorted(symbols))}
+    """Values of symbols, whole numbers and fractions of both signs in turn, the same for the same names."""
+    for turn in range(7 if symbols else 1):
+        points = {name: Fraction(3 * place + turn + 2) for place, name in enumerate(sorted(symbols))}
+        if turn % 2:
+            points = {name: (turn - 2) * number / (9 + 2 * turn) for name, number in points.items()}
+        yield points

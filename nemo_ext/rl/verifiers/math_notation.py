@@ -9,11 +9,12 @@ r"""What counts as a value: a tokenizer of LaTeX and plain mathematics, and the 
     power     atom { "!" | "^" power | "_" subscript | degrees }
     atom      number | mixed number | symbol | constant | function power | fraction | root | matrix | brackets
 
-`read` makes a tree of it. What is not in the grammar is `UnknownNotation`: nothing is skipped but spaces, fonts and sizes.
+`read` makes a tree of it. What is not in the grammar is `UnknownNotation`; only spaces, fonts and sizes are skipped.
 """
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -58,65 +59,12 @@ class _Token:
     spaced: bool
 
 
-FUNCTIONS = frozenset(
-    [
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "arcsin",
-        "arccos",
-        "arctan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "ln",
-        "log",
-        "lg",
-        "exp",
-    ]
-)
+_FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp"
+FUNCTIONS = frozenset(_FUNCTIONS.split())
 CONSTANTS = {r"\pi": "pi", "pi": "pi", r"\infty": "oo", "infinity": "oo", "e": "e", "i": "i"}
-GREEK = frozenset(
-    [
-        r"\alpha",
-        r"\beta",
-        r"\gamma",
-        r"\delta",
-        r"\epsilon",
-        r"\varepsilon",
-        r"\zeta",
-        r"\eta",
-        r"\theta",
-        r"\vartheta",
-        r"\kappa",
-        r"\lambda",
-        r"\mu",
-        r"\nu",
-        r"\xi",
-        r"\rho",
-        r"\sigma",
-        r"\tau",
-        r"\phi",
-        r"\varphi",
-        r"\chi",
-        r"\psi",
-        r"\omega",
-        r"\Gamma",
-        r"\Delta",
-        r"\Theta",
-        r"\Lambda",
-        r"\Xi",
-        r"\Pi",
-        r"\Sigma",
-        r"\Phi",
-        r"\Psi",
-        r"\Omega",
-        r"\ell",
-    ]
-)
+_GREEK = r"""\alpha \beta \gamma \delta \epsilon \varepsilon \zeta \eta \theta \vartheta \kappa \lambda \mu \nu \xi \rho
+\sigma \tau \phi \varphi \chi \psi \omega \Gamma \Delta \Theta \Lambda \Xi \Pi \Sigma \Phi \Psi \Omega \ell"""
+GREEK = frozenset(_GREEK.split())
 _SAME = {
     r"\le": "<=", r"\leq": "<=", r"\leqslant": "<=", r"\ge": ">=", r"\geq": ">=", r"\geqslant": ">=", r"\lt": "<",
     r"\gt": ">", r"\ne": "!=", r"\neq": "!=", r"\approx": "=", r"\simeq": "=", r"\thickapprox": "=", r"\cdot": "*",
@@ -137,14 +85,14 @@ _UNICODE = {
 }  # fmt: skip
 _TO_LATEX = str.maketrans(_UNICODE)
 
-# Length in metres, mass in grams, time in seconds, volume in litres, angle in degrees, money in each currency.
+# Dimension, size and names of units.
 _UNITS = """length 1 m meter metre; length 1/100 cm centimeter centimetre; length 1/1000 mm millimeter millimetre
-length 1/10 dm decimeter; length 1000 km kilometer kilometre; length 127/5000 in inch inches; length 381/1250 ft foot feet
-length 1143/1250 yd yard; length 201168/125 mi mile; mass 1 g gram; mass 1000 kg kilogram; mass 1/1000 mg milligram
-mass 45359237/100000 lb lbs pound; mass 45359237/1600000 oz ounce; mass 1000000 ton tonne; time 1 s sec second
-time 60 min mins minute; time 3600 h hr hrs hour; time 86400 day; time 604800 week; time 1/1000 ms millisecond; month 1 month
-time_in_years 1 yr year; volume 1 l L liter litre; volume 1/1000 ml mL milliliter millilitre; angle 1 degree deg
-radian 1 rad radian; dollar 1 dollar usd USD; cent 1 cent; euro 1 euro eur EUR; speed 1 mph; speed_kmh 1 kph kmh; joule 1 J joule
+length 1/10 dm decimeter; length 1000 km kilometer kilometre; length 127/5000 in inch inches
+length 381/1250 ft foot feet; length 1143/1250 yd yard; length 201168/125 mi mile; mass 1 g gram; mass 1000 kg kilogram
+mass 1/1000 mg milligram; mass 45359237/100000 lb lbs pound; mass 45359237/1600000 oz ounce; mass 1000000 tonne
+time 1 s sec second; time 60 min mins minute; time 3600 h hr hrs hour; time 86400 day; time 604800 week
+time 1/1000 ms millisecond; year 1 yr year; volume 1 l L liter litre; volume 1/1000 ml mL milliliter millilitre
+angle 1 degree deg; radian 1 rad radian; dollar 1 dollar usd USD; dollar 1/100 cent; euro 1 euro eur EUR; joule 1 J joule
 watt 1 W watt; newton 1 N newton; volt 1 V volt; kelvin 1 K kelvin"""
 UNITS = {
     name: (dimension, Fraction(factor))
@@ -152,133 +100,21 @@ UNITS = {
     for name in names
 }
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_NO_UNIT = frozenset(["a", "an", "the", "of", "in", "per", "square", "sq", "cubic", "cu", "squared", "cubed"])
-# Words that change what is said of the value before them: never a unit.
-_NOT_UNITS = frozenset(
-    [
-        "not",
-        "no",
-        "nor",
-        "or",
-        "and",
-        "but",
-        "if",
-        "unless",
-        "except",
-        "without",
-        "maybe",
-        "perhaps",
-        "possibly",
-        "probably",
-        "about",
-        "around",
-        "roughly",
-        "approximately",
-        "approx",
-        "almost",
-        "nearly",
-        "more",
-        "less",
-        "than",
-        "least",
-        "most",
-        "fewer",
-        "greater",
-        "over",
-        "under",
-        "above",
-        "below",
-        "between",
-        "to",
-        "from",
-        "until",
-        "versus",
-        "vs",
-        "is",
-        "are",
-        "was",
-        "were",
-        "be",
-        "equals",
-        "equal",
-        "plus",
-        "minus",
-        "times",
-        "divided",
-        "by",
-        "half",
-        "halves",
-        "third",
-        "thirds",
-        "quarter",
-        "quarters",
-        "dozen",
-        "pair",
-        "wrong",
-        "false",
-        "incorrect",
-        "unknown",
-        "undefined",
-        "something",
-        "none",
-        "either",
-        "neither",
-        "both",
-        "otherwise",
-        "other",
-        "others",
-        "another",
-        "each",
-        "instead",
-        "rather",
-        "hundredths",
-        "tenths",
-        "thousandths",
-        "power",
-        "base",
-        "factorial",
-        "root",
-        "any",
-        "all",
-        "every",
-        "some",
-        "also",
-        "then",
-        "so",
-        "when",
-        "where",
-        "which",
-        "that",
-        "this",
-        "it",
-        "since",
-        "because",
-        "for",
-        "as",
-        "at",
-        "with",
-        "only",
-        "never",
-        "cannot",
-        "can",
-        "may",
-        "might",
-        "should",
-        "could",
-        "would",
-        "modulo",
-        "mod",
-        "remainder",
-    ]
-)
+_SQUARE = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+# Words that say something else of the value before them, and so are no unit.
+_NO_UNITS = """not no nor but if unless except without maybe perhaps possibly probably about around roughly approximately
+approx almost nearly more less than least most fewer greater over under above below between to from until versus vs is
+are was were be equals equal plus minus times divided by half halves third thirds quarter quarters dozen pair wrong false
+incorrect unknown undefined something none either neither both otherwise other others another each instead rather
+hundredths tenths thousandths power base factorial root any all every some also then so when where which that this it
+since because for as at with only never cannot can may might should could would modulo mod remainder squared cubed"""
+NO_UNITS = frozenset(_NO_UNITS.split())
 
 _SKIPPED = (
     r"left\s*\.|right\s*\.|left|right|[bB]igg?[lr]?|displaystyle|textstyle|scriptstyle|limits|q?quad|bf|rm|it|tt|sf"
     r"|bfseries|mathstrut|hfill|allowbreak|nobreak|thinspace"
 )
-_FONTS = (
-    "text|textbf|textit|textrm|textsf|texttt|mbox|hbox|mathrm|mathbf|mathit|mathsf|operatorname|boldsymbol|bm|rm|bf"
-)
+_FONTS = "text|textbf|textit|textrm|mbox|hbox|mathrm|mathbf|mathit|mathsf|operatorname|boldsymbol|bm|rm|bf"
 _GROUPED = r"(?<![\d.^_])\d{1,3}(?P<separator>SEPARATORS)\d{3}(?:(?P=separator)\d{3})*(?!\d)(?:\.\d+)?"
 _NUMBER = r"\d+\.\d*|\.\d+|\d+"
 
@@ -381,17 +217,11 @@ def read(text: str, *, grouped: bool = True) -> Node:
 def number(text: str) -> Node:
     """A number in digits, with a point or an exponent, exactly."""
     mantissa, _, exponent = text.lower().partition("e")
-    digits = mantissa.partition(".")[2]
-    decimals = max(0, len(digits) - int(exponent or 0)) if "." in mantissa else None
-    if abs(int(exponent or 0)) > 10_000:
+    power = int(exponent or 0)
+    if abs(power) > 10_000:
         raise UnknownNotation(f"exponent of {text}")
-    return Node(
-        "number",
-        value=(
-            Fraction(f"0{mantissa}" if mantissa[0] == "." else mantissa) * Fraction(10) ** int(exponent or 0),
-            decimals,
-        ),
-    )
+    decimals = len(mantissa.partition(".")[2]) - power if "." in mantissa else None
+    return Node("number", value=(Fraction(mantissa) * Fraction(10) ** power, decimals))
 
 
 def _repeating(text: str) -> Node:
@@ -404,6 +234,7 @@ def _repeating(text: str) -> Node:
 
 _RELATIONS = frozenset(("=", "<", ">", "<=", ">=", "!=", r"\in"))
 _OPENING = {"(": ")", "[": "]", r"\{": r"\}", "{": "}", "<<": ">>"}
+_BEGIN = frozenset((r"\frac", r"\sqrt", r"\binom", r"\lfloor", r"\lceil", r"\overline", r"\begin"))
 _ENDS = frozenset((",", ";", "or", "and", ")", "]", r"\}", "}", ">>", "=", "&", "\\\\", r"\end"))
 _CLOSES = frozenset((")", "]", r"\}", "}", ">>"))
 _MATRICES = frozenset(("pmatrix", "bmatrix", "matrix", "array", "Bmatrix"))
@@ -488,21 +319,14 @@ class _Parser:
         while end < len(self.tokens) and self.tokens[end].kind in ("word", "symbol"):
             end += 1
         said = self.tokens[begins:end]
-        if sum(len(token.text) for token in said) < 2 or (
-            end < len(self.tokens) and self.tokens[end].text not in _ENDS
-        ):
+        behind = self.tokens[end].text if end < len(self.tokens) else ";"
+        if sum(len(token.text) for token in said) < 2 or behind not in _ENDS:
             return None
         self.at = end
-        letters = [
-            Node("constant", value=token.text) if token.text in CONSTANTS else Node("symbol", value=token.text)
-            for token in said
-            if token.kind == "symbol"
-        ]
-        product = (
-            (functools.reduce(lambda left, right: Node("mul", (left, right)), letters),)
-            if len(letters) == len(said)
-            else ()
-        )
+        product: tuple[Node, ...] = ()
+        if all(token.kind == "symbol" for token in said):
+            letters = (Node("constant" if token.text in CONSTANTS else "symbol", value=token.text) for token in said)
+            product = (functools.reduce(lambda left, right: Node("mul", (left, right)), letters),)
         return Node("words", product, "".join(token.text for token in said).casefold())
 
     def time(self) -> Node | None:
@@ -517,38 +341,34 @@ class _Parser:
         return Node("time", value=(clock[0] % 12, clock[1], tokens[-1][0].lower()))
 
     def unit(self, made: Node) -> Node:
-        """Value with the unit behind it: words, with powers and quotients."""
-        dimensions: dict[str, int] = {}
-        factor, sign, square, count = Fraction(1), 1, 1, 0
-        while self.kind() == "word" or self.peek() in ("/", "degree", "*") or (count and self.kind() == "symbol"):
+        """Value with the unit behind it: words, of which two may be unknown, with powers and quotients."""
+        size, dimensions, sign, power, unknown = Fraction(1), Counter[str](), 1, 1, 0
+        while self.kind() == "word" or self.peek() in ("/", "*", "degree") or (dimensions and self.kind() == "symbol"):
             word = self.next().text
-            if word in ("/", "per", "*"):
-                sign = 1 if word == "*" else -1
-                continue
             lower = word.lower()
-            if lower in ("squared", "cubed") or lower in _NOT_UNITS or lower in SCALES or (count := count + 1) > 6:
+            if word in ("/", "*", "per"):
+                sign = 1 if word == "*" else -1
+            elif lower in _SQUARE:
+                power = _SQUARE[lower]
+            elif lower in NO_UNITS or lower in SCALES or unknown > 1:
                 raise UnknownNotation(f"{word!r} behind a value")
-            if lower in _NO_UNIT:
-                square = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}.get(lower, square)
-                continue
-            name = next(
-                (name for name in (word, lower, lower.removesuffix("s"), lower.removesuffix("es")) if name in UNITS), ""
-            )
-            dimension, size = UNITS.get(name, (lower.removesuffix("s"), Fraction(1)))
-            power = square * sign
-            if self.take("^"):
-                exponent = self.exponent()
-                whole = exponent.parts[0] if exponent.kind == "neg" else exponent
-                if whole.kind != "number" or whole.value[0] not in (1, 2, 3):
-                    raise UnknownNotation("power of a unit")
-                power = int(whole.value[0]) * (-sign if exponent.kind == "neg" else sign)
-            dimensions[dimension] = dimensions.get(dimension, 0) + power
-            factor, square, sign = factor * size**power, 1, 1
-            if word == "degree" and self.peek() in ("C", "F"):
-                dimensions = {f"degree {self.next().text}": 1}
-        if dimensions.keys() >= {"length"} and dimensions.keys() <= {"length"} and dimensions["length"] == 3:
-            dimensions, factor = {"volume": 1}, factor * 1000
-        return Node("unit", (made,), (factor, tuple(sorted(dimensions.items()))))
+            elif lower not in ("a", "an", "the", "of", "in"):
+                names = (word, lower, lower.removesuffix("s"), lower.removesuffix("es"))
+                name = next((name for name in names if name in UNITS), "")
+                unknown += not name
+                dimension, factor = UNITS.get(name, (names[2], Fraction(1)))
+                if word == "degree" and self.peek() in ("C", "F"):
+                    dimension = f"degree {self.next().text}"
+                if self.take("^"):
+                    exponent = self.exponent()
+                    sign = -1 if exponent.kind == "neg" else sign
+                    number = exponent.parts[0] if exponent.kind == "neg" else exponent
+                    if number.kind != "number" or number.value[0] not in (1, 2, 3):
+                        raise UnknownNotation("power of a unit")
+                    power = int(number.value[0])
+                dimensions[dimension] += sign * power
+                size, sign, power = size * factor ** (sign * power), 1, 1
+        return Node("unit", (made,), (size, tuple(sorted(dimensions.items()))))
 
     def sum(self) -> Node:
         signs = {"+": "", "-": "neg", "pm": "pm", "mp": "mp"}
@@ -578,13 +398,7 @@ class _Parser:
                     if not (made.kind == "number" and self.tokens[begins].spaced and self.take("/")):
                         raise Ambiguous("numbers side by side")
                     made = self._whole_and_part(made, Node("div", (right, self.power())))
-                elif (
-                    made.kind == "number"
-                    and right.kind == "div"
-                    and self.tokens[begins].text == r"\frac"
-                    and whole(right.parts[0])
-                    and whole(right.parts[1])
-                ):
+                elif whole(made) and self.tokens[begins].text == r"\frac" and all(map(whole, right.parts)):
                     made = self._whole_and_part(made, right)
                 elif self.tokens[begins].kind == "number" and made.kind in ("div", "mixed"):
                     raise Ambiguous("numbers side by side")  # \frac{1}{2} 3
@@ -594,30 +408,19 @@ class _Parser:
                 return made
 
     @staticmethod
-    def _whole_and_part(whole: Node, part: Node) -> Node:
+    def _whole_and_part(count: Node, part: Node) -> Node:
         above, below = part.parts
-        if not (whole(whole) and whole(above) and whole(below) and above.value[0] < below.value[0]):
+        if not (whole(count) and whole(above) and whole(below) and above.value[0] < below.value[0]):
             raise Ambiguous("numbers side by side")
-        return Node("mixed", (whole, part))
+        return Node("mixed", (count, part))
 
     def _begins_factor(self) -> bool:
         kind, text = self.kind(), self.peek() or ""
         if kind in ("number", "symbol"):
             return True
         if kind == "sign":
-            return text in ("(", "{", "R") or (text == "[") or (text == "|" and not self.bars)
-        begins = (
-            r"\frac",
-            r"\sqrt",
-            r"\mathbb",
-            r"\binom",
-            r"\lfloor",
-            r"\lceil",
-            r"\emptyset",
-            r"\overline",
-            r"\begin",
-        )
-        return kind == "command" and (text in CONSTANTS or text in GREEK or text in begins or text[1:] in FUNCTIONS)
+            return text in ("(", "{", "[", "R") or (text == "|" and not self.bars)
+        return kind == "command" and (text in CONSTANTS or text in GREEK or text in _BEGIN or text[1:] in FUNCTIONS)
 
     def power(self) -> Node:
         made = self.atom()
