@@ -67,11 +67,11 @@ _GREEK = r"""\alpha \beta \gamma \delta \epsilon \varepsilon \zeta \eta \theta \
 GREEK = frozenset(_GREEK.split())
 _SAME = {
     r"\le": "<=", r"\leq": "<=", r"\leqslant": "<=", r"\ge": ">=", r"\geq": ">=", r"\geqslant": ">=", r"\lt": "<",
-    r"\gt": ">", r"\ne": "!=", r"\neq": "!=", r"\approx": "=", r"\simeq": "=", r"\thickapprox": "=", r"\cdot": "*",
+    r"\gt": ">", r"\ne": "!=", r"\neq": "!=", r"\approx": "~", r"\simeq": "~", r"\cdot": "*",
     r"\times": "*", r"\ast": "*", r"\div": "/", r"\cup": "union", r"\cap": "intersection", r"\setminus": "minus",
     r"\backslash": "minus", r"\pm": "pm", r"\mp": "mp", r"\lor": "or", r"\vee": "or", r"\land": "and",
     r"\wedge": "and", r"\{": r"\{", r"\lbrace": r"\{", r"\}": r"\}", r"\rbrace": r"\}", r"\%": "%", r"\lvert": "|",
-    r"\rvert": "|", r"\vert": "|", r"\mid": "|", r"\langle": "<<", r"\rangle": ">>", r"\varnothing": r"\emptyset",
+    r"\rvert": "|", r"\vert": "|", r"\mid": "such that", r"\langle": "<<", r"\rangle": ">>", r"\varnothing": r"\emptyset",
     r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\dbinom": r"\binom", r"\tbinom": r"\binom",
     r"\degree": "degree", r"\R": "R", r"\lbrack": "[", r"\rbrack": "]", r"\$": "$", r"\colon": ":",
 }  # fmt: skip
@@ -114,7 +114,7 @@ _SKIPPED = (
     r"left\s*\.|right\s*\.|left|right|[bB]igg?[lr]?|displaystyle|textstyle|scriptstyle|limits|q?quad|bf|rm|it|tt|sf"
     r"|bfseries|mathstrut|hfill|allowbreak|nobreak|thinspace"
 )
-_FONTS = "text|textbf|textit|textrm|mbox|hbox|mathrm|mathbf|mathit|mathsf|operatorname|boldsymbol|bm|rm|bf"
+_FONTS = "text|textbf|textit|textrm|mbox|hbox|mathrm|mathbf|mathit|mathsf|underline|operatorname|boldsymbol|bm|rm|bf"
 _GROUPED = r"(?<![\d.^_])\d{1,3}(?P<separator>SEPARATORS)\d{3}(?:(?P=separator)\d{3})*(?!\d)(?:\.\d+)?"
 _NUMBER = r"\d+\.\d*|\.\d+|\d+"
 
@@ -135,7 +135,7 @@ def _tokens_of(separators: str) -> re.Pattern[str]:
     )
 
 
-_SPACES = r"\{,\}|,\\!|\\[,! ]|~| "
+_SPACES = r"\{,\}|,\\! ?|\\[,! ]|~| "
 _TOKENS = {True: _tokens_of(rf"{_SPACES}|,"), False: _tokens_of(_SPACES)}
 
 
@@ -145,6 +145,9 @@ def _tokens(text: str, *, grouped: bool, words: bool = False) -> list[_Token]:
     position, spaced = 0, False
     while position < len(text):
         found = _TOKENS[grouped].match(text, position)
+        if found is None and words and text[position] == ".":
+            position += 1
+            continue
         if found is None:
             raise UnknownNotation(f"{text[position : position + 20]!r}")
         position, kind, this = found.end(), found.lastgroup or "", found[0]
@@ -232,9 +235,10 @@ def _repeating(text: str) -> Node:
     return Node("number", value=(value / 10 ** len(fixed), None))
 
 
-_RELATIONS = frozenset(("=", "<", ">", "<=", ">=", "!=", r"\in"))
+_RELATIONS = frozenset(("=", "~", "<", ">", "<=", ">=", "!=", r"\in"))
 _OPENING = {"(": ")", "[": "]", r"\{": r"\}", "{": "}", "<<": ">>"}
-_BEGIN = frozenset((r"\frac", r"\sqrt", r"\binom", r"\lfloor", r"\lceil", r"\overline", r"\begin"))
+_BEGIN = frozenset((r"\frac", r"\sqrt", r"\binom", r"\lfloor", r"\lceil", r"\vec", r"\begin"))
+_NAMING = frozenset(r"""\overline \overrightarrow \vec \hat \widehat \bar \angle \triangle""".split())
 _ENDS = frozenset((",", ";", "or", "and", ")", "]", r"\}", "}", ">>", "=", "&", "\\\\", r"\end"))
 _CLOSES = frozenset((")", "]", r"\}", "}", ">>"))
 _MATRICES = frozenset(("pmatrix", "bmatrix", "matrix", "array", "Bmatrix"))
@@ -245,6 +249,7 @@ class _Parser:
         self.tokens = tokens
         self.at = 0
         self.bars = 0
+        self.builds_set = False
 
     def peek(self, ahead: int = 0) -> str | None:
         place = self.at + ahead
@@ -284,7 +289,7 @@ class _Parser:
         return items, between.pop() if between in ({"or"}, {"and"}) else ""
 
     def clause(self) -> Node:
-        self.take("=")
+        self.take("=", "~")
         parts, signs = [self.region()], []
         while sign := self.take(*_RELATIONS):
             signs.append(sign)
@@ -327,7 +332,8 @@ class _Parser:
         if all(token.kind == "symbol" for token in said):
             letters = (Node("constant" if token.text in CONSTANTS else "symbol", value=token.text) for token in said)
             product = (functools.reduce(lambda left, right: Node("mul", (left, right)), letters),)
-        return Node("words", product, "".join(token.text for token in said).casefold())
+        name = "".join(token.text for token in said).casefold()
+        return Node("named", value="R") if name == "allrealnumbers" else Node("words", product, name)
 
     def time(self) -> Node | None:
         minutes = self.peek(1) == ":" and self.kind(2) == "number"
@@ -378,13 +384,16 @@ class _Parser:
             made = Node(signs[sign], (made,))
         while sign := self.take(*signs):
             part = self.product()
-            made = Node("add", (made, Node(signs[sign], (part,)) if signs[sign] else part))
+            if made.kind == "named" and sign == "-":
+                made = Node("minus", (made, part))
+            else:
+                made = Node("add", (made, Node(signs[sign], (part,)) if signs[sign] else part))
         return made
 
     def product(self, *, stop_at_functions: bool = False) -> Node:
         made = self.power()
         while True:
-            if sign := self.take("*", "/", ":"):
+            if sign := self.take("*", "/") or (None if self.builds_set else self.take(":")):
                 negative = self.take("-")
                 right = self.power()
                 right = Node("neg", (right,)) if negative else right
@@ -530,22 +539,26 @@ class _Parser:
         return name
 
     def brackets(self, opening: str) -> Node:
-        bars, self.bars = self.bars, 0
+        around = self.bars, self.builds_set
+        self.bars, self.builds_set = int(opening == r"\{"), opening == r"\{"
+        made = self.inside(opening)
+        self.bars, self.builds_set = around
+        return made
+
+    def inside(self, opening: str) -> Node:
         if opening == r"\{" and self.take(r"\}"):
-            self.bars = bars
             return Node("named", value="empty")
         if opening == "{":
-            made = self.answer_in_braces()
-            self.bars = bars
-            return made
+            return self.answer_in_braces()
         items, between = self.items()
-        if opening == r"\{" and len(items) == 1 and self.take("|", ":"):
+        if opening == r"\{" and len(items) == 1 and self.take("|", ":", "such that"):
+            self.bars, self.builds_set = 0, False
             conditions, between = self.items()
             self.expect(r"\}")
-            self.bars = bars
-            return conditions[0] if len(conditions) == 1 else Node("group", tuple(conditions), between or "and")
+            whole = items[0].parts[1:] if items[0].kind == "relation" and items[0].value == (r"\in",) else ()
+            made = conditions[0] if len(conditions) == 1 else Node("group", tuple(conditions), between or "and")
+            return Node("intersection", (*whole, made)) if whole else made
         closing = self.take(*_CLOSES)
-        self.bars = bars
         if closing is None or (closing != _OPENING[opening] and {opening, closing} not in ({"(", "]"}, {"[", ")"})):
             raise UnknownNotation("brackets")
         shape = {"<<": "(", r"\{": "{"}.get(opening, opening) + {">>": ")", r"\}": "}"}.get(closing, closing)
@@ -581,13 +594,13 @@ class _Parser:
             return Node("named", value="R")
         if text == r"\emptyset":
             return Node("named", value="empty")
-        if text == r"\overline" and self.take("{"):
-            begins = self.at
-            while self.kind() == "symbol":
+        if text in _NAMING:
+            begins, braced = self.at, self.take("{")
+            while self.kind() in ("symbol", "word"):
                 self.next()
-            name = "".join(token.text for token in self.tokens[begins : self.at])
-            self.expect("}")
-            return Node("symbol", value=f"overline {name}")
+            if braced:
+                self.expect("}")
+            return Node("symbol", value=" ".join(token.text for token in self.tokens[begins - 1 : self.at]))
         if text == r"\begin":
             return self.matrix()
         raise UnknownNotation(text)
@@ -604,6 +617,10 @@ class _Parser:
             sign = self.take("-")
             inner = self.product(stop_at_functions=True) if self._begins_factor() else self.atom()
             inner = Node("neg", (inner,)) if sign else inner
+        if self.take("degree") or (inner.kind == "unit" and inner.value[1] == (("angle", 1),)):
+            inner = Node("mul", (inner, Node("div", (Node("constant", value="pi"), number("180")))))
+        if name in ("sin", "cos", "tan") and power == Node("neg", (number("1"),)):
+            name, power = f"arc{name}", None
         made = Node("call", (inner,) if base is None else (inner, base), name)
         return made if power is None else Node("pow", (made, power))
 
