@@ -20,7 +20,7 @@ from nemo_ext.rl.verifiers.math_notation import Node, whole
 _MAX_BITS = 100_000
 """Maximum size of numbers in bits: 10 to the power of 30 000."""
 _DIGITS = {50: 7, 3000: 1}
-"""Digits to which numbers are compared, at how many values of their symbols: the second finds what is nearly the same."""
+"""Digits to which numbers are compared, and at how many values of their symbols; many digits find the nearly equal."""
 _HUNDRED = Node("number", value=(Fraction(100), None))
 _FUNCTION_NAMES = frozenset("fghpFGHP")
 _OPERATION = re.compile(
@@ -47,11 +47,41 @@ def worked_out(node: Node) -> bool:
 
 def difference(reference: Node, answer: Node) -> str:
     """Reason why an answer is wrong, or "" if it is right."""
+    candidates = _candidates(answer)
     if worked_out(reference):
-        given = _last(answer)
-        if not _literal(given) or (_has(reference, "whole") and _has(given, "fraction")):
+        if not _symbols(reference):
+            candidates = list(map(_without_quantity, candidates))
+        lasts = list(map(_last, candidates))
+        if not any(map(_literal, lasts)) or (
+            _has(reference, "whole") and all(_has(last, "fraction") for last in lasts)
+        ):
             return "not worked out"
-    return "" if _Comparison().same(reference, answer) else "another answer"
+    same = _Comparison().same
+    return "" if any(same(reference, candidate) for candidate in candidates) else "another answer"
+
+
+def _candidates(answer: Node) -> list[Node]:
+    """The answer; of "2/3 = 0.667 to three digits", both numbers; none if the second is not the first rounded."""
+    if answer.kind != "relation" or "~" not in answer.value:
+        return [answer]
+    begin = answer.value.index("~") + 1
+    signs = tuple(sign.replace("~", "=") for sign in answer.value)
+    if begin == 1 and _name(answer.parts[0]):
+        return [Node("relation", answer.parts, signs)]
+    exact = Node("relation", answer.parts[:begin], signs[: begin - 1]) if begin > 1 else answer.parts[0]
+    if all(_Comparison().roughly(_last(exact), part) for part in answer.parts[begin:]):
+        return [exact, answer.parts[-1]]
+    return [Node("words", value="contradiction")]
+
+
+def _without_quantity(answer: Node) -> Node:
+    """What m + n = 17 says of m + n: an expression of symbols alone, each once, names a quantity."""
+    if _is_equation(answer) and answer.parts[0].kind in ("add", "mul", "div"):
+        leaves = [part for part in answer.parts[0].walk() if part.kind not in ("add", "mul", "div", "neg")]
+        if all(leaf.kind == "symbol" for leaf in leaves) and len(set(leaves)) == len(leaves):
+            rest = answer.parts[1:]
+            return rest[0] if len(rest) == 1 else Node("relation", rest, answer.value[1:])
+    return answer
 
 
 def _has(node: Node, what: str) -> bool:
@@ -95,7 +125,7 @@ def _name(node: Node) -> Node | None:
         return node if all(map(_name, node.parts)) else None
     if node.kind == "call":
         return node if node.value == "f" or (node.value == "abs" and _name(node.parts[0])) else None
-    if node.kind == "mul" and node.parts[0].kind == "symbol" and node.parts[0].value in _FUNCTION_NAMES:
+    if node.kind == "mul" and node.parts[0].kind == "symbol" and node.parts[0].value.rstrip("'") in _FUNCTION_NAMES:
         return Node("call", node.parts[:1], "f")
     return node if node.kind == "mul" and all(map(_name, node.parts)) else None
 
@@ -213,6 +243,10 @@ class _Comparison:
                 self.same_value(part, values[name]) for name, part in zip(wanted.value, wanted.parts, strict=True)
             )
         other = given if wanted.kind == "system" else wanted
+        if other.kind == "group" and other.value == "{}":
+            names = (wanted if wanted.kind == "system" else given).value
+            same_letter = len({str(name.value).partition("_")[0] for name in names}) == 1  # x_1 = 1, x_2 = 2
+            return same_letter and self.same_unordered(wanted, given)
         return other.kind == "group" and other.value in ("()", "", "[]") and self.all_same(wanted, given)
 
     def all_same(self, wanted: Node, given: Node) -> bool:
@@ -221,7 +255,11 @@ class _Comparison:
     def same_parts(self, wanted: Node, given: Node) -> bool:
         if wanted.kind == "based" and given.kind == "number":
             return self.same_value(wanted.parts[0], given)  # the base may be left out
-        if (wanted.kind == "ratio" and given.kind == "time") or wanted.kind != given.kind:
+        for column, vector in ((wanted, given), (given, wanted)):
+            if column.kind == "matrix" and vector.kind == "group" and all(len(row.parts) == 1 for row in column.parts):
+                entries = Node("group", tuple(row.parts[0] for row in column.parts), "()")
+                return vector.value in ("()", "[]") and self.all_same(entries, vector)
+        if wanted.kind != given.kind:
             return False
         return (wanted.kind == "matrix" or wanted.value == given.value) and self.all_same(wanted, given)
 
@@ -307,11 +345,23 @@ class _Comparison:
 
     def rounded(self, wanted: Node, given: Node, first: Number, second: Number) -> bool:
         """True if the less precise of two numbers is the other rounded, with six significant digits or more."""
-        exacts = [(_decimals(node), value) for node, value in ((wanted, first), (given, second))]
-        decimals, short = min((each for each in exacts if each[0] is not None), key=lambda each: each[0])
-        short, apart = self.lift(short), abs(self.lift(first) - self.lift(second))
+        decimals, short = min(
+            (pair for pair in ((_decimals(wanted), first), (_decimals(given), second)) if pair[0] is not None),
+            key=lambda pair: pair[0],
+        )
         unit = self.mp.mpf(10) ** -decimals
-        return bool(abs(short) >= 100_000 * unit and apart <= unit / 2)
+        return bool(abs(self.lift(short)) >= 100_000 * unit and abs(self.lift(first) - self.lift(second)) <= unit / 2)
+
+    def roughly(self, exact: Node, rounded: Node) -> bool:
+        """True if a number, whole or decimal, is another rounded."""
+        if rounded.kind == "unit":
+            rounded = rounded.parts[0]
+        try:
+            first, second = self.value(exact, {}), self.value(rounded, {})
+        except (KeyError, NoValue, ZeroDivisionError):
+            return False
+        decimals = _decimals(rounded) or 0
+        return bool(abs(self.lift(first) - self.lift(second)) <= self.mp.mpf(10) ** -decimals / 2)
 
     def close(self, first: Number, second: Number) -> bool:
         """Equal in the precision of the moment, less a tenth for what computing lost."""

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
+from unicodedata import normalize
 
 
 class UnknownNotation(ValueError):
@@ -71,7 +72,8 @@ _SAME = {
     r"\times": "*", r"\ast": "*", r"\div": "/", r"\cup": "union", r"\cap": "intersection", r"\setminus": "minus",
     r"\backslash": "minus", r"\pm": "pm", r"\mp": "mp", r"\lor": "or", r"\vee": "or", r"\land": "and",
     r"\wedge": "and", r"\{": r"\{", r"\lbrace": r"\{", r"\}": r"\}", r"\rbrace": r"\}", r"\%": "%", r"\lvert": "|",
-    r"\rvert": "|", r"\vert": "|", r"\mid": "such that", r"\langle": "<<", r"\rangle": ">>", r"\varnothing": r"\emptyset",
+    r"\rvert": "|", r"\vert": "|", r"\mid": "such that", r"\langle": "<<", r"\rangle": ">>",
+    r"\varnothing": r"\emptyset",
     r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\dbinom": r"\binom", r"\tbinom": r"\binom",
     r"\degree": "degree", r"\R": "R", r"\lbrack": "[", r"\rbrack": "]", r"\$": "$", r"\colon": ":",
 }  # fmt: skip
@@ -79,10 +81,11 @@ _UNICODE = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "∗": "*", "÷": r"\div ", "√": r"\sqrt ", "π": r"\pi ",
     "∞": r"\infty ", "≤": r"\le ", "⩽": r"\le ", "≥": r"\ge ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ",
     "∪": r"\cup ", "∩": r"\cap ", "∖": r"\setminus ", "∈": r"\in ", "∅": r"\emptyset ", "±": r"\pm ", "∓": r"\mp ",
-    "°": r"\degree ", "ℝ": r"\mathbb{R}", "²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}",
-    "¾": r"\frac{3}{4}", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "′": "'",
+    "°": r"\degree ", "ℝ": r"\mathbb{R}", "²": "^{2}", "³": "^{3}",
+    "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "′": "'",
     "\u00a0": " ", "\u2009": " ", "\u202f": " ", "⟨": r"\langle ", "⟩": r"\rangle ",
 }  # fmt: skip
+_UNICODE |= {each: rf"\frac{{{normalize('NFKC', each).replace('\u2044', '}{')}}}" for each in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
 _TO_LATEX = str.maketrans(_UNICODE)
 
 # Dimension, size and names of units.
@@ -92,8 +95,8 @@ length 381/1250 ft foot feet; length 1143/1250 yd yard; length 201168/125 mi mil
 mass 1/1000 mg milligram; mass 45359237/100000 lb lbs pound; mass 45359237/1600000 oz ounce; mass 1000000 tonne
 time 1 s sec second; time 60 min mins minute; time 3600 h hr hrs hour; time 86400 day; time 604800 week
 time 1/1000 ms millisecond; year 1 yr year; volume 1 l L liter litre; volume 1/1000 ml mL milliliter millilitre
-angle 1 degree deg; radian 1 rad radian; dollar 1 dollar usd USD; dollar 1/100 cent; euro 1 euro eur EUR; joule 1 J joule
-watt 1 W watt; newton 1 N newton; volt 1 V volt; kelvin 1 K kelvin"""
+angle 1 degree deg; radian 1 rad radian; dollar 1 dollar usd USD; dollar 1/100 cent; euro 1 euro eur EUR; joule 1 J
+watt 1 W watt; newton 1 N newton; volt 1 V volt; kelvin 1 K"""
 UNITS = {
     name: (dimension, Fraction(factor))
     for dimension, factor, *names in (line.split() for line in re.split("[;\n]", _UNITS))
@@ -102,12 +105,14 @@ UNITS = {
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SQUARE = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 # Words that say something else of the value before them, and so are no unit.
-_NO_UNITS = """not no nor but if unless except without maybe perhaps possibly probably about around roughly approximately
-approx almost nearly more less than least most fewer greater over under above below between to from until versus vs is
-are was were be equals equal plus minus times divided by half halves third thirds quarter quarters dozen pair wrong false
+_NO_UNITS = """
+not no nor but if unless except without maybe perhaps possibly probably about around roughly approximately approx
+almost nearly more less than least most fewer greater over under above below between to from until versus vs is are was
+were be equals equal plus minus times divided by half halves third thirds quarter quarters dozen pair wrong false
 incorrect unknown undefined something none either neither both otherwise other others another each instead rather
 hundredths tenths thousandths power base factorial root any all every some also then so when where which that this it
-since because for as at with only never cannot can may might should could would modulo mod remainder squared cubed"""
+since because for as at with only never cannot can may might should could would modulo mod remainder squared cubed
+"""
 NO_UNITS = frozenset(_NO_UNITS.split())
 
 _SKIPPED = (
@@ -238,7 +243,7 @@ def _repeating(text: str) -> Node:
 _RELATIONS = frozenset(("=", "~", "<", ">", "<=", ">=", "!=", r"\in"))
 _OPENING = {"(": ")", "[": "]", r"\{": r"\}", "{": "}", "<<": ">>"}
 _BEGIN = frozenset((r"\frac", r"\sqrt", r"\binom", r"\lfloor", r"\lceil", r"\vec", r"\begin"))
-_NAMING = frozenset(r"""\overline \overrightarrow \vec \hat \widehat \bar \angle \triangle""".split())
+_NAMING = frozenset((r"\overline", r"\overrightarrow", r"\vec", r"\hat", r"\widehat", r"\bar", r"\angle", r"\triangle"))
 _ENDS = frozenset((",", ";", "or", "and", ")", "]", r"\}", "}", ">>", "=", "&", "\\\\", r"\end"))
 _CLOSES = frozenset((")", "]", r"\}", "}", ">>"))
 _MATRICES = frozenset(("pmatrix", "bmatrix", "matrix", "array", "Bmatrix"))
@@ -453,7 +458,7 @@ class _Parser:
                 return made
 
     def subscripted(self, made: Node) -> Node:
-        if made.kind == "number" and made.value[1] is None:
+        if made.kind == "number" and made.value[1] is None and self.tokens[self.at - 2].text != ")":
             base = self.argument()
             if not whole(base) or not 2 <= base.value[0] <= 36:
                 raise UnknownNotation("base of a number")
