@@ -345,9 +345,9 @@ class _Comparison:
 
     def rounded(self, wanted: Node, given: Node, first: Number, second: Number) -> bool:
         """True if the less precise of two numbers is the other rounded, with six significant digits or more."""
+        pairs = ((_decimals(wanted), first), (_decimals(given), second))
         decimals, short = min(
-            (pair for pair in ((_decimals(wanted), first), (_decimals(given), second)) if pair[0] is not None),
-            key=lambda pair: pair[0],
+            ((places, value) for places, value in pairs if places is not None), key=lambda pair: pair[0]
         )
         unit = self.mp.mpf(10) ** -decimals
         return bool(abs(self.lift(short)) >= 100_000 * unit and abs(self.lift(first) - self.lift(second)) <= unit / 2)

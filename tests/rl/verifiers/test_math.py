@@ -1,9 +1,8 @@
 import asyncio
 import csv
-import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby, islice
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -41,15 +40,15 @@ def outcome(reference: str, answer: str) -> str:
     return "wrong" if refused or (expected != answer and difference(expected, answer)) else "right"
 
 
-def test_two_cases_of_each_kind(math: Environment) -> None:
+def test_a_right_and_a_wrong_answer_of_each_kind(math: Environment) -> None:
     said = {"right": "correct", "wrong": "wrong"}
     kinds = groupby(sorted(CASES, key=itemgetter(0, 3)), key=itemgetter(0, 3))
-    cases = [case for _, of_kind in kinds for case in islice(of_kind, 2) if case[1:3] not in KNOWN]
+    cases = [next(of_kind) for _, of_kind in kinds]
     others = [
         case for case in cases if verdict(math, f"So \\boxed{{{case[2]}}}.", answer=case[1]).outcome != said[case[3]]
     ]
 
-    assert len(cases) > 100 and not others
+    assert len(cases) >= 80 and not others
 
 
 @pytest.mark.slow
@@ -78,35 +77,6 @@ def test_why_an_answer_is_wrong(math: Environment, expected: str, answer: str, r
     found = verdict(math, f"So \\boxed{{{answer}}}.", answer=expected)
 
     assert (found.outcome, found.reason) == ("wrong", reason)
-
-
-@pytest.mark.slow
-def test_counts_beside_other_verifiers_are_those_of_the_docs() -> None:
-    """False rewards and false negatives over all cases, as docs/rl/verifiers.md has them."""
-    server = pytest.importorskip("resources_servers.math_with_judge.app")
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig
-    from math_verify.metric import math_metric
-
-    latex = LatexExtractionConfig()
-    library = math_metric(gold_extraction_target=(latex,), pred_extraction_target=(ExprExtractionConfig(), latex))
-    trl = pytest.importorskip("trl.rewards")
-    verifiers = {
-        "math": lambda reference, answer: outcome(reference, answer) == "right",
-        "NeMo Gym's math_with_judge": lambda *case: server._run_math_verify(library, case[0], rf"\boxed{{{case[1]}}}")[
-            0
-        ],
-        "TRL's accuracy_reward": lambda *case: trl.accuracy_reward(
-            [[{"content": rf"\boxed{{{case[1]}}}"}]], [f"${case[0]}$"]
-        )[0],
-    }
-    table = Path("docs/rl/verifiers.md").read_text()
-    logging.disable(logging.CRITICAL)
-    try:
-        for name, verifier in verifiers.items():
-            said = [(bool(verifier(*case[1:3])), case[3] == "right") for case in CASES]
-            assert f"| {name} | {said.count((True, False))} | {said.count((False, True))} |" in table
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize(
