@@ -534,14 +534,20 @@ class _Parser:
 
     def called(self, name: Node) -> Node:
         """f(1, 2): a function of several values; f(x) is read as a product."""
-        if self.peek() == "(" and self.kind() == "sign":
-            begins = self.at
-            self.next()
-            inner = self.brackets("(")
-            if inner.kind == "group":
-                return Node("call", (name, *inner.parts), "f")
-            self.at = begins
-        return name
+        if self.peek() != "(" or not self._several():
+            return name
+        self.next()
+        inner = self.brackets("(")
+        return Node("call", (name, *inner.parts), "f")
+
+    def _several(self) -> bool:
+        """Whether there is a comma in the brackets that begin here, and not in inner ones."""
+        depth = 0
+        for token in self.tokens[self.at :]:
+            depth += (token.text in _OPENING) - (token.text in _CLOSES)
+            if depth == 0 or (depth == 1 and token.text == ","):
+                return depth == 1
+        return False
 
     def brackets(self, opening: str) -> Node:
         around = self.bars, self.builds_set

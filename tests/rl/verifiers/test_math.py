@@ -69,7 +69,7 @@ def test_all_cases() -> None:
         (r"2\sqrt{3}", r"\sqrt{12}\cdot 0!", "not worked out"),
         ("6", "4 2", "not a value: numbers side by side"),
         ("5", r"5\text{ maybe}", "not a value: 'maybe' behind a value"),
-        (r"\frac{x}{2}", r"\frac{x}{2}\text{ maybe}", "other words"),
+        (r"\sum_{k} k", r"\sum_{k} k\text{ maybe}", "other words"),
         ("5", "6", "another answer"),
     ],
 )
