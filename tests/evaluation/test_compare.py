@@ -104,12 +104,8 @@ def test_a_run_beside_itself_shows_no_difference(tmp_path: Path) -> None:
     a = made(tmp_path / "a", {"x": flat(0.5)}, samples=4)
     b = made(tmp_path / "b", {"x": flat(0.5)}, samples=4)
     (pair,) = compared(settings(a, b)).pairs["b"]
-    assert (pair.words, pair.p, pair.difference.mean, pair.difference.interval) == (
-        "no difference shown",
-        1.0,
-        0.0,
-        (0.0, 0.0),
-    )
+    assert (pair.words, pair.p, pair.difference.mean) == ("no difference shown", 1.0, 0.0)
+    assert pair.difference.interval == pytest.approx((-0.046, 0.046), abs=0.001)  # of 80 problems
 
 
 def test_many_harmless_benchmarks_do_not_make_an_alarm(tmp_path: Path) -> None:
