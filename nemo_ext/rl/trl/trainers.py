@@ -224,7 +224,7 @@ def policy_gradient(
         arguments["rollout_func"] = _conversations
     own = {"remove_unused_columns": False, "shuffle_dataset": False, "ddp_find_unused_parameters": False}
     reward = _Reward(rollouts)
-    trainer = trainers[algorithm.algorithm](
+    trainer: Any = trainers[algorithm.algorithm](
         model=model,
         args=make_config(algorithm, {**own, **settings}),
         train_dataset=_dataset(rollouts, train, (algorithm.steps or 0) * algorithm.prompts_per_step),
@@ -242,7 +242,8 @@ def policy_gradient(
             _refill(trainer, train, algorithm.sampling.max_batches, drawn)
     if same := sorted(rollouts.same):
         notice(f"{len(same):,} tasks have the prompt and reference of another and count as that one: {same[0]} ...")
-    return trainer
+    made: GRPOTrainer | RLOOTrainer = trainer
+    return made
 
 
 def preference(
