@@ -28,7 +28,7 @@ def render(
         micro_batch: number of responses or pairs on a device at once.
         processes: number of training devices.
         vllm: generate with vLLM instead of transformers.
-        by_adapter: our keys that TRL cannot express and the caller handles, `advantage.baseline` for example.
+        by_adapter: our keys that TRL cannot express and the caller handles, `lengths.prompt` for example.
 
     Raises:
         ValueError: the batch is not a multiple of the micro-batches on all devices.
@@ -83,6 +83,11 @@ def make_config(algorithm: Algorithm, settings: Mapping[str, Any], **others: Any
     return kind(**arguments)
 
 
+def scaled(algorithm: PolicyGradient) -> str:
+    """TRL's `scale_rewards` nearest to the algorithm's advantage."""
+    return "none" if algorithm.advantage.normalise == "none" else "group"
+
+
 def _generation(draft: Rendered, algorithm: PolicyGradient, *, vllm: bool) -> None:
     draft.settings |= {
         "num_generations": algorithm.generations_per_prompt,
@@ -108,20 +113,18 @@ def _generation(draft: Rendered, algorithm: PolicyGradient, *, vllm: bool) -> No
         draft.cannot("turns", "RLOOTrainer has no tools; turns=1 is done instead")
     if algorithm.asynchronous is not None:
         draft.cannot("asynchronous", "TRL generates and trains in turn; responses are of age 0 instead")
-    if algorithm.sampling.drop_zero_variance:
+    draft.adapter["max_batches"] = algorithm.sampling.max_batches if algorithm.algorithm == "grpo" else None
+    if algorithm.sampling.drop_zero_variance and algorithm.algorithm != "grpo":
         reason = "groups stay with an advantage of 0 instead, no others are generated"
         draft.cannot("sampling.drop_zero_variance", reason)
 
 
 def _grpo(draft: Rendered, algorithm: PolicyGradient) -> None:
     advantage, loss = algorithm.advantage, algorithm.loss
-    if advantage.baseline == "leave_one_out":
-        reason = "only rloo leaves one out; mean instead, advantages are 1 / group smaller"
-        draft.cannot("advantage.baseline", reason)
-    if advantage.normalise == "std":
-        draft.cannot("advantage.normalise", "unbiased_std instead, the only one")
+    # The adapter replaces TRL's advantages, which know no leave-one-out and no deviation over n.
+    draft.adapter["advantage"] = {"baseline": advantage.baseline, "normalise": advantage.normalise}
     draft.settings |= {
-        "scale_rewards": "none" if advantage.normalise == "none" else "group",
+        "scale_rewards": scaled(algorithm),
         "loss_type": {"token": "dapo", "sequence": "grpo", "sequence_sum": "luspo"}[loss.level],
         "importance_sampling_level": loss.ratio,
         "delta": loss.dual_clip,

@@ -164,8 +164,8 @@ class Rollouts:
         groups = [members[at : at + self.generations] for at in range(0, len(members), self.generations)]
         return [reward for rewards in self.group(groups) for reward in rewards]
 
-    def note(self, rollouts: Sequence[Rollout], rewards: Sequence[float], *, step: int) -> None:
-        """Append rollouts and their rewards to the record."""
+    def note(self, rollouts: Sequence[Rollout], rewards: Sequence[float], *, step: int, dropped: bool = False) -> None:
+        """Append rollouts and their rewards to the record, marked if they are not trained on."""
         with self.record.open("a") as file:
             for rollout, reward in zip(rollouts, rewards, strict=True):
                 task, verdict = rollout.episode.task, rollout.turn.verdict
@@ -180,6 +180,8 @@ class Rollouts:
                     "finished": rollout.turn.response.finished,
                     "response": self.tokenizer.decode(rollout.tokens),
                 }
+                if dropped:
+                    line["dropped"] = True
                 if verdict and verdict.reason:
                     line["reason"] = verdict.reason
                 file.write(json.dumps(line) + "\n")

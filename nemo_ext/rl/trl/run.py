@@ -1,7 +1,9 @@
 """Train with TRL: our tasks, verifiers and rewards, its GRPO, RLOO and DPO trainers."""
 
+import json
 import os
 import shutil
+import signal
 import sys
 import warnings
 from collections.abc import Mapping
@@ -12,6 +14,7 @@ from typing import Any
 
 from nemo_ext.chat.template import Template
 from nemo_ext.checkpoint.foreign_code import may_run_code
+from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import CHECKPOINTS, METRICS, truncate_metrics, write_config, write_versions
 from nemo_ext.job.settings import nearest
@@ -55,6 +58,8 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
     """Train as `run` does; returns False if there was nothing left to do."""
     # Threads that spin while they wait take the verifiers' cores; read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as by Ctrl-C
+    notice("loading torch, transformers and TRL")
     try:
         transformers, trainers = import_module("transformers"), import_module("nemo_ext.rl.trl.trainers")
     except ImportError as error:
@@ -89,9 +94,15 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
     write_config(run_dir, config)
     write_versions(run_dir, sys.argv)
     if isinstance(algorithm, PolicyGradient):
+        notice("reading the tasks")
         rollouts, train, validation = _tasks(config, algorithm, settings, tokenizer)
-        trainer = trainers.policy_gradient(algorithm, str(folder), settings, tokenizer, rollouts, train, validation)
+        drawn = _drawn(checkpoint, algorithm)
+        notice(f"loading the model {folder}")
+        trainer = trainers.policy_gradient(
+            algorithm, str(folder), settings, tokenizer, rollouts, train, validation, drawn=drawn
+        )
     else:
+        notice(f"loading the model {folder} and the pairs")
         trainer = trainers.preference(algorithm, str(folder), settings, tokenizer, config["pairs"])
     done = _step_of(checkpoint) if checkpoint else 0
     if (run_dir / MODEL).is_dir() and done >= trainer.args.max_steps:
@@ -105,7 +116,14 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
     trainer.add_callback(trainers.Log(run_dir / METRICS, rollouts if isinstance(algorithm, PolicyGradient) else None))
     trainer.phases = phases
     phases.begin("training")
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    stop = trainers.Stop(algorithm.updates_per_step)
+    trainer.add_callback(stop)
+    with stop.on_signals():
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if stop.asked and trainer.state.global_step < trainer.state.max_steps:
+        step = trainer.state.global_step // algorithm.updates_per_step
+        notice(f"interrupted: the last checkpoint is of step {step}; the same command resumes")
+        sys.exit(INTERRUPTED)
     unfinished = run_dir / f".{MODEL}"
     for folder in (unfinished, run_dir / MODEL):
         shutil.rmtree(folder, ignore_errors=True)
@@ -149,7 +167,9 @@ def _tasks(
     prompts = Prompts.of(tokenizer, config["template"])
     if not algorithm.steps:
         raise ValueError("rl.schedule.steps=null: say how many steps to train")
-    train = plan_tasks(config["tasks"]["train"], steps=algorithm.steps, prompts=algorithm.prompts_per_step)
+    rounds = algorithm.sampling.max_batches if algorithm.algorithm == "grpo" else None
+    spare = algorithm.steps * ((rounds or 1) - 1)
+    train = plan_tasks(config["tasks"]["train"], steps=algorithm.steps, prompts=algorithm.prompts_per_step, spare=spare)
     given = config["tasks"].get("validation")
     validation = validation_tasks(given["path"]) if given else None
     planned = [tasks for tasks in (train, validation) if tasks is not None]
@@ -208,6 +228,16 @@ def _leave_out_longer(rollouts: Rollouts, tasks: PlannedTasks, most: int, given:
 def _last_checkpoint(folder: Path) -> Path | None:
     found = [path for path in folder.glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
     return max(found, key=_step_of, default=None)
+
+
+def _drawn(checkpoint: Path | None, algorithm: PolicyGradient) -> int:
+    """Number of tasks that were drawn before the checkpoint."""
+    if checkpoint is None:
+        return 0
+    kept = json.loads((checkpoint / "trainer_state.json").read_bytes())["stateful_callbacks"].get("Drawn")
+    if kept is None:  # a run of an earlier version, or one that drops no groups
+        return _step_of(checkpoint) // algorithm.updates_per_step * algorithm.prompts_per_step
+    return int(kept["args"]["number"])
 
 
 def _step_of(checkpoint: Path) -> int:

@@ -1,7 +1,10 @@
 """TRL's trainers with our prompts, rewards and records."""
 
 import json
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +12,15 @@ import torch
 from datasets import Dataset
 from datasets.exceptions import DatasetGenerationError
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
 from nemo_ext.job.progress import notice
 from nemo_ext.memory.sampler import Phases
-from nemo_ext.rl.algorithms import PolicyGradient, Preference
+from nemo_ext.rl.algorithms import Advantage, PolicyGradient, Preference
 from nemo_ext.rl.plan import PlannedTasks
-from nemo_ext.rl.trl.render import make_config
+from nemo_ext.rl.rewards.advantages import group_advantages, zero_variance
+from nemo_ext.rl.trl.render import make_config, scaled
 from nemo_ext.rl.trl.rollouts import Rollout, Rollouts
 
 
@@ -53,8 +58,127 @@ class _OurPrompts(_Phased):
         return made
 
 
+class Drawn(TrainerCallback, ExportableState):
+    """Number of tasks drawn from the plan; every checkpoint holds it, so that a resumed run goes on with the next."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+
+    def state(self) -> dict[str, Any]:
+        """Called by the trainer when it saves."""
+        return {"args": {"number": self.number}, "attributes": {}}
+
+
+@dataclass
+class Refill:
+    """Tasks in the plan's order, and the rounds of generation after which groups without variance stay.
+
+    Attributes:
+        tasks: tasks of the run.
+        rounds: maximum number of rounds per step, the first one included.
+        drawn: number of tasks that were drawn.
+    """
+
+    tasks: PlannedTasks
+    rounds: int
+    drawn: Drawn
+
+
 class _Grpo(_OurPrompts, GRPOTrainer):
-    pass
+    """GRPO with the advantages of `group_advantages`, and groups without variance replaced.
+
+    Attributes:
+        advantage: how advantages are made; None leaves TRL's.
+        refill: where other groups come from; None keeps all groups.
+    """
+
+    advantage: Advantage | None = None
+    refill: Refill | None = None
+    _earned: torch.Tensor
+
+    def _calculate_rewards(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        self._earned = super()._calculate_rewards(*arguments, **named)
+        return self._earned
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        if self.model.training and self.refill is not None:
+            inputs = [{"prompt": text} for text in self._next_prompts(len(inputs) // self.num_generations)]
+        made: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        if self.model.training and self.advantage is not None:
+            # Of all processes, over whose border a group may lie.
+            groups = self._earned.nansum(dim=1).view(-1, self.num_generations).double().cpu().numpy()
+            found = group_advantages(groups, baseline=self.advantage.baseline, normalise=self.advantage.normalise)
+            before = made["advantages"]
+            first = self.accelerator.process_index * len(before)
+            made["advantages"] = torch.as_tensor(found.reshape(-1)[first : first + len(before)]).to(before)
+        return made
+
+    def _generate(self, prompts: list[str]) -> Any:
+        if not self.model.training or self.refill is None:
+            return super()._generate(prompts)
+        wanted = len(prompts) // self.num_generations
+        kept: list[dict[str, Any]] = []
+        flat: list[dict[str, Any]] = []
+        rounds = 0
+        while len(kept) < wanted and rounds < self.refill.rounds:
+            if rounds:
+                self.phases.begin("generation")
+                prompts = self._next_prompts(wanted - len(kept))
+            for group in self._groups(prompts):
+                (flat if zero_variance(group["earned"]) else kept).append(group)
+            rounds += 1
+        dropped = flat[: len(kept) + len(flat) - wanted]
+        for group in dropped:
+            self.rollouts.note(group["rollout"], group["earned"], step=self.state.global_step + 1, dropped=True)
+        values = {
+            "dropped": len(dropped) / (len(kept) + len(flat)),
+            "refill_rounds": rounds - 1,
+            "left": (wanted - len(kept)) / wanted,
+            "tasks_drawn": self.refill.drawn.number,
+        }
+        for name, value in values.items():
+            self._metrics["train"][f"zero_variance/{name}"].append(value)
+        return _merged([*kept, *flat[len(dropped) :]])
+
+    def _next_prompts(self, count: int) -> list[str]:
+        """The next tasks' prompts, each as often as it has responses."""
+        assert self.refill is not None
+        first = self.refill.drawn.number
+        self.refill.drawn.number += count
+        texts = [self.rollouts.prompt(self.refill.tasks[first + number]) for number in range(count)]
+        return [text for text in texts for _ in range(self.num_generations)]
+
+    def _groups(self, prompts: list[str]) -> list[dict[str, Any]]:
+        """Generated and rewarded groups, by the names of their columns; a column that TRL leaves out is None."""
+        given, responses, mask, texts, logprobs, extra, *_ = super()._generate(prompts)
+        rollouts = extra.get("rollout") or self.rollouts.verified(prompts, responses)
+        columns = {
+            **dict(zip(_COLUMNS, (given, responses, mask, texts, logprobs), strict=True)),
+            "rollout": rollouts,
+            "earned": self.rollouts.rewards(rollouts),
+        }
+        return [
+            {
+                name: None if column is None else column[at : at + self.num_generations]
+                for name, column in columns.items()
+            }
+            for at in range(0, len(prompts), self.num_generations)
+        ]
+
+
+_COLUMNS = ("prompt_ids", "completion_ids", "tool_mask", "completions", "logprobs")
+"""What TRL's `_generate` returns for each response, in its order."""
+
+
+def _merged(groups: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+    """What TRL's `_generate` returns, of groups; rollouts and rewards go on to the reward function."""
+
+    def column(name: str) -> list[Any] | None:
+        parts = [group[name] for group in groups]
+        return None if parts[0] is None else [value for part in parts for value in part]
+
+    extra = {name: column(name) for name in ("rollout", "earned")}
+    return (*map(column, _COLUMNS), extra, None, [])
 
 
 class _Rloo(_OurPrompts, RLOOTrainer):
@@ -73,8 +197,21 @@ def policy_gradient(
     rollouts: Rollouts,
     train: PlannedTasks,
     validation: PlannedTasks | None,
+    *,
+    drawn: int = 0,
 ) -> GRPOTrainer | RLOOTrainer:
     """Make a GRPO or RLOO trainer on tasks.
+
+    Args:
+        algorithm: algorithm.
+        model: Hugging Face folder.
+        settings: arguments of TRL's config.
+        tokenizer: Hugging Face tokenizer.
+        rollouts: prompts and rewards.
+        train: tasks of the run; with `sampling.drop_zero_variance` all that may be drawn.
+        validation: tasks of validation.
+        drawn: number of tasks that were drawn before the checkpoint which is resumed; read with
+            `sampling.drop_zero_variance` alone, where it does not follow from the step.
 
     Raises:
         ValueError: a setting that TRL does not know, or RLOO with an environment of several turns.
@@ -87,19 +224,26 @@ def policy_gradient(
         arguments["rollout_func"] = _conversations
     own = {"remove_unused_columns": False, "shuffle_dataset": False, "ddp_find_unused_parameters": False}
     reward = _Reward(rollouts)
-    trainer = trainers[algorithm.algorithm](
+    trainer: Any = trainers[algorithm.algorithm](
         model=model,
         args=make_config(algorithm, {**own, **settings}),
-        train_dataset=_dataset(rollouts, train),
-        eval_dataset=None if validation is None else _dataset(rollouts, validation),
+        train_dataset=_dataset(rollouts, train, (algorithm.steps or 0) * algorithm.prompts_per_step),
+        eval_dataset=None if validation is None else _dataset(rollouts, validation, len(validation)),
         reward_funcs=[reward],
         processing_class=tokenizer,
         **arguments,
     )
     trainer.rollouts, reward.trainer = rollouts, trainer
+    if algorithm.algorithm == "grpo":
+        # trl.scale_rewards=... takes precedence.
+        if trainer.args.scale_rewards == scaled(algorithm):
+            trainer.advantage = algorithm.advantage
+        if algorithm.sampling.max_batches is not None:
+            _refill(trainer, train, algorithm.sampling.max_batches, drawn)
     if same := sorted(rollouts.same):
         notice(f"{len(same):,} tasks have the prompt and reference of another and count as that one: {same[0]} ...")
-    return trainer
+    made: GRPOTrainer | RLOOTrainer = trainer
+    return made
 
 
 def preference(
@@ -191,8 +335,53 @@ _SHOWN = {
 }
 
 
-def _dataset(rollouts: Rollouts, tasks: PlannedTasks) -> Dataset:
-    return Dataset.from_dict({"prompt": [rollouts.prompt(tasks[number]) for number in range(len(tasks))]})
+def _dataset(rollouts: Rollouts, tasks: PlannedTasks, size: int) -> Dataset:
+    return Dataset.from_dict({"prompt": [rollouts.prompt(tasks[number]) for number in range(size)]})
+
+
+def _refill(trainer: Any, tasks: PlannedTasks, rounds: int, drawn: int) -> None:
+    """Let the trainer draw its tasks itself.
+
+    Raises:
+        ValueError: there are several processes, or two tasks cannot be told apart by their prompts.
+    """
+    if trainer.accelerator.num_processes > 1:
+        raise ValueError("rl.sampling.drop_zero_variance: with TRL it needs one process: set it to false")
+    for file in tasks.files:
+        for task in file.tasks:
+            trainer.rollouts.prompt(task)
+    trainer.refill = Refill(tasks, rounds, Drawn(drawn))
+    trainer.add_callback(trainer.refill.drawn)
+
+
+class Stop(TrainerCallback):
+    """Ends training with a checkpoint at the next whole step once a signal came; the second one ends at once."""
+
+    def __init__(self, updates: int) -> None:
+        self.asked = False
+        self._updates = updates
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Called by the trainer after each update, of which a step has `updates`."""
+        if self.asked and state.global_step % self._updates == 0:
+            control.should_save = control.should_training_stop = True
+
+    @contextmanager
+    def on_signals(self) -> Iterator[None]:
+        """Listen for Ctrl-C and SIGTERM."""
+
+        def ask(number: int, frame: object) -> None:
+            if self.asked:
+                raise KeyboardInterrupt
+            self.asked = True
+            notice("stopping: the step is finished and a checkpoint saved (again to end at once)")
+
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 class _Reward:
@@ -210,12 +399,13 @@ class _Reward:
         completions: list[str],
         completion_ids: list[list[int]],
         rollout: list[Rollout] | None = None,
+        earned: list[float] | None = None,
         **rest: Any,
     ) -> list[float]:
         made = rollout or self.rollouts.verified(prompts, completion_ids)
         if not self.trainer.model.training:
             return [one.turn.reward.total if one.turn.reward else 0.0 for one in made]
-        given = self.rollouts.rewards(made)
+        given = self.rollouts.rewards(made) if earned is None else earned
         self.rollouts.note(made, given, step=self.trainer.state.global_step + 1)
         return given
 

@@ -93,13 +93,14 @@ def test_dual_clip_is_trls_delta() -> None:
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"advantage": {"baseline": "leave_one_out", "normalise": "none"}}, "advantage.baseline"),
-        ({"advantage": {"baseline": "mean", "normalise": "std"}}, "advantage.normalise"),
         ({"loss": loss(kl={"coefficient": 0.1, "estimator": "k1"})}, "loss.kl.estimator"),
         ({"lengths": {"prompt": 4, "response": 4}}, "lengths.prompt"),
         ({"lengths": {"total": 8, "response": 4}}, "lengths.total"),
         ({"asynchronous": {"max_age": 1}}, "asynchronous"),
-        ({"sampling": {"drop_zero_variance": True, "max_batches": 2}}, "sampling.drop_zero_variance"),
+        (
+            {"algorithm": "rloo", "sampling": {"drop_zero_variance": True, "max_batches": 2}},
+            "sampling.drop_zero_variance",
+        ),
         ({"router": {"frozen": True}}, "router.frozen"),
         ({"validation": {"every": 2, "keep_best": 3}}, "validation.keep_best"),
         ({"batch": 8, "loss": loss(clip_low=None, clip_high=None)}, "loss.clip_low"),

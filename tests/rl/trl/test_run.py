@@ -56,6 +56,11 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def trained(run: Path) -> list[dict]:
+    """Rollouts that were trained on."""
+    return [line for line in lines(run / "rollouts.jsonl") if not line.get("dropped")]
+
+
 def rewards(run: Path) -> list[tuple[int, float]]:
     return [(log["step"], log["reward"]) for log in lines(run / "metrics.jsonl") if "reward" in log]
 
@@ -88,7 +93,7 @@ def test_grpo_trains_on_two_environments_and_a_killed_run_goes_on(
     assert [(line["id"], line["response"]) for line in lines(killed / "rollouts.jsonl")] == [
         (line["id"], line["response"]) for line in lines(whole / "rollouts.jsonl")
     ]
-    assert len(lines(whole / "rollouts.jsonl")) == 48
+    assert len(trained(whole)) == 48
     assert {line["domain"] for line in lines(whole / "rollouts.jsonl")} == {"arithmetic", "instructions"}
     assert (whole / "model" / "model.safetensors").is_file()
     assert "![rewards](reward.png)" in (whole / "report.md").read_text()
@@ -101,6 +106,61 @@ def test_grpo_trains_on_two_environments_and_a_killed_run_goes_on(
     assert (whole / "model" / "model.safetensors").is_file()
     job(*words, *longer, "rl.schedule.steps=14", f"run_dir={whole}")
     assert [step for step, _ in rewards(whole)] == list(range(1, 15))
+
+
+@pytest.mark.slow
+def test_groups_of_equal_rewards_are_replaced_and_a_stopped_run_draws_the_same_tasks(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of every three tasks one earns always and one never; a random model writes an "a" in some of its responses."""
+
+    def task(number: int) -> dict[str, Any]:
+        least = (0, 99, 1)[number % 3]
+        kwargs = {"letter": "a", "let_frequency": least, "let_relation": "at least"}
+        reference = {"instructions": [{"id": "keywords:letter_frequency", "kwargs": kwargs}], "mode": "all"}
+        return {"id": str(number), "environment": "instructions", "prompt": f"{number}", "reference": reference}
+
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps(task(number)) + "\n" for number in range(30)))
+    words = (
+        *("rl", "preset=rl_zero", f"model={model}", f"tasks.train={{path: {path}, shuffle: false}}", *SMALL),
+        *("environments={instructions: {}}", "rl.schedule.steps=8", "rl.generations_per_prompt=8", "rl.batch=16"),
+        *("micro_batch=16", "rl.sampling.max_batches=3"),
+        "rl.advantage={baseline: leave_one_out, normalise: unbiased_std}",
+    )
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    job(*words, f"run_dir={whole}")
+
+    process = subprocess.Popen(command(*words, f"run_dir={stopped}"), stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    said = ""
+    while "step 1/" not in said:
+        line = process.stderr.readline()
+        assert line, said
+        said += line
+    process.terminate()
+    said += process.communicate()[1]
+    assert process.returncode == 130, said
+    assert "stopping: the step is finished" in said
+    (step,) = re.findall(r"interrupted: the last checkpoint is of step (\d+); the same command resumes", said)
+    assert (stopped / "checkpoints" / f"checkpoint-{step}" / "trainer_state.json").is_file()
+    job(*words, f"run_dir={stopped}")
+    assert f"going on from step {step}" in capsys.readouterr().err
+
+    rollouts = lines(whole / "rollouts.jsonl")
+    assert lines(stopped / "rollouts.jsonl") == rollouts
+    logs = [log for log in lines(whole / "metrics.jsonl") if "reward" in log]
+    groups = [rollouts[at : at + 8] for at in range(0, len(rollouts), 8)]
+    assert len(groups) == logs[-1]["zero_variance/tasks_drawn"] > 16
+    drawn = sorted(int(group[0]["id"]) for group in groups if group[0]["step"] <= 3)
+    assert drawn == list(range(len(drawn))), "the first ones in the plan's order, none twice"
+    dropped = [group for group in groups if group[0].get("dropped")]
+    kept = [group for group in groups if not group[0].get("dropped")]
+    assert all(len({line["reward"] for line in group}) == 1 for group in dropped)
+    assert len(kept) == 16
+    left = sum(len({line["reward"] for line in group}) == 1 for group in kept)
+    assert left / 16 == pytest.approx(sum(log["zero_variance/left"] for log in logs) / 8)
+    assert 1 <= max(log["zero_variance/refill_rounds"] for log in logs) <= 2
 
 
 @pytest.mark.slow
@@ -209,7 +269,7 @@ def test_a_judge_compares_the_answers_of_a_group(model: Path, tmp_path: Path, en
     asked = [request for request in endpoint.requests if "messages" in request]
     assert len(asked) == 2 * 2 * 2, "two steps, two groups, two orders"
     assert "Compare two responses" in asked[0]["messages"][0]["content"]
-    rollouts = lines(tmp_path / "run" / "rollouts.jsonl")
+    rollouts = trained(tmp_path / "run")
     assert {line["domain"] for line in rollouts} == {"chat"}
     for place in range(0, len(rollouts), 2):
         one, other = rollouts[place : place + 2]
