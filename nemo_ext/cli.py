@@ -23,6 +23,7 @@ JOBS = {
     "curriculum": "order RL prompts from easy to hard, by measured pass rates",
     "rl_tasks": "generate RL tasks: mathematics, code, instructions, tools and more",
     "rl": "train by GRPO, RLOO, DPO or RPO with the papers' presets, on TRL or NeMo-RL",
+    "online": "train by DPO or RPO in rounds on the policy's own answers: generate, judge, train",
     "gym": "write NeMo Gym servers for the RL environments",
     "serve": "serve a model behind an OpenAI-compatible endpoint, on this machine or with vLLM",
     "generate": "send rows to an endpoint, keep the answers; any number of workers, resumable",

@@ -92,7 +92,8 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
         rollouts, train, validation = _tasks(config, algorithm, settings, tokenizer)
         trainer = trainers.policy_gradient(algorithm, str(folder), settings, tokenizer, rollouts, train, validation)
     else:
-        trainer = trainers.preference(algorithm, str(folder), settings, tokenizer, config["pairs"])
+        pairs, rpo = config["pairs"], rendered.adapter.get("rpo")
+        trainer = trainers.preference(algorithm, str(folder), settings, tokenizer, pairs, rpo)
     done = _step_of(checkpoint) if checkpoint else 0
     if (run_dir / MODEL).is_dir() and done >= trainer.args.max_steps:
         notice(f"{run_dir / MODEL}: this run is finished; more steps go on, another run_dir=... begins anew")
