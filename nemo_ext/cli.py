@@ -30,6 +30,7 @@ JOBS = {
     "evaluate": "evaluate a model or an endpoint: benchmarks with intervals, tokens and every answer",
     "compare": "compare evaluations side by side, with paired tests and the papers' values",
     "merge": "average checkpoints: a weighted soup, or points on the line between two",
+    "merge_sweep": "average checkpoints with several weights, evaluate each, choose one of the Pareto front",
     "puzzle": "compress a parent into a smaller model: block search, FFN fusion, distillation",
     "quantize": "make an FP8 checkpoint for vLLM by a precision plan, with ModelOpt",
     "sensitivity": "find the blocks that need more than FP8, and a plan that keeps a loss budget",

@@ -31,7 +31,8 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 OPEN = (
     *("puzzle.search.shares", "puzzle.search.limits", "puzzle.heal.megatron"),
     *("reasoning", "thinking_shares", "sampling", "packing", "near_duplicates", "generate.extra", "serving.vllm"),
-    *("rollouts.extra", "rollouts.environments"),
+    *("rollouts.extra", "rollouts.environments", "online.extra", "online.environments"),
+    *("sweep.objectives", "sweep.at_least"),
 )
 """Sections beside `megatron` whose keys the user chooses."""
 
@@ -46,6 +47,7 @@ FREE = (
     "evaluate.",
     "rollouts.environments.",
     "online.environments.",
+    "sweep.",
     "online.group.",
 )
 """Prefixes of keys that may be new: the code that reads them knows which exist."""
@@ -227,7 +229,7 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
     """Command line words in Hydra's grammar.
 
     `preset=NAME` is the file NAME of the job's group in `PRESETS`, where it has one; `model` of the jobs in `MODEL`,
-    and `suite` of evaluate, are other keys.
+    and `suite` of evaluations, are other keys.
 
     `megatron.KEY=value` may add a key: Hydra knows only those that a file names, Megatron's parser knows them all.
     The sections of `OPEN` are open too. One given whole (`puzzle.search.shares={parameters: 0.6}`) replaces what the
@@ -258,7 +260,7 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
         elif name == "model" and job in MODEL:
             # To Hydra `model` is the group of Megatron models.
             spelled.append(f"{MODEL[job]}={hydra_value(value)}")
-        elif name == "suite" and job == "evaluate":  # to Hydra it is a group too
+        elif name == "suite" and job in ("evaluate", "merge_sweep"):  # to Hydra it is a group too
             spelled.append(f"evaluate.{word}")
         elif name == "environments" and job == "rl" and equals and value != "null":
             # The preset's environments may require settings that are not needed then.

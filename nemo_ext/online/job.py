@@ -85,7 +85,7 @@ class _Run:
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        check_keys(config, KEYS, required=KEYS, where="online")
+        check_keys(config, KEYS, required=[key for key in KEYS if key != "rl"], where="online")
         if not config["served"]:
             raise ValueError("model=null: say which Hugging Face folder to train")
         self.config, self.settings = config, OnlineSettings.of(config)
@@ -245,6 +245,11 @@ class _Run:
 
     def _check_tasks(self) -> None:
         environments = self._environments()
+        for name in self.settings.environments:
+            if name not in environments:
+                raise ValueError(
+                    f"online.environments: no task has the environment {name!r}, only {', '.join(environments)}"
+                )
         for name, environment in environments.items():
             if environment.begin is not None:
                 raise ValueError(f"tasks: environment {name!r} has several turns, and pairs are of single answers")
