@@ -20,7 +20,8 @@ from nemo_ext.slurm.submit import planned
 REPOSITORY = Path(__file__).parents[2]
 PIPELINES = sorted(path.stem for path in (Path(hydra_conf.__file__).parent / "pipeline").glob("*.yaml"))
 NEEDED = {
-    "domyn_small": [f"{key}=/given/{key}" for key in ("start", "tokenizer", "math_tasks", "environment_tasks", "pairs")]
+    "domyn_small": [f"{key}=/given/{key}" for key in ("start", "tokenizer", "math_tasks", "environment_tasks", "pairs")],
+    "reprofile": ["start=/given/start", "tasks=/given/tasks"],
 }
 
 
