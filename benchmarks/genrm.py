@@ -12,6 +12,7 @@ of good ones and the length, with 95 % bootstrap intervals over answers.
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -32,6 +33,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|role|>assistant<|text|>{% endif %}"
 )
 LONGEST = 12
+SAMPLING = "{temperature: 0.0, max_tokens: 40}"
 CONTROLS = {"without": "{thinking: 0, answer: 0, thinking_bonus: 0, answer_bonus: 0}", "with": "{}"}
 draw = random.Random(1)
 
@@ -140,14 +142,14 @@ def train_policy(folder: Path, run_dir: Path, steps: int, control: str) -> None:
     records = ({"id": str(n), "environment": "chat", "prompt": f"Say {n}."} for n in range(100))
     tasks.write_text("".join(json.dumps(record) + "\n" for record in records))
     endpoint = json.loads((folder / "serve" / "endpoint.json").read_text())
-    sampling = "{temperature: 0.0, max_tokens: 40}"
+    os.environ["JUDGE_KEY"] = endpoint["key"] or ""
+    judge = f"{{base_url: '{endpoint['url']}', model: judge, key_variable: JUDGE_KEY, sampling: {SAMPLING}}}"
     nemo_ext(
         *("rl", "preset=nemotron3_rlhf", f"model={folder / 'policy'}", f"tasks.train.path={tasks}"),
         *("rl.prompts_per_step=4", "rl.generations_per_prompt=8", "rl.batch=32", "micro_batch=32"),
         *("rl.lengths={response: 16, total: 256}", "rl.validation.every=null", f"rl.schedule.steps={steps}"),
         *("rl.optimizer.learning_rate=1e-3", "on_inexpressible=warn", f"run_dir={run_dir}"),
-        f"rl.group={{judge: {{base_url: '{endpoint['url']}', model: judge, sampling: {sampling}}}, show: instructed, "
-        f"length_control: {control}}}",
+        f"rl.group={{judge: {judge}, show: instructed, length_control: {control}}}",
     )
 
 

@@ -96,6 +96,9 @@ class _Run:
         evaluation.read({**{key: config[key] for key in _OF_EVALUATION}, "run_dir": str(self.run_dir)})
         self.training = of_a_round(self.algorithm)
         checked_whole("micro_batch", config["micro_batch"], least=1)
+        for split, tasks in config["tasks"].items():
+            if isinstance(tasks, str):
+                raise ValueError(f"tasks.{split}={tasks}: write tasks.{split}.path=FILE")
         rendered = render(self.training, micro_batch=gcd(self.training.batch, config["micro_batch"]))
         if rendered.inexpressible and config["on_inexpressible"] != "warn":
             rendered.settled(config["on_inexpressible"])  # before hours of generation, not after
@@ -158,24 +161,9 @@ class _Run:
         """
         folder = folder_of_round(self.run_dir, number)
         model = folder / "train" / MODEL
-        if model.is_dir():
-            return model
-        tasks = self.of_round(number)
-        notice(f"round {number}/{self.rounds}: {len(tasks):,} prompts x {self.samples} answers of {policy}")
-        found = answered({**self.config, "served": str(policy)}, tasks, self.asked, folder / "answers")
-        pairs = self._pairs(folder, policy)
-        values = {**summary(found, seed=self.config["seed"]), "pairs": pairs}
-        notice(f"round {number}/{self.rounds}: {shown(values)}, {pairs:,} pairs")
-        self._note(number - 1, values)
-        if pairs < self.training.batch:
-            why = f"{pairs:,} pairs, fewer than rl.batch={self.training.batch:,}: {folder / 'pairs' / REPORT} says why"
-            if number == 1:
-                raise ValueError(f"{folder}: {why}; begin anew with more prompts or answers, or a smaller batch")
-            notice(f"round {number}/{self.rounds}: {why}; the rounds end here")
+        if not model.is_dir() and not self._made(folder, policy, number):
             return None
-        self._train(folder, policy)
-        trained = read_metrics(folder / "train" / METRICS)
-        self._note(number - 1, line_of(trained))
+        self._note(number - 1, line_of(read_metrics(folder / "train" / METRICS)))
         shutil.rmtree(folder / "train" / CHECKPOINTS, ignore_errors=True)
         return model
 
@@ -196,6 +184,24 @@ class _Run:
         link.unlink(missing_ok=True)
         link.symlink_to(policy.relative_to(self.run_dir))
         notice(f"report: {write_report(self.run_dir, self.algorithm)}; model: {link}")
+
+    def _made(self, folder: Path, policy: Path, number: int) -> bool:
+        """Answers, pairs and training of a round; whether there were enough pairs."""
+        tasks = self.of_round(number)
+        notice(f"round {number}/{self.rounds}: {len(tasks):,} prompts x {self.samples} answers of {policy}")
+        found = answered({**self.config, "served": str(policy)}, tasks, self.asked, folder / "answers")
+        pairs = self._pairs(folder, policy)
+        values = {**summary(found, seed=self.config["seed"]), "pairs": pairs}
+        notice(f"round {number}/{self.rounds}: {shown(values)}, {pairs:,} pairs")
+        self._note(number - 1, values)
+        if pairs < self.training.batch:
+            why = f"{pairs:,} pairs, fewer than rl.batch={self.training.batch:,}: {folder / 'pairs' / REPORT} says why"
+            if number == 1:
+                raise ValueError(f"{folder}: {why}; begin anew with more prompts or answers, or a smaller batch")
+            notice(f"round {number}/{self.rounds}: {why}; the rounds end here")
+            return False
+        self._train(folder, policy)
+        return True
 
     def _pairs(self, folder: Path, policy: Path) -> int:
         """Pairs of a round's answers; returns their number."""
