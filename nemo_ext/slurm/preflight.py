@@ -219,10 +219,10 @@ def _precision(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]
 
 def _reinforcement(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Errors for inconsistent algorithm settings or a missing engine."""
-    from nemo_ext.rl.job import checked_algorithm
+    from nemo_ext.rl.job import check_steps, checked_algorithm
 
     try:
-        checked_algorithm(config)
+        check_steps(config, checked_algorithm(config))
     except ValueError as error:
         yield Finding("error", str(error))
     engine = str(config["engine"])

@@ -31,6 +31,7 @@ async def rlhf_rewards(
     prompt: Sequence[Message],
     responses: Sequence[Response],
     *,
+    lengths: Sequence[tuple[int, int]] | None = None,
     show: Show = genrm_messages,
     both_orders: bool = True,
     control: LengthControl | None = None,
@@ -38,13 +39,12 @@ async def rlhf_rewards(
 ) -> GroupRewards:
     """Rewards of the responses to one prompt, from 2N concurrent comparisons, or N with `both_orders=False`.
 
-    Lengths are those of the texts in characters, as in NeMo Gym's genrm_compare: engines seldom count the tokens of a
-    trace, and only proportions within the group matter.
-
     Args:
         judge: judge, which never raises or hangs; comparisons that it does not answer are left out and counted.
         prompt: conversation up to the responses.
         responses: responses of the group.
+        lengths: each response's (trace, answer) in tokens of the policy, 0 for none; None for those of the texts in
+            characters, as NeMo Gym's genrm_compare has them, where no tokenizer is at hand.
         show: one of `SHOWN`.
         both_orders: compare each pair in both orders; see `circular_comparisons`.
         control: length control; see `group_rewards`.
@@ -55,10 +55,11 @@ async def rlhf_rewards(
     pairs = circular_comparisons(len(responses), both_orders=both_orders)
     questions = [show(prompt, answers[first], answers[second]) for first, second in pairs]
     judged = await judge.ask_all(questions, parse_judgement)
+    lengths = lengths or _in_characters(responses)
     given = group_rewards(
         {pair: answer.value for pair, answer in zip(pairs, judged, strict=True)},
-        thinking_lengths=[len((response.thinking or "").strip()) for response in responses],
-        answer_lengths=[len(response.answer.strip()) for response in responses],
+        thinking_lengths=[thinking for thinking, _ in lengths],
+        answer_lengths=[answer for _, answer in lengths],
         control=control,
     )
     return replace(given, problem=next((answer.problem for answer in judged if answer.value is None), ""))
@@ -69,6 +70,7 @@ async def reward_model_rewards(
     prompt: Sequence[Message],
     responses: Sequence[Response],
     *,
+    lengths: Sequence[tuple[int, int]] | None = None,
     control: LengthControl | None = None,
     max_answer_characters: int = LONGEST,
 ) -> GroupRewards:
@@ -79,7 +81,7 @@ async def reward_model_rewards(
     the others, and one of a group without any 0.
 
     Args:
-        judge, prompt, responses, max_answer_characters: as for `rlhf_rewards`.
+        judge, prompt, responses, lengths, max_answer_characters: as for `rlhf_rewards`.
         control: length control in units of the rewards; None for none.
     """
     answers = [_cut(response.answer, max_answer_characters) for response in responses]
@@ -92,15 +94,20 @@ async def reward_model_rewards(
     none = (0.0,) * len(base)
     made = GroupRewards(rewards=base, base=base, length=none, bonus=none, judged=judged)
     if control is not None:
+        lengths = lengths or _in_characters(responses)
         made = control_lengths(
             base,
-            thinking_lengths=[len((response.thinking or "").strip()) for response in responses],
-            answer_lengths=[len(response.answer.strip()) for response in responses],
+            thinking_lengths=[thinking for thinking, _ in lengths],
+            answer_lengths=[answer for _, answer in lengths],
             judged=judged,
             control=control,
         )
     problem = next((one.problem for one in given if one.value is None), "")
     return replace(made, missing=len(base) - len(known), problem=problem)
+
+
+def _in_characters(responses: Sequence[Response]) -> list[tuple[int, int]]:
+    return [(len((response.thinking or "").strip()), len(response.answer.strip())) for response in responses]
 
 
 def _reward(text: str) -> float | None:
