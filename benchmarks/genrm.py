@@ -1,6 +1,6 @@
 """A generative reward model on one machine, end to end: trained, served, and the judge of RLHF with length control.
 
-    python benchmarks/genrm.py [--folder DIR] [--steps 20]
+    python benchmarks/genrm.py [--folder DIR] [--steps 16]
 
 Tiny Llamas. Answers are runs of one letter, "gggg" or "bb"; a good answer has g's, whatever its length. The
 reward model is first fitted to the form of a judgement, right in three of four cases, then trained by
@@ -168,8 +168,8 @@ def interval(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="keep everything here, and go on with what is there")
-    parser.add_argument("--steps", type=int, default=20, help="steps of each run")
-    parser.add_argument("--fit", type=int, default=300, help="steps of fitting the judge")
+    parser.add_argument("--steps", type=int, default=16, help="steps of each run")
+    parser.add_argument("--fit", type=int, default=250, help="steps of fitting the judge")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder, steps = arguments.folder or Path(temporary), arguments.steps

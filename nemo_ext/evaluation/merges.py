@@ -289,7 +289,7 @@ def _plot(candidates: Sequence[Candidate], path: Path) -> bool:
     figure = new_figure(figsize=(6.5, 4.5))
     axes = figure.subplots()
     for one in candidates:
-        place = [100 * one.objectives[name] for name in names]
+        place = (100 * one.objectives[names[0]], 100 * one.objectives[names[1]])
         colour = COLOURS[1] if one.chosen else COLOURS[0] if one.front else "#999999"
         axes.plot(*place, "*" if one.chosen else "o", color=colour, markersize=13 if one.chosen else 7)
         axes.annotate(one.name, place, xytext=(5, 5), textcoords="offset points", fontsize=8)

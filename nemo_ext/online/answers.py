@@ -124,7 +124,7 @@ def _benchmarks(tasks: Iterable[Task], asked: Asked, folder: Path) -> Iterator[B
         name = environment if thinking is None else f"{environment}@{mode}"
         path = folder / f"{name}.jsonl"
         write_text(path, "".join(f"{json.dumps(task.record())}\n" for task in own))
-        body = {} if thinking is None else {"chat_template_kwargs": {"enable_thinking": thinking}}
+        body: dict[str, Any] = {} if thinking is None else {"chat_template_kwargs": {"enable_thinking": thinking}}
         yield Benchmark(
             name=name,
             tasks=(str(path.resolve()),),

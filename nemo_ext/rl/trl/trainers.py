@@ -89,6 +89,9 @@ class _Rpo(_Dpo):
     The reference's log-probabilities are in the batch (`precompute_ref_log_probs`).
     """
 
+    data_collator: Any
+    _signature_columns: list[str]
+
     def __init__(self, *, eta: float, distance: Distance, weight: float, **arguments: Any) -> None:
         self._eta, self._distance, self._weight = eta, distance, weight
         super().__init__(**arguments)
