@@ -23,6 +23,7 @@ ROOMS = (
         "generate",
         "rl",
         "evaluation",
+        "online",
         "slurm",
         "memory_profile",
         "engines",

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from nemo_ext.evaluation import job, report
 from nemo_ext.evaluation.benchmark import Benchmark
 from nemo_ext.evaluation.settings import EvaluateSettings
-from nemo_ext.evaluation.store import ASKED, STORE, Store
+from nemo_ext.evaluation.store import ASKED, STORE, Sample, Store
 from nemo_ext.generate.settings import Sampling
 from nemo_ext.job.files import complete_file
 from nemo_ext.job.progress import notice
@@ -108,6 +108,24 @@ def _checked(config: Mapping[str, Any]) -> tuple[job.Given, EvaluateSettings, li
 
 def _lines(run_dir: Path, verifiers: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """Rewards of the answers that have one, as `nemo-ext curriculum` reads them."""
+    for sample, score in scored(run_dir, verifiers):
+        yield {
+            "id": sample.key.problem,
+            "environment": sample.key.benchmark,
+            "sample": sample.key.sample,
+            "reward": score,
+            "tokens": sample.completion_tokens,
+            "truncated": sample.finish_reason == "length",
+        }
+
+
+def scored(run_dir: Path, verifiers: Mapping[str, str]) -> Iterator[tuple[Sample, float]]:
+    """Answers of a run that count in its results, each with its score, as far as they have one.
+
+    Args:
+        run_dir: folder of the run.
+        verifiers: hash of each benchmark's verifier, as results.json has it.
+    """
     store = Store(run_dir / STORE)
     wanted = {name: set(hashes) for name, hashes in json.loads((run_dir / ASKED).read_text()).items()}
     scores = store.scores()
@@ -116,11 +134,4 @@ def _lines(run_dir: Path, verifiers: Mapping[str, str]) -> Iterator[dict[str, An
         score = scores.get((sample.key, sample.asked, verifiers.get(name, "")))
         if sample.problem or score is None or score.score is None or sample.asked not in wanted.get(name, ()):
             continue
-        yield {
-            "id": sample.key.problem,
-            "environment": name,
-            "sample": sample.key.sample,
-            "reward": score.score,
-            "tokens": sample.completion_tokens,
-            "truncated": sample.finish_reason == "length",
-        }
+        yield sample, score.score

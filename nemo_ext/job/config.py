@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import hydra
 import yaml
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -30,7 +31,8 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 OPEN = (
     *("puzzle.search.shares", "puzzle.search.limits", "puzzle.heal.megatron"),
     *("reasoning", "thinking_shares", "sampling", "packing", "near_duplicates", "generate.extra", "serving.vllm"),
-    *("rollouts.extra", "rollouts.environments"),
+    *("rollouts.extra", "rollouts.environments", "online.extra", "online.environments"),
+    *("sweep.objectives", "sweep.at_least"),
 )
 """Sections beside `megatron` whose keys the user chooses."""
 
@@ -44,6 +46,9 @@ FREE = (
     "environments.",
     "evaluate.",
     "rollouts.environments.",
+    "online.environments.",
+    "sweep.",
+    "online.group.",
 )
 """Prefixes of keys that may be new: the code that reads them knows which exist."""
 
@@ -53,14 +58,14 @@ WITH_PRECISION_PLAN = ("train", "puzzle", "sensitivity", "describe", "quantize",
 WITH_STREAMS = ("train", "puzzle", "sensitivity", "tokenize", "blend")
 """Jobs that read `streams`, training data in place of the recipe's."""
 
-MODEL = {"rl": "policy", "serve": "served", "generate": "served", "evaluate": "served", "rollouts": "served"}
+MODEL = {"rl": "policy"} | dict.fromkeys(("serve", "generate", "evaluate", "rollouts", "online"), "served")
 """Jobs whose `model` is a folder or a name, by the key that holds it."""
 
 TEXTS = ("generate.template", "generate.system")
 """Keys whose values are texts, in which braces, commas and the like mean nothing to Hydra."""
 
-PRESETS = ("preference_data", "rl", "sft_data")
-"""Jobs with presets: hydra_conf has a folder of their name."""
+PRESETS = {"preference_data": "preference_data", "rl": "rl", "online": "rl", "sft_data": "sft_data"}
+"""Jobs with presets, and the folder of hydra_conf that has them."""
 
 
 def iterations(tokens: float | None, seq_length: int, global_batch_size: int) -> int | None:
@@ -100,11 +105,14 @@ def compose(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     folders, words = config_folders(overrides)
     search = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"] if folders else []
     overrides = [*search, *hydra_words(words, config_name)]
+    running, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # that of a job which composes another
     try:
         with hydra.initialize_config_module("hydra_conf", version_base="1.3"):
             return named_blends(own_streams(plain(hydra.compose(config_name, overrides=overrides))))
     except (HydraException, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(mistake(error, config_name)) from error
+    finally:
+        GlobalHydra.instance().hydra = running
 
 
 def config_folders(words: Sequence[str]) -> tuple[list[Path], list[str]]:
@@ -220,8 +228,8 @@ def _missing(value: object, above: str = "") -> Iterator[str]:
 def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
     """Command line words in Hydra's grammar.
 
-    `preset=NAME` is the file NAME of the group that has the job's name, where it has one; `model` of the jobs
-    in `MODEL`, and `suite` of evaluate, are other keys.
+    `preset=NAME` is the file NAME of the job's group in `PRESETS`, where it has one; `model` of the jobs in `MODEL`,
+    and `suite` of evaluations, are other keys.
 
     `megatron.KEY=value` may add a key: Hydra knows only those that a file names, Megatron's parser knows them all.
     The sections of `OPEN` are open too. One given whole (`puzzle.search.shares={parameters: 0.6}`) replaces what the
@@ -248,11 +256,11 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
         elif equals and name in OPEN:
             spelled += [f"~{name}", f"+{word}"]
         elif name == "preset" and job in PRESETS:
-            spelled += [f"{job}={value}", f"preset={value}"]
+            spelled += [f"{PRESETS[job]}={value}", f"preset={value}"]
         elif name == "model" and job in MODEL:
             # To Hydra `model` is the group of Megatron models.
             spelled.append(f"{MODEL[job]}={hydra_value(value)}")
-        elif name == "suite" and job == "evaluate":  # to Hydra it is a group too
+        elif name == "suite" and job in ("evaluate", "merge_sweep"):  # to Hydra it is a group too
             spelled.append(f"evaluate.{word}")
         elif name == "environments" and job == "rl" and equals and value != "null":
             # The preset's environments may require settings that are not needed then.

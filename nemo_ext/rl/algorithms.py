@@ -216,8 +216,8 @@ class GroupReward:
     # circle; null leaves the environments' rewards as base
     judge: Mapping[str, Any] | None = None
     # form in which the judge sees responses: `genrm` for a reward model whose chat template has roles for them,
-    # `instructed` for any chat model
-    show: Literal["genrm", "instructed"] = "genrm"
+    # `instructed` for any chat model, `reward_model` for one that gives each response a number
+    show: Literal["genrm", "instructed", "reward_model"] = "genrm"
     both_orders: bool = True  # judge each pair in both orders: 2N comparisons of N responses; the paper has N
     # coefficients of `nemo_ext.rl.rewards.comparison.LengthControl`
     length_control: Mapping[str, FiniteFloat] = field(default_factory=dict)
@@ -330,7 +330,7 @@ class PreferenceLoss:
     sft_weight: NonNegative = 0.0  # weight of the chosen response's negative log-likelihood
     sft_length_normalised: bool = True  # take the mean of that loss over tokens, not the sum
     eta: Positive | None = None  # scale of the true rewards; rpo only
-    # distance between the margins; rpo only (`nemo_ext.rl.nemo_rl.rpo`)
+    # distance between the margins; rpo only (`nemo_ext.rl.rpo`)
     distance: Literal["backward_kl", "forward_kl", "squared"] | None = None
 
 

@@ -13,11 +13,13 @@ from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.judge import Judge, JudgeSettings
 from nemo_ext.rl.rewards.comparison import LengthControl, control_lengths
 from nemo_ext.rl.rewards.genrm import genrm_messages
-from nemo_ext.rl.rewards.rlhf import SHOWN, Show, rlhf_rewards
+from nemo_ext.rl.rewards.rlhf import SHOWN, Show, reward_model_rewards, rlhf_rewards
 
 GroupReward = Callable[[Sequence[Sequence["Member"]]], Sequence[Sequence[float]]]
 """Function that returns the rewards of the members of all groups of a step, in order."""
 KEYS = ("length_control", "judge", "show", "both_orders")
+REWARD_MODEL = "reward_model"
+"""Value of `show` for a judge that gives each response a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,21 +46,25 @@ def group_reward(group: Mapping[str, Any]) -> GroupReward | None:
 
     Args:
         group: one of `length_control` (a `LengthControl`) or `judge` (a `JudgeSettings`) with it; `show`, how the
-            judge sees responses, of `nemo_ext.rl.rewards.rlhf.SHOWN`; `both_orders`, to judge each pair in both orders.
+            judge sees responses, of `nemo_ext.rl.rewards.rlhf.SHOWN` or `reward_model`; `both_orders`, to judge each
+            pair in both orders. A reward model's lengths are controlled only if `length_control` is given.
 
     Raises:
         ValueError: naming the key.
     """
     check_keys(group, KEYS, required=(), where="group")
     shown = group.get("show") or "genrm"
-    if shown not in SHOWN:
-        raise ValueError(f"group.show: unknown {shown!r}: {nearest(str(shown), SHOWN)}")
+    if shown not in (*SHOWN, REWARD_MODEL):
+        raise ValueError(f"group.show: unknown {shown!r}: {nearest(str(shown), (*SHOWN, REWARD_MODEL))}")
     if group.get("length_control") is None and group.get("judge") is None:
         return None
     control = checked(LengthControl, group.get("length_control") or {}, where="group.length_control")
     if group.get("judge") is None:
         return lambda groups: [length_controlled(members, control) for members in groups]
     judge, both = Judge(JudgeSettings.of(group["judge"])), group.get("both_orders", True)
+    if shown == REWARD_MODEL:
+        only = control if group.get("length_control") else None
+        return lambda groups: asyncio.run(judged(groups, judge, only, show=None))
     return lambda groups: asyncio.run(judged(groups, judge, control, show=SHOWN[shown], both_orders=both))
 
 
@@ -108,35 +114,34 @@ def length_controlled(members: Sequence[Member], control: LengthControl) -> tupl
 async def judged(
     groups: Sequence[Sequence[Member]],
     judge: Judge,
-    control: LengthControl,
+    control: LengthControl | None,
     *,
-    show: Show = genrm_messages,
+    show: Show | None = genrm_messages,
     both_orders: bool = True,
 ) -> list[tuple[float, ...]]:
-    """Rewards of groups by circular comparison (`nemo_ext.rl.rewards.rlhf`), all at once.
+    """Rewards of groups by circular comparison (`nemo_ext.rl.rewards.rlhf`), or by a reward model, all at once.
 
     The environment's rewards are ignored. Comparisons without an answer are reported.
+
+    Args:
+        show: how the judge sees two responses; None for a reward model, which sees each by itself.
 
     Raises:
         ValueError: the judge answered none of the questions: nothing could be learnt from such a step.
     """
-    asked = [
-        rlhf_rewards(
-            judge,
-            group[0].prompt,
-            [one.response for one in group],
-            lengths=[lengths(one) for one in group],
-            control=control,
-            show=show,
-            both_orders=both_orders,
-        )
-        for group in groups
-    ]
+    asked = []
+    for group in groups:
+        own: Any = {"lengths": [lengths(one) for one in group], "control": control}
+        prompt, responses = group[0].prompt, [one.response for one in group]
+        if show is None:
+            asked.append(reward_model_rewards(judge, prompt, responses, **own))
+        else:
+            asked.append(rlhf_rewards(judge, prompt, responses, **own, show=show, both_orders=both_orders))
     given = await asyncio.gather(*asked)
     missing = sum(one.missing for one in given)
     if missing and not any(any(one.judged) for one in given):
-        raise ValueError(f"group.judge: none of {missing:,} comparisons was answered: {given[0].problem}")
+        raise ValueError(f"group.judge: none of {missing:,} questions was answered: {given[0].problem}")
     if missing:
         problem = next(one.problem for one in given if one.missing)
-        notice(f"judge: {missing:,} comparisons without an answer: {problem}")
+        notice(f"judge: {missing:,} questions without an answer: {problem}")
     return [one.rewards for one in given]

@@ -46,7 +46,7 @@ class Rendered:
                 self.cannot(
                     "online",
                     "pairs are read, not generated while training; "
-                    "generate, judge and train on the pairs in turn instead",
+                    "`nemo-ext online` generates, judges and trains in rounds with TRL",
                 )
             return
         adapter["environments"] = {

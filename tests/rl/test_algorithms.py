@@ -52,7 +52,7 @@ def test_every_preset_names_its_source(preset: str) -> None:
 
 JUDGES = {
     "llama_nemotron_grpo": "environments.judge.settings.judge",
-    "llama_nemotron_rlhf": "environments.judge.settings.judge",
+    "llama_nemotron_rlhf": "group.judge",
     "nemotron3_rlhf": "group.judge",
     "nemotron3_rlvr": "environments.judge.settings.judge",
     "olmo_rl": "environments.judge.settings.judge",

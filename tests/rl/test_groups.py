@@ -65,7 +65,7 @@ def test_what_the_judge_did_not_answer_is_told(endpoint: Any, reply: Any, capsys
 
     reward([[member("one"), member("two")]])
 
-    assert "judge: 1 comparisons without an answer: HTTP 400" in capsys.readouterr().err
+    assert "judge: 1 questions without an answer: HTTP 400" in capsys.readouterr().err
 
 
 def test_a_judge_that_is_down_ends_the_run(endpoint: Any, reply: Any) -> None:
@@ -73,7 +73,7 @@ def test_a_judge_that_is_down_ends_the_run(endpoint: Any, reply: Any) -> None:
     reward = group_reward({"judge": judge(endpoint.url)})
     assert reward is not None
 
-    with pytest.raises(ValueError, match="none of 4 comparisons was answered: HTTP 401"):
+    with pytest.raises(ValueError, match="none of 4 questions was answered: HTTP 401"):
         reward([[member("one"), member("two")], [member("three"), member("four")]])
 
 
@@ -100,3 +100,16 @@ def test_judges_are_asked_before_a_run(endpoint: Any, reply: Any) -> None:
 def test_wrong_settings_are_named(group: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         group_reward(group)
+
+
+def test_a_reward_model_gives_each_answer_a_number(endpoint: Any, reply: Any) -> None:
+    said = {"good": "reward:-1.5", "bad": "-7.25", "odd": "I like it: 5"}
+    endpoint.reply = lambda payload: reply(text=said[payload["messages"][-1]["content"]])
+    given = {"judge": judge(endpoint.url), "show": "reward_model"}
+    plain, controlled = group_reward(given), group_reward({**given, "length_control": {"answer": 1, "answer_bonus": 0}})
+    assert plain is not None and controlled is not None
+    members = [member("good"), member("bad"), member("odd")]
+
+    assert plain([members]) == [(-1.5, -7.25, (-1.5 - 7.25) / 2)], "what cannot be read earns the mean of the others"
+    assert [message["role"] for message in endpoint.requests[0]["messages"]] == ["user", "assistant"]
+    assert controlled([members])[0][0] < -1.5, "the longest"

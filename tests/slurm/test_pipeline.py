@@ -20,7 +20,10 @@ from nemo_ext.slurm.submit import planned
 REPOSITORY = Path(__file__).parents[2]
 PIPELINES = sorted(path.stem for path in (Path(hydra_conf.__file__).parent / "pipeline").glob("*.yaml"))
 NEEDED = {
-    "domyn_small": [f"{key}=/given/{key}" for key in ("start", "tokenizer", "math_tasks", "environment_tasks", "pairs")]
+    "domyn_small": [
+        f"{key}=/given/{key}" for key in ("start", "tokenizer", "math_tasks", "environment_tasks", "pairs")
+    ],
+    "reprofile": ["start=/given/start", "tasks=/given/tasks"],
 }
 
 
@@ -38,14 +41,21 @@ def test_every_stage_of_every_pipeline_composes(name: str) -> None:
         assert f"--config-dir={REPOSITORY}" not in stage.words
 
 
-def test_each_stage_goes_on_from_the_one_before() -> None:
+STAGES = {
+    "domyn_small": [
+        *("tokenize", "sft_data", "annealing_data", "cpt", "sft", "annealing", "export", "math_grpo", "dpo", "grpo")
+    ],
+    "reprofile": ["rollouts", "curriculum", "grpo", "rollouts_2", "curriculum_2", "grpo_2"],
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_each_stage_goes_on_from_the_one_before(name: str) -> None:
     """What a stage reads is what one before it writes, or the user's."""
-    pipeline = read(["pipeline=domyn_small", "run_dir=r", "cluster=leonardo", *NEEDED["domyn_small"]])
+    pipeline = read([f"pipeline={name}", "run_dir=r", "cluster=leonardo", *NEEDED[name]])
     submissions = {stage.name: planned(stage.words) for stage in pipeline.stages}
 
-    assert [stage.name for stage in pipeline.stages] == [
-        *("tokenize", "sft_data", "annealing_data", "cpt", "sft", "annealing", "export", "math_grpo", "dpo", "grpo")
-    ]
+    assert [stage.name for stage in pipeline.stages] == STAGES[name]
     for stage in pipeline.stages:
         submission = submissions[stage.name]
         before = [

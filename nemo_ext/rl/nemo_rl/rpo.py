@@ -1,43 +1,22 @@
-"""Reward-aware preference optimization (RPO), as a loss for NeMo-RL's `dpo_train`.
+"""Reward-aware preference optimization (`nemo_ext.rl.rpo`), as a loss for NeMo-RL's `dpo_train`.
 
-DPO requires that the chosen response beat the rejected one, however little better it is. RPO fits the margin of the
-policy's implicit rewards to that of true rewards r* (Sun et al. 2025, arXiv 2502.00203; Llama-Nemotron, section 6.2 and
-appendix). With d = beta (sum log pi/pi_ref of the chosen - of the rejected), g = eta (r*(chosen) - r*(rejected)),
-p = sigmoid(g) and q = sigmoid(d), in NeMo-Aligner's names (megatron_gpt_dpo_model.py):
-
-backward_kl (rpo_bwd_kl)   p log p/q + (1 - p) log (1 - p)/(1 - q)
-forward_kl  (rpo_fwd_kl)   q log q/p + (1 - q) log (1 - q)/(1 - p)
-squared     (rpo_sq)       (d - g)^2
-
-As eta grows with a positive margin, backward_kl becomes DPO. The class is pickled by reference: workers import it.
+The class is pickled by reference: workers import it.
 """
 
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 from unittest.mock import patch
 
 import torch
-from torch.nn.functional import logsigmoid
 
 from nemo_ext.job.settings import nearest
 from nemo_ext.rl.nemo_rl import compat
+from nemo_ext.rl.rpo import Distance, rpo_loss
 
-Distance = Literal["backward_kl", "forward_kl", "squared"]
 REWARDS = "preference_rewards"
 """Key of the true rewards in a batch, `[2 x pairs]`: chosen, rejected, chosen, ..."""
-
-
-def rpo_loss(margin: torch.Tensor, true_margin: torch.Tensor, distance: Distance) -> torch.Tensor:
-    """Distance between the scaled margins of each pair, `[pairs]`: d and g of the module's docstring."""
-    if distance == "squared":
-        return (margin - true_margin) ** 2
-    fitted, wanted = (margin, true_margin) if distance == "backward_kl" else (true_margin, margin)
-    # KL(wanted || fitted) of two Bernoullis by their logits: exact where a sigmoid rounds to 0 or 1.
-    won = wanted.sigmoid() * (logsigmoid(wanted) - logsigmoid(fitted))
-    lost = (-wanted).sigmoid() * (logsigmoid(-wanted) - logsigmoid(-fitted))
-    return won + lost
 
 
 _DPOLoss: Any = compat.dpo().DPOLossFn

@@ -179,7 +179,10 @@ def _unclipped(draft: Rendered, algorithm: PolicyGradient) -> None:
 
 def _preference(draft: Rendered, algorithm: Preference, *, micro_batch: int) -> None:
     loss = algorithm.loss
-    kinds: dict[str, float] = {"sigmoid_norm" if loss.length_normalised else "sigmoid": loss.weight}
+    is_rpo = algorithm.algorithm == "rpo"
+    # RPO's loss is added by the trainer of ours, from the reference's probabilities in the batch.
+    normalised = loss.length_normalised and not is_rpo
+    kinds: dict[str, float] = {"sigmoid_norm" if normalised else "sigmoid": 0.0 if is_rpo else loss.weight}
     if loss.sft_weight:
         kinds["sft"] = loss.sft_weight
         if not loss.sft_length_normalised:
@@ -194,8 +197,11 @@ def _preference(draft: Rendered, algorithm: Preference, *, micro_batch: int) -> 
         "loss_weights": list(kinds.values()),
         "max_length": algorithm.lengths.total,
     }
-    if algorithm.algorithm == "rpo":
-        draft.cannot("algorithm", "TRL has no rpo; dpo instead, without eta and distance of the true rewards")
+    if is_rpo:
+        draft.settings["precompute_ref_log_probs"] = True
+        draft.adapter["rpo"] = {"eta": loss.eta, "distance": loss.distance, "weight": loss.weight}
+        if loss.length_normalised:
+            draft.cannot("loss.length_normalised", "rpo's margins are sums over tokens; sums instead")
 
 
 def _optimizer(draft: Rendered, algorithm: Algorithm) -> None:

@@ -103,7 +103,8 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
         )
     else:
         notice(f"loading the model {folder} and the pairs")
-        trainer = trainers.preference(algorithm, str(folder), settings, tokenizer, config["pairs"])
+        pairs, rpo = config["pairs"], rendered.adapter.get("rpo")
+        trainer = trainers.preference(algorithm, str(folder), settings, tokenizer, pairs, rpo)
     done = _step_of(checkpoint) if checkpoint else 0
     if (run_dir / MODEL).is_dir() and done >= trainer.args.max_steps:
         notice(f"{run_dir / MODEL}: this run is finished; more steps go on, another run_dir=... begins anew")

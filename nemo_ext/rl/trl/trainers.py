@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from datasets.exceptions import DatasetGenerationError
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
+from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from nemo_ext.job.progress import notice
 from nemo_ext.memory.sampler import Phases
 from nemo_ext.rl.algorithms import Advantage, PolicyGradient, Preference
 from nemo_ext.rl.plan import PlannedTasks
 from nemo_ext.rl.rewards.advantages import group_advantages, zero_variance
+from nemo_ext.rl.rpo import Distance, rpo_loss
 from nemo_ext.rl.trl.render import make_config, scaled
 from nemo_ext.rl.trl.rollouts import Rollout, Rollouts
 
@@ -189,6 +192,57 @@ class _Dpo(_Phased, DPOTrainer):
     pass
 
 
+_SCORES = ("chosen_score", "rejected_score")
+_MARGIN = "true_margin"
+
+
+class _WithMargins:
+    """Collator that adds the differences of the pairs' true rewards, `[pairs]`."""
+
+    def __init__(self, collator: DataCollatorForPreference) -> None:
+        self._collator = collator
+
+    def __call__(self, pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        margins = [pair["chosen_score"] - pair["rejected_score"] for pair in pairs]
+        return {**self._collator(pairs), _MARGIN: torch.tensor(margins, dtype=torch.float32)}
+
+
+class _Rpo(_Dpo):
+    """RPO: DPO's own loss has weight 0 (`nemo_ext.rl.trl.render`), its SFT loss and metrics stay as they are.
+
+    The reference's log-probabilities are in the batch (`precompute_ref_log_probs`).
+    """
+
+    data_collator: Any
+    _signature_columns: list[str]
+
+    def __init__(self, *, eta: float, distance: Distance, weight: float, **arguments: Any) -> None:
+        self._eta, self._distance, self._weight = eta, distance, weight
+        super().__init__(**arguments)
+        self.data_collator = _WithMargins(self.data_collator)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        self._signature_columns = [*dict.fromkeys((*self._signature_columns, *_SCORES))]
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        true_margin = inputs.pop(_MARGIN)
+        passes: list[Any] = []
+
+        def kept(**arguments: Any) -> Any:
+            passes.append(model(**arguments))
+            return passes[-1]
+
+        made = super()._compute_loss(kept, inputs, return_outputs)
+        loss, *outputs = made if return_outputs else (made,)
+        tokens = inputs["completion_mask"].shape[1] - 1
+        chosen, rejected = passes[0].log_probs[:, -tokens:].sum(dim=1).chunk(2)
+        margin = self.beta * ((chosen - inputs["ref_chosen_logps"]) - (rejected - inputs["ref_rejected_logps"]))
+        losses = rpo_loss(margin, self._eta * true_margin.to(margin), self._distance)
+        loss = loss + self._weight * losses.mean()
+        return (loss, *outputs) if return_outputs else loss
+
+
 def policy_gradient(
     algorithm: PolicyGradient,
     model: str,
@@ -252,11 +306,15 @@ def preference(
     settings: Mapping[str, Any],
     tokenizer: Any,
     pairs: Mapping[str, Any],
+    rpo: Mapping[str, Any] | None = None,
 ) -> DPOTrainer:
-    """Make a DPO trainer on pairs that `nemo-ext preference_data` writes for TRL.
+    """Make a DPO or RPO trainer on pairs that `nemo-ext preference_data` writes for TRL.
+
+    Args:
+        rpo: eta, distance and weight of RPO's loss; None for DPO.
 
     Raises:
-        ValueError: a file that is not there, or a setting that TRL does not know.
+        ValueError: a file that is not there or has no true rewards, or a setting that TRL does not know.
     """
     files = {split: Path(path) for split, path in pairs.items() if path}
     for split, path in files.items():
@@ -264,7 +322,13 @@ def preference(
             raise ValueError(f"pairs.{split}={path}: no such file; `nemo-ext preference_data` writes it")
     most = settings.get("max_length")
     loaded = {split: _pairs(path, f"pairs.{split}", tokenizer, most) for split, path in files.items()}
-    return _Dpo(
+    for split, found in loaded.items() if rpo else ():
+        if any(name not in found.column_names or None in found[name] for name in _SCORES):
+            raise ValueError(
+                f"pairs.{split}={files[split]}: RPO needs chosen_score and rejected_score of every pair: "
+                "`nemo-ext preference_data` writes them where answers have a score"
+            )
+    return (partial(_Rpo, **rpo) if rpo else _Dpo)(
         model=model,
         args=make_config(algorithm, settings),
         train_dataset=loaded["train"],

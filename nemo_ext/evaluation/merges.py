@@ -1,0 +1,304 @@
+"""The job `nemo-ext merge_sweep`: averages of checkpoints, each evaluated, and the one that is chosen.
+
+merges/NAME        an average; a Hugging Face folder that stands alone is used where it is
+evaluations/NAME   its run of `nemo-ext evaluate`
+compare/           the others beside the chosen one, with paired tests (`nemo-ext compare`)
+chosen             link to the chosen checkpoint
+report.md, front.json, front.png
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from nemo_ext.checkpoint.merge import Plan, Settings, merge, plan
+from nemo_ext.evaluation import compare_page, job
+from nemo_ext.evaluation.frontier import COLOURS
+from nemo_ext.evaluation.runs import benchmark_is_low, counts
+from nemo_ext.evaluation.store import RESULTS
+from nemo_ext.job.files import only_run_in, write_text
+from nemo_ext.job.made_of import note
+from nemo_ext.job.progress import notice
+from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
+from nemo_ext.job.run_directory import OWN, REPORT
+from nemo_ext.job.settings import STRICT, Strings, checked, nearest
+
+PLOT, FRONT, CHOSEN = "front.png", "front.json", "chosen"
+_EVALUATED = "evaluated.json"
+_OF_MODEL = ("serving", "files_from", "trust_remote_code", "evaluate")
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class SweepSettings:
+    """Settings of the section `sweep`.
+
+    Attributes:
+        points: values t of (1 - t) a + t b, for two checkpoints.
+        mixtures: weights of the checkpoints, a list each, beside the points.
+        iterations, shard_gigabytes, check_finite, verify: as in `nemo-ext merge`.
+        objectives: names of objectives, each the mean of its benchmarks; empty for each benchmark by itself.
+        at_least: least value of objectives, from 0 to 1, that the chosen average must have.
+    """
+
+    points: Sequence[float] = ()
+    mixtures: Sequence[Sequence[float]] = ()
+    iterations: Sequence[int | None] | None = None
+    shard_gigabytes: float = 5
+    check_finite: bool = True
+    verify: bool = True
+    objectives: Mapping[str, Strings] = field(default_factory=dict)
+    at_least: Mapping[str, float] = field(default_factory=dict)
+
+    def weights(self, count: int) -> dict[str, list[float]]:
+        """Weights of each average of `count` checkpoints, by its name.
+
+        Raises:
+            ValueError: they are not of so many, or two have one name.
+        """
+        if self.points and count != 2:
+            raise ValueError(f"sweep.points: a line has two ends, from has {count} checkpoints: give sweep.mixtures")
+        every = [(f"t{point + 0.0:g}", [1 - point, point]) for point in self.points]
+        every += [("w" + "_".join(f"{one:g}" for one in mixture), list(mixture)) for mixture in self.mixtures]
+        if len(found := dict(every)) < len(every):
+            raise ValueError("sweep: points and mixtures: one of them is there twice")
+        if len(found) < 2:
+            raise ValueError("sweep: give two averages at least: sweep.points=[0,0.5,1], or sweep.mixtures=[[...],...]")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """An average that was evaluated.
+
+    Attributes:
+        name: its name.
+        weights: weights of the checkpoints in it.
+        model: folder of its checkpoint.
+        objectives: value of each objective; larger is better.
+        intervals: interval of each objective that is one benchmark; None for others.
+        front: whether no other one is as good in all objectives and better in one.
+        admitted: whether it has the least values that are asked for.
+        chosen: whether it is the chosen one.
+    """
+
+    name: str
+    weights: Sequence[float]
+    model: str
+    objectives: Mapping[str, float]
+    intervals: Mapping[str, Sequence[float] | None]
+    front: bool = False
+    admitted: bool = True
+    chosen: bool = False
+
+
+def run(config: Mapping[str, Any]) -> None:
+    """Average, evaluate and choose; the same command goes on, and more points add to those there.
+
+    Raises:
+        ValueError: a setting is wrong, or a checkpoint cannot be read, or no average has the least values.
+        OSError: a file cannot be written.
+    """
+    given = checked(SweepSettings, config["sweep"], where="sweep")
+    sources = [Path(str(path)).expanduser() for path in config["from"]]
+    weights = given.weights(len(sources))
+    run_dir = Path(str(config["run_dir"])).expanduser()
+    _, settings = job.read(_of(config, str(sources[0]), run_dir))
+    suites = job.chosen(settings)
+    _check_names(given, [benchmark.name for benchmark in suites])
+    with only_run_in(run_dir):
+        (run_dir / "merges").mkdir(exist_ok=True)
+        plans = {name: _plan(sources, shares, run_dir / "merges" / name, given) for name, shares in weights.items()}
+        found, runs = [], {}
+        for number, (name, shares) in enumerate(weights.items(), 1):
+            notice(f"average {number}/{len(weights)}: {name}")
+            alone = [source for source, share in zip(sources, shares, strict=True) if share == 1]
+            as_it_is = bool(alone) and (alone[0] / "config.json").is_file()
+            model = alone[0].resolve() if as_it_is else merge(plans[name])[0]
+            runs[name] = run_dir / "evaluations" / name
+            results = _evaluated(config, model, runs[name])
+            values, intervals = objectives(results, given.objectives)
+            found.append(Candidate(name=name, weights=shares, model=str(model), objectives=values, intervals=intervals))
+        candidates = choose(found, given.at_least)
+        best = next(one for one in candidates if one.chosen)
+        words = {"runs": {name: str(path) for name, path in runs.items()}, "output": str(run_dir / "compare")}
+        compare_page.run({**words, "baseline": best.name, "draws": settings.draws, "seed": settings.seed})
+        _write(candidates, given.at_least, run_dir)
+
+
+def _of(config: Mapping[str, Any], model: str, run_dir: Path) -> dict[str, Any]:
+    """The config of the evaluation of a model."""
+    own = {key: config[key] for key in _OF_MODEL}
+    return {**own, "served": model, "endpoint": None, "key_variable": None, "run_dir": str(run_dir)}
+
+
+def _plan(sources: Sequence[Path], shares: Sequence[float], to: Path, given: SweepSettings) -> Plan:
+    """Plan of an average; all are made before the first is carried out."""
+    settings = Settings(
+        weights=shares,
+        iterations=given.iterations,
+        shard_gigabytes=given.shard_gigabytes,
+        check_finite=given.check_finite,
+        verify=given.verify,
+    )
+    return plan(sources, to, settings)
+
+
+def _evaluated(config: Mapping[str, Any], model: Path, run_dir: Path) -> Mapping[str, Any]:
+    """results.json of an average; a model is served only if something was not asked yet."""
+    record = run_dir / OWN / _EVALUATED
+    made_of = {"evaluate": config["evaluate"], "model": str(model)}
+    if record.exists() and json.loads(record.read_text()) == json.loads(json.dumps(made_of)):
+        found: dict[str, Any] = json.loads((run_dir / RESULTS).read_text())
+        return found
+    given, settings = job.read(_of(config, str(model), run_dir))
+    found = job.asked(_of(config, str(model), run_dir), given, settings, job.chosen(settings), run_dir)
+    note(record, made_of)
+    return found
+
+
+def _check_names(given: SweepSettings, benchmarks: Sequence[str]) -> None:
+    for objective, names in given.objectives.items():
+        for name in names:
+            if name not in benchmarks:
+                raise ValueError(f"sweep.objectives.{objective}: unknown name {name!r}: {nearest(name, benchmarks)}")
+    for name in given.at_least:
+        known = list(given.objectives) or benchmarks
+        if name not in known:
+            raise ValueError(f"sweep.at_least: unknown name {name!r}: {nearest(name, known)}")
+
+
+def objectives(
+    results: Mapping[str, Any], groups: Mapping[str, Sequence[str]]
+) -> tuple[dict[str, float], dict[str, Sequence[float] | None]]:
+    """Objectives of an evaluation and their intervals, larger being better: measures to minimise are negated.
+
+    Args:
+        results: what results.json has.
+        groups: names of objectives -> benchmarks that each is the mean of; empty for each that counts in a grand mean.
+
+    Raises:
+        ValueError: a benchmark was not evaluated.
+    """
+    entries = results["benchmarks"]
+    groups = groups or {name: (name,) for name, entry in entries.items() if counts(entry)}
+    if not groups:
+        raise ValueError("sweep.objectives: no benchmark counts in a grand mean: name those that do")
+    values: dict[str, float] = {}
+    intervals: dict[str, Sequence[float] | None] = {}
+    for objective, names in groups.items():
+        missing = [name for name in names if entries.get(name, {}).get("accuracy") is None]
+        if missing:
+            why = results.get("missing", {}).get(missing[0], "report.md there says why")
+            raise ValueError(f"sweep: {missing[0]} was not evaluated: {why}")
+        signs = [-1.0 if benchmark_is_low(entries[name]) else 1.0 for name in names]
+        each = [sign * float(entries[name]["accuracy"]) for sign, name in zip(signs, names, strict=True)]
+        values[objective] = sum(each) / len(each)
+        interval = entries[names[0]].get("interval") if len(names) == 1 else None
+        intervals[objective] = None if interval is None else sorted(signs[0] * float(end) for end in interval)
+    return values, intervals
+
+
+def choose(candidates: Sequence[Candidate], at_least: Mapping[str, float]) -> list[Candidate]:
+    """The candidates, with the front marked, and of those on it that have the least values the best mean chosen.
+
+    The mean is that of the objectives, with equal weights; of equal ones the first is chosen.
+
+    Raises:
+        ValueError: none has the least values.
+    """
+    marked = [
+        replace(
+            one,
+            front=not any(_beats(other, one) for other in candidates),
+            admitted=all(one.objectives[name] >= least for name, least in at_least.items()),
+        )
+        for one in candidates
+    ]
+    left = [one for one in marked if one.front and one.admitted]
+    if not left:
+        best = {name: max(one.objectives[name] for one in marked) for name in at_least}
+        raise ValueError(
+            f"sweep.at_least: no average on the front has {_named(at_least)}; the best of each are {_named(best)}"
+        )
+    best_of_all = max(left, key=_mean)
+    return [replace(one, chosen=one is best_of_all) for one in marked]
+
+
+def _beats(one: Candidate, other: Candidate) -> bool:
+    pairs = [(one.objectives[name], other.objectives[name]) for name in other.objectives]
+    return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
+
+
+def _mean(one: Candidate) -> float:
+    return sum(one.objectives.values()) / len(one.objectives)
+
+
+def _named(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+
+
+def _write(candidates: Sequence[Candidate], at_least: Mapping[str, float], run_dir: Path) -> None:
+    best = next(one for one in candidates if one.chosen)
+    link = run_dir / CHOSEN
+    link.unlink(missing_ok=True)
+    link.symlink_to(Path(best.model).resolve())
+    names = list(best.objectives)
+    rows = [
+        [
+            one.name,
+            " ".join(f"{share:g}" for share in one.weights),
+            *(_cell(one, name) for name in names),
+            f"{100 * _mean(one):.2f}",
+            ("front" if one.front else "") + ("" if one.admitted else ", below the least values"),
+            "chosen" if one.chosen else "",
+        ]
+        for one in candidates
+    ]
+    table = markdown_table(("average", "weights", *names, "mean", "", ""), rows)
+    least = f" that have {_named(at_least)} at least" if at_least else ""
+    drawn = _plot(candidates, run_dir / PLOT)
+    picture = f"![front]({PLOT})\n\n" if drawn else ""
+    write_text(
+        run_dir / REPORT,
+        f"# {run_dir.name}: averages of checkpoints\n\nChosen: **{best.name}**, of the averages on the Pareto front"
+        f"{least} the one with the highest mean of the objectives (equal weights). In percent, with intervals over "
+        f"problems; differences of less than these are chance: [compare/compare.md](compare/compare.md) tests each "
+        f"average against the chosen one.\n\n{picture}{table}\n",
+    )
+    write_text(run_dir / FRONT, json.dumps([asdict(one) for one in candidates], indent=1) + "\n")
+    print(table)
+    notice(f"chosen: {best.name}: {link}; report: {run_dir / REPORT}")
+
+
+def _cell(one: Candidate, name: str) -> str:
+    interval = one.intervals[name]
+    ends = "" if interval is None else f" ({100 * interval[0]:.1f} to {100 * interval[1]:.1f})"
+    return f"{100 * one.objectives[name]:.1f}{ends}"
+
+
+def _plot(candidates: Sequence[Candidate], path: Path) -> bool:
+    """Draw the first two objectives against each other (PNG); whether there are two."""
+    names = list(candidates[0].objectives)[:2]
+    if len(names) < 2:
+        path.unlink(missing_ok=True)
+        return False
+    figure = new_figure(figsize=(6.5, 4.5))
+    axes = figure.subplots()
+    for one in candidates:
+        place = (100 * one.objectives[names[0]], 100 * one.objectives[names[1]])
+        colour = COLOURS[1] if one.chosen else COLOURS[0] if one.front else "#999999"
+        axes.plot(*place, "*" if one.chosen else "o", color=colour, markersize=13 if one.chosen else 7)
+        axes.annotate(one.name, place, xytext=(5, 5), textcoords="offset points", fontsize=8)
+    front = sorted([100 * one.objectives[name] for name in names] for one in candidates if one.front)
+    axes.plot(*zip(*front, strict=True), "--", color="#999999", linewidth=1.1, zorder=0)
+    axes.set_xlabel(f"{names[0]} (%)")
+    axes.set_ylabel(f"{names[1]} (%)")
+    axes.set_title("averages; dashed: the Pareto front; star: chosen", loc="left", fontsize=10)
+    axes.margins(0.15)
+    tidy(axes)
+    save_figure(figure, path)
+    return True

@@ -1,0 +1,92 @@
+"""Settings of `nemo-ext online`."""
+
+from collections.abc import Mapping
+from dataclasses import field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, JsonValue
+from pydantic.dataclasses import dataclass
+
+from nemo_ext.generate.settings import Sampling
+from nemo_ext.job.settings import STRICT, Count, checked
+from nemo_ext.rl.algorithms import Preference, algorithm_of
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class OnlineSettings:
+    """Settings of the section `online`.
+
+    Attributes:
+        prompts: prompts of a round; None for as many as its steps have pairs, or all tasks where it has epochs.
+        temperature, top_p, extra: sampling, as in `Sampling`.
+        max_tokens: most tokens of an answer; None for what `rl.lengths` leaves after the prompt.
+        environments: settings of environments by name.
+        group: judge of the answers to one prompt, as `rl.group` of GRPO; None for the environments' scores.
+        min_margin: least difference of a pair's rewards; equal rewards are never a pair.
+    """
+
+    prompts: Count | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    extra: Mapping[str, JsonValue] = field(default_factory=dict)
+    max_tokens: Count | None = None
+    environments: Mapping[str, Mapping[str, JsonValue]] = field(default_factory=dict)
+    group: Mapping[str, Any] | None = None
+    min_margin: Annotated[float, Field(ge=0)] = 0.0
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "OnlineSettings":
+        """The section of a composed config.
+
+        Raises:
+            ValueError: naming the key, what it holds and what it may hold.
+        """
+        return checked(cls, config["online"], where="online")
+
+    @property
+    def sampling(self) -> Sampling:
+        """Sampling of answers."""
+        return Sampling(temperature=self.temperature, top_p=self.top_p, extra=self.extra)
+
+    def tokens(self, algorithm: Preference) -> int:
+        """Most tokens of an answer.
+
+        Raises:
+            ValueError: nothing says it.
+        """
+        lengths = algorithm.lengths
+        if self.max_tokens is not None:
+            return self.max_tokens
+        if lengths.prompt is None or lengths.total is None or lengths.total <= lengths.prompt:
+            raise ValueError("online.max_tokens=null: say how many tokens an answer may have, or rl.lengths.prompt")
+        return lengths.total - lengths.prompt
+
+
+def algorithm_in_rounds(config: Mapping[str, Any]) -> Preference:
+    """The algorithm of a composed config.
+
+    Raises:
+        ValueError: there is none, or it does not train in rounds.
+    """
+    if not config.get("rl"):
+        raise ValueError("preset=null: name one that trains on pairs: rpo_online, dpo_delta")
+    algorithm = algorithm_of(config["rl"], where="rl")
+    if not isinstance(algorithm, Preference):
+        raise ValueError(f"preset={config['preset']}: {algorithm.algorithm} generates while it trains: `nemo-ext rl`")
+    if algorithm.online is None:
+        raise ValueError(
+            f"preset={config['preset']}: give 'rl.online={{generations_per_prompt: 4, rounds: 2}}': how many answers "
+            "a prompt gets, and how many rounds there are"
+        )
+    return algorithm
+
+
+def of_a_round(algorithm: Preference) -> Preference:
+    """The algorithm of the training of one round."""
+    return replace(algorithm, online=None, rounds=1)
+
+
+def folder_of_round(run_dir: Path, number: int) -> Path:
+    """Folder of a round, which counts from 1."""
+    return run_dir / "rounds" / str(number)

@@ -1,0 +1,121 @@
+"""`nemo-ext online` as a user runs it."""
+
+import json
+import math
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_ext.job.config import compose
+from nemo_ext.online import job
+from nemo_ext.online.job import check, run
+
+SMALL = (
+    *("preset=rpo_online", "serving.device=cpu", "rl.batch=8", "micro_batch=8", "rl.lengths={prompt: 256, total: 288}"),
+    *("rl.schedule.steps=8", "rl.optimizer.learning_rate=2e-3", "rl.loss.beta=0.1", "memory_profile=null"),
+    *("rl.online={generations_per_prompt: 4, rounds: 1}", "evaluate.draws=100", "save_every=4"),
+)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
+def test_a_round_raises_the_reward_and_a_stopped_one_goes_on(
+    speaker: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    words = [*SMALL, f"model={speaker}", f"tasks.train.path={tasks}", f"tasks.validation.path={tasks}"]
+    words.append(f"run_dir={folder}")
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(job.rl, "run", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(compose("online", words))
+    answers = (folder / "rounds/1/answers/generations.jsonl").read_bytes()
+    capsys.readouterr()
+    run(compose("online", words))
+
+    assert "is served here" in capsys.readouterr().err.partition("step 8/8")[2], "only for the validation at the end"
+    assert (folder / "rounds/1/answers/generations.jsonl").read_bytes() == answers
+    before, after = lines(folder / "metrics.jsonl")
+    assert (before["rounds"], after["rounds"]) == (0, 1)
+    assert after["validation/reward_low"] > before["validation/reward_high"]
+    assert (folder / "model" / "model.safetensors").is_file()
+    assert "after 1 rounds" in (folder / "report.md").read_text()
+    # At first the policy's margin is 0, and the true one eta x (1 - 0): KL of a Bernoulli to a fair coin.
+    p = 1 / (1 + math.exp(-3))
+    distance = p * math.log(2 * p) + (1 - p) * math.log(2 * (1 - p))
+    assert lines(folder / "rounds/1/train/metrics.jsonl")[0]["loss"] == pytest.approx(distance, abs=1e-3)
+
+    run(compose("online", words))
+    assert "served" not in capsys.readouterr().err, "there is nothing left to do"
+    with pytest.raises(ValueError, match=r"began with other settings: rl\.loss\.eta: 3\.0 -> 1\.0"):
+        run(compose("online", [*words, "rl.loss.eta=1.0", "rl.online.rounds=2"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("online.colour=3",), "online has no such key"),
+        (("online.environments={code: {colour: 1}}",), "online.environments: no task has the environment 'code'"),
+        (
+            ("online.group={judge: {base_url: http://x/v1, model: m}, show: revard_model}",),
+            "did you mean 'reward_model'",
+        ),
+        (("tasks.train.path=nothing.jsonl",), "no such file of tasks"),
+        (("rl.lengths={prompt: null, total: 288}",), "online.max_tokens=null"),
+        (("rl.loss.length_normalised=true",), "loss.length_normalised: rpo's margins are sums"),
+        (("tasks.train.path=bank.jsonl",), "'bank' has several turns"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_served(
+    random_llama: Path,
+    tasks: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bank.jsonl").write_text('{"id": "a", "environment": "bank", "prompt": "Hi."}\n')
+    given = [*SMALL, f"model={random_llama}", f"tasks.train.path={tasks}"]
+    check(compose("online", given))
+
+    with pytest.raises(ValueError, match=r".") as told:
+        check(compose("online", [*given, *words]))
+
+    assert said in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("model=m",), "preset=null: name one that trains on pairs"),
+        (("model=m", "preset=rl_zero"), "grpo generates while it trains: `nemo-ext rl`"),
+        (("model=m", "preset=dpo_delta"), "rl.online={generations_per_prompt: 4, rounds: 2}"),
+        (("preset=rpo_online",), "model=null"),
+    ],
+)
+def test_what_lacks_an_algorithm_or_a_model_is_refused(words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ValueError, match=r".") as told:
+        check(compose("online", words))
+
+    assert said in str(told.value)
+
+
+def test_rounds_have_prompts_of_their_own(random_llama: Path, tasks: Path) -> None:
+    words = [*SMALL, f"model={random_llama}", f"tasks.train.path={tasks}", "rl.online.rounds=3", "online.prompts=16"]
+    three = job._Run(compose("online", words))
+    drawn = [[task.id for task in three.of_round(number)] for number in (1, 2, 3)]
+
+    assert sorted(one for each in drawn for one in each) == sorted(str(number) for number in range(48))
+    two = job._Run(compose("online", [*words, "rl.online.rounds=2"]))
+    assert [[task.id for task in two.of_round(number)] for number in (1, 2)] == drawn[:2], "more rounds change none"
