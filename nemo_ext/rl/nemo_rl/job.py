@@ -111,6 +111,19 @@ def settings_of(
     return given, master
 
 
+def on_cluster(
+    config: Mapping[str, Any], nodes: int, gpus_per_node: int, gpu_memory_gib: float | None
+) -> dict[str, Any]:
+    """The config with the sizes of a cluster, where it does not give them."""
+    given = config["nemo_rl"]
+    sizes = {"cluster.num_nodes": nodes, "cluster.gpus_per_node": gpus_per_node}
+    memory = given.get("gpu_memory_gib") or gpu_memory_gib
+    return {
+        **config,
+        "nemo_rl": {**given, "set": {**sizes, **flat(given["set"] or {})}, "gpu_memory_gib": memory},
+    }
+
+
 def _lay_out(config: Mapping[str, Any], algorithm: Algorithm, draft: Draft, of_user: Mapping[str, Any]) -> None:
     """Write the layout into a draft of the settings, and tell it."""
     given, backend = config["nemo_rl"], config["nemo_rl"]["backend"]
