@@ -408,6 +408,8 @@ class _Search:
         if self.model is None:
             return 0
         architecture = _in_stages(self.model, layout.pipeline_parallel)
+        rows = 128 * layout.tensor_parallel  # the bridges pad the vocabulary
+        architecture = replace(architecture, vocab_size=-(-architecture.vocab_size // rows) * rows)
         tokens = self.length * layout.micro_batch_size / layout.context_parallel
         logits = round(tokens * 4 * architecture.vocab_size / layout.tensor_parallel)
         scan = [b.size("heads") for b in architecture.sizes if b.kind == "M" and not b.is_linear]

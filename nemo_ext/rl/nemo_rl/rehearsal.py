@@ -131,7 +131,7 @@ def _stand_ins(module: Any) -> Iterator[None]:
             (importlib.import_module("ray"), "get", lambda *given, **how: [{}]),
         ):
             stack.enter_context(patch.object(where, name, instead))
-        # The containers have it, and Megatron's policies ask for it on the first node.
+        # As `run` has it.
         stack.enter_context(patch.dict(os.environ, {"TORCH_CUDA_ARCH_LIST": "9.0"}))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         yield

@@ -5,8 +5,7 @@ NEMO_RL_ROOT=CHECKOUT python tests/rl/nemo_rl/layouts.py      # writes the colum
 
 import json
 import os
-import sys
-from collections.abc import Iterator
+import re
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -117,7 +116,8 @@ def outcome(checkout: Checkout, preset: str, backend: str, below: Path) -> tuple
     try:
         master, algorithm = rendered(checkout, preset, backend, below)
     except ValueError as error:
-        return "none fits", f"no: {error}"
+        needed = re.search(r"needs about (\d+ GiB)", str(error))
+        return (f"none fits ({needed[1]} a GPU)", "no") if needed else ("none", f"no: {error}")
     try:
         rehearse(master, section_of(algorithm))
     except ValueError as error:
@@ -146,19 +146,37 @@ def told(master: dict[str, Any], backend: str) -> str:
     return line
 
 
-def rows(checkout: Checkout, below: Path) -> Iterator[tuple[str, str, str, str]]:
-    """Preset, back end, layout and outcome."""
-    for preset in presets():
-        for backend in BACKENDS:
-            yield preset, backend, *outcome(checkout, preset, backend, below)
+def outcomes(checkout: Checkout, below: Path) -> dict[tuple[str, str], tuple[str, str]]:
+    """Layout and outcome by preset and back end."""
+    return {
+        (preset, backend): outcome(checkout, preset, backend, below) for preset in presets() for backend in BACKENDS
+    }
+
+
+_ROW = re.compile(r"^\| (\w+) \| (\w+), [^|]+ \| (megatron|dtensor) \| ([^|]+) \| ([^|]*) \| ([^|]*) \|$", re.M)
+
+
+def on_page() -> dict[tuple[str, str], tuple[str, dict[str, str]]]:
+    """Layout, and the outcome by version, that the page has by preset and back end."""
+    found = _ROW.findall(PAGE.read_text(encoding="utf-8"))
+    return {(row[0], row[2]): (row[3].strip(), dict(zip(VERSIONS, row[4:], strict=True))) for row in found}
 
 
 def main() -> None:
     """Write the column of the version that NEMO_RL_ROOT names."""
-    checkout = Checkout(os.environ["NEMO_RL_ROOT"])
+    checkout, before = Checkout(os.environ["NEMO_RL_ROOT"]), on_page()
     with TemporaryDirectory() as below:
-        for row in rows(checkout, Path(below)):
-            print(*row, sep=" | ", file=sys.stdout)
+        found = outcomes(checkout, Path(below))
+    lines = []
+    for (preset, backend), (line, said) in found.items():
+        place, versions = PLACES[preset], before.get((preset, backend), ("", {}))[1] | {version(checkout): said}
+        where = f"{place.model}, {place.nodes} x {place.gpus} of {place.memory} GiB"
+        cells = [preset, where, backend, line, *(versions.get(name, "") for name in VERSIONS)]
+        lines.append(f"| {' | '.join(cells)} |")
+    text = PAGE.read_text(encoding="utf-8")
+    head = re.search(r"^\| preset \| model and cluster .*\n\|[-|]+\|\n", text, re.M)
+    assert head is not None
+    PAGE.write_text(text[: head.end()] + "\n".join(lines) + "\n" + _ROW.sub("", text[head.end() :]).lstrip("\n"))
 
 
 if __name__ == "__main__":
