@@ -18,6 +18,8 @@ from nemo_ext.rl.nemo_rl.checkout import Checkout
 from nemo_ext.rl.nemo_rl.draft import section_of
 from nemo_ext.rl.nemo_rl.layout import Stated, plan, stated
 from nemo_ext.rl.nemo_rl.rehearsal import rehearse
+from nemo_ext.slurm.preflight import findings
+from nemo_ext.slurm.submit import planned as planned_submission
 
 
 @cache
@@ -172,3 +174,30 @@ def test_a_model_that_is_not_known_is_not_divided(capsys: pytest.CaptureFixture[
     assert "the layout is not computed" in capsys.readouterr().err
     found = plan(load("rl_zero"), None, cluster(2, generation_nodes=1), backend="megatron", micro_batch=8)
     assert sizes(found) == (1, 1, 1, 8) and replace(found.training, bytes=0) == found.training
+
+
+@pytest.mark.nemo_rl
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "kind", "said"),
+    [
+        ((), "note", "NeMo-RL's own setup takes the config"),
+        (("nemo_rl.set.grpo.batch_multiplier=2",), "error", "batch_multiplier>1 can only be used"),
+    ],
+)
+def test_preflight_asks_the_checkout(
+    words: tuple[str, ...], kind: str, said: str, nemo_rl: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NEMO_RL_ROOT", str(Path(nemo_rl.__file__).parents[2]))
+    folder = table().folder("domyn_small_10b", tmp_path)
+    (tmp_path / "tasks.jsonl").touch()
+    submission = planned_submission(
+        [
+            *("job=rl", "cluster=leonardo", "slurm.nodes=8", "engine=nemo_rl", "preset=domyn_math_grpo"),
+            *(f"model={folder}", f"tasks.train.path={tmp_path / 'tasks.jsonl'}", f"run_dir={tmp_path / 'run'}", *words),
+        ]
+    )
+
+    found = findings(submission.config, submission.settings)
+
+    assert any(one.kind == kind and said in one.text for one in found), found
