@@ -340,6 +340,7 @@ if MISSING is None:
         """
 
         sections: dict[str, Any] = field(default_factory=dict)
+        hybrid_layer_pattern: str | None = None
         hybrid_stack_spec: Any = stack_spec
         yarn_rotary_scaling_factor: float = 1.0
         yarn_original_max_position_embeddings: int = 4096
@@ -357,12 +358,11 @@ if MISSING is None:
             """
             if self.mamba_chunk_size != 128:
                 raise ValueError(f"mamba_chunk_size={self.mamba_chunk_size}: this layer spec has 128 only")
-            if parse(self.hybrid_layer_pattern or "").blocks == ():
+            pattern = self.hybrid_layer_pattern or ""
+            if parse(pattern).blocks == ():
                 raise ValueError("hybrid_layer_pattern is empty: take the provider from AutoBridge")
             if self.num_layers_in_first_pipeline_stage is None and self.num_layers_in_last_pipeline_stage is None:
-                self.hybrid_layer_pattern = in_stages(
-                    self.hybrid_layer_pattern, self.sections, self.pipeline_model_parallel_size
-                )
+                self.hybrid_layer_pattern = in_stages(pattern, self.sections, self.pipeline_model_parallel_size)
             super().finalize()
 
     class BlocksBridge(MegatronModelBridge):

@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+import yaml
 from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
@@ -158,7 +158,7 @@ def load(name: str) -> Stated:
     if name not in names():
         raise ValueError(f"nemo_rl.layout={name}: {nearest(name, names())}; null computes one")
     text = (files("hydra_conf") / "rl" / "layout" / f"{name}.yaml").read_text(encoding="utf-8")
-    made: Stated = checked(Stated, OmegaConf.to_container(OmegaConf.create(text)), where=f"nemo_rl.layout {name}")
+    made: Stated = checked(Stated, yaml.safe_load(text), where=f"nemo_rl.layout {name}")
     return made
 
 

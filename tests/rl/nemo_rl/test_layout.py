@@ -148,7 +148,7 @@ def test_the_page_is_true_of_this_version(nemo_rl: ModuleType, tmp_path: Path) -
     [
         ("domyn_multi_env_grpo", {"policy.generation.colocated.resources.num_nodes": None}, "TypeError"),
         ("domyn_multi_env_grpo", {"policy.train_global_batch_size": 500}, "AssertionError"),
-        ("dpo_delta", {"policy.sequence_packing.enabled": True}, "Sequence packing is currently not supported"),
+        ("dpo_delta", {"policy.sequence_packing.enabled": True}, "SequencePackingConfig"),
         ("dpo_delta", {"policy.dtensor_cfg.context_parallel_size": 3}, "must be divisible by"),
         ("dpo_delta", {"dpo.val_global_batch_size": 8}, "AssertionError"),
     ],
