@@ -216,6 +216,8 @@ def grand_pair(pairs: Sequence[Pair], entries: Mapping[str, Mapping[str, Any]], 
     parts = [pair.apart for pair in used if pair.apart is not None]
     total = sum(weights)
     mean, interval = statistics.grand_mean(parts, weights, draws=given.draws, seed=given.seed, level=given.level)
+    if interval is not None and interval[0] == interval[1]:  # all problems differ alike: draws say nothing
+        interval = None
     flipped = np.concatenate([part * weight / total / len(part) for part, weight in zip(parts, weights, strict=True)])
     p = statistics.permutation(flipped, draws=given.draws, seed=given.seed)
     ends = [sum(w * float(v) for w, v in zip(weights, e, strict=True)) / total for e in zip(*_ends(used), strict=True)]

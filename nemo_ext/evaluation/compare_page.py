@@ -129,7 +129,7 @@ def _with_interval(entry: Mapping[str, Any], value: float, interval: Sequence[fl
 
 def _value(entry: Mapping[str, Any], value: float, sign: str = "") -> str:
     """A score in percent, or bits per byte."""
-    return f"{value:{sign}.3f}" if entry.get("metric") == BITS else f"{100 * value:{sign}.1f}"
+    return f"{value:{sign}z.3f}" if entry.get("metric") == BITS else f"{100 * value:{sign}z.1f}"
 
 
 def _share(value: float) -> str:

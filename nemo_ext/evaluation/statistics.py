@@ -241,7 +241,7 @@ class Difference:
 
     Attributes:
         mean: mean of b - a.
-        interval: interval of it, problems resampled; None for one problem.
+        interval: interval of it, problems resampled, or `_alike`; None for one problem.
         p: two-sided p value.
         test: `McNemar` or `permutation`.
         problems: problems of both.
@@ -283,15 +283,30 @@ def difference(
     weight = np.ones(len(apart)) if weights is None else np.asarray(weights, dtype=np.float64)
     binary = weights is None and samples == 1 and bool(np.isin(one, (0, 1)).all() and np.isin(other, (0, 1)).all())
     p = mcnemar(only_a, only_b) if binary else permutation(apart * weight, draws=draws, seed=seed)
+    interval = bootstrap(apart, draws=draws, seed=seed, level=level, weights=weights)
+    if interval is not None and not np.ptp(apart):
+        shares = weights is None and max(one.max(), other.max()) <= 1 and min(one.min(), other.min()) >= 0
+        interval = _alike(float(apart[0]), len(apart), level) if shares else None
     return Difference(
         mean=float(np.average(apart, weights=weight)),
-        interval=bootstrap(apart, draws=draws, seed=seed, level=level, weights=weights),
+        interval=interval,
         p=p,
         test="McNemar" if binary else "permutation",
         problems=len(apart),
         only_a=only_a,
         only_b=only_b,
     )
+
+
+def _alike(apart: float, problems: int, level: float) -> Interval:
+    """Interval of a mean difference of scores from 0 to 1 that is the same for all problems: draws say nothing then.
+
+    Wilson's bound of 0 in P ("Probable Inference", 1927) is the share of problems that may still differ by up to 1.
+    """
+    from scipy.stats import binomtest
+
+    other = float(binomtest(0, problems).proportion_ci(level, method="wilson").high)
+    return apart - other * (1 + apart), apart + other * (1 - apart)
 
 
 def holm(p: Sequence[float]) -> list[float]:

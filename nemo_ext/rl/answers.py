@@ -19,6 +19,9 @@ _WRAPPED = re.compile(rf"\\(?:{'|'.join(_WRAPPERS)})\s*\{{([^{{}}]*)\}}")
 _PAIRS = {"(": ")", "[": "]", "{": "}", "$": "$", '"': '"', "`": "`"}
 _SPACES = re.compile(r"\\[ ,;]|~")
 _OPTION = re.compile(r"(?:the\s+)?(?:option|choice)\s+", re.IGNORECASE)
+_STOP = re.compile(r"\.\s+")
+_LINKING = {"or", "and", "also", "maybe", "perhaps", "possibly", "either", "both", "no", "wait", "actually", "rather"}
+_LINKING |= {"option", "choice"}
 _REASONED = re.compile(r"[(\[*_]*([A-Za-z])[)\]*_]*,?\s+(?:because|since)\b.*", re.DOTALL)
 _MARKED = re.compile(r"(?:\(([A-Za-z])\)|([A-Za-z])[.)])\s*(\S.*)", re.DOTALL)
 _LETTERED = re.compile(r"[(\[]?([A-Za-z])[)\]]?[.:,\-\u2013]?\s+(\S.*)|([A-Za-z])[).:](\S.*)", re.DOTALL)
@@ -54,10 +57,16 @@ def final_line(text: str) -> str | None:
 
     None if there is no such phrase or nothing follows it.
     """
+    final = final_text(text)
+    return final and _trimmed(final.split("\n", 1)[0])
+
+
+def final_text(text: str) -> str | None:
+    """Everything after the phrase that `final_line` looks for, or None."""
     text, end = text.strip(), None
     for marker in _MARKER.finditer(text):
         end = marker.end()
-    return None if end is None else _trimmed(text[end:].strip().split("\n", 1)[0])
+    return None if end is None else text[end:].strip() or None
 
 
 def final_answer(text: str) -> str | None:
@@ -121,6 +130,30 @@ def named_choices(text: str, choices: Mapping[str, str | None]) -> set[str]:
     return set()
 
 
+def named_in_sentences(text: str, choices: Mapping[str, str | None]) -> set[str]:
+    """Letters of all choices that a text names which may go on after its first sentence.
+
+    "B. It is large" names one, "B. A", "B. Rome" and "B. Or maybe C" name two. A letter in a sentence with other words
+    names none: what "C is colder" says of it cannot be told.
+    """
+    line, *below = text.split("\n")
+    first, *others = _STOP.split(line)
+    named = named_choices(line, choices)
+    if not named or _REASONED.fullmatch(_unwrap(line)):
+        named |= named_choices(first, choices)
+        below += others
+    texts = {normal(_unwrap(choice)): letter for letter, choice in choices.items() if choice}
+    for sentence in below:
+        if len(sentence) > MAX_CHOICE:
+            continue
+        if letter := texts.get(normal(_unwrap(sentence))):
+            named.add(letter)
+            continue
+        letters = {word.upper() for word in re.findall(r"\w+", sentence) if word.casefold() not in _LINKING}
+        named |= letters if letters <= set(choices) else set()
+    return named
+
+
 def normal(text: str) -> str:
     """Normalized form for comparing choices: no letter case, LaTeX fonts or differences in white space."""
     return " ".join(_SPACES.sub(" ", _WRAPPED.sub(r"\1", text)).casefold().split()).removesuffix(".").strip()
@@ -149,7 +182,9 @@ def _unwrap(text: str) -> str:
     while inner:
         before = inner
         inner = inner.strip("*_ \t\r\n").removesuffix(".").removesuffix(":").strip()
-        if len(inner) > 1 and _PAIRS.get(inner[0]) == inner[-1] and inner[0] not in inner[1:-1]:
+        if inner.endswith((")", "]")) and not {"(", "["} & set(inner):
+            inner = inner[:-1]
+        elif len(inner) > 1 and _PAIRS.get(inner[0]) == inner[-1] and inner[0] not in inner[1:-1]:
             inner = inner[1:-1].strip()
         elif inner.startswith("{{") and inner.endswith("}}"):
             inner = inner[1:-1]

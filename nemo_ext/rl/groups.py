@@ -87,13 +87,20 @@ def check_judges(environments: Iterable[Environment], group: Mapping[str, Any]) 
     asyncio.run(reach())
 
 
+def lengths(member: Member) -> tuple[int, int]:
+    """Tokens of trace and answer for length control; 0 for what is empty but for its tags and the end token."""
+    response = member.response
+    return (
+        member.thinking_tokens if (response.thinking or "").strip() else 0,
+        member.answer_tokens if response.answer.strip() or response.tool_calls else 0,
+    )
+
+
 def length_controlled(members: Sequence[Member], control: LengthControl) -> tuple[float, ...]:
     """Rewards of verifiers instead of a judge, with lengths controlled within the group."""
+    thinking, answers = zip(*map(lengths, members), strict=True)
     given = control_lengths(
-        [member.reward for member in members],
-        thinking_lengths=[member.thinking_tokens for member in members],
-        answer_lengths=[member.answer_tokens for member in members],
-        control=control,
+        [member.reward for member in members], thinking_lengths=thinking, answer_lengths=answers, control=control
     )
     return given.rewards
 
@@ -118,6 +125,7 @@ async def judged(
             judge,
             group[0].prompt,
             [one.response for one in group],
+            lengths=[lengths(one) for one in group],
             control=control,
             show=show,
             both_orders=both_orders,

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.checkpoint.foreign_code import may_run_code
+from nemo_ext.data.blends.hierarchy import read_tree
+from nemo_ext.data.curriculum.layout import CURRICULUM
 from nemo_ext.job.files import only_run_in
 from nemo_ext.job.made_of import differing, flat, told
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import CHECKPOINTS, CONFIG, read_config
 from nemo_ext.job.settings import check_keys, checked_whole, nearest
-from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, algorithm_of, presets
+from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, Preference, algorithm_of, presets
 
 KEYS = (
     *("preset", "run_dir", "engine", "policy", "template", "tasks", "pairs", "environments", "trl", "nemo_rl"),
@@ -43,6 +45,7 @@ def run(config: Mapping[str, Any]) -> None:
         ValueError: naming the key, its value and the allowed ones; an engine that is missing or cannot do it.
     """
     algorithm = checked_algorithm(config)
+    check_steps(config, algorithm)
     if Path(config["policy"]).expanduser().is_dir():
         may_run_code(config["policy"], config)
     algorithm = over_own_pairs(config, algorithm)
@@ -111,13 +114,52 @@ def over_own_pairs(config: Mapping[str, Any], algorithm: Algorithm) -> Algorithm
     if path.suffix == ".parquet":
         count = import_module("pyarrow.parquet").ParquetFile(path).metadata.num_rows
     else:
-        with path.open("rb") as file:
-            count = sum(1 for line in file if line.strip())
+        count = _lines(path)
     if count < algorithm.batch:
         raise ValueError(f"pairs.train={path}: {count:,} pairs, fewer than rl.batch={algorithm.batch:,}: lower it")
     algorithm = replace(algorithm, schedule=replace(schedule, examples=count))
     notice(f"{schedule.epochs} epochs over {count:,} pairs: {algorithm.steps:,} steps")
     return algorithm
+
+
+def check_steps(config: Mapping[str, Any], algorithm: Algorithm) -> None:
+    """Refuses a run whose number of steps neither the user nor the paper says, and offers that of the paper's epochs.
+
+    Raises:
+        ValueError: the number of steps is not known.
+    """
+    schedule = algorithm.schedule
+    if algorithm.steps is not None or (isinstance(algorithm, Preference) and schedule.epochs):
+        return
+    problem = f"rl.schedule.steps=null: {algorithm.source} gives no number: say how many steps to train"
+    count = _task_count(config["tasks"]["train"], algorithm) if isinstance(algorithm, PolicyGradient) else None
+    if count is not None:
+        epochs, prompts = schedule.epochs or 1, algorithm.examples_per_step
+        steps = max(1, epochs * count // prompts)
+        whose = f"the paper's {epochs} epoch{'s' * (epochs > 1)}" if schedule.epochs else "one pass"
+        problem += f"; {whose} over the {count:,} tasks, {prompts:,} in a step, would be rl.schedule.steps={steps}"
+    raise ValueError(problem)
+
+
+def _task_count(train: Mapping[str, Any], algorithm: PolicyGradient) -> int | None:
+    """Number of tasks to train on; None if a file is not there, as before an earlier job of a pipeline has run."""
+    if train.get("path"):
+        files = [Path(str(train["path"]))]
+    elif train.get("curriculum"):
+        files = [Path(str(train["curriculum"])) / CURRICULUM]
+    elif train.get("directory") and (train.get("blend") or train.get("streams")):
+        tree = read_tree({key: train[key] for key in ("directory", "blend", "streams") if key in train})
+        files = [Path(f"{leaf.prefix}.jsonl") for leaf in tree.leaves()]
+    else:
+        files = [Path(str(train.get("directory"))) / f"{name}.jsonl" for name in algorithm.environments]
+    files = [path.expanduser() for path in files]
+    return sum(map(_lines, files)) if files and all(path.is_file() for path in files) else None
+
+
+def _lines(path: Path) -> int:
+    """Number of lines that are not blank."""
+    with path.open("rb") as file:
+        return sum(1 for line in file if line.strip())
 
 
 def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:

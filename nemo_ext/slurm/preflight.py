@@ -222,14 +222,14 @@ def _precision(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]
 
 def _reinforcement(config: Mapping[str, Any], settings: Settings, *, rehearsed: bool) -> Iterator[Finding]:
     """Errors for inconsistent algorithm settings, a missing engine, or what NeMo-RL would refuse."""
-    from nemo_ext.rl.job import checked_algorithm, over_own_pairs
+    from nemo_ext.rl.job import check_steps, checked_algorithm, over_own_pairs
 
-    on_nemo_rl = config["engine"] == "nemo_rl"
+    on_nemo_rl, algorithm = config["engine"] == "nemo_rl", None
     try:
         algorithm = checked_algorithm(config)
+        check_steps(config, algorithm)
     except ValueError as error:
         yield Finding("error", str(error))
-        algorithm = None
     if on_nemo_rl and not os.environ.get("NEMO_RL_ROOT") and find_spec("nemo_rl") is None:
         yield Finding("error", "engine=nemo_rl: NEMO_RL_ROOT is not set: name a checkout (docs/rl/nemo_rl.md)")
     elif on_nemo_rl and rehearsed and algorithm is not None and settings.cluster.node is not None:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +102,22 @@ def test_says_better_and_worse_where_it_is_true_and_nothing_where_nothing_is_sho
 
 
 def test_a_run_beside_itself_shows_no_difference(tmp_path: Path) -> None:
-    a = made(tmp_path / "a", {"x": flat(0.5)}, samples=4)
-    b = made(tmp_path / "b", {"x": flat(0.5)}, samples=4)
-    (pair,) = compared(settings(a, b)).pairs["b"]
-    assert (pair.words, pair.p, pair.difference.mean, pair.difference.interval) == (
-        "no difference shown",
-        1.0,
-        0.0,
-        (0.0, 0.0),
-    )
+    a = made(tmp_path / "a", {"x": flat(0.5), "y": flat(0.5)}, samples=4)
+    b = made(tmp_path / "b", {"x": flat(0.5), "y": flat(0.5)}, samples=4)
+    pair, _, grand = compared(settings(a, b)).pairs["b"]
+    for each in (pair, grand):
+        assert (each.words, each.p, each.difference.mean) == ("no difference shown", 1.0, 0.0)
+    assert pair.difference.interval == pytest.approx((-0.046, 0.046), abs=0.001)  # of 80 problems
+    assert grand.difference.interval is None
+
+
+def test_nothing_is_a_negative_zero(tmp_path: Path) -> None:
+    a, b = (made(tmp_path / name, {"x": flat(0.5)}) for name in "ab")
+    found = compared(settings(a, b))
+    (pair,) = found.pairs["b"]
+    slight = replace(pair, difference=replace(pair.difference, mean=-1e-5, interval=(-2e-5, -1e-5)))
+    (table,) = (each for each in tables(replace(found, pairs={"b": [slight]})) if each.title == "b against a")
+    assert table.rows[0][3] == "+0.0 [+0.0, +0.0]"
 
 
 def test_many_harmless_benchmarks_do_not_make_an_alarm(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from nemo_ext.evaluation.generators import GENERATORS, rows
 from nemo_ext.evaluation.generators.choices import KINDS
 
-LONG = ("needles", "variables", "common_words", "documents")
+LONG = ("needles", "variables", "common_words", "documents", "deliveries")
 
 
 def made(name: str, count: int = 12, seed: int = 1, **settings: Any) -> list[dict[str, Any]]:
@@ -108,6 +108,21 @@ def test_documents_have_the_answer_once(hops: int) -> None:
         assert row["context"].count(person) == 2
 
 
+@pytest.mark.parametrize("asked", ["order", "total"])
+def test_deliveries_are_in_the_text(asked: str) -> None:
+    for row in made("deliveries", asked=asked, towns=5):
+        found = re.findall(r"On day (\d+) of the year (\w+) received (\d+) barrels\.", row["context"])
+        assert len({town for _, town, _ in found}) == 5 and len({day for day, _, _ in found}) == len(found)
+        if asked == "order":
+            (place,) = re.findall(r"is number (\d)", row["question"])
+            towns = [town for _, town, _ in sorted(found, key=lambda one: int(one[0]))]
+            assert row["answers"] == [towns[int(place) - 1]] and sorted(row["wrong"] + row["answers"]) == sorted(towns)
+        else:
+            (sought,) = re.findall(r"did (\w+) receive", row["question"])
+            amounts = [int(barrels) for _, town, barrels in found if town == sought]
+            assert row["answers"] == [str(sum(amounts))] and len(amounts) >= 2
+
+
 def solved(row: dict[str, Any]) -> str:
     """The right choice, found by other means where there are any."""
     question, texts = row["question"], row["choices"]
@@ -171,6 +186,8 @@ def test_a_source_is_in_its_module() -> None:
         ("variables", {"hops": 0}, "hops must be a whole number of at least 1"),
         ("common_words", {"common": 11}, "common=11"),
         ("documents", {"hops": 3}, "hops=3: expected 1 or 2"),
+        ("deliveries", {"towns": 9}, "towns=9: expected 3 to 8"),
+        ("deliveries", {"asked": "sum"}, "asked: unknown 'sum'"),
         ("choices", {"kinds": ["largst"]}, "unknown 'largst': did you mean 'largest'"),
         ("python_sources", {"part": "tests"}, "part: unknown 'tests'"),
         ("python_sources", {"characters": 10_000_000}, "has 0 modules with 10000000 characters"),

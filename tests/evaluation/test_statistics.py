@@ -214,6 +214,19 @@ def test_differences_take_mcnemar_for_one_answer_a_problem_and_permutations_else
     assert weighted.mean == pytest.approx(np.average(b - a, weights=np.arange(100) + 1))
 
 
+def test_equal_answers_leave_room_for_what_so_few_problems_cannot_show() -> None:
+    """The rule of three, more or less: none of 100 allows 3 to 4 of a hundred."""
+    right, wrong = np.ones(100), np.zeros(100)
+    low, high = difference(right, right, seed=1).interval
+    assert -low == high and 0.03 < high < 0.04
+    low, high = difference(wrong, right, seed=1).interval
+    assert 1 - 0.08 < low < 1 - 0.06 and high == 1
+    low, high = difference(np.tile(right, 10), np.tile(right, 10), seed=1).interval
+    assert high < 0.004
+    assert difference(3 * right, 3 * right, seed=1).interval is None  # no bound is known
+    assert difference(right, right, seed=1, weights=np.arange(100) + 1).interval is None
+
+
 def test_holm_by_hand() -> None:
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.6, 0.9]) == [1, 1]

@@ -39,6 +39,24 @@ def test_the_better_answer_earns_more(endpoint: Any, reply: Any, both: bool, que
     assert len(endpoint.requests) == questions
 
 
+def test_lengths_are_in_tokens(endpoint: Any, reply: Any) -> None:
+    endpoint.reply = lambda payload: reply(text=judgement(3, 3))
+    reward = group_reward({"judge": judge(endpoint.url), "length_control": {"percentile": 0}})
+    assert reward is not None
+    few, many, none = (
+        Member(reward=0.0, thinking_tokens=thinking, answer_tokens=answer, prompt=PROMPT, response=parse_response(text))
+        for text, thinking, answer in (
+            ("<think>aaaaaaaaaaaa</think>internationalization", 5, 3),
+            ("<think>?!</think>)*(", 9, 5),
+            ("<think></think>", 2, 1),  # the tags and the end token
+        )
+    )
+
+    ((first, second, empty),) = reward([[few, many, none]])
+
+    assert first > max(second, empty), "fewer tokens earn more, if they say something"
+
+
 def test_what_the_judge_did_not_answer_is_told(endpoint: Any, reply: Any, capsys: pytest.CaptureFixture[str]) -> None:
     answers = iter([reply(text=judgement(5, 2)), reply(status=400)])
     endpoint.reply = lambda payload: next(answers)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel")
@@ -82,6 +83,22 @@ class Slurm:
         words = self.call("scontrol", "show", "job", job).split()
         return next(word.removeprefix("JobState=") for word in words if word.startswith("JobState="))
 
+    def lose(self, node: str) -> None:
+        """A node that fails: all that runs on it is gone, and Slurm knows."""
+        jobs = self.call("squeue", "-h", "-w", node, "-o", "%A").split()
+        _end(self.folder / f"{node}.pid", signal.SIGKILL)
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                environment = process.environ()
+                its = environment.get("SLURMD_NODENAME") == node and environment.get("SLURM_JOB_ID") in jobs
+                if its or any(f"slurmstepd: [{job}." in " ".join(process.cmdline()) for job in jobs):
+                    process.kill()
+        self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+
+    def repair(self, node: str) -> None:
+        """After `lose`: the node is back (ReturnToService=2)."""
+        self.call("slurmd", "-N", node)
+
     def wait(self, until: Callable[[], object], *, seconds: float = 240.0, what: str = "") -> None:
         """Until it is true."""
         end = time.monotonic() + seconds
@@ -145,8 +162,8 @@ def slurm() -> Iterator[Slurm]:
 
 
 @pytest.fixture
-def nemo_ext(slurm: Any, tmp_path: Path) -> Callable[..., str]:
-    """Runs `nemo-ext` with the cluster; returns its output."""
+def nemo_ext(slurm: Any, tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """Runs `nemo-ext` with the cluster; returns its output. What a failed test leaves does not stop the next."""
 
     def call(*words: str, code: int = 0) -> str:
         command = [sys.executable, "-m", "nemo_ext.cli", *words]
@@ -154,13 +171,17 @@ def nemo_ext(slurm: Any, tmp_path: Path) -> Callable[..., str]:
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    return call
+    yield call
+    slurm.call("scancel", "--user=root", check=False)
+    slurm.wait(lambda: not slurm.call("squeue", "-h"), what="jobs that should end")
+    for node in ("n1", "n2"):
+        slurm.call("scontrol", "update", f"nodename={node}", "state=resume", check=False)
 
 
-def _end(file: Path) -> None:
+def _end(file: Path, how: signal.Signals = signal.SIGTERM) -> None:
     with suppress(OSError, ValueError):
         process = int(file.read_text())
-        os.kill(process, signal.SIGTERM)
+        os.kill(process, how)
         for _ in range(100):
             os.kill(process, 0)
             time.sleep(0.05)

@@ -125,11 +125,10 @@ def test_replicas_come_and_go_behind_one_endpoint(
     slurm.call("scancel", "--batch", "--signal=USR2", jobs[without])  # as before its time limit
     slurm.wait(lambda: len(attempts.read(without)) == 2, what=outputs(run_dir))
     assert working.poll() is None
-    slurm.call("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+    slurm.lose(node)
 
     assert working.wait(600) == 0, outputs(run_dir)
-    # Unless it came back by itself, as ReturnToService=2 has it.
-    slurm.call("scontrol", "update", f"nodename={node}", "state=idle", check=False)
+    slurm.repair(node)
     assert table(out) == table(tmp_path / "calm")
     assert len(table(out)) == ROWS
     assert read_address(run_dir).url != before

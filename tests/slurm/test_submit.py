@@ -195,6 +195,10 @@ def test_mistakes_are_one_line(words: list[str], said: str) -> None:
         (["job=quantize", "from=here", "to=x", "calibration.data=d"], "precision_plan=null"),
         (["job=quantize", "from=here", "to=x", "precision=fp8_current"], "calibration.data=null"),
         (["job=rl", "preset=rl_zero", "model=m"], "tasks.train=null: grpo trains on tasks"),
+        (
+            ["job=rl", "preset=rl_zero", "model=m", "tasks.train.path=t"],
+            "rl.schedule.steps=null: OLMo 3, RL-Zero gives no",
+        ),
         (["job=rl", "preset=rl_zero", "engine=nemo_rl", "model=m", "tasks.train.path=t"], "NEMO_RL_ROOT is not set"),
     ],
 )

@@ -25,8 +25,17 @@ NO_TOOLS, WITH_TOOLS, PENALTY = GROUPS = ("no_tools", "with_tools", "hallucinati
 
 # Parts of JSON, written so that a search takes linear time: objects hold objects, which hold none.
 _VALUE = r"\s*:\s*(?:\"(?:[^\"\\]|\\.)*\"|[\w.+-]+)\s*,\s*"
-_OTHERS = rf"(?:\"(?!(?:name|arguments|parameters)\")\w+\"{_VALUE})*"
-_ARGUMENTS = r"\"(?:arguments|parameters)\""
+
+
+def _of_json(names: str, arguments: str) -> tuple[str, str]:
+    """Patterns of an object with one of these keys and then one of those, and the other way round."""
+    others = rf"(?:\"(?!(?:{names}|{arguments})\")\w+\"{_VALUE})*"
+    name, given = rf"\"(?:{names})\"", rf"\"(?:{arguments})\""
+    return (
+        rf"\{{\s*{others}{name}{_VALUE}{others}{given}\s*:",
+        rf"{given}(?:\s*:\s*\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}\s*,\s*|{_VALUE}){others}{name}\s*:",
+    )
+
 
 # Markup of calls by model or runtime; "any tool-specific API format" is the paper's wording.
 CALL_PATTERNS = (
@@ -41,8 +50,13 @@ CALL_PATTERNS = (
     r"<\|tool_call",  # Kimi, Phi
     r"(?:```|<)tool_(?:code|call)",  # Gemma
     r"\bAction:[^\n]{0,200}\n\s{0,20}Action Input:",  # ReAct
-    rf"\{{\s*{_OTHERS}\"name\"{_VALUE}{_OTHERS}{_ARGUMENTS}\s*:",
-    rf"{_ARGUMENTS}(?:\s*:\s*\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}\s*,\s*|{_VALUE}){_OTHERS}\"name\"\s*:",
+    r"\bfunctions\.[\w.\-]{1,100}\(\s*\{\s*[\"}]",  # OpenAI's namespace; a quoted key is JSON's, others are code's
+    r"\bto=(?:functions\.|browser\.|python\b)[\w.\-]{0,100}"
+    r"(?:\s|json|code|<\|(?!message)\w+\|>){0,8}(?:\{|<\|message)",  # gpt-oss
+    *_of_json("name|recipient_name", "arguments|parameters"),
+    *_of_json("function", "arguments"),
+    *_of_json("tool|tool_name", "arguments|parameters|args|input|tool_input"),
+    *_of_json("action", "action_input"),  # LangChain
 )
 
 

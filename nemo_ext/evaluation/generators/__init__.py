@@ -11,12 +11,13 @@ from typing import Any
 
 from nemo_ext.job.settings import check_keys, checked_whole, nearest
 
-_HERE = "nemo_ext.evaluation.generators"
+_HERE, _TASKS = "nemo_ext.evaluation.generators", "nemo_ext.rl.tasks"
 GENERATORS: Mapping[str, str] = {
-    "needles": f"{_HERE}.long_context:needles",
-    "variables": f"{_HERE}.long_context:variables",
-    "common_words": f"{_HERE}.long_context:common_words",
-    "documents": f"{_HERE}.long_context:documents",
+    "needles": f"{_TASKS}.long_context:needles",
+    "variables": f"{_TASKS}.long_context:variables",
+    "common_words": f"{_TASKS}.long_context:common_words",
+    "documents": f"{_TASKS}.long_context:documents",
+    "deliveries": f"{_TASKS}.long_context:deliveries",
     "choices": f"{_HERE}.choices:choices",
     "python_sources": f"{_HERE}.sources:python_sources",
 }

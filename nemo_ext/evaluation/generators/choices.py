@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from nemo_ext.evaluation.generators.words import NOUNS, pick, unseen
 from nemo_ext.job.seeds import generator
 from nemo_ext.job.settings import nearest
+from nemo_ext.rl.tasks.words import NOUNS, pick, unseen
 
 LETTERS = "ABCD"
 _GROUPS: Mapping[str, tuple[str, ...]] = {

@@ -1,7 +1,8 @@
 """Groups compared by a generative reward model, with time limits; NeMo Gym's genrm_compare has none.
 
 All responses to one prompt are judged together (`nemo_ext.rl.rewards.rlhf`) when the last of them has come or the first
-has waited long enough. Comparisons that the judge does not answer are left out and reported.
+has waited long enough. Comparisons that the judge does not answer are left out and reported. Lengths are
+in characters: the server has the texts, not the policy's tokenizer.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ class ComparisonConfig(OwnConfig):
         wait_seconds: time limit for the other responses, from a group's first one on.
         show: genrm for a judge whose chat template has the roles response_1 and response_2, instructed for any other.
         both_orders: judge each pair in both orders.
-        length_control: fields of `nemo_ext.rl.rewards.comparison.LengthControl`.
+        length_control: fields of `nemo_ext.rl.rewards.comparison.LengthControl`; lengths are in characters.
         thinking_opened: True if the model's prompts end inside a trace and the model server parses no reasoning.
     """
 

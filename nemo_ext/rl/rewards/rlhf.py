@@ -20,6 +20,7 @@ async def rlhf_rewards(
     prompt: Sequence[Message],
     responses: Sequence[Response],
     *,
+    lengths: Sequence[tuple[int, int]] | None = None,
     show: Show = genrm_messages,
     both_orders: bool = True,
     control: LengthControl | None = None,
@@ -27,13 +28,12 @@ async def rlhf_rewards(
 ) -> GroupRewards:
     """Rewards of the responses to one prompt, from 2N concurrent comparisons, or N with `both_orders=False`.
 
-    Lengths are those of the texts in characters, as in NeMo Gym's genrm_compare: engines seldom count the tokens of a
-    trace, and only proportions within the group matter.
-
     Args:
         judge: judge, which never raises or hangs; comparisons that it does not answer are left out and counted.
         prompt: conversation up to the responses.
         responses: responses of the group.
+        lengths: each response's (trace, answer) in tokens of the policy, 0 for none; None for those of the texts in
+            characters, as NeMo Gym's genrm_compare has them, where no tokenizer is at hand.
         show: one of `SHOWN`.
         both_orders: compare each pair in both orders; see `circular_comparisons`.
         control: length control; see `group_rewards`.
@@ -44,10 +44,12 @@ async def rlhf_rewards(
     pairs = circular_comparisons(len(responses), both_orders=both_orders)
     questions = [show(prompt, answers[first], answers[second]) for first, second in pairs]
     judged = await judge.ask_all(questions, parse_judgement)
+    if lengths is None:
+        lengths = [(len((response.thinking or "").strip()), len(response.answer.strip())) for response in responses]
     given = group_rewards(
         {pair: answer.value for pair, answer in zip(pairs, judged, strict=True)},
-        thinking_lengths=[len((response.thinking or "").strip()) for response in responses],
-        answer_lengths=[len(response.answer.strip()) for response in responses],
+        thinking_lengths=[thinking for thinking, _ in lengths],
+        answer_lengths=[answer for _, answer in lengths],
         control=control,
     )
     return replace(given, problem=next((answer.problem for answer in judged if answer.value is None), ""))

@@ -18,6 +18,9 @@ GENERATORS: Mapping[str, str] = {
     "schemas": "nemo_ext.rl.tasks.schemas",
     "programs": "nemo_ext.rl.tasks.programs",
     "instructions": "nemo_ext.rl.tasks.instructions",
+    "conversations": "nemo_ext.rl.tasks.conversations",
+    "long_documents": "nemo_ext.rl.tasks.long_documents",
+    "tool_calls": "nemo_ext.rl.tasks.tool_calls",
     "workplace": "nemo_ext.rl.tasks.workplace",
     "bank": "nemo_ext.rl.tasks.bank",
 }

@@ -19,7 +19,7 @@ from nemo_ext.rl.worlds.world import one_of
 
 LEVELS = 10
 
-_TOPICS = ("a garden", "a railway station", "a school", "a kitchen", "a mountain village", "a library", "a harbour")
+TOPICS = ("a garden", "a railway station", "a school", "a kitchen", "a mountain village", "a library", "a harbour")
 _SUBJECTS = ("The morning", "Every visitor", "The old clock", "A small bird", "The street", "Our neighbour", "The wind")
 _VERBS = ("brings", "remembers", "carries", "shows", "finds", "changes", "greets")
 _OBJECTS = ("a new story", "the quiet light", "some fresh bread", "the people here", "a good reason", "the long day")
@@ -29,7 +29,7 @@ _ENDINGS = ("That is all for today.", "Thank you for reading.", "Let me know wha
 _CAPITALS = ("NORTH", "SOUTH", "EAST", "WEST")
 
 # At most one rule of each set is drawn.
-_ALTERNATIVES: tuple[tuple[str, ...], ...] = (
+ALTERNATIVES: tuple[tuple[str, ...], ...] = (
     ("keywords:existence",),
     ("keywords:frequency",),
     ("keywords:forbidden_words",),
@@ -54,12 +54,12 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
     for index in range(count):
         of = level_of(index, level, LEVELS)
         random = generator(seed, "instructions", of, index)
-        topic = one_of(random, _TOPICS)
+        topic = one_of(random, TOPICS)
         while True:  # not all draws can be kept at once
-            chosen = [_drawn(random, one_of(random, _ALTERNATIVES[place])) for place in _places(random, of)]
+            chosen = [drawn(random, one_of(random, ALTERNATIVES[place])) for place in _places(random, of)]
             reference: dict[str, Any] = {"instructions": chosen, "mode": "all"}
             parsed = check(reference)
-            if verify(parse_response(_written(reference)), parsed).outcome == "correct":
+            if verify(parse_response(written(reference)), parsed).outcome == "correct":
                 break
         asked = "\n".join(f"{number}. {each.says()}" for number, each in enumerate(parsed.instructions, start=1))
         yield Task(
@@ -73,14 +73,16 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
 
 def solution(task: Task) -> str:
     """Text that follows all of a task's instructions."""
-    return _written(task.reference)
+    return written(task.reference)
 
 
 def _places(random: np.random.Generator, number: int) -> list[int]:
-    return sorted(int(place) for place in random.permutation(len(_ALTERNATIVES))[:number])
+    return sorted(int(place) for place in random.permutation(len(ALTERNATIVES))[:number])
 
 
-def _drawn(random: np.random.Generator, name: str) -> dict[str, Any]:
+def drawn(random: np.random.Generator, name: str) -> dict[str, Any]:
+    """An instruction of this id, with arguments, as a reference has it."""
+
     def number(low: int, high: int) -> int:
         return int(random.integers(low, high + 1))
 
@@ -120,7 +122,7 @@ def _drawn(random: np.random.Generator, name: str) -> dict[str, Any]:
     return {"id": name, "kwargs": kwargs.get(name, {})}
 
 
-def _written(reference: Mapping[str, Any]) -> str:
+def written(reference: Mapping[str, Any]) -> str:
     """Text made of what each instruction asks for, as long as they need."""
     asked = {each["id"]: each["kwargs"] for each in reference["instructions"]}
     parts = _parts(asked)

@@ -96,12 +96,17 @@ def solved(task: Task, generator: str) -> Sample:
 
 
 def _calling(task: Task, calls: tuple[ToolCall, ...]) -> Iterator[Message]:
-    """Questions while the user has more to say, all calls with the world's answers, and a last message."""
+    """Questions while the user has more to say, all calls with the world's answers, and a last message.
+
+    The calls alone where the environment has a single turn.
+    """
+    numbered = tuple(replace(call, id=call.id or f"call_{number}") for number, call in enumerate(calls))
     environment = make(task.environment)
-    assert environment.begin is not None
+    if environment.begin is None:
+        yield Message(role="assistant", tool_calls=numbered)
+        return
     conversation = environment.begin(environment.check(task.reference))
     questions = [Message(role="assistant", content="Could you tell me more?") for _ in task.reference.get("user", ())]
-    numbered = tuple(replace(call, id=call.id or f"call_{number}") for number, call in enumerate(calls))
     last = Message(role="assistant", content=str(task.reference.get("answer") or "Done."))
     for message in (*questions, Message(role="assistant", tool_calls=numbered), last):
         yield message

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from nemo_ext.chat.response import Response
 from nemo_ext.job.settings import check_keys, nearest
-from nemo_ext.rl.answers import MAX_CHOICE, bare, boxes, final_answer, final_line, named_choices, normal
+from nemo_ext.rl.answers import MAX_CHOICE, bare, boxes, final_text, named_choices, named_in_sentences, normal
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.verdict import Verdict
 
@@ -70,23 +70,21 @@ def verify(response: Response, reference: Reference) -> Verdict:
         return Verdict.wrong("no answer")
     # Without texts, not with unknown ones, behind which a letter may stand.
     choices = dict.fromkeys(reference.choices, "") if form == "letter" else reference.choices
-    found: list[tuple[str, ...]] = [] if form == "text" else [(content,) for content in _boxed(text)]
+    found = [] if form == "text" else [(content, named_choices(content, choices)) for content in _boxed(text)]
     if not found and form in ("any", "text"):
-        line, sentence = final_line(text), final_answer(text)
-        if line is None and form == "any":
-            line = sentence = bare(text)
-        # "B. Rome" names both, "B. It is old" one.
-        found = [(line, sentence)] if line and sentence else []
+        if final := final_text(text):
+            found = [(final, named_in_sentences(final, choices))]
+        elif form == "any" and (line := bare(text)):
+            found = [(line, named_choices(line, choices))]
     if not found:
         return Verdict.wrong(f"no answer in the format {form}")
     named: set[str] = set()
-    for contents in dict.fromkeys(found):
-        one = set[str]().union(*(named_choices(content, choices) for content in contents))
-        if not one:
-            return Verdict.wrong("no choice is named", contents[0].strip()[:200])
-        named |= one
-        if len(named) > 1:
-            return Verdict.wrong("more than one choice is named", ", ".join(sorted(named)))
+    for content, letters in found:
+        if not letters:
+            return Verdict.wrong("no choice is named", content.strip()[:200])
+        named |= letters
+    if len(named) > 1:
+        return Verdict.wrong("more than one choice is named", ", ".join(sorted(named)))
     (letter,) = named
     return Verdict.correct(letter) if letter == reference.answer else Verdict.wrong("another choice", letter)
 

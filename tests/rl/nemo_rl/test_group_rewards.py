@@ -152,7 +152,8 @@ def test_a_groups_reward_must_be_as_many_numbers(given: list[list[float]]) -> No
 
 
 def member(reward: float, thinking: int, answer: int) -> Member:
-    return Member(reward=reward, thinking_tokens=thinking, answer_tokens=answer, prompt=(), response=Response(text=""))
+    response = Response(text="", thinking="t" if thinking else None, answer="a" if answer else "")
+    return Member(reward=reward, thinking_tokens=thinking, answer_tokens=answer, prompt=(), response=response)
 
 
 def test_length_control_is_the_papers() -> None:

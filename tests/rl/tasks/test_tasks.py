@@ -4,24 +4,28 @@ from importlib import import_module
 
 import pytest
 
-from nemo_ext.chat.response import parse_response
+from nemo_ext.chat.response import Response, parse_response
+from nemo_ext.chat.sample import ToolCall
 from nemo_ext.rl.environments import Environment, make
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import generate
 from nemo_ext.rl.verdict import Verdict
 
-NAMES = ("arithmetic", "tables", "schemas")
+NAMES = ("arithmetic", "tables", "schemas", "conversations", "long_documents", "tool_calls")
+
+ENVIRONMENTS = ("math", "multiple_choice", "structured_output", "instructions", "contains", "tool_calls")
 
 
 @pytest.fixture(scope="module")
 def environments() -> dict[str, Environment]:
-    return {name: make(name) for name in ("math", "multiple_choice", "structured_output")}
+    return {name: make(name) for name in ENVIRONMENTS}
 
 
-def verdict(environments: dict[str, Environment], task: Task, text: str) -> Verdict:
+def verdict(environments: dict[str, Environment], task: Task, given: str | tuple[ToolCall, ...]) -> Verdict:
     made = environments[task.environment]
     assert made.verify is not None
-    found = made.verify(parse_response(text), made.check(task.reference))
+    response = parse_response(given) if isinstance(given, str) else Response(text="", tool_calls=given)
+    found = made.verify(response, made.check(task.reference))
     assert isinstance(found, Verdict)
     return found
 
@@ -42,7 +46,7 @@ def test_tasks_depend_on_seed_level_and_number_alone(name: str) -> None:
     assert list(generate(name, 7, seed=1)) == many[:7]
     assert len({task.id for task in many}) == 20
     assert [task.prompt for task in generate(name, 20, seed=2)] != [task.prompt for task in many]
-    assert len({task.prompt[0].content for task in generate(name, 20, seed=1, level=3)}) == 20
+    assert len({task.prompt for task in generate(name, 20, seed=1, level=3)}) == 20
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -355,7 +355,7 @@ def test_what_only_a_run_can_find_is_one_line(model: Path, tmp_path: Path) -> No
     words = ("rl", "preset=rl_zero", f"model={model}", f"run_dir={tmp_path / 'run'}", *SMALL)
 
     done = subprocess.run(
-        command("rl", "preset=rl_zero", "model=nowhere", f"tasks.train.path={path}", f"run_dir={tmp_path / 'run'}"),
+        command(*words[:2], "model=nowhere", *words[3:], f"tasks.train.path={path}"),
         capture_output=True,
         text=True,
         check=False,

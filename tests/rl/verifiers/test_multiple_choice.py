@@ -40,6 +40,23 @@ def outcome(text: str, **reference: object) -> str:
         "Answer: B. It is large.",
         "Answer: B (New York)",
         r"$\boxed{\textbf{(B)}\ New York}$",
+        r"\boxed{B)}",
+        r"\boxed{\text{B.)}}",
+        r"\boxed{B]}",
+        r"\boxed{B) New York}",
+        r"\boxed{\text{Option B)}}",
+        "Answer: B)",
+        "Answer: (B). It is large.",
+        "Answer: B.\tIt is large. I am sure.",
+        "Answer: B. A city that I like.",
+        "Answer: B. C is colder.",  # what is said of C cannot be told
+        "Answer: B. New York. Yes, B.",
+        "Answer: B.\n\nNew York",
+        "Answer: B\n---\nParis is smaller.",
+        "The answer is B because C is cold. It is large.",
+        "Answer: New York. It is large.",
+        "Answer: **B**. _Rome_ is smaller.",
+        "Answer: A. No, wait. Answer: B.",
     ],
 )
 def test_named(text: str) -> None:
@@ -67,6 +84,45 @@ def test_named(text: str) -> None:
         "<think>Answer: B",
         "<think>B</think>",
         r"\boxed{B" + " " * 20_000 + "}" + r"\boxed{A}",
+        "Answer: B. A",
+        "Answer: B. C",
+        "Answer: B. (A)",
+        "Answer: B. [C].",
+        "Answer: B.\u00a0A",
+        "Answer: B.. A",
+        "Answer: b. a",
+        "Answer: (B). **C**",
+        "Answer: B. Or A.",
+        "Answer: B. A or C.",
+        "Answer: B. Also maybe C",
+        "Answer: B. No, wait: A",
+        "Answer: B. Option C.",
+        "Answer: B. Rome",
+        "Answer: B. It is large. C.",
+        "Answer: B because it is large. C",
+        "Answer: New York. Rome.",
+        "Answer: B. New York. Rome.",
+        "Answer: B\nA",
+        "Answer: B.\n\nor C",
+        "Answer: B\nRome",
+        "Answer: B/A",
+        "Answer: B A",
+        "Answer: B; A",
+        "Answer: (B)(A)",
+        "Answer: (B) [A]",
+        "Answer: B.A",
+        "Answer: B, A",
+        "Answer: B)(A",
+        "Answer: B) A",
+        r"\boxed{B. A}",
+        r"\boxed{B) A}",
+        r"\boxed{B)(A)}",
+        r"\boxed{B),A)}",
+        r"\boxed{B) or C)}",
+        r"\boxed{B)} \boxed{A)}",
+        "B. A",
+        "B) A",
+        "B.\nA",
     ],
 )
 def test_not_named(text: str) -> None:
@@ -89,6 +145,28 @@ def test_not_named(text: str) -> None:
 )
 def test_formats(format: str, text: str, expected: str) -> None:
     assert outcome(text, format=format) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["Answer: B. A", "Answer: (B). (C)", "Answer: B\nA", "Answer: B or A", r"\boxed{B. A}"]
+)
+@pytest.mark.parametrize("choices", [4, ["first", "second", "Both A and B", "d"]], ids=str)
+@pytest.mark.parametrize("format", ["any", "text"])
+def test_two_letters_are_no_answer(text: str, choices: object, format: str) -> None:
+    assert outcome(text, choices=choices, format=format) == "wrong"
+
+
+def test_texts_that_look_like_several_answers() -> None:
+    assert outcome("Answer: B. Both A and C", choices=["x", "Both A and C", "y"]) == "correct"
+    assert outcome("Answer: B\nBoth A and C.", choices=["x", "Both A and C", "y"]) == "correct"
+    assert outcome("Answer: St. Petersburg", choices=["St", "St. Petersburg", "Petersburg"]) == "correct"
+    assert outcome("Answer: B. St. Petersburg", choices=["St", "St. Petersburg", "Petersburg"]) == "correct"
+    assert outcome("Answer: A. No", choices=["Yes", "No"], answer="A") == "wrong"
+
+
+@pytest.mark.parametrize("unit", ["ab. ", "ab\n", ").", "B. "])
+def test_many_sentences_are_read_in_one_pass(unit: str) -> None:
+    assert outcome("Answer: B. " + unit * (200_000 // len(unit)), choices=["x" * 5000, "y" * 5000]) == "correct"
 
 
 def test_how_many_choices_there_are_is_enough() -> None:

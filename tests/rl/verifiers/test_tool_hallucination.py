@@ -25,8 +25,16 @@ ATTEMPTS = [
     "<|tool_call_begin|>functions.ring:0<|tool_call_end|>",
     "```tool_code\nring()\n```",
     "Action: ring\nAction Input: {}",
+    'functions.ring({"how": "often"})',
+    'to=functions.ring {"how": "often"}',
     '{"name": "ring", "parameters": {}}',
     '{"arguments": {"how": {"often": 2}}, "name": "ring"}',
+    '{"function": "ring", "arguments": {}}',
+    '{"arguments": {}, "function": "ring"}',
+    '{"tool": "ring", "input": "twice"}',
+    '{"tool_input": {"often": 2}, "tool_name": "ring"}',
+    '{"action": "ring", "action_input": {}}',
+    '{"action_input": "twice", "action": "ring"}',
 ]
 OTHERS = [
     "<function=bells.ring-once>{}</function>",
@@ -35,6 +43,12 @@ OTHERS = [
     '{"type": "function", "name": "ring", "index": 0, "parameters": {}}',
     '{"type": "function", "function": {"name": "ring", "arguments": "{}"}}',
     '{"arguments": "{\\"often\\": 2}", "id": "1", "name": "ring"}',
+    "functions.bells.ring-once( {} )",
+    'commentary to=functions.ring <|constrain|>json<|message|>{"how": "often"}<|call|>',
+    "to=functions.ring json\n{}",
+    "to=python code<|message|>print(1)<|call|>",
+    '{"id": 1, "tool": "ring", "why": "I must", "args": [2]}',
+    '{"recipient_name": "functions.ring", "parameters": {}}',
 ]
 
 
@@ -59,14 +73,45 @@ def test_a_call_without_tools_is_wrong(attempt: str) -> None:
     assert unseen.outcome == "correct"
 
 
-@pytest.mark.parametrize("text", ['{"name": "Ann", "age": 5}', "Action: none.", "f(name, arguments)"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "Ann", "age": 5}',
+        "Action: none.",
+        "f(name, arguments)",
+        "The functions. search(x) is one of them.",
+        "It calls functions.search(query) with the word.",
+        "exports.f = functions.runWith({timeoutSeconds: 300, memory: '1GB'}).https.onCall(f)",
+        "I would set to=functions.search in the header, but have no tools.",
+        "Add to=python to the list.",
+        '{"name": "square", "input": 3, "output": 9}',
+        '{"function": "x^2", "input": 3, "output": 9}',
+        '{"tool": "hammer", "material": "steel"}',
+        '{"action": "buy", "input": "none"}',
+        "The tool takes an input and the function its arguments.",
+        'The key "tool" names it, and "input" is what it gets.',
+    ],
+)
 def test_what_is_no_call(text: str) -> None:
     assert verdict(parse_response(rf"{text} \boxed{{B}}"), {"answer": B}).outcome == "correct"
 
 
 @pytest.mark.parametrize(
     "unit",
-    ['"arguments":{', '"arguments":1,', '"arguments":{},"b":2,', '"name":"a",', '{"a":1,', '"a":1,', "Action:", '"'],
+    [
+        '"arguments":{',
+        '"arguments":1,',
+        '"arguments":{},"b":2,',
+        '"name":"a",',
+        '{"a":1,',
+        '"a":1,',
+        "Action:",
+        '"',
+        '"tool":1,',
+        '{"input":1,',
+        "functions.a(",
+        "to=python ",
+    ],
 )
 def test_a_megabyte_is_searched_in_one_pass(unit: str) -> None:
     text = '{"b":1,' + unit * (1_000_000 // len(unit))

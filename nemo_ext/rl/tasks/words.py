@@ -1,6 +1,7 @@
 """Words, names and sentences that generated problems are made of. No fact in them is true."""
 
 from collections.abc import Iterator
+from itertools import count
 
 import numpy as np
 
@@ -46,6 +47,9 @@ _SYLLABLES = _words(
     "ta te ti to va ve vi wa ya zo"
 )
 
+_TRIES = 100
+"""Draws of a name before it gets another syllable."""
+
 
 def pick(random: np.random.Generator, words: tuple[str, ...]) -> str:
     """One of the words."""
@@ -62,8 +66,11 @@ def sentences(random: np.random.Generator) -> Iterator[str]:
 
 
 def unseen(random: np.random.Generator, seen: set[str], syllables: int = 3) -> str:
-    """A made-up name that is not in `seen`, to which it is added."""
-    while (name := "".join(pick(random, _SYLLABLES) for _ in range(syllables)).capitalize()) in seen:
-        continue
+    """A made-up name that is not in `seen`, to which it is added; longer where hardly any of this length is left."""
+    for tries in count():
+        length = syllables + tries // _TRIES
+        name = "".join(pick(random, _SYLLABLES) for _ in range(length)).capitalize()
+        if name not in seen:
+            break
     seen.add(name)
     return name

@@ -1,4 +1,4 @@
-"""Long-context problems after RULER (arXiv 2404.06654, section 3), whose texts are generated instead of downloaded.
+"""Long-context problems, most after RULER (arXiv 2404.06654, section 3), with texts that are generated, not downloaded.
 
 Rows: id, domain (the length), length, context, question, answers, wrong (what a right answer does not name). Lengths
 are in tokens of four characters.
@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from nemo_ext.evaluation.generators.words import ADJECTIVES, NOUNS, PEOPLE, TOWNS, pick, sentences, unseen
 from nemo_ext.job.seeds import generator
 from nemo_ext.job.settings import checked_whole, nearest
+from nemo_ext.rl.tasks.words import ADJECTIVES, NOUNS, PEOPLE, TOWNS, pick, sentences, unseen
 
 CHARACTERS = 4
 """Characters taken for a token."""
@@ -21,6 +21,7 @@ _DEPTHS = 10
 
 Lengths = int | Sequence[int]
 Haystack = Literal["sentences", "needles"]
+Asked = Literal["order", "total"]
 
 
 def needles(
@@ -186,6 +187,52 @@ def documents(count: int, *, seed: int, length: Lengths = 1024, hops: int = 1) -
         context = "\n".join(f"Document {place}: {text}" for place, text in enumerate(shown, 1))
         question = f"In which town was {born}? Answer with the name of the town alone."
         yield _row("documents", seed, number, tokens, context, question, [town], TOWNS)
+
+
+def deliveries(
+    count: int, *, seed: int, length: Lengths = 1024, towns: int = 4, asked: Asked = "order"
+) -> Iterator[dict[str, Any]]:
+    """Dated deliveries to towns, not in the order of their days: which town came third, or what one got in all.
+
+    Args:
+        count: number of rows.
+        seed: seed.
+        length: tokens of a context, or several lengths in turn.
+        towns: towns, 3 to 8; a day each where their order is asked for, two to four deliveries each where a total is.
+        asked: `order`: the town at a place in the order of days; `total`: the sum of a town's deliveries.
+
+    Raises:
+        ValueError: naming the setting that is out of range.
+    """
+    if checked_whole("settings.towns", towns, least=3) > 8:
+        raise ValueError(f"settings.towns={towns}: expected 3 to 8")
+    if asked not in ("order", "total"):
+        raise ValueError(f"settings.asked: unknown {asked!r}: {nearest(str(asked), ('order', 'total'))}")
+    for number, tokens in _lengths(count, length):
+        random = generator(seed, "deliveries", towns, asked, tokens, number)
+        chosen = [TOWNS[place] for place in random.permutation(len(TOWNS))[:towns]]
+        each = 1 if asked == "order" else int(random.integers(2, 5))
+        days = random.permutation(np.arange(2, 366))[: towns * each]
+        made = [
+            (int(day), town, int(random.integers(11, 100)))
+            for day, town in zip(days, [town for town in chosen for _ in range(each)], strict=True)
+        ]
+        hidden = [f"On day {day} of the year {town} received {barrels} barrels." for day, town, barrels in made]
+        lines = _filled(sentences(random), tokens, sum(len(line) + 1 for line in hidden))
+        for line in (hidden[place] for place in random.permutation(len(hidden))):
+            lines.insert(int(random.integers(len(lines) + 1)), line)
+        if asked == "order":
+            place = int(random.integers(towns))
+            answer, named = sorted(made)[place][1], chosen
+            question = (
+                f"Order the towns that received barrels by the day of the year. Which one is number {place + 1}, from "
+                "the earliest? Answer with the name of the town alone."
+            )
+        else:
+            totals = {town: sum(barrels for _, to, barrels in made if to == town) for town in chosen}
+            answer, named = str(totals[chosen[0]]), [str(one) for one in (*totals.values(), *(row[2] for row in made))]
+            question = f"How many barrels did {chosen[0]} receive in all? Answer with the number alone."
+        yield _row("deliveries", seed, number, tokens, " ".join(lines), question, [answer], named)
 
 
 def _lengths(count: int, length: Lengths) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,61 @@
+"""Questions on long generated texts, in seven levels, for the environment `contains`.
+
+1  one of two codes                         2  two of four codes
+3  a fact through two of many documents     4  variables that get their value from each other
+5  the most frequent words of a list        6  the order of dated events
+7  a sum over scattered amounts
+
+The texts are those of `nemo_ext.rl.tasks.long_context`; the setting `length` is in tokens of four characters.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from nemo_ext.chat.sample import Message
+from nemo_ext.rl.task import Task
+from nemo_ext.rl.tasks import level_of, long_context
+from nemo_ext.rl.tasks.long_context import Lengths
+
+LENGTH = 4096
+_ROWS: tuple[Callable[..., Iterator[Mapping[str, Any]]], ...] = (
+    partial(long_context.needles, keys=2),
+    partial(long_context.needles, keys=4, asked=2),
+    partial(long_context.documents, hops=2),
+    long_context.variables,
+    long_context.common_words,
+    partial(long_context.deliveries, towns=6),
+    partial(long_context.deliveries, asked="total"),
+)
+LEVELS = len(_ROWS)
+
+
+def tasks(count: int, *, seed: int, level: int | None = None, length: Lengths = LENGTH) -> Iterator[Task]:
+    """Questions of the levels 1 to 7.
+
+    Args:
+        level: level of all tasks; None for all levels in turn.
+        length: tokens of a text, or several lengths in turn within each level.
+
+    Raises:
+        ValueError: there is no such level or length.
+    """
+    rows: dict[int, Iterator[Mapping[str, Any]]] = {}
+    for index in range(count):
+        of = level_of(index, level, LEVELS)
+        if of not in rows:
+            rows[of] = _ROWS[of - 1](count, seed=seed, length=length)
+        row = next(rows[of])
+        tokens, number = row["id"].split("/")[-2:]
+        yield Task(
+            id=f"long_documents/{seed}/{of}/{tokens}/{number}",
+            environment="contains",
+            prompt=(Message(role="user", content=f"{row['context']}\n\n{row['question']}"),),
+            reference={"answers": row["answers"], "wrong": row["wrong"], "all": True},
+            domain="long_documents",
+        )
+
+
+def solution(task: Task) -> str:
+    """Right answer, without the words around it."""
+    return ", ".join(task.reference["answers"])

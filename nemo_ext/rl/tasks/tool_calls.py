@@ -1,0 +1,242 @@
+"""Wishes that a model must turn into tool calls, in five levels, for the environment `tool_calls`.
+
+1  one tool is declared, one call
+2  one call, of one among five tools, with arguments that may be left out
+3  two or three calls in one answer, in any order, of six tools
+4  three or four calls in the order in which they are asked for, of eight tools
+5  two or three wishes, of which one or all are beyond the six declared tools: these must not be called for
+
+Every value is in the wish as the call must have it, so that only one set of calls is right.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date, timedelta
+from typing import Annotated, Any, Literal, TypedDict, get_args
+
+import numpy as np
+from pydantic import Field
+
+from nemo_ext.chat.sample import Message, ToolCall
+from nemo_ext.job.seeds import generator
+from nemo_ext.rl.task import Task
+from nemo_ext.rl.tasks import level_of
+from nemo_ext.rl.tasks.words import ADJECTIVES, NOUNS, pick, unseen
+from nemo_ext.rl.worlds.world import Call, Tool, call_of, one_of, solution_calls
+
+LEVELS = 5
+_SYSTEM = (
+    "Make all tool calls that the user's wishes need in one answer, with the values as the user writes them. Where no "
+    "tool does what is wished, make no call for it and say so."
+)
+_NOTHING = "None of my tools can do that."
+
+Unit = Literal["celsius", "fahrenheit"]
+Currency = Literal["EUR", "USD", "JPY", "GBP", "CHF"]
+Language = Literal["French", "German", "Italian", "Spanish", "Japanese"]
+Colour = Literal["white", "red", "green", "blue"]
+Mode = Literal["car", "bicycle", "foot"]
+Obstacle = Literal["tolls", "ferries", "motorways"]
+Day = Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$", description="YYYY-MM-DD")]
+Time = Annotated[str, Field(pattern=r"^\d{2}:\d{2}$", description="HH:MM")]
+
+
+class Goods(TypedDict):
+    """Goods in an order."""
+
+    name: str
+    quantity: Annotated[int, Field(ge=1)]
+
+
+# Each tool's signature and docstring are its schema, and what it returns is the wish that such a call fulfils.
+
+
+def get_weather(_: Any, city: str, unit: Unit = "celsius") -> str:
+    """Current weather in a city."""
+    return f"I would like to know the weather in {city}, in degrees {unit.capitalize()}."
+
+
+def convert_currency(_: Any, amount: Annotated[int, Field(gt=0)], source: Currency, target: Currency) -> str:
+    """Convert an amount of money from one currency to another."""
+    return f"I would like to know what {amount} {source} are in {target}."
+
+
+def set_timer(_: Any, label: str, minutes: Annotated[int, Field(ge=1, le=600)], repeat: bool = False) -> str:
+    """Start a timer, which begins anew when it ends if it is to be repeated."""
+    return f'Start a timer "{label}" of {minutes} minutes, {"repeated" if repeat else "once"}.'
+
+
+def send_message(_: Any, recipient: str, text: str) -> str:
+    """Send a text message to a person."""
+    return f'Send {recipient} the message "{text}"'
+
+
+def book_table(_: Any, restaurant: str, day: Day, guests: Annotated[int, Field(ge=1)], outside: bool = False) -> str:
+    """Book a table at a restaurant."""
+    return f"Book a table at {restaurant} on {day} for {guests} guests, {'outside' if outside else 'inside'}."
+
+
+def find_trains(_: Any, origin: str, destination: str, day: Day, first_class: bool = False) -> str:
+    """Find trains from one city to another."""
+    return f"Find trains from {origin} to {destination} on {day}, in {'first' if first_class else 'second'} class."
+
+
+def play_music(_: Any, artist: str, shuffle: bool = False) -> str:
+    """Play an artist's songs, in random order if they are to be shuffled."""
+    return f"Play the songs of {artist}, {'shuffled' if shuffle else 'not shuffled'}."
+
+
+def add_event(_: Any, title: str, day: Day, time: Time, people: list[str] | None = None) -> str:
+    """Add an event to the calendar, and invite people to it."""
+    invited = f" and invite {_listed(people)}" if people else ""
+    return f'Put "{title}" into my calendar on {day} at {time}{invited}.'
+
+
+def order_goods(_: Any, address: str, goods: list[Goods]) -> str:
+    """Order goods to an address."""
+    return f"Order {_listed([f'{one["quantity"]} of "{one["name"]}"' for one in goods])} to {address}."
+
+
+def find_route(_: Any, origin: str, destination: str, mode: Mode = "car", avoid: list[Obstacle] | None = None) -> str:
+    """Find a route between two places."""
+    way = "on foot" if mode == "foot" else f"by {mode}"
+    return f"Find a route from {origin} to {destination} {way}" + (f", without {_listed(avoid)}." if avoid else ".")
+
+
+def translate(_: Any, text: str, language: Language) -> str:
+    """Translate an English text."""
+    return f'Translate "{text}" into {language}.'
+
+
+def set_lamp(_: Any, name: str, brightness: Annotated[int, Field(ge=0, le=100)], colour: Colour | None = None) -> str:
+    """Set the lamp of a name to a brightness in percent, and to a colour."""
+    return f'Set the lamp "{name}" to {brightness} percent' + (f" and to {colour}." if colour else ".")
+
+
+_WISHES: tuple[Callable[..., str], ...] = (
+    *(get_weather, convert_currency, set_timer, send_message, book_table, find_trains),
+    *(play_music, add_event, order_goods, find_route, translate, set_lamp),
+)
+_TOOLS = tuple(map(Tool, _WISHES))
+
+
+def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
+    """Wishes of the levels 1 to 5.
+
+    Args:
+        level: level of all tasks; None for all levels in turn.
+    """
+    for index in range(count):
+        of = level_of(index, level, LEVELS)
+        random = generator(seed, "tool-calls", of, index)
+        order = [_TOOLS[place] for place in random.permutation(len(_TOOLS))]
+        number = {1: 1, 2: 1, 3: _whole(random, 2, 3), 4: _whole(random, 3, 4), 5: _whole(random, 2, 3)}[of]
+        declared = {1: 1, 2: 5, 3: 6, 4: 8, 5: 6}[of]
+        # Level 5: the first tools in order are wished for, those declared begin at one of them.
+        missing = one_of(random, (1, number)) if of == 5 else 0
+        used, offered = order[:number], order[missing : missing + declared]
+        if of in (3, 4) and random.random() < 0.3:
+            used[-1] = used[0]  # one tool twice, with other arguments
+        wishes: list[tuple[str, Call | None]] = []
+        for tool in used:
+            call = _call(random, tool, optional=of > 1)
+            wishes.append((str(tool.call(None, call["arguments"])), call if tool in offered else None))
+        shown = [wishes[place] for place in (range(number) if of == 4 else random.permutation(number))]
+        schemas = tuple(offered[place].schema for place in random.permutation(len(offered)))
+        yield Task(
+            id=f"tool_calls/{seed}/{of}/{index}",
+            environment="tool_calls",
+            prompt=(
+                Message(role="system", content=_SYSTEM),
+                Message(
+                    role="user", content=("In this order:\n" if of == 4 else "") + "\n".join(said for said, _ in shown)
+                ),
+            ),
+            reference={
+                "expected": [call for _, call in shown if call is not None],
+                "order": "as_given" if of == 4 else "any",
+                "tools": list(schemas),
+            },
+            tools=schemas,
+            domain="tool_calls",
+        )
+
+
+def solution(task: Task) -> tuple[ToolCall, ...] | str:
+    """Right calls, or a sentence where there are none."""
+    return solution_calls({"calls": task.reference["expected"]}) or _NOTHING
+
+
+def _call(random: np.random.Generator, tool: Tool, *, optional: bool) -> Call:
+    """A call with arguments drawn by their names; each that may be left out is there half the time, if at all."""
+    seen: set[str] = set()
+    return call_of(
+        tool.name,
+        **{
+            name: _VALUES[name](random, seen)
+            for name, field in tool.arguments.model_fields.items()
+            if field.is_required() or (optional and random.random() < 0.5)
+        },
+    )
+
+
+def _whole(random: np.random.Generator, least: int, most: int) -> int:
+    return int(random.integers(least, most, endpoint=True))
+
+
+def _thing(random: np.random.Generator, seen: set[str]) -> str:
+    return f"{pick(random, ADJECTIVES)} {pick(random, NOUNS)}"
+
+
+def _place(random: np.random.Generator, seen: set[str]) -> str:
+    return unseen(random, seen, 3)
+
+
+def _person(random: np.random.Generator, seen: set[str]) -> str:
+    return f"{unseen(random, seen, 2)} {unseen(random, seen, 3)}"
+
+
+def _day(random: np.random.Generator, seen: set[str]) -> str:
+    return str(date(2026, 1, 1) + timedelta(days=_whole(random, 0, 729)))
+
+
+def _several(random: np.random.Generator, one: Callable[[], Any], most: int) -> list[Any]:
+    return [one() for _ in range(_whole(random, 1, most))]
+
+
+def _of(kind: Any) -> Callable[[np.random.Generator, set[str]], Any]:
+    """Draws one of a Literal's values, which are not drawn twice for one call."""
+
+    def drawn(random: np.random.Generator, seen: set[str]) -> Any:
+        value = one_of(random, [each for each in get_args(kind) if each not in seen])
+        seen.add(value)
+        return value
+
+    return drawn
+
+
+_VALUES: Mapping[str, Callable[[np.random.Generator, set[str]], Any]] = {
+    **dict.fromkeys(("city", "origin", "destination", "restaurant"), _place),
+    **dict.fromkeys(("recipient", "artist"), _person),
+    **dict.fromkeys(("source", "target"), _of(Currency)),
+    **dict.fromkeys(("outside", "first_class", "shuffle", "repeat"), lambda random, seen: bool(random.integers(2))),
+    **dict.fromkeys(("label", "title", "name"), lambda random, seen: f"{_thing(random, seen)} {_whole(random, 1, 99)}"),
+    "text": lambda random, seen: f"The {_thing(random, seen)} is at {_place(random, seen)}",
+    "address": lambda random, seen: f"{_whole(random, 1, 200)} {_place(random, seen)} Street",
+    "amount": lambda random, seen: _whole(random, 2, 999_999),
+    "minutes": lambda random, seen: _whole(random, 1, 600),
+    "guests": lambda random, seen: _whole(random, 2, 12),
+    "brightness": lambda random, seen: _whole(random, 0, 100),
+    "day": _day,
+    "time": lambda random, seen: f"{_whole(random, 7, 21):02}:{5 * _whole(random, 0, 11):02}",
+    "people": lambda random, seen: _several(random, lambda: _person(random, seen), 3),
+    "goods": lambda random, seen: _several(
+        random, lambda: {"name": _thing(random, seen), "quantity": _whole(random, 1, 20)}, 3
+    ),
+    "avoid": lambda random, seen: _several(random, lambda: _of(Obstacle)(random, seen), 3),
+    **{name: _of(kind) for name, kind in (("unit", Unit), ("language", Language), ("mode", Mode))},
+    "colour": _of(Colour),
+}
+
+
+def _listed(items: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(items[:-1]), items[-1])))

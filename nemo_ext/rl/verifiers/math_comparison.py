@@ -1,0 +1,649 @@
+"""Whether two answers are the same: numbers exactly or to 2700 digits, expressions at points, sets by their members.
+
+The rules: what is worked out in the reference is worked out in the answer. "x = " in front counts for nothing, unless
+both have it and the names differ. All members of a chain of numbers are equal. Lists and {} have no order, () and []
+have. Intervals, inequalities and unions are equal if they have the same members. 50 % is both 50 and 0.5. A unit may be
+left out, but two must measure the same. A decimal number equals what it is rounded from, with six significant digits.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+from mpmath import MPContext
+
+from nemo_ext.rl.verifiers.math_notation import Node, whole
+
+_MAX_BITS = 100_000
+"""Maximum size of numbers in bits: 10 to the power of 30 000."""
+_DIGITS = {50: 7, 3000: 1}
+"""Digits to which numbers are compared, and at how many values of their symbols; many digits find the nearly equal."""
+_HUNDRED = Node("number", value=(Fraction(100), None))
+_FUNCTION_NAMES = frozenset("fghpFGHP")
+_OPERATION = re.compile(
+    r"\\(?:sum|prod|i{0,2}int|oint|lim|[dt]?binom|choose|gcd|lcm|det|min|max)(?![A-Za-z])|\\[dt]?frac\{d\}"
+    r"|\\begin\{vmatrix\}|(?<!\\)!(?!=)"
+)
+Number = Any
+"""Fraction, or a real or complex number of mpmath."""
+
+
+class NoValue(ArithmeticError):
+    """An expression has no number as its value, or one that is too large."""
+
+
+def operations(text: str) -> set[str]:
+    """Operations in a text that a final answer has only where its reference has them."""
+    return set(_OPERATION.findall(text))
+
+
+def worked_out(node: Node) -> bool:
+    """True for numbers, and tuples, lists, sets, intervals and inequalities of them, optionally after "x ="."""
+    return _literal(node) and any(part.kind in ("number", "time") for part in node.walk())
+
+
+def difference(reference: Node, answer: Node) -> str:
+    """Reason why an answer is wrong, or "" if it is right."""
+    candidates = _candidates(answer)
+    if worked_out(reference):
+        if not _symbols(reference):
+            candidates = list(map(_without_quantity, candidates))
+        lasts = list(map(_last, candidates))
+        if not any(map(_literal, lasts)) or (
+            _has(reference, "whole") and all(_has(last, "fraction") for last in lasts)
+        ):
+            return "not worked out"
+    same = _Comparison().same
+    return "" if any(same(reference, candidate) for candidate in candidates) else "another answer"
+
+
+def _candidates(answer: Node) -> list[Node]:
+    """The answer; of "2/3 = 0.667 to three digits", both numbers; none if the second is not the first rounded."""
+    if answer.kind != "relation" or "~" not in answer.value:
+        return [answer]
+    begin = answer.value.index("~") + 1
+    signs = tuple(sign.replace("~", "=") for sign in answer.value)
+    if begin == 1 and _name(answer.parts[0]):
+        return [Node("relation", answer.parts, signs)]
+    exact = Node("relation", answer.parts[:begin], signs[: begin - 1]) if begin > 1 else answer.parts[0]
+    if all(_Comparison().roughly(_last(exact), part) for part in answer.parts[begin:]):
+        return [exact, answer.parts[-1]]
+    return [Node("words", value="contradiction")]
+
+
+def _without_quantity(answer: Node) -> Node:
+    """What m + n = 17 says of m + n: an expression of symbols alone, each once, names a quantity."""
+    if _is_equation(answer) and answer.parts[0].kind in ("add", "mul", "div"):
+        leaves = [part for part in answer.parts[0].walk() if part.kind not in ("add", "mul", "div", "neg")]
+        if all(leaf.kind == "symbol" for leaf in leaves) and len(set(leaves)) == len(leaves):
+            rest = answer.parts[1:]
+            return rest[0] if len(rest) == 1 else Node("relation", rest, answer.value[1:])
+    return answer
+
+
+def _has(node: Node, what: str) -> bool:
+    fraction = any(part.kind in ("div", "mixed", "ratio") for part in node.walk())
+    if what == "fraction":
+        return fraction
+    return not fraction and all(
+        part.kind not in ("percent", "pow") and (part.kind != "number" or whole(part)) for part in node.walk()
+    )
+
+
+def _literal(node: Node) -> bool:
+    kind, parts = node.kind, node.parts
+    if kind in ("number", "constant", "symbol", "words", "named", "time"):
+        return True
+    if kind in ("group", "relation", "union", "intersection", "minus", "matrix"):
+        return all(map(_literal, parts))
+    if kind in ("neg", "pm", "mp", "percent", "unit", "based"):
+        inner = parts[0]
+        return _literal(inner) and not (kind in ("neg", "pm") and inner.kind in ("neg", "pm"))
+    if kind in ("div", "ratio"):
+        return all(map(_signed, parts))
+    if kind == "mixed":
+        return True
+    return _power_of_ten(node) or (kind == "mul" and parts[0].kind == "number" and _power_of_ten(parts[1]))
+
+
+def _signed(node: Node) -> bool:
+    return node.kind == "number" or (node.kind == "neg" and node.parts[0].kind == "number")
+
+
+def _power_of_ten(node: Node) -> bool:
+    return node.kind == "pow" and whole(node.parts[0]) and node.parts[0].value[0] == 10 and _signed(node.parts[1])
+
+
+def _name(node: Node) -> Node | None:
+    """Name on the left of a definition: x, a_n, f(x), AB, (x, y), |AB|, words; None for anything else."""
+    if node.kind in ("symbol", "words"):
+        return node
+    if node.kind == "group" and node.value == "()":
+        return node if all(map(_name, node.parts)) else None
+    if node.kind == "call":
+        return node if node.value == "f" or (node.value == "abs" and _name(node.parts[0])) else None
+    if node.kind == "mul" and node.parts[0].kind == "symbol" and node.parts[0].value.rstrip("'") in _FUNCTION_NAMES:
+        return Node("call", node.parts[:1], "f")
+    return node if node.kind == "mul" and all(map(_name, node.parts)) else None
+
+
+def _is_equation(node: Node) -> bool:
+    return node.kind == "relation" and set(node.value) == {"="}
+
+
+def _symbols(node: Node) -> frozenset[str]:
+    return frozenset(part.value for part in node.walk() if part.kind == "symbol")
+
+
+def _chain(node: Node) -> tuple[Node | None, list[Node]]:
+    """Name and further members of a chain of equations; (None, [node]) for what defines nothing."""
+    if _is_equation(node):
+        names = [name for part in node.parts if (name := _name(part)) is not None]
+        others = [part for part in node.parts if _name(part) is None]
+        if len(names) == 1 and not _symbols(others[-1]) & _symbols(names[0]):
+            return names[0], others
+        if len(names) == 2 and not others and any(part.kind != "symbol" for part in node.parts):
+            return names[0], [node.parts[1]]  # but x = y is an equation
+        if not names and not _symbols(node):
+            return None, others
+    return None, [node]
+
+
+def _last(node: Node) -> Node:
+    """What is left of an answer without "x =" and what it was computed from."""
+    if _is_equation(node):
+        members = _chain(node)[1]
+        return members[-1] if members else node
+    if node.kind == "group":
+        return Node("group", tuple(map(_last, node.parts)), node.value)
+    return node
+
+
+class _Comparison:
+    """One comparison, with the numbers' precision."""
+
+    mp = MPContext()
+
+    def same(self, reference: Node, answer: Node) -> bool:
+        """True if two answers are equal."""
+        wanted_name, wanted = self.defined(reference)
+        given_name, given = self.defined(answer)
+        if wanted is None or given is None:
+            return False
+        if given_name and wanted_name is None and wanted.kind == "relation" and _is_set(wanted):
+            wanted_name = Node("symbol", value=min(_symbols(wanted), default=given_name.value))
+        if wanted_name and given_name and wanted_name != given_name and wanted_name.kind == given_name.kind == "symbol":
+            return False
+        if _is_equation(reference) and _is_equation(answer) and (wanted_name is None) != (given_name is None):
+            return self.same_relation(reference, answer)  # y = 2x + 1 and 2x - y = -1
+        if given_name and not wanted_name and _symbols(given_name) & _symbols(wanted) and wanted.kind != "relation":
+            return False  # x = x^2 for x^2
+        return self.same_value(wanted, given)
+
+    def defined(self, node: Node) -> tuple[Node | None, Node | None]:
+        """Name and value of a definition, name None without; value None if its members differ."""
+        if node.kind == "relation" and node.value == (r"\in",) and _name(node.parts[0]):
+            return node.parts[0], node.parts[1]
+        name, members = _chain(node)
+        if any(not self.same_value(members[-1], member) for member in members[:-1]):
+            return name, None
+        if name is not None and name.kind == members[-1].kind == "group" and len(name.parts) == len(members[-1].parts):
+            return None, _system(name.parts, members[-1].parts)
+        return name, members[-1]
+
+    def same_value(self, wanted: Node, given: Node) -> bool:
+        wanted, given = self.plain(wanted), self.plain(given)
+        if wanted.kind == "system" or given.kind == "system":
+            return self.same_system(wanted, given)
+        if wanted.kind == given.kind == "words":
+            return bool(wanted.value == given.value)
+        if wanted.kind == "words" and wanted.parts:
+            wanted = wanted.parts[0]
+        for kind in ("time", "based", "matrix", "words"):
+            if kind in (wanted.kind, given.kind):
+                return self.same_parts(wanted, given)
+        if (_is_set(wanted) or _is_set(given)) and (answer := self.same_members(wanted, given)) is not None:
+            return answer
+        if wanted.kind == "relation" and given.kind == "relation":
+            return self.same_relation(wanted, given)
+        if wanted.kind == "group" or given.kind == "group":
+            return self.same_group(wanted, given)
+        return self.same_scalar(wanted, given)
+
+    def plain(self, node: Node) -> Node:
+        """Node with both signs of +- as a list, and "x = 1, y = 2" as a system."""
+        if node.kind == "words" or node.kind == "system":
+            return node
+        if node.kind != "group" or node.value in ("()", "[]"):
+            both = _both(node)
+            node = Node("group", tuple(both), "") if len(both) == 2 else node
+        elif node.value in ("", "or", "and", "{}"):
+            node = Node("group", tuple(each for part in node.parts for each in _both(part)), node.value)
+        if node.kind == "group" and len(node.parts) == 1 and not _is_set(node.parts[0]):
+            return node.parts[0]
+        if node.kind == "group" and node.value in ("", "and", "or"):
+            pairs = [self.defined(part) for part in node.parts]
+            names = [name for name, _ in pairs if name is not None]
+            values = tuple(value if value is not None else Node("words", value="?") for _, value in pairs)
+            if names and all(part.kind != "relation" or _is_equation(part) for part in node.parts):
+                if len(set(names)) == 1 and pairs[0][0] is not None:
+                    return Node("group", values, "")  # x = 1 or x = 2; x = 1, 2
+                if len(set(names)) == len(pairs):
+                    return _system(names, values)
+        return node
+
+    def same_system(self, wanted: Node, given: Node) -> bool:
+        """Several unknowns by their names, or in their order where only one side names them."""
+        if wanted.kind == given.kind:
+            values = dict(zip(given.value, given.parts, strict=True))
+            return set(wanted.value) == set(given.value) and all(
+                self.same_value(part, values[name]) for name, part in zip(wanted.value, wanted.parts, strict=True)
+            )
+        other = given if wanted.kind == "system" else wanted
+        if other.kind == "group" and other.value == "{}":
+            names = (wanted if wanted.kind == "system" else given).value
+            same_letter = len({str(name.value).partition("_")[0] for name in names}) == 1  # x_1 = 1, x_2 = 2
+            return same_letter and self.same_unordered(wanted, given)
+        return other.kind == "group" and other.value in ("()", "", "[]") and self.all_same(wanted, given)
+
+    def all_same(self, wanted: Node, given: Node) -> bool:
+        return len(wanted.parts) == len(given.parts) and all(map(self.same_value, wanted.parts, given.parts))
+
+    def same_parts(self, wanted: Node, given: Node) -> bool:
+        if wanted.kind == "based" and given.kind == "number":
+            return self.same_value(wanted.parts[0], given)  # the base may be left out
+        for column, vector in ((wanted, given), (given, wanted)):
+            if column.kind == "matrix" and vector.kind == "group" and all(len(row.parts) == 1 for row in column.parts):
+                entries = Node("group", tuple(row.parts[0] for row in column.parts), "()")
+                return vector.value in ("()", "[]") and self.all_same(entries, vector)
+        if wanted.kind != given.kind:
+            return False
+        return (wanted.kind == "matrix" or wanted.value == given.value) and self.all_same(wanted, given)
+
+    def same_group(self, wanted: Node, given: Node) -> bool:
+        if wanted.kind != given.kind:
+            return False
+        first, second = ("" if node.value in ("or", "and") else node.value for node in (wanted, given))
+        if {first, second} <= {"", "{}"}:
+            return self.same_unordered(wanted, given)
+        vectors = {first, second} <= {"()", "[]"} and len(wanted.parts) > 2
+        return (first == second or vectors or {first, second} == {"", "()"}) and self.all_same(wanted, given)
+
+    def same_unordered(self, wanted: Node, given: Node) -> bool:
+        left = list(given.parts)
+        for part in wanted.parts:
+            found = next((place for place, other in enumerate(left) if self.same(part, other)), None)
+            if found is None:
+                return False
+            left.pop(found)
+        return not left
+
+    def same_relation(self, wanted: Node, given: Node) -> bool:
+        """Equations and inequalities, each with everything on its left, up to a factor."""
+        if len(wanted.value) != 1 or len(given.value) != 1 or _symbols(wanted) != _symbols(given):
+            return wanted.value == given.value and self.all_same(wanted, given)
+        left, right = (Node("add", (node.parts[0], Node("neg", (node.parts[1],)))) for node in (wanted, given))
+        ratio = None
+        try:
+            for point in _points(_symbols(wanted)):
+                first, second = self.value(left, point), self.value(right, point)
+                if first == 0 or second == 0:
+                    if first != second:
+                        return False
+                    continue
+                quotient = self.quotient(second, first)
+                if ratio is not None and not self.close(ratio, quotient):
+                    return False
+                ratio = quotient
+        except (NoValue, ZeroDivisionError):
+            return False
+        sign = wanted.value[0]
+        if ratio is None:
+            return False
+        turned = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}.get(sign, sign)
+        return bool(given.value[0] == (sign if self.lift(ratio).real > 0 else turned))
+
+    def same_scalar(self, wanted: Node, given: Node) -> bool:
+        if "percent" in (wanted.kind, given.kind):
+            inner = [node.parts[0] if node.kind == "percent" else node for node in (wanted, given)]
+            parts = [
+                Node("div", (node.parts[0], _HUNDRED)) if node.kind == "percent" else node for node in (wanted, given)
+            ]
+            return self.same_scalar(*inner) or (wanted.kind != given.kind and self.same_scalar(*parts))
+        factors = Fraction(1), Fraction(1)
+        if wanted.kind == given.kind == "unit" and wanted.value[1] and given.value[1]:
+            if wanted.value[1] != given.value[1]:
+                return False
+            factors = wanted.value[0], given.value[0]
+        wanted, given = (node.parts[0] if node.kind == "unit" else node for node in (wanted, given))
+        if wanted == given and factors[0] == factors[1]:
+            return True
+        if wanted.kind in ("named", "relation", "group") or given.kind in ("named", "relation", "group"):
+            return False
+        decimal = _decimals(wanted) is not None or _decimals(given) is not None
+        symbols = _symbols(wanted) | _symbols(given)
+        for digits, most in _DIGITS.items():
+            self.mp.dps, seen = digits, 0
+            for point in itertools.islice(_points(symbols), most):
+                try:
+                    first, second = self.value(wanted, point), self.value(given, point)
+                except (NoValue, ZeroDivisionError):
+                    continue
+                seen += 1
+                if factors[0] != factors[1]:
+                    first, second = self.product(first, factors[0]), self.product(second, factors[1])
+                if not self.close(first, second) and (
+                    not decimal or symbols or not self.rounded(wanted, given, first, second)
+                ):
+                    return False
+            if seen < min(2, most, 7 if symbols else 1):
+                return False
+        return True
+
+    def rounded(self, wanted: Node, given: Node, first: Number, second: Number) -> bool:
+        """True if the less precise of two numbers is the other rounded, with six significant digits or more."""
+        pairs = ((_decimals(wanted), first), (_decimals(given), second))
+        decimals, short = min(
+            ((places, value) for places, value in pairs if places is not None), key=lambda pair: pair[0]
+        )
+        unit = self.mp.mpf(10) ** -decimals
+        return bool(abs(self.lift(short)) >= 100_000 * unit and abs(self.lift(first) - self.lift(second)) <= unit / 2)
+
+    def roughly(self, exact: Node, rounded: Node) -> bool:
+        """True if a number, whole or decimal, is another rounded."""
+        if rounded.kind == "unit":
+            rounded = rounded.parts[0]
+        try:
+            first, second = self.value(exact, {}), self.value(rounded, {})
+        except (KeyError, NoValue, ZeroDivisionError):
+            return False
+        decimals = _decimals(rounded) or 0
+        return bool(abs(self.lift(first) - self.lift(second)) <= self.mp.mpf(10) ** -decimals / 2)
+
+    def close(self, first: Number, second: Number) -> bool:
+        """Equal in the precision of the moment, less a tenth for what computing lost."""
+        if isinstance(first, Fraction) and isinstance(second, Fraction):
+            return first == second
+        first, second = self.lift(first), self.lift(second)
+        if self.mp.isinf(first) or self.mp.isinf(second):
+            return bool(first == second)
+        size = max(abs(first), abs(second))
+        return bool(
+            abs(first - second)
+            <= size * self.mp.mpf(10) ** (-self.mp.dps * 9 // 10) + self.mp.mpf(10) ** -self.mp.dps * (size < 1e-20)
+        )
+
+    def lift(self, number: Number) -> Any:
+        return self.mp.mpf(number.numerator) / number.denominator if isinstance(number, Fraction) else number
+
+    # Values.
+
+    def value(self, node: Node, point: dict[str, Fraction]) -> Number:
+        """Number that an expression is, with these values of its symbols.
+
+        Raises:
+            NoValue, ZeroDivisionError: it has none.
+        """
+        made = self._value(node, point)
+        if isinstance(made, Fraction):
+            if max(made.numerator.bit_length(), made.denominator.bit_length()) > _MAX_BITS:
+                raise NoValue("too large")
+        elif self.mp.isnan(made) or (not self.mp.isinf(made) and made != 0 and abs(self.mp.mag(made)) > _MAX_BITS):
+            raise NoValue("too large")
+        return made
+
+    def finite(self, node: Node, point: dict[str, Fraction]) -> Number:
+        made = self.value(node, point)
+        if not isinstance(made, Fraction) and self.mp.isinf(made):
+            raise NoValue("infinite")
+        return made
+
+    def _value(self, node: Node, point: dict[str, Fraction]) -> Number:
+        kind, parts = node.kind, node.parts
+        if kind == "number":
+            return node.value[0]
+        if kind == "symbol":
+            return point[node.value]
+        if kind == "constant":
+            return {"pi": +self.mp.pi, "e": +self.mp.e, "i": self.mp.mpc(0, 1), "oo": self.mp.inf}[node.value]
+        if kind in ("words", "unit") and parts:
+            return self.value(parts[0], point)
+        if kind == "neg":
+            return -self.value(parts[0], point)
+        if kind not in _OPERATIONS and kind != "call":
+            raise NoValue(kind)
+        if kind == "call" and node.value == "f":
+            raise NoValue("f")
+        values = [self.finite(part, point) for part in parts]
+        if kind == "call":
+            return self.called(node.value, values)
+        return _OPERATIONS[kind](self, *values)
+
+    def sum(self, first: Number, second: Number) -> Number:
+        if isinstance(first, Fraction) and isinstance(second, Fraction):
+            return first + second
+        return self.lift(first) + self.lift(second)
+
+    def product(self, first: Number, second: Number) -> Number:
+        if isinstance(first, Fraction) and isinstance(second, Fraction):
+            return first * second
+        return self.lift(first) * self.lift(second)
+
+    def quotient(self, first: Number, second: Number) -> Number:
+        if second == 0:
+            raise ZeroDivisionError
+        return self.product(first, 1 / second)
+
+    def power(self, base: Number, exponent: Number) -> Number:
+        if base == 0:
+            if not isinstance(exponent, Fraction) or exponent <= 0:
+                raise NoValue("power of 0")
+            return Fraction(0)
+        size = abs(self.mp.log(abs(self.lift(base)))) * abs(self.lift(exponent))
+        if size > _MAX_BITS * 0.69:
+            raise NoValue("too large")
+        exact = isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1
+        if exact and max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent) <= _MAX_BITS:
+            return base ** int(exponent)
+        return self.lift(base) ** self.lift(exponent)
+
+    def called(self, name: str, values: list[Number]) -> Number:
+        first = values[0]
+        if name == "abs":
+            return abs(first)
+        if name == "root":
+            return self.root(first, values[1])
+        if name == "!":
+            if isinstance(first, Fraction) and (first.denominator != 1 or not 0 <= first <= 5000):
+                raise NoValue("factorial")
+            return self.factorial(first)
+        if name in ("floor", "ceil"):
+            return Fraction(int(getattr(self.mp, name)(self.lift(first).real)))
+        if name == r"\binom":
+            top, bottom = values
+            if not all(isinstance(each, Fraction) and each.denominator == 1 and 0 <= each <= 5000 for each in values):
+                raise NoValue("binomial")
+            return Fraction(math.comb(int(top), int(bottom)))
+        number = self.lift(first)
+        if name in ("ln", "log", "lg"):
+            if number == 0:
+                raise NoValue("log 0")
+            base = values[1] if len(values) == 2 else Fraction(10) if name == "lg" else None
+            return self.mp.log(number) if base is None else self.mp.log(number) / self.mp.log(self.lift(base))
+        if abs(number) > (_MAX_BITS * 0.69 if name in ("exp", "sinh", "cosh", "tanh") else 1e30):
+            raise NoValue("too large")
+        return getattr(self.mp, {"arcsin": "asin", "arccos": "acos", "arctan": "atan"}.get(name, name))(number)
+
+    def factorial(self, number: Number) -> Number:
+        if not isinstance(number, Fraction):
+            raise NoValue("factorial")
+        return Fraction(math.factorial(int(number)))
+
+    def root(self, number: Number, degree: Number) -> Number:
+        if degree == 0:
+            raise NoValue("root of degree 0")
+        if number == 0:
+            return Fraction(0)
+        odd = isinstance(degree, Fraction) and degree.denominator == 1 and degree % 2 == 1
+        if odd and isinstance(number, Fraction) and number < 0:
+            return -self.root(-number, degree)
+        if degree == 2:
+            return self.mp.sqrt(self.lift(number))
+        return self.power(self.lift(number), 1 / degree)
+
+    # Sets of real numbers.
+
+    def same_members(self, wanted: Node, given: Node) -> bool | None:
+        """Whether two sets have the same members, None if that cannot be told by their ends."""
+        names = [
+            frozenset[str]().union(*(_symbols(part) for part in node.walk() if part.kind == "relation"))
+            for node in (wanted, given)
+        ]
+        if all(names) and names[0] != names[1]:
+            return False
+        self.mp.dps = min(_DIGITS)
+        ends: list[Any] = []
+        try:
+            for node in (wanted, given):
+                for end in _ends(node):
+                    number = self.lift(self.value(end, {}))
+                    if isinstance(number, self.mp.mpc) and number.imag != 0:
+                        return None
+                    ends.append((number.real, end))
+        except (KeyError, NoValue, ZeroDivisionError, _NoSet):
+            return None
+        places: dict[Node, int] = {}
+        place, before = 0, None
+        for number, end in sorted(ends, key=lambda pair: pair[0]):
+            if before is None or not self.close(before, number):
+                place += 2
+            places[end], before = place, number
+        lowest = 3 if any(number == -self.mp.inf for number, _ in ends) else 1
+        highest = place - 1 if any(number == self.mp.inf for number, _ in ends) else place + 1
+        try:
+            return all(_member(wanted, at, places) == _member(given, at, places) for at in range(lowest, highest + 1))
+        except (KeyError, _NoSet):
+            return None
+
+
+_OPERATIONS: dict[str, Callable[..., Number]] = {
+    "add": _Comparison.sum,
+    "mixed": _Comparison.sum,
+    "mul": _Comparison.product,
+    "div": _Comparison.quotient,
+    "ratio": _Comparison.quotient,
+    "pow": _Comparison.power,
+}
+
+
+class _NoSet(Exception):
+    """A node is not a set of real numbers given by its ends."""
+
+
+def _is_set(node: Node) -> bool:
+    return (
+        node.kind in ("union", "intersection", "minus")
+        or (node.kind == "named" and node.value in ("R", "empty"))
+        or (node.kind == "relation" and not set(node.value) <= {"=", r"\in"})
+        or (node.kind == "group" and node.value in ("(]", "[)"))
+        or (node.kind == "group" and node.value in ("or", "and") and all(map(_is_set, node.parts)))
+    )
+
+
+def _ends(node: Node) -> Iterator[Node]:
+    """Numbers at which membership may change."""
+    if node.kind == "named":
+        return
+    if node.kind == "group" or node.kind == "relation":
+        for part in node.parts:
+            if _is_set(part) or (node.value in ("or", "and") and part.kind == "relation"):
+                yield from _ends(part)
+            elif node.kind == "group" or part.kind != "symbol":
+                yield part
+    elif node.kind in ("union", "intersection", "minus"):
+        for part in node.parts:
+            yield from _ends(part)
+    else:
+        raise _NoSet
+
+
+def _member(node: Node, at: int, places: dict[Node, int]) -> bool:
+    """Whether a place, that of an end or between two, is in a set."""
+    parts = node.parts
+    if node.kind == "named":
+        if node.value not in ("R", "empty"):
+            raise _NoSet
+        return bool(node.value == "R")
+    if node.kind == "minus":
+        return _member(parts[0], at, places) and not _member(parts[1], at, places)
+    if node.kind == "union" or node.value == "or":
+        return any(_member(part, at, places) for part in parts)
+    if node.kind == "intersection" or node.value == "and":
+        return all(_member(part, at, places) for part in parts)
+    if node.kind == "relation":
+        sides = [at if part.kind == "symbol" else places[part] for part in parts]
+        if len({part for part in parts if part.kind == "symbol"}) != 1:
+            raise _NoSet
+        pairs = zip(node.value, itertools.pairwise(sides), strict=True)
+        return all(_HOLDS[sign](*pair) for sign, pair in pairs)
+    if node.value == "{}":
+        return at in {places[part] for part in parts}
+    if node.kind != "group" or len(parts) != 2 or node.value not in ("()", "(]", "[)", "[]"):
+        raise _NoSet
+    low, high = places[parts[0]], places[parts[1]]
+    return (low <= at if node.value[0] == "[" else low < at) and (at <= high if node.value[1] == "]" else at < high)
+
+
+_HOLDS: dict[str, Callable[[int, int], bool]] = {
+    "<": lambda left, right: left < right,
+    "<=": lambda left, right: left <= right,
+    ">": lambda left, right: left > right,
+    ">=": lambda left, right: left >= right,
+    "=": lambda left, right: left == right,
+    "!=": lambda left, right: left != right,
+}
+
+
+def _system(names: Sequence[Node], values: Sequence[Node]) -> Node:
+    """Several unknowns: x, y and z in this order, others as they come."""
+    pairs = list(zip(names, values, strict=True))
+    if all(name.kind == "symbol" and name.value in "xyz" for name in names):
+        pairs.sort(key=lambda pair: str(pair[0].value))
+    return Node("system", tuple(value for _, value in pairs), tuple(name for name, _ in pairs))
+
+
+def _signs(node: Node, upper: bool) -> Node:
+    """Node with the upper or lower signs of +- and -+."""
+    parts = tuple(_signs(part, upper) for part in node.parts)
+    if node.kind in ("pm", "mp"):
+        return parts[0] if upper == (node.kind == "pm") else Node("neg", parts)
+    return Node(node.kind, parts, node.value)
+
+
+def _both(node: Node) -> list[Node]:
+    if any(part.kind in ("pm", "mp") for part in node.walk()):
+        return [_signs(node, True), _signs(node, False)]
+    return [node]
+
+
+def _decimals(node: Node) -> int | None:
+    """Decimals of a decimal number, also in scientific notation, or None."""
+    if node.kind == "neg":
+        return _decimals(node.parts[0])
+    if node.kind == "mul" and node.parts[0].kind == "number" and _power_of_ten(node.parts[1]):
+        decimals, exponent = node.parts[0].value[1], node.parts[1].parts[1]
+        power = -exponent.parts[0].value[0] if exponent.kind == "neg" else exponent.value[0]
+        return None if decimals is None else int(decimals - power)
+    return node.value[1] if node.kind == "number" else None
+
+
+def _points(symbols: frozenset[str]) -> Iterator[dict[str, Fraction]]:
+    """Values of symbols, whole numbers and fractions of both signs in turn, the same for the same names."""
+    for turn in range(7 if symbols else 1):
+        points = {name: Fraction(3 * place + turn + 2) for place, name in enumerate(sorted(symbols))}
+        if turn % 2:
+            points = {name: (turn - 2) * number / (9 + 2 * turn) for name, number in points.items()}
+        yield points

@@ -1,0 +1,673 @@
+r"""What counts as a value: a tokenizer of LaTeX and plain mathematics, and the grammar of final answers.
+
+    answer    clause { ("," | ";" | "or" | "and") clause }
+    clause    [ "=" | "~" ] region { ("=" | "<" | ">" | "<=" | ">=" | "!=" | "in" | "~") region }
+    region    value { ("union" | "intersection" | "minus") value }
+    value     sum [ "%" | scale | unit ] | words | hours [ ":" minutes ] ("AM" | "PM")
+    sum       [ sign ] product { ("+" | "-" | "+-" | "-+") product }
+    product   power { [ "*" | "/" | ":" ] power }
+    power     atom { "!" | "^" power | "_" subscript | degrees }
+    atom      number | mixed number | symbol | constant | function power | fraction | root | matrix | brackets
+
+`read` makes a tree of it. What is not in the grammar is `UnknownNotation`; only spaces, fonts and sizes are skipped.
+"""
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+from unicodedata import normalize
+
+
+class UnknownNotation(ValueError):
+    """A text is not in the grammar; the text says where."""
+
+
+class Ambiguous(UnknownNotation):
+    """Numbers side by side, which may be one, two or a product."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Part of an answer.
+
+    Attributes:
+        kind: `number` (value: Fraction, and its decimals or None), `symbol`, `constant`, `words` (value: name), `add`,
+            `mul`, `div`, `ratio`, `pow`, `neg`, `pm`, `mp`, `mixed`, `call` (value: function), `percent`, `unit`
+            (value: factor and dimensions), `based` (value: base), `time` (value: hour, minute, half of the day),
+            `group` (value: its brackets, "" for a bare list, "or", "and"), `relation` (value: its signs), `union`,
+            `intersection`, `minus`, `named` (value: a set), `matrix` (parts: rows).
+        parts: operands.
+    """
+
+    kind: str
+    parts: tuple["Node", ...] = ()
+    value: Any = None
+
+    def walk(self) -> Iterator["Node"]:
+        yield self
+        for part in self.parts:
+            yield from part.walk()
+
+
+@dataclass(slots=True)
+class _Token:
+    kind: str
+    text: str
+    spaced: bool
+
+
+_FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp"
+FUNCTIONS = frozenset(_FUNCTIONS.split())
+CONSTANTS = {r"\pi": "pi", "pi": "pi", r"\infty": "oo", "infinity": "oo", "e": "e", "i": "i"}
+_GREEK = r"""\alpha \beta \gamma \delta \epsilon \varepsilon \zeta \eta \theta \vartheta \kappa \lambda \mu \nu \xi \rho
+\sigma \tau \phi \varphi \chi \psi \omega \Gamma \Delta \Theta \Lambda \Xi \Pi \Sigma \Phi \Psi \Omega \ell"""
+GREEK = frozenset(_GREEK.split())
+_SAME = {
+    r"\le": "<=", r"\leq": "<=", r"\leqslant": "<=", r"\ge": ">=", r"\geq": ">=", r"\geqslant": ">=", r"\lt": "<",
+    r"\gt": ">", r"\ne": "!=", r"\neq": "!=", r"\approx": "~", r"\simeq": "~", r"\cdot": "*",
+    r"\times": "*", r"\ast": "*", r"\div": "/", r"\cup": "union", r"\cap": "intersection", r"\setminus": "minus",
+    r"\backslash": "minus", r"\pm": "pm", r"\mp": "mp", r"\lor": "or", r"\vee": "or", r"\land": "and",
+    r"\wedge": "and", r"\{": r"\{", r"\lbrace": r"\{", r"\}": r"\}", r"\rbrace": r"\}", r"\%": "%", r"\lvert": "|",
+    r"\rvert": "|", r"\vert": "|", r"\mid": "such that", r"\langle": "<<", r"\rangle": ">>",
+    r"\varnothing": r"\emptyset",
+    r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\dbinom": r"\binom", r"\tbinom": r"\binom",
+    r"\degree": "degree", r"\R": "R", r"\lbrack": "[", r"\rbrack": "]", r"\$": "$", r"\colon": ":",
+}  # fmt: skip
+_UNICODE = {
+    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "∗": "*", "÷": r"\div ", "√": r"\sqrt ", "π": r"\pi ",
+    "∞": r"\infty ", "≤": r"\le ", "⩽": r"\le ", "≥": r"\ge ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ",
+    "∪": r"\cup ", "∩": r"\cap ", "∖": r"\setminus ", "∈": r"\in ", "∅": r"\emptyset ", "±": r"\pm ", "∓": r"\mp ",
+    "°": r"\degree ", "ℝ": r"\mathbb{R}", "²": "^{2}", "³": "^{3}",
+    "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "′": "'",
+    "\u00a0": " ", "\u2009": " ", "\u202f": " ", "⟨": r"\langle ", "⟩": r"\rangle ",
+}  # fmt: skip
+_UNICODE |= {each: rf"\frac{{{normalize('NFKC', each).replace('\u2044', '}{')}}}" for each in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
+_TO_LATEX = str.maketrans(_UNICODE)
+
+# Dimension, size and names of units.
+_UNITS = """length 1 m meter metre; length 1/100 cm centimeter centimetre; length 1/1000 mm millimeter millimetre
+length 1/10 dm decimeter; length 1000 km kilometer kilometre; length 127/5000 in inch inches
+length 381/1250 ft foot feet; length 1143/1250 yd yard; length 201168/125 mi mile; mass 1 g gram; mass 1000 kg kilogram
+mass 1/1000 mg milligram; mass 45359237/100000 lb lbs pound; mass 45359237/1600000 oz ounce; mass 1000000 tonne
+time 1 s sec second; time 60 min mins minute; time 3600 h hr hrs hour; time 86400 day; time 604800 week
+time 1/1000 ms millisecond; year 1 yr year; volume 1 l L liter litre; volume 1/1000 ml mL milliliter millilitre
+angle 1 degree deg; radian 1 rad radian; dollar 1 dollar usd USD; dollar 1/100 cent; euro 1 euro eur EUR; joule 1 J
+watt 1 W watt; newton 1 N newton; volt 1 V volt; kelvin 1 K"""
+UNITS = {
+    name: (dimension, Fraction(factor))
+    for dimension, factor, *names in (line.split() for line in re.split("[;\n]", _UNITS))
+    for name in names
+}
+SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SQUARE = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+# Words that say something else of the value before them, and so are no unit.
+_NO_UNITS = """
+not no nor but if unless except without maybe perhaps possibly probably about around roughly approximately approx
+almost nearly more less than least most fewer greater over under above below between to from until versus vs is are was
+were be equals equal plus minus times divided by half halves third thirds quarter quarters dozen pair wrong false
+incorrect unknown undefined something none either neither both otherwise other others another each instead rather
+hundredths tenths thousandths power base factorial root any all every some also then so when where which that this it
+since because for as at with only never cannot can may might should could would modulo mod remainder squared cubed
+"""
+NO_UNITS = frozenset(_NO_UNITS.split())
+
+_SKIPPED = (
+    r"left\s*\.|right\s*\.|left|right|[bB]igg?[lr]?|displaystyle|textstyle|scriptstyle|limits|q?quad|bf|rm|it|tt|sf"
+    r"|bfseries|mathstrut|hfill|allowbreak|nobreak|thinspace"
+)
+_FONTS = "text|textbf|textit|textrm|mbox|hbox|mathrm|mathbf|mathit|mathsf|underline|operatorname|boldsymbol|bm|rm|bf"
+_GROUPED = r"(?<![\d.^_])\d{1,3}(?P<separator>SEPARATORS)\d{3}(?:(?P=separator)\d{3})*(?!\d)(?:\.\d+)?"
+_NUMBER = r"\d+\.\d*|\.\d+|\d+"
+
+
+def _tokens_of(separators: str) -> re.Pattern[str]:
+    return re.compile(
+        rf"\\(?P<font>{_FONTS})\s*\*?\{{(?P<inner>[^{{}}]*)\}}"
+        rf"|(?P<space>(?:\s|~|\\[,:;!/ ]|\\(?:{_SKIPPED})(?![A-Za-z])|(?<!\\)\$)+)"
+        r"|(?P<repeating>(?P<fixed>\d*\.\d*)\\(?:overline|bar|dot)\s*(?:\{\s*(?P<period>\d+)\s*\}|(?P<digit>\d)))"
+        rf"|(?P<scientific>(?:{_NUMBER})[eE][+-]?\d{{1,6}}(?![A-Za-z0-9.]))"
+        rf"|(?P<grouped>{_GROUPED.replace('SEPARATORS', separators)})"
+        rf"|(?P<number>{_NUMBER})"
+        r"|(?P<half>(?<![A-Za-z])[aApP](?:\.\s?[mM]\.|[mM])(?![A-Za-z]))"
+        r"|(?P<command>\\(?:[A-Za-z]+|\\|.))"
+        r"|(?P<letters>[A-Za-z]+)"
+        r"|(?P<sign><=|>=|!=|[-+*/^_=<>()\[\]{}|!,;:%'&$€£¥])",
+        re.DOTALL,
+    )
+
+
+_SPACES = r"\{,\}|,\\! ?|\\[,! ]|~| "
+_TOKENS = {True: _tokens_of(rf"{_SPACES}|,"), False: _tokens_of(_SPACES)}
+
+
+def _tokens(text: str, *, grouped: bool, words: bool = False) -> list[_Token]:
+    """Tokens of a text; in `words`, the contents of \\text{}, letters are words."""
+    made: list[_Token] = []
+    position, spaced = 0, False
+    while position < len(text):
+        found = _TOKENS[grouped].match(text, position)
+        if found is None and words and text[position] == ".":
+            position += 1
+            continue
+        if found is None:
+            raise UnknownNotation(f"{text[position : position + 20]!r}")
+        position, kind, this = found.end(), found.lastgroup or "", found[0]
+        if found["space"]:
+            spaced = True
+            continue
+        if found["font"]:
+            inner = found["inner"]
+            plain = found["font"].startswith(("text", "mbox", "hbox")) or (
+                found["font"] in ("mathrm", "operatorname", "rm")
+                and (len(inner.strip()) > 1 or inner.strip() in UNITS)
+                and inner.strip() not in FUNCTIONS
+            )
+            more = _tokens(inner, grouped=grouped, words=plain)
+            if more:
+                more[0].spaced |= spaced or plain
+            made += more
+            spaced = bool(more) and plain
+            continue
+        if found["letters"]:
+            after_number = bool(made) and made[-1].kind == "number"
+            made += _letters(this, words=words, spaced=spaced, after_number=after_number)
+            position += words and text[position : position + 1] == "."  # an abbreviation
+        elif found["command"]:
+            name = _SAME.get(this, this)
+            made.append(_Token("command" if name.startswith("\\") else "sign", name, spaced))
+        elif kind in ("half", "sign"):
+            made.append(_Token(kind, this, spaced))
+        else:
+            made.append(_Token("number", this, spaced))
+        spaced = False
+    return made
+
+
+def _letters(run: str, *, words: bool, spaced: bool, after_number: bool) -> list[_Token]:
+    """Tokens of a run of letters: a word, a name of a function or constant, or one symbol a letter."""
+    if run.lower() in ("or", "and"):
+        return [_Token("sign", run.lower(), spaced)]
+    if run.lower() in ("percent", "degrees"):
+        return [_Token("sign", {"percent": "%", "degrees": "degree"}[run.lower()], spaced)]
+    if run in FUNCTIONS or run in ("sqrt", "pi", "infinity"):
+        return [_Token("command", rf"\{run}" if run != "infinity" else r"\infty", spaced)]
+    vowels = set(run.lower()) & set("aeiou") and not set(run) & set("xyz")
+    word = len(run) > 1 and (run in UNITS or len(run) > 3 or (after_number and spaced and vowels))
+    if words or word:
+        return [_Token("word", run, spaced)]
+    return [_Token("symbol", letter, spaced and not place) for place, letter in enumerate(run)]
+
+
+def read(text: str, *, grouped: bool = True) -> Node:
+    """Tree of an answer.
+
+    Args:
+        grouped: whether "1,234" is one number; else it is two.
+
+    Raises:
+        UnknownNotation: the text is not in the grammar.
+    """
+    text = text.translate(_TO_LATEX)
+    try:
+        parser = _Parser(_tokens(text, grouped=grouped))
+        made = parser.answer()
+        if parser.peek() is not None:
+            raise UnknownNotation(f"at {parser.peek()!r}")
+    except RecursionError:
+        raise UnknownNotation("nested too deep") from None
+    return made
+
+
+def number(text: str) -> Node:
+    """A number in digits, with a point or an exponent, exactly."""
+    mantissa, _, exponent = text.lower().partition("e")
+    power = int(exponent or 0)
+    if abs(power) > 10_000:
+        raise UnknownNotation(f"exponent of {text}")
+    decimals = len(mantissa.partition(".")[2]) - power if "." in mantissa else None
+    return Node("number", value=(Fraction(mantissa) * Fraction(10) ** power, decimals))
+
+
+def _repeating(text: str) -> Node:
+    whole, _, rest = text.partition(".")
+    fixed, _, period = rest.partition("\\")
+    period = "".join(filter(str.isdigit, period))
+    value = Fraction(int((whole + fixed) or 0)) + Fraction(int(period), 10 ** len(period) - 1)
+    return Node("number", value=(value / 10 ** len(fixed), None))
+
+
+_RELATIONS = frozenset(("=", "~", "<", ">", "<=", ">=", "!=", r"\in"))
+_OPENING = {"(": ")", "[": "]", r"\{": r"\}", "{": "}", "<<": ">>"}
+_BEGIN = frozenset((r"\frac", r"\sqrt", r"\binom", r"\lfloor", r"\lceil", r"\vec", r"\begin"))
+_NAMING = frozenset((r"\overline", r"\overrightarrow", r"\vec", r"\hat", r"\widehat", r"\bar", r"\angle", r"\triangle"))
+_ENDS = frozenset((",", ";", "or", "and", ")", "]", r"\}", "}", ">>", "=", "&", "\\\\", r"\end"))
+_CLOSES = frozenset((")", "]", r"\}", "}", ">>"))
+_MATRICES = frozenset(("pmatrix", "bmatrix", "matrix", "array", "Bmatrix"))
+
+
+class _Parser:
+    def __init__(self, tokens: list[_Token]) -> None:
+        self.tokens = tokens
+        self.at = 0
+        self.bars = 0
+        self.builds_set = False
+
+    def peek(self, ahead: int = 0) -> str | None:
+        place = self.at + ahead
+        return self.tokens[place].text if place < len(self.tokens) else None
+
+    def kind(self, ahead: int = 0) -> str:
+        place = self.at + ahead
+        return self.tokens[place].kind if place < len(self.tokens) else ""
+
+    def next(self) -> _Token:
+        if self.at >= len(self.tokens):
+            raise UnknownNotation("ends too early")
+        self.at += 1
+        return self.tokens[self.at - 1]
+
+    def take(self, *texts: str) -> str | None:
+        """The next token if it is one of these signs."""
+        if self.kind() in ("sign", "command") and self.peek() in texts:
+            return self.next().text
+        return None
+
+    def expect(self, text: str) -> None:
+        if self.take(text) is None:
+            raise UnknownNotation(f"{text} is missing at {self.peek()!r}")
+
+    def answer(self) -> Node:
+        items, between = self.items()
+        return items[0] if len(items) == 1 else Node("group", tuple(items), between)
+
+    def items(self) -> tuple[list[Node], str]:
+        """Clauses, and "or" or "and" if only that is between them, else ""."""
+        items, between = [self.clause()], set()
+        while sign := self.take(",", ";", "or", "and"):
+            word = self.take("or", "and") if sign in ",;" else None  # "1, 2, and 3"
+            between.add(word or sign)
+            items.append(self.clause())
+        return items, between.pop() if between in ({"or"}, {"and"}) else ""
+
+    def clause(self) -> Node:
+        self.take("=", "~")
+        parts, signs = [self.region()], []
+        while sign := self.take(*_RELATIONS):
+            signs.append(sign)
+            parts.append(self.region())
+        return Node("relation", tuple(parts), tuple(signs)) if signs else parts[0]
+
+    def region(self) -> Node:
+        made = self.value()
+        while kind := self.take("union", "intersection", "minus"):
+            made = Node(kind, (made, self.value()))
+        return made
+
+    def value(self) -> Node:
+        if words := self.words():
+            return words
+        if self.kind() == "number" and (time := self.time()):
+            return time
+        currency = self.take("$", "€", "£", "¥")
+        made = self.sum()
+        if self.take("%"):
+            made = Node("percent", (made,))
+        elif (scale := SCALES.get((self.peek() or "").lower())) and self.kind() == "word":
+            self.next()
+            made = Node("mul", (made, Node("pow", (number("10"), number(str(scale))))))
+        if currency:
+            return Node("unit", (made,), (Fraction(1), ((currency.replace("$", "dollar"), 1),)))
+        return self.unit(made) if self.kind() == "word" or self.peek() == "degree" else made
+
+    def words(self) -> Node | None:
+        """Letters alone, two or more; their parts are the product that they may be, too."""
+        begins, end = self.at, self.at
+        while end < len(self.tokens) and self.tokens[end].kind in ("word", "symbol"):
+            end += 1
+        said = self.tokens[begins:end]
+        behind = self.tokens[end].text if end < len(self.tokens) else ";"
+        if sum(len(token.text) for token in said) < 2 or behind not in _ENDS:
+            return None
+        self.at = end
+        product: tuple[Node, ...] = ()
+        if all(token.kind == "symbol" for token in said):
+            letters = (Node("constant" if token.text in CONSTANTS else "symbol", value=token.text) for token in said)
+            product = (functools.reduce(lambda left, right: Node("mul", (left, right)), letters),)
+        name = "".join(token.text for token in said).casefold()
+        return Node("named", value="R") if name == "allrealnumbers" else Node("words", product, name)
+
+    def time(self) -> Node | None:
+        minutes = self.peek(1) == ":" and self.kind(2) == "number"
+        half = 3 if minutes else 1
+        if self.kind(half) != "half":
+            return None
+        tokens = [self.next().text for _ in range(half + 1)]
+        clock = [int(text) if text.isdigit() and len(text) < 3 else 99 for text in tokens[:half:2]] + [0]
+        if not 1 <= clock[0] <= 12 or clock[1] > 59:
+            raise UnknownNotation("a time of no day")
+        return Node("time", value=(clock[0] % 12, clock[1], tokens[-1][0].lower()))
+
+    def unit(self, made: Node) -> Node:
+        """Value with the unit behind it: words, of which two may be unknown, with powers and quotients."""
+        size, dimensions, sign, power, unknown = Fraction(1), Counter[str](), 1, 1, 0
+        while self.kind() == "word" or self.peek() in ("/", "*", "degree") or (dimensions and self.kind() == "symbol"):
+            word = self.next().text
+            lower = word.lower()
+            if word in ("/", "*", "per"):
+                sign = 1 if word == "*" else -1
+            elif lower in _SQUARE:
+                power = _SQUARE[lower]
+            elif lower in NO_UNITS or lower in SCALES or unknown > 1:
+                raise UnknownNotation(f"{word!r} behind a value")
+            elif lower not in ("a", "an", "the", "of", "in"):
+                names = (word, lower, lower.removesuffix("s"), lower.removesuffix("es"))
+                name = next((name for name in names if name in UNITS), "")
+                unknown += not name
+                dimension, factor = UNITS.get(name, (names[2], Fraction(1)))
+                if word == "degree" and self.peek() in ("C", "F"):
+                    dimension = f"degree {self.next().text}"
+                if self.take("^"):
+                    exponent = self.exponent()
+                    sign = -1 if exponent.kind == "neg" else sign
+                    number = exponent.parts[0] if exponent.kind == "neg" else exponent
+                    if number.kind != "number" or number.value[0] not in (1, 2, 3):
+                        raise UnknownNotation("power of a unit")
+                    power = int(number.value[0])
+                dimensions[dimension] += sign * power
+                size, sign, power = size * factor ** (sign * power), 1, 1
+        return Node("unit", (made,), (size, tuple(sorted(dimensions.items()))))
+
+    def sum(self) -> Node:
+        signs = {"+": "", "-": "neg", "pm": "pm", "mp": "mp"}
+        sign = self.take(*signs)
+        made = self.product()
+        if sign and signs[sign]:
+            made = Node(signs[sign], (made,))
+        while sign := self.take(*signs):
+            part = self.product()
+            if made.kind == "named" and sign == "-":
+                made = Node("minus", (made, part))
+            else:
+                made = Node("add", (made, Node(signs[sign], (part,)) if signs[sign] else part))
+        return made
+
+    def product(self, *, stop_at_functions: bool = False) -> Node:
+        made = self.power()
+        while True:
+            if sign := self.take("*", "/") or (None if self.builds_set else self.take(":")):
+                negative = self.take("-")
+                right = self.power()
+                right = Node("neg", (right,)) if negative else right
+                made = Node({"*": "mul", "/": "div", ":": "ratio"}[sign], (made, right))
+            elif self._begins_factor() and not (stop_at_functions and (self.peek() or "")[1:] in FUNCTIONS):
+                before = self.tokens[self.at - 1]
+                bare_number = self.kind() == "number" and before.kind == "number" and self.peek(-2) not in ("^", "_")
+                begins = self.at
+                right = self.power()
+                if bare_number:  # "1 1/2"
+                    if not (made.kind == "number" and self.tokens[begins].spaced and self.take("/")):
+                        raise Ambiguous("numbers side by side")
+                    made = self._whole_and_part(made, Node("div", (right, self.power())))
+                elif whole(made) and self.tokens[begins].text == r"\frac" and all(map(whole, right.parts)):
+                    made = self._whole_and_part(made, right)
+                elif self.tokens[begins].kind == "number" and made.kind in ("div", "mixed"):
+                    raise Ambiguous("numbers side by side")  # \frac{1}{2} 3
+                else:
+                    made = Node("mul", (made, right))
+            else:
+                return made
+
+    @staticmethod
+    def _whole_and_part(count: Node, part: Node) -> Node:
+        above, below = part.parts
+        if not (whole(count) and whole(above) and whole(below) and above.value[0] < below.value[0]):
+            raise Ambiguous("numbers side by side")
+        return Node("mixed", (count, part))
+
+    def _begins_factor(self) -> bool:
+        kind, text = self.kind(), self.peek() or ""
+        if kind in ("number", "symbol"):
+            return True
+        if kind == "sign":
+            return text in ("(", "{", "[", "R") or (text == "|" and not self.bars)
+        return kind == "command" and (text in CONSTANTS or text in GREEK or text in _BEGIN or text[1:] in FUNCTIONS)
+
+    def power(self) -> Node:
+        made = self.atom()
+        while True:
+            if self.take("^"):
+                if self.peek() == r"\circ" or (self.peek() == "{" and self.peek(1) == r"\circ" and self.peek(2) == "}"):
+                    for _ in range(1 if self.peek() == r"\circ" else 3):
+                        self.next()
+                    self.tokens.insert(self.at, _Token("sign", "degree", False))
+                    return made
+                if self.peek() == "degree":
+                    return made
+                made = Node("pow", (made, self.exponent()))
+            elif self.take("_"):
+                made = self.subscripted(made)
+            elif self.take("!"):
+                made = Node("call", (made,), "!")
+            elif made.kind == "symbol" and self.take("'"):
+                made = Node("symbol", value=made.value + "'")
+            else:
+                return made
+
+    def subscripted(self, made: Node) -> Node:
+        if made.kind == "number" and made.value[1] is None and self.tokens[self.at - 2].text != ")":
+            base = self.argument()
+            if not whole(base) or not 2 <= base.value[0] <= 36:
+                raise UnknownNotation("base of a number")
+            return Node("based", (made,), int(base.value[0]))
+        if made.kind not in ("symbol", "constant"):
+            raise UnknownNotation("subscript")
+        begins = self.at
+        self.argument()
+        name = "".join(token.text for token in self.tokens[begins : self.at] if token.text not in "{}")
+        return Node("symbol", value=f"{made.value}_{name}")
+
+    def exponent(self) -> Node:
+        if self.take("-"):
+            return Node("neg", (self.exponent(),))
+        if self.take("+"):
+            return self.exponent()
+        base = self.argument()
+        return Node("pow", (base, self.exponent())) if self.take("^") else base
+
+    def argument(self, *, digit: bool = False) -> Node:
+        """What a command takes: a group in braces or one token; of a number, one digit if `digit`."""
+        if self.take("{"):
+            made = self.answer_in_braces()
+            return made
+        if digit and self.kind() == "number" and self.peek() and len(self.peek() or "") > 1:
+            token = self.tokens[self.at]
+            self.tokens[self.at : self.at + 1] = [
+                _Token("number", token.text[0], token.spaced),
+                _Token("number", token.text[1:], False),
+            ]
+        return self.atom()
+
+    def answer_in_braces(self) -> Node:
+        if self.take("}"):
+            raise UnknownNotation("empty braces")
+        items, _ = self.items()
+        if self.take(r"\over"):
+            items = [Node("div", (items[0], self.sum()))] if len(items) == 1 else []
+        self.expect("}")
+        if not items:
+            raise UnknownNotation(r"\over")
+        return items[0] if len(items) == 1 else Node("group", tuple(items), "{}")
+
+    def atom(self) -> Node:
+        token = self.next()
+        text = token.text
+        if token.kind == "number":
+            if "\\" in text and any(name in text for name in ("overline", "bar", "dot")):
+                return _repeating(text)
+            return number(re.sub(r"\{,\}|\\[,! ]|[,~ ]|\\!", "", text))
+        if token.kind == "symbol" or (token.kind == "word" and len(text) == 1):
+            if text in CONSTANTS:
+                return Node("constant", value=CONSTANTS[text])
+            made = Node("symbol", value=text)
+            return self.called(made)
+        if text in CONSTANTS:
+            return Node("constant", value=CONSTANTS[text])
+        if text in GREEK:
+            return Node("symbol", value=text)
+        if text in _OPENING:
+            return self.brackets(text)
+        if text == "|":
+            self.bars += 1
+            inner = self.sum()
+            self.expect("|")
+            self.bars -= 1
+            return Node("call", (inner,), "abs")
+        if text in (r"\lfloor", r"\lceil"):
+            inner = self.sum()
+            self.expect(text.replace(r"\l", r"\r"))
+            return Node("call", (inner,), text[2:])
+        return self.command(text)
+
+    def called(self, name: Node) -> Node:
+        """f(1, 2): a function of several values; f(x) is read as a product."""
+        if self.peek() != "(" or not self._several():
+            return name
+        self.next()
+        inner = self.brackets("(")
+        return Node("call", (name, *inner.parts), "f")
+
+    def _several(self) -> bool:
+        """Whether there is a comma in the brackets that begin here, and not in inner ones."""
+        depth = 0
+        for token in self.tokens[self.at :]:
+            depth += (token.text in _OPENING) - (token.text in _CLOSES)
+            if depth == 0 or (depth == 1 and token.text == ","):
+                return depth == 1
+        return False
+
+    def brackets(self, opening: str) -> Node:
+        around = self.bars, self.builds_set
+        self.bars, self.builds_set = int(opening == r"\{"), opening == r"\{"
+        made = self.inside(opening)
+        self.bars, self.builds_set = around
+        return made
+
+    def inside(self, opening: str) -> Node:
+        if opening == r"\{" and self.take(r"\}"):
+            return Node("named", value="empty")
+        if opening == "{":
+            return self.answer_in_braces()
+        items, between = self.items()
+        if opening == r"\{" and len(items) == 1 and self.take("|", ":", "such that"):
+            self.bars, self.builds_set = 0, False
+            conditions, between = self.items()
+            self.expect(r"\}")
+            whole = items[0].parts[1:] if items[0].kind == "relation" and items[0].value == (r"\in",) else ()
+            made = conditions[0] if len(conditions) == 1 else Node("group", tuple(conditions), between or "and")
+            return Node("intersection", (*whole, made)) if whole else made
+        closing = self.take(*_CLOSES)
+        if closing is None or (closing != _OPENING[opening] and {opening, closing} not in ({"(", "]"}, {"[", ")"})):
+            raise UnknownNotation("brackets")
+        shape = {"<<": "(", r"\{": "{"}.get(opening, opening) + {">>": ")", r"\}": "}"}.get(closing, closing)
+        if len(items) == 1 and shape in ("()", "[]"):
+            return items[0]
+        if len(items) == 1 and shape != "{}":
+            raise UnknownNotation("brackets")
+        return Node("group", tuple(items), shape)
+
+    def command(self, text: str) -> Node:
+        if text == r"\frac":
+            if self.peek() == "{" and self.peek(1) in ("d", r"\partial") and self.peek(2) in ("}", "^"):
+                raise UnknownNotation(r"\frac{d}")
+            return Node("div", (self.argument(digit=True), self.argument(digit=True)))
+        if text == r"\binom":
+            return Node("call", (self.argument(digit=True), self.argument(digit=True)), r"\binom")
+        if text == r"\sqrt":
+            degree = None
+            if self.take("["):
+                degree = self.sum()
+                self.expect("]")
+            inner = self.argument()
+            return Node("call", (inner, degree or number("2")), "root")
+        if text[1:] in FUNCTIONS:
+            return self.function(text[1:])
+        if text in (r"\mathbb", r"\Bbb"):
+            braced = self.take("{")
+            name = self.next().text
+            if braced:
+                self.expect("}")
+            return Node("named", value=name)
+        if text == "R":
+            return Node("named", value="R")
+        if text == r"\emptyset":
+            return Node("named", value="empty")
+        if text in _NAMING:
+            begins, braced = self.at, self.take("{")
+            while self.kind() in ("symbol", "word"):
+                self.next()
+            if braced:
+                self.expect("}")
+            return Node("symbol", value=" ".join(token.text for token in self.tokens[begins - 1 : self.at]))
+        if text == r"\begin":
+            return self.matrix()
+        raise UnknownNotation(text)
+
+    def function(self, name: str) -> Node:
+        base = None
+        if name == "log" and self.take("_"):
+            multiple = self.kind() == "number" and self.kind(1) not in ("number", "symbol", "sign", "command")
+            base = self.argument(digit=multiple)
+        power = self.exponent() if self.take("^") else None
+        if self.kind() == "sign" and self.peek() in ("(", "[", "{", "|"):
+            inner = self.atom()
+        else:
+            sign = self.take("-")
+            inner = self.product(stop_at_functions=True) if self._begins_factor() else self.atom()
+            inner = Node("neg", (inner,)) if sign else inner
+        if self.take("degree") or (inner.kind == "unit" and inner.value[1] == (("angle", 1),)):
+            inner = Node("mul", (inner, Node("div", (Node("constant", value="pi"), number("180")))))
+        if name in ("sin", "cos", "tan") and power == Node("neg", (number("1"),)):
+            name, power = f"arc{name}", None
+        made = Node("call", (inner,) if base is None else (inner, base), name)
+        return made if power is None else Node("pow", (made, power))
+
+    def matrix(self) -> Node:
+        self.expect("{")
+        letters = []
+        while self.kind() in ("symbol", "word"):
+            letters.append(self.next().text)
+        self.expect("}")
+        name = "".join(letters)
+        if name not in _MATRICES:
+            raise UnknownNotation(name)
+        if name == "array" and self.take("{"):
+            while self.take("}") is None:
+                self.next()
+        rows, row = [], [self.clause()]
+        while True:
+            if self.take("&"):
+                row.append(self.clause())
+            elif self.take("\\\\"):
+                rows.append(row)
+                if self.peek() == r"\end":
+                    break
+                row = [self.clause()]
+            else:
+                rows.append(row)
+                break
+        self.expect(r"\end")
+        self.expect("{")
+        while self.take("}") is None:
+            self.next()
+        if len({len(row) for row in rows}) != 1:
+            raise UnknownNotation("rows of different lengths")
+        return Node("matrix", tuple(Node("group", tuple(row), "()") for row in rows))
+
+
+def whole(node: Node) -> bool:
+    """True for a whole number without a sign."""
+    return node.kind == "number" and node.value[1] is None and bool(node.value[0].denominator == 1)

@@ -1,0 +1,50 @@
+"""Conversations: what holds in the end is what their messages say, read by other means than those that made them."""
+
+import pytest
+
+from nemo_ext.chat.response import parse_response
+from nemo_ext.rl.environments import make
+from nemo_ext.rl.task import Task
+from nemo_ext.rl.tasks import generate
+from nemo_ext.rl.tasks.conversations import solution
+
+
+def outcome(task: Task, answer: str) -> str:
+    environment = make("instructions")
+    assert environment.verify is not None
+    return environment.verify(parse_response(answer), environment.check(task.reference)).outcome  # type: ignore[union-attr]
+
+
+def held(task: Task) -> list[str]:
+    """Instructions that hold after the last message, from the messages alone."""
+    first, *changes = (message.content for message in task.prompt if message.role == "user")
+    lines = [line.partition(". ")[2] for line in first.splitlines()[1:]]
+    for message in changes:
+        match message.splitlines():
+            case ["Write it anew. All that holds still holds, and this is new:", new]:
+                lines.append(new)
+            case ["Write it anew. Instead of this:", old, "I want this:", new, "The rest still holds."]:
+                lines[lines.index(old)] = new
+            case ["Write it anew. This no longer holds:", old, "The rest does."]:
+                lines.remove(old)
+            case _:
+                pytest.fail(message)
+    return lines
+
+
+def test_the_reference_is_what_the_messages_say() -> None:
+    environment = make("instructions")
+    for task in generate("conversations", 60, seed=3):
+        parsed = environment.check(task.reference)
+
+        assert [each.says() for each in parsed.instructions] == held(task)
+
+
+def test_neither_the_answer_before_nor_the_last_message_alone_is_enough() -> None:
+    for task in generate("conversations", 60, seed=4):
+        changes = int(task.id.split("/")[2])
+
+        assert [message.role for message in task.prompt] == ["user", "assistant"] * changes + ["user"]
+        assert outcome(task, solution(task)) == "correct"
+        assert outcome(task, task.prompt[-2].content) == "wrong"
+        assert outcome(task, "The morning brings a new story.") == "wrong"

@@ -1,0 +1,72 @@
+"""How many steps a run has, said before anything else."""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_ext.job.config import compose
+from nemo_ext.rl.algorithms import PolicyGradient
+from nemo_ext.rl.job import check_steps, checked_algorithm, run
+
+
+def said(*words: str) -> str:
+    config = compose("rl", ["model=m", *words])
+    with pytest.raises(ValueError, match="null: ") as problem:
+        check_steps(config, checked_algorithm(config))
+    return str(problem.value)
+
+
+def test_a_preset_without_steps_offers_those_of_the_users_tasks(tmp_path: Path) -> None:
+    for name, count in (("math", 100), ("code", 28), ("curriculum", 64)):
+        (tmp_path / f"{name}.jsonl").write_text("{}\n" * count)
+    path = f"tasks.train.path={tmp_path}/math.jsonl"
+    zero = ("preset=rl_zero", "environments={math: {}, code: {}}")  # 32 prompts a step
+
+    assert said(*zero, path) == (
+        "rl.schedule.steps=null: OLMo 3, RL-Zero gives no number: say how many steps to train; one pass over the 100 "
+        "tasks, 32 in a step, would be rl.schedule.steps=3"
+    )
+    assert "the paper's 1 epoch over the 100 tasks" in said("preset=domyn_multi_env_grpo", path)
+    assert said(*zero, path, "rl.schedule.epochs=2").endswith(
+        "2 epochs over the 100 tasks, 32 in a step, would be rl.schedule.steps=6"
+    )
+    assert said(*zero, path, "rl.prompts_per_step=128").endswith("=1")
+    assert said(*zero, f"tasks.train.directory={tmp_path}").endswith(
+        "the 128 tasks, 32 in a step, would be rl.schedule.steps=4"
+    )
+    shares = f"tasks.train={{directory: {tmp_path}, blend: {{math: {{share: 1}}}}}}"
+    assert "the 100 tasks" in said(*zero, shares)
+    assert said(*zero, f"tasks.train.curriculum={tmp_path}").endswith("steps=2")
+    assert said(*zero, "tasks.train.path=nowhere.jsonl").endswith("say how many steps to train")
+
+
+def test_what_has_steps_or_counts_epochs_is_let_through() -> None:
+    for words in (
+        ("preset=domyn_math_grpo", "tasks.train.path=t"),
+        ("preset=rl_zero", "tasks.train.path=t", "rl.schedule.steps=3"),
+        ("preset=dpo_delta", "pairs.train=p"),
+    ):
+        config = compose("rl", ["model=m", *words])
+        check_steps(config, checked_algorithm(config))
+
+
+def test_steps_come_before_what_takes_time(tmp_path: Path) -> None:
+    words = ["preset=rl_zero", f"model={tmp_path}", "tasks.train.path=nowhere.jsonl", f"run_dir={tmp_path}/run"]
+
+    with pytest.raises(ValueError, match=r"rl\.schedule\.steps=null"):
+        run(compose("rl", words))
+    assert not (tmp_path / "run").exists()
+
+
+def test_nano_s_rlvr_on_generated_tasks_needs_no_judge() -> None:
+    streams = (
+        "tasks.train={directory: tasks, streams: [{name: conversations, weight: 3}, {name: tool_calls, weight: 1}]}"
+    )
+    words = ["preset=nemotron3_rlvr", "model=m", streams, "rl.schedule.steps=5", "~rl.environments.judge"]
+    words += ["+rl.environments.contains.weight=12", "+rl.environments.tool_calls.weight=1"]
+
+    algorithm = checked_algorithm(compose("rl", words))
+
+    assert isinstance(algorithm, PolicyGradient)
+    assert {"instructions", "contains", "tool_calls"} < set(algorithm.environments)
+    assert "judge" not in algorithm.environments
