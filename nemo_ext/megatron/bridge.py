@@ -10,7 +10,7 @@ Interfaces: Megatron-Bridge 0.6.2, models/conversion/model_bridge.py, param_mapp
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -20,8 +20,11 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from nemo_ext import Registration
+from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import compile as compile_pattern
+from nemo_ext.architecture.pattern import format as format_pattern
 from nemo_ext.architecture.pattern import parse
+from nemo_ext.architecture.pipeline import balance, parameter_counts
 from nemo_ext.checkpoint.description import Description, from_config, to_config
 from nemo_ext.checkpoint.formats import FORMATS, Entry, Format, named, read
 from nemo_ext.checkpoint.parameters import Piece
@@ -267,6 +270,17 @@ def _register(found: Format) -> None:
             )(made)
 
 
+def in_stages(pattern: str, sections: Mapping[str, Any], stages: int) -> str:
+    """Megatron's pattern, cut into pipeline stages of nearly equal weight if it has no cuts.
+
+    Megatron would give every stage as many blocks, which a Puzzle child's do not divide into evenly.
+    """
+    if stages == 1 or "|" in pattern:
+        return pattern
+    cuts = balance(Architecture.from_config(sections), pipeline_parallel=stages, cost=parameter_counts).cuts
+    return format_pattern(replace(parse(pattern), cuts=cuts), compress=False)
+
+
 if MISSING is None:
 
     class VocabularyMapping(ColumnParallelMapping):
@@ -326,6 +340,7 @@ if MISSING is None:
         """
 
         sections: dict[str, Any] = field(default_factory=dict)
+        hybrid_layer_pattern: str | None = None
         hybrid_stack_spec: Any = stack_spec
         yarn_rotary_scaling_factor: float = 1.0
         yarn_original_max_position_embeddings: int = 4096
@@ -343,8 +358,11 @@ if MISSING is None:
             """
             if self.mamba_chunk_size != 128:
                 raise ValueError(f"mamba_chunk_size={self.mamba_chunk_size}: this layer spec has 128 only")
-            if parse(self.hybrid_layer_pattern or "").blocks == ():
+            pattern = self.hybrid_layer_pattern or ""
+            if parse(pattern).blocks == ():
                 raise ValueError("hybrid_layer_pattern is empty: take the provider from AutoBridge")
+            if self.num_layers_in_first_pipeline_stage is None and self.num_layers_in_last_pipeline_stage is None:
+                self.hybrid_layer_pattern = in_stages(pattern, self.sections, self.pipeline_model_parallel_size)
             super().finalize()
 
     class BlocksBridge(MegatronModelBridge):

@@ -30,7 +30,10 @@ SAME = (
 STEPS = "rl.schedule.steps"
 SAVE_BY = "NEMO_EXT_SAVE_BY"
 """Environment variable: Unix time in seconds by which NeMo-RL, which handles no signals, has to save and end."""
-OF_THE_MACHINE = ("nemo_rl.set.cluster.", "nemo_rl.set.checkpointing.checkpoint_must_save_by")
+OF_THE_MACHINE = (
+    *("nemo_rl.set.cluster.", "nemo_rl.layout", "nemo_rl.gpu_memory_gib"),
+    "nemo_rl.set.checkpointing.checkpoint_must_save_by",
+)
 """Prefixes of keys that may change when a run is resumed on another machine."""
 ENGINES = {"trl": "nemo_ext.rl.trl.run", "nemo_rl": "nemo_ext.rl.nemo_rl.job"}
 

@@ -1,7 +1,10 @@
 """Checks that find a job's errors before it waits in a queue. No torch."""
 
+import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -68,7 +71,7 @@ def findings(
     if settings.job == "train":
         found += [*_memory(config, cluster), *_precision(config, cluster)]
     if settings.job == "rl":
-        found += [*_reinforcement(config), *_precision(config, cluster)]
+        found += [*_reinforcement(config, settings, rehearsed=paths), *_precision(config, cluster)]
     if settings.job in SETTINGS:
         found += [*_settings(settings.job, config)]
     if paths:
@@ -217,17 +220,66 @@ def _precision(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]
         yield Finding("error", f"{key}: a {node.gpu} has no {recipe} scaling; it has {', '.join(node.fp8)}")
 
 
-def _reinforcement(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Errors for inconsistent algorithm settings or a missing engine."""
-    from nemo_ext.rl.job import check_steps, checked_algorithm
+def _reinforcement(config: Mapping[str, Any], settings: Settings, *, rehearsed: bool) -> Iterator[Finding]:
+    """Errors for inconsistent algorithm settings, a missing engine, or what NeMo-RL would refuse."""
+    from nemo_ext.rl.job import check_steps, checked_algorithm, over_own_pairs
 
+    on_nemo_rl, algorithm = config["engine"] == "nemo_rl", None
     try:
-        check_steps(config, checked_algorithm(config))
+        algorithm = checked_algorithm(config)
+        check_steps(config, algorithm)
     except ValueError as error:
         yield Finding("error", str(error))
-    engine = str(config["engine"])
-    if engine == "nemo_rl" and not os.environ.get("NEMO_RL_ROOT") and find_spec("nemo_rl") is None:
+    if on_nemo_rl and not os.environ.get("NEMO_RL_ROOT") and find_spec("nemo_rl") is None:
         yield Finding("error", "engine=nemo_rl: NEMO_RL_ROOT is not set: name a checkout (docs/rl/nemo_rl.md)")
+    elif on_nemo_rl and rehearsed and algorithm is not None and settings.cluster.node is not None:
+        if not Path(str(config["policy"])).expanduser().is_dir():
+            yield Finding("note", "the layout is computed and checked when the job starts: the model is not there yet")
+            return
+        try:
+            yield from _on_nemo_rl(config, over_own_pairs(config, algorithm), settings)
+        except ValueError as error:
+            yield Finding("error", str(error))
+
+
+def _on_nemo_rl(config: Mapping[str, Any], algorithm: Any, settings: Settings) -> Iterator[Finding]:
+    """Findings of NeMo-RL's own `setup`, where it can be imported, with the config that the job will have.
+
+    Raises:
+        ValueError: the config cannot be made, or no layout fits.
+    """
+    from nemo_ext.rl.nemo_rl.checkout import Checkout
+    from nemo_ext.rl.nemo_rl.draft import section_of
+    from nemo_ext.rl.nemo_rl.job import on_cluster, settings_of
+
+    node, nodes = settings.cluster.node, settings.slurm.nodes
+    assert node is not None
+    checkout = Checkout(os.environ.get("NEMO_RL_ROOT"))
+    given = on_cluster(config, nodes, node.gpus, node.gpu_memory_gib)
+    made = {"section": section_of(algorithm), "config": settings_of(given, algorithm, checkout)[1]}
+    code, said = rehearsal(made, checkout.root)
+    if code == 0:
+        yield Finding("note", "NeMo-RL's own setup takes the config")
+    else:
+        kind: Literal["error", "note"] = "error" if code == 1 else "note"
+        yield Finding(kind, said if code == 1 else f"NeMo-RL's own setup was not asked: {said}")
+
+
+def rehearsal(made: Mapping[str, Any], root: Path) -> tuple[int, str]:
+    """Exit code and last line of `nemo_ext.rl.nemo_rl.rehearsal`, in a process that imports torch and NeMo-RL."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "config.json"
+        file.write_text(json.dumps(made), encoding="utf-8")
+        path = os.pathsep.join([str(root), *(place for place in sys.path if place)])
+        ended = subprocess.run(
+            [sys.executable, "-m", "nemo_ext.rl.nemo_rl.rehearsal", str(file)],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    lines = (ended.stdout.strip() or ended.stderr.strip() or "it said nothing").splitlines()
+    return (ended.returncode if ended.stdout.strip() or not ended.returncode else 3), lines[-1]
 
 
 def _settings(job: str, config: Mapping[str, Any]) -> Iterator[Finding]:

@@ -79,9 +79,14 @@ class Task(Batch):
     def _on_ray(self, command: list[str]) -> int:
         """Run the command with Ray on all nodes; returns the exit code."""
         names = self.hostnames()
-        sizes = {"num_nodes": len(names), "gpus_per_node": os.environ.get("SLURM_GPUS_ON_NODE")}
+        node = self.settings.cluster.node
+        sizes = {
+            "set.cluster.num_nodes": len(names),
+            "set.cluster.gpus_per_node": os.environ.get("SLURM_GPUS_ON_NODE"),
+            "gpu_memory_gib": None if node is None else node.gpu_memory_gib,
+        }
         for key, value in sizes.items():
-            name = f"nemo_rl.set.cluster.{key}="
+            name = f"nemo_rl.{key}="
             if value is not None and not any(word.startswith(name) for word in command):
                 command.append(f"{name}{value}")
         environment, container = self.environment(), self.settings.cluster.container

@@ -17,6 +17,8 @@ import torch
 import yaml
 
 import nemo_ext
+from nemo_ext.architecture.pattern import parse
+from nemo_ext.architecture.pipeline import parameter_counts
 from nemo_ext.checkpoint.description import Description, from_config, to_config
 from nemo_ext.checkpoint.formats import FORMATS, Format, choose, read
 from nemo_ext.job.config import compose
@@ -233,6 +235,20 @@ def test_registration_can_be_declined() -> None:
     registration = nemo_ext.register(bridge=False)
 
     assert registration.registered == () and "bridge=False" in registration.skipped["megatron-bridge"]
+
+
+def test_a_puzzle_childs_pipeline_is_cut_where_its_weights_are_even() -> None:
+    sections = compose("describe", ["model=llama_nemotron_ultra_253b"])
+    plain = bridge.provider_fields(from_config(sections))["hybrid_layer_pattern"]
+
+    cut = bridge.in_stages(plain, sections, 18)
+
+    assert cut.replace("|", "") == plain and len(cut.split("|")) == 18
+    architecture = from_config(sections).architecture
+    costs = parameter_counts(architecture)
+    even = tuple(round(stage * 145 / 18) for stage in range(1, 18))
+    assert max(costs.of_stages(parse(cut).cuts)) < max(costs.of_stages(even)) / 2
+    assert bridge.in_stages(cut, sections, 18) == cut and bridge.in_stages(plain, sections, 1) == plain
 
 
 def test_a_class_without_a_format_is_refused() -> None:

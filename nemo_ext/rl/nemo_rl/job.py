@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Mapping
-from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,14 @@ from nemo_ext.job.run_directory import CHECKPOINTS, write_config, write_versions
 from nemo_ext.job.settings import check_keys
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient
 from nemo_ext.rl.nemo_rl.checkout import Checkout
-from nemo_ext.rl.nemo_rl.draft import put, section_of
+from nemo_ext.rl.nemo_rl.draft import Draft, put, section_of
 from nemo_ext.rl.nemo_rl.export import FINISHED, MODEL, finished_step, has_model, leave_model, saved_in
+from nemo_ext.rl.nemo_rl.layout import description_of, plan, put_layout, stated
 from nemo_ext.rl.nemo_rl.render import render
 from nemo_ext.rl.precision import Precision
 
 _KEYS = ("backend", "set")
-_OPTIONAL = ("fp8_in",)
+_OPTIONAL = ("fp8_in", "layout", "gpu_memory_gib")
 
 
 def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
@@ -75,16 +75,16 @@ def settings_of(
     if isinstance(algorithm, PolicyGradient) and algorithm.steps is None:
         raise ValueError("rl.schedule.steps=null: say how many steps to train")
     precision = Precision.from_config(config, config["nemo_rl"].get("fp8_in"))
-    rendered = render(algorithm, checkout, backend=config["nemo_rl"]["backend"], precision=precision).settled(
-        config["on_inexpressible"]
-    )
+    backend, of_user = config["nemo_rl"]["backend"], flat(config["nemo_rl"]["set"] or {})
+    rendered = render(algorithm, checkout, backend=backend, precision=precision)
+    _lay_out(config, algorithm, rendered, of_user)
+    rendered.settled(config["on_inexpressible"])
     section, run_dir = section_of(algorithm), Path(config["run_dir"])
     own: dict[str, Any] = {
         section: {"seed": config["seed"]},
         "policy": {
             "model_name": config["policy"],
             "tokenizer": {"name": config["policy"]},
-            "train_micro_batch_size": gcd(algorithm.batch, config["micro_batch"]),
         },
         "checkpointing": {"enabled": True, "checkpoint_dir": str(run_dir / CHECKPOINTS)},
         "logger": {"log_dir": str(run_dir / "logs")},
@@ -98,7 +98,7 @@ def settings_of(
         if algorithm.validation.every is not None:
             notice("nothing to validate on is given: tasks.validation.path=FILE, or pairs.validation=FILE")
     changes: dict[str, Any] = {}
-    for path, value in flat(config["nemo_rl"]["set"] or {}).items():
+    for path, value in of_user.items():
         put(changes, path, value)
     master = checkout.config(section, rendered.settings, own, changes)
     master = checkout.config(section, rendered.settings, own, _save_format(master["policy"], checkout), changes)
@@ -109,6 +109,37 @@ def settings_of(
     else:
         given["pairs"] = {key: value for key, value in config["pairs"].items() if value}
     return given, master
+
+
+def on_cluster(
+    config: Mapping[str, Any], nodes: int, gpus_per_node: int, gpu_memory_gib: float | None
+) -> dict[str, Any]:
+    """The config with the sizes of a cluster, where it does not give them."""
+    given = config["nemo_rl"]
+    sizes = {"cluster.num_nodes": nodes, "cluster.gpus_per_node": gpus_per_node}
+    memory = given.get("gpu_memory_gib") or gpu_memory_gib
+    return {
+        **config,
+        "nemo_rl": {**given, "set": {**sizes, **flat(given["set"] or {})}, "gpu_memory_gib": memory},
+    }
+
+
+def _lay_out(config: Mapping[str, Any], algorithm: Algorithm, draft: Draft, of_user: Mapping[str, Any]) -> None:
+    """Write the layout into a draft of the settings, and tell it."""
+    given, backend = config["nemo_rl"], config["nemo_rl"]["backend"]
+    wanted = stated(given.get("layout"), of_user, backend, given.get("gpu_memory_gib"))
+    model = description_of(config["policy"])
+    fp8 = draft.settings["policy"].get("generation", {}).get("vllm_cfg", {}).get("precision") == "fp8"
+    found = plan(
+        algorithm,
+        model,
+        wanted,
+        backend=backend,
+        micro_batch=config["micro_batch"],
+        generation_bytes=1 if fp8 else 2,
+    )
+    put_layout(draft, found, model, algorithm, backend)
+    notice(found.told())
 
 
 def _save_format(policy: Mapping[str, Any], checkout: Checkout) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from nemo_ext.rl.nemo_rl.checkout import Checkout, Section
 from nemo_ext.rl.nemo_rl.draft import Draft
 from nemo_ext.rl.nemo_rl.precision import render_precision
 from nemo_ext.rl.precision import Precision
-from nemo_ext.rl.rendering import Rendered
 
 Backend = Literal["megatron", "dtensor"]
 # A schedule that never ends: torch's ConstantLR counts.
@@ -22,7 +21,7 @@ ALL = 1_000_000
 
 def render(
     algorithm: Algorithm, checkout: Checkout, *, backend: Backend = "megatron", precision: Precision | None = None
-) -> Rendered:
+) -> Draft:
     """Render the algorithm as changes to `checkout.config(section_of(algorithm))`.
 
     Args:
@@ -77,8 +76,7 @@ def _policy_gradient(draft: Draft, algorithm: PolicyGradient, asynchronous: froz
         in_flight = ("in_flight_weight_updates", "recompute_kv_cache_after_weight_updates")
         values = dict.fromkeys(in_flight, algorithm.asynchronous.in_flight)
         draft.put_all("asynchronous.in_flight", "grpo.async_grpo", values)
-        # Required by async_grpo_train.
-        draft.put("asynchronous", "policy.generation.colocated.enabled", False)
+        # Required by async_grpo_train, which also takes no colocated generation: `layout.put_layout`.
         draft.put("asynchronous", "policy.generation.vllm_cfg.async_engine", True)
     else:
         draft.put("asynchronous", "grpo.async_grpo.enabled", False)

@@ -7,6 +7,7 @@ and 0.7 NeMo-RL's `setup_response_data` fails on a list in `data.train`, so seve
 import contextlib
 import copy
 import importlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,6 +246,8 @@ def _processed(tasks: PlannedTasks, names: Mapping[str, Any], tokenizer: Any, pr
 
 
 def _start_ray() -> None:
+    # Megatron's policies insist on it; only NVIDIA's containers set it.
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0 9.0 10.0")
     if not importlib.import_module("ray").is_initialized():
         workers.use()
         importlib.import_module("nemo_rl.distributed.virtual_cluster").init_ray()

@@ -24,8 +24,7 @@ GRPO = (
 )
 ASYNC = (
     "rl.asynchronous={max_age: 1, in_flight: false}",
-    "nemo_rl.set.policy.generation.colocated.resources.gpus_per_node=1",
-    "nemo_rl.set.policy.generation.colocated.resources.num_nodes=1",
+    "nemo_rl.set.cluster.gpus_per_node=2",
 )
 DPO = ("preset=dpo_delta", "rl.batch=2", "rl.lengths={total: 2000}")
 COMMON = (

@@ -1,0 +1,179 @@
+"""NeMo-RL's own `setup` with a run's config, without GPUs and without Ray: it refuses here what it would on a cluster.
+
+Real are the checkout's config classes, `grpo.setup` or `dpo.setup`, the checks of `Policy` and `VllmGeneration` when
+they are made, and the division of a batch. Not real: the cluster, the processes of the workers, loggers, checkpoints
+and the data, of which only the number matters. What workers check needs Megatron-Bridge, Automodel or vLLM.
+
+    python -m nemo_ext.rl.nemo_rl.rehearsal CONFIG.json      # {"section": "grpo", "config": {...}}
+"""
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+from nemo_ext.rl.nemo_rl import compat
+from nemo_ext.rl.nemo_rl.checkout import Section
+
+REFUSED, NO_PACKAGES = 1, 3
+"""Exit codes: NeMo-RL refuses the config; NeMo-RL cannot be imported."""
+
+
+class _Cluster:
+    """In place of RayVirtualCluster: nodes and GPUs that nobody has to have."""
+
+    _sorted_bundle_indices = None
+
+    def __init__(self, *, bundle_ct_per_node_list: list[int], num_gpus_per_node: int, **others: Any) -> None:
+        self._bundles, self.num_gpus_per_node = bundle_ct_per_node_list, num_gpus_per_node
+
+    def world_size(self) -> int:
+        return sum(self._bundles)
+
+    def get_master_address_and_port(self) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    def _init_placement_groups(self, **how: Any) -> None:
+        return None
+
+
+class _Workers(MagicMock):
+    """In place of RayWorkerGroup; with the data parallel size that its caller says."""
+
+    def __init__(self, *arguments: Any, sharding_annotations: Any = None, **others: Any) -> None:
+        super().__init__()
+        if sharding_annotations is not None:
+            self.dp_size = sharding_annotations.get_axis_size("data_parallel")
+
+    def _get_child_mock(self, **keywords: Any) -> MagicMock:
+        return MagicMock(**keywords)
+
+
+class _Data:
+    """In place of a dataset: as many items as a run needs."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("a rehearsal reads no data")
+
+
+def rehearse(master: Mapping[str, Any], section: Section) -> None:
+    """Set up a run of this config, which is changed.
+
+    Raises:
+        ValueError: NeMo-RL refuses the config, or cannot be imported.
+    """
+    module = compat.grpo() if section == "grpo" else compat.dpo()
+    config = {**master}
+    tokenizer: Any = SimpleNamespace(pad_token_id=0, eos_token_id=1, pad_token="<pad>", eos_token="</s>")
+    try:
+        with _stand_ins(module):
+            if section == "grpo":
+                compat.with_generation(config, tokenizer)
+            made = compat.master_config(module, config)
+            steps = min(int(config[section]["max_num_steps"]), 1000)
+            if section == "grpo":
+                data = _Data((steps + 2) * int(config["grpo"]["num_prompts_per_step"]))
+                ready = compat.set_up_grpo(made, tokenizer, data, _Data(8))
+                size = config["grpo"]["num_prompts_per_step"] * config["grpo"]["num_generations_per_prompt"]
+                pairs = 1
+            else:
+                data = _Data(steps * int(config["policy"]["train_global_batch_size"]))
+                ready = compat.set_up_dpo(made, tokenizer, data, {"default": _Data(8)})
+                size, pairs = config["policy"]["train_global_batch_size"], 2
+                validation = config["dpo"]["val_global_batch_size"]
+                _divide(ready.policy, validation, validation, config["dpo"]["val_micro_batch_size"], pairs)
+            policy = config["policy"]
+            _divide(ready.policy, size, policy["train_global_batch_size"], policy["train_micro_batch_size"], pairs)
+            _packing(policy)
+    except Exception as error:  # whatever NeMo-RL raises, an assertion mostly
+        text = " ".join(str(error).split()) or "no reason given"
+        raise ValueError(f"NeMo-RL's {section}.setup refuses the config: {type(error).__name__}: {text}") from error
+
+
+@contextlib.contextmanager
+def _stand_ins(module: Any) -> Iterator[None]:
+    policy = importlib.import_module("nemo_rl.models.policy.lm_policy")
+    vllm = importlib.import_module("nemo_rl.models.generation.vllm.vllm_generation")
+    checkpoints = MagicMock(
+        **{
+            "return_value.get_latest_checkpoint_path.return_value": None,
+            "return_value.load_training_info.return_value": None,
+            "return_value.get_resume_paths.return_value": (None, None),
+        }
+    )
+    with contextlib.ExitStack() as stack:
+        for where, name, instead in (
+            (module, "RayVirtualCluster", _Cluster),
+            (module, "Logger", MagicMock()),
+            (module, "CheckpointManager", checkpoints),
+            (policy, "RayQueue", MagicMock()),
+            (policy, "RayWorkerBuilder", MagicMock()),
+            (policy, "RayWorkerGroup", _Workers),
+            (policy.Policy, "print_node_ip_and_gpu_id", lambda policy: None),
+            (policy.Policy, "init_collective", lambda *given, **how: []),
+            (vllm.VllmGeneration, "init_collective", lambda *given, **how: []),
+            (vllm, "RayWorkerBuilder", MagicMock()),
+            (vllm, "RayWorkerGroup", _Workers),
+            (vllm.VllmGeneration, "_get_tied_worker_bundle_indices", lambda *given: []),
+            (importlib.import_module("ray"), "get", lambda *given, **how: [{}]),
+        ):
+            stack.enter_context(patch.object(where, name, instead))
+        # As `run` has it.
+        stack.enter_context(patch.dict(os.environ, {"TORCH_CUDA_ARCH_LIST": "9.0"}))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        yield
+
+
+def _divide(policy: Any, size: int, batch: int, micro: int, pairs: int) -> None:
+    """Divide items over the data parallel ranks and into micro-batches, as training does."""
+    torch = importlib.import_module("torch")
+    kind = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
+    ranks = policy.sharding_annotations.get_axis_size("data_parallel")
+    parts = kind({"input_ids": torch.zeros(size * pairs, 1)}).shard_by_batch_size(ranks, batch_size=batch * pairs)
+    if (batch // ranks) % micro:
+        raise ValueError(f"a rank's share {batch // ranks} of a batch of {batch} is no multiple of {micro} at once")
+    assert len(parts) == ranks
+
+
+def _packing(policy: Mapping[str, Any]) -> None:
+    """What the workers of both back ends say of context parallelism and packs."""
+    packs, megatron = policy["sequence_packing"]["enabled"], policy["megatron_cfg"]["enabled"]
+    context = policy["megatron_cfg" if megatron else "dtensor_cfg"]["context_parallel_size"]
+    if context > 1 and packs != megatron:
+        raise ValueError(
+            f"policy.sequence_packing.enabled={packs} with context parallel {context}: Megatron needs packs, DTensor "
+            "takes none"
+        )
+
+
+def main() -> int:
+    """Rehearse the config of a file; the reason of a refusal is the last line of the output."""
+    given = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    try:
+        compat.grpo()
+    except ValueError as error:
+        print(error)
+        return NO_PACKAGES
+    try:
+        rehearse(given["config"], given["section"])
+    except ValueError as error:
+        print(error)
+        return REFUSED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
