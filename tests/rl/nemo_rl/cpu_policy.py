@@ -131,8 +131,11 @@ class CpuPolicy(ColocatablePolicyInterface):
                 if not eval_mode:
                     loss.backward()
                 total += float(loss)
-                found = {key: value if "_min" in key or "_max" in key else value / batches for key, value in found.items()}
-                found |= {"lr": self.optimizer.param_groups[0]["lr"], "wd": self.optimizer.param_groups[0]["weight_decay"]}
+                group = self.optimizer.param_groups[0]
+                found |= {
+                    key: value / batches for key, value in found.items() if "_min" not in key and "_max" not in key
+                }
+                found |= {"lr": group["lr"], "wd": group["weight_decay"]}
                 for key, value in (found | {key: float(value) for key, value in valid.items()}).items():
                     metrics[key].append(value)
             losses.append(total)

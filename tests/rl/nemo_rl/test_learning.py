@@ -3,8 +3,10 @@
 import importlib
 import itertools
 import json
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.stats import t
 from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
 
 from nemo_ext.chat.template import Template
 from nemo_ext.job.config import compose
@@ -28,13 +32,19 @@ MAKERS = {"math": arithmetic, "structured_output": schemas}
 SPECIAL = ("<pad>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 EASY = re.compile(r"[0-3] \+ [0-3]\?")
 STEPS, PROMPTS, GENERATIONS = 60, 8, 8
+PAIR_STEPS, PAIRS = 30, 16
+ASYNCHRONOUS = (
+    *("rl.asynchronous={max_age: 1, in_flight: false}", "nemo_rl.set.cluster.gpus_per_node=2"),
+    *("nemo_rl.set.policy.generation.colocated.resources.gpus_per_node=1", "rl.prompts_per_step=4", "rl.batch=32"),
+)
 
 
 def tasks(count: int, seed: int) -> list[Task]:
     """As many of arithmetic as of JSON, those alone that so small a model can do: sums up to 3 + 3, books and films."""
-    sums = (task for task in arithmetic.tasks(10 * count, seed=seed, level=1) if EASY.search(task.prompt[0].content))
-    objects = (task for task in schemas.tasks(10 * count, seed=seed, level=1) if "There is a recipe" not in task.prompt[0].content and "title" in task.prompt[0].content)
-    return [task for pair in itertools.islice(zip(sums, objects, strict=False), count) for task in pair]
+    sums, objects = (made.tasks(10 * count, seed=seed, level=1) for made in MAKERS.values())
+    easy = (task for task in sums if EASY.search(task.prompt[0].content))
+    titled = (task for task in objects if re.match("There is a (book|film)", task.prompt[0].content))
+    return [task for pair in itertools.islice(zip(easy, titled, strict=False), count) for task in pair]
 
 
 def solved(task: Task) -> str:
@@ -100,63 +110,213 @@ def make_model(folder: Path, steps: int) -> Path:
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import os
+    return make_model(tmp_path_factory.mktemp("small"), 120)
 
-    if os.environ.get("SMALL"):
-        return Path(os.environ["SMALL"])
-    return make_model(tmp_path_factory.mktemp("small"), 150)
+
+def written(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
 
 
 @pytest.fixture(scope="session")
 def task_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"
-    path.write_text("".join(json.dumps(task.record()) + "\n" for task in tasks(STEPS * PROMPTS // 2, seed=2)))
-    return path
+    made = tasks(STEPS * PROMPTS // 2, seed=2)
+    return written(tmp_path_factory.mktemp("tasks") / "tasks.jsonl", (task.record() for task in made))
 
 
-def grpo(model: Path, run_dir: Path, task_file: Path, *words: str, steps: int = STEPS, seed: int = 1) -> None:
-    run_job(
-        compose(
-            "rl",
-            [
-                *("preset=rl_zero", f"model={model}", f"run_dir={run_dir}", f"seed={seed}", "on_inexpressible=warn"),
-                *(f"tasks.train.path={task_file}", f"tasks.train.seed={seed}"),
-                "environments={math: {}, structured_output: {}}",
-                *(f"rl.prompts_per_step={PROMPTS}", f"rl.generations_per_prompt={GENERATIONS}"),
-                *(f"rl.batch={PROMPTS * GENERATIONS}", f"micro_batch={PROMPTS * GENERATIONS}"),
-                "rl.lengths={prompt: 256, response: 48}",
-                "rl.sampling={drop_zero_variance: false, max_batches: null}",
-                *(f"rl.optimizer.learning_rate={__import__('os').environ['LR']}", f"rl.schedule={{kind: constant, steps: {steps}}}"),
-                *words,
-            ],
+@dataclass
+class Runs:
+    """Runs of `nemo-ext rl` in this process, the same for both engines but for the engine's own settings."""
+
+    policy: ModuleType
+    folder: Path
+
+    def start(self, engine: str, name: str, model: Path, *words: str, seed: int = 1, steps: int = STEPS) -> Path:
+        own = {
+            "nemo_rl": ("nemo_rl.backend=dtensor", "nemo_rl.set.logger.monitor_gpus=false"),
+            "trl": ("memory_profile=null",),
+        }
+        run_dir = self.folder / name
+        common = (
+            *(f"engine={engine}", f"model={model}", f"run_dir={run_dir}", f"seed={seed}", "on_inexpressible=warn"),
+            *("rl.validation={every: null, keep_best: null}", f"save_every={STEPS}", *own[engine]),
+            f"rl.schedule={{kind: constant, steps: {steps}, epochs: null, examples: null, warmup_share: null}}",
         )
+        run_job(compose("rl", [*common, *words]))
+        return run_dir
+
+    def nemo_rl(self, name: str, model: Path, *words: str, **numbers: int) -> dict[tuple[str, int], dict[str, Any]]:
+        """What a run logged, by prefix and step."""
+        self.start("nemo_rl", name, model, *words, **numbers)
+        logged: dict[tuple[str, int], dict[str, Any]] = self.policy.KEPT[-1].logged
+        return logged
+
+    def trl(self, name: str, model: Path, key: str, *words: str, **numbers: int) -> np.ndarray:
+        """A metric of each step."""
+        run_dir = self.start("trl", name, model, *words, **numbers)
+        lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+        return np.array([line[key] for line in lines if key in line])
+
+
+@pytest.fixture
+def runs(on_cpu: ModuleType, tmp_path: Path) -> Runs:
+    return Runs(on_cpu, tmp_path)
+
+
+def grpo(path: Path, *, prompts: int = PROMPTS, seed: int = 1) -> tuple[str, ...]:
+    return (
+        *("preset=rl_zero", f"tasks.train.path={path}", f"tasks.train.seed={seed}"),
+        *("environments={math: {}, structured_output: {}}", f"rl.prompts_per_step={prompts}"),
+        *(f"rl.generations_per_prompt={GENERATIONS}", f"rl.batch={prompts * GENERATIONS}"),
+        *(f"micro_batch={prompts * GENERATIONS}", "rl.lengths={prompt: 256, response: 48}"),
+        *("rl.sampling={drop_zero_variance: false, max_batches: null}", "rl.optimizer.learning_rate=5e-4"),
     )
 
 
-NEMO_RL = ("engine=nemo_rl", "nemo_rl.backend=dtensor", "rl.validation.every=null", "nemo_rl.set.logger.monitor_gpus=false")
+def of(logged: Mapping[tuple[str, int], Mapping[str, Any]], key: str, prefix: str = "train") -> np.ndarray:
+    """A metric of each step."""
+    steps = sorted(step for name, step in logged if name == prefix)
+    return np.array([float(logged[prefix, step][key]) for step in steps])
 
 
-def with_nemo_rl(on_cpu: ModuleType, model: Path, run_dir: Path, task_file: Path, *words: str, **numbers: int) -> Any:
-    """What a run logged, by prefix and step."""
-    grpo(model, run_dir, task_file, *NEMO_RL, *words, **numbers)
-    return on_cpu.KEPT[-1].logged
+def test_resumed_as_if_it_had_never_stopped(runs: Runs, tiny_llama: Path, tmp_path: Path) -> None:
+    """Real weights, optimizer, dataloader and rollouts: what is resumed after two steps goes on to the bit."""
+    train, valid = (
+        written(tmp_path / f"{name}.jsonl", (task.record() for task in arithmetic.tasks(8, seed=seed, level=1)))
+        for seed, name in enumerate(("train", "valid"))
+    )
+    words = (
+        *grpo(train, prompts=2),
+        *(f"tasks.validation.path={valid}", "rl.validation={every: 2, keep_best: null}"),
+        # A random model is never right: what it earns are lengths.
+        *("environments={math: {reward: domyn_math}}", "rl.group={length_control: {answer: 0.5}}"),
+        *("rl.lengths={prompt: 256, response: 8}", "nemo_rl.set.grpo.val_batch_size=8"),
+    )
 
+    whole = runs.nemo_rl("whole", tiny_llama, *words, steps=4)
+    begun = runs.nemo_rl("parts", tiny_llama, *words, steps=2)
+    resumed = runs.nemo_rl("parts", tiny_llama, *words, steps=4)
 
-def with_trl(model: Path, run_dir: Path, task_file: Path, seed: int) -> list[float]:
-    """Mean reward of each step."""
-    grpo(model, run_dir, task_file, "engine=trl", "memory_profile=null", "save_every=100000", seed=seed)
-    logged = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [line["reward"] for line in logged if "reward" in line]
+    for key in ("loss", "reward", "grad_norm", "mean_gen_tokens_per_sample"):
+        assert [*of(begun, key), *of(resumed, key)] == of(whole, key).tolist()
+    assert (of(whole, "grad_norm") > 0).all()
+    # What the generation says of its samples is what the policy says: each refit reached it.
+    assert of(whole, "token_mult_prob_error") == pytest.approx(1, abs=1e-3)
+    assert ("validation", 2) in whole and ("validation/environments", 4) in resumed
+    first, one, two = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for folder in (tiny_llama, tmp_path / "whole/model", tmp_path / "parts/model")
+    )
+    for name, value in one.items():
+        torch.testing.assert_close(value, two[name], rtol=0, atol=0)
+    assert any((value != first[name]).any() for name, value in one.items())
 
 
 @pytest.mark.slow
-def test_it_learns(on_cpu: ModuleType, small_model: Path, task_file: Path, tmp_path: Path) -> None:
-    import os
-    t=__import__("time").time()
-    if not os.environ.get("TRLONLY"):
-        logged = with_nemo_rl(on_cpu, small_model, tmp_path / "run", task_file, f"rl.optimizer.learning_rate={os.environ['LR']}")
-        print("NEMO", [round(logged["train", step]["reward"],2) for step in range(1, STEPS + 1)])
-        print("NEMO", __import__("time").time()-t)
-    t=__import__("time").time()
-    print("TRL", [round(x,2) for x in with_trl(small_model, tmp_path / "trl", task_file, 1)])
-    print("TRL", __import__("time").time()-t)
+@pytest.mark.parametrize("words", [(), ASYNCHRONOUS], ids=["sync", "async"])
+def test_the_reward_rises(words: tuple[str, ...], runs: Runs, small_model: Path, task_file: Path) -> None:
+    logged = runs.nemo_rl("run", small_model, *grpo(task_file), *words)
+
+    reward = of(logged, "reward")
+    assert len(reward) == STEPS
+    assert reward[-10:].mean() > reward[:10].mean() + 0.2
+    for environment in MAKERS:
+        right = of(logged, f"{environment}/correct", "train/environments")
+        assert right[-20:].mean() > right[:10].mean()
+
+
+@pytest.mark.slow
+def test_grpo_ends_where_trl_does(runs: Runs, small_model: Path, task_file: Path) -> None:
+    trl = [
+        runs.trl(f"trl{seed}", small_model, "reward", *grpo(task_file, seed=seed), seed=seed) for seed in range(1, 4)
+    ]
+    nemo_rl = of(runs.nemo_rl("run", small_model, *grpo(task_file)), "reward")
+
+    picture(np.array(trl), nemo_rl)
+    low, high = interval([each[-10:].mean() for each in trl])
+    assert low <= nemo_rl[-10:].mean() <= high
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Interval in which one more value lies with 95 %, by Student's t."""
+    half = t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) * (1 + 1 / len(values)) ** 0.5
+    return float(np.mean(values) - half), float(np.mean(values) + half)
+
+
+def picture(trl: np.ndarray, nemo_rl: np.ndarray) -> None:
+    """Draws both into the file that LEARNING_PICTURE names, if it does."""
+    if not (path := os.environ.get("LEARNING_PICTURE")):
+        return
+    matplotlib = importlib.import_module("matplotlib")
+    matplotlib.use("Agg")
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    figure, axis = pyplot.subplots(figsize=(6.5, 4), layout="constrained")
+    smooth = [np.convolve(each, np.ones(5) / 5, "valid") for each in (*trl, nemo_rl)]
+    steps = np.arange(5, len(nemo_rl) + 1)
+    axis.fill_between(steps, np.min(smooth[:-1], 0), np.max(smooth[:-1], 0), alpha=0.3, label=f"TRL, {len(trl)} seeds")
+    axis.plot(steps, smooth[-1], label="NeMo-RL")
+    axis.set_title("Mean reward of the last five steps", loc="left", fontsize=11)
+    axis.set_xlabel("step")
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    """Right answers against refusals, in NeMo-RL's form, with true rewards; `trl.jsonl` beside it has TRL's."""
+    rows = [(message_of(task), solved(task), "I do not know.") for task in tasks(PAIR_STEPS * PAIRS // 2, seed=3)]
+    said = [(user, *([{"role": "assistant", "content": text}] for text in texts)) for user, *texts in rows]
+    written(tmp_path / "trl.jsonl", (dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in said))
+    return written(
+        tmp_path / "nemo_rl.jsonl",
+        (
+            {
+                "context": user,
+                "completions": [
+                    {"rank": rank, "completion": side, "reward": 1.0 - rank} for rank, side in enumerate(sides)
+                ],
+            }
+            for user, *sides in said
+        ),
+    )
+
+
+def message_of(task: Task) -> list[dict[str, str]]:
+    return [{"role": "user", "content": task.prompt[-1].content}]
+
+
+def preference(preset: str, path: Path) -> tuple[str, ...]:
+    return (
+        *(f"preset={preset}", f"pairs.train={path}", f"rl.batch={PAIRS}", f"micro_batch={PAIRS}"),
+        *("rl.lengths={total: 320}", "rl.optimizer.learning_rate=3e-4", f"template={TEMPLATE}", "rl.loss.beta=0.1"),
+    )
+
+
+@pytest.mark.slow
+def test_dpo_ends_where_trl_does(runs: Runs, small_model: Path, pairs: Path) -> None:
+    trl = [
+        runs.trl(
+            *(f"trl{seed}", small_model, "loss", *preference("dpo_delta", pairs.with_name("trl.jsonl"))),
+            **{"seed": seed, "steps": PAIR_STEPS},
+        )
+        for seed in range(1, 4)
+    ]
+    logged = runs.nemo_rl("run", small_model, *preference("dpo_delta", pairs), steps=PAIR_STEPS)
+
+    loss = of(logged, "loss")
+    assert loss[0] == pytest.approx(np.log(2), abs=1e-4) == trl[0][0]
+    low, high = interval([each[-5:].mean() for each in trl])
+    assert low <= loss[-5:].mean() <= high
+    assert of(logged, "accuracy")[-5:].mean() > 0.9
+
+
+@pytest.mark.slow
+def test_rpo_fits_the_true_margin(runs: Runs, small_model: Path, pairs: Path) -> None:
+    words = ("rl.loss.eta=2.0", "rl.loss.distance=squared")
+
+    logged = runs.nemo_rl("run", small_model, *preference("rpo_offline", pairs), *words, steps=PAIR_STEPS)
+
+    assert of(logged, "loss")[0] == pytest.approx(4, rel=1e-3)  # a margin of 0, where eta times 1 is wanted
+    margins = of(logged, "rewards_chosen_mean") - of(logged, "rewards_rejected_mean")
+    assert margins[-5:].mean() == pytest.approx(2, abs=0.4)
