@@ -5,6 +5,7 @@ The policy is a table of bigrams, so the real losses have real gradients; its re
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -108,6 +109,32 @@ def tiny_llama(tokenizer_folder: Path, tokenizer: Any, tmp_path: Path) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def cpu_policy(ray_cluster: None) -> ModuleType:
+    """The module cpu_policy.py of this folder, whose classes travel to Ray's actors by value."""
+    import ray
+
+    spec = importlib.util.spec_from_file_location("nemo_ext_cpu_policy", Path(__file__).with_name("cpu_policy.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    ray.cloudpickle.register_pickle_by_value(module)
+    return module
+
+
+@pytest.fixture
+def on_cpu(cpu_policy: ModuleType, nemo_rl: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """NeMo-RL with the policy and the generation of cpu_policy.py in place of its workers."""
+    for module in (nemo_rl, importlib.import_module("nemo_rl.algorithms.dpo")):
+        for name, kind in cpu_policy.REPLACED.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, kind)
+    # Its losses move tokens to the device.
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor, *arguments, **keywords: tensor)
+    return cpu_policy
 
 
 class Bigrams:
