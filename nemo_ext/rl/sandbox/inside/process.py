@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from nemo_ext.rl.sandbox.inside import confinement as confined
 from nemo_ext.rl.sandbox.inside import processes, program
 from nemo_ext.rl.sandbox.inside.confinement import Confinement
 
@@ -52,6 +53,13 @@ class Place:
 
     def prepare(self, stdin: bytes) -> None:
         """Fill standard input; whatever the previous program did to the file is discarded."""
+        # Of the open file, which all share: flags, locks, permissions, times, attributes.
+        fcntl.fcntl(self.stdin, fcntl.F_SETFL, 0)
+        fcntl.fcntl(self.stdin, fcntl.F_SETOWN, 0)
+        fcntl.flock(self.stdin, fcntl.LOCK_UN)
+        os.fchmod(self.stdin, 0o600)
+        os.utime(self.stdin, (0, 0))
+        confined.without_attributes(self.stdin)
         os.ftruncate(self.stdin, 0)
         os.lseek(self.stdin, 0, os.SEEK_SET)
         with open(self.stdin, "wb", closefd=False) as opened:
