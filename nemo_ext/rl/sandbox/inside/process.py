@@ -52,7 +52,11 @@ class Place:
     disk_bytes: int
 
     def prepare(self, stdin: bytes) -> None:
-        """Fill standard input; whatever the previous program did to the file is discarded."""
+        """Fill standard input; whatever the previous run did to the file is discarded."""
+        if self.confinement.namespaces:
+            # Process numbers begin anew, or they would count runs.
+            with contextlib.suppress(OSError), open("/proc/sys/kernel/ns_last_pid", "w") as opened:
+                opened.write("1")
         # Of the open file, which all share: flags, locks, permissions, times, attributes.
         fcntl.fcntl(self.stdin, fcntl.F_SETFL, 0)
         fcntl.fcntl(self.stdin, fcntl.F_SETOWN, 0)
@@ -62,8 +66,8 @@ class Place:
         confined.without_attributes(self.stdin)
         os.ftruncate(self.stdin, 0)
         os.lseek(self.stdin, 0, os.SEEK_SET)
-        with open(self.stdin, "wb", closefd=False) as opened:
-            opened.write(stdin)
+        with open(self.stdin, "wb", closefd=False) as standard:
+            standard.write(stdin)
         os.lseek(self.stdin, 0, os.SEEK_SET)
 
 
