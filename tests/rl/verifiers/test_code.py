@@ -133,7 +133,8 @@ COUNTERS = {
     "sys.modules": "import sys\nprint(sum(k.startswith('zz') for k in sys.modules))\n"
     "sys.modules['zz%d' % len(sys.modules)] = sys",
     "builtins": "import builtins\nbuiltins.n = getattr(builtins, 'n', -1) + 1\nprint(n)",
-    "__builtins__": "b = globals()['__builtins__']\ng = b if isinstance(b, dict) else vars(b)\ng['n'] = g.get('n', -1) + 1\nprint(n)",
+    "__builtins__": "b = globals()['__builtins__']\ng = b if isinstance(b, dict) else vars(b)\n"
+    "g['n'] = g.get('n', -1) + 1\nprint(n)",
     "class": "from fractions import Fraction\nFraction.n = getattr(Fraction, 'n', -1) + 1\nprint(Fraction.n)",
     "class of an instance": "from collections import Counter\nC = Counter().__class__\n"
     "C.n = getattr(C, 'n', -1) + 1\nprint(C.n)",

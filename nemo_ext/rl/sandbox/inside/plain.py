@@ -217,7 +217,7 @@ def needed(prelude: str, source: bytes) -> str:
     """
     if not prelude:
         return ""
-    tables = [symtable.symtable(source, "main.py", "exec")]
+    tables = [symtable.symtable(source, "main.py", "exec")]  # type: ignore[arg-type]
     used = {symbol.get_name() for symbol in tables[0].get_symbols()}
     while tables:
         below = tables.pop().get_children()
@@ -234,11 +234,13 @@ def _binds_first(body: list[ast.stmt], name: str) -> bool:
         mentions = [node for node in ast.walk(statement) if name in _identifiers(node)]
         mentions = [node for node in mentions if not isinstance(node, ast.Attribute | ast.keyword)]
         if mentions:
-            given = {ast.Name, ast.alias} if isinstance(statement, ast.Assign | ast.Import | ast.ImportFrom) else set()
-            loads = any(isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) for node in mentions)
-            simple = isinstance(statement, ast.FunctionDef) and statement.name == name
-            if simple:
-                before = [*statement.decorator_list, *statement.args.defaults, *statement.args.kw_defaults]
-                return not any(part is not None for part in before)
-            return not loads and {type(node) for node in mentions} <= given
+            if isinstance(statement, ast.FunctionDef) and statement.name == name:
+                return not (statement.decorator_list or statement.args.defaults or statement.args.kw_defaults)
+            if not isinstance(statement, ast.Assign | ast.Import | ast.ImportFrom):
+                return False
+            return all(
+                (isinstance(node, ast.alias) and (node.asname or node.name) == name)
+                or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+                for node in mentions
+            )
     return False
