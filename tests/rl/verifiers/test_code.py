@@ -161,7 +161,7 @@ COUNTERS = {
     "position": "import os\nn = os.lseek(0, 0, 1)\nprint(n)\nos.lseek(0, n + 1, 0)",
     "flags": "import fcntl, os\nf = fcntl.fcntl(0, fcntl.F_GETFL)\nn = bool(f & 1024) + 2 * bool(f & 2048)\n"
     "print(n)\nfcntl.fcntl(0, fcntl.F_SETFL, 1024 * ((n + 1) & 1) + 2048 * ((n + 1) >> 1))",
-    "owner": "import fcntl, os\nprint(os.stat(0).st_mode & 3)\ntry: os.fchmod(0, 384 + (os.stat(0).st_mode & 3) + 1)\n"
+    "permissions": "import os\nn = os.stat(0).st_mode >> 9 & 3\nprint(n)\ntry: os.fchmod(0, 511 + (n + 1 << 9))\n"
     "except OSError: pass",
     "environment": "import os\nos.environ['N'] = str(int(os.environ.get('N', -1)) + 1)\nprint(os.environ['N'])",
     "files": "import os\nprint(len(os.listdir('.')))\nopen('f%d' % len(os.listdir('.')), 'w').close()",

@@ -61,7 +61,7 @@ class Place:
         fcntl.fcntl(self.stdin, fcntl.F_SETFL, 0)
         fcntl.fcntl(self.stdin, fcntl.F_SETOWN, 0)
         fcntl.flock(self.stdin, fcntl.LOCK_UN)
-        os.fchmod(self.stdin, 0o600)
+        os.fchmod(self.stdin, 0o777)
         os.utime(self.stdin, (0, 0))
         confined.without_attributes(self.stdin)
         os.ftruncate(self.stdin, 0)
