@@ -57,6 +57,7 @@ _METHODS |= {kind + name for kind in ("", "r", "i") for name in _OPERATORS}
 _FIXED = (bool, complex, float, int, str, types.BuiltinFunctionType, type(Ellipsis), type(NotImplemented))
 _NO_NODES = (ast.AsyncFunctionDef, ast.AsyncFor, ast.AsyncWith, ast.Await, ast.YieldFrom, ast.MatchClass)
 _LATER = {getattr(ast, "TryStar", ast.Try)}  # from 3.11 on
+_SILENT = (ast.expr_context, ast.operator, ast.cmpop, ast.unaryop, ast.boolop, ast.Constant)
 _OF_TYPES = (ast.Name, ast.Attribute, ast.Subscript, ast.Tuple, ast.List, ast.Constant, ast.BinOp, ast.BitOr, ast.Load)
 
 
@@ -67,7 +68,7 @@ def plain(source: bytes, prelude: str) -> bool:
         SyntaxError, ValueError, RecursionError, MemoryError: as `ast.parse`.
     """
     nodes = [node for text in (prelude, source) for node in ast.walk(ast.parse(text))]
-    return _Program(nodes).is_plain()
+    return _Program([node for node in nodes if not isinstance(node, _SILENT)]).is_plain()
 
 
 class _Program:
@@ -87,12 +88,14 @@ class _Program:
         imports = [node for node in self._nodes if isinstance(node, ast.Import | ast.ImportFrom)]
         if not all(self._imports(node) for node in imports):
             return False
-        bound = {name for node in self._nodes for name in _bound(node)}
+        bound: set[str] | None = None
         for node in self._nodes:
             self._callees.update(map(id, getattr(node, "decorator_list", ())))
             annotation = getattr(node, "returns", None) or getattr(node, "annotation", None)
-            if isinstance(annotation, ast.expr) and self._is_of_types(annotation, bound):
-                self._annotations.update(map(id, ast.walk(annotation)))
+            if isinstance(annotation, ast.expr):
+                bound = bound or {name for other in self._nodes for name in _bound(other)}
+                if self._is_of_types(annotation, bound):
+                    self._annotations.update(map(id, ast.walk(annotation)))
             if isinstance(node, ast.Attribute):
                 self._before_dot.add(id(node.value))
             elif isinstance(node, ast.Call):
@@ -165,7 +168,7 @@ class _Program:
 
 
 def _identifiers(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.Constant):
+    if isinstance(node, _SILENT):
         return []
     parts = [part for _, field in ast.iter_fields(node) for part in (field if isinstance(field, list) else [field])]
     return [part for part in parts if isinstance(part, str)]
