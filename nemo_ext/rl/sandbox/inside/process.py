@@ -51,8 +51,8 @@ class Place:
     stdin: int
     disk_bytes: int
 
-    def prepare(self, stdin: bytes) -> None:
-        """Fill standard input; whatever the previous run did to the file is discarded."""
+    def forget(self) -> None:
+        """Forget what the previous run can have left in things that outlive its processes."""
         if self.confinement.namespaces:
             # Process numbers begin anew, or they would count runs.
             with contextlib.suppress(OSError), open("/proc/sys/kernel/ns_last_pid", "w") as opened:
@@ -64,6 +64,9 @@ class Place:
         os.fchmod(self.stdin, 0o777)
         os.utime(self.stdin, (0, 0))
         confined.without_attributes(self.stdin)
+
+    def prepare(self, stdin: bytes) -> None:
+        """Fill standard input; whatever the previous run did to the file is discarded."""
         os.ftruncate(self.stdin, 0)
         os.lseek(self.stdin, 0, os.SEEK_SET)
         with open(self.stdin, "wb", closefd=False) as standard:

@@ -96,6 +96,8 @@ class Supervisor:
         limits, executable = header["limits"], self._executable
         # Nothing of one run is left for the next, but a process that it cannot have changed.
         self._place.confinement.empty_directory()
+        if executable is not None or self._code is not None:
+            self._place.forget()
         self._place.prepare(given)
         if executable is not None:
             return self._once(
