@@ -17,6 +17,8 @@ from nemo_ext.job.settings import check_keys, nearest
 from nemo_ext.rl.task import Task
 
 PARAMETERS, METADATA = "responses_create_params", "verifier_metadata"
+SETTINGS: Mapping[str, Mapping[str, Any]] = {"code": {"max_tests": 1000}}
+"""Settings that environments have here unless the config says otherwise: Gym's rows have up to some hundred tests."""
 _KEYS = ("id", "environment", "domain", "reference", "thinking")
 _ROLES: Mapping[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 

@@ -32,7 +32,7 @@ from nemo_ext.job.settings import nearest
 from nemo_ext.rl.episodes import Episode, Episodes, Turn
 from nemo_ext.rl.gym.plays import NoPlayError, Play, Plays
 from nemo_ext.rl.gym.responses import Answered, last_turn, read_answer
-from nemo_ext.rl.gym.rows import of_gym
+from nemo_ext.rl.gym.rows import SETTINGS, of_gym
 from nemo_ext.rl.task import Task
 
 _MANY_TURNS = 10_000  # of tools that are called one by one: the agent's max_steps ends them
@@ -63,7 +63,7 @@ class VerifierConfig(OwnConfig):
 
     Attributes:
         environment: a key of `nemo_ext.rl.environments.ENVIRONMENTS`.
-        settings: settings of the environment.
+        settings: settings of the environment; code's max_tests is 1000 here.
         reward: reward as in the engines' configs: outcome, score, {name: domyn_math, ...}.
         thinking_opened: True if the model's prompts end inside a trace and the model server parses no reasoning.
         concurrency: number of concurrent verifications.
@@ -101,13 +101,14 @@ class VerifierServer(SimpleResourcesServer):
         super().model_post_init(context)
         config = self.config
         given = {"name": config.environment, "reward": config.reward, "concurrency": config.concurrency}
-        self._episodes = self._by_call = Episodes({**given, "settings": config.settings})
+        settings = {**SETTINGS.get(config.environment, {}), **config.settings}
+        self._episodes = self._by_call = Episodes({**given, "settings": settings})
         if self._episodes.environment.judged_in_groups:
             raise ValueError(f"environment {config.environment!r}: its judge is a server of its own, genrm")
         if self._has_turns:
             if (config.num_workers or 1) > 1:
                 raise ValueError("num_workers must be 1: conversations live in one process")
-            self._by_call = Episodes({**given, "settings": {**config.settings, "max_turns": _MANY_TURNS}})
+            self._by_call = Episodes({**given, "settings": {**settings, "max_turns": _MANY_TURNS}})
 
     @property
     def _has_turns(self) -> bool:

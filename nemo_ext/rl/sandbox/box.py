@@ -19,7 +19,7 @@ from typing import Any, Literal
 from nemo_ext.rl.sandbox.inside import wire
 from nemo_ext.rl.sandbox.isolation import Isolation, SandboxError
 from nemo_ext.rl.sandbox.limits import COMPILATION, Limits
-from nemo_ext.rl.sandbox.prelude import preloaded, prelude, reusable
+from nemo_ext.rl.sandbox.prelude import preloaded, prelude
 
 _PACKAGE = str(Path(__file__).parent)
 _STARTING_SECONDS = 60.0
@@ -236,7 +236,6 @@ class Box:
             "function": function,
             "prelude": names,
             "preload": preloaded(f"{source}\n{names}"),
-            "reusable": reusable(source),
             "limits": limits.record(),
         }
         return self._run(header, _encoded(source), limits)

@@ -23,12 +23,6 @@ _IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+([A-Za-z_][\w., \t]*)", re.AS
 # Importing these prints or opens something.
 _LOUD = {"antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "test"}
 _LIBRARIES = {"numpy"}
-# Modules that leave a process as it was, so that it may run again on the next test. These names are no barrier: a
-# program that gets round them only meets its own leavings, and expected outputs are out of reach in any case.
-_TIDY = {"__future__", "abc", "array", "bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal"}
-_TIDY |= {"enum", "fractions", "functools", "heapq", "io", "itertools", "json", "math", "numbers", "numpy", "operator"}
-_TIDY |= {"os", "queue", "random", "re", "statistics", "string", "sys", "time", "typing"}
-_UNTIDY = re.compile(r"__import__|importlib|\bfork|\bspawn|setitimer|sys\.modules|builtins|__builtins__|getcontext")
 
 
 def prelude(source: str) -> str:
@@ -49,17 +43,6 @@ def preloaded(source: str) -> list[str]:
             if top not in _LOUD and (top in sys.stdlib_module_names or top in _LIBRARIES):
                 found[top] = None
     return list(found)
-
-
-def reusable(source: str) -> bool:
-    """True if a process that has run the program may run it again on another input as if it were a new process.
-
-    NeMo Gym's verifier assumes that of all programs. Threads, signals and exit handlers, for example, outlive a run.
-    """
-    names = {
-        name.strip().split(".")[0].split(" ")[0] for match in _IMPORT.finditer(source) for name in _imported(match)
-    }
-    return names <= _TIDY and not _UNTIDY.search(source)
 
 
 def _imported(match: re.Match[str]) -> list[str]:

@@ -47,7 +47,7 @@ def rewards(
 
 
 MATH = {"environment": "math", "settings": {"time_limit": 60}}
-CODE = {"environment": "code", "settings": {"max_tests": 100}}
+CODE = {"environment": "code"}
 CALLS = {"environment": "tool_calls"}
 ONE_OF_TWO = "single_step_tool_use_with_argument_comparison"
 

@@ -291,3 +291,15 @@ class TestSteps:
 def test_a_config_that_cannot_be_is_refused(serve: Serve, config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         serve(**config)
+
+
+def test_rows_of_programs_keep_all_their_tests(serve: Serve, openai: SimpleNamespace) -> None:
+    client = serve(environment="code")
+    said = openai.response(openai.said("```python\nprint(int(input()) ** 2)\n```"))
+    for many, status in ((120, 200), (1001, 422)):
+        numbers = [str(n) for n in range(many)]
+        tests = {"inputs": numbers, "outputs": [str(int(n) ** 2) for n in numbers]}
+        row = {"responses_create_params": {"input": "Square."}, "verifier_metadata": {"unit_tests": tests}}
+        answer = client.post("/verify", json={**row, "response": said})
+        assert answer.status_code == status, answer.text
+        assert status == 422 or answer.json()["reward"] == 1

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +16,10 @@ from hypothesis import strategies as st
 
 from nemo_ext.chat.response import Response, parse_response
 from nemo_ext.rl.environments import make
+from nemo_ext.rl.sandbox.inside.plain import needed, plain
 from nemo_ext.rl.sandbox.isolation import SandboxError
 from nemo_ext.rl.sandbox.limits import Limits
-from nemo_ext.rl.sandbox.prelude import preloaded, prelude, reusable
+from nemo_ext.rl.sandbox.prelude import preloaded, prelude
 from nemo_ext.rl.sandbox.sandbox import Sandbox
 from nemo_ext.rl.tasks import programs
 from nemo_ext.rl.verdict import Verdict
@@ -116,6 +119,154 @@ def test_wrong_programs_are_wrong_and_it_says_why(
 def test_tricks_earn_nothing(trick: str, sandbox: Sandbox) -> None:
     assert verdict(trick, ADD, sandbox).outcome == "wrong"
     assert verdict(trick, SQUARE, sandbox).outcome == "wrong"
+
+
+# Each prints how many runs it has seen, by what an earlier one left; none is to see any.
+COUNTERS = {
+    "module": "import math\nmath.n = getattr(math, 'n', -1) + 1\nprint(math.n)",
+    "called module": "import math\ndef f(m): m.n = m.__dict__.get('n', -1) + 1; return m.n\nprint(f(math))",
+    "submodule": "import io\nm = io.abc\ntry: m.n += 1\nexcept AttributeError: m.n = 0\nprint(m.n)",
+    "function": "from heapq import merge as m\ntry: m.n += 1\nexcept AttributeError: m.n = 0\nprint(m.n)",
+    "mangled": "from collections import Counter as _a__C\nclass a:\n    x = __C\n    try: x.n += 1\n"
+    "    except AttributeError: x.n = 0\n    print(x.n)",
+    "sys": "import sys\nsys.n = getattr(sys, 'n', -1) + 1\nprint(sys.n)",
+    "sys.modules": "import sys\nprint(sum(k.startswith('zz') for k in sys.modules))\n"
+    "sys.modules['zz%d' % len(sys.modules)] = sys",
+    "builtins": "import builtins\nbuiltins.n = getattr(builtins, 'n', -1) + 1\nprint(n)",
+    "__builtins__": "b = globals()['__builtins__']\ng = b if isinstance(b, dict) else vars(b)\n"
+    "g['n'] = g.get('n', -1) + 1\nprint(n)",
+    "class": "from fractions import Fraction\nFraction.n = getattr(Fraction, 'n', -1) + 1\nprint(Fraction.n)",
+    "class of an instance": "from collections import Counter\nC = Counter().__class__\n"
+    "C.n = getattr(C, 'n', -1) + 1\nprint(C.n)",
+    "shared mapping": "from functools import cache\n@cache\ndef f(): pass\nd = f.cache_info()._field_defaults\n"
+    "d['n'] = d.get('n', -1) + 1\nprint(d['n'])",
+    "defaults": "import bisect, heapq\nd = heapq.merge.__kwdefaults__\nd['n'] = d.get('n', -1) + 1\nprint(d['n'])",
+    "exception": "import math\ntry: math.nothing\nexcept AttributeError as e:\n    m = e.obj\n"
+    "    m.n = vars(m).get('n', -1) + 1\n    print(m.n)",
+    "annotation": "from collections import Counter\nclass K:\n    def __getitem__(self, k):\n"
+    "        try: k.n += 1\n        except AttributeError: k.n = 0\n        print(k.n)\nlist = K()\nx: list[Counter]",
+    "pattern": "match 1 .real:\n    case object(__class__=c): pass\nimport heapq\nmatch heapq.merge:\n"
+    "    case object(__globals__=g): pass\ng['n'] = g.get('n', -1) + 1\nprint(g['n'])",
+    "finalizer": "class A:\n    def __del__(self):\n        import math\n"
+    "        math.n = getattr(math, 'n', -1) + 1\na = A()\ndel a\nimport math\nprint(math.n)",
+    "gc": "import gc\nprint(sum(type(o).__name__ == 'Zz' for o in gc.get_objects()))\n"
+    "class Zz: pass\nz = Zz()\nz.z = z\ngc.disable()",
+    "subclasses": "print(sum(c.__name__ == 'Zz' for c in object.__subclasses__()))\nclass Zz: pass\n"
+    "import gc\ngc.disable()",
+    "atexit": "import atexit\nprint(atexit._ncallbacks())\natexit.register(len, ())",
+    "thread": "import threading\nprint(threading.active_count() - 1)\n"
+    "threading.Thread(target=threading.Event().wait, daemon=True).start()",
+    "descriptors": "import os\nn = 0\ntry:\n    while os.fstat(40 + n): n += 1\nexcept OSError: pass\n"
+    "print(n)\nos.dup2(1, 40 + n)",
+    "position": "import os\nn = os.lseek(0, 0, 1)\nprint(n)\nos.lseek(0, n + 1, 0)",
+    "flags": "import fcntl, os\nf = fcntl.fcntl(0, fcntl.F_GETFL)\nn = bool(f & 1024) + 2 * bool(f & 2048)\n"
+    "print(n)\nfcntl.fcntl(0, fcntl.F_SETFL, 1024 * ((n + 1) & 1) + 2048 * ((n + 1) >> 1))",
+    "permissions": "import os\nn = os.stat(0).st_mode >> 9 & 3\nprint(n)\ntry: os.fchmod(0, 511 + (n + 1 << 9))\n"
+    "except OSError: pass",
+    "environment": "import os\nos.environ['N'] = str(int(os.environ.get('N', -1)) + 1)\nprint(os.environ['N'])",
+    "files": "import os\nprint(len(os.listdir('.')))\nopen('f%d' % len(os.listdir('.')), 'w').close()",
+    "signals": "import signal\nf = signal.getsignal(10)\nn = getattr(f, 'n', -1) + 1\ndef g(*a): pass\n"
+    "g.n = n\nsignal.signal(10, g)\nprint(n)",
+    "print": "import builtins\nold = print\nn = getattr(old, 'n', -1) + 1\ndef new(*a): old(*a)\nnew.n = n\n"
+    "builtins.print = new\nnew(n) if n == 0 else old.__closure__ or old(n)",
+    "hooks": "import sys\nn = len(sys.meta_path)\nsys.path.append('n')\nprint(sys.path.count('n') - 1)",
+    "__main__": "import sys\nm = sys.modules['sys']\nd = m.__dict__.setdefault('kept', [])\nprint(len(d))\nd.append(1)",
+    "digits": "import sys\nn = sys.get_int_max_str_digits() % 10\nprint(n)\nsys.set_int_max_str_digits(50001 + n)",
+    "memory": "import mmap, os\nf = os.open('m', os.O_RDWR | os.O_CREAT)\nos.truncate(f, 9)\nm = mmap.mmap(f, 9)\n"
+    "print(m[0])\nm[0] += 1",
+}
+ONE_AFTER_THE_OTHER = """
+import io, json, os, sys
+for name, source in json.load(open(sys.argv[1])).items():
+    if os.fork():
+        os.wait()
+        continue
+    os.mkdir(name)
+    os.chdir(name)
+    os.dup2(os.open("in", os.O_RDWR | os.O_CREAT), 0)
+    os.unlink("in")
+    os.chmod(0, 0o600)
+    sys.set_int_max_str_digits(50000)
+    real, said = sys.stdout, io.StringIO()
+    sys.stdout = said
+    try:
+        for _ in range(3):
+            exec(source, {"__name__": "__main__"})
+    except BaseException as error:
+        said.write(repr(error))
+    real.write(json.dumps([name, said.getvalue().split()]) + chr(10))
+    real.flush()
+    os._exit(0)
+"""
+
+
+def test_counters_count_where_runs_share_a_process(tmp_path: Path) -> None:
+    (tmp_path / "programs").write_text(json.dumps(COUNTERS))
+    command = [sys.executable, "-c", ONE_AFTER_THE_OTHER, "programs"]
+
+    said = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout
+
+    counted = dict(json.loads(line) for line in said.splitlines())
+    assert counted == {name: ["0", "1", "2"] for name in COUNTERS}
+
+
+COUNTED = {**SQUARE, "tests": [{"input": "12", "output": "0"}, {"input": "12", "output": "1"}]}
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_no_run_sees_what_another_left(name: str, sandbox: Sandbox) -> None:
+    found = verdict(COUNTERS[name], COUNTED, sandbox, partial=True)
+
+    assert found.outcome == "wrong" and found.score == 0.5, found
+
+
+def test_no_call_sees_what_another_left(sandbox: Sandbox) -> None:
+    calls = {**ADD, "tests": [{"args": [], "expected": 0}, {"args": [], "expected": 1}]}
+    source = "import math\ndef add():\n    math.n = getattr(math, 'n', -1) + 1\n    return math.n"
+    asserts = {"language": "python", "style": "asserts", "tests": ["assert add() == 0", "assert add() == 1"]}
+
+    assert verdict(source, calls, sandbox, partial=True).score == 0.5
+    assert verdict(source, asserts, sandbox, partial=True).score == 0.5
+
+
+@pytest.mark.slow
+def test_no_run_sees_what_another_left_without_namespaces() -> None:
+    sandbox = Sandbox(limits=Limits(cpu_seconds=2, wall_seconds=30, memory_megabytes=300), isolation="processes")
+    for name, source in COUNTERS.items():
+        found = verdict(source, COUNTED, sandbox, partial=True)
+        assert found.outcome == "wrong" and found.score == 0.5, (name, found)
+    sandbox.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "reused"),
+    [
+        (
+            "import sys\nsys.setrecursionlimit(10**6)\ndef f(n): return 2 * n - 1 + f(n - 1) if n else 0\n"
+            "print(f(int(sys.stdin.read())))",
+            True,
+        ),
+        ("import heapq\nfrom collections import *\nprint(int(input()) ** 2)", False),
+        (
+            "from typing import List\nfrom collections import Counter, deque\ninput = sys.stdin.readline\n"
+            "class Node:\n    def __init__(self, n: int): self.n = n\n    def __lt__(self, o): return self.n < o.n\n"
+            "def f(x: List[int]) -> int:\n    string = x.copy()\n    return max(Node(n) for n in string).n\n"
+            "print(sum(Counter([f([int(input())])]).elements()) ** 2)",
+            True,
+        ),
+        ("import functools\n@functools.lru_cache(None)\ndef f(n): return n * n\nprint(f(int(open(0).read())))", True),
+        ("import threading\nthreading.Thread(target=lambda: print(int(input()) ** 2)).start()", False),
+        ("import os\nprint(int(input()) ** 2, flush=True)\nos._exit(0)", False),
+        ("import sys\nprint(int(input()) ** 2)\nsys.exit(0)", True),
+        ("import numpy as np\nprint(np.square(int(input())))", False),
+        ("n = int(input())\nprint('\\n' * 60000 + str(n * n))", True),
+    ],
+)
+def test_honest_programs_are_right_in_either_way(source: str, reused: bool, sandbox: Sandbox) -> None:
+    written = source.encode()
+
+    assert plain(written, needed(prelude(source), written)) is reused
+    assert verdict(source, SQUARE, sandbox).outcome == "correct"
 
 
 def test_expected_outputs_never_enter_the_sandbox(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +490,6 @@ def test_imports_that_contests_leave_out_are_there() -> None:
         "numpy",
         "math",
     ]
-    assert reusable("import sys\nfrom collections import deque") and not reusable("import sys\nimport threading as t")
 
 
 JSON = st.recursive(
@@ -371,7 +521,7 @@ def test_finding_a_program_never_raises(parts: list[str]) -> None:
 @given(st.text(max_size=200))
 def test_preludes_of_any_text_are_programs(text: str) -> None:
     compile(prelude(text), "prelude", "exec")
-    assert isinstance(preloaded(text), list) and reusable(text) in (True, False)
+    assert isinstance(preloaded(text), list)
 
 
 SHARED = Sandbox(limits=Limits(cpu_seconds=2, wall_seconds=10))

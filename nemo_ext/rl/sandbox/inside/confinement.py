@@ -68,7 +68,9 @@ class Confinement:
     def empty_directory(self) -> None:
         """Remove what a program left, and restore the permissions of its directory."""
         os.chmod(self.directory, 0o1777 if self.namespaces else 0o700)
+        without_attributes(self.directory)
         empty(self.directory)
+        os.utime(self.directory, (0, 0))
 
     def hold(self, limits: Mapping[str, Any], *, compiler: bool, reusable: bool) -> None:
         """Hold this process and all that it starts to the limits, irrevocably.
@@ -322,6 +324,13 @@ def _may_use(user: int, readable: Sequence[str]) -> bool:
         except OSError:
             os._exit(1)
     return os.waitpid(child, 0)[1] == 0
+
+
+def without_attributes(file: str | int) -> None:
+    """Remove the extended attributes of a file or directory, where there are any."""
+    with contextlib.suppress(OSError):
+        for name in os.listxattr(file):
+            os.removexattr(file, name)
 
 
 def empty(directory: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from nemo_ext.rl.sandbox.inside import confinement as confined
 from nemo_ext.rl.sandbox.inside import processes, program
 from nemo_ext.rl.sandbox.inside.confinement import Confinement
 
@@ -50,12 +51,26 @@ class Place:
     stdin: int
     disk_bytes: int
 
+    def forget(self) -> None:
+        """Forget what the previous run can have left in things that outlive its processes."""
+        if self.confinement.namespaces:
+            # Process numbers begin anew, or they would count runs.
+            with contextlib.suppress(OSError), open("/proc/sys/kernel/ns_last_pid", "w") as opened:
+                opened.write("1")
+        # Of the open file, which all share: flags, locks, permissions, times, attributes.
+        fcntl.fcntl(self.stdin, fcntl.F_SETFL, 0)
+        fcntl.fcntl(self.stdin, fcntl.F_SETOWN, 0)
+        fcntl.flock(self.stdin, fcntl.LOCK_UN)
+        os.fchmod(self.stdin, 0o777)
+        os.utime(self.stdin, (0, 0))
+        confined.without_attributes(self.stdin)
+
     def prepare(self, stdin: bytes) -> None:
-        """Fill standard input; whatever the previous program did to the file is discarded."""
+        """Fill standard input; whatever the previous run did to the file is discarded."""
         os.ftruncate(self.stdin, 0)
         os.lseek(self.stdin, 0, os.SEEK_SET)
-        with open(self.stdin, "wb", closefd=False) as opened:
-            opened.write(stdin)
+        with open(self.stdin, "wb", closefd=False) as standard:
+            standard.write(stdin)
         os.lseek(self.stdin, 0, os.SEEK_SET)
 
 

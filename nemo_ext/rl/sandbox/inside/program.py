@@ -5,13 +5,17 @@ compares or reads as JSON.
 """
 
 import builtins
+import contextlib
 import json
+import marshal
 import os
 import signal
 import sys
 import traceback
 import types
 from typing import Any, NoReturn
+
+from nemo_ext.rl.sandbox.inside.plain import needed, plain
 
 TURN_BYTES = 8
 VALUE, TALK = 3, 4
@@ -21,21 +25,23 @@ What a program itself writes to them counts as its result, or as the end of its 
 returning would not give it."""
 
 
-def run_python(source: bytes, prelude: str, function: str | None, *, only_compile: bool = False) -> NoReturn:
+COMPILED, FAILED, NOT_PLAIN = range(3)
+"""Statuses of the first turn. With the last, `VALUE` has the compiled program, and each run needs a process."""
+
+
+def run_python(code: bytes, function: str | None) -> NoReturn:
     """Run as the program once. Streams are descriptors 0 to 2; with `function`, 0 has a call and `VALUE` its result.
 
-    A program that does not compile ends with status 1, as one that raises does.
+    Args:
+        code: compiled program, from `serve_python`.
     """
-    codes = _compiled(source, prelude)
-    if codes is None or only_compile:
-        _leave(int(codes is None))
-    _leave(_run(codes, function))
+    _leave(_run(marshal.loads(code), function))
 
 
-def serve_python(source: bytes, prelude: str, function: str | None, stdin: int) -> NoReturn:
+def serve_python(stdin: int, source: bytes, prelude: str, function: str | None) -> NoReturn:
     """Run as the program, in a fresh module, for each mark received over `TALK`; send the mark back with the status.
 
-    The first turn compiles.
+    The first turn compiles. A program that is not plain is compiled only.
 
     Args:
         stdin: descriptor that becomes 0 in each turn; the supervisor fills it anew.
@@ -44,11 +50,13 @@ def serve_python(source: bytes, prelude: str, function: str | None, stdin: int) 
     talk = saved[-1][0]
     mark = taken(talk, TURN_BYTES)
     codes = _compiled(source, prelude)
-    status = int(codes is None)
+    status = FAILED if codes is None else COMPILED if _is_plain(source, prelude) else NOT_PLAIN
+    if status == NOT_PLAIN:
+        _write(VALUE, marshal.dumps(codes))
     while mark and _flushed():
         _write(talk, mark + bytes([status]))
         mark = taken(talk, TURN_BYTES)
-        if codes is None or not mark:
+        if codes is None or status == NOT_PLAIN or not mark:
             break
         for kept, number in ((stdin, 0), *saved):
             os.dup2(kept, number)
@@ -60,11 +68,10 @@ def serve_python(source: bytes, prelude: str, function: str | None, stdin: int) 
 def _compiled(source: bytes, prelude: str) -> list[types.CodeType] | None:
     """Code of the prelude and the program; None, and the error on stderr, if it does not compile."""
     sys.set_int_max_str_digits(50_000)
-    sys.argv = ["main.py"]
-    # The module `site` defines these elsewhere; it is left out here.
-    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     _standard_streams()
     try:
+        with contextlib.suppress(RecursionError, MemoryError):
+            prelude = needed(prelude, source)
         # The prelude is code of its own, so that the program's line numbers and __future__ imports stand.
         return [compile(text, "main.py", "exec", dont_inherit=True) for text in (prelude, source)]
     except BaseException as error:
@@ -72,9 +79,20 @@ def _compiled(source: bytes, prelude: str) -> list[types.CodeType] | None:
         return None
 
 
+def _is_plain(source: bytes, prelude: str) -> bool:
+    try:
+        return plain(source, needed(prelude, source))
+    except (RecursionError, MemoryError):
+        return False
+
+
 def _run(codes: list[types.CodeType], function: str | None) -> int:
     """Run the program once; returns the exit status."""
     _standard_streams()
+    sys.argv = ["main.py"]
+    # The module `site` defines these elsewhere; it is left out here.
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
+    sys.set_int_max_str_digits(50_000)
     sys.setrecursionlimit(50_000)
     # A script's last lines, `if __name__ == "__main__"`, are not what is asked for where a function is.
     main = types.ModuleType("__main__" if function is None else "solution")

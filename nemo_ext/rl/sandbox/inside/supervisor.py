@@ -19,6 +19,7 @@ from nemo_ext.rl.sandbox.inside import kernel, processes, program, wire
 from nemo_ext.rl.sandbox.inside.process import Ended, HostGoneError, Place, Process
 
 _SOURCE, _BINARY = "main.cpp", "main.out"
+_CODE_BYTES = 64 << 20
 
 
 class Supervisor:
@@ -42,7 +43,8 @@ class Supervisor:
             "TMPDIR": confinement.directory,
         }
         self._place = Place(host, confinement, stdin, disk_megabytes << 20)
-        self._source, self._prelude, self._reusable = b"", "", False
+        self._source, self._prelude = b"", ""
+        self._code: bytes | None = None
         self._function: str | None = None
         self._executable: int | None = None
         self._process: Process | None = None
@@ -64,11 +66,14 @@ class Supervisor:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
             gc.freeze()
-        self._executable, self._reusable = None, header["reusable"]
+        self._executable = self._code = None
         self._source, self._prelude, self._function = source, header["prelude"], header["function"]
-        if self._reusable:
-            return self._begin(header["limits"])
-        return self._once(lambda: self._python(only_compile=True), header["limits"])
+        ended = self._begin(header["limits"])
+        if ended.ended == "exit" and ended.status == program.NOT_PLAIN:
+            self._end()
+            self._code = ended.outputs.pop(program.VALUE)
+            ended.status = program.COMPILED
+        return ended
 
     def _compile_cpp(self, header: dict[str, Any], source: bytes) -> Ended:
         self._end()
@@ -89,16 +94,19 @@ class Supervisor:
 
     def _run(self, header: dict[str, Any], given: bytes) -> Ended:
         limits, executable = header["limits"], self._executable
-        # Nothing of one run is left for the next, in memory and processes unless it is known to do no harm.
+        # Nothing of one run is left for the next, but a process that it cannot have changed.
         self._place.confinement.empty_directory()
+        if executable is not None or self._code is not None:
+            self._place.forget()
         self._place.prepare(given)
         if executable is not None:
             return self._once(
                 lambda: program.run_file(executable, ["main"], self._environment), limits, keep=executable
             )
         value_bytes = limits["output_bytes"]
-        if not self._reusable:
-            return self._once(self._python, limits, value_bytes=value_bytes)
+        code = self._code
+        if code is not None:
+            return self._once(lambda: self._python(program.run_python, code), limits, value_bytes=value_bytes)
         if self._process is None or not self._process.alive:
             ended = self._begin(limits)
             if ended.ended != "exit" or ended.status:
@@ -112,19 +120,17 @@ class Supervisor:
         stdin = self._place.stdin
         self._process = Process(
             self._place,
-            lambda: self._python(
-                lambda source, prelude, function: program.serve_python(source, prelude, function, stdin)
-            ),
+            lambda: self._python(program.serve_python, stdin, self._source, self._prelude),
             limits,
             reusable=True,
         )
         self._process.again()
-        return self._process.until_ended(limits)
+        return self._process.until_ended(limits, _CODE_BYTES)
 
-    def _python(self, run: Callable[..., NoReturn] = program.run_python, **how: Any) -> NoReturn:
+    def _python(self, run: Callable[..., NoReturn], *given: Any) -> NoReturn:
         os.environ.clear()
         os.environ.update(self._environment)
-        run(self._source, self._prelude, self._function, **how)
+        run(*given, self._function)
 
     def _once(self, job: Callable[[], NoReturn], limits: dict[str, Any], *, value_bytes: int = 0, **how: Any) -> Ended:
         return Process(self._place, job, limits, **how).until_ended(limits, value_bytes)
