@@ -123,6 +123,8 @@ class Tracker(TorchDispatchMode):
         name = torch.distributed.ProcessGroup.unbox(groups[0]).group_desc if groups else "unknown"
         sizes = [each.nbytes for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
         self.add_collective(name, func._overloadpacket.__name__.strip("_"), 1, max(sizes, default=0))
+        # Without splits, which would not fit.
+        args = [[] if isinstance(each, list) and all(isinstance(n, int) for n in each) else each for each in args]
         with unset_fake_temporarily():
             return func(*tree_map_only(torch.Tensor, _empty, args), **tree_map_only(torch.Tensor, _empty, dict(kwargs)))
 

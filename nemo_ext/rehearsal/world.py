@@ -67,7 +67,7 @@ def megatron_arguments(config: Mapping[str, Any]) -> Any:
 
     # Plain torch here, and saves what the fused kernel saves.
     words = [word for word in command_line(config) if word != "--no-bias-swiglu-fusion"]
-    with patch.object(sys, "argv", ["rehearse", *words, "--disable-gloo-process-groups", "--fake-process-group"]):
+    with patch.object(sys, "argv", ["rehearse", *words, "--disable-gloo-process-groups", "--fake-process-group", "--rerun-mode", "disabled"]):
         arguments = parse_and_validate_args()
     arguments.tensorboard_dir = arguments.save = arguments.load = arguments.pretrained_checkpoint = None
     initialize_megatron(allow_no_cuda=True)
