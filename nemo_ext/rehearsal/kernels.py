@@ -1,12 +1,12 @@
 """Stand-ins for GPU kernels: their outputs, what they save for the backward pass, their workspace and their FLOPs.
 
-| kernel | source of what it saves |
-|---|---|
-| flash attention | flash_attn/flash_attn_interface.py: q, k, v, out, log-sum-exp in fp32 |
-| attention with CP by p2p | transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py: the same of the rank's own part |
-| norms | transformer_engine/pytorch/module/rmsnorm.py, layernorm.py: input, and 1 or 2 fp32 numbers a row |
-| Mamba-2 | mamba_ssm/ops/triton/ssd_combined.py, MambaSplitConv1dScanCombinedFn: its input and the scan's output before gating |
-| permutation of tokens | transformer_engine/pytorch/permutation.py: places of tokens; the experts get equal numbers of tokens |
+| kernel | what it saves | source |
+|---|---|---|
+| flash attention | q, k, v, out, log-sum-exp in fp32 | flash_attn/flash_attn_interface.py |
+| the same with CP (p2p) | of the rank's own part of the sequence | TE's dot_product_attention/context_parallel.py |
+| norms | input, and 1 or 2 fp32 numbers a row | TE's pytorch/module/rmsnorm.py, layernorm.py |
+| Mamba-2 | its input, the scan's output before gating | mamba_ssm/ops/triton/ssd_combined.py |
+| permutation of tokens | places of tokens; experts get equal numbers | TE's pytorch/permutation.py |
 """
 
 from collections.abc import Callable, Iterator
@@ -39,6 +39,7 @@ def stand_ins(tracker: Tracker) -> Iterator[None]:
             (token_dispatcher, "permute", _permute),
             (token_dispatcher.MoEAlltoAllTokenDispatcher, "preprocess", _even_splits),
             (token_dispatcher.MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", lambda self, at, n=None: n),
+            (token_dispatcher.MoEAllGatherTokenDispatcher, "dispatch_postprocess", _even_share),
             (experts.SequentialMLP, "forward", _with_lists(experts.SequentialMLP.forward)),
         ):
             stack.enter_context(patch.object(target, name, replacement))
@@ -46,7 +47,7 @@ def stand_ins(tracker: Tracker) -> Iterator[None]:
 
 
 class _Kernel(torch.autograd.Function):
-    """`given`: tensors with gradients; `makes(*given)`: the output and what else is saved; `works`: for the backward pass."""
+    """`makes` gives the output and what is saved beside the tensors `given`; `works` runs in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, makes: Callable[..., Any], works: Callable[..., Any], *given: Tensor) -> Tensor:
@@ -165,12 +166,27 @@ def _even_splits(self: Any, routing_map: Tensor) -> Any:
     each = self.num_out_tokens // self.ep_size
     self.input_splits = self.output_splits = [each] * self.ep_size
     self.output_splits_tp = np.full(self.tp_size, each * self.ep_size)
-    # What does not divide goes to the first experts.
-    split = np.full(self.num_local_experts, each // self.num_local_experts)
-    split[: each % self.num_local_experts] += 1
-    per_rank = np.tile(split, (self.tp_size * self.ep_size, 1))
+    per_rank = np.tile(_shared_out(each, self.num_local_experts), (self.tp_size * self.ep_size, 1))
     self.num_global_tokens_per_local_expert = per_rank
     return per_rank.sum(axis=0)
+
+
+def _even_share(self: Any, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Any, Tensor]:
+    """`MoEAllGatherTokenDispatcher.dispatch_postprocess`, likewise."""
+    local = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
+    self.hidden_shape_before_permute = hidden.shape
+    self.local_map, local_probs = self.routing_map[:, local].contiguous(), probs[:, local].contiguous()
+    count = hidden.shape[0] * self.config.moe_router_topk * self.num_local_experts // self.routing_map.shape[1]
+    permuted, chosen, self.reversed_local_input_permutation_mapping, *_ = _permute(
+        hidden, self.local_map, local_probs, count
+    )
+    self.local_probs, self.routing_map = chosen, None
+    return permuted, _shared_out(count, self.num_local_experts), self.local_probs
+
+
+def _shared_out(tokens: int, experts: int) -> Any:
+    """Numbers of tokens of the experts; what does not divide goes to the first."""
+    return np.full(experts, tokens // experts) + (np.arange(experts) < tokens % experts)
 
 
 def _with_lists(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,8 +3,8 @@
 import json
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,10 @@ def _step(config: Mapping[str, Any], arguments: Any, tracker: Tracker, micro_bat
     )
     for model in models:
         tracker.label((*model.module.parameters(), *model.module.buffers()), "weights")
-        for buffer in (*model.buffers, *model.expert_parallel_buffers):  # those of gradients, a list in Megatron's class
+        for buffer in (
+            *model.buffers,
+            *model.expert_parallel_buffers,
+        ):  # those of gradients, a list in Megatron's class
             tracker.label([buffer.grad_data], "gradients")
             if buffer.param_data is not None:
                 tracker.label([buffer.param_data], "weights")
@@ -162,10 +165,7 @@ if __name__ == "__main__":
     code = 0
     try:
         write_text(Path(sys.argv[2]), json.dumps(rehearse(**asked)))
-    except Exception as error:
-        import traceback
-
-        with suppress(OSError):
-            traceback.print_exc()
+    except Exception:
+        traceback.print_exc()
         code = 1
     leave(code)

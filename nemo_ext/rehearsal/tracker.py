@@ -20,7 +20,7 @@ class Tracker(TorchDispatchMode):
 
     Attributes:
         phase: name of what runs now.
-        kind: what is made now counts as it (`weights`, `gradients`, `optimizer`, `activations`, `temporary`) to its end.
+        kind: what is made now counts as it to its end: weights, gradients, optimizer, activations, temporary.
         live: bytes by kind.
         peak: bytes by kind when their sum was highest since `forget_peak`; `peak_phase` is when.
         flops: FLOPs by phase: matrix products, and kernels that say theirs by `add_flops`.

@@ -11,28 +11,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-NOT_HERE = ("fp8", "fp8_format", "fp4", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "tp_comm_overlap")
-"""Flags that need Transformer Engine: set aside, and said in the report."""
-
-
-def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A training config as it is rehearsed, and the flags that are set aside."""
-    megatron = dict(config["megatron"])
-    aside = [name for name in NOT_HERE if megatron.get(name)]
-    megatron |= dict.fromkeys(aside) | {
-        "pretrained_checkpoint": None,
-        "mock_data": True,
-        "data_path": None,
-        "train_data_path": None,
-        "valid_data_path": None,
-        "finetune": None,
-        "tokenizer_type": "NullTokenizer",
-        "tokenizer_model": None,
-        "vocab_size": megatron.get("vocab_size") or 257,  # of the data; the model has its own
-    }
-    model = {**config["model"], "backend": "local", "fused_squared_relu": False}
-    return {**config, "megatron": megatron, "model": model, "precision_plan": None}, aside
-
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
@@ -67,7 +45,11 @@ def megatron_arguments(config: Mapping[str, Any]) -> Any:
 
     # Plain torch here, and saves what the fused kernel saves.
     words = [word for word in command_line(config) if word != "--no-bias-swiglu-fusion"]
-    with patch.object(sys, "argv", ["rehearse", *words, "--disable-gloo-process-groups", "--fake-process-group", "--rerun-mode", "disabled"]):
+    with patch.object(
+        sys,
+        "argv",
+        ["rehearse", *words, "--disable-gloo-process-groups", "--fake-process-group", "--rerun-mode", "disabled"],
+    ):
         arguments = parse_and_validate_args()
     arguments.tensorboard_dir = arguments.save = arguments.load = arguments.pretrained_checkpoint = None
     initialize_megatron(allow_no_cuda=True)
