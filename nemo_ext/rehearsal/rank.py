@@ -5,6 +5,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ POINTS = 2000
 """Points of the curve that are kept."""
 
 
-def rehearse(config: Mapping[str, Any], *, rank: int, world: int, micro_batches: int) -> dict[str, Any]:
+def rehearse(
+    config: Mapping[str, Any], *, rank: int, world: int, micro_batches: int, kernels: bool = True
+) -> dict[str, Any]:
     """What one rank of a training step holds, computes and sends.
 
     Args:
@@ -31,6 +34,7 @@ def rehearse(config: Mapping[str, Any], *, rank: int, world: int, micro_batches:
         rank: global rank.
         world: number of ranks.
         micro_batches: how many are run; FLOPs and communication are scaled to those of a step.
+        kernels: whether the stand-ins of `kernels.py` are used, or what runs on this machine.
 
     Returns:
         parameters: on this rank. peak: bytes by kind at the highest, and `phase`, `bytes`. flops: of a step, by phase.
@@ -49,8 +53,8 @@ def rehearse(config: Mapping[str, Any], *, rank: int, world: int, micro_batches:
 
         whole = get_num_microbatches()
         run = min(micro_batches, whole)
-        with FakeTensorMode(allow_non_fake_inputs=True), tracker, stand_ins(tracker):
-            models = _step(config, arguments, tracker, run)
+        with FakeTensorMode(allow_non_fake_inputs=True), tracker, stand_ins(tracker) if kernels else nullcontext():
+            models = step(config, arguments, tracker, run)
             parameters = sum(each.numel() for model in models for each in model.parameters())
     scale = whole / run
     collectives = []
@@ -75,7 +79,7 @@ def rehearse(config: Mapping[str, Any], *, rank: int, world: int, micro_batches:
     }
 
 
-def _step(config: Mapping[str, Any], arguments: Any, tracker: Tracker, micro_batches: int) -> list[torch.nn.Module]:
+def step(config: Mapping[str, Any], arguments: Any, tracker: Tracker, micro_batches: int) -> list[torch.nn.Module]:
     """Builds as the trainer does, then one training step after the optimizer has its state."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.enums import ModelType
@@ -116,11 +120,11 @@ def _step(config: Mapping[str, Any], arguments: Any, tracker: Tracker, micro_bat
         with tracker.during("forward", "activations"):
             return forward_step(iterator, model)
 
-    step = optimizer.step
+    update = optimizer.step
 
     def stepped(*args: Any, **kwargs: Any) -> Any:
         with tracker.during("optimizer", "temporary"):
-            return step(*args, **kwargs)
+            return update(*args, **kwargs)
 
     optimizer.step = stepped
     training.get_num_microbatches = lambda: micro_batches

@@ -82,6 +82,7 @@ class Tracker(TorchDispatchMode):
         self.flops.clear()
         self.collectives.clear()
         self.curve.clear()
+        self.operations = 0
 
     def add_flops(self, flops: float) -> None:
         """FLOPs of a kernel that is one step to torch."""
