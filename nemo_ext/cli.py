@@ -36,6 +36,7 @@ JOBS = {
     "sensitivity": "find the blocks that need more than FP8, and a plan that keeps a loss budget",
     "convert": "convert checkpoints between Hugging Face and Megatron",
     "describe": "show parameters, FLOPs and memory of a model, as a table, JSON or picture",
+    "rehearse": "step one rank of each kind of a full-size run without its GPUs: memory, FLOPs, communication",
     "doctor": "show which engines work on this machine, and what the others lack",
 }
 

@@ -1,0 +1,1 @@
+"""One rank of a full-size job, stepped on fake tensors (docs/rehearsal.md)."""

@@ -1,0 +1,198 @@
+"""Stand-ins for GPU kernels: their outputs, what they save for the backward pass, their workspace and their FLOPs.
+
+| kernel | what it saves | source |
+|---|---|---|
+| flash attention | q, k, v, out, log-sum-exp in fp32 | flash_attn/flash_attn_interface.py |
+| the same with CP (p2p) | of the rank's own part of the sequence | TE's dot_product_attention/context_parallel.py |
+| norms | input, and 1 or 2 fp32 numbers a row | TE's pytorch/module/rmsnorm.py, layernorm.py |
+| Mamba-2 | its input, the scan's output before gating | mamba_ssm/ops/triton/ssd_combined.py |
+| permutation of tokens | places of tokens; experts get equal numbers | TE's pytorch/permutation.py |
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from megatron.core.ssm import mamba_mixer
+from megatron.core.transformer import MegatronModule
+from megatron.core.transformer.moe import experts, token_dispatcher
+from torch import Tensor
+
+from nemo_ext.architecture.cost import SCAN_CHUNK, attended_tokens
+from nemo_ext.megatron import specs
+from nemo_ext.megatron.attention import SDPACoreAttention
+from nemo_ext.megatron.norms import LocalNorm
+from nemo_ext.rehearsal.tracker import Tracker
+
+
+@contextmanager
+def stand_ins(tracker: Tracker) -> Iterator[None]:
+    """Megatron and the local back end with these kernels."""
+    with ExitStack() as stack:
+        for target, name, replacement in (
+            (specs.LocalBackend, "core_attention", lambda self: _attention(tracker)),
+            (LocalNorm, "forward", _norm),
+            (mamba_mixer, "mamba_split_conv1d_scan_combined", _scan(tracker)),
+            (token_dispatcher, "permute", _permute),
+            (token_dispatcher.MoEAlltoAllTokenDispatcher, "preprocess", _even_splits),
+            (token_dispatcher.MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", lambda self, at, n=None: n),
+            (token_dispatcher.MoEAllGatherTokenDispatcher, "dispatch_postprocess", _even_share),
+            (experts.SequentialMLP, "forward", _with_lists(experts.SequentialMLP.forward)),
+        ):
+            stack.enter_context(patch.object(target, name, replacement))
+        yield
+
+
+class _Kernel(torch.autograd.Function):
+    """`makes` gives the output and what is saved beside the tensors `given`; `works` runs in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, makes: Callable[..., Any], works: Callable[..., Any], *given: Tensor) -> Tensor:
+        out, saved = makes(*given)
+        ctx.save_for_backward(*given, *saved)
+        ctx.works, ctx.count = works, len(given)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        given = ctx.saved_tensors[: ctx.count]
+        ctx.works(*given)
+        return (None, None, *(torch.empty_like(each) for each in given))
+
+
+def _attention(tracker: Tracker) -> type[MegatronModule]:
+    class FlashAttention(SDPACoreAttention):
+        """Flash attention; over the parts of a sequence with context parallelism."""
+
+        def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
+            self.parts = config.context_parallel_size
+            with patch.object(config, "context_parallel_size", 1):
+                super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
+
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            length, batch, heads, width = query.shape
+            seen = attended_tokens(length * self.parts, self.window or 0)
+            flops = 2 * length * batch * heads * (width + value.shape[-1]) * seen
+            passed = (self.parts - 1) * (key.nbytes + value.nbytes)
+
+            def makes(*_: Tensor) -> tuple[Tensor, list[Tensor]]:
+                tracker.add_flops(flops)
+                if self.parts > 1:
+                    tracker.add_collective("CONTEXT_PARALLEL_GROUP", "send_recv", self.parts - 1, passed)
+                out = query.new_empty(length, batch, heads * value.shape[-1])
+                return out, [query.new_empty(batch, heads, length, dtype=torch.float32), out]
+
+            def works(*_: Tensor) -> None:
+                tracker.add_flops(2.5 * flops)  # five products for the forward pass's two
+                if self.parts > 1:
+                    tracker.add_collective("CONTEXT_PARALLEL_GROUP", "send_recv", self.parts - 1, 2 * passed)
+
+            return _Kernel.apply(makes, works, query, key, value)
+
+    return FlashAttention
+
+
+def _norm(self: LocalNorm, x: Tensor) -> Tensor:
+    def makes(given: Tensor, *_: Tensor) -> tuple[Tensor, list[Tensor]]:
+        rows = given.shape[:-1]
+        return torch.empty_like(given), [given.new_empty(1 + self.centred, *rows, dtype=torch.float32)]
+
+    return _Kernel.apply(makes, lambda *_: None, x, *self.parameters())
+
+
+def _scan(tracker: Tracker) -> Callable[..., Tensor]:
+    def scan(
+        zxbcdt: Tensor, weight: Tensor, bias: Tensor | None, dt_bias: Tensor, A: Tensor, *, D: Tensor, chunk_size: int,
+        headdim: int | None, ngroups: int, **_: Any,
+    ) -> Tensor:  # fmt: skip
+        batch, length, _width = zxbcdt.shape
+        heads = A.shape[0]
+        size = headdim or D.shape[1]
+        inner = heads * size
+        state = (weight.shape[0] - inner) // (2 * ngroups)
+        chunks = -(-length // chunk_size)
+        tokens = batch * length
+        within = 2 * attended_tokens(min(chunk_size, length)) * (ngroups * state + inner)
+        flops = tokens * (
+            within + 4 * inner * state + 2 * inner * state / SCAN_CHUNK + 2 * weight.shape[1] * weight.shape[0]
+        )
+
+        def workspace() -> list[Tensor]:
+            new = zxbcdt.new_empty
+            numbers = {"dtype": torch.float32}
+            return [
+                new(batch, weight.shape[0], length),  # after the convolution
+                new(batch, heads, chunks, chunk_size, **numbers),  # dt
+                new(batch, heads, chunks, chunk_size, **numbers),  # its sum
+                new(batch, chunks, heads, size, state, **numbers),  # states
+                new(batch, chunks, ngroups, chunk_size, chunk_size, **numbers),  # C B
+            ]
+
+        def makes(*_: Tensor) -> tuple[Tensor, list[Tensor]]:
+            tracker.add_flops(flops)
+            work = workspace()
+            out = zxbcdt.new_empty(batch, length, inner)
+            ungated = torch.empty_like(out)
+            del work
+            return out, [ungated]
+
+        def works(*_: Tensor) -> None:
+            tracker.add_flops(3 * flops)  # the forward pass again, then twice as much
+            work = [*workspace(), zxbcdt.new_empty(batch, chunks, heads, size, state, dtype=torch.float32)]
+            work.append(zxbcdt.new_empty(batch, length, weight.shape[0]))
+            del work
+
+        given = [zxbcdt, weight, *([] if bias is None else [bias]), dt_bias, A, D]
+        return _Kernel.apply(makes, works, *given)
+
+    return scan
+
+
+def _permute(
+    tokens: Tensor, routing_map: Tensor, probs: Tensor | None = None, num_out_tokens: int | None = None, **_: Any
+) -> tuple[Tensor, Tensor | None, Tensor, None, None]:
+    places = torch.empty(num_out_tokens or tokens.shape[0], dtype=torch.long)
+    chosen = None if probs is None else probs.reshape(-1).index_select(0, places)
+    return tokens.index_select(0, places), chosen, places, None, None
+
+
+def _even_splits(self: Any, routing_map: Tensor) -> Any:
+    """`MoEAlltoAllTokenDispatcher.preprocess` for experts that all get as many tokens."""
+    token_dispatcher.gather_from_sequence_parallel_region(routing_map.sum(dim=0).long(), group=self.tp_ep_group)
+    self.num_out_tokens = routing_map.size(0) * self.config.moe_router_topk
+    each = self.num_out_tokens // self.ep_size
+    self.input_splits = self.output_splits = [each] * self.ep_size
+    self.output_splits_tp = np.full(self.tp_size, each * self.ep_size)
+    per_rank = np.tile(_shared_out(each, self.num_local_experts), (self.tp_size * self.ep_size, 1))
+    self.num_global_tokens_per_local_expert = per_rank
+    return per_rank.sum(axis=0)
+
+
+def _even_share(self: Any, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Any, Tensor]:
+    """`MoEAllGatherTokenDispatcher.dispatch_postprocess`, likewise."""
+    local = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
+    self.hidden_shape_before_permute = hidden.shape
+    self.local_map, local_probs = self.routing_map[:, local].contiguous(), probs[:, local].contiguous()
+    count = hidden.shape[0] * self.config.moe_router_topk * self.num_local_experts // self.routing_map.shape[1]
+    permuted, chosen, self.reversed_local_input_permutation_mapping, *_ = _permute(
+        hidden, self.local_map, local_probs, count
+    )
+    self.local_probs, self.routing_map = chosen, None
+    return permuted, _shared_out(count, self.num_local_experts), self.local_probs
+
+
+def _shared_out(tokens: int, experts: int) -> Any:
+    """Numbers of tokens of the experts; what does not divide goes to the first."""
+    return np.full(experts, tokens // experts) + (np.arange(experts) < tokens % experts)
+
+
+def _with_lists(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`SequentialMLP.forward` takes `tolist()` of what `_even_splits` returns; one expert takes none."""
+
+    def wrapped(self: Any, hidden: Tensor, tokens_per_expert: Any, probs: Tensor) -> Any:
+        return forward(self, hidden, np.asarray(tokens_per_expert), probs)
+
+    return wrapped

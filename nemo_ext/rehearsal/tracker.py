@@ -1,0 +1,138 @@
+"""What one rank does, operation by operation, on fake tensors: bytes that live, FLOPs, collectives."""
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+SCALAR = torch.ops.aten._local_scalar_dense.default
+
+
+class Tracker(TorchDispatchMode):
+    """A mode, entered inside FakeTensorMode, that follows every storage from its first operation to its end.
+
+    Attributes:
+        phase: name of what runs now.
+        kind: what is made now counts as it to its end: weights, gradients, optimizer, activations, temporary.
+        live: bytes by kind.
+        peak: bytes by kind when their sum was highest since `forget_peak`; `peak_phase` is when.
+        flops: FLOPs by phase: matrix products, and kernels that say theirs by `add_flops`.
+        collectives: (group, operation) -> [count, bytes]; bytes of the larger side, as Megatron passes it.
+        curve: (operations so far, phase, live bytes), whenever it changes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase, self.kind = "setup", "optimizer"
+        self.live: Counter[str] = Counter()
+        self.peak: dict[str, int] = {}
+        self.peak_phase = ""
+        self.flops: Counter[str] = Counter()
+        self.collectives: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+        self.curve: list[tuple[int, str, int]] = []
+        self.operations = 0
+        self._storages: dict[int, tuple[str, int]] = {}
+        self._highest = -1
+
+    @contextmanager
+    def during(self, phase: str, kind: str) -> Iterator[None]:
+        """A phase whose storages are of this kind."""
+        before = self.phase, self.kind
+        self.phase, self.kind = phase, kind
+        try:
+            yield
+        finally:
+            self.phase, self.kind = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        self.operations += 1
+        if func is SCALAR:
+            # Nobody knows a fake tensor's value (a gradient norm, a number of tokens); one leads on everywhere.
+            return 1.0 if args[0].dtype.is_floating_point else 1
+        if func.namespace == "c10d":
+            return self._collective(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops[self.phase] += count(*args, **kwargs, out_val=out)
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor):
+                self._follow(tensor)
+        return out
+
+    def label(self, tensors: Any, kind: str) -> None:
+        """Counts the storages of these tensors as another kind."""
+        for tensor in tensors:
+            key = self._follow(tensor)
+            old, size = self._storages[key]
+            self._storages[key] = (kind, size)
+            self.live[old] -= size
+            self.live[kind] += size
+
+    def forget_peak(self) -> None:
+        """Starts the peak and the sums anew."""
+        self._highest = -1
+        self.flops.clear()
+        self.collectives.clear()
+        self.curve.clear()
+        self.operations = 0
+
+    def add_flops(self, flops: float) -> None:
+        """FLOPs of a kernel that is one step to torch."""
+        self.flops[self.phase] += round(flops)
+
+    def add_collective(self, group: str, operation: str, count: int, size: int) -> None:
+        """Communication within a kernel."""
+        counted = self.collectives[group, operation]
+        counted[0] += count
+        counted[1] += size
+
+    def _follow(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        known = self._storages.get(key)
+        if known is None:
+            self._storages[key] = (self.kind, size)
+            weakref.finalize(storage, self._end, key)
+            self._change(self.kind, size)
+        elif known[1] != size:
+            self._storages[key] = (known[0], size)
+            self._change(known[0], size - known[1])
+        return key
+
+    def _end(self, key: int) -> None:
+        kind, size = self._storages.pop(key)
+        self._change(kind, -size)
+
+    def _change(self, kind: str, size: int) -> None:
+        self.live[kind] += size
+        total = self.live.total()
+        self.curve.append((self.operations, self.phase, total))
+        if total > self._highest:
+            self._highest, self.peak, self.peak_phase = total, dict(self.live), self.phase
+
+    def _collective(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """The fake backend's answer to empty tensors: torch has no fake kernels for some of these."""
+        groups = [each for each in tree_iter(args) if isinstance(each, torch.ScriptObject) and _is_group(each)]
+        name = torch.distributed.ProcessGroup.unbox(groups[0]).group_desc if groups else "unknown"
+        sizes = [each.nbytes for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
+        self.add_collective(name, func._overloadpacket.__name__.strip("_"), 1, max(sizes, default=0))
+        # Without splits, which would not fit.
+        args = [[] if isinstance(each, list) and all(isinstance(n, int) for n in each) else each for each in args]
+        with unset_fake_temporarily():
+            return func(*tree_map_only(torch.Tensor, _empty, args), **tree_map_only(torch.Tensor, _empty, dict(kwargs)))
+
+
+def _is_group(value: torch.ScriptObject) -> bool:
+    return "ProcessGroup" in str(value._type())
+
+
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=tensor.dtype)

@@ -1,0 +1,73 @@
+"""A world of many ranks in one process: fake process groups and fake tensors, under Megatron's own trainer."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def fake_world(rank: int, size: int) -> Iterator[None]:
+    """This process as one rank of `size`; before Megatron is imported."""
+    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "CUDA_DEVICE_MAX_CONNECTIONS": 1}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    from nemo_ext.megatron.cpu import runtime
+
+    runtime.enable()
+    import megatron.core.optimizer.clip_grads as clip_grads
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    with ExitStack() as stack:
+        for target, name, replacement in (
+            # Values that fake tensors do not have: random states, other ranks' objects, a norm.
+            (CudaRNGStatesTracker, "fork", lambda self, *a, **k: contextlib.nullcontext()),
+            (torch.distributed, "all_gather_object", _everybody),
+            (clip_grads, "l2_norm_impl", lambda chunk, flag, lists, each, *a: (torch.zeros(1), torch.zeros(1))),
+            # torch swaps fake parameters, which weak references forbid.
+            (torch.nn.Module, "_apply", _apply),
+        ):
+            stack.enter_context(patch.object(target, name, replacement))
+        yield
+
+
+def megatron_arguments(config: Mapping[str, Any]) -> Any:
+    """Megatron's global arguments for a config, and its process groups."""
+    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.initialize import initialize_megatron
+
+    from nemo_ext.megatron.arguments import command_line
+
+    # Plain torch here, and saves what the fused kernel saves.
+    words = [word for word in command_line(config) if word != "--no-bias-swiglu-fusion"]
+    with patch.object(
+        sys,
+        "argv",
+        ["rehearse", *words, "--disable-gloo-process-groups", "--fake-process-group", "--rerun-mode", "disabled"],
+    ):
+        arguments = parse_and_validate_args()
+    arguments.tensorboard_dir = arguments.save = arguments.load = arguments.pretrained_checkpoint = None
+    initialize_megatron(allow_no_cuda=True)
+    return arguments
+
+
+def _everybody(out: list[Any], mine: Any, group: Any = None) -> None:
+    out[:] = [mine] * len(out)
+
+
+def _apply(self: torch.nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
+    for child in self.children() if recurse else ():
+        child._apply(fn)
+    with torch.no_grad():
+        for parameter in self._parameters.values():
+            if parameter is not None:
+                parameter.data = fn(parameter)
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = fn(buffer)
+    return self

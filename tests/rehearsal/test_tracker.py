@@ -1,0 +1,60 @@
+"""What lives, by kind, at the highest."""
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nemo_ext.rehearsal.tracker import Tracker
+
+KIB = 1024
+
+
+def test_bytes_by_kind_and_their_peak() -> None:
+    tracker = Tracker()
+    with FakeTensorMode(), tracker:
+        weights = torch.zeros(KIB, dtype=torch.uint8)
+        tracker.label([weights], "weights")
+        with tracker.during("forward", "activations"):
+            kept = torch.zeros(4 * KIB, dtype=torch.uint8)
+            view = kept[:KIB]
+        with tracker.during("backward", "temporary"):
+            work = torch.zeros(2 * KIB, dtype=torch.uint8)
+            del work
+        del kept
+        assert tracker.live.total() == 5 * KIB  # a view keeps the whole storage
+        del view
+
+    assert tracker.live.total() == KIB
+    assert tracker.peak == {"optimizer": 0, "weights": KIB, "activations": 4 * KIB, "temporary": 2 * KIB}
+    assert tracker.peak_phase == "backward"
+
+
+def test_a_peak_can_be_forgotten_but_not_what_lives() -> None:
+    tracker = Tracker()
+    with FakeTensorMode(), tracker:
+        first = torch.zeros(8 * KIB, dtype=torch.uint8)
+        second = torch.zeros(KIB, dtype=torch.uint8)
+        del first
+        tracker.forget_peak()
+        third = torch.zeros(KIB, dtype=torch.uint8)
+
+    assert sum(tracker.peak.values()) == 2 * KIB
+    assert second.shape == third.shape
+
+
+def test_flops_of_products_forward_and_backward() -> None:
+    tracker = Tracker()
+    with FakeTensorMode(), tracker:
+        a = torch.zeros(8, 16)
+        b = torch.zeros(16, 32, requires_grad=True)
+        with tracker.during("forward", "activations"):
+            out = a @ b
+        with tracker.during("backward", "temporary"):
+            out.sum().backward()
+
+    assert tracker.flops == {"forward": 2 * 8 * 16 * 32, "backward": 2 * 8 * 16 * 32}
+
+
+def test_values_that_decide_are_one() -> None:
+    with FakeTensorMode(), Tracker():
+        assert torch.zeros(()).item() == 1.0
+        assert torch.zeros((), dtype=torch.int64).item() == 1
