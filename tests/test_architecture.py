@@ -24,6 +24,7 @@ ROOMS = (
         "rl",
         "evaluation",
         "online",
+        "rehearsal",
         "slurm",
         "memory_profile",
         "engines",
@@ -37,7 +38,7 @@ ROOMS = (
 """From the ground up: a room imports from those before it."""
 
 ENGINES = {
-    "megatron": ("megatron", "blockwise", "puzzle", "sensitivity", "evaluation.live"),
+    "megatron": ("megatron", "blockwise", "puzzle", "sensitivity", "evaluation.live", "rehearsal"),
     "mamba_ssm": ("megatron",),
     "transformer_engine": ("megatron",),
     "modelopt": ("quantization",),
@@ -63,7 +64,7 @@ NO_TORCH = (
     "doctor",
     "engines",
 )
-NO_TORCH += ("install", "cli", "slurm", "sensitivity.job", "puzzle.job", "quantization.job", "checkpoint.convert")
+NO_TORCH += ("install", "cli", "slurm", "rehearsal.job", "sensitivity.job", "puzzle.job", "quantization.job", "checkpoint.convert")
 NO_TORCH += (
     "evaluation.job",
     "rl.job",
