@@ -64,7 +64,16 @@ NO_TORCH = (
     "doctor",
     "engines",
 )
-NO_TORCH += ("install", "cli", "slurm", "rehearsal.job", "sensitivity.job", "puzzle.job", "quantization.job", "checkpoint.convert")
+NO_TORCH += (
+    "install",
+    "cli",
+    "slurm",
+    "rehearsal.job",
+    "sensitivity.job",
+    "puzzle.job",
+    "quantization.job",
+    "checkpoint.convert",
+)
 NO_TORCH += (
     "evaluation.job",
     "rl.job",

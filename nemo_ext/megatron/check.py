@@ -269,6 +269,8 @@ def check_machine(config: Mapping[str, Any]) -> None:
         raise ValueError(
             f"megatron.pretrained_checkpoint={start}: no such directory; train that stage first or set null"
         )
+    if start is not None and run_directory.last_checkpoint(Path(start)) is not None:
+        raise ValueError(f"megatron.pretrained_checkpoint={start} is a run directory: give {start}/checkpoints")
 
 
 def check_layout(config: Mapping[str, Any]) -> None:

@@ -67,10 +67,11 @@ def _attention(tracker: Tracker) -> type[MegatronModule]:
     class FlashAttention(SDPACoreAttention):
         """Flash attention; over the parts of a sequence with context parallelism."""
 
-        def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
-            self.parts = config.context_parallel_size
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            parts = config.context_parallel_size
             with patch.object(config, "context_parallel_size", 1):
-                super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
+                super().__init__(config, *args, **kwargs)
+            self.parts = parts
 
         def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             length, batch, heads, width = query.shape
@@ -122,13 +123,13 @@ def _scan(tracker: Tracker) -> Callable[..., Tensor]:
 
         def workspace() -> list[Tensor]:
             new = zxbcdt.new_empty
-            numbers = {"dtype": torch.float32}
+            number = torch.float32
             return [
                 new(batch, weight.shape[0], length),  # after the convolution
-                new(batch, heads, chunks, chunk_size, **numbers),  # dt
-                new(batch, heads, chunks, chunk_size, **numbers),  # its sum
-                new(batch, chunks, heads, size, state, **numbers),  # states
-                new(batch, chunks, ngroups, chunk_size, chunk_size, **numbers),  # C B
+                new(batch, heads, chunks, chunk_size, dtype=number),  # dt
+                new(batch, heads, chunks, chunk_size, dtype=number),  # its sum
+                new(batch, chunks, heads, size, state, dtype=number),  # states
+                new(batch, chunks, ngroups, chunk_size, chunk_size, dtype=number),  # C B
             ]
 
         def makes(*_: Tensor) -> tuple[Tensor, list[Tensor]]:
