@@ -103,7 +103,7 @@ def test_training_asks_before_anything_begins(engine: str, folder: Path, tmp_pat
     words = ["preset=rl_zero", f"engine={engine}", f"model={folder}", f"run_dir={tmp_path / 'run'}"]
 
     with pytest.raises(ValueError, match=r"helper\.py .* trust_remote_code=true"):
-        run(compose("rl", [*words, "tasks.train.path=tasks.jsonl"]))
+        run(compose("rl", [*words, "tasks.train.path=tasks.jsonl", "rl.schedule.steps=1"]))
 
     assert not (tmp_path / "run").exists()
 

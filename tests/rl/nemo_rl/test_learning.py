@@ -14,7 +14,6 @@ import pytest
 import torch
 from scipy.stats import t
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM
 
 from nemo_ext.chat.template import Template
 from nemo_ext.job.config import compose
@@ -181,6 +180,8 @@ def of(logged: Mapping[tuple[str, int], Mapping[str, Any]], key: str, prefix: st
 
 def test_resumed_as_if_it_had_never_stopped(runs: Runs, tiny_llama: Path, tmp_path: Path) -> None:
     """Real weights, optimizer, dataloader and rollouts: what is resumed after two steps goes on to the bit."""
+    from transformers import AutoModelForCausalLM
+
     train, valid = (
         written(tmp_path / f"{name}.jsonl", (task.record() for task in arithmetic.tasks(8, seed=seed, level=1)))
         for seed, name in enumerate(("train", "valid"))
