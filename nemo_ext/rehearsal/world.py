@@ -45,6 +45,9 @@ def megatron_arguments(config: Mapping[str, Any]) -> Any:
 
     # Plain torch here, and saves what the fused kernel saves.
     words = [word for word in command_line(config) if word != "--no-bias-swiglu-fusion"]
+    if "--tensorboard-dir" in words:  # parsing would begin to write there
+        place = words.index("--tensorboard-dir")
+        del words[place : place + 2]
     with patch.object(
         sys,
         "argv",
