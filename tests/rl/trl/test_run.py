@@ -274,7 +274,6 @@ def test_a_judge_compares_the_answers_of_a_group(model: Path, tmp_path: Path, en
     for place in range(0, len(rollouts), 2):
         one, other = rollouts[place : place + 2]
         assert one["reward"] + other["reward"] == pytest.approx(6), "3 each, and lengths add up to nothing"
-        assert one["reward"] != other["reward"] or len(one["response"]) == len(other["response"])
 
 
 @pytest.mark.slow
