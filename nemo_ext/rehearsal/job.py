@@ -48,8 +48,8 @@ def rehearse(config: Mapping[str, Any], asked: str | Sequence[int], folder: Path
     """Records of a config's ranks, one for each pipeline rank asked for, each from a process of its own.
 
     Returns:
-        world, layout; `ranks`: of each, the record of `rank.rehearse` and `stage`, `stages` (alike), `estimate` (of the
-        cost model).
+        world (number of ranks), set_aside (settings that are not rehearsed), pipeline (number of its ranks); `ranks`:
+        of each, the record of `rank.rehearse` with `stage` (its pipeline rank) and `estimate` (the cost model's).
 
     Raises:
         ValueError: a layout that the model does not fit, or Megatron's own reason.

@@ -1,9 +1,11 @@
 """The process of one rehearsed rank: `python -m nemo_ext.rehearsal.rank ASKED.json RECORD.json`."""
 
 import json
+import signal
 import sys
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,13 +15,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nemo_ext.job.files import write_text
+from nemo_ext.job.parent import end_with_parent
 from nemo_ext.megatron.rank import leave
 from nemo_ext.rehearsal.tracker import Tracker
 from nemo_ext.rehearsal.world import fake_world, megatron_arguments
 
-ONCE_A_STEP = ("DATA_PARALLEL", "DISTRIBUTED_OPTIMIZER", "MODEL_PARALLEL_GROUP", "default_pg", "EMBEDDING")
-"""Parts of the names of groups that talk once a step, not once a micro-batch."""
-PARTS = ("TENSOR_AND_", "TENSOR_MODEL", "PIPELINE_MODEL", "EXPERT_MODEL", "EXPERT_TENSOR", "CONTEXT")
+ONCE_A_STEP = ("reduce", "optimizer")
+"""Phases that a step has once, and not for each micro-batch; so does what data-parallel groups send, whenever it is."""
 POINTS = 2000
 """Points of the curve that are kept."""
 
@@ -37,11 +39,11 @@ def rehearse(
         kernels: whether the stand-ins of `kernels.py` are used, or what runs on this machine.
 
     Returns:
-        parameters: on this rank. peak: bytes by kind at the highest, and `phase`, `bytes`. flops: of a step, by phase.
-        collectives: {group, operation, count, bytes} of a step. curve: [place in the step 0..1, bytes].
+        rank, parameters (numbers on it), peak_bytes, peak_phase, peak (bytes by kind at the highest), flops (of a step,
+        by phase), collectives (of a step: group, operation, count, bytes), micro_batches (of a step),
+        rehearsed_micro_batches, curve ([place in the step 0..1, phase, bytes]), seconds.
 
-    Raises:
-        ValueError: Megatron refuses it, or a shape does not fit; gives the reason.
+    What Megatron or torch refuses is raised as they raise it.
     """
     began = time.monotonic()
     tracker = Tracker()
@@ -57,13 +59,11 @@ def rehearse(
             models = step(config, arguments, tracker, run)
             parameters = sum(each.numel() for model in models for each in model.parameters())
     scale = whole / run
-    collectives = []
-    for (group, operation), (count, size) in sorted(tracker.collectives.items()):
-        once = any(part in group for part in ONCE_A_STEP) and not group.startswith(PARTS)
-        times = 1.0 if once else scale
-        collectives.append(
-            {"group": group, "operation": operation, "count": round(count * times), "bytes": round(size * times)}
-        )
+    sent: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0])
+    for (phase, group, operation), counted in tracker.collectives.items():
+        times = 1 if phase in ONCE_A_STEP or "DATA_PARALLEL" in group else scale
+        for place, number in enumerate(counted):
+            sent[group, operation][place] += number * times
     return {
         "rank": rank,
         "parameters": parameters,
@@ -71,7 +71,10 @@ def rehearse(
         "peak_phase": tracker.peak_phase,
         "peak": {kind: size for kind, size in tracker.peak.items() if size},
         "flops": {phase: round(count * scale) for phase, count in tracker.flops.items()},
-        "collectives": collectives,
+        "collectives": [
+            {"group": group, "operation": operation, "count": round(count), "bytes": round(size)}
+            for (group, operation), (count, size) in sorted(sent.items())
+        ],
         "micro_batches": whole,
         "rehearsed_micro_batches": run,
         "curve": _thinned(tracker.curve),
@@ -103,16 +106,18 @@ def step(config: Mapping[str, Any], arguments: Any, tracker: Tracker, micro_batc
     )
     for model in models:
         tracker.label((*model.module.parameters(), *model.module.buffers()), "weights")
-        for buffer in (
-            *model.buffers,
-            *model.expert_parallel_buffers,
-        ):  # those of gradients, a list in Megatron's class
+        for buffer in (*model.buffers, *model.expert_parallel_buffers):  # of the wrapper: a list
             tracker.label([buffer.grad_data], "gradients")
             if buffer.param_data is not None:
                 tracker.label([buffer.param_data], "weights")
     settings = get_model_config(models[0])
     settings.grad_scale_func = optimizer.scale_loss
-    settings.finalize_model_grads_func = finalize_model_grads
+
+    def reduce(*args: Any, **kwargs: Any) -> None:
+        with tracker.during("reduce", "temporary"):
+            finalize_model_grads(*args, **kwargs)
+
+    settings.finalize_model_grads_func = reduce
     optimizer.step()  # makes the moments
     tracker.forget_peak()
 
@@ -165,6 +170,7 @@ def _thinned(curve: list[tuple[int, str, int]]) -> list[tuple[float, str, int]]:
 
 
 if __name__ == "__main__":
+    end_with_parent(signal.SIGKILL)
     asked = json.loads(Path(sys.argv[1]).read_text())
     code = 0
     try:

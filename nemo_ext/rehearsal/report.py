@@ -55,7 +55,7 @@ def tables(results: Sequence[Mapping[str, Any]], limit: float | None) -> list[st
     )
     for result in results:
         if result["set_aside"]:
-            parts.append(f"Rehearsed without {', '.join(result['set_aside'])}, which need Transformer Engine.")
+            parts.append(f"{result['name']}: rehearsed without {', '.join(result['set_aside'])} (docs/rehearsal.md).")
     sent = [
         [
             result["name"],

@@ -33,14 +33,19 @@ NOT_HERE = (
     "moe_router_fusion",
     "tp_comm_overlap",
 )
-"""Flags that need Transformer Engine: set aside, and said in the report."""
+"""Flags that need Transformer Engine."""
 
 
 def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A training config as it is rehearsed, and the flags that are set aside."""
     megatron = dict(config["megatron"])
     aside = [name for name in NOT_HERE if megatron.get(name)]
-    megatron |= dict.fromkeys(aside) | {
+    megatron |= dict.fromkeys(aside)
+    if config.get("precision_plan") is not None:
+        aside.append("precision_plan")
+    if (config.get("distillation") or {}).get("teacher") is not None:
+        aside.append("distillation.teacher")
+    megatron |= {
         "pretrained_checkpoint": None,
         "mock_data": True,
         "data_path": None,

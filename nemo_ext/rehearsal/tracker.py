@@ -24,7 +24,7 @@ class Tracker(TorchDispatchMode):
         live: bytes by kind.
         peak: bytes by kind when their sum was highest since `forget_peak`; `peak_phase` is when.
         flops: FLOPs by phase: matrix products, and kernels that say theirs by `add_flops`.
-        collectives: (group, operation) -> [count, bytes]; bytes of the larger side, as Megatron passes it.
+        collectives: (phase, group, operation) -> [count, bytes]; bytes of the larger side, as Megatron passes it.
         curve: (operations so far, phase, live bytes), whenever it changes.
     """
 
@@ -35,7 +35,7 @@ class Tracker(TorchDispatchMode):
         self.peak: dict[str, int] = {}
         self.peak_phase = ""
         self.flops: Counter[str] = Counter()
-        self.collectives: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+        self.collectives: defaultdict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
         self.curve: list[tuple[int, str, int]] = []
         self.operations = 0
         self._storages: dict[int, tuple[str, int]] = {}
@@ -90,7 +90,7 @@ class Tracker(TorchDispatchMode):
 
     def add_collective(self, group: str, operation: str, count: int, size: int) -> None:
         """Communication within a kernel."""
-        counted = self.collectives[group, operation]
+        counted = self.collectives[self.phase, group, operation]
         counted[0] += count
         counted[1] += size
 
