@@ -25,9 +25,10 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 
     with ExitStack() as stack:
         for target, name, replacement in (
-            # Values that fake tensors do not have: random states, other ranks' objects, a norm.
+            # What is not here: random states, other ranks' objects, pinned memory, a norm.
             (CudaRNGStatesTracker, "fork", lambda self, *a, **k: contextlib.nullcontext()),
             (torch.distributed, "all_gather_object", _everybody),
+            (torch, "tensor", _unpinned(torch.tensor)),
             (clip_grads, "l2_norm_impl", lambda chunk, flag, lists, each, *a: (torch.zeros(1), torch.zeros(1))),
             # torch swaps fake parameters, which weak references forbid.
             (torch.nn.Module, "_apply", _apply),
@@ -57,6 +58,10 @@ def megatron_arguments(config: Mapping[str, Any]) -> Any:
     arguments.tensorboard_dir = arguments.save = arguments.load = arguments.pretrained_checkpoint = None
     initialize_megatron(allow_no_cuda=True)
     return arguments
+
+
+def _unpinned(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args, pin_memory=False, **kwargs: tensor(*args, **kwargs)
 
 
 def _everybody(out: list[Any], mine: Any, group: Any = None) -> None:

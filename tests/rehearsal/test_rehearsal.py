@@ -47,9 +47,15 @@ def test_a_layout_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
             "megatron.expert_model_parallel_size=4",
             "megatron.moe_token_dispatcher_type=alltoall",
         ),
-        ("model=llama_nemotron_tiny", "launcher.nproc_per_node=2", "megatron.tensor_model_parallel_size=2"),
+        ("model=llama_nemotron_tiny", "launcher.nproc_per_node=2", "megatron.context_parallel_size=2"),
+        (
+            "model=olmo3_tiny",
+            "launcher.nproc_per_node=2",
+            "megatron.pipeline_model_parallel_size=2",
+            "model.pattern=*-|*-|*-|*-",
+        ),
     ],
-    ids=["data", "tensor_pipeline", "expert", "gated"],
+    ids=["data", "tensor_pipeline", "expert", "context", "interleaved"],
 )
 def test_what_is_exact_and_flops(words: tuple[str, ...], tmp_path: Path) -> None:
     for rank in of(*words, folder=tmp_path):
