@@ -34,13 +34,13 @@ def job(config: dict[str, Any]) -> None:
     if config["format"] not in ("table", "json"):
         raise ValueError(f"format={config['format']}: expected table or json")
     words = list(HydraConfig.get().overrides.task)
-    variants = [("as it is", config)]
+    variants = [("", config)]
     variants += [(change, compose("rehearse", [*words, *change.split()])) for change in settings.variants]
     folder = Path(config["run_dir"])
     folder.mkdir(parents=True, exist_ok=True)
     results = []
-    for number, (name, variant) in enumerate(variants):
-        results.append({"name": name, **rehearse(variant, settings.stages, folder / "ranks" / str(number))})
+    for number, (change, variant) in enumerate(variants):
+        results.append({"change": change, **rehearse(variant, settings.stages, folder / "ranks" / str(number))})
     write(folder, config["recipe"], results, limit=settings.gpu_memory_gib, as_json=config["format"] == "json")
 
 

@@ -37,41 +37,35 @@ def write(
 def tables(results: Sequence[Mapping[str, Any]], limit: float | None) -> list[str]:
     """The report's parts in Markdown."""
     parts = []
-    heading = ["", "pipeline rank", "parameters", *KINDS, "peak", "cost model", "FLOPs a step", "cost model"]
+    changes = [f"{place}. {result['change']}" for place, result in enumerate(results) if place]
+    if changes:
+        parts.append("\n".join(["Tried beside the config as it is (0):", "", *changes]))
+    heading = ["try", "pipeline rank", "parameters", *KINDS, "peak", "cost model", "FLOPs a step", "cost model"]
     rows = []
-    for result in results:
+    for place, result in enumerate(results):
         for rank in result["ranks"]:
             guess, flops = rank["estimate"], sum(rank["flops"].values())
             fits = "" if limit is None else (" fits" if rank["peak_bytes"] <= limit * GIB else " TOO MUCH")
             kinds = [size(rank["peak"].get(kind, 0)) for kind in KINDS]
-            row = [result["name"], str(rank["stage"]), number(rank["parameters"]), *kinds]
+            row = [str(place), str(rank["stage"]), number(rank["parameters"]), *kinds]
             row.append(f"{size(rank['peak_bytes'])} ({rank['peak_phase']}){fits}")
             row.append(f"{size(guess['bytes'])} ({_off(guess['bytes'], rank['peak_bytes'])})")
             rows.append([*row, flop(flops), f"{flop(guess['flops'])} ({_off(guess['flops'], flops)})"])
     parts.append(markdown_table(heading, rows))
     parts.append(
-        "Bytes that live at the peak of a step. Not in it: the CUDA context, NCCL's buffers, what the allocator wastes "
-        "(two to six GiB together, as a rule)."
+        "Bytes that live at the peak of a step, without the CUDA context, NCCL's buffers and what the allocator wastes."
     )
     for result in results:
         if result["set_aside"]:
-            parts.append(f"{result['name']}: rehearsed without {', '.join(result['set_aside'])} (docs/rehearsal.md).")
+            parts.append(f"Rehearsed without {', '.join(result['set_aside'])} (docs/rehearsal.md).")
     sent = [
-        [
-            result["name"],
-            str(rank["stage"]),
-            each["group"].lower(),
-            each["operation"],
-            f"{each['count']:,}",
-            size(each["bytes"]),
-        ]
-        for result in results[:1]
-        for rank in result["ranks"]
+        [str(rank["stage"]), each["group"].lower(), each["operation"], f"{each['count']:,}", size(each["bytes"])]
+        for rank in results[0]["ranks"]
         for each in rank["collectives"]
     ]
     if sent:
         parts.append("## Communication of a step")
-        parts.append(markdown_table(["", "pipeline rank", "group", "operation", "calls", "bytes"], sent))
+        parts.append(markdown_table(["pipeline rank", "group", "operation", "calls", "bytes"], sent))
     return parts
 
 
