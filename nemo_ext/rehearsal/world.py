@@ -44,18 +44,16 @@ def megatron_arguments(config: Mapping[str, Any]) -> Any:
 
     from nemo_ext.megatron.arguments import command_line
 
-    # Plain torch here, and saves what the fused kernel saves.
-    words = [word for word in command_line(config) if word != "--no-bias-swiglu-fusion"]
-    if "--tensorboard-dir" in words:  # parsing would begin to write there
-        place = words.index("--tensorboard-dir")
-        del words[place : place + 2]
+    # The fused SwiGLU is plain torch here and saves what the kernel saves. Parsing would begin to write for TensorBoard.
+    left_out = ("--no-bias-swiglu-fusion", "--tensorboard-dir=")
+    words = [word for word in command_line(config) if not word.startswith(left_out)]
     with patch.object(
         sys,
         "argv",
         ["rehearse", *words, "--disable-gloo-process-groups", "--fake-process-group", "--rerun-mode", "disabled"],
     ):
         arguments = parse_and_validate_args()
-    arguments.tensorboard_dir = arguments.save = arguments.load = arguments.pretrained_checkpoint = None
+    arguments.save = arguments.load = arguments.pretrained_checkpoint = None
     initialize_megatron(allow_no_cuda=True)
     return arguments
 

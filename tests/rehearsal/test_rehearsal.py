@@ -57,7 +57,8 @@ def test_a_layout_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
     ],
     ids=["data", "tensor_pipeline", "expert", "context", "interleaved"],
 )
-def test_what_is_exact_and_flops(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_what_is_exact_and_flops(words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     for rank in of(*words, folder=tmp_path):
         guess = rank["estimate"]
         assert rank["parameters"] == guess["parameters"]
@@ -65,6 +66,7 @@ def test_what_is_exact_and_flops(words: tuple[str, ...], tmp_path: Path) -> None
             assert rank["peak"][kind] == pytest.approx(guess[kind], rel=0.02), kind
         assert sum(rank["flops"].values()) == pytest.approx(guess["flops"], rel=0.1)
         assert rank["peak"]["activations"] > 0
+    assert not (tmp_path / "unused").exists(), "nothing is written where training would"
 
 
 @pytest.mark.slow
