@@ -44,7 +44,7 @@ def megatron_arguments(config: Mapping[str, Any]) -> Any:
 
     from nemo_ext.megatron.arguments import command_line
 
-    # The fused SwiGLU is plain torch here and saves what the kernel saves. Parsing would begin to write for TensorBoard.
+    # The fused SwiGLU is plain torch here, and saves as much; parsing would begin to write TensorBoard files.
     left_out = ("--no-bias-swiglu-fusion", "--tensorboard-dir=")
     words = [word for word in command_line(config) if not word.startswith(left_out)]
     with patch.object(
