@@ -150,6 +150,12 @@ class Checkout:
         """Names that `async_grpo_train` uses, since it leaves out parts of `grpo_train`."""
         return self._names_in("nemo_rl/algorithms/grpo.py", "async_grpo_train")
 
+    @cached_property
+    def refills(self) -> bool:
+        """True if the asynchronous loop generates what a step lacks, so that groups can be left out (0.7)."""
+        collector = self.root / "nemo_rl/algorithms/async_utils/trajectory_collector.py"
+        return collector.is_file() and "get_trajectories_needed" in collector.read_text(encoding="utf-8")
+
     def _names_in(self, file: str, function: str) -> frozenset[str]:
         """Identifiers and string constants of a function."""
         module = ast.parse((self.root / file).read_text(encoding="utf-8"))

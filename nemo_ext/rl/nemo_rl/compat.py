@@ -55,6 +55,21 @@ def dpo() -> ModuleType:
     return _module("nemo_rl.algorithms.dpo")
 
 
+def asynchronous() -> ModuleType:
+    """NeMo-RL's module with the actors of its asynchronous loop; raises as `grpo`."""
+    return _module("nemo_rl.algorithms.async_utils")
+
+
+def refills() -> bool:
+    """True if the asynchronous loop's collector generates what its replay buffer says that a step lacks (0.7)."""
+    return hasattr(plain_class(asynchronous().ReplayBuffer), "get_trajectories_needed")
+
+
+def plain_class(actor: Any) -> Any:
+    """Class of which `ray.remote` made an actor class, to derive from."""
+    return actor.__ray_metadata__.modified_class
+
+
 def master_config(module: ModuleType, config: Mapping[str, Any]) -> Any:
     """Convert a config to the type that a module's `setup` takes."""
     kind = module.MasterConfig

@@ -39,7 +39,7 @@ def render(
     draft.put("backend", "policy.megatron_cfg.enabled", backend == "megatron")
     draft.put("backend", "policy.dtensor_cfg.enabled", backend == "dtensor")
     if isinstance(algorithm, PolicyGradient):
-        _policy_gradient(draft, algorithm, checkout.asynchronous)
+        _policy_gradient(draft, algorithm, checkout)
     else:
         _preference(draft, algorithm)
     _optimizer(draft, algorithm, backend)
@@ -49,7 +49,7 @@ def render(
     return draft
 
 
-def _policy_gradient(draft: Draft, algorithm: PolicyGradient, asynchronous: frozenset[str]) -> None:
+def _policy_gradient(draft: Draft, algorithm: PolicyGradient, checkout: Checkout) -> None:
     draft.put("prompts_per_step", "grpo.num_prompts_per_step", algorithm.prompts_per_step)
     draft.put("generations_per_prompt", "grpo.num_generations_per_prompt", algorithm.generations_per_prompt)
     draft.put("batch", "policy.train_global_batch_size", algorithm.batch)
@@ -57,13 +57,13 @@ def _policy_gradient(draft: Draft, algorithm: PolicyGradient, asynchronous: froz
         draft.cannot("passes", "a step's responses are trained on once; passes=1 is done instead")
     draft.put("turns", "grpo.max_rollout_turns", algorithm.turns)
     draft.put("overlong_filtering", "grpo.overlong_filtering", algorithm.overlong_filtering)
-    if algorithm.overlong_filtering and algorithm.asynchronous and "overlong_filtering" not in asynchronous:
+    if algorithm.overlong_filtering and algorithm.asynchronous and "overlong_filtering" not in checkout.asynchronous:
         draft.cannot(
             "overlong_filtering", "this version's asynchronous loop does not filter; overlong responses count instead"
         )
     _advantage(draft, algorithm)
     _policy_loss(draft, algorithm)
-    _sampling(draft, algorithm, asynchronous)
+    _sampling(draft, algorithm, checkout.refills)
     lengths = algorithm.lengths
     if lengths.prompt is not None:
         draft.put("lengths.prompt", "data.max_input_seq_length", lengths.prompt)
@@ -100,9 +100,9 @@ def _advantage(draft: Draft, algorithm: PolicyGradient) -> None:
 
 def _policy_loss(draft: Draft, algorithm: PolicyGradient) -> None:
     loss = algorithm.loss
-    draft.put("loss.level", "loss_fn.token_level_loss", loss.level != "sequence")
+    draft.put("loss.level", "loss_fn.token_level_loss", loss.level == "token")
     if loss.level == "sequence_sum":
-        draft.cannot("loss.level", "responses' tokens are averaged, not summed; level=token is done instead")
+        draft.adapter["loss"] = {"level": loss.level}
     draft.put("loss.ratio", "loss_fn.sequence_level_importance_ratios", loss.ratio == "sequence")
     draft.put("loss.clip_low", "loss_fn.disable_ppo_ratio", loss.clip_low is None)
     if loss.clip_low is not None:
@@ -137,16 +137,16 @@ def _importance_correction(draft: Draft, algorithm: PolicyGradient) -> None:
         draft.cannot(f"{ours}.level", f"it is that of loss.ratio; level={algorithm.loss.ratio} is done instead")
 
 
-def _sampling(draft: Draft, algorithm: PolicyGradient, asynchronous: frozenset[str]) -> None:
+def _sampling(draft: Draft, algorithm: PolicyGradient, refills: bool) -> None:
     sampling = algorithm.sampling
     draft.put("sampling.temperature", "policy.generation.temperature", sampling.temperature)
     draft.put("sampling.top_p", "policy.generation.top_p", sampling.top_p)
-    # Both loops name the switch in their logs; only a loop that calls the function drops groups.
-    drops = algorithm.asynchronous is None or "dynamic_sampling" in asynchronous
+    # The asynchronous loop never does it itself: `dropping`.
+    drops = algorithm.asynchronous is None or refills
     if sampling.drop_zero_variance and not drops:
         draft.cannot(
             "sampling.drop_zero_variance",
-            "the asynchronous loop never drops groups; they stay in the batch with an advantage of 0 instead",
+            "this version's asynchronous loop cannot drop groups; they stay in the batch with an advantage of 0 instead",
         )
     draft.put("sampling.drop_zero_variance", "grpo.use_dynamic_sampling", sampling.drop_zero_variance and drops)
     if sampling.max_batches is not None and drops:

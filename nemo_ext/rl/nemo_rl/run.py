@@ -8,7 +8,7 @@ import contextlib
 import copy
 import importlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from nemo_ext.rl.prompts import Prompts
 
 ALGORITHMS = ("grpo", "rloo", "dpo", "rpo")
 _COMMON = ("algorithm", "nemo_rl", "template")
-_GROUP = ("tasks", "environments", "tool_style", "advantage", "group")
+_GROUP = ("tasks", "environments", "tool_style", "advantage", "group", "loss")
 _PAIRS = ("pairs", "rpo")
 
 
@@ -56,7 +56,8 @@ def run(config: Mapping[str, Any]) -> End:
 
             GRPO and RLOO: `tasks` with `train` (see `nemo_ext.rl.plan.plan_tasks`) and `validation` (`path`);
             `environments`, settings of `environment.TaskEnvironment` by name; `tool_style`; `advantage` and `group`,
-            see `group_rewards.groups_of`.
+            see `group_rewards.groups_of`; `loss`, whose `level: sequence_sum` replaces NeMo-RL's means (see
+            `sequence_sum`).
 
             DPO and RPO: `pairs` with `train` and optionally `validation` (paths) and `rendered` (they hold text);
             for RPO `rpo` with `eta` and `distance`.
@@ -90,18 +91,25 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> 
     groups = groups_of(
         generations=grpo["num_generations_per_prompt"], advantage=config.get("advantage"), group=config.get("group")
     )
+    level = _level(config.get("loss") or {}, master)
     dynamic = bool(grpo.get("use_dynamic_sampling"))
     if dynamic and groups.reward is not None:
         raise ValueError(
             "grpo.use_dynamic_sampling with group.length_control or group.judge: lengths differ in every group, so "
             "none would be dropped: choose one"
         )
+    asynchronous = compat.is_async(master)
+    if dynamic and asynchronous and not compat.refills():
+        raise ValueError(
+            "grpo.use_dynamic_sampling with grpo.async_grpo.enabled: this version generates no groups in place of "
+            "those left out (0.7 does): set one of them to false"
+        )
     steps, spare = grpo["max_num_steps"], 0
     if dynamic:
         spare = steps * grpo["dynamic_sampling_max_gen_batches"]
-    elif compat.is_async(master):
+    if asynchronous:
         # Its collector loses unfinished batches when the data end, and the training then waits for them forever.
-        spare = grpo["async_grpo"]["max_trajectory_age_steps"] + 2
+        spare += grpo["async_grpo"]["max_trajectory_age_steps"] + 2
     prompts = int(grpo["num_prompts_per_step"] * (grpo.get("batch_multiplier") or 1))
     train = plan_tasks(config["tasks"]["train"], steps=steps, prompts=prompts, spare=spare)
     validation = None
@@ -137,14 +145,35 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> 
     try:
         module = compat.grpo()
         ready = compat.set_up_grpo(compat.master_config(module, master), tokenizer, *datasets)
+        if level is not None:
+            # Imported late: its class is NeMo-RL's.
+            ready.loss_fn = importlib.import_module("nemo_ext.rl.nemo_rl.sequence_sum").SequenceSumLoss(ready.loss_fn)
         watched = WithEnvironments(ready.logger.log_metrics, environments, judges)
         ready.logger.log_metrics = watched
-        in_groups = scored(groups, tokenizer, asynchronous=compat.is_async(ready.config))
-        with in_groups, compat.clocks(module) as clocks:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(scored(groups, tokenizer, asynchronous=asynchronous))
+            if dynamic and asynchronous:
+                # Imported late: its classes are NeMo-RL's.
+                dropping = importlib.import_module("nemo_ext.rl.nemo_rl.dropping")
+                batches = grpo["dynamic_sampling_max_gen_batches"]
+                counts = dropping.dropping(prompts=grpo["num_prompts_per_step"], batches=batches)
+                watched.of_step[dropping.PREFIX] = stack.enter_context(counts)
+            clocks = stack.enter_context(compat.clocks(module))
             compat.train_grpo(ready, tokenizer, environments, judges or None)
         return _end(ready, watched.last_step, grpo["max_num_steps"], clocks)
     finally:
         _shut_down([*environments.values(), *judges.values()])
+
+
+def _level(loss: Mapping[str, Any], master: Mapping[str, Any]) -> str | None:
+    """Level of the loss that only the adapter has, or None."""
+    check_keys(loss, ("level",), required=(), where="loss")
+    level: str | None = loss.get("level")
+    if level not in (None, "sequence_sum"):
+        raise ValueError(f"loss.level: {level!r} is NeMo-RL's own: set loss_fn.token_level_loss; here is sequence_sum")
+    if level is not None and master["loss_fn"].get("token_level_loss", True):
+        raise ValueError("loss.level=sequence_sum: set loss_fn.token_level_loss=false")
+    return level
 
 
 def _dpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, *, with_rewards: bool) -> End:
@@ -187,12 +216,17 @@ class WithEnvironments:
     """Wrapper of a logger's `log_metrics` that also logs the environments' metrics, once per step.
 
     They are logged under `train/` and `validation/`; NeMo-RL never asks an environment for metrics.
+
+    Attributes:
+        of_step: functions that give more metrics of a training step, by prefix.
+        last_step: last training step that was logged.
     """
 
     def __init__(self, log: Any, environments: Mapping[str, Any], judges: Mapping[str, Any]) -> None:
         self._log = log
         self._actors = {"train": environments, "validation": judges}
         self._logged: dict[str, int] = {}
+        self.of_step: dict[str, Callable[[int], Mapping[str, float]]] = {}
         self.last_step = 0
 
     def __call__(self, metrics: Mapping[str, Any], step: int, prefix: str | None = "", **others: Any) -> None:
@@ -212,6 +246,9 @@ class WithEnvironments:
         }
         if named:
             self._log(named, step, prefix=f"{prefix}/environments")
+        if prefix == "train":
+            for name, metrics in self.of_step.items():
+                self._log(metrics(step), step, prefix=name)
 
 
 def _environment_settings(

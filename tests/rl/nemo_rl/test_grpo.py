@@ -1,7 +1,8 @@
 """NeMo-RL's own GRPO trains two steps on a CPU in our environments: rewards and advantages are those they should be."""
 
+import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -304,3 +305,103 @@ def test_a_preset_trains_by_the_command(
         assert sorted(advantages_of(batch).tolist()) == pytest.approx(sorted(wanted), abs=1e-4)
     assert stage.logger.logged["train/environments", 2]["math/correct"] == 0.5
     assert json.loads((tmp_path / "run" / "versions.json").read_text())
+
+
+STEPS, PROMPTS, BATCHES = 3, 2, 6
+
+
+@pytest.fixture
+def started(
+    grpo_stage: Callable[..., Any], grpo_config: Callable[..., dict[str, Any]], jsonl: Callable[..., Path]
+) -> Callable[..., Any]:
+    """Stage of a run over tasks in order, of which those at some places are never solved and the others at times."""
+
+    def start(places: Sequence[int], count: int, *overrides: str) -> tuple[Any, list[str]]:
+        # No two of the same prompt, since the script goes by it.
+        made = list({prompt_of(task): task for task in arithmetic.tasks(2 * count, seed=1, level=3)}.values())[:count]
+        prompts = [prompt_of(task) for task in made]
+        wrong = ["so</think>No."]
+        stage = grpo_stage(
+            {
+                prompt: [wrong] * 4 if at in places else [[f"so</think>{arithmetic.solution(task)}"], wrong] * 2
+                for at, (task, prompt) in enumerate(zip(made, prompts, strict=True))
+            },
+            is_async=True,
+        )
+        path = jsonl("tasks.jsonl", [task.record() for task in made])
+        sampling = ("grpo.use_dynamic_sampling=true", f"++grpo.dynamic_sampling_max_gen_batches={BATCHES}")
+        run(
+            {
+                "algorithm": "grpo",
+                "nemo_rl": grpo_config(*COMMON, *ASYNC, *sampling, f"grpo.max_num_steps={STEPS}", *overrides),
+                "template": "nemotron3_nano",
+                "tasks": {"train": {"path": str(path), "shuffle": False}},
+            }
+        )
+        return stage, prompts
+
+    return start
+
+
+def test_they_are_replaced_and_no_prompt_is_lost(started: Callable[..., Any], tokenizer: Any) -> None:
+    bad = [at for at in range(40) if at % 4 != 3]
+    stage, prompts = started(bad, 40)
+
+    assert len(stage.policy.batches) == STEPS
+    trained = []
+    for batch in stage.policy.batches:
+        assert (advantages_of(batch).abs() > 0.5).all()
+        texts = [tokenizer.decode(ids[:n]) for ids, n in zip(batch["input_ids"], batch["input_lengths"], strict=True)]
+        trained += sorted({at for text in texts for at, prompt in enumerate(prompts) if text.startswith(prompt)})
+    assert len(trained) == len(set(trained)) == STEPS * PROMPTS
+    # One more step may have been generated for already; each prompt before was used.
+    good = [at for at in range(40) if at not in bad]
+    assert set(trained) <= set(good[: (STEPS + 2) * PROMPTS])
+    counts = [stage.logger.logged["train/dynamic_sampling", step] for step in range(1, STEPS + 1)]
+    for count in counts:
+        assert count["kept"] == PROMPTS
+        assert count["generated"] == count["kept"] + count["dropped"] == PROMPTS * count["batches"]
+        assert count["generated"] <= PROMPTS * BATCHES
+        assert count["reward"] == pytest.approx(0.5 * PROMPTS / count["generated"])
+    # Of the first prompts up to the last that was trained on, all that were left out are counted.
+    before = sum(at in bad for at in range(min(max(trained), max(good[: STEPS * PROMPTS]))))
+    assert sum(count["dropped"] for count in counts) >= before - (PROMPTS + 1) * 3
+    assert sum(count["dropped"] for count in counts) > 0
+
+
+def test_tasks_that_are_never_solved_end_the_run(started: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"step 1: 12 of 12 generated groups .* sampling.max_batches=6 allows no more"):
+        started(range(40), 40)
+
+
+@pytest.mark.slow
+def test_so_they_do_in_the_midst_of_it(started: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> None:
+    # 0.7's loop prints the error and returns.
+    with pytest.raises((ValueError, RuntimeError), match=r"max_batches=6|ended after step 1 of 3"):
+        started(range(2, 40), 40)
+
+    assert "step 2: 12 of 12 generated groups have equal rewards" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_end_of_the_data_ends_the_run(
+    started: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    module = importlib.import_module("nemo_ext.rl.nemo_rl.run")
+    planned = module.plan_tasks
+    monkeypatch.setattr(module, "plan_tasks", lambda *given, spare, **sizes: planned(*given, spare=0, **sizes))
+
+    with pytest.raises((ValueError, RuntimeError), match=r"the data have ended|exhausted|ended after step"):
+        started(range(1, 40), 40)
+
+    printed = capfd.readouterr()
+    assert "the data have ended: give more tasks" in printed.out + printed.err
+
+
+def test_a_version_that_generates_no_others_is_refused(
+    started: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("nemo_ext.rl.nemo_rl.compat"), "refills", lambda: False)
+
+    with pytest.raises(ValueError, match="generates no groups in place of those left out"):
+        started([], 4)
