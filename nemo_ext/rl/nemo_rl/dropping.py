@@ -1,9 +1,9 @@
 """Dynamic sampling in NeMo-RL's asynchronous loop: groups of equal rewards are left out, others generated instead.
 
 `async_grpo_train` never calls `dynamic_sampling`. It has two Ray actors: a collector, which generates groups for one of
-the next steps, and a replay buffer, which keeps them until that step trains. Since 0.7 the collector asks the buffer how
-many groups a step lacks and generates those alone, for a step that was resumed in its middle or whose rollouts failed.
-So a buffer that does not keep a group has another one generated. What the collector lacks is added here:
+the next steps, and a replay buffer, which keeps them until that step trains. Since 0.7 the collector asks the buffer
+how many groups a step lacks and generates those alone, for a step that was resumed in its middle or whose rollouts
+failed. So a buffer that does not keep a group has another one generated. What the collector lacks is added here:
 
 - It pauses until the next weights once all its steps are being generated, and would not see that one lacks groups
   again: here it sleeps until a step lacks groups.

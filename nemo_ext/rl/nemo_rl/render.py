@@ -146,7 +146,7 @@ def _sampling(draft: Draft, algorithm: PolicyGradient, refills: bool) -> None:
     if sampling.drop_zero_variance and not drops:
         draft.cannot(
             "sampling.drop_zero_variance",
-            "this version's asynchronous loop cannot drop groups; they stay in the batch with an advantage of 0 instead",
+            "its asynchronous loop cannot drop groups; they stay in the batch with an advantage of 0 instead",
         )
     draft.put("sampling.drop_zero_variance", "grpo.use_dynamic_sampling", sampling.drop_zero_variance and drops)
     if sampling.max_batches is not None and drops:

@@ -247,8 +247,8 @@ class WithEnvironments:
         if named:
             self._log(named, step, prefix=f"{prefix}/environments")
         if prefix == "train":
-            for name, metrics in self.of_step.items():
-                self._log(metrics(step), step, prefix=name)
+            for name, found_of in self.of_step.items():
+                self._log(found_of(step), step, prefix=name)
 
 
 def _environment_settings(

@@ -377,10 +377,11 @@ def test_tasks_that_are_never_solved_end_the_run(started: Callable[..., Any]) ->
 @pytest.mark.slow
 def test_so_they_do_in_the_midst_of_it(started: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> None:
     # 0.7's loop prints the error and returns.
-    with pytest.raises((ValueError, RuntimeError), match=r"max_batches=6|ended after step 1 of 3"):
+    with pytest.raises((ValueError, RuntimeError)) as error:
         started(range(2, 40), 40)
 
-    assert "step 2: 12 of 12 generated groups have equal rewards" in capfd.readouterr().out
+    told = str(error.value) + capfd.readouterr().err
+    assert "step 2: 12 of 12 generated groups have equal rewards" in told
 
 
 @pytest.mark.slow
@@ -391,11 +392,10 @@ def test_the_end_of_the_data_ends_the_run(
     planned = module.plan_tasks
     monkeypatch.setattr(module, "plan_tasks", lambda *given, spare, **sizes: planned(*given, spare=0, **sizes))
 
-    with pytest.raises((ValueError, RuntimeError), match=r"the data have ended|exhausted|ended after step"):
+    with pytest.raises((ValueError, RuntimeError)) as error:
         started(range(1, 40), 40)
 
-    printed = capfd.readouterr()
-    assert "the data have ended: give more tasks" in printed.out + printed.err
+    assert "the data have ended: give more tasks" in str(error.value) + capfd.readouterr().err
 
 
 def test_a_version_that_generates_no_others_is_refused(

@@ -214,13 +214,37 @@ def test_resumed_as_if_it_had_never_stopped(runs: Runs, tiny_llama: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_asynchronous_steps(runs: Runs, small_model: Path, task_file: Path) -> None:
-    logged = runs.nemo_rl("run", small_model, *grpo(task_file), *ASYNCHRONOUS, steps=3)
+@pytest.mark.parametrize("drops", [False, True], ids=["all groups", "without equal rewards"])
+def test_asynchronous_steps(runs: Runs, small_model: Path, task_file: Path, drops: bool) -> None:
+    sampling = ("rl.sampling={drop_zero_variance: true, max_batches: 20}",) if drops else ()
+    logged = runs.nemo_rl("run", small_model, *grpo(task_file), *ASYNCHRONOUS, *sampling, steps=3)
 
     assert len(of(logged, "reward")) == 3
     # The first step's samples are of the weights that are trained; later ones may be a step old.
     assert of(logged, "token_mult_prob_error")[0] == pytest.approx(1, abs=1e-3)
     assert (of(logged, "grad_norm") > 0).all()
+    if drops:
+        kept, dropped = (of(logged, key, "train/dynamic_sampling") for key in ("kept", "dropped"))
+        assert (kept == 4).all() and dropped.sum() > 0
+        assert ((of(logged, "reward") > 0) & (of(logged, "reward") < 1)).all()
+
+
+@pytest.mark.slow
+def test_rloo_sums_over_a_response(runs: Runs, small_model: Path, task_file: Path) -> None:
+    """The loss is the plain formula of what NeMo-RL logged of the batch, trained in three micro-batches."""
+    words = [word for word in grpo(task_file, prompts=3) if not word.startswith(("preset=", "micro_batch="))]
+    logged = runs.nemo_rl("run", small_model, "preset=rloo_if", "micro_batch=8", *words, steps=1)
+
+    (file,) = runs.folder.rglob("train_data_step1.jsonl")
+    rows = list(map(json.loads, file.read_text().splitlines()))
+    sums = [
+        -sum(map(np.prod, zip(row["advantages"], row["prev_logprobs"], row["token_loss_mask"], strict=True)))
+        for row in rows
+    ]
+    lengths = [sum(row["token_loss_mask"]) for row in rows]
+    assert len(rows) == 3 * GENERATIONS and len(set(lengths)) > 3
+    assert of(logged, "loss") == pytest.approx([np.mean(sums)], rel=1e-3)
+    assert abs(np.mean(sums)) > 10 * abs(np.sum(sums) / np.sum(lengths))  # which level=token would have been
 
 
 @pytest.mark.slow

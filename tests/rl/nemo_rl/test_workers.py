@@ -1,12 +1,21 @@
 """Real Ray workers, and a package in Megatron-Bridge's place: they register with it when they import it."""
 
+import importlib.util
+import json
 import os
+import shutil
 import subprocess
 import sys
+from collections import Counter
+from importlib.resources import files
+from math import prod
 from pathlib import Path
 
 import pytest
 
+from nemo_ext.checkpoint.description import from_config
+from nemo_ext.checkpoint.formats import FORMATS, choose, read
+from nemo_ext.job.config import compose
 from nemo_ext.rl.nemo_rl.workers import HOOK, VARIABLE, use, with_bridges
 
 DRIVER = """
@@ -94,3 +103,151 @@ def test_the_users_own_hook_stays_and_is_told_of_ours(
 
     assert os.environ[VARIABLE] == "theirs.hook"
     assert "workers lack our bridges" in capsys.readouterr().err
+
+
+ENGINE = """
+import importlib, importlib.abc, importlib.machinery, sys, torch
+
+__version__ = "2.9.0"
+
+class Parts(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("transformer_engine."):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        module.__getattr__ = lambda attribute: made(module.__name__, attribute)
+
+def made(module, attribute):
+    if attribute.startswith("__"):
+        raise AttributeError(attribute)
+    if attribute.islower():
+        return importlib.import_module(f"{module}.{attribute}")
+    found = type(attribute, (torch.nn.Module,), {"__module__": module})
+    setattr(sys.modules[module], attribute, found)
+    return found
+
+def __getattr__(attribute):
+    return made("transformer_engine", attribute)
+
+sys.meta_path.insert(0, Parts())
+"""
+"""Modules of Transformer Engine's names, whose attributes are empty modules: Megatron-Bridge imports it always."""
+WORKER = """
+import json, sys
+import ray
+
+@ray.remote
+class Worker:
+    # As NeMo-RL's Megatron worker does: AutoBridge is all that it asks for, and no line of it knows nemo_ext.
+    def built(self, folders):
+        from nemo_ext.megatron.cpu import runtime
+        runtime.enable()
+        assert "nemo_ext.megatron.bridge" not in sys.modules
+        from megatron.bridge import AutoBridge
+        import torch
+        torch.distributed.init_process_group("gloo", rank=0, world_size=1, init_method="tcp://127.0.0.1:0")
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(1)
+        return {name: self.sizes(AutoBridge, folder) for name, folder in folders.items()}
+
+    def sizes(self, AutoBridge, folder):
+        auto = AutoBridge.from_hf_pretrained(folder, trust_remote_code=True)
+        provider = auto.to_megatron_provider(load_weights=False)
+        settings = {"transformer_impl": "local", "apply_rope_fusion": False, "bias_dropout_fusion": False}
+        settings |= {"gradient_accumulation_fusion": False, "masked_softmax_fusion": False}
+        settings |= {"persist_layer_norm": False, "use_cpu_initialization": True, "attention_backend": "auto"}
+        for key, value in settings.items():
+            setattr(provider, key, value)
+        provider.finalize()
+        model = provider.provide(pre_process=True, post_process=True)
+        return {name: weight.numel() for name, weight in model.named_parameters()}
+"""
+STARTED = """
+import json, os, sys
+from nemo_ext.rl.nemo_rl import run
+run._start_ray()
+import ray
+from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
+from nemo_rl.distributed.virtual_cluster import PY_EXECUTABLES, RayVirtualCluster
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+
+ACTOR_ENVIRONMENT_REGISTRY["bridged.Worker"] = PY_EXECUTABLES.SYSTEM
+cluster = RayVirtualCluster([1], use_gpus=False, max_colocated_worker_groups=1)
+group = RayWorkerGroup(cluster, RayWorkerBuilder("bridged.Worker"))
+found = ray.get(group.run_single_worker_single_data("built", 0, folders=json.loads(sys.argv[1])))
+print("FOUND", json.dumps(found), flush=True)
+group.shutdown(force=True)
+cluster.shutdown()
+"""
+BRIDGED = {
+    "Olmo3ForCausalLM": ("model=olmo3_tiny",),
+    "DeciLMForCausalLM": (
+        "model=llama_nemotron_tiny",
+        "model.pattern=*{kv=1}-*{linear}-{ffn=96}-{linear}--*{window=8}",
+    ),
+    "NemoExtBlocksForCausalLM": (
+        "model=nemotron3_nano_tiny",
+        "model.pattern=M{heads=4}M{linear}*{kv=1}-{ffn=96}E{ffn=64}E{linear}*{linear}M*-{linear}E",
+        *("megatron.moe_router_score_function=sigmoid", "megatron.moe_router_enable_expert_bias=true"),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.nemo_rl
+def test_a_worker_of_nemo_rl_builds_our_models_with_megatron_bridge(ray_cluster: None, tmp_path: Path) -> None:
+    """Started by NeMo-RL's own classes, in a process that has made no call of ours."""
+    if importlib.util.find_spec("megatron.bridge") is None:
+        pytest.skip("Megatron-Bridge is not installed: pip install --no-deps megatron-bridge")
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "bridged.py").write_text(WORKER)
+    if importlib.util.find_spec("transformer_engine") is None:
+        (own / "transformer_engine").mkdir()
+        (own / "transformer_engine" / "__init__.py").write_text(ENGINE)
+        (own / "transformer_engine-2.9.0.dist-info").mkdir()
+        (own / "transformer_engine-2.9.0.dist-info" / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.9.0\n"
+        )
+    descriptions, folders = {}, {}
+    for name, words in BRIDGED.items():
+        config = choose(from_config(compose("train", ["run_dir=unused", "data=mock", *words])))[1]
+        found, descriptions[name] = read(config)
+        assert found.architecture == name
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        for code in found.code:
+            shutil.copyfile(str(files("nemo_ext.checkpoint.remote_code") / code), folder / code)
+        folders[name] = str(folder)
+    path = os.pathsep.join(filter(None, (str(own), os.environ.get("PYTHONPATH"))))
+
+    ended = subprocess.run(
+        [sys.executable, "-c", STARTED, json.dumps(folders)],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            **{"PYTHONPATH": path, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "HF_MODULES_CACHE": str(tmp_path / "hf")},
+            "HF_HUB_OFFLINE": "1",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("FOUND ")]
+    assert lines, ended.stdout[-3000:] + ended.stderr[-6000:]
+    built = json.loads(lines[0].removeprefix("FOUND "))
+    bridge = importlib.import_module("nemo_ext.megatron.bridge")
+    for name, description in descriptions.items():
+        wanted: Counter[str] = Counter()
+        for piece in (piece for entry in FORMATS[name].entries(description) for piece in entry.pieces):
+            if ".experts.experts." not in piece.key and not piece.key.endswith("expert_bias"):
+                wanted[bridge.parameter_names(piece)[0]] += prod(piece.shape)
+        assert wanted == {key: size for key, size in built[name].items() if ".experts.local_experts." not in key}
+    # Blocks of one kind have sizes of their own.
+    assert len({size for key, size in built["DeciLMForCausalLM"].items() if key.endswith("linear_fc1.weight")}) > 1

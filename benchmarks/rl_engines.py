@@ -1,0 +1,155 @@
+"""GRPO with NeMo-RL beside GRPO with TRL: the same model, tasks and settings through `nemo-ext rl`, on a CPU.
+
+    NEMO_RL_ROOT=nemo-rl python benchmarks/rl_engines.py --folder DIR run nemo_rl --name "NeMo-RL 0.7.0" --seed 1
+    python benchmarks/rl_engines.py --folder DIR run trl --name TRL --seed 1      # and 2, 3, ...
+    python benchmarks/rl_engines.py --folder DIR report --plot rewards.png
+
+Model, tasks, settings and the stand-ins for NeMo-RL's workers and vLLM are those of `tests/rl/nemo_rl` (wants TRL and
+docs/rl/nemo_rl.md's environment): a Llama of two layers after a little SFT, sums and JSON by a schema, 8 prompts x 8
+responses a step. Reported: mean rewards of the first and last steps, TRL's 95 % interval for one more run, and whether
+NeMo-RL's runs end in it; with --plot, the rewards of all steps.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+TESTS = Path(__file__).parents[1] / "tests" / "rl" / "nemo_rl"
+SMOOTH = 10
+"""Steps of the plot's moving mean."""
+
+
+def loaded(name: str) -> ModuleType:
+    """A module of the tests."""
+    spec = importlib.util.spec_from_file_location(f"nemo_ext_{name}", TESTS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def prepared(folder: Path, learning: ModuleType) -> tuple[Path, Path]:
+    """Model and tasks, the same for all runs."""
+    model, tasks = folder / "model", folder / "tasks.jsonl"
+    if not tasks.is_file():
+        learning.make_model(model, 120)
+        made = learning.tasks(learning.STEPS * learning.PROMPTS // 2, seed=2)
+        learning.written(tasks, (task.record() for task in made))
+    return model, tasks
+
+
+def train(folder: Path, engine: str, seed: int, steps: int) -> list[float]:
+    """Mean reward of each step of a run."""
+    learning = loaded("test_learning")
+    model, tasks = prepared(folder, learning)
+    words = learning.grpo(tasks, seed=seed)
+    runs, name = learning.Runs(None, folder / "runs"), f"{engine}-{seed}-{os.getpid()}"
+    if engine == "trl":
+        return list(map(float, runs.trl(name, model, "reward", *words, seed=seed, steps=steps)))
+    with_cpu_workers(runs)
+    logged = runs.nemo_rl(name, model, *words, seed=seed, steps=steps)
+    return list(map(float, learning.of(logged, "reward")))
+
+
+def with_cpu_workers(runs: Any) -> None:
+    """Give the runs NeMo-RL with the tests' policy and generation, and a Ray of this process."""
+    conftest = loaded("conftest")  # puts NEMO_RL_ROOT on the path
+    import ray
+    import torch
+
+    registry = importlib.import_module("nemo_rl.distributed.ray_actor_environment_registry").ACTOR_ENVIRONMENT_REGISTRY
+    registry |= dict.fromkeys(
+        registry, importlib.import_module("nemo_rl.distributed.virtual_cluster").PY_EXECUTABLES.SYSTEM
+    )
+    ray.init(num_cpus=8, include_dashboard=False)
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    runs.policy = loaded("cpu_policy")
+    for module in (conftest, runs.policy):
+        ray.cloudpickle.register_pickle_by_value(module)
+    grpo = importlib.import_module("nemo_rl.algorithms.grpo")
+    for name, kind in runs.policy.REPLACED.items():
+        setattr(grpo, name, kind)
+    patch.object(torch.Tensor, "cuda", lambda tensor, *arguments, **keywords: tensor).start()
+
+
+def report(folder: Path, plot: Path | None) -> None:
+    """The table, and the plot."""
+    found: dict[str, list[np.ndarray]] = {}
+    for line in map(json.loads, (folder / "rewards.jsonl").read_text().splitlines()):
+        found.setdefault(line["name"], []).append(np.array(line["rewards"]))
+    last = {name: [rewards[-20:].mean() for rewards in runs] for name, runs in found.items()}
+    low, high = loaded("test_learning").interval(last["TRL"])
+    print("| engine | runs | first 10 steps | last 20 steps | in TRL's interval |\n|---|---|---|---|---|")
+    for name, runs in found.items():
+        first = ", ".join(f"{rewards[:10].mean():.3f}" for rewards in runs)
+        ends = ", ".join(f"{value:.3f}" for value in last[name])
+        inside = ", ".join("yes" if low <= value <= high else "no" for value in last[name])
+        print(
+            f"| {name} | {len(runs)} | {first} | {ends} | {f'{low:.3f} to {high:.3f}' if name == 'TRL' else inside} |"
+        )
+    if plot is not None:
+        draw(found, plot)
+
+
+def draw(found: dict[str, list[np.ndarray]], plot: Path) -> None:
+    """Moving means of the rewards; of TRL the mean and the interval for one more run at each step."""
+    from nemo_ext.job.report import new_figure, save_figure, tidy
+
+    figure = new_figure(figsize=(6.5, 4))
+    axes, interval = figure.subplots(), loaded("test_learning").interval
+    curves = {
+        name: np.array([np.convolve(rewards, np.ones(SMOOTH) / SMOOTH, "valid") for rewards in runs])
+        for name, runs in found.items()
+    }
+    trl = curves.pop("TRL")
+    steps = np.arange(trl.shape[1]) + SMOOTH
+    low, high = np.array([interval(column) for column in trl.T]).T
+    axes.fill_between(steps, low, high, alpha=0.2, color="grey", label=f"TRL, 95 % for one more run ({len(trl)} seeds)")
+    axes.plot(steps, trl.mean(0), color="grey", label="TRL, mean")
+    for name, runs in curves.items():
+        for number, curve in enumerate(runs):
+            colour = f"C{list(curves).index(name)}"
+            axes.plot(steps, curve, color=colour, linewidth=1.2, label=None if number else name)
+    axes.set_title(f"Reward while training, mean of {SMOOTH} steps", loc="left", fontsize=11)
+    axes.set_xlabel("step")
+    axes.legend(frameon=False, fontsize=8)
+    tidy(axes)
+    save_figure(figure, plot, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="model, tasks, runs and rewards.jsonl")
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("run", help="one run, whose rewards are added to rewards.jsonl")
+    one.add_argument("engine", choices=("trl", "nemo_rl"))
+    one.add_argument("--name", required=True, help="name in the report; TRL's runs are named TRL")
+    one.add_argument("--seed", type=int, required=True)
+    one.add_argument("--steps", type=int, default=60)
+    whole = commands.add_parser("report")
+    whole.add_argument("--plot", type=Path)
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    if arguments.command == "report":
+        report(arguments.folder, arguments.plot)
+        return
+    if arguments.engine == "nemo_rl" and not os.environ.get("NEMO_RL_ROOT"):
+        parser.error("NEMO_RL_ROOT is not set: a NeMo-RL checkout")
+    began = time.process_time()
+    rewards = train(arguments.folder.absolute(), arguments.engine, arguments.seed, arguments.steps)
+    with (arguments.folder / "rewards.jsonl").open("a") as file:
+        file.write(json.dumps({"name": arguments.name, "seed": arguments.seed, "rewards": rewards}) + "\n")
+    print(f"{arguments.name}, seed {arguments.seed}: {time.process_time() - began:.0f} s of this process")
+
+
+if __name__ == "__main__":
+    main()
