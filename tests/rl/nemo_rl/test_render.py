@@ -135,6 +135,28 @@ def test_what_the_asynchronous_loop_leaves_out(checkout: Checkout) -> None:
     assert "dynamic_sampling" not in checkout.asynchronous
 
 
+def test_a_loop_that_refills_is_known_by_its_source(checkout: Checkout) -> None:
+    collector = checkout.root / "nemo_rl/algorithms/async_utils/trajectory_collector.py"
+    assert not checkout.refills
+
+    collector.parent.mkdir()
+    collector.write_text("buffer.get_trajectories_needed.remote(step)")
+
+    assert Checkout(checkout.root).refills
+
+
+@pytest.mark.parametrize("refills", [False, True])
+def test_groups_are_left_out_asynchronously_where_it_does(
+    real: Checkout, monkeypatch: pytest.MonkeyPatch, refills: bool
+) -> None:
+    monkeypatch.setattr(Checkout, "refills", refills)
+
+    rendered = render(load("domyn_multi_env_grpo"), real)
+
+    assert rendered.settings["grpo"]["use_dynamic_sampling"] is refills
+    assert ("sampling.drop_zero_variance" in rendered.inexpressible) is not refills
+
+
 def test_a_folder_that_is_no_checkout(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is no checkout of NeMo-RL"):
         Checkout(tmp_path)
@@ -209,10 +231,13 @@ def test_the_router(real: Checkout) -> None:
 
 def test_what_the_adapter_is_told(real: Checkout) -> None:
     judged, rpo = render(load("nemotron3_rlhf"), real).adapter, render(load("rpo_offline"), real).adapter
+    rloo = render(load("rloo_if"), real)
 
     assert judged["group"]["length_control"]["thinking"] == 0.5
     assert judged["advantage"] == {"baseline": "leave_one_out", "normalise": "unbiased_std"}
     assert rpo["rpo"] == {"eta": 1.0, "distance": "backward_kl"}
+    assert rloo.adapter["loss"] == {"level": "sequence_sum"} and "loss" not in judged
+    assert rloo.settings["loss_fn"]["token_level_loss"] is False and "loss.level" not in rloo.inexpressible
 
 
 @pytest.mark.parametrize(
