@@ -86,16 +86,16 @@ def report(folder: Path, plot: Path | None) -> None:
     found: dict[str, list[np.ndarray]] = {}
     for line in map(json.loads, (folder / "rewards.jsonl").read_text().splitlines()):
         found.setdefault(line["name"], []).append(np.array(line["rewards"]))
-    last = {name: [rewards[-20:].mean() for rewards in runs] for name, runs in found.items()}
-    low, high = loaded("test_learning").interval(last["TRL"])
-    print("| engine | runs | first 10 steps | last 20 steps | in TRL's interval |\n|---|---|---|---|---|")
+    interval = loaded("test_learning").interval
+    print("| engine | runs | steps | first 10 steps | last 20 steps | TRL's interval for these | in it |")
+    print("|---" * 7 + "|")
     for name, runs in found.items():
-        first = ", ".join(f"{rewards[:10].mean():.3f}" for rewards in runs)
-        ends = ", ".join(f"{value:.3f}" for value in last[name])
-        inside = ", ".join("yes" if low <= value <= high else "no" for value in last[name])
-        print(
-            f"| {name} | {len(runs)} | {first} | {ends} | {f'{low:.3f} to {high:.3f}' if name == 'TRL' else inside} |"
-        )
+        steps = min(map(len, runs))
+        first, last = ([rewards[begin:end].mean() for rewards in runs] for begin, end in ((0, 10), (steps - 20, steps)))
+        low, high = interval([rewards[steps - 20 : steps].mean() for rewards in found["TRL"]])
+        inside = "" if name == "TRL" else ", ".join("yes" if low <= value <= high else "no" for value in last)
+        cells = (", ".join(f"{value:.3f}" for value in values) for values in (first, last))
+        print(f"| {name} | {len(runs)} | {steps} | {' | '.join(cells)} | {low:.3f} to {high:.3f} | {inside} |")
     if plot is not None:
         draw(found, plot)
 
@@ -107,18 +107,20 @@ def draw(found: dict[str, list[np.ndarray]], plot: Path) -> None:
     figure = new_figure(figsize=(6.5, 4))
     axes, interval = figure.subplots(), loaded("test_learning").interval
     curves = {
-        name: np.array([np.convolve(rewards, np.ones(SMOOTH) / SMOOTH, "valid") for rewards in runs])
+        name: [np.convolve(rewards, np.ones(SMOOTH) / SMOOTH, "valid") for rewards in runs]
         for name, runs in found.items()
     }
     trl = curves.pop("TRL")
-    steps = np.arange(trl.shape[1]) + SMOOTH
-    low, high = np.array([interval(column) for column in trl.T]).T
+    shortest = min(map(len, trl))
+    columns = np.array([curve[:shortest] for curve in trl]).T
+    steps = np.arange(shortest) + SMOOTH
+    low, high = np.clip([interval(column) for column in columns], 0, 1).T
     axes.fill_between(steps, low, high, alpha=0.2, color="grey", label=f"TRL, 95 % for one more run ({len(trl)} seeds)")
-    axes.plot(steps, trl.mean(0), color="grey", label="TRL, mean")
+    axes.plot(steps, columns, color="grey", linewidth=0.8, label=["TRL", *[None] * (len(trl) - 1)])
     for name, runs in curves.items():
         for number, curve in enumerate(runs):
             colour = f"C{list(curves).index(name)}"
-            axes.plot(steps, curve, color=colour, linewidth=1.2, label=None if number else name)
+            axes.plot(np.arange(len(curve)) + SMOOTH, curve, color=colour, label=None if number else name)
     axes.set_title(f"Reward while training, mean of {SMOOTH} steps", loc="left", fontsize=11)
     axes.set_xlabel("step")
     axes.legend(frameon=False, fontsize=8)
