@@ -29,6 +29,8 @@ class Settings:
 
 FP8_WEIGHTS = "fp8 weights"
 """Kind of memory: FP8 copies of weights."""
+TE_VERSION = "2.20.2"
+"""Transformer Engine whose sources say what `nemo_ext.rehearsal.transformer_engine` holds."""
 NOT_HERE = (
     "fp4",
     "fp4_format",

@@ -119,6 +119,7 @@ class Product:
         scaling: FP8 scaling; None for BF16.
         keeps_input: whether the input is saved in BF16, although the product is in FP8.
         scatters: group over which a row-parallel layer's output is scattered along the sequence, by this product.
+        multiple: to which Megatron pads the tokens of an expert on its own; of their copies, not of the input.
     """
 
     engine: Engine
@@ -126,6 +127,7 @@ class Product:
     scaling: str | None = None
     keeps_input: bool = False
     scatters: Any = None
+    multiple: int = 1
     _copies: list[Tensor] = field(default_factory=list)
     _history: list[Tensor] = field(default_factory=list)
 
@@ -166,11 +168,15 @@ class Product:
             self._copies = made
         return made
 
+    def rows(self, shape: torch.Size, counts: Sequence[int] | None) -> list[int]:
+        """Numbers of tokens of each matrix in FP8."""
+        return [_up(each, self.multiple) for each in (counts or (shape[:-1].numel(),))]
+
     def _check(self, input: Tensor, weight: Tensor, counts: Sequence[int] | None) -> None:
         if self.scaling is None:
             return
         step, width = LEADING[self.scaling], WIDTH[self.scaling]
-        for each in counts or (input.shape[:-1].numel(),):
+        for each in self.rows(input.shape, counts):
             if each % step:
                 raise ValueError(f"{self.weight}: {self.scaling} FP8 takes tokens in multiples of {step}, not {each}")
         if any(size % width for size in weight.shape):
@@ -192,7 +198,7 @@ class _Linear(torch.autograd.Function):
         if scaling is None:
             total = _gathered(kept, gathers)
         else:
-            sizes = [(rows, wide) for rows in (counts or (x.shape[:-1].numel(),))]
+            sizes = [(rows, wide) for rows in product.rows(x.shape, counts)]
             untransposed = gathers is not None and scaling in PER_TENSOR
             rowwise = _copy(x, scaling, sizes, False)
             if untransposed and not product.keeps_input:
@@ -223,7 +229,7 @@ class _Linear(torch.autograd.Function):
         work: list[Tensor] = []
         alone = scaling in PER_TENSOR
         if scaling is not None:
-            rows = ctx.counts or (grad.shape[:-1].numel(),)
+            rows = product.rows(grad.shape, ctx.counts)
             sizes = [(each, out_width) for each in rows]
             scattered = product.scatters
             work += _gathered(_copy(grad, scaling, sizes, False), scattered)
@@ -231,7 +237,7 @@ class _Linear(torch.autograd.Function):
                 work += _copy(grad, scaling, [(each * scattered.size(), out_width) for each in rows], True)
             else:
                 work += _gathered(_copy(grad, scaling, sizes, True), scattered)
-            own = [(each, wide) for each in (ctx.counts or (shape[:-1].numel(),))]
+            own = [(each, wide) for each in product.rows(shape, ctx.counts)]
             if kept and product.keeps_input:
                 if alone:
                     work += _copy(grad, scaling, own, False)
@@ -322,14 +328,14 @@ class GroupedLinear(torch.nn.Module):
 
 
 class GroupedMLP(experts.TEGroupedMLP):
-    """Megatron's, with tokens padded as Fp8Padding does if `multiple` is set."""
+    """Megatron's, with tokens padded to `multiple` as Fp8Padding does."""
 
-    multiple = 0
+    multiple = 1
 
     def forward(self, hidden: Tensor, tokens_per_expert: Any, probs: Tensor, *_: Any) -> tuple[Tensor, None]:
         """See TEGroupedMLP."""
         counts = np.asarray(tokens_per_expert)
-        padded = _up(counts, self.multiple) if self.multiple else counts
+        padded = _up(counts, self.multiple)
         if (padded == counts).all():
             return super().forward(hidden, counts, probs)
         rows = int(padded.sum())
@@ -398,9 +404,10 @@ def use(model: torch.nn.Module, engine: Engine, precision: Precision | None, sta
     whole = precision is not None and precision.plan.default == "fp8"
     scaling = precision.plan.recipe if precision is not None else None
     left = set(low)
+    multiple = (32 if scaling == "mxfp8" else 16) if whole else 1
     for name, module in model.named_modules():
-        if isinstance(module, GroupedMLP) and whole and scaling is not None:
-            module.multiple = 32 if scaling == "mxfp8" else 16
+        if isinstance(module, GroupedMLP):
+            module.multiple = multiple
         # Megatron's output layer is its own with either back end.
         if not isinstance(module, ColumnParallelLinear | RowParallelLinear | GroupedLinear) or name == "output_layer":
             continue
@@ -410,15 +417,26 @@ def use(model: torch.nn.Module, engine: Engine, precision: Precision | None, sta
             left -= {each for each in low if low[each] == low[pattern]}
             keeps = whole and scaling != "delayed" and _keeps_input(name, getattr(model, "config", None))
             product = Product(engine, low[pattern], scaling, keeps)
-            if isinstance(module, RowParallelLinear) and module.sequence_parallel and module.skip_bias_add:
-                if not module.explicit_expert_comm:
-                    product.scatters, module.explicit_expert_comm = module.tp_group, True
+            product.multiple = multiple if ".local_experts." in name else 1
+            if _scatters(module):
+                # So that Megatron's forward pass leaves the communication to the product.
+                product.scatters, module.explicit_expert_comm = module.tp_group, True
         if isinstance(module, GroupedLinear):
             module.product = product
         else:
-            module._forward_impl = product  # type: ignore[method-assign,assignment]
+            module._forward_impl = product
     if left:
         raise ValueError(f"precision_plan: {low[min(left)]} is in FP8, and in no linear layer that this stage has")
+
+
+def _scatters(module: torch.nn.Module) -> bool:
+    """True for a row-parallel layer that hands its output out along the sequence, whose gradient is gathered in FP8."""
+    return (
+        isinstance(module, RowParallelLinear)
+        and module.sequence_parallel
+        and module.skip_bias_add
+        and not module.explicit_expert_comm
+    )
 
 
 def _in_fp8(precision: Precision | None, stage: range) -> dict[str, str]:
