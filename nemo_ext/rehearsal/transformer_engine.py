@@ -14,14 +14,14 @@ Read from the sources of Transformer Engine 2.20.2 (`transformer_engine/pytorch`
 | sequence parallelism | FP8 is gathered, not BF16; so are the gradients of row-parallel layers | distributed.py gather_along_first_dim; module/base.py grad_output_preprocess |
 | output's gradient | both directions in FP8 while it is used | module/linear.py _linear_backward_impl |
 | weight gradient | added in main_grad by the product; autograd gets one dummy for all weights of a shape | module/base.py get_dummy_wgrad |
-| amax | histories and scales in fp32, 3 forward and 2 backward a weight, of delayed scaling | quantization.py DelayedScalingRecipeState |
+| amax | histories and scales in fp32, 3 forward and 2 backward a weight, of delayed scaling | module/base.py set_meta_tensor, quantization.py DelayedScalingRecipeState |
 | grouped GEMM | one call for all experts of a rank; saves one FP8 copy or the BF16 input itself; experts' tokens are padded to 16, MXFP8 32 | module/grouped_linear.py, module/fp8_padding.py |
 | fused permutation | saves int32 row ids, tokens x (2 experts + 1); sorting of chunks one a token; no indices in int64 | triton/permutation.py |
 | cuBLAS | 32 MiB + 1 KiB from Hopper on, else 4 MiB; grouped GEMM 4 more; torch's own 32 MiB | cpp_extensions/gemm.py get_cublas_workspace |
 
 Read, and set aside still: the fused router saves its map and [tokens, experts] in fp32 (csrc/extensions/router.cpp);
 the fused cross-entropy its logits and a few numbers a token, and returns the gradient in their place (cross_entropy.py);
-communication overlap holds a buffer of [tokens, hidden] for each of up to ten products (module/base.py initialize_ub);
+communication overlap holds a buffer of [tokens, hidden] for each of up to 11 products (module/base.py initialize_ub);
 with fp8_param_gather the FP8 copies are the parameters, and there is none in BF16 (tensor/float8_tensor.py).
 The GPU is a Hopper, with MXFP8 a Blackwell. LayerNormMLP is in none of Megatron's specs.
 """  # noqa: E501

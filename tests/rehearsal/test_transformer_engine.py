@@ -219,5 +219,5 @@ def test_a_plan_of_single_blocks(tmp_path: Path) -> None:
         for each in assigned(Plan.from_config(config["precision_plan"]), Architecture.from_config(config))
         if each.precision == "fp8"
     ]
-    assert {weight.block for weight in low} == {0, 1, 4, 5, 6}
+    assert {weight.block for weight in low} == {0, 1, 4, 5, 6, 7}
     assert rank["peak"][FP8_WEIGHTS] == sum(2 * each.parameters + 4 * each.count for each in low)
