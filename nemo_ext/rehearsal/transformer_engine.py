@@ -38,6 +38,7 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe import experts, token_dispatcher
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from nemo_ext.architecture.pattern import parse
@@ -307,6 +308,7 @@ class GroupedLinear(torch.nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         parts = pg_collection.expt_tp.size()
+        self.groups, self.axis = pg_collection, 0 if column else 1
         outputs, inputs = (outputs // parts, inputs) if column else (outputs, inputs // parts)
         self.product: Product | None = None
         for number in range(count):
@@ -318,13 +320,35 @@ class GroupedLinear(torch.nn.Module):
                 or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
             )
             weight.tensor_model_parallel = True  # type: ignore[attr-defined]
-            weight.partition_dim, weight.partition_stride = (0 if column else 1), 1  # type: ignore[attr-defined]
+            weight.partition_dim, weight.partition_stride = self.axis, 1  # type: ignore[attr-defined]
             self.register_parameter(f"weight{number}", weight)
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> tuple[Tensor, None]:
         """Outputs for the experts' tokens, one after the other, and no bias."""
         assert self.product is not None
         return self.product(x, list(self.parameters()), counts=counts), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """The weights by the names of sequential experts, as Megatron's TEGroupedLinear has them."""
+        weights, group, found = list(self.parameters()), self.groups.ep, {}
+        alone = (metadata or {}).get("singleton_local_shards", False)
+        for number, weight in enumerate(weights):
+            place = group.rank() * len(weights) + number
+            before = f"{place}.{prefix}" if alone else prefix
+            offsets = (len(sharded_offsets), place, group.size() * len(weights))
+            made = make_sharded_tensors_for_checkpoint(
+                {"weight": weight},
+                before,
+                {"weight": self.axis},
+                sharded_offsets if alone else (*sharded_offsets, offsets),
+                tp_group=self.groups.expt_tp,
+                dp_cp_group=metadata["dp_cp_group"],
+            )[f"{before}weight"]
+            made.replica_id = (*made.replica_id[:2], self.groups.expt_dp.rank())
+            found[f"{prefix}weight{number}"] = made
+        return found
 
 
 class GroupedMLP(experts.TEGroupedMLP):

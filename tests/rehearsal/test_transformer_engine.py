@@ -128,7 +128,7 @@ def test_a_width_that_fp8_does_not_take_is_one_line() -> None:
 
 def test_flags_of_fp8_are_rehearsed_as_a_plan() -> None:
     words = ("megatron.fp8_format=hybrid", "megatron.fp8_recipe=tensorwise", "megatron.first_last_layers_bf16=true")
-    words = (*words, "+megatron.num_layers_at_start_in_bf16=0", "+megatron.fp8_param_gather=true")
+    words = (*words, "megatron.num_layers_at_start_in_bf16=0", "megatron.fp8_param_gather=true")
     changed, aside = rehearsed(compose("rehearse", [*DENSE, *words]))
     assert changed["transformer_engine"]["precision_plan"] == {
         "default": "fp8",
@@ -195,7 +195,7 @@ def test_grouped_experts_are_those_of_sequential_ones(tmp_path: Path) -> None:
     words = (*QUICKSTART, "model.pattern=ME", "launcher.nproc_per_node=2", "megatron.expert_model_parallel_size=2")
     words = (*words, "megatron.moe_token_dispatcher_type=alltoall")
     one = ranks(tmp_path / "one", *words)[0]
-    other = ranks(tmp_path / "other", *words, "megatron.moe_grouped_gemm=true", "+megatron.moe_permute_fusion=true")[0]
+    other = ranks(tmp_path / "other", *words, "megatron.moe_grouped_gemm=true", "megatron.moe_permute_fusion=true")[0]
     assert one["parameters"] == other["parameters"]
     assert one["flops"] == other["flops"]
     for kind in ("weights", "gradients", "optimizer"):
