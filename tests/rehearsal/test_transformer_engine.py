@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from nemo_ext.job.config import compose
 from nemo_ext.rehearsal.job import rehearse
 from nemo_ext.rehearsal.settings import FP8_WEIGHTS, rehearsed
 from nemo_ext.rehearsal.tracker import Tracker
-from nemo_ext.rehearsal.transformer_engine import Engine, Product, _permutation, scale_bytes
+from nemo_ext.rehearsal.transformer_engine import Engine, GroupedLinear, Product, _permutation, scale_bytes
 
 MIB = 2**20
 TOKENS, WIDE, OUT = 256, 512, 1024
@@ -97,6 +98,25 @@ def test_experts_are_one_product_with_a_copy_each() -> None:
         # 128 rows and 4 columns, 4 rows and 128 columns of scales.
         assert tracker.live[FP8_WEIGHTS] == 3 * (2 * 64 * 96 + 2 * 128 * 4)
     assert tracker.flops == {"forward": 2 * 192 * 96 * 64}
+
+
+def test_experts_have_one_name_in_a_checkpoint() -> None:
+    def group(rank: int, size: int) -> SimpleNamespace:
+        return SimpleNamespace(rank=lambda: rank, size=lambda: size)
+
+    groups = SimpleNamespace(expt_tp=group(0, 1), ep=group(1, 4), expt_dp=group(2, 3))
+    config = SimpleNamespace(
+        params_dtype=torch.bfloat16,
+        expert_model_parallel_size=4,
+        expert_tensor_parallel_size=1,
+        tensor_model_parallel_size=1,
+    )
+    layer = GroupedLinear(2, 8, 32, config=config, init_method=id, pg_collection=groups, column=True)
+    found = layer.sharded_state_dict("linear_fc1.", (), {"dp_cp_group": group(0, 3)})
+    for number in (0, 1):
+        made = found[f"linear_fc1.weight{number}"]
+        assert (made.key, made.replica_id) == ("linear_fc1.weight", (0, 0, 2))
+        assert (made.global_shape, made.global_offset) == ((8, 32, 8), (2 + number, 0, 0))
 
 
 def test_a_part_of_a_matrix_that_fp8_does_not_take() -> None:
