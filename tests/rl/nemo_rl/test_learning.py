@@ -236,11 +236,10 @@ def test_rloo_sums_over_a_response(runs: Runs, small_model: Path, task_file: Pat
     logged = runs.nemo_rl("run", small_model, "preset=rloo_if", "micro_batch=8", *words, steps=1)
 
     (file,) = runs.folder.rglob("train_data_step1.jsonl")
-    rows = list(map(json.loads, file.read_text().splitlines()))
-    sums = [
-        -sum(map(np.prod, zip(row["advantages"], row["prev_logprobs"], row["token_loss_mask"], strict=True)))
-        for row in rows
-    ]
+    keys = ("advantages", "prev_logprobs", "token_loss_mask")
+    lines = map(json.loads, file.read_text().splitlines())
+    rows = [{key: line[key][0] for key in keys} for line in lines]  # a line is a batch of one
+    sums = [-sum(map(np.prod, zip(*row.values(), strict=True))) for row in rows]
     lengths = [sum(row["token_loss_mask"]) for row in rows]
     assert len(rows) == 3 * GENERATIONS and len(set(lengths)) > 3
     assert of(logged, "loss") == pytest.approx([np.mean(sums)], rel=1e-3)
