@@ -29,13 +29,16 @@ from nemo_ext.rehearsal.tracker import Tracker
 
 
 @contextmanager
-def stand_ins(tracker: Tracker) -> Iterator[None]:
-    """Megatron and the local back end with these kernels."""
+def stand_ins(tracker: Tracker, *, kernels: bool = True) -> Iterator[None]:
+    """Megatron and the local back end with these kernels; without `kernels`, only with experts that share evenly."""
+    kept = (
+        (specs.LocalBackend, "core_attention", lambda self: _attention(tracker)),
+        (LocalNorm, "forward", _norm),
+        (mamba_mixer, "mamba_split_conv1d_scan_combined", _scan(tracker)),
+    )
     with ExitStack() as stack:
         for target, name, replacement in (
-            (specs.LocalBackend, "core_attention", lambda self: _attention(tracker)),
-            (LocalNorm, "forward", _norm),
-            (mamba_mixer, "mamba_split_conv1d_scan_combined", _scan(tracker)),
+            *(kept if kernels else ()),
             (token_dispatcher, "permute", _permute),
             (token_dispatcher.MoEAlltoAllTokenDispatcher, "preprocess", _even_splits),
             (token_dispatcher.MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", lambda self, at, n=None: n),

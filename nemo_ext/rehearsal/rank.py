@@ -7,12 +7,15 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_iter
 
 from nemo_ext.job.files import write_text
 from nemo_ext.job.parent import end_with_parent
@@ -21,7 +24,9 @@ from nemo_ext.rehearsal.tracker import Tracker
 from nemo_ext.rehearsal.world import fake_world, megatron_arguments
 
 ONCE_A_STEP = ("reduce", "optimizer")
-"""Phases that a step has once, and not for each micro-batch; so does what data-parallel groups send, whenever it is."""
+"""Phases that a step has once, and not for each micro-batch."""
+SYNCHRONISE = ("start_param_sync", "finish_param_sync", "start_grad_sync", "finish_grad_sync")
+"""Methods of Megatron's bucket groups that send weights and gradients, also while micro-batches run."""
 POINTS = 2000
 """Points of the curve that are kept."""
 
@@ -47,6 +52,7 @@ def rehearse(
     """
     began = time.monotonic()
     tracker = Tracker()
+    tracker.kind = "temporary"
     with fake_world(rank, world):
         arguments = megatron_arguments(config)
         from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -55,13 +61,13 @@ def rehearse(
 
         whole = get_num_microbatches()
         run = min(micro_batches, whole)
-        with FakeTensorMode(allow_non_fake_inputs=True), tracker, stand_ins(tracker) if kernels else nullcontext():
+        with FakeTensorMode(allow_non_fake_inputs=True), tracker, stand_ins(tracker, kernels=kernels), _once(tracker):
             models = step(config, arguments, tracker, run)
             parameters = sum(each.numel() for model in models for each in model.parameters())
     scale = whole / run
     sent: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0])
     for (phase, group, operation), counted in tracker.collectives.items():
-        times = 1 if phase in ONCE_A_STEP or "DATA_PARALLEL" in group else scale
+        times = 1 if phase in ONCE_A_STEP else scale
         for place, number in enumerate(counted):
             sent[group, operation][place] += number * times
     return {
@@ -104,21 +110,26 @@ def step(config: Mapping[str, Any], arguments: Any, tracker: Tracker, micro_batc
     models, optimizer, scheduler = training.setup_model_and_optimizer(
         ModelType.encoder_or_decoder, cfg_container=container, pg_collection=groups
     )
-    for model in models:
-        tracker.label((*model.module.parameters(), *model.module.buffers()), "weights")
-        for buffer in (*model.buffers, *model.expert_parallel_buffers):  # of the wrapper: a list
-            tracker.label([buffer.grad_data], "gradients")
-            if buffer.param_data is not None:
-                tracker.label([buffer.param_data], "weights")
     settings = get_model_config(models[0])
     settings.grad_scale_func = optimizer.scale_loss
 
     def reduce(*args: Any, **kwargs: Any) -> None:
+        tracker.phase = "optimizer"  # what comes after the last micro-batch
         with tracker.during("reduce", "temporary"):
             finalize_model_grads(*args, **kwargs)
 
     settings.finalize_model_grads_func = reduce
     optimizer.step()  # makes the moments
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        masters = [group["params"] for group in each.optimizer.param_groups]
+        states = tree_iter((masters, list(each.optimizer.state.values())))
+        tracker.label((state for state in states if isinstance(state, torch.Tensor)), "optimizer")
+    for model in models:  # last: in FP32 they are the optimizer's masters
+        tracker.label((*model.module.parameters(), *model.module.buffers()), "weights")
+        for buffer in (*model.buffers, *model.expert_parallel_buffers):  # of the wrapper: a list
+            tracker.label([buffer.grad_data], "gradients")
+            if buffer.param_data is not None:
+                tracker.label([buffer.param_data], "weights")
     tracker.forget_peak()
 
     def forward(iterator: Any, model: Any) -> Any:
@@ -146,6 +157,25 @@ def step(config: Mapping[str, Any], arguments: Any, tracker: Tracker, micro_batc
             iteration=0,
         )
     return list(models)
+
+
+@contextmanager
+def _once(tracker: Tracker) -> Iterator[None]:
+    """Megatron's data parallelism with its sending as a phase that a step has once."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+
+    def apart(method: Any) -> Any:
+        @wraps(method)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with tracker.during("reduce", tracker.kind):
+                return method(*args, **kwargs)
+
+        return wrapped
+
+    with ExitStack() as stack:
+        for name in SYNCHRONISE:
+            stack.enter_context(patch.object(Group, name, apart(getattr(Group, name))))
+        yield
 
 
 def _batches(arguments: Any) -> Iterator[dict[str, torch.Tensor]]:

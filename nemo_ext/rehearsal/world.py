@@ -50,7 +50,7 @@ def megatron_arguments(config: Mapping[str, Any]) -> Any:
     with patch.object(
         sys,
         "argv",
-        ["rehearse", *words, "--disable-gloo-process-groups", "--fake-process-group", "--rerun-mode", "disabled"],
+        ["rehearse", *words, "--disable-gloo-process-groups", "--fake-process-group"],
     ):
         arguments = parse_and_validate_args()
     arguments.save = arguments.load = arguments.pretrained_checkpoint = None
