@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter
 
+from nemo_ext.architecture.pattern import parse
 from nemo_ext.job.files import write_text
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.megatron.rank import leave
@@ -32,7 +33,13 @@ POINTS = 2000
 
 
 def rehearse(
-    config: Mapping[str, Any], *, rank: int, world: int, micro_batches: int, kernels: bool = True
+    config: Mapping[str, Any],
+    *,
+    rank: int,
+    world: int,
+    micro_batches: int,
+    kernels: bool = True,
+    imbalance: float = 1.0,
 ) -> dict[str, Any]:
     """What one rank of a training step holds, computes and sends.
 
@@ -42,6 +49,7 @@ def rehearse(
         world: number of ranks.
         micro_batches: how many are run; FLOPs and communication are scaled to those of a step.
         kernels: whether the stand-ins of `kernels.py` are used, or what runs on this machine.
+        imbalance: see `kernels.stand_ins`.
 
     Returns:
         rank, parameters (numbers on it), peak_bytes, peak_phase, peak (bytes by kind at the highest), flops (of a step,
@@ -61,7 +69,8 @@ def rehearse(
 
         whole = get_num_microbatches()
         run = min(micro_batches, whole)
-        with FakeTensorMode(allow_non_fake_inputs=True), tracker, stand_ins(tracker, kernels=kernels), _once(tracker):
+        replaced = stand_ins(tracker, kernels=kernels, imbalance=imbalance)
+        with FakeTensorMode(allow_non_fake_inputs=True), tracker, replaced, _once(tracker):
             models = step(config, arguments, tracker, run)
             parameters = sum(each.numel() for model in models for each in model.parameters())
     scale = whole / run
@@ -121,6 +130,8 @@ def step(config: Mapping[str, Any], arguments: Any, tracker: Tracker, micro_batc
     settings.finalize_model_grads_func = reduce
     optimizer.step()  # makes the moments
     for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if each.optimizer is None:  # of a stage without parameters
+            continue
         masters = [group["params"] for group in each.optimizer.param_groups]
         states = tree_iter((masters, list(each.optimizer.state.values())))
         tracker.label((state for state in states if isinstance(state, torch.Tensor)), "optimizer")
@@ -178,6 +189,20 @@ def _once(tracker: Tracker) -> Iterator[None]:
         yield
 
 
+def explained(error: BaseException, pattern: str) -> str:
+    """Reason of an error as one line, with the block that was built or run, and where it was raised."""
+    block, at = "", ""
+    blocks = parse(pattern).blocks
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        at = f"{'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{line}"
+        here = frame.f_locals
+        number = here.get("layer_number", getattr(here.get("self"), "layer_number", None))
+        if isinstance(number, int) and 1 <= number <= len(blocks):
+            block = f"block {number} ({blocks[number - 1]}): "
+    said = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line or ""
+    return f"{block}{type(error).__name__}: {said[:500]} ({at})"
+
+
 def _batches(arguments: Any) -> Iterator[dict[str, torch.Tensor]]:
     shape = (arguments.micro_batch_size, arguments.seq_length)
     while True:
@@ -205,7 +230,8 @@ if __name__ == "__main__":
     code = 0
     try:
         write_text(Path(sys.argv[2]), json.dumps(rehearse(**asked)))
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
+        print(explained(error, asked["config"]["model"]["pattern"]))
         code = 1
     leave(code)

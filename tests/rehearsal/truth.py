@@ -86,8 +86,13 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             leaves = tree_leaves((args, kwargs))
-            group = next(leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()))
-            key = torch.distributed.ProcessGroup.unbox(group).group_desc, func._schema.name.removeprefix("c10d::").strip("_")
+            group = next(
+                leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
+            )
+            key = (
+                torch.distributed.ProcessGroup.unbox(group).group_desc,
+                func._schema.name.removeprefix("c10d::").strip("_"),
+            )
             self.calls[key] += 1
             self.bytes[key] += max((leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)), default=0)
         out = func(*args, **(kwargs or {}))
@@ -174,7 +179,9 @@ def held(models: Any, optimizer: Any) -> dict[str, Any]:
     buffers = [buffer for model in models for buffer in (*model.buffers, *model.expert_parallel_buffers)]
     weights = {each.untyped_storage().data_ptr() for each in parameters}
     inner = [each.optimizer for each in getattr(optimizer, "chained_optimizers", [optimizer])]
-    states = [leaf for each in inner for leaf in tree_leaves(list(each.state.values())) if isinstance(leaf, torch.Tensor)]
+    states = [
+        leaf for each in inner for leaf in tree_leaves(list(each.state.values())) if isinstance(leaf, torch.Tensor)
+    ]
     masters = [each for one in inner for group in one.param_groups for each in group["params"]]
     storages = {
         each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
@@ -286,7 +293,12 @@ def compared(words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    base = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    base = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
     works: list[Any] = [
         (
             lambda rank=rank: real(str(path), folder / f"real{rank}.json"),
@@ -305,7 +317,11 @@ def compared(words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
             asked = {"config": changed, "rank": stage * world // stages, "world": world, "kernels": kernels}
             asked["micro_batches"] = _micro_batches(layout, stage)
             works.append(
-                (lambda asked=asked, out=folder / f"{name}{stage}.json": fake(asked, out), {}, folder / f"{name}{stage}.log")
+                (
+                    lambda asked=asked, out=folder / f"{name}{stage}.json": fake(asked, out),
+                    {},
+                    folder / f"{name}{stage}.log",
+                )
             )
     forked(works)
     read = lambda name: json.loads((folder / f"{name}.json").read_text())
