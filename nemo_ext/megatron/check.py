@@ -291,6 +291,12 @@ def check_layout(config: Mapping[str, Any]) -> None:
             f"model.pattern has {stages} stages, which pipeline_model_parallel_size={pipeline} does not divide: write "
             f"{pipeline - 1} cuts `|` (or a multiple of {pipeline} stages), or none and let the cuts be computed"
         )
+    for place, (first, last) in enumerate(pattern.stages[1:-1], start=1):
+        if first == last:
+            raise ValueError(
+                f"model.pattern has no block in stage {place} of 0 to {stages - 1}, and Megatron-Core's gradients "
+                "become NaN behind a stage that only passes on: move a cut |"
+            )
     experts = any(block.kind == "E" for block in pattern.blocks)
     if experts and pipeline > 1:
         check_experts_on_every_rank(pattern, pipeline)
@@ -308,8 +314,8 @@ def check_layout(config: Mapping[str, Any]) -> None:
     count = batch // (micro * layout.data_parallel)
     if stages > pipeline and count % pipeline and megatron.get("microbatch_group_size_per_vp_stage") is None:
         raise ValueError(
-            f"global_batch_size={batch} makes {count} micro-batches, and the interleaved schedule of {stages} stages on "
-            f"{pipeline} pipeline ranks wants a multiple of {pipeline}"
+            f"global_batch_size={batch} makes {count} micro-batches, and {stages} stages on {pipeline} pipeline ranks "
+            f"(interleaved) want a multiple of {pipeline}"
         )
 
 
@@ -331,8 +337,8 @@ def check_sequence(config: Mapping[str, Any], architecture: Architecture, layout
     if length % pieces:
         nearest = length // pieces * pieces
         raise ValueError(
-            f"megatron.seq_length={length} is not a multiple of {' x '.join(names)} = {pieces}: set {nearest or pieces} "
-            f"or {nearest + pieces}"
+            f"megatron.seq_length={length} is not a multiple of {' x '.join(names)} = {pieces}: set "
+            f"{nearest or pieces} or {nearest + pieces}"
         )
     given = megatron.get("cp_comm_type") or "p2p"
     kinds = [given] if isinstance(given, str) else list(given)

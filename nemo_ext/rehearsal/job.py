@@ -55,8 +55,9 @@ def rehearse(
     """Records of a config's ranks, one for each pipeline rank asked for, each from a process of its own.
 
     Returns:
-        world (number of ranks), set_aside (settings that are not rehearsed), imbalance (of experts), pipeline (number of its ranks); `ranks`:
-        of each, the record of `rank.rehearse` with `stage` (its pipeline rank) and `estimate` (the cost model's).
+        world (number of ranks), set_aside (settings that are not rehearsed), imbalance (of experts), pipeline (number
+        of its ranks); `ranks`: of each, the record of `rank.rehearse` with `stage` (its pipeline rank) and `estimate`
+        (the cost model's).
 
     Raises:
         ValueError: a layout that the model does not fit, or Megatron's own reason.

@@ -171,7 +171,7 @@ def _permute(
 
 def _splits(imbalance: float) -> Callable[..., Any]:
     def preprocess(self: Any, routing_map: Tensor) -> Any:
-        """`MoEAlltoAllTokenDispatcher.preprocess`: every rank sends as many tokens to this one, the rest to the others."""
+        """`MoEAlltoAllTokenDispatcher.preprocess`: every rank sends as many tokens to this one."""
         if self.ep_size > 1 or self.tp_size > 1:
             token_dispatcher.gather_from_sequence_parallel_region(routing_map.sum(dim=0).long(), group=self.tp_ep_group)
         self.num_out_tokens = routing_map.size(0) * self.config.moe_router_topk

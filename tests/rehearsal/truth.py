@@ -1,9 +1,10 @@
 """A program: small jobs on real tensors and real processes beside their rehearsals, rank by rank.
 
-    python tests/rehearsal/truth.py [CASE ...] [--json FILE]
+    python tests/rehearsal/truth.py --table            the table of docs/rehearsal.md
+    python tests/rehearsal/truth.py 'olmo3, PP2' --json FILE
 
 Each rank of the real job runs Megatron's `pretrain()` over gloo; its second step is counted by a dispatch mode, by
-torch's profiler and by torch's allocator. The table of results is printed as Markdown.
+torch's profiler and by torch's allocator.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from rank_server import preload
 from nemo_ext.architecture.layout import Layout
 from nemo_ext.job import run_directory
 from nemo_ext.job.config import compose
+from nemo_ext.job.report import markdown_table
 from nemo_ext.megatron.arguments import world_size
 from nemo_ext.megatron.rank import end_with_parent, leave
 
@@ -55,24 +57,38 @@ MODELS = {
 }
 TWO = "launcher.nproc_per_node=2"
 LAYOUTS = {
-    "1": (),
     "TP2 SP": (TWO, "megatron.tensor_model_parallel_size=2", "megatron.sequence_parallel=true"),
     "PP2": (TWO, "megatron.pipeline_model_parallel_size=2"),
     "DP2": (TWO, "megatron.use_distributed_optimizer=true"),
+    "CP2": (TWO, "megatron.context_parallel_size=2", "model.pattern=MEM-E"),  # without attention, which a GPU needs
     "EP2": (TWO, "megatron.expert_model_parallel_size=2", "megatron.moe_token_dispatcher_type=alltoall"),
     "full recompute": (
         "megatron.recompute_granularity=full",
         "megatron.recompute_method=uniform",
         "megatron.recompute_num_layers=1",
     ),
+    "selective": ("megatron.recompute_granularity=selective", "megatron.recompute_modules=[core_attn,mlp,moe]"),
 }
-MOE = ("nemotron3_nano",)
 CASES = {
     f"{model}, {layout}": (*MODELS[model], *LAYOUTS[layout])
     for model in MODELS
     for layout in LAYOUTS
-    if layout != "EP2" or model in MOE
+    if model == "nemotron3_nano" or layout in ("TP2 SP", "PP2", "DP2")
 }
+
+
+GLOO = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "reduce_scatter_base": "all_reduce",  # which gloo lacks
+    "reduce_scatter_tensor_coalesced": "all_reduce",
+    "allgather_base": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "alltoall_base": "all_to_all",
+    "send": "send",
+    "recv": "recv",
+}
+"""What torch's profiler calls the operations."""
 
 
 class Collectives(TorchDispatchMode):
@@ -204,13 +220,12 @@ def profiled(seen: profile) -> dict[str, Any]:
     span = next(event for event in events if event.name == "the step")
     begin, end = span.start_time_ns, span.end_time_ns
     sizes: dict[int, int] = {}
-    live = highest = apart = 0
+    live = highest = 0
     for event in sorted(events, key=lambda each: each.start_time_ns):
         if event.name != "[memory]":
             continue
         place, size = event.extra_fields.ptr, event.extra_fields.alloc_size
         if size > 0 and (event.start_tid != span.start_tid or _within_gloo(event)):
-            apart = max(apart, size)
             continue
         if size > 0:
             live += size - sizes.get(place, 0)  # one that another thread has freed
@@ -224,7 +239,7 @@ def profiled(seen: profile) -> dict[str, Any]:
         for event in events
         if event.name.startswith("gloo:") and begin <= event.start_time_ns <= end
     )
-    return {"peak": highest, "apart": apart, "profiled": dict(calls)}
+    return {"peak": highest, "profiled": dict(calls)}
 
 
 def _every(events: Any) -> Any:
@@ -282,7 +297,7 @@ def forked(works: Sequence[tuple[Callable[[], None], Mapping[str, str], Path]]) 
 
 
 def compared(words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
-    """Of each rank: what it did (`real`), and its stage's rehearsal with GPU kernels (`said`) and this machine's (`here`)."""
+    """Of each rank what it did (`real`), and its stage's rehearsals with GPU kernels (`said`) and without (`here`)."""
     from nemo_ext.rehearsal.job import _micro_batches
     from nemo_ext.rehearsal.settings import rehearsed
 
@@ -324,7 +339,11 @@ def compared(words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
                 )
             )
     forked(works)
-    read = lambda name: json.loads((folder / f"{name}.json").read_text())
+
+    def read(name: str) -> dict[str, Any]:
+        made: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+        return made
+
     return [
         {
             "rank": rank,
@@ -336,22 +355,72 @@ def compared(words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     ]
 
 
+def differences(rank: Mapping[str, Any]) -> list[str]:
+    """What a rehearsal said of a rank that is not so."""
+    found, real = [], rank["real"]
+    counted = {(group, operation): [count, size] for group, operation, count, size in real["collectives"]}
+    calls: Counter[str] = Counter()
+    for (_, operation), (count, _) in counted.items():
+        calls[GLOO[operation]] += count
+    if calls != real["profiled"]:
+        found.append(f"counted {dict(calls)}, by torch's profiler {real['profiled']}")
+    for name in ("said", "here"):
+        record = rank[name]
+        sent = {(each["group"], each["operation"]): [each["count"], each["bytes"]] for each in record["collectives"]}
+        for key in sorted(counted.keys() | sent.keys()):
+            if counted.get(key) != sent.get(key):
+                found.append(f"{name}: {key}: {counted.get(key)} and not {sent.get(key)}")
+        pairs = [("parameters", record["parameters"]), ("gradients", record["peak"].get("gradients", 0))]
+        if record["rank"] == rank["rank"]:  # shards of others differ by the padding of buffers
+            pairs.append(("optimizer", record["peak"].get("optimizer", 0)))
+        found += [f"{name}: {key}: {real[key]} and not {value}" for key, value in pairs if real[key] != value]
+    return found
+
+
+def ratios(rank: Mapping[str, Any]) -> tuple[float, float]:
+    """A rehearsal's peak by the real one, with and without weights, gradients and optimizer states."""
+    real, here = rank["real"], rank["here"]
+    held = sum(here["peak"].get(kind, 0) for kind in ("weights", "gradients", "optimizer"))
+    return here["peak_bytes"] / real["peak"], (here["peak_bytes"] - held) / (real["peak"] - held)
+
+
+def rows(name: str, ranks: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """Rows of the table for one case."""
+    for rank in ranks:
+        real, (peak, rest) = rank["real"], ratios(rank)
+        calls, sent = (sum(each[place] for each in real["collectives"]) for place in (2, 3))
+        yield [
+            name if not rank["rank"] else "",
+            *(f"{number:,}" for number in (rank["rank"], real["parameters"], real["gradients"], real["optimizer"])),
+            *(f"{number:,}" for number in (calls, sent)),
+            "; ".join(differences(rank)) or "all",
+            f"{peak:.3f}",
+            f"{rest:.3f}",
+        ]
+
+
+HELD = ("parameters", "gradients, bytes", "optimizer, bytes")
+HEADING = ("model, layout", "rank", *HELD, "calls", "bytes sent", "said alike", "peak", "rest")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE", help=f"of {', '.join(CASES)}; all")
-    parser.add_argument("--json", type=Path, help="writes all of it there")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of: {'; '.join(CASES)}; without, all of them")
+    parser.add_argument("--table", action="store_true", help="prints the table of results")
+    parser.add_argument("--json", type=Path, help="writes all that was found there")
     asked = parser.parse_args()
+    if unknown := set(asked.cases) - CASES.keys():
+        parser.error(f"unknown: {', '.join(unknown)}")
     preload()
     results = {}
     with tempfile.TemporaryDirectory() as folder:
-        for number, name in enumerate(asked.cases):
+        for number, name in enumerate(asked.cases or CASES):
             print(name, file=sys.stderr)
-            try:
-                results[name] = compared(CASES[name], Path(folder) / str(number))
-            except RuntimeError as error:
-                print(error)
+            results[name] = compared(CASES[name], Path(folder) / str(number))
             if asked.json:
                 asked.json.write_text(json.dumps(results, indent=1))
+    if asked.table:
+        print(markdown_table(HEADING, [row for name, ranks in results.items() for row in rows(name, ranks)]))
 
 
 if __name__ == "__main__":
