@@ -3,7 +3,7 @@
 | kernel | what it saves | source |
 |---|---|---|
 | flash attention | q, k, v, out, log-sum-exp in fp32 | flash_attn/flash_attn_interface.py |
-| the same with CP (p2p) | of the rank's own part of the sequence | TE's dot_product_attention/context_parallel.py |
+| the same with CP | of the rank's own part of the sequence | TE's dot_product_attention/context_parallel.py |
 | norms | input, and 1 or 2 fp32 numbers a row | TE's pytorch/module/rmsnorm.py, layernorm.py |
 | Mamba-2 | its input, the scan's output before gating | mamba_ssm/ops/triton/ssd_combined.py |
 | permutation of tokens | places of tokens; experts get equal numbers | TE's pytorch/permutation.py |
@@ -80,29 +80,50 @@ def _attention(tracker: Tracker) -> type[MegatronModule]:
             parts = config.context_parallel_size
             with patch.object(config, "context_parallel_size", 1):
                 super().__init__(config, *args, **kwargs)
-            self.parts = parts
+            self.parts, self.way = parts, kwargs.get("cp_comm_type") or "p2p"
 
         def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             length, batch, heads, width = query.shape
             seen = attended_tokens(length * self.parts, self.window or 0)
             flops = 2 * length * batch * heads * (width + value.shape[-1]) * seen
-            passed = (self.parts - 1) * (key.nbytes + value.nbytes)
+            there, back = _sent(self.way, self.parts, query, key, value)
 
             def makes(*_: Tensor) -> tuple[Tensor, list[Tensor]]:
                 tracker.add_flops(flops)
-                if self.parts > 1:
-                    tracker.add_collective("CONTEXT_PARALLEL_GROUP", "send_recv", self.parts - 1, passed)
+                for sent in there:
+                    tracker.add_collective("CONTEXT_PARALLEL_GROUP", *sent)
                 out = query.new_empty(length, batch, heads * value.shape[-1])
                 return out, [query.new_empty(batch, heads, length, dtype=torch.float32), out]
 
             def works(*_: Tensor) -> None:
                 tracker.add_flops(2.5 * flops)  # five products for the forward pass's two
-                if self.parts > 1:
-                    tracker.add_collective("CONTEXT_PARALLEL_GROUP", "send_recv", self.parts - 1, 2 * passed)
+                for sent in back:
+                    tracker.add_collective("CONTEXT_PARALLEL_GROUP", *sent)
 
             return _Kernel.apply(makes, works, query, key, value)
 
     return FlashAttention
+
+
+def _sent(way: str, parts: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[list[Any], list[Any]]:
+    """Operation, calls and bytes of attention over context-parallel parts: forward, backward.
+
+    Args:
+        way: Megatron's `cp_comm_type`.
+        parts: context-parallel size.
+        query, key, value: of one rank.
+    """
+    pair = key.nbytes + value.nbytes
+    if parts == 1:
+        return [], []
+    if way == "all_gather":
+        gathered = ("allgather_base", 2, parts * pair)
+        return [gathered], [gathered, ("reduce_scatter_base", 2, parts * pair)]
+    if way == "a2a":
+        out = query.nbytes // query.shape[-1] * value.shape[-1]
+        return [("alltoall_base", 4, query.nbytes + pair + out)], [("alltoall_base", 5, query.nbytes + pair + 2 * out)]
+    passed = (parts - 1) * pair
+    return [("send_recv", parts - 1, passed)], [("send_recv", parts - 1, 2 * passed)]
 
 
 def _norm(self: LocalNorm, x: Tensor) -> Tensor:

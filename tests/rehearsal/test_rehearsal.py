@@ -168,6 +168,22 @@ def test_mistakes_that_only_running_finds(words: str, said: str, tmp_path: Path)
 
 
 @pytest.mark.slow
+def test_context_parallel_attention_sends_by_its_kind() -> None:
+    """Of 4 ranks with 2 MiB of queries and 1 MiB of keys and values each."""
+    import torch
+
+    from nemo_ext.rehearsal.kernels import _sent
+
+    query, key = (torch.empty(256, 1, heads, 128, dtype=torch.bfloat16) for heads in (32, 16))
+    unit = 2**20
+    assert _sent("p2p", 1, query, key, key) == ([], [])
+    assert _sent("p2p", 4, query, key, key) == ([("send_recv", 3, 6 * unit)], [("send_recv", 3, 12 * unit)])
+    gathered = ("allgather_base", 2, 8 * unit)
+    assert _sent("all_gather", 4, query, key, key) == ([gathered], [gathered, ("reduce_scatter_base", 2, 8 * unit)])
+    assert _sent("a2a", 4, query, key, key) == ([("alltoall_base", 4, 6 * unit)], [("alltoall_base", 5, 8 * unit)])
+
+
+@pytest.mark.slow
 def test_what_megatron_asserts_comes_with_its_block(tmp_path: Path) -> None:
     words = ("launcher.nproc_per_node=4", "megatron.context_parallel_size=4", "model.pattern=MEM{heads=6}*")
     with pytest.raises(ValueError, match="stage 0 cannot") as caught:
