@@ -63,9 +63,7 @@ def rehearse(
         ValueError: a layout that the model does not fit, or Megatron's own reason.
     """
     from nemo_ext.megatron.check import check_layout
-    from nemo_ext.megatron.fp8 import with_plan
 
-    with_plan(config)  # whether the plan fits the sizes
     changed, aside = rehearsed(config)
     check_layout(changed)
     world = world_size(changed)

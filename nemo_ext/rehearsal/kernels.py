@@ -217,7 +217,7 @@ def _share(imbalance: float) -> Callable[..., Any]:
         tokens, experts = self.routing_map.shape
         mean = tokens * self.config.moe_router_topk * self.num_local_experts / experts
         count = _tokens(self, mean, imbalance if self.ep_size > 1 else 1.0, tokens)
-        permuted, chosen, self.reversed_local_input_permutation_mapping, *_ = _permute(
+        permuted, chosen, self.reversed_local_input_permutation_mapping, *_ = token_dispatcher.permute(
             hidden, self.local_map, local_probs, count
         )
         self.local_probs, self.routing_map = chosen, None

@@ -66,11 +66,17 @@ def rehearse(
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
         from nemo_ext.rehearsal.kernels import stand_ins
+        from nemo_ext.rehearsal.transformer_engine import transformer_engine
 
         whole = get_num_microbatches()
         run = min(micro_batches, whole)
-        replaced = stand_ins(tracker, kernels=kernels, imbalance=imbalance)
-        with FakeTensorMode(allow_non_fake_inputs=True), tracker, replaced, _once(tracker):
+        with ExitStack() as stack:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(tracker)
+            stack.enter_context(stand_ins(tracker, kernels=kernels, imbalance=imbalance))
+            stack.enter_context(_once(tracker))
+            if kernels:
+                stack.enter_context(transformer_engine(tracker, config))
             models = step(config, arguments, tracker, run)
             parameters = sum(each.numel() for model in models for each in model.parameters())
     scale = whole / run
