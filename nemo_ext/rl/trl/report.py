@@ -1,6 +1,7 @@
 """Report of a run: rewards, lengths and outcomes over the steps, and memory."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ _PANELS = {
     "tokens of a response": ("completions/mean_length", "eval_completions/mean_length"),
     "loss": ("loss", "eval_loss"),
 }
+_LABEL = re.compile("/correct$|^adaptive/(weight|signal)/")
 
 
 def write_report(run_dir: Path, algorithm: Algorithm) -> Path:
@@ -45,6 +47,10 @@ def _row(name: str, logs: Sequence[Mapping[str, Any]]) -> list[str]:
 def _plot(path: Path, logs: Sequence[Mapping[str, Any]]) -> None:
     domains = sorted({name for log in logs for name in log if name.endswith("/correct")})
     panels = {**_PANELS, "solved, by environment": tuple(domains)}
+    for kind in ("weight", "signal"):
+        panels[f"{kind} of datasets"] = tuple(
+            sorted({name for log in logs for name in log if name.startswith(f"adaptive/{kind}/")})
+        )
     panels = {title: names for title, names in panels.items() if any(name in log for log in logs for name in names)}
     figure = new_figure(figsize=(5 * len(panels), 3.6))
     axes = figure.subplots(1, len(panels), squeeze=False)
@@ -53,7 +59,7 @@ def _plot(path: Path, logs: Sequence[Mapping[str, Any]]) -> None:
             points = [(log["step"], log[name]) for log in logs if name in log]
             if points:
                 marker = "." if len(points) < 20 else ""
-                axis.plot(*zip(*points, strict=True), label=name.removesuffix("/correct"), marker=marker)
+                axis.plot(*zip(*points, strict=True), label=_LABEL.sub("", name), marker=marker)
         axis.set_title(title, loc="left", fontsize=11)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)

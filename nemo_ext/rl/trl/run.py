@@ -103,8 +103,9 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
         )
     else:
         notice(f"loading the model {folder} and the pairs")
+        prompts = Prompts.of(tokenizer, config["template"]) if tokenizer.chat_template else None
         pairs, rpo = config["pairs"], rendered.adapter.get("rpo")
-        trainer = trainers.preference(algorithm, str(folder), settings, tokenizer, pairs, rpo)
+        trainer = trainers.preference(algorithm, str(folder), settings, tokenizer, prompts, pairs, rpo)
     done = _step_of(checkpoint) if checkpoint else 0
     if (run_dir / MODEL).is_dir() and done >= trainer.args.max_steps:
         notice(f"{run_dir / MODEL}: this run is finished; more steps go on, another run_dir=... begins anew")
@@ -231,14 +232,14 @@ def _last_checkpoint(folder: Path) -> Path | None:
     return max(found, key=_step_of, default=None)
 
 
-def _drawn(checkpoint: Path | None, algorithm: PolicyGradient) -> int:
-    """Number of tasks that were drawn before the checkpoint."""
+def _drawn(checkpoint: Path | None, algorithm: PolicyGradient) -> dict[str, Any] | None:
+    """What a checkpoint holds of the tasks that were drawn before it (`nemo_ext.rl.trl.trainers.Drawn`)."""
     if checkpoint is None:
-        return 0
+        return None
     kept = json.loads((checkpoint / "trainer_state.json").read_bytes())["stateful_callbacks"].get("Drawn")
-    if kept is None:  # a run of an earlier version, or one that drops no groups
-        return _step_of(checkpoint) // algorithm.updates_per_step * algorithm.prompts_per_step
-    return int(kept["args"]["number"])
+    if kept is None:  # a run of an earlier version, or one whose tasks follow from the step
+        return {"number": _step_of(checkpoint) // algorithm.updates_per_step * algorithm.prompts_per_step}
+    return dict(kept["args"])
 
 
 def _step_of(checkpoint: Path) -> int:
