@@ -197,10 +197,10 @@ def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:
         check_keys(config["tasks"]["validation"], ("path",), required=("path",), where="tasks.validation")
     if not config[section].get("train"):
         raise ValueError(f"{section}.train=null: {algorithm.algorithm} trains on {section}; say where they are")
-    if section == "tasks" and config["tasks"]["train"].get("adapt") and config["engine"] != "trl":
-        raise ValueError(
-            f"tasks.train.adapt: engine={config['engine']} draws its tasks before the run: engine=trl adapts"
-        )
+    for key in ("adapt", "reprofile"):
+        if section == "tasks" and config["tasks"]["train"].get(key) and config["engine"] != "trl":
+            reason = "draws its tasks before the run, engine=trl while it trains"
+            raise ValueError(f"tasks.train.{key}: engine={config['engine']} {reason}")
     if config[other].get("train"):
         raise ValueError(f"{other}.train: {algorithm.algorithm} trains on {section}, not on {other}: leave it out")
     return algorithm

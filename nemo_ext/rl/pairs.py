@@ -73,7 +73,7 @@ def _records(path: Path) -> Iterator[tuple[int, Any]]:
         try:
             batches = import_module("pyarrow.parquet").ParquetFile(path).iter_batches()
             yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ValueError(f"{path}: not a file of pairs: {error}") from error
         return
     with open(path, "rb") as file:

@@ -9,6 +9,8 @@ directory and blend            shares of task files, in the tree of pre-training
                                the stream `math` is `<directory>/math.jsonl`; shares, tiers, temperatures, caps and
                                epochs count tasks in place of tokens; every step has each stream's quota
 
+With `reprofile` the order is made anew while the run trains (`nemo_ext.rl.reprofile`): the plan is followed by others.
+
 With `adapt` the shares of a blend follow what its files still teach (`nemo_ext.rl.adaptive`). Which file a prompt is
 from is then decided step by step, by `PlannedTasks.adaptive`; the order within each file stays the plan's.
 """
@@ -34,7 +36,7 @@ from nemo_ext.job.settings import check_keys, checked, checked_whole
 from nemo_ext.rl.adaptive import Adapt, AdaptiveShares
 from nemo_ext.rl.task import Task
 
-_KEYS = ("path", "shuffle", "curriculum", "directory", "blend", "streams", "adapt", "seed")
+_KEYS = ("path", "shuffle", "curriculum", "directory", "blend", "streams", "adapt", "reprofile", "seed")
 _SUFFIX = ".jsonl"
 
 
@@ -113,6 +115,7 @@ class PlannedTasks:
         self._shuffle = shuffle
         self._shares = {name: float(shares[name]) for name in self.names}
         self._adapt = adapt
+        self._later: list[tuple[int, TaskFile]] = []
         self.quotas = quotas(fixed(self._shares, self.names), batch=prompts, steps=steps)
         self._before = np.concatenate([np.zeros((1, len(self.names)), dtype=np.int64), np.cumsum(self.quotas, axis=0)])
 
@@ -122,11 +125,18 @@ class PlannedTasks:
     def __getitem__(self, number: int) -> Task:
         if not 0 <= number < len(self):
             raise IndexError(number)
+        for first, file in reversed(self._later):
+            if number >= first:
+                return file.tasks[(number - first) % len(file.tasks)]
         stream, row = self.place(number)
         return self.files[stream].tasks[row]
 
+    def follow(self, first: int, file: TaskFile) -> None:
+        """From an item on, the tasks are those of another file in its order, begun again at its end."""
+        self._later.append((first, file))
+
     def place(self, number: int) -> tuple[int, int]:
-        """Index of an item's stream, and of the task in its file."""
+        """Index of an item's stream, and of the task in its file; of the plan before `follow`."""
         step, slot = divmod(number, self._prompts)
         streams = self._slots(step)
         stream = int(streams[slot])

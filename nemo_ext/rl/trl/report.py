@@ -11,6 +11,7 @@ from nemo_ext.job.report import markdown_table, new_figure, save_figure
 from nemo_ext.job.run_directory import METRICS, REPORT
 from nemo_ext.memory import report as memory
 from nemo_ext.rl.algorithms import Algorithm
+from nemo_ext.rl.reprofile import Curricula
 
 PLOT = "reward.png"
 _PANELS = {
@@ -21,10 +22,17 @@ _PANELS = {
 _LABEL = re.compile("/correct$|^adaptive/(weight|signal)/")
 
 
-def write_report(run_dir: Path, algorithm: Algorithm) -> Path:
-    """Write report.md and its plots; returns the report's path."""
+def write_report(run_dir: Path, algorithm: Algorithm, curricula: Curricula | None = None) -> Path:
+    """Write report.md and its plots; returns the report's path.
+
+    Args:
+        run_dir: folder of the run.
+        algorithm: algorithm of the run.
+        curricula: curricula that were made while it trained, if it makes any.
+    """
     logs = [json.loads(line) for line in (run_dir / METRICS).read_text().splitlines()]
-    _plot(run_dir / PLOT, logs)
+    changes = curricula.changes() if curricula else []
+    _plot(run_dir / PLOT, logs, [change.step * algorithm.updates_per_step for change in changes])
     names = sorted({name for log in logs for name in log} - {"step"})
     shown = [name for name in names if "clip_ratio/" not in name and not name.startswith("profiling/")]
     table = markdown_table(("", "first", "last", "mean of the last tenth"), [_row(name, logs) for name in shown])
@@ -32,6 +40,8 @@ def write_report(run_dir: Path, algorithm: Algorithm) -> Path:
         f"# {run_dir.name}: {algorithm.algorithm}\n\n{algorithm.source}. {logs[-1]['step']} steps.\n\n"
         f"![rewards]({PLOT})\n\n{table}\n"
     )
+    if curricula is not None:
+        text += f"\n## Curricula\n\n{_curricula(curricula)}\n"
     if memory_section := memory.section(run_dir):
         text += f"\n{memory_section}"
     write_text(run_dir / REPORT, text)
@@ -44,7 +54,29 @@ def _row(name: str, logs: Sequence[Mapping[str, Any]]) -> list[str]:
     return [name, *(f"{value:.4g}" for value in (values[0], values[-1], sum(last) / len(last)))]
 
 
-def _plot(path: Path, logs: Sequence[Mapping[str, Any]]) -> None:
+def _curricula(curricula: Curricula) -> str:
+    rows = []
+    for number, change in enumerate(curricula.changes(), start=1):
+        result = curricula.result(number)
+        if result is None:
+            continue
+        folder = f"{curricula.folder.name}/{number}"
+        order = f"[new]({folder}/report.md)" if result.kept is None else f"the one before: {result.kept}"
+        solved = " ".join(map(str, result.solved))
+        rows.append([str(change.step), change.why, change.checkpoint, f"{result.pass_rate:.3f}", solved, order])
+    if not rows:
+        return "Pass rates were not measured again."
+    heads = (
+        "after step",
+        "because of",
+        "pass rates of",
+        "mean",
+        f"tasks with 0 ... {curricula.settings.samples} right",
+    )
+    return markdown_table((*heads, "order"), rows)
+
+
+def _plot(path: Path, logs: Sequence[Mapping[str, Any]], changes: Sequence[int] = ()) -> None:
     domains = sorted({name for log in logs for name in log if name.endswith("/correct")})
     panels = {**_PANELS, "solved, by environment": tuple(domains)}
     for kind in ("weight", "signal"):
@@ -60,6 +92,8 @@ def _plot(path: Path, logs: Sequence[Mapping[str, Any]]) -> None:
             if points:
                 marker = "." if len(points) < 20 else ""
                 axis.plot(*zip(*points, strict=True), label=_LABEL.sub("", name), marker=marker)
+        for at in changes:
+            axis.axvline(at, color="0.5", linestyle="--", linewidth=1, label="new curriculum" * (at == changes[0]))
         axis.set_title(title, loc="left", fontsize=11)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)

@@ -5,24 +5,28 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import TrainerCallback, set_seed
 from transformers.trainer_callback import ExportableState
 from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-from nemo_ext.job.progress import notice
+from nemo_ext.job.files import write_text
+from nemo_ext.job.progress import notice, progress_of
+from nemo_ext.job.seeds import digest
 from nemo_ext.memory.sampler import Phases
 from nemo_ext.rl.adaptive import signals_of
 from nemo_ext.rl.algorithms import Advantage, PolicyGradient, Preference
 from nemo_ext.rl.pairs import read_pairs, token_ids
 from nemo_ext.rl.plan import PlannedTasks
 from nemo_ext.rl.prompts import Prompts
+from nemo_ext.rl.reprofile import Curricula
 from nemo_ext.rl.rewards.advantages import group_advantages, zero_variance
 from nemo_ext.rl.rpo import Distance, rpo_loss
 from nemo_ext.rl.task import Task
@@ -120,6 +124,12 @@ class _OurPrompts(_Phased):
         if self.model.training:
             self.phases.begin("scoring")  # by verifiers, and by the reference model
         return made
+
+    def answered(self, prompts: list[str]) -> list[Rollout]:
+        """Verified responses to prompts."""
+        _, responses, *others = self._generate(prompts)
+        extra = others[3] if len(others) > 3 else {}  # RLOO's trainer has no conversations
+        return extra.get("rollout") or self.rollouts.verified(prompts, responses)
 
     def earned(self, rollouts: Sequence[Rollout]) -> list[float]:
         """Rewards of generated groups to train on."""
@@ -342,6 +352,47 @@ def policy_gradient(
     return made
 
 
+def answer(
+    trainer: GRPOTrainer | RLOOTrainer, tasks: Sequence[Task], record: Path, *, samples: int, at_once: int, seed: int
+) -> None:
+    """Answer tasks with a trainer's model, as it generates and verifies in training.
+
+    Answers of a batch follow from the seed and the batch's number alone, so those of a run that was killed are those of
+    one that was not.
+
+    Args:
+        trainer: trainer made by `policy_gradient`, which trains nothing.
+        tasks: tasks to answer.
+        record: path of the JSONL file to append to; complete batches in it are not answered again.
+        samples: number of answers to each task.
+        at_once: number of tasks in a batch.
+        seed: seed of the sampling.
+    """
+    ours: Any = trainer
+    ours.model.eval()
+    ours.num_generations = ours.num_generations_eval = samples
+    record.parent.mkdir(parents=True, exist_ok=True)
+    kept = record.read_text().splitlines(keepends=True) if record.exists() else []
+    batches = list(batched(tasks, at_once))
+    complete = sum(line.endswith("\n") for line in kept)
+    done = len(batches) if complete == samples * len(tasks) else complete // (samples * at_once)
+    write_text(record, "".join(kept[: samples * sum(map(len, batches[:done]))]))
+    with progress_of("pass rates:", len(tasks), unit="tasks") as advance:
+        advance(sum(map(len, batches[:done])))
+        for number, batch in enumerate(batches[done:], start=done):
+            set_seed(digest(seed, "answer", number) % 2**32)
+            made = ours.answered([ours.rollouts.prompt(task) for task in batch for _ in range(samples)])
+            of = [task for task in batch for _ in range(samples)]
+            lines = [
+                # The task's own id: one with the same prompt and reference counts as another elsewhere.
+                {**ours.rollouts.line(one, one.turn.verdict.score if one.turn.verdict else 0.0), "id": task.id}
+                for task, one in zip(of, made, strict=True)
+            ]
+            with record.open("a") as file:
+                file.write("".join(json.dumps(line) + "\n" for line in lines))
+            advance(len(batch))
+
+
 def preference(
     algorithm: Preference,
     model: str,
@@ -458,6 +509,37 @@ def _draw(trainer: Any, tasks: PlannedTasks, kept: Mapping[str, Any] | None) -> 
             trainer.rollouts.prompt(task)
     trainer.drawn = Drawn(tasks, kept)
     trainer.add_callback(trainer.drawn)
+
+
+class Due(TrainerCallback):
+    """Ends training with a checkpoint where pass rates are to be measured again.
+
+    Args:
+        curricula: curricula of the run.
+        updates: number of updates per step.
+    """
+
+    def __init__(self, curricula: Curricula, updates: int) -> None:
+        self.now = False
+        self._curricula, self._updates = curricula, updates
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Called by the trainer after each update."""
+        self._look(state, control)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Called by the trainer after each validation, before it saves."""
+        self._look(state, control)
+
+    def _look(self, state: Any, control: Any) -> None:
+        step, within = divmod(state.global_step, self._updates)
+        if not within and self._curricula.due(step, validations(state.log_history, self._updates)):
+            self.now = control.should_save = control.should_training_stop = True
+
+
+def validations(logs: Sequence[Mapping[str, Any]], updates: int) -> list[tuple[int, float]]:
+    """Step and reward of each validation in a trainer's logs."""
+    return [(log["step"] // updates, log["eval_reward"]) for log in logs if log.get("eval_reward") is not None]
 
 
 class Stop(TrainerCallback):
