@@ -299,10 +299,6 @@ def _tasks(
     if curricula is not None:
         if algorithm.group is not None and algorithm.group.judge:
             raise ValueError("tasks.train.reprofile: pass rates are the environments', rl.group.judge compares answers")
-        if curricula.settings.plateau is not None and validation is None:
-            raise ValueError(
-                "tasks.train.reprofile.plateau: there is nothing to validate on: give tasks.validation.path"
-            )
         curricula.forget_after(done // algorithm.updates_per_step)
         answered = curricula.read_tasks(train)
         planned.append(validation_tasks(answered.path))

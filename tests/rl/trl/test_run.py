@@ -372,6 +372,11 @@ def test_dpo_trains_on_pairs(model: Path, tmp_path: Path) -> None:
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "tasks.validation=t"], "write tasks.validation.path=FILE"),
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "tasks.validation.paht=t"], "did you mean 'path'"),
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "micro_batch=abc"], "micro_batch"),
+        (
+            ["preset=rl_zero", "model=m", "tasks.train={path: t, reprofile: {plateau: 2}}"],
+            "reprofile.plateau: of what?",
+        ),
+        (["preset=rl_zero", "model=m", "tasks.train={path: t, adapt: {}}", "engine=nemo_rl"], "train.adapt: engine="),
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "save_every=0"], "save_every"),
         (["preset=dpo_delta", "model=m", "pairs.train={path: t}"], "write pairs.train=FILE"),
     ],
