@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,13 @@ def _plot(path: Path, logs: Sequence[Mapping[str, Any]], changes: Sequence[int] 
             sorted({name for log in logs for name in log if name.startswith(f"adaptive/{kind}/")})
         )
     panels = {title: names for title, names in panels.items() if any(name in log for log in logs for name in names)}
-    figure = new_figure(figsize=(5 * len(panels), 3.6))
-    axes = figure.subplots(1, len(panels), squeeze=False)
-    for axis, (title, names) in zip(axes[0], panels.items(), strict=True):
+    columns = min(4, len(panels))
+    rows = ceil(len(panels) / columns)
+    figure = new_figure(figsize=(5 * columns, 3.6 * rows))
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    for axis, (title, names) in zip(axes[: len(panels)], panels.items(), strict=True):
         for name in names:
             points = [(log["step"], log[name]) for log in logs if name in log]
             if points:

@@ -160,6 +160,8 @@ def _turn(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phase
         prompts = Prompts.of(tokenizer, config["template"]) if tokenizer.chat_template else None
         pairs, rpo = config["pairs"], ready.rendered.adapter.get("rpo")
         trainer = trainers.preference(algorithm, str(ready.model), settings, tokenizer, prompts, pairs, rpo)
+    if due is not None and trainer.accelerator.num_processes > 1:
+        raise ValueError("tasks.train.reprofile: with TRL it needs one process: leave it out")
     if (run_dir / MODEL).is_dir() and done >= trainer.args.max_steps:
         notice(f"{run_dir / MODEL}: this run is finished; more steps go on, another run_dir=... begins anew")
         return False

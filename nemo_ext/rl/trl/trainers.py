@@ -391,6 +391,7 @@ def answer(
             with record.open("a") as file:
                 file.write("".join(json.dumps(line) + "\n" for line in lines))
             advance(len(batch))
+    ours.rollouts.metrics()  # of these answers, not of the next step
 
 
 def preference(

@@ -77,7 +77,11 @@ def test_pass_rates_are_measured_again_and_a_killed_run_goes_on(
         step = [line["id"] for line in lines(folder / "curriculum.jsonl")][: len(drawn)]
         assert sorted(drawn[:2]) == sorted(step[:2]), "the first step after the change"
         assert f"| {change['step']} | {change['why']} |" in report
-    assert [log["step"] for log in lines(whole / "metrics.jsonl") if "reward" in log] == list(range(1, 7))
+    logs = [log for log in lines(whole / "metrics.jsonl") if "reward" in log]
+    assert [log["step"] for log in logs] == list(range(1, 7))
+    for log in logs:
+        scores = [line["score"] for line in rollouts if line["step"] == log["step"]]
+        assert log["instructions/correct"] == pytest.approx(sum(scores) / len(scores)), "of the step's answers alone"
 
     # As kills leave it: while tasks are answered, in the middle of a line; and between a checkpoint and its curriculum.
     for step, begun in ((2, 1), (4, 1)):
