@@ -39,7 +39,8 @@ class Node:
             `mul`, `div`, `ratio`, `pow`, `neg`, `pm`, `mp`, `mixed`, `call` (value: function), `percent`, `unit`
             (value: factor and dimensions), `based` (value: base), `time` (value: hour, minute, half of the day),
             `group` (value: its brackets, "" for a bare list, "or", "and"), `relation` (value: its signs), `union`,
-            `intersection`, `minus`, `named` (value: a set), `matrix` (parts: rows).
+            `intersection`, `minus`, `named` (value: a set), `builder` (parts: members, their condition), `matrix`
+            (parts: rows).
         parts: operands.
     """
 
@@ -211,7 +212,7 @@ def read(text: str, *, grouped: bool = True) -> Node:
     Raises:
         UnknownNotation: the text is not in the grammar.
     """
-    text = text.translate(_TO_LATEX)
+    text = text.replace("{:}", ":").translate(_TO_LATEX)
     try:
         parser = _Parser(_tokens(text, grouped=grouped))
         made = parser.answer()
@@ -568,6 +569,8 @@ class _Parser:
             self.expect(r"\}")
             whole = items[0].parts[1:] if items[0].kind == "relation" and items[0].value == (r"\in",) else ()
             made = conditions[0] if len(conditions) == 1 else Node("group", tuple(conditions), between or "and")
+            if (items[0].parts[0] if whole else items[0]).kind != "symbol":
+                return Node("builder", (items[0], made))
             return Node("intersection", (*whole, made)) if whole else made
         closing = self.take(*_CLOSES)
         if closing is None or (closing != _OPENING[opening] and {opening, closing} not in ({"(", "]"}, {"[", ")"})):
