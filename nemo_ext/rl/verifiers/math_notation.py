@@ -113,8 +113,15 @@ were be equals equal plus minus times divided by half halves third thirds quarte
 incorrect unknown undefined something none either neither both otherwise other others another each instead rather
 hundredths tenths thousandths power base factorial root any all every some also then so when where which that this it
 since because for as at with only never cannot can may might should could would modulo mod remainder squared cubed
+hopefully guess uncertain unsure likely assuming sometimes usually estimated estimate ish circa max maximum minimum
+upwards onwards negative inverse reciprocal imaginary alternatively undetermined rounded sorry nope error twice double
+zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
+eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety tens dozens hundreds thousands millions
+billions trillions zillion lakh crore bn mn mio mrd
 """
-NO_UNITS = frozenset(_NO_UNITS.split())
+_FRACTIONS = """fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth fifteenth sixteenth
+seventeenth eighteenth nineteenth twentieth hundredth thousandth"""
+NO_UNITS = frozenset(_NO_UNITS.split()) | {word + end for word in _FRACTIONS.split() for end in ("", "s")}
 
 _SKIPPED = (
     r"left\s*\.|right\s*\.|left|right|[bB]igg?[lr]?|displaystyle|textstyle|scriptstyle|limits|q?quad|bf|rm|it|tt|sf"
