@@ -172,7 +172,7 @@ class Distillation(ABC):
         return model
 
     def before_student(self, batch: Mapping[str, Tensor], bounds: Mapping[str, Any]) -> None:  # noqa: B027
-        """Called with each micro-batch, and what tells a model its sequence bounds, before the student's forward pass."""
+        """Called before the student's forward pass, with a micro-batch and what tells a model its sequence bounds."""
 
     @abstractmethod
     def divergence(self, logits: Tensor, *, training: bool) -> Tensor | None:

@@ -17,7 +17,7 @@ from nemo_ext.job.files import write_text
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.cluster import call
 from nemo_ext.slurm.jobs import nodes_and_gpus, record_of, script_name, shard_record, tasks_of
-from nemo_ext.slurm.preflight import Finding, findings
+from nemo_ext.slurm.preflight import Finding, errors, findings
 from nemo_ext.slurm.settings import Settings, settings_of, split
 from nemo_ext.slurm.status import JOB, job_of, queued
 from nemo_ext.slurm.sweep import MULTIRUN, points
@@ -273,8 +273,3 @@ def _by_megatron(config: Mapping[str, Any], coming: Sequence[Path]) -> list[Find
     except ValueError as error:
         return [Finding("error", str(error))]
     return []
-
-
-def errors(found: Sequence[Finding]) -> bool:
-    """True if any finding is an error."""
-    return any(one.kind == "error" for one in found)
