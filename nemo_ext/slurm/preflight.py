@@ -57,6 +57,10 @@ SETTINGS = {
 TIGHT = 0.9
 """Share of a GPU's memory above which a warning says that fragments and buffers may not fit."""
 
+MEMORY = "memory: "
+"""Beginning of findings on the memory of GPUs."""
+ADVICE = "raise tensor, pipeline or context parallelism, or set megatron.recompute_granularity"
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -200,17 +204,19 @@ def _memory(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
         return
     if node is None or node.gpu_memory_gib is None:
         return
-    share = most.total_bytes / (node.gpu_memory_gib * GIB)
-    need = f"about {most.total_bytes / GIB:.0f} GiB of the {node.gpu_memory_gib:g} of a {node.gpu}"
-    if share > 1:
-        yield Finding(
-            "error",
-            f"memory: {need} (weights, gradients and optimizer {(most.total_bytes - most.activation_bytes) / GIB:.0f}, "
-            f"activations {most.activation_bytes / GIB:.0f}): raise tensor, pipeline or context parallelism, or set "
-            "megatron.recompute_granularity",
+    kind = fits(most.total_bytes / (node.gpu_memory_gib * GIB))
+    need = f"{MEMORY}about {most.total_bytes / GIB:.0f} GiB of the {node.gpu_memory_gib:g} of a {node.gpu}"
+    if kind == "error":
+        need += (
+            f" (weights, gradients and optimizer {(most.total_bytes - most.activation_bytes) / GIB:.0f}, "
+            f"activations {most.activation_bytes / GIB:.0f}): {ADVICE}"
         )
-    else:
-        yield Finding("warning" if share > TIGHT else "note", f"memory: {need}")
+    yield Finding(kind, need)
+
+
+def fits(share: float) -> Literal["error", "warning", "note"]:
+    """Kind of a finding on a share of a GPU's memory."""
+    return "error" if share > 1 else "warning" if share > TIGHT else "note"
 
 
 def _gpus(config: Mapping[str, Any], world: int) -> Sequence[GpuCost]:

@@ -135,8 +135,8 @@ def test_rounds_go_on_after_a_time_limit(
     run_dir = tmp_path / "online"
     words = ("job=online", "preset=rpo_online", f"model={speaker}", f"tasks.train.path={letter_tasks}")
     small = (
-        *("rl.batch=4", "micro_batch=4", "rl.lengths={prompt: 256, total: 280}", "rl.schedule.steps=4"),
-        *("rl.online={generations_per_prompt: 4, rounds: 2}", "evaluate.draws=50", "online.prompts=12"),
+        *("rl.batch=2", "micro_batch=2", "rl.lengths={prompt: 256, total: 288}", "rl.schedule.steps=2"),
+        *("rl.online={generations_per_prompt: 4, rounds: 1}", "evaluate.draws=50", "online.prompts=32"),
     )
     given = (*words, *small, *CPU, f"run_dir={run_dir}", "memory_profile=null")
 
@@ -150,7 +150,7 @@ def test_rounds_go_on_after_a_time_limit(
     assert [each.reason for each in attempts.read(run_dir)] == ["time limit (SIGUSR2)", "done"], outputs(run_dir)
     assert (run_dir / "rounds/1/answers/generations.jsonl").read_bytes() == first, "nothing is answered twice"
     assert (run_dir / "model" / "model.safetensors").is_file()
-    assert "2 / 2" in nemo_ext("status", str(run_dir))
+    assert "1 / 1" in nemo_ext("status", str(run_dir))
 
 
 @pytest.mark.slow
