@@ -6,6 +6,7 @@ python -m nemo_ext.slurm.rehearse FOLDER     rehearses FOLDER/asked.json; writes
 import contextlib
 import importlib.metadata
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -125,13 +126,16 @@ def _result(
 def _run(folder: Path, limit: float | None) -> int | None:
     """Exit code of the process that rehearses; None if it was ended at the limit. Its ranks end with it."""
     command = [sys.executable, "-m", "nemo_ext.slurm.rehearse", str(folder)]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
+    none = subprocess.DEVNULL
+    # A group of its own: ranks that are just importing do not end with their parent yet.
+    with subprocess.Popen(command, stdin=none, stdout=none, start_new_session=True) as process:
         try:
             return process.wait(limit)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def memory(result: Mapping[str, Any], node: Node | None) -> Iterator[Finding]:
@@ -141,13 +145,13 @@ def memory(result: Mapping[str, Any], node: Node | None) -> Iterator[Finding]:
     most = max(result["ranks"], key=lambda rank: float(rank["peak_bytes"]))
     peak, kinds = most["peak_bytes"] / GIB, {name: size / GIB for name, size in most["peak"].items()}
     states = sum(kinds.get(name, 0) for name in ("weights", "gradients", "optimizer"))
-    parts = [f"weights, gradients and optimizer {states:.1f}"]
-    parts += [f"{name} {kinds[name]:.1f}" for name in ("activations", "temporary") if name in kinds]
+    parts = [f"weights, gradients and optimizer {states:.3g}"]
+    parts += [f"{name} {kinds[name]:.3g}" for name in ("activations", "temporary") if name in kinds]
     where = f" on pipeline rank {most['stage']}" if result["pipeline"] > 1 else ""
-    text = f"{peak:.1f} GiB of the {node.gpu_memory_gib:g} of a {node.gpu}, rehearsed{where} ({', '.join(parts)})"
+    text = f"{peak:.3g} GiB of the {node.gpu_memory_gib:g} of a {node.gpu}, rehearsed{where} ({', '.join(parts)})"
     guess = max(rank["estimate"]["bytes"] for rank in result["ranks"]) / GIB
     if abs(guess / peak - 1) > DIFFERENT:
-        text += f"; the cost model says {guess:.1f} ({100 * (guess / peak - 1):+.0f} %)"
+        text += f"; the cost model says {guess:.3g} ({100 * (guess / peak - 1):+.0f} %)"
     if result["set_aside"]:
         text += f"; without {', '.join(result['set_aside'])}, which is not rehearsed"
     kind = fits(peak / node.gpu_memory_gib)
@@ -156,7 +160,6 @@ def memory(result: Mapping[str, Any], node: Node | None) -> Iterator[Finding]:
 
 def main() -> None:
     """Rehearse what FOLDER/asked.json has; a mistake is the result's `error`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then ends this
     end_with_parent(signal.SIGKILL)
     folder = Path(sys.argv[1])
     from nemo_ext.rehearsal.job import rehearse

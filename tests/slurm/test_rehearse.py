@@ -49,12 +49,12 @@ def kept(folder: Path, config: dict[str, Any], *ranks: dict[str, Any], aside: tu
 @pytest.mark.parametrize(
     ("ranks", "kind", "said"),
     [
-        ([rank(40, 38)], "note", "memory: 40.0 GiB of the 64 of a A100-64GB, rehearsed (weights, gradients and"),
-        ([rank(40, 30)], "note", "activations 10.0); the cost model says 30.0 (-25 %)"),
+        ([rank(40, 38)], "note", "memory: 40 GiB of the 64 of a A100-64GB, rehearsed (weights, gradients and"),
+        ([rank(40, 30)], "note", "activations 10); the cost model says 30 (-25 %)"),
         (
             [rank(30, 29), rank(60, 58, stage=1)],
             "warning",
-            "60.0 GiB of the 64 of a A100-64GB, rehearsed on pipeline rank 1",
+            "60 GiB of the 64 of a A100-64GB, rehearsed on pipeline rank 1",
         ),
         ([rank(65, 60)], "error", "activations 16.2): raise tensor, pipeline or context parallelism"),
     ],
@@ -180,7 +180,7 @@ def test_a_chain_is_rehearsed_once_and_ctrl_c_queues_nothing(
     words = list(TINY[:3])
     stages = {
         "one": {"job": "train", "words": words},
-        "two": {"job": "train", "words": [*words, "megatron.lr=1e-5"]},
+        "two": {"job": "train", "words": [*words, "megatron.lr=2e-3"]},
         "three": {"job": "train", "words": [*words, "megatron.micro_batch_size=2"]},
     }
     (tmp_path / "pipeline").mkdir()
