@@ -66,7 +66,7 @@ def with_rehearsals(
     measured = True
     for config in {key_of(each): each for each in map(as_rehearsed, configs)}.values():
         own, result = _result(config, kept / key_of(config), SECONDS if settings.slurm.rehearse is None else None)
-        told += own
+        told += [one for one in own if one not in told]
         measured = measured and result is not None
         if result is not None:
             told += [one for one in memory(result, settings.cluster.node) if one not in told]
@@ -90,7 +90,8 @@ def key_of(config: Mapping[str, Any]) -> str:
     changed, aside = rehearsed(config)
     flags = {name: value for name, value in changed["megatron"].items() if not name.startswith(_OF_NO_MATTER)}
     model = {name: value for name, value in changed["model"].items() if name != "name"}
-    return digest([model, flags, changed["launcher"], aside, [*map(_version, _PACKAGES)]])[:16]
+    others = [config.get(name) for name in ("launcher", "precision_plan", "distillation")]
+    return digest([model, flags, others, aside, [*map(_version, _PACKAGES)]])[:16]
 
 
 def _version(package: str) -> str | None:

@@ -113,6 +113,7 @@ def test_equal_steps_are_rehearsed_once(config: dict[str, Any]) -> None:
         ("megatron", {"micro_batch_size": 8}),
         ("megatron", {"recompute_granularity": "full"}),
         ("launcher", {"nodes": 16}),
+        ("distillation", {"teacher": "runs/teacher"}),
     ):
         assert key(section, **change) != before, change
 

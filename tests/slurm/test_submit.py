@@ -194,6 +194,12 @@ def test_mistakes_are_one_line(words: list[str], said: str) -> None:
         (["job=curriculum", "output=x"], "not set: rollouts"),
         (["job=quantize", "from=here", "to=x", "calibration.data=d"], "precision_plan=null"),
         (["job=quantize", "from=here", "to=x", "precision=fp8_current"], "calibration.data=null"),
+        (["job=puzzle", "puzzle.stages=[serch]"], "there is no stage 'serch': did you mean 'search'"),
+        (["job=puzzle", "data=packed", "data.packed.valid=null"], "data.packed.valid=null: puzzle compares models"),
+        (
+            ["job=sensitivity", "sensitivity.model=m", "data=packed", "data.packed.valid=null"],
+            "null: sensitivity compares models",
+        ),
         (["job=rl", "preset=rl_zero", "model=m"], "tasks.train=null: grpo trains on tasks"),
         (
             ["job=rl", "preset=rl_zero", "model=m", "tasks.train.path=t"],
