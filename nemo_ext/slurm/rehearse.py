@@ -147,7 +147,9 @@ def memory(result: Mapping[str, Any], node: Node | None) -> Iterator[Finding]:
     peak, kinds = most["peak_bytes"] / GIB, {name: size / GIB for name, size in most["peak"].items()}
     states = sum(kinds.get(name, 0) for name in ("weights", "gradients", "optimizer"))
     parts = [f"weights, gradients and optimizer {states:.3g}"]
-    parts += [f"{name} {kinds[name]:.3g}" for name in ("activations", "temporary") if name in kinds]
+    parts += [
+        f"{name} {size:.3g}" for name in ("activations", "temporary") if (size := kinds.get(name, 0)) > peak / 100
+    ]
     where = f" on pipeline rank {most['stage']}" if result["pipeline"] > 1 else ""
     text = f"{peak:.3g} GiB of the {node.gpu_memory_gib:g} of a {node.gpu}, rehearsed{where} ({', '.join(parts)})"
     guess = max(rank["estimate"]["bytes"] for rank in result["ranks"]) / GIB
