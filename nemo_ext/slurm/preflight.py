@@ -334,7 +334,7 @@ def _settings(job: str, config: Mapping[str, Any]) -> Iterator[Finding]:
 def _data(config: Mapping[str, Any], coming: Sequence[Path], job: str) -> Iterator[Finding]:
     for data in data_sections(config):
         if packed := data.get("packed"):
-            needed = [Path(str(place)) for place in packed.values() if place]
+            needed = [Path(f"{place}.idx") for place in packed.values() if place]
             how = "`nemo-ext sft_data` writes it"
         elif data.get("blend") or data.get("streams"):
             leaves = read_tree(data).leaves()

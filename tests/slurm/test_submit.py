@@ -128,8 +128,22 @@ def test_what_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         "data/domyn_cpt/tokenizer: no such folder",
     ):
         assert any(said in text for text in found), said
-    assert any("data/domyn_small/sft/train and 1 others not there; `nemo-ext sft_data`" in text for text in packs)
+    assert any("data/domyn_small/sft/train.idx and 1 others not there; `nemo-ext sft_data`" in text for text in packs)
     assert any("hf download domyn/small" in text for text in hub)
+
+
+def test_packs_that_are_there_are_found(tmp_path: Path) -> None:
+    """By their files: a prefix is none itself."""
+    words = (
+        "cluster=leonardo",
+        "recipe=domyn_small/sft",
+        f"data.packed.train={tmp_path}/train",
+        "data.packed.valid=null",
+    )
+
+    assert any(f"{tmp_path}/train.idx not there" in text for text in errors(*words, paths=True))
+    (tmp_path / "train.idx").touch()
+    assert not any("train.idx" in text for text in errors(*words, paths=True))
 
 
 def test_errors_end_it_before_slurm_is_asked(
