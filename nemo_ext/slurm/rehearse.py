@@ -20,7 +20,6 @@ from nemo_ext.job.files import write_text
 from nemo_ext.job.made_of import digest
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.progress import notice
-from nemo_ext.rehearsal.settings import rehearsed
 from nemo_ext.slurm.cluster import Node
 from nemo_ext.slurm.preflight import ADVICE, GIB, MEMORY, Finding, fits
 from nemo_ext.slurm.settings import Settings
@@ -34,6 +33,7 @@ DIFFERENT = 0.1
 _PACKAGES = ("nemo_ext", "megatron-core", "torch")
 _OF_NO_MATTER = (
     *("lr", "min_lr", "seed", "weight_decay", "start_weight", "end_weight", "adam_", "sgd_", "train_iters"),
+    *("data_", "train_data_path", "valid_data_path", "mock_data", "tokenizer_", "pretrained_checkpoint", "finetune"),
     *("train_samples", "eval_", "log_", "save", "load", "exit_", "tensorboard_", "wandb_", "num_workers"),
 )
 """Beginnings of flags on which no shape depends."""
@@ -87,11 +87,10 @@ def as_rehearsed(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def key_of(config: Mapping[str, Any]) -> str:
     """Name of the results of a config: a digest of the settings that a rehearsal depends on, and of the versions."""
-    changed, aside = rehearsed(config)
-    flags = {name: value for name, value in changed["megatron"].items() if not name.startswith(_OF_NO_MATTER)}
-    model = {name: value for name, value in changed["model"].items() if name != "name"}
+    flags = {name: value for name, value in config["megatron"].items() if not name.startswith(_OF_NO_MATTER)}
+    model = {name: value for name, value in config["model"].items() if name != "name"}
     others = [config.get(name) for name in ("launcher", "precision_plan", "distillation")]
-    return digest([model, flags, others, aside, [*map(_version, _PACKAGES)]])[:16]
+    return digest([model, flags, others, [*map(_version, _PACKAGES)]])[:16]
 
 
 def _version(package: str) -> str | None:
@@ -145,11 +144,9 @@ def memory(result: Mapping[str, Any], node: Node | None) -> Iterator[Finding]:
         return
     most = max(result["ranks"], key=lambda rank: float(rank["peak_bytes"]))
     peak, kinds = most["peak_bytes"] / GIB, {name: size / GIB for name, size in most["peak"].items()}
-    states = sum(kinds.get(name, 0) for name in ("weights", "gradients", "optimizer"))
+    states = sum(kinds.pop(name, 0) for name in ("weights", "gradients", "optimizer"))
     parts = [f"weights, gradients and optimizer {states:.3g}"]
-    parts += [
-        f"{name} {size:.3g}" for name in ("activations", "temporary") if (size := kinds.get(name, 0)) > peak / 100
-    ]
+    parts += [f"{name} {size:.3g}" for name, size in kinds.items() if size > peak / 100]
     where = f" on pipeline rank {most['stage']}" if result["pipeline"] > 1 else ""
     text = f"{peak:.3g} GiB of the {node.gpu_memory_gib:g} of a {node.gpu}, rehearsed{where} ({', '.join(parts)})"
     guess = max(rank["estimate"]["bytes"] for rank in result["ranks"]) / GIB
