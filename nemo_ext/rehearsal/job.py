@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.architecture.cost import TRAINING_FLOPS_FACTOR, per_gpu
+from nemo_ext.architecture.gpus import GPUS
 from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.model import Architecture
+from nemo_ext.job.config import check_choice, compose, config_folders
 from nemo_ext.job.files import write_text
 from nemo_ext.job.progress import progress_of
 from nemo_ext.job.settings import checked
 from nemo_ext.megatron.arguments import pattern_with_cuts, world_size
+from nemo_ext.rehearsal.search import gpu_of, search
 from nemo_ext.rehearsal.settings import Settings, rehearsed
 
 
@@ -27,21 +30,47 @@ def job(config: dict[str, Any]) -> None:
     """
     from hydra.core.hydra_config import HydraConfig
 
-    from nemo_ext.job.config import compose
     from nemo_ext.rehearsal.report import write
 
     settings = checked(Settings, config["rehearse"], "rehearse")
     if config["format"] not in ("table", "json"):
         raise ValueError(f"format={config['format']}: expected table or json")
     words = list(HydraConfig.get().overrides.task)
-    variants = [("", config)]
-    variants += [(change, compose("rehearse", [*words, *change.split()])) for change in settings.variants]
     folder = Path(config["run_dir"])
+    name, limit = _gpu(settings, words)
     folder.mkdir(parents=True, exist_ok=True)
-    results = []
-    for number, (change, variant) in enumerate(variants):
-        results.append({"change": change, **rehearse(variant, settings.stages, folder / "ranks" / str(number))})
-    write(folder, config["recipe"], results, limit=settings.gpu_memory_gib, as_json=config["format"] == "json")
+
+    def changed(change: list[str], number: int) -> dict[str, Any]:
+        return rehearse(compose("rehearse", [*words, *change]), settings.stages, folder / "ranks" / str(number))
+
+    searched = None
+    if settings.search:
+        searched, results = search(config, *gpu_of(name, limit), settings.best, changed)
+        searched["command"] = [word for word in words if not word.startswith(("rehearse.", "run_dir=", "format="))]
+        limit = searched["fill"] * searched["gpu"]["memory_gib"]
+    else:
+        variants = [("", config)]
+        variants += [(change, compose("rehearse", [*words, *change.split()])) for change in settings.variants]
+        results = [
+            {"change": change, "number": number, **rehearse(each, settings.stages, folder / "ranks" / str(number))}
+            for number, (change, each) in enumerate(variants)
+        ]
+    write(folder, config["recipe"], results, limit=limit, searched=searched, as_json=config["format"] == "json")
+
+
+def _gpu(settings: Settings, words: Sequence[str]) -> tuple[str | None, float | None]:
+    """Name and memory in GiB of the GPUs, as far as the settings say them."""
+    name, memory = settings.gpu, settings.gpu_memory_gib
+    if settings.site is not None:
+        folders = [each for folder in config_folders(words)[0] for each in ("--config-dir", str(folder))]
+        check_choice("cluster", [*folders, f"cluster={settings.site}"])
+        node = compose("slurm", [*folders, f"cluster={settings.site}"])["cluster"]["node"]
+        if node is None:
+            raise ValueError(f"rehearse.site={settings.site}: its file says nothing of its nodes; set rehearse.gpu")
+        name, memory = node["gpu"], memory or node["gpu_memory_gib"]
+    if name in GPUS and memory is None:
+        memory = GPUS[name].memory_gib
+    return name, memory
 
 
 def rehearse(config: Mapping[str, Any], asked: str | Sequence[int], folder: Path) -> dict[str, Any]:

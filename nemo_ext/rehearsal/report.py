@@ -1,6 +1,7 @@
 """What a rehearsal found: tables, rehearsal.json, report.md and a picture of memory over the step."""
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,13 +16,23 @@ GIB = 2**30
 
 
 def write(
-    folder: Path, recipe: str, results: Sequence[Mapping[str, Any]], *, limit: float | None, as_json: bool
+    folder: Path,
+    recipe: str,
+    results: Sequence[Mapping[str, Any]],
+    *,
+    limit: float | None,
+    as_json: bool,
+    searched: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes rehearsal.json, report.md and memory.png; prints the tables, or the JSON."""
-    made = {"recipe": recipe, "gpu_memory_gib": limit, "results": results}
+    made = {"recipe": recipe, "gpu_memory_gib": limit, "search": searched, "results": results}
     write_text(folder / "rehearsal.json", json.dumps(made, indent=1) + "\n")
-    _draw(folder / "memory.png", results[0], limit)
-    text = "\n\n".join([f"# Rehearsal of {recipe}", *tables(results, limit), "![memory](memory.png)"]) + "\n"
+    found = [] if searched is None else search_tables(searched)
+    parts = [f"# Rehearsal of {recipe}", *found]
+    if results:
+        _draw(folder / "memory.png", _shown(results, searched), limit)
+        parts += [*tables(results, limit), "![memory](memory.png)"]
+    text = "\n\n".join(parts) + "\n"
     write_text(folder / "report.md", text)
     if as_json:
         json.dump(made, sys.stdout)
@@ -37,17 +48,17 @@ def write(
 def tables(results: Sequence[Mapping[str, Any]], limit: float | None) -> list[str]:
     """The report's parts in Markdown."""
     parts = []
-    changes = [f"{place}. {result['change']}" for place, result in enumerate(results) if place]
-    if changes:
+    changes = [f"{result['number']}. {result['change']}" for result in results if result["number"]]
+    if changes and not results[0]["number"]:
         parts.append("\n".join(["Tried beside the config as it is (0):", "", *changes]))
     heading = ["try", "pipeline rank", "parameters", *KINDS, "peak", "cost model", "FLOPs a step", "cost model"]
     rows = []
-    for place, result in enumerate(results):
+    for result in results:
         for rank in result["ranks"]:
             guess, flops = rank["estimate"], sum(rank["flops"].values())
             fits = "" if limit is None else (" fits" if rank["peak_bytes"] <= limit * GIB else " TOO MUCH")
             kinds = [size(rank["peak"].get(kind, 0)) for kind in KINDS]
-            row = [str(place), str(rank["stage"]), number(rank["parameters"]), *kinds]
+            row = [str(result["number"]), str(rank["stage"]), number(rank["parameters"]), *kinds]
             row.append(f"{size(rank['peak_bytes'])} ({rank['peak_phase']}){fits}")
             row.append(f"{size(guess['bytes'])} ({_off(guess['bytes'], rank['peak_bytes'])})")
             rows.append([*row, flop(flops), f"{flop(guess['flops'])} ({_off(guess['flops'], flops)})"])
@@ -67,6 +78,49 @@ def tables(results: Sequence[Mapping[str, Any]], limit: float | None) -> list[st
         parts.append("## Communication of a step")
         parts.append(markdown_table(["pipeline rank", "group", "operation", "calls", "bytes"], sent))
     return parts
+
+
+def search_tables(searched: Mapping[str, Any]) -> list[str]:
+    """What a search found, in Markdown: the command of the best, the candidates that were rehearsed, the assumptions."""
+    gpu, own = searched["gpu"], searched["own"]
+    fitting = [line for line in searched["tried"] if line.get("fits")]
+    parts = []
+    if fitting:
+        best = fitting[0]
+        command = " ".join(part for part in (shlex.join(searched["command"]), best["words"]) if part)
+        parts += [f"The fastest by the model that fits: {best['layout']}", f"```\nnemo-ext train {command}\n```"]
+    else:
+        parts.append("None of the layouts that were rehearsed fits: give more GPUs.")
+    parts.append(
+        f"{searched['candidates']:,} candidates on {searched['gpus']:,} {gpu['name']}, in order of a roofline that was "
+        "not calibrated on GPUs: its seconds put layouts in order, and promise nothing (docs/rehearsal.md). The first "
+        "that fit by the cost model were rehearsed; a layout fits if it leaves "
+        f"{1 - searched['fill']:.0%} of {gpu['memory_gib']:g} GiB."
+    )
+    times = [name for name in searched["tried"][0]["seconds"] if name != "total"]
+    times = [name for name in times if any(line["seconds"][name] >= 5e-4 for line in searched["tried"])]
+    lines = [*([] if own is None else [{**own, "number": "config"}]), *searched["tried"]]
+    rows = []
+    for line in lines:
+        if "peak_bytes" in line:
+            peak = f"{size(line['peak_bytes'])} {'fits' if line['fits'] else 'TOO MUCH'}"
+        else:
+            peak = "cannot be" if "error" in line else ""
+        seconds = [f"{line['seconds'][name]:.3f}" for name in ("total", *times)]
+        rows.append([str(line["number"]), line["layout"], *seconds, size(line["bytes"]), peak])
+    parts.append(markdown_table(["", "layout", "seconds a step", *times, "cost model", "rehearsal"], rows))
+    parts.append("\n".join(f"{line['number']}. `{line['words'] or 'no change'}`" for line in searched["tried"]))
+    errors = [f"{line['number']} cannot be: {line['error']}" for line in searched["tried"] if "error" in line]
+    reasons = [f"{count:,} faster ones: {reason}" for reason, count in list(searched["refused"].items())[:5]]
+    if errors or reasons:
+        parts.append("\n".join(f"- {each}" for each in (*errors, *reasons)))
+    return parts
+
+
+def _shown(results: Sequence[Mapping[str, Any]], searched: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The rehearsal that the picture shows: the config's, or the best that was found."""
+    fitting = [line["number"] for line in (searched or {}).get("tried", ()) if line.get("fits")]
+    return next((result for result in results if result["number"] in fitting), results[0])
 
 
 def _off(guess: float, found: float) -> str:
