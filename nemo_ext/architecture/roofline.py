@@ -308,11 +308,14 @@ class Roofline:
             sequence_parallel=sequence_parallel,
             precision=precision,
         )
-        return sum(
-            block_activation_bytes(self.architecture, layer, layout, seq_length=self.length)
-            for numbers in stages
-            for layer in numbers
-        ) / self.length
+        return (
+            sum(
+                block_activation_bytes(self.architecture, layer, layout, seq_length=self.length)
+                for numbers in stages
+                for layer in numbers
+            )
+            / self.length
+        )
 
 
 def _plus(work: _Work, other: Iterable[float]) -> _Work:

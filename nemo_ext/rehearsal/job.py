@@ -18,8 +18,10 @@ from nemo_ext.job.files import write_text
 from nemo_ext.job.progress import progress_of
 from nemo_ext.job.settings import checked
 from nemo_ext.megatron.arguments import pattern_with_cuts, world_size
+from nemo_ext.rehearsal.saved import summed, whole
 from nemo_ext.rehearsal.search import gpu_of, search
 from nemo_ext.rehearsal.settings import Settings, rehearsed
+from nemo_ext.rehearsal.teacher import with_teacher
 
 
 def job(config: dict[str, Any]) -> None:
@@ -77,7 +79,8 @@ def rehearse(config: Mapping[str, Any], asked: str | Sequence[int], folder: Path
     """Records of a config's ranks, one for each pipeline rank asked for, each from a process of its own.
 
     Returns:
-        world (number of ranks), set_aside (settings that are not rehearsed), pipeline (number of its ranks); `ranks`:
+        world (number of ranks), set_aside (settings that are not rehearsed), pipeline (number of its ranks), checkpoint
+        (`saved.whole`); `ranks`:
         of each, the record of `rank.rehearse` with `stage` (its pipeline rank) and `estimate` (the cost model's).
 
     Raises:
@@ -87,6 +90,8 @@ def rehearse(config: Mapping[str, Any], asked: str | Sequence[int], folder: Path
 
     changed, aside = rehearsed(config)
     check_layout(changed)
+    if (config.get("distillation") or {}).get("teacher") is not None:
+        changed["teacher"] = with_teacher(changed)
     world = world_size(changed)
     cut = {**changed, "model": {**changed["model"], "pattern": pattern_with_cuts(changed)}}
     layout, architecture = Layout.from_config(cut, world_size=world), Architecture.from_config(cut)
@@ -106,6 +111,10 @@ def rehearse(config: Mapping[str, Any], asked: str | Sequence[int], folder: Path
         guess = estimates[stage]
         tokens = length * layout.micro_batch_size * record["micro_batches"]
         record["stage"] = stage
+        tensors = record["checkpoint"].pop("tensors")
+        listed = folder / f"stage_{stage}.checkpoint.json"
+        write_text(listed, json.dumps(tensors, indent=1) + "\n")
+        record["checkpoint"] |= {**summed(tensors), "names": [line["name"] for line in tensors], "list": str(listed)}
         record["estimate"] = {
             "parameters": guess.parameters,
             "bytes": guess.total_bytes,
@@ -123,7 +132,14 @@ def rehearse(config: Mapping[str, Any], asked: str | Sequence[int], folder: Path
         for record in pool.map(one, stages):
             records.append(record)
             advance(1)
-    return {"world": world, "set_aside": aside, "pipeline": layout.pipeline_parallel, "ranks": records}
+    share = sum(each.parameters for each in estimates) / sum(estimates[stage].parameters for stage in stages)
+    return {
+        "world": world,
+        "set_aside": aside,
+        "pipeline": layout.pipeline_parallel,
+        "checkpoint": whole([record["checkpoint"] for record in records], share),
+        "ranks": records,
+    }
 
 
 def _micro_batches(layout: Layout, stage: int) -> int:

@@ -11,7 +11,15 @@ from nemo_ext.architecture.describe import flop, number, size
 from nemo_ext.job.files import write_text
 from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
 
-KINDS = ("weights", "gradients", "optimizer", "activations", "temporary")
+KINDS = ("weights", "teacher", "gradients", "optimizer", "activations", "temporary")
+COLORS = {
+    "weights": "#31688e",
+    "teacher": "#7ea6c4",
+    "gradients": "#35b779",
+    "optimizer": "#a5db36",
+    "activations": "#f2b134",
+    "temporary": "#d95f3b",
+}
 GIB = 2**30
 
 
@@ -51,13 +59,15 @@ def tables(results: Sequence[Mapping[str, Any]], limit: float | None) -> list[st
     changes = [f"{result['number']}. {result['change']}" for result in results if result["number"]]
     if changes and not results[0]["number"]:
         parts.append("\n".join(["Tried beside the config as it is (0):", "", *changes]))
-    heading = ["try", "pipeline rank", "parameters", *KINDS, "peak", "cost model", "FLOPs a step", "cost model"]
+    ranks = [rank for result in results for rank in result["ranks"]]
+    shown = [kind for kind in KINDS if any(rank["peak"].get(kind) for rank in ranks)]
+    heading = ["try", "pipeline rank", "parameters", *shown, "peak", "cost model", "FLOPs a step", "cost model"]
     rows = []
     for result in results:
         for rank in result["ranks"]:
             guess, flops = rank["estimate"], sum(rank["flops"].values())
             fits = "" if limit is None else (" fits" if rank["peak_bytes"] <= limit * GIB else " TOO MUCH")
-            kinds = [size(rank["peak"].get(kind, 0)) for kind in KINDS]
+            kinds = [size(rank["peak"].get(kind, 0)) for kind in shown]
             row = [str(result["number"]), str(rank["stage"]), number(rank["parameters"]), *kinds]
             row.append(f"{size(rank['peak_bytes'])} ({rank['peak_phase']}){fits}")
             row.append(f"{size(guess['bytes'])} ({_off(guess['bytes'], rank['peak_bytes'])})")
@@ -67,6 +77,7 @@ def tables(results: Sequence[Mapping[str, Any]], limit: float | None) -> list[st
         "Bytes that live at the peak of a step, without the CUDA context, NCCL's buffers and what the allocator wastes."
     )
     for result in results:
+        parts.append(_saved(result))
         if result["set_aside"]:
             parts.append(f"Rehearsed without {', '.join(result['set_aside'])} (docs/rehearsal.md).")
     sent = [
@@ -78,6 +89,20 @@ def tables(results: Sequence[Mapping[str, Any]], limit: float | None) -> list[st
         parts.append("## Communication of a step")
         parts.append(markdown_table(["pipeline rank", "group", "operation", "calls", "bytes"], sent))
     return parts
+
+
+def _saved(result: Mapping[str, Any]) -> str:
+    saved = result["checkpoint"]
+    lists = ", ".join(f"`{rank['checkpoint']['list']}`" for rank in result["ranks"])
+    about = "about " if saved["estimated"] else ""
+    return (
+        f"{_number(result)}A checkpoint is {about}{size(saved['bytes'])}, at most {size(saved['own_bytes'])} of it from "
+        f"one of {saved['writers']:,} ranks; the model alone is {about}{size(saved['model_bytes'])}. Its tensors: {lists}."
+    )
+
+
+def _number(result: Mapping[str, Any]) -> str:
+    return f"{result['number']}: " if result["number"] else ""
 
 
 def search_tables(searched: Mapping[str, Any]) -> list[str]:
@@ -98,7 +123,11 @@ def search_tables(searched: Mapping[str, Any]) -> list[str]:
         f"{1 - searched['fill']:.0%} of {gpu['memory_gib']:g} GiB."
     )
     times = [name for name in searched["tried"][0]["seconds"] if name != "total"]
-    times = [name for name in times if any(line["seconds"][name] >= 5e-4 for line in searched["tried"])]
+    times = [
+        name
+        for name in times
+        if any(line["seconds"][name] >= 0.001 * line["seconds"]["total"] for line in searched["tried"])
+    ]
     lines = [*([] if own is None else [{**own, "number": "config"}]), *searched["tried"]]
     rows = []
     for line in lines:
@@ -106,7 +135,7 @@ def search_tables(searched: Mapping[str, Any]) -> list[str]:
             peak = f"{size(line['peak_bytes'])} {'fits' if line['fits'] else 'TOO MUCH'}"
         else:
             peak = "cannot be" if "error" in line else ""
-        seconds = [f"{line['seconds'][name]:.3f}" for name in ("total", *times)]
+        seconds = [f"{line['seconds'][name]:.3g}" for name in ("total", *times)]
         rows.append([str(line["number"]), line["layout"], *seconds, size(line["bytes"]), peak])
     parts.append(markdown_table(["", "layout", "seconds a step", *times, "cost model", "rehearsal"], rows))
     parts.append("\n".join(f"{line['number']}. `{line['words'] or 'no change'}`" for line in searched["tried"]))
@@ -128,19 +157,37 @@ def _off(guess: float, found: float) -> str:
 
 
 def _draw(path: Path, result: Mapping[str, Any], limit: float | None) -> None:
-    figure = new_figure(figsize=(9, 4))
-    axes = figure.add_subplot()
-    for rank in result["ranks"]:
+    """Memory over the step, a line for each pipeline rank; beside it their peaks by kind."""
+    ranks = result["ranks"]
+    figure = new_figure(figsize=(11, 4))
+    grid = figure.add_gridspec(1, 2, width_ratios=(2, 1), wspace=0.08)
+    axes = figure.add_subplot(grid[0])
+    bars = figure.add_subplot(grid[1], sharey=axes)
+    for rank in ranks:
         axes.plot(
             [point[0] for point in rank["curve"]],
             [point[2] / GIB for point in rank["curve"]],
             label=f"pipeline rank {rank['stage']}",
             linewidth=1.2,
         )
-    if limit is not None:
-        axes.axhline(limit, color="black", linestyle="--", linewidth=1, label="GPU")
+    below = [0.0] * len(ranks)
+    places = range(len(ranks))
+    for kind in KINDS:
+        heights = [rank["peak"].get(kind, 0) / GIB for rank in ranks]
+        if any(heights):
+            bars.bar(places, heights, 0.7, bottom=below, label=kind, color=COLORS[kind])
+            below = [low + height for low, height in zip(below, heights, strict=True)]
+    for each in (axes, bars):
+        if limit is not None:
+            each.axhline(limit, color="black", linestyle="--", linewidth=1, label="GPU" if each is axes else None)
     axes.set(xlabel="operations of the rehearsed part of a step", ylabel="GiB", xlim=(0, 1))
-    axes.set_ylim(bottom=0)
-    axes.legend(frameon=False)
-    tidy(axes)
+    axes.set_ylim(0, 1.08 * max([*below, limit or 0]))
+    bars.set(xlabel="pipeline rank: bytes at its peak", xlim=(-0.6, max(len(ranks), 3) - 0.4))
+    bars.set_xticks(places, [str(rank["stage"]) for rank in ranks])
+    bars.tick_params(labelleft=False)
+    axes.legend(frameon=False, loc="lower right")
+    handles, names = bars.get_legend_handles_labels()
+    bars.legend(handles[::-1], names[::-1], frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    for each in (axes, bars):
+        tidy(each)
     save_figure(figure, path)

@@ -175,7 +175,10 @@ class Search:
             wanted["expert_model_parallel_size"] = layout.expert_parallel
             if layout.expert_tensor != (self.megatron.get("expert_tensor_parallel_size") or layout.tensor_parallel):
                 wanted["expert_tensor_parallel_size"] = layout.expert_tensor
-            if layout.expert_parallel > 1 and self.megatron.get("moe_token_dispatcher_type") not in ("alltoall", "flex"):
+            if layout.expert_parallel > 1 and self.megatron.get("moe_token_dispatcher_type") not in (
+                "alltoall",
+                "flex",
+            ):
                 wanted["moe_token_dispatcher_type"] = "alltoall"
         if not layout.sequence_parallel:
             wanted["tp_comm_overlap"] = None
@@ -221,7 +224,9 @@ class Search:
     def _all(self) -> Iterator[Candidate]:
         blocks = len(self.architecture.pattern.blocks)
         tensors = [size for size in range(1, self.per_node + 1) if not self.per_node % size]
-        pipelines = [size for size in range(1, min(blocks, MOST_PIPELINE) + 1) if not self.world % size]
+        teacher = (self.config.get("distillation") or {}).get("teacher") is not None  # which runs in one stage
+        most = 1 if teacher else min(blocks, MOST_PIPELINE)
+        pipelines = [size for size in range(1, most + 1) if not self.world % size]
         contexts = [size for size in powers(MOST_CONTEXT) if size == 1 or self._divides_sequence(size)]
         for tensor, pipeline, context in parallel_sizes(tensors, pipelines, contexts):
             if self.world % (tensor * pipeline * context):
@@ -372,7 +377,7 @@ def record(place: Search, one: Candidate) -> dict[str, Any]:
     return {
         "layout": one.told(),
         "words": shlex.join(place.words(one)),
-        "seconds": {name: round(value, 4) for name, value in seconds.items()},
+        "seconds": {name: round(value, 6) for name, value in seconds.items()},
         "bytes": one.bytes,
     }
 

@@ -57,8 +57,6 @@ def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     megatron |= dict.fromkeys(aside)
     if config.get("precision_plan") is not None:
         aside.append("precision_plan")
-    if (config.get("distillation") or {}).get("teacher") is not None:
-        aside.append("distillation.teacher")
     megatron |= {
         "pretrained_checkpoint": None,
         "mock_data": True,
