@@ -28,7 +28,7 @@ GPUS = {
     "H100-80GB": Gpu(memory_gib=80, flops=989e12, bandwidth=3.35e12, nvlink=450e9, network=50e9),
     "H200-141GB": Gpu(memory_gib=141, flops=989e12, bandwidth=4.8e12, nvlink=450e9, network=50e9),
 }
-"""GPUs by the name that `node.gpu` has in `hydra_conf/cluster`, those with less memory and those that came first before.
+"""GPUs by the name that `node.gpu` has in `hydra_conf/cluster`, those with less memory first.
 
 NVIDIA's data sheets of the SXM modules and of DGX A100 (8 x 200 Gb/s), DGX H100 and H200 (8 x 400 Gb/s). A100-64GB is
 Leonardo's: four in a node with 400 Gb/s together (leonardo-supercomputer.cineca.eu/hpc-system), four stacks of HBM2e at

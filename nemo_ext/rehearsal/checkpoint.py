@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from typing import Any
+from unittest.mock import patch
 
 
 def plan(arguments: Any, models: list[Any], optimizer: Any) -> dict[str, Any]:
@@ -14,29 +15,32 @@ def plan(arguments: Any, models: list[Any], optimizer: Any) -> dict[str, Any]:
         optimizer: their optimizer, with its state.
 
     Returns:
-        tensors: of each, `name`, `shape`, `type`, `offset` and `part` (this rank's), `bytes` (the whole tensor's, on all
-        ranks that have tensors like this one) and `own_bytes` (of this rank's part, an even share of what data-parallel
-        ranks have alike); `writers`: ranks that write. Parts of the same tensor on this rank are one.
+        tensors: of each, `name`, `shape`, `type`, `offset` and `part` (the first of this rank), `bytes` (the whole
+        tensor's, on all ranks that have one like it) and `own_bytes` (those that this rank writes: an even share of
+        what data-parallel ranks have alike); `writers`: number of ranks that write.
 
     What Megatron refuses is raised as it raises it.
     """
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
     from megatron.core.dist_checkpointing.utils import extract_sharded_base
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
     from megatron.core.utils import unwrap_model
     from megatron.training.checkpointing import _build_sharded_state_dict_metadata, generate_state_dict
 
     metadata = _build_sharded_state_dict_metadata(arguments)
-    state = generate_state_dict(
-        arguments,
-        unwrap_model(models),
-        optimizer,
-        None,
-        None,
-        iteration=1,
-        optim_sd_kwargs={"metadata": metadata},
-        model_sd_kwargs={"metadata": metadata},
-    )
+    # The optimizer compares numbers of steps, which nobody knows here.
+    with patch.object(MegatronOptimizer, "_extract_common_per_param_step", lambda *_: 1):
+        state = generate_state_dict(
+            arguments,
+            unwrap_model(models),
+            optimizer,
+            None,
+            None,
+            iteration=1,
+            optim_sd_kwargs={"metadata": metadata},
+            model_sd_kwargs={"metadata": metadata},
+        )
     apply_factories(state)
     sharded, _ = extract_sharded_base(state)
     stage = parallel_state.get_pipeline_model_parallel_world_size()

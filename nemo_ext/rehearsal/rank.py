@@ -43,7 +43,8 @@ def rehearse(
     Returns:
         rank, parameters (numbers on it), peak_bytes, peak_phase, peak (bytes by kind at the highest), flops (of a step,
         by phase), collectives (of a step: group, operation, count, bytes), micro_batches (of a step),
-        rehearsed_micro_batches, curve ([place in the step 0..1, phase, bytes]), seconds, checkpoint (`checkpoint.plan`).
+        rehearsed_micro_batches, curve ([place in the step 0..1, phase, bytes]), seconds, checkpoint (of
+        `checkpoint.plan`).
 
     What Megatron or torch refuses is raised as they raise it.
     """

@@ -95,9 +95,10 @@ def _saved(result: Mapping[str, Any]) -> str:
     saved = result["checkpoint"]
     lists = ", ".join(f"`{rank['checkpoint']['list']}`" for rank in result["ranks"])
     about = "about " if saved["estimated"] else ""
+    sizes = [size(saved[f"{part}bytes"]) for part in ("", "own_", "model_")]
     return (
-        f"{_number(result)}A checkpoint is {about}{size(saved['bytes'])}, at most {size(saved['own_bytes'])} of it from "
-        f"one of {saved['writers']:,} ranks; the model alone is {about}{size(saved['model_bytes'])}. Its tensors: {lists}."
+        f"{_number(result)}A checkpoint is {about}{sizes[0]}, {sizes[1]} of it from one of {saved['writers']:,} ranks; "
+        f"the model alone is {about}{sizes[2]}. Its tensors: {lists}."
     )
 
 
@@ -106,7 +107,7 @@ def _number(result: Mapping[str, Any]) -> str:
 
 
 def search_tables(searched: Mapping[str, Any]) -> list[str]:
-    """What a search found, in Markdown: the command of the best, the candidates that were rehearsed, the assumptions."""
+    """What a search found, in Markdown: the best one's command, what was rehearsed, what it rests on."""
     gpu, own = searched["gpu"], searched["own"]
     fitting = [line for line in searched["tried"] if line.get("fits")]
     parts = []
@@ -179,7 +180,7 @@ def _draw(path: Path, result: Mapping[str, Any], limit: float | None) -> None:
             below = [low + height for low, height in zip(below, heights, strict=True)]
     for each in (axes, bars):
         if limit is not None:
-            each.axhline(limit, color="black", linestyle="--", linewidth=1, label="GPU" if each is axes else None)
+            each.axhline(limit, color="black", linestyle="--", linewidth=1, label="limit" if each is axes else None)
     axes.set(xlabel="operations of the rehearsed part of a step", ylabel="GiB", xlim=(0, 1))
     axes.set_ylim(0, 1.08 * max([*below, limit or 0]))
     bars.set(xlabel="pipeline rank: bytes at its peak", xlim=(-0.6, max(len(ranks), 3) - 0.4))
@@ -190,4 +191,5 @@ def _draw(path: Path, result: Mapping[str, Any], limit: float | None) -> None:
     bars.legend(handles[::-1], names[::-1], frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     for each in (axes, bars):
         tidy(each)
+        each.set_axisbelow(True)
     save_figure(figure, path)

@@ -279,7 +279,7 @@ class Search:
         return [("none", ("core_attn",)), *selective, ("full", ("core_attn",))]
 
     def _divides_sequence(self, context: int) -> bool:
-        """Whether Megatron can divide a sequence so; windows need a gathered context, which the recipe has to ask for."""
+        """Whether Megatron can divide a sequence so; with windows the recipe has to say how (`cp_comm_type`)."""
         windows = any(block.kind == "*" and not block.is_linear and block.size("window") for block in self.blocks)
         return not self.length % (2 * context) and (not windows or bool(self.megatron.get("cp_comm_type")))
 

@@ -43,12 +43,15 @@ def with_teacher(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: it cannot be the teacher of this run.
     """
+    from nemo_ext.megatron.arguments import quiet_imports
     from nemo_ext.megatron.check import check_layout
-    from nemo_ext.megatron.distillation import one_stage, with_model_of
 
-    one_stage(config)
-    teacher = config["distillation"]["teacher"]
-    merged = with_model_of(config, model_of_teacher(str(teacher)))
+    with quiet_imports():
+        from nemo_ext.megatron.distillation import one_stage, with_model_of
+
+        one_stage(config)
+        teacher = config["distillation"]["teacher"]
+        merged = with_model_of(config, model_of_teacher(str(teacher)))
     try:
         check_layout(merged)
     except ValueError as error:
