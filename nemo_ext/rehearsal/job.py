@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.architecture.cost import TRAINING_FLOPS_FACTOR, per_gpu
-from nemo_ext.architecture.gpus import GPUS
 from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.job.config import check_choice, compose, config_folders
@@ -37,7 +36,9 @@ def job(config: dict[str, Any]) -> None:
     settings = checked(Settings, config["rehearse"], "rehearse")
     if config["format"] not in ("table", "json"):
         raise ValueError(f"format={config['format']}: expected table or json")
-    words = list(HydraConfig.get().overrides.task)
+    running = HydraConfig.get()
+    own = [f"--config-dir={each.path}" for each in running.runtime.config_sources if each.schema == "file"]
+    words = [*own, *running.overrides.task]
     folder = Path(config["run_dir"])
     name, limit = _gpu(settings, words)
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +49,8 @@ def job(config: dict[str, Any]) -> None:
     searched = None
     if settings.search:
         searched, results = search(config, *gpu_of(name, limit), settings.best, changed)
-        searched["command"] = [word for word in words if not word.startswith(("rehearse.", "run_dir=", "format="))]
+        given = [word.removeprefix("++") for word in words]
+        searched["command"] = [word for word in given if not word.startswith(("rehearse.", "run_dir=", "format="))]
         limit = searched["fill"] * searched["gpu"]["memory_gib"]
     else:
         variants = [("", config)]
@@ -70,8 +72,8 @@ def _gpu(settings: Settings, words: Sequence[str]) -> tuple[str | None, float | 
         if node is None:
             raise ValueError(f"rehearse.site={settings.site}: its file says nothing of its nodes; set rehearse.gpu")
         name, memory = node["gpu"], memory or node["gpu_memory_gib"]
-    if name in GPUS and memory is None:
-        memory = GPUS[name].memory_gib
+    if settings.gpu is not None:
+        memory = gpu_of(name, memory)[1].memory_gib
     return name, memory
 
 

@@ -19,7 +19,6 @@ from nemo_ext.architecture.pipeline import balance, forward_flops
 from nemo_ext.architecture.roofline import Roofline, StepTime
 from nemo_ext.job.settings import nearest
 from nemo_ext.megatron.arguments import pattern_with_cuts, world_size
-from nemo_ext.megatron.check import check_experts_on_every_rank, check_layout
 
 GIB = 1 << 30
 FILL = 0.9
@@ -138,6 +137,8 @@ class Search:
             ranked: candidates.
             refused: gets the number of the others by reason.
         """
+        from nemo_ext.megatron.check import check_layout
+
         for one in ranked:
             layout = replace(one.layout, micro_batches=self._micro_batches(one.layout))
             needed = self.bytes(layout, one.pattern)
@@ -208,6 +209,8 @@ class Search:
 
     def own_record(self) -> dict[str, Any] | None:
         """The config's own layout, or None if it cannot be."""
+        from nemo_ext.megatron.check import check_layout
+
         pattern = parse(pattern_with_cuts(self.config))
         cut = {**self.config, "model": {**self.config["model"], "pattern": format_pattern(pattern)}}
         try:
@@ -302,6 +305,8 @@ class Search:
 
     def _pattern(self, pipeline: int, virtual: int) -> Pattern | None:
         """The pattern in so many stages, or None if it cannot be cut so."""
+        from nemo_ext.megatron.check import check_experts_on_every_rank
+
         if pipeline == 1:
             return self.architecture.pattern
         pattern = balance(self.architecture, pipeline_parallel=pipeline, virtual_stages=virtual, cost=self.flops)
