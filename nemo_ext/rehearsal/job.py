@@ -40,7 +40,7 @@ def job(config: dict[str, Any]) -> None:
     own = [f"--config-dir={each.path}" for each in running.runtime.config_sources if each.schema == "file"]
     words = [*own, *running.overrides.task]
     folder = Path(config["run_dir"])
-    name, limit = _gpu(settings, words)
+    name, limit = _gpu(settings, words, int(config["launcher"]["nproc_per_node"]))
     folder.mkdir(parents=True, exist_ok=True)
 
     def changed(change: list[str], number: int) -> dict[str, Any]:
@@ -62,8 +62,12 @@ def job(config: dict[str, Any]) -> None:
     write(folder, config["recipe"], results, limit=limit, searched=searched, as_json=config["format"] == "json")
 
 
-def _gpu(settings: Settings, words: Sequence[str]) -> tuple[str | None, float | None]:
-    """Name and memory in GiB of the GPUs, as far as the settings say them."""
+def _gpu(settings: Settings, words: Sequence[str], per_node: int) -> tuple[str | None, float | None]:
+    """Name and memory in GiB of the GPUs, as far as the settings say them.
+
+    Raises:
+        ValueError: there is no such GPU or site, or its nodes have fewer than `per_node`.
+    """
     name, memory = settings.gpu, settings.gpu_memory_gib
     if settings.site is not None:
         folders = [each for folder in config_folders(words)[0] for each in ("--config-dir", str(folder))]
@@ -71,6 +75,11 @@ def _gpu(settings: Settings, words: Sequence[str]) -> tuple[str | None, float | 
         node = compose("slurm", [*folders, f"cluster={settings.site}"])["cluster"]["node"]
         if node is None:
             raise ValueError(f"rehearse.site={settings.site}: its file says nothing of its nodes; set rehearse.gpu")
+        if per_node > node["gpus"]:
+            raise ValueError(
+                f"launcher.nproc_per_node={per_node}: a node of {settings.site} has {node['gpus']} GPUs; set it and "
+                "launcher.nodes"
+            )
         name, memory = node["gpu"], memory or node["gpu_memory_gib"]
     if settings.gpu is not None:
         memory = gpu_of(name, memory)[1].memory_gib
@@ -82,8 +91,8 @@ def rehearse(config: Mapping[str, Any], asked: str | Sequence[int], folder: Path
 
     Returns:
         world (number of ranks), set_aside (settings that are not rehearsed), pipeline (number of its ranks), checkpoint
-        (`saved.whole`); `ranks`:
-        of each, the record of `rank.rehearse` with `stage` (its pipeline rank) and `estimate` (the cost model's).
+        (`saved.whole`); `ranks`: of each, the record of `rank.rehearse` with `stage` (its pipeline rank) and `estimate`
+        (the cost model's).
 
     Raises:
         ValueError: a layout that the model does not fit, or Megatron's own reason.

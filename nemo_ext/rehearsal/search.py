@@ -113,8 +113,8 @@ class Search:
         """All candidates, the fastest by the roofline first; memory is not looked at."""
         return sorted(self._all(), key=lambda one: one.time.total)
 
-    def timed(self, layout: Layout, pattern: Pattern) -> Candidate:
-        """A layout with its time.
+    def timed(self, layout: Layout, pattern: Pattern, *, gathers_experts: bool = False) -> Candidate:
+        """A layout with its time; for `gathers_experts` see `Roofline.step`.
 
         Raises:
             ValueError: cuts that the layout does not fit.
@@ -126,7 +126,7 @@ class Search:
             batch=self.batch,
             overlap_reduce=bool(flags.get("overlap_grad_reduce")),
             overlap_gather=bool(flags.get("overlap_param_gather")),
-            gathers_experts=layout.expert_parallel == 1 and flags.get("moe_token_dispatcher_type") != "alltoall",
+            gathers_experts=gathers_experts,
         )
         return Candidate(layout=layout, pattern=pattern, time=time)
 
@@ -176,10 +176,7 @@ class Search:
             wanted["expert_model_parallel_size"] = layout.expert_parallel
             if layout.expert_tensor != (self.megatron.get("expert_tensor_parallel_size") or layout.tensor_parallel):
                 wanted["expert_tensor_parallel_size"] = layout.expert_tensor
-            if layout.expert_parallel > 1 and self.megatron.get("moe_token_dispatcher_type") not in (
-                "alltoall",
-                "flex",
-            ):
+            if layout.expert_parallel > 1 and not self._to_experts_alone():
                 wanted["moe_token_dispatcher_type"] = "alltoall"
         if not layout.sequence_parallel:
             wanted["tp_comm_overlap"] = None
@@ -216,10 +213,14 @@ class Search:
         try:
             check_layout(cut)
             layout = Layout.from_config(cut, world_size=self.world)
-            one = self.timed(layout, pattern)
+            one = self.timed(layout, pattern, gathers_experts=not self._to_experts_alone())
             return record(self, replace(one, bytes=self.bytes(layout, pattern)))
         except ValueError:
             return None
+
+    def _to_experts_alone(self) -> bool:
+        """Whether the config's dispatcher sends tokens to their experts, and not to every rank."""
+        return self.megatron.get("moe_token_dispatcher_type") in ("alltoall", "flex")
 
     def _micro_batches(self, layout: Layout) -> int:
         return self.batch // (layout.micro_batch_size * layout.data_parallel)
