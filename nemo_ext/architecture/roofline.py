@@ -243,7 +243,7 @@ class Roofline:
         in_expert = self._experts(layout, work, tokens, full, gathers_experts)
         part = work.keys * tokens / tensor * NUMBER
         ring = 3 * (context - 1) * (part / self._ring(context, tensor) + work.rings * LATENCY)
-        hides = (3 * work.core + work.again) * factor if work.keys else 0.0
+        hides = 3.5 * work.core * factor
         exchange = (2 + full) * work.exchanged * tokens / tensor * NUMBER
         in_context = max(0.0, ring - hides) + self._all_to_all(exchange, context, tensor)
         passed = 0.0
