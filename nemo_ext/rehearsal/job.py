@@ -103,6 +103,9 @@ def rehearse(config: Mapping[str, Any], asked: str | Sequence[int], folder: Path
     check_layout(changed)
     if (config.get("distillation") or {}).get("teacher") is not None:
         changed["teacher"] = with_teacher(changed)
+        if changed["transformer_engine"]["precision_plan"] is not None:  # it numbers the student's blocks
+            changed["transformer_engine"] = {**changed["transformer_engine"], "precision_plan": None}
+            aside.append("FP8, beside a teacher")
     world = world_size(changed)
     cut = {**changed, "model": {**changed["model"], "pattern": pattern_with_cuts(changed)}}
     layout, architecture = Layout.from_config(cut, world_size=world), Architecture.from_config(cut)

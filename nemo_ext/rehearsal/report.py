@@ -10,10 +10,12 @@ from typing import Any
 from nemo_ext.architecture.describe import flop, number, size
 from nemo_ext.job.files import write_text
 from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
+from nemo_ext.rehearsal.settings import FP8_WEIGHTS, TE_VERSION
 
-KINDS = ("weights", "teacher", "gradients", "optimizer", "activations", "temporary")
+KINDS = ("weights", FP8_WEIGHTS, "teacher", "gradients", "optimizer", "activations", "temporary")
 COLORS = {
     "weights": "#31688e",
+    FP8_WEIGHTS: "#5f7f3f",
     "teacher": "#7ea6c4",
     "gradients": "#35b779",
     "optimizer": "#a5db36",
@@ -76,6 +78,9 @@ def tables(results: Sequence[Mapping[str, Any]], limit: float | None) -> list[st
     parts.append(
         "Bytes that live at the peak of a step, without the CUDA context, NCCL's buffers and what the allocator wastes."
     )
+    parts.append(f"Linear layers and FP8 as in Transformer Engine {TE_VERSION}'s sources (docs/rehearsal.md).")
+    if FP8_WEIGHTS in shown:
+        parts.append("The cost model's bytes are those of BF16, without FP8 copies.")
     for result in results:
         parts.append(_saved(result))
         if result["set_aside"]:
