@@ -117,6 +117,9 @@ class _Run:
         given = {"seed": self.config["seed"], **(self.config["tasks"].get("train") or {})}
         if given.get("curriculum"):
             raise ValueError("tasks.train.curriculum: rounds take tasks by path, or by directory and blend")
+        for key in ("adapt", "reprofile"):
+            if given.get(key):
+                raise ValueError(f"tasks.train.{key}: tasks of all rounds are decided before the first: leave it out")
         steps = self.training.schedule.steps
         prompts = self.settings.prompts or (steps * self.training.batch if steps else None)
         if prompts is None:
