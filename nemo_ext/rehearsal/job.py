@@ -12,7 +12,7 @@ from typing import Any
 from nemo_ext.architecture.cost import TRAINING_FLOPS_FACTOR, per_gpu
 from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.model import Architecture
-from nemo_ext.job.config import check_choice, compose, config_folders
+from nemo_ext.job.config import compose
 from nemo_ext.job.files import write_text
 from nemo_ext.job.progress import progress_of
 from nemo_ext.job.settings import checked
@@ -40,7 +40,7 @@ def job(config: dict[str, Any]) -> None:
     own = [f"--config-dir={each.path}" for each in running.runtime.config_sources if each.schema == "file"]
     words = [*own, *running.overrides.task]
     folder = Path(config["run_dir"])
-    name, limit = _gpu(settings, words, int(config["launcher"]["nproc_per_node"]))
+    name, limit = _gpu(settings, config)
     folder.mkdir(parents=True, exist_ok=True)
 
     def changed(change: list[str], number: int) -> dict[str, Any]:
@@ -50,7 +50,9 @@ def job(config: dict[str, Any]) -> None:
     if settings.search:
         searched, results = search(config, *gpu_of(name, limit), settings.best, changed)
         given = [word.removeprefix("++") for word in words]
-        searched["command"] = [word for word in given if not word.startswith(("rehearse.", "run_dir=", "format="))]
+        searched["command"] = [
+            word for word in given if not word.startswith(("rehearse.", "run_dir=", "format=", "cluster="))
+        ]
         limit = searched["fill"] * searched["gpu"]["memory_gib"]
     else:
         variants = [("", config)]
@@ -62,28 +64,23 @@ def job(config: dict[str, Any]) -> None:
     write(folder, config["recipe"], results, limit=limit, searched=searched, as_json=config["format"] == "json")
 
 
-def _gpu(settings: Settings, words: Sequence[str], per_node: int) -> tuple[str | None, float | None]:
-    """Name and memory in GiB of the GPUs, as far as the settings say them.
+def _gpu(settings: Settings, config: Mapping[str, Any]) -> tuple[str | None, float | None]:
+    """Name and memory in GiB of the GPUs, as far as the settings and the site say them.
 
     Raises:
-        ValueError: there is no such GPU or site, or its nodes have fewer than `per_node`.
+        ValueError: there is no such GPU, or the site's nodes have fewer than the config starts ranks on.
     """
-    name, memory = settings.gpu, settings.gpu_memory_gib
-    if settings.site is not None:
-        folders = [each for folder in config_folders(words)[0] for each in ("--config-dir", str(folder))]
-        check_choice("cluster", [*folders, f"cluster={settings.site}"])
-        node = compose("slurm", [*folders, f"cluster={settings.site}"])["cluster"]["node"]
-        if node is None:
-            raise ValueError(f"rehearse.site={settings.site}: its file says nothing of its nodes; set rehearse.gpu")
-        if per_node > node["gpus"]:
-            raise ValueError(
-                f"launcher.nproc_per_node={per_node}: a node of {settings.site} has {node['gpus']} GPUs; set it and "
-                "launcher.nodes"
-            )
-        name, memory = node["gpu"], memory or node["gpu_memory_gib"]
+    site = config.get("cluster") or {}
+    node, per_node = site.get("node") or {}, int(config["launcher"]["nproc_per_node"])
+    if node and per_node > node["gpus"]:
+        raise ValueError(
+            f"launcher.nproc_per_node={per_node}: a node of {site['name']} has {node['gpus']} GPUs; set it and "
+            "launcher.nodes"
+        )
+    memory = settings.gpu_memory_gib
     if settings.gpu is not None:
-        memory = gpu_of(name, memory)[1].memory_gib
-    return name, memory
+        memory = gpu_of(settings.gpu, memory)[1].memory_gib
+    return settings.gpu or node.get("gpu"), memory
 
 
 def rehearse(config: Mapping[str, Any], asked: str | Sequence[int], folder: Path) -> dict[str, Any]:

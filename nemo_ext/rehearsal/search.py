@@ -69,7 +69,7 @@ def gpu_of(name: str | None, memory_gib: float | None) -> tuple[str, Gpu]:
     """
     if name is None and memory_gib is None:
         raise ValueError(
-            f"rehearse.search needs a GPU: rehearse.gpu=NAME ({', '.join(GPUS)}), rehearse.site=leonardo, or "
+            f"rehearse.search needs a GPU: rehearse.gpu=NAME ({', '.join(GPUS)}), cluster=leonardo, or "
             "rehearse.gpu_memory_gib=64"
         )
     if name is None:

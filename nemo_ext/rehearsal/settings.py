@@ -19,9 +19,8 @@ class Settings:
     Attributes:
         stages: pipeline ranks: the first, the last and the largest between (`kinds`), `all`, or their numbers from 0.
         variants: key `try`: words that change the config, to be rehearsed beside it.
-        gpu_memory_gib: memory of one GPU; None for that of `gpu` or `site`, if they are given.
+        gpu_memory_gib: memory of one GPU; None for that of `gpu`, if it is given.
         gpu: name of the GPU in `nemo_ext.architecture.gpus`.
-        site: site of `hydra_conf/cluster` whose GPUs it runs on.
         search: whether the fastest layouts that fit are looked for, in place of the config's own.
         best: how many of them.
     """
@@ -30,13 +29,10 @@ class Settings:
     variants: Annotated[Strings, Field(alias="try")] = field(default=())
     gpu_memory_gib: PositiveFloat | None = None
     gpu: str | None = None
-    site: str | None = None
     search: bool = False
     best: PositiveInt = 3
 
     def __post_init__(self) -> None:
-        if self.gpu is not None and self.site is not None:
-            raise ValueError("rehearse.gpu and rehearse.site are both set: a site names its GPU")
         if self.search and self.variants:
             raise ValueError("rehearse.search and rehearse.try exclude each other: one finds the changes itself")
 

@@ -122,7 +122,6 @@ def test_gpus_by_name_and_by_memory() -> None:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"gpu": "H100-80GB", "site": "leonardo"}, "a site names its GPU"),
         ({"search": True, "try": ["megatron.micro_batch_size=2"]}, "exclude each other"),
     ],
 )
@@ -138,7 +137,7 @@ def test_a_search_from_the_command_line_to_the_checks_of_training(tmp_path: Path
     (tmp_path / "cluster" / "mine.yaml").write_text(site)
     base = [f"--config-dir={tmp_path}", *BASE[:3], *EIGHT, "model=domyn_small_tiny"]
     command = [sys.executable, "-m", "nemo_ext", "rehearse", *base, f"run_dir={tmp_path}"]
-    asked = ["rehearse.search=true", "rehearse.best=1", "rehearse.site=mine"]
+    asked = ["rehearse.search=true", "rehearse.best=1", "cluster=mine"]
     subprocess.run([*command, *asked], check=True, capture_output=True)
 
     found = json.loads((tmp_path / "rehearsal.json").read_text())
