@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import HEAD, Plan, assigned
@@ -19,14 +19,24 @@ class Settings:
     Attributes:
         stages: pipeline ranks: the first, the last and the largest between (`kinds`), `all`, or their numbers from 0.
         variants: key `try`: words that change the config, to be rehearsed beside it.
-        gpu_memory_gib: memory of one GPU, or None.
+        gpu_memory_gib: memory of one GPU; None for that of `gpu`, if it is given.
         imbalance: tokens of the rehearsed rank's experts in multiples of the mean over expert-parallel ranks.
+        gpu: name of the GPU in `nemo_ext.architecture.gpus`.
+        search: whether the fastest layouts that fit are looked for, in place of the config's own.
+        best: how many of them.
     """
 
     stages: Literal["kinds", "all"] | tuple[Whole, ...] = "kinds"
     variants: Annotated[Strings, Field(alias="try")] = field(default=())
     gpu_memory_gib: PositiveFloat | None = None
     imbalance: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    gpu: str | None = None
+    search: bool = False
+    best: PositiveInt = 3
+
+    def __post_init__(self) -> None:
+        if self.search and self.variants:
+            raise ValueError("rehearse.search and rehearse.try exclude each other: one finds the changes itself")
 
 
 FP8_WEIGHTS = "fp8 weights"
@@ -80,8 +90,6 @@ def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if megatron.get("moe_grouped_gemm") and not megatron.get("disable_bias_linear"):
         aside.append("moe_grouped_gemm, with biases")
         megatron["moe_grouped_gemm"] = None
-    if (config.get("distillation") or {}).get("teacher") is not None:
-        aside.append("distillation.teacher")
     megatron |= dict.fromkeys((*FP8_FLAGS, "moe_permute_fusion"))
     megatron |= {
         "pretrained_checkpoint": None,
