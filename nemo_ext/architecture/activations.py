@@ -18,7 +18,7 @@ def activation_bytes(
     Bytes kept per block (`block_activation_bytes`) times the micro-batches in flight: PP - rank with 1F1B, and
     (PP - rank - 1) * 2 + (virtual stages - 1) * PP + 1 model chunks with Megatron's interleaved schedule. Full
     recomputation keeps each group's input only, plus one group's activations while it is recomputed. The last
-    stage adds the output layer's input, its norm's and the logits in fp32.
+    stage adds the output layer's input, its norm's and the logits, as the layer makes them and in fp32.
     """
     stages = stage_ranges(architecture.pattern, layout)
     pipeline, chunks = layout.pipeline_parallel, layout.virtual_stages
@@ -43,7 +43,8 @@ def activation_bytes(
     # Chunks take turns, PP micro-batches each (Megatron's interleaved schedule).
     total = sum(kept[(forward // pipeline) % chunks] for forward in range(in_flight)) + working
     if rank == pipeline - 1:
-        total += 2 * residual + tokens * 4 * architecture.vocab_size / layout.tensor_parallel
+        size = BYTES[layout.precision]
+        total += 2 * residual + tokens * (4 + (size if size < 4 else 0)) * architecture.vocab_size / layout.tensor_parallel
     return round(total)
 
 
@@ -55,14 +56,15 @@ def block_activation_bytes(
     Per token, in numbers of the training precision (h hidden, q = heads x head_dim, k = kv x head_dim):
 
     - every block: its input h; the norm's output h [layernorm]
-    - attention: queries, keys and values q + 2k; the output projection's input q; with QK-norm its input
-      q + k; per head the log-sum-exp, or two copies of the scores if attention is not fused [core_attn]
+    - attention: queries, keys and values q + 2k; the output projection's input q; with QK-norm over heads its
+      input, a view of all q + 2k, with QK-norm over the width its input in fp32 and what is weighted, q + k each;
+      per head the log-sum-exp, or two copies of the scores if attention is not fused [core_attn]
     - MLP: the first linear's output and the activation's [mlp]
-    - MoE: router logits and probabilities in fp32 per expert [moe]; per chosen expert its input and output,
-      its first linear's output [moe] and the activation's [moe_act, moe]; the shared expert as an MLP
-      [shared_experts, moe]
-    - Mamba-2: in_proj's output, the scan's output and the gated norm's output; the fused kernel recomputes
-      the convolution and the states
+    - MoE: router logits and probabilities in fp32 per expert [moe]; per chosen expert its input, its first
+      linear's output [moe] and the activation's [moe_act, moe], without a gate also the activation's times the
+      probability, which is one kernel with a gate [moe_act, moe]; the shared expert as an MLP [shared_experts, moe]
+    - Mamba-2: in_proj's output, the scan's output before and after gating, the norm's output; the fused kernel
+      recomputes the convolution and the states
     - linear: nothing more
 
     A name in brackets is the module of Megatron's recompute_modules that drops the term. Block input, norm
@@ -81,7 +83,10 @@ def block_activation_bytes(
         pass
     elif block.kind == "*":
         query, key, projected = attention_widths(architecture, block)
-        sharded = size * (projected + query + (query + key if architecture.qk_layernorm else 0))
+        sharded = size * (projected + query)
+        if architecture.qk_layernorm:
+            wide = architecture.qk_norm_scope == "width"
+            sharded += (4 + size) * (query + key) if wide else size * projected
         per_head = 4 if layout.fused_attention else 2 * size * length
         core = per_head * block.size("heads")
         sharded += unless("core_attn", core)
@@ -90,11 +95,12 @@ def block_activation_bytes(
         sharded = unless("mlp", size * (first_width(architecture, ffn) + ffn))
     elif block.kind == "M":
         inner, _, projected = mamba_widths(block)
-        sharded = size * (projected + 2 * inner)
+        sharded = size * (projected + 3 * inner)
     else:
         ffn, shared, width = block.size("ffn"), block.size("shared"), architecture.moe_latent_size or hidden
         along_sequence += unless("moe", 8 * block.size("experts"))
-        routed = first_width(architecture, ffn) + unless("moe_act", ffn) + 2 * width * layout.expert_tensor
+        activated = ffn if architecture.gated else 2 * ffn
+        routed = first_width(architecture, ffn) + unless("moe_act", activated) + width * layout.expert_tensor
         sharded = unless("moe", size * block.size("topk") * routed)
         if not {"moe", "shared_experts"} & set(recomputed):
             sharded += size * (first_width(architecture, shared) + shared)

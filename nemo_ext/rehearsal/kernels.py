@@ -5,6 +5,7 @@
 | flash attention | q, k, v, out, log-sum-exp in fp32 | flash_attn/flash_attn_interface.py |
 | the same with CP (p2p) | of the rank's own part of the sequence | TE's dot_product_attention/context_parallel.py |
 | norms | input, and 1 or 2 fp32 numbers a row | TE's pytorch/module/rmsnorm.py, layernorm.py |
+| Mamba-2's norm | input, and an fp32 number a row and group | mamba_ssm/ops/triton/layernorm_gated.py |
 | Mamba-2 | its input, the scan's output before gating | mamba_ssm/ops/triton/ssd_combined.py |
 | permutation of tokens | places of tokens; experts get equal numbers | TE's pytorch/permutation.py |
 """
@@ -24,6 +25,7 @@ from torch import Tensor
 from nemo_ext.architecture.cost import SCAN_CHUNK, attended_tokens
 from nemo_ext.megatron import specs
 from nemo_ext.megatron.attention import SDPACoreAttention
+from nemo_ext.megatron.cpu import mamba_norm
 from nemo_ext.megatron.norms import LocalNorm
 from nemo_ext.rehearsal.tracker import Tracker
 
@@ -35,6 +37,7 @@ def stand_ins(tracker: Tracker) -> Iterator[None]:
         for target, name, replacement in (
             (specs.LocalBackend, "core_attention", lambda self: _attention(tracker)),
             (LocalNorm, "forward", _norm),
+            (mamba_norm.RMSNorm, "forward", _gated_norm),
             (mamba_mixer, "mamba_split_conv1d_scan_combined", _scan(tracker)),
             (token_dispatcher, "permute", _permute),
             (token_dispatcher.MoEAlltoAllTokenDispatcher, "preprocess", _even_splits),
@@ -91,7 +94,8 @@ def _attention(tracker: Tracker) -> type[MegatronModule]:
                 if self.parts > 1:
                     tracker.add_collective("CONTEXT_PARALLEL_GROUP", "send_recv", self.parts - 1, 2 * passed)
 
-            return _Kernel.apply(makes, works, query, key, value)
+            # Values are a view of the projection's output, which TE's get_qkv_layout copies: the output is not kept.
+            return _Kernel.apply(makes, works, *(each.contiguous() for each in (query, key, value)))
 
     return FlashAttention
 
@@ -102,6 +106,15 @@ def _norm(self: LocalNorm, x: Tensor) -> Tensor:
         return torch.empty_like(given), [given.new_empty(1 + self.centred, *rows, dtype=torch.float32)]
 
     return _Kernel.apply(makes, lambda *_: None, x, *self.parameters())
+
+
+def _gated_norm(self: mamba_norm.RMSNorm, x: Tensor) -> Tensor:
+    groups = x.shape[-1] // (self.group_size or x.shape[-1])
+
+    def makes(given: Tensor, *_: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return torch.empty_like(given), [given.new_empty(groups, *given.shape[:-1], dtype=torch.float32)]
+
+    return _Kernel.apply(makes, lambda *_: None, x, self.weight)
 
 
 def _scan(tracker: Tracker) -> Callable[..., Tensor]:

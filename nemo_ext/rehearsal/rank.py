@@ -1,6 +1,7 @@
 """The process of one rehearsed rank: `python -m nemo_ext.rehearsal.rank ASKED.json RECORD.json`."""
 
 import json
+import resource
 import signal
 import sys
 import time
@@ -41,7 +42,8 @@ def rehearse(
     Returns:
         rank, parameters (numbers on it), peak_bytes, peak_phase, peak (bytes by kind at the highest), flops (of a step,
         by phase), collectives (of a step: group, operation, count, bytes), micro_batches (of a step),
-        rehearsed_micro_batches, curve ([place in the step 0..1, phase, bytes]), seconds.
+        rehearsed_micro_batches, curve ([place in the step 0..1, phase, bytes]), seconds; of this process:
+        processor_seconds since it began, memory_bytes (its largest resident set).
 
     What Megatron or torch refuses is raised as they raise it.
     """
@@ -79,6 +81,8 @@ def rehearse(
         "rehearsed_micro_batches": run,
         "curve": _thinned(tracker.curve),
         "seconds": round(time.monotonic() - began, 1),
+        "processor_seconds": round(time.process_time(), 1),
+        "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
+from nemo_ext.data.phases import plan_of
 from nemo_ext.job.settings import Strings, Whole
 
 
@@ -37,8 +38,16 @@ NOT_HERE = (
 
 
 def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A training config as it is rehearsed, and the flags that are set aside."""
-    megatron = dict(config["megatron"])
+    """A training config as it is rehearsed, and the flags that are set aside.
+
+    Of phases, the one with the longest sequences is rehearsed.
+
+    Raises:
+        ValueError: see `plan_of`.
+    """
+    plan = plan_of(config)
+    phase = max(plan.phases, key=lambda each: each.seq_length).megatron if plan else {}
+    megatron = {**config["megatron"], **phase}
     aside = [name for name in NOT_HERE if megatron.get(name)]
     megatron |= dict.fromkeys(aside)
     if config.get("precision_plan") is not None:

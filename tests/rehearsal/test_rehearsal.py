@@ -25,6 +25,11 @@ def test_stages_that_are_not_there(tmp_path: Path) -> None:
         of(stages=[0, 3], folder=tmp_path)
 
 
+def test_of_phases_the_longest_is_rehearsed() -> None:
+    config, _ = rehearsed(compose("rehearse", ["recipe=domyn_small/foundation"]))
+    assert (config["megatron"]["seq_length"], config["megatron"]["global_batch_size"]) == (16384, 256)
+
+
 def test_a_layout_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a multiple of tensor_parallel 3"):
         of("launcher.nproc_per_node=3", "megatron.tensor_model_parallel_size=3", folder=tmp_path)
