@@ -18,7 +18,8 @@ def activation_bytes(
     Bytes kept per block (`block_activation_bytes`) times the micro-batches in flight: PP - rank with 1F1B, and
     (PP - rank - 1) * 2 + (virtual stages - 1) * PP + 1 model chunks with Megatron's interleaved schedule. Full
     recomputation keeps each group's input only, plus one group's activations while it is recomputed. The last
-    stage adds the output layer's input, its norm's and the logits, as the layer makes them and in fp32.
+    stage adds the output layer's input, its norm's and the logits, as the layer makes them and in fp32; all these
+    end before anything is recomputed.
     """
     stages = stage_ranges(architecture.pattern, layout)
     pipeline, chunks = layout.pipeline_parallel, layout.virtual_stages
@@ -41,11 +42,13 @@ def activation_bytes(
         else:
             kept.append(sum(blocks))
     # Chunks take turns, PP micro-batches each (Megatron's interleaved schedule).
-    total = sum(kept[(forward // pipeline) % chunks] for forward in range(in_flight)) + working
+    total = sum(kept[(forward // pipeline) % chunks] for forward in range(in_flight))
+    head = 0.0
     if rank == pipeline - 1:
         size = BYTES[layout.precision]
-        total += 2 * residual + tokens * (4 + (size if size < 4 else 0)) * architecture.vocab_size / layout.tensor_parallel
-    return round(total)
+        logits = tokens * (4 + (size if size < 4 else 0)) * architecture.vocab_size / layout.tensor_parallel
+        head = 2 * residual + logits
+    return round(total + max(head, working))
 
 
 def block_activation_bytes(
@@ -63,8 +66,8 @@ def block_activation_bytes(
     - MoE: router logits and probabilities in fp32 per expert [moe]; per chosen expert its input, its first
       linear's output [moe] and the activation's [moe_act, moe], without a gate also the activation's times the
       probability, which is one kernel with a gate [moe_act, moe]; the shared expert as an MLP [shared_experts, moe]
-    - Mamba-2: in_proj's output, the scan's output before and after gating, the norm's output; the fused kernel
-      recomputes the convolution and the states
+    - Mamba-2: in_proj's output, in which each of TP x CP ranks has a group of B and C; the scan's output before and
+      after gating, the norm's output; the fused kernel recomputes the convolution and the states
     - linear: nothing more
 
     A name in brackets is the module of Megatron's recompute_modules that drops the term. Block input, norm
@@ -95,7 +98,9 @@ def block_activation_bytes(
         sharded = unless("mlp", size * (first_width(architecture, ffn) + ffn))
     elif block.kind == "M":
         inner, _, projected = mamba_widths(block)
-        sharded = size * (projected + 3 * inner)
+        ranks, groups = layout.tensor_parallel * layout.context_parallel, block.size("groups")
+        copied = 2 * block.size("state") * (max(groups, ranks) - groups)
+        sharded = size * (projected + copied + 3 * inner)
     else:
         ffn, shared, width = block.size("ffn"), block.size("shared"), architecture.moe_latent_size or hidden
         along_sequence += unless("moe", 8 * block.size("experts"))
