@@ -134,11 +134,10 @@ def _scan(tracker: Tracker) -> Callable[..., Tensor]:
             within + 4 * inner * state + 2 * inner * state / SCAN_CHUNK + 2 * weight.shape[1] * weight.shape[0]
         )
 
-        def workspace() -> list[Tensor]:
-            new = zxbcdt.new_empty
+        def workspace(new: Callable[..., Tensor]) -> list[Tensor]:
             number = torch.float32
             return [
-                new(batch, weight.shape[0], length),  # after the convolution
+                new(batch, channels, length),  # after the convolution
                 new(batch, heads, chunks, chunk_size, dtype=number),  # dt
                 new(batch, heads, chunks, chunk_size, dtype=number),  # its sum
                 new(batch, chunks, heads, size, state, dtype=number),  # states
@@ -147,16 +146,20 @@ def _scan(tracker: Tracker) -> Callable[..., Tensor]:
 
         def makes(*_: Tensor) -> tuple[Tensor, list[Tensor]]:
             tracker.add_flops(flops)
-            work = workspace()
+            work = workspace(zxbcdt.new_empty)
             out = zxbcdt.new_empty(batch, length, inner)
             ungated = torch.empty_like(out)
             del work
             return out, [ungated]
 
-        def works(*_: Tensor) -> None:
+        channels = weight.shape[0]
+
+        # Nothing of the forward pass in its closure: it lives until the graph does, saved tensors only until they ran.
+        def works(projected: Tensor, *_: Tensor) -> None:
             tracker.add_flops(3 * flops)  # the forward pass again, then twice as much
-            work = [*workspace(), zxbcdt.new_empty(batch, chunks, heads, size, state, dtype=torch.float32)]
-            work.append(zxbcdt.new_empty(batch, length, weight.shape[0]))
+            new = projected.new_empty
+            work = [*workspace(new), new(batch, chunks, heads, size, state, dtype=torch.float32)]
+            work.append(new(batch, length, channels))
             del work
 
         given = [zxbcdt, weight, *([] if bias is None else [bias]), dt_bias, A, D]
