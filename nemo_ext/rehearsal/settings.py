@@ -46,8 +46,11 @@ def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         ValueError: see `plan_of`.
     """
     plan = plan_of(config)
-    phase = max(plan.phases, key=lambda each: each.seq_length).megatron if plan else {}
-    megatron = {**config["megatron"], **phase}
+    megatron = dict(config["megatron"])
+    if plan is not None:
+        longest = max(plan.phases, key=lambda phase: phase.seq_length)
+        places = max(int(megatron.get("max_position_embeddings") or 0), longest.seq_length)
+        megatron |= {**longest.megatron, "max_position_embeddings": places}
     aside = [name for name in NOT_HERE if megatron.get(name)]
     megatron |= dict.fromkeys(aside)
     if config.get("precision_plan") is not None:

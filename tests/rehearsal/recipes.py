@@ -78,7 +78,17 @@ def estimates(recipe: str) -> tuple[list[int], list[float]]:
 
 def table(made: Mapping[str, Any]) -> str:
     """All ranks beside the cost model; the seconds are those of a recipe's ranks together."""
-    heading = ["recipe", "GPUs", "rank", "peak, GiB", "cost model", "FLOPs a step", "cost model", "memory here", "seconds"]
+    heading = [
+        "recipe",
+        "GPUs",
+        "rank",
+        "peak, GiB",
+        "cost model",
+        "FLOPs a step",
+        "cost model",
+        "memory here",
+        "seconds",
+    ]
     rows = []
     for recipe in (name for name in RECIPES if name in made):
         sizes, flops = estimates(recipe)

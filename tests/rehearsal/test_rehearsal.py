@@ -27,7 +27,9 @@ def test_stages_that_are_not_there(tmp_path: Path) -> None:
 
 def test_of_phases_the_longest_is_rehearsed() -> None:
     config, _ = rehearsed(compose("rehearse", ["recipe=domyn_small/foundation"]))
-    assert (config["megatron"]["seq_length"], config["megatron"]["global_batch_size"]) == (16384, 256)
+    flags = config["megatron"]
+    assert (flags["seq_length"], flags["global_batch_size"]) == (16384, 256)
+    assert flags["max_position_embeddings"] >= 16384
 
 
 def test_a_layout_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
