@@ -1,4 +1,4 @@
-"""The figures of docs/rehearsal.md: all recipes have them, and a rehearsal finds them again."""
+"""The figures of docs/rehearsal.md: a rehearsal finds them again. Of each family the cheapest rank that has all its kinds of blocks."""
 
 import json
 from pathlib import Path
@@ -9,16 +9,13 @@ import hydra_conf
 from nemo_ext.job.config import compose
 from nemo_ext.rehearsal.job import rehearse
 
+CONFIGS = Path(hydra_conf.__file__).parent / "recipe"
 FIGURES = json.loads(Path(__file__).with_name("recipes.json").read_text())
 
 
-def test_every_recipe_was_rehearsed() -> None:
-    recipes = {
-        f"{path.parent.name}/{path.stem}"
-        for path in Path(hydra_conf.__file__).parent.glob("recipe/*/*.yaml")
-        if path.parent.name != "puzzle"
-    }
-    assert FIGURES.keys() == recipes, "python tests/rehearsal/recipes.py --missing"
+def test_figures_are_of_recipes_that_are_there() -> None:
+    recipes = {f"{path.parent.name}/{path.stem}" for path in CONFIGS.glob("*/*.yaml")}
+    assert FIGURES.keys() <= recipes, "take what is gone out of recipes.json"
 
 
 @pytest.mark.slow
@@ -28,8 +25,7 @@ def test_every_recipe_was_rehearsed() -> None:
         ("olmo1/1b", 0),
         ("domyn_small/cpt", 0),
         ("llama_nemotron/ultra_cpt", 1),
-        ("olmo3/32b_pretrain", 3),
-        ("nemotron3_nano/long_context", 3),
+        ("nemotron3_nano/pretrain", 0),
     ],
 )
 def test_a_rehearsal_finds_its_figures_again(recipe: str, stage: int, tmp_path: Path) -> None:
