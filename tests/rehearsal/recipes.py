@@ -116,9 +116,10 @@ def write_tables(made: Mapping[str, Any]) -> None:
     page = ROOT / "docs" / "clusters.md"
     lines = page.read_text().splitlines()
     for place, line in enumerate(lines):
-        found = made.get(line.split("|")[1].strip()) if line.count("|") == 4 else None
-        if found is not None:
-            peak = max(rank["peak_bytes"] for rank in found["ranks"])
+        recipe = line.split("|")[1].strip() if line.count("|") == 4 else ""
+        if recipe in RECIPES:
+            known = recipe in made
+            peak = max([rank["peak_bytes"] for rank in made[recipe]["ranks"]] if known else estimates(recipe)[0])
             lines[place] = re.sub(r"\d+ GiB", f"{peak / GIB:.0f} GiB", line)
     write_text(page, "\n".join(lines) + "\n")
 

@@ -1,4 +1,4 @@
-"""The figures of docs/rehearsal.md: a rehearsal finds them again. Of each family the cheapest rank that has all its kinds of blocks."""
+"""The figures of docs/rehearsal.md: a rehearsal finds them again."""
 
 import json
 from pathlib import Path
