@@ -18,6 +18,8 @@ def bytes_per_number(precision: str) -> int:
 def bytes_per_parameter(precision: str) -> tuple[int, int, int]:
     """Bytes of weight, gradient and optimizer state of one parameter in Megatron with Adam.
 
-    fp32: 4, 4 and two moments. Below: an fp32 gradient, and an fp32 master weight beside the two moments.
+    fp32: 4, 4 and two moments. Below: an fp32 gradient, and an fp32 master weight beside the two moments. A weight that
+    Transformer Engine multiplies in FP8 is in BF16 too; its two FP8 copies, 2 bytes more, are counted by
+    `nemo-ext rehearse` alone.
     """
     return (4, 4, 8) if bytes_per_number(precision) == 4 else (2, 4, 12)

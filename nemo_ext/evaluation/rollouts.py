@@ -53,11 +53,12 @@ class RolloutSettings:
             raise ValueError(
                 f"rollouts.environments: no task has the environment {unknown[0]!r}, only {', '.join(names)}"
             )
-        sampling = Sampling(temperature=self.temperature, top_p=self.top_p, extra=self.extra)
+        sampled = {name: getattr(self, name) for name in ("temperature", "top_p", "extra")}
+        sampling = checked(Sampling, sampled, where="rollouts")
         return [
             Benchmark(
                 name=name,
-                tasks=self.tasks,
+                tasks=tuple(str(Path(path).expanduser().absolute()) for path in self.tasks),
                 environment=name,
                 environment_settings=self.environments.get(name, {}),
                 samples=self.samples,

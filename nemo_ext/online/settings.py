@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from nemo_ext.generate.settings import Sampling
 from nemo_ext.job.settings import STRICT, Count, checked
-from nemo_ext.rl.algorithms import Preference, algorithm_of
+from nemo_ext.rl.algorithms import Preference, algorithm_of, of_steps
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -47,7 +47,7 @@ class OnlineSettings:
     @property
     def sampling(self) -> Sampling:
         """Sampling of answers."""
-        return Sampling(temperature=self.temperature, top_p=self.top_p, extra=self.extra)
+        return checked(Sampling, {name: getattr(self, name) for name in ("temperature", "top_p", "extra")}, "online")
 
     def tokens(self, algorithm: Preference) -> int:
         """Most tokens of an answer.
@@ -71,7 +71,7 @@ def algorithm_in_rounds(config: Mapping[str, Any]) -> Preference:
     """
     if not config.get("rl"):
         raise ValueError("preset=null: name one that trains on pairs: rpo_online, dpo_delta")
-    algorithm = algorithm_of(config["rl"], where="rl")
+    algorithm = algorithm_of(of_steps(config["rl"]), where="rl")
     if not isinstance(algorithm, Preference):
         raise ValueError(f"preset={config['preset']}: {algorithm.algorithm} generates while it trains: `nemo-ext rl`")
     if algorithm.online is None:

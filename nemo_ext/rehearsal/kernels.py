@@ -194,7 +194,7 @@ def _even_share(self: Any, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Any, 
     self.hidden_shape_before_permute = hidden.shape
     self.local_map, local_probs = self.routing_map[:, local].contiguous(), probs[:, local].contiguous()
     count = hidden.shape[0] * self.config.moe_router_topk * self.num_local_experts // self.routing_map.shape[1]
-    permuted, chosen, self.reversed_local_input_permutation_mapping, *_ = _permute(
+    permuted, chosen, self.reversed_local_input_permutation_mapping, *_ = token_dispatcher.permute(
         hidden, self.local_map, local_probs, count
     )
     self.local_probs, self.routing_map = chosen, None

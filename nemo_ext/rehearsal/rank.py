@@ -8,7 +8,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,16 @@ def rehearse(
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
         from nemo_ext.rehearsal.kernels import stand_ins
+        from nemo_ext.rehearsal.transformer_engine import transformer_engine
 
         whole = get_num_microbatches()
         run = min(micro_batches, whole)
-        with FakeTensorMode(allow_non_fake_inputs=True), tracker, stand_ins(tracker) if kernels else nullcontext():
+        with ExitStack() as stack:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(tracker)
+            if kernels:
+                stack.enter_context(stand_ins(tracker))
+                stack.enter_context(transformer_engine(tracker, config))
             models = step(config, arguments, tracker, run)
             parameters = sum(each.numel() for model in models for each in model.parameters())
     scale = whole / run

@@ -9,6 +9,7 @@ from typing import Any
 from nemo_ext.architecture.describe import flop, number, size
 from nemo_ext.job.files import write_text
 from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
+from nemo_ext.rehearsal.settings import FP8_WEIGHTS, TE_VERSION
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "temporary")
 GIB = 2**30
@@ -40,13 +41,15 @@ def tables(results: Sequence[Mapping[str, Any]], limit: float | None) -> list[st
     changes = [f"{place}. {result['change']}" for place, result in enumerate(results) if place]
     if changes:
         parts.append("\n".join(["Tried beside the config as it is (0):", "", *changes]))
-    heading = ["try", "pipeline rank", "parameters", *KINDS, "peak", "cost model", "FLOPs a step", "cost model"]
+    ranks = [rank for result in results for rank in result["ranks"]]
+    shown = [*KINDS, *([FP8_WEIGHTS] if any(FP8_WEIGHTS in rank["peak"] for rank in ranks) else [])]
+    heading = ["try", "pipeline rank", "parameters", *shown, "peak", "cost model", "FLOPs a step", "cost model"]
     rows = []
     for place, result in enumerate(results):
         for rank in result["ranks"]:
             guess, flops = rank["estimate"], sum(rank["flops"].values())
             fits = "" if limit is None else (" fits" if rank["peak_bytes"] <= limit * GIB else " TOO MUCH")
-            kinds = [size(rank["peak"].get(kind, 0)) for kind in KINDS]
+            kinds = [size(rank["peak"].get(kind, 0)) for kind in shown]
             row = [str(place), str(rank["stage"]), number(rank["parameters"]), *kinds]
             row.append(f"{size(rank['peak_bytes'])} ({rank['peak_phase']}){fits}")
             row.append(f"{size(guess['bytes'])} ({_off(guess['bytes'], rank['peak_bytes'])})")
@@ -55,6 +58,9 @@ def tables(results: Sequence[Mapping[str, Any]], limit: float | None) -> list[st
     parts.append(
         "Bytes that live at the peak of a step, without the CUDA context, NCCL's buffers and what the allocator wastes."
     )
+    parts.append(f"Linear layers and FP8 as in Transformer Engine {TE_VERSION}'s sources (docs/rehearsal.md).")
+    if FP8_WEIGHTS in shown:
+        parts.append("The cost model's bytes are those of BF16, without FP8 copies.")
     for result in results:
         if result["set_aside"]:
             parts.append(f"Rehearsed without {', '.join(result['set_aside'])} (docs/rehearsal.md).")

@@ -6,8 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.precision_plan import HEAD, Plan, assigned
 from nemo_ext.data.phases import plan_of
 from nemo_ext.job.settings import Strings, Whole
+from nemo_ext.megatron.fp8 import with_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,38 +28,65 @@ class Settings:
     gpu_memory_gib: PositiveFloat | None = None
 
 
+FP8_WEIGHTS = "fp8 weights"
+"""Kind of memory: FP8 copies of weights."""
+TE_VERSION = "2.20.2"
+"""Transformer Engine whose sources say what `nemo_ext.rehearsal.transformer_engine` holds."""
 NOT_HERE = (
-    "fp8",
-    "fp8_format",
     "fp4",
-    "moe_grouped_gemm",
-    "moe_permute_fusion",
+    "fp4_format",
+    "fp8_param_gather",
+    "fp8_multi_head_attention",
+    "fp8_dot_product_attention",
+    "fp8_output_proj",
+    "te_precision_config_file",
+    "activation_func_fp8_input_store",
     "moe_router_fusion",
+    "moe_router_padding_for_fp8",
+    "moe_router_padding_for_quantization",
+    "moe_single_grouped_weight",
+    "use_transformer_engine_op_fuser",
+    "delay_wgrad_compute",
     "tp_comm_overlap",
 )
-"""Flags that need Transformer Engine."""
+"""Flags of Transformer Engine that have no stand-in (`nemo_ext.rehearsal.transformer_engine`)."""
+FP8_FLAGS = ("fp8", "fp8_format", "fp8_recipe", "first_last_layers_bf16")
+"""Flags that are rehearsed as a precision plan; what else belongs to FP8 is without effect on the local back end."""
 
 
 def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A training config as it is rehearsed, and the flags that are set aside.
 
-    Of phases, the one with the longest sequences is rehearsed.
+    Of phases, the one with the longest sequences is rehearsed. Section `transformer_engine` of the new config has
+    precision_plan and permute_fusion, which the local back end does not take.
 
     Raises:
-        ValueError: see `plan_of`.
+        ValueError: an FP8 scaling that the model's sizes do not fit, with the names of the blocks; or see `plan_of`.
     """
-    plan = plan_of(config)
+    phases = plan_of(config)
     megatron = dict(config["megatron"])
-    if plan is not None:
-        longest = max(plan.phases, key=lambda phase: phase.seq_length)
+    if phases is not None:
+        longest = max(phases.phases, key=lambda phase: phase.seq_length)
         places = max(int(megatron.get("max_position_embeddings") or 0), longest.seq_length)
         megatron |= {**longest.megatron, "max_position_embeddings": places}
     aside = [name for name in NOT_HERE if megatron.get(name)]
     megatron |= dict.fromkeys(aside)
-    if config.get("precision_plan") is not None:
-        aside.append("precision_plan")
+    plan = _plan(megatron, config.get("precision_plan"))
+    if plan is not None:
+        engine = {**config["model"], "backend": "transformer_engine"}
+        megatron = with_plan({**config, "model": engine, "megatron": megatron, "precision_plan": plan})["megatron"]
+        if any(
+            each.weight.part == HEAD and each.precision == "fp8"
+            for each in assigned(Plan.from_config(plan), Architecture.from_config(config))
+        ):
+            aside.append("FP8 of the output layer, which is Megatron's own")
+    fused = bool(megatron.get("moe_permute_fusion"))
+    if megatron.get("moe_grouped_gemm") and not megatron.get("disable_bias_linear"):
+        aside.append("moe_grouped_gemm, with biases")
+        megatron["moe_grouped_gemm"] = None
     if (config.get("distillation") or {}).get("teacher") is not None:
         aside.append("distillation.teacher")
+    megatron |= dict.fromkeys((*FP8_FLAGS, "moe_permute_fusion"))
     megatron |= {
         "pretrained_checkpoint": None,
         "mock_data": True,
@@ -69,4 +99,21 @@ def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         "vocab_size": megatron.get("vocab_size") or 257,  # of the data; the model has its own
     }
     model = {**config["model"], "backend": "local", "fused_squared_relu": False}
-    return {**config, "megatron": megatron, "model": model, "precision_plan": None}, aside
+    engine = {"precision_plan": plan, "permute_fusion": fused}
+    changed = {"megatron": megatron, "model": model, "precision_plan": None, "transformer_engine": engine}
+    return {**config, **changed}, aside
+
+
+def _plan(megatron: dict[str, Any], given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The precision plan, or one that says what Megatron's FP8 flags say, which it takes out."""
+    chosen = megatron.get("fp8_format") or megatron.get("fp8")
+    if given is not None or not chosen:
+        return given
+    rules = ["head bf16"]
+    if megatron.get("first_last_layers_bf16"):
+        for side, name in (("first", "num_layers_at_start_in_bf16"), ("last", "num_layers_at_end_in_bf16")):
+            count = megatron.get(name)
+            rules += [f"{side} {1 if count is None else count} bf16"] if count != 0 else []
+    recipe = megatron.get("fp8_recipe") or "delayed"
+    megatron |= dict.fromkeys(FP8_FLAGS)
+    return {"default": "fp8", "recipe": recipe, "format": chosen, "rules": rules}

@@ -373,6 +373,14 @@ _KINDS: Mapping[str, type[Algorithm]] = {
 }
 
 
+def of_steps(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Section of an algorithm without the preset's epochs where it says the steps: the user's, who need not know."""
+    schedule = section.get("schedule") or {}
+    if schedule.get("steps") is None:
+        return section
+    return {**section, "schedule": {**schedule, "epochs": None, "examples": None}}
+
+
 def algorithm_of(config: Mapping[str, Any], *, where: str = "algorithm") -> Algorithm:
     """An algorithm from a config in the vocabulary of this module.
 

@@ -14,7 +14,7 @@ from nemo_ext.job.made_of import differing, flat, told
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import CHECKPOINTS, CONFIG, read_config
 from nemo_ext.job.settings import check_keys, checked_whole, nearest
-from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, Preference, algorithm_of, presets
+from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, Preference, algorithm_of, of_steps, presets
 
 KEYS = (
     *("preset", "run_dir", "engine", "policy", "template", "tasks", "pairs", "environments", "trl", "nemo_rl"),
@@ -178,10 +178,7 @@ def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:
     given = dict(config["rl"])
     if config["environments"] is not None:
         given["environments"] = config["environments"]
-    if (given.get("schedule") or {}).get("steps") is not None:
-        # The user's, who need not know that the preset counts epochs.
-        given["schedule"] = {**given["schedule"], "epochs": None, "examples": None}
-    algorithm = algorithm_of(given, where="rl")
+    algorithm = algorithm_of(of_steps(given), where="rl")
     if not isinstance(config.get("trust_remote_code", False), bool):
         raise ValueError(f"trust_remote_code={config['trust_remote_code']!r}: set it to true or false")
     for key, least in (("micro_batch", 1), ("save_every", 1), ("seed", 0)):

@@ -88,11 +88,22 @@ def test_more_samples_add_to_those_there(
     assert {json.dumps(line) for line in two} <= {json.dumps(line) for line in lines(tmp_path / "run")}
 
 
+def test_tasks_are_where_the_user_is(
+    rollouts: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    code, said = rollouts("rollouts.samples=1", "rollouts.tasks=tasks.jsonl")
+
+    assert code == 0 and len(lines(tmp_path / "run")) == 24, said
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("rollouts.tasks=nothing.jsonl",), "no such file of tasks"),
         (("rollouts.samples=0",), "samples=0"),
+        (("rollouts.temperature=-1",), "rollouts: temperature=-1.0: input should be"),
         (("rollouts.environments={code: {max_tests: 9}}",), "no task has the environment 'code'"),
         (("rollouts.environments={math: {colour: 9}}",), "colour"),
     ],

@@ -65,6 +65,7 @@ def test_a_round_raises_the_reward_and_a_stopped_one_goes_on(
     ("words", "said"),
     [
         (("online.colour=3",), "online has no such key"),
+        (("online.temperature=-1",), "online: temperature=-1.0: input should be"),
         (("online.environments={code: {colour: 1}}",), "online.environments: no task has the environment 'code'"),
         (
             ("online.group={judge: {base_url: http://x/v1, model: m}, show: revard_model}",),
@@ -109,6 +110,13 @@ def test_what_lacks_an_algorithm_or_a_model_is_refused(words: tuple[str, ...], s
         check(compose("online", words))
 
     assert said in str(told.value)
+
+
+def test_steps_take_the_place_of_a_presets_epochs(random_llama: Path, tasks: Path) -> None:
+    words = ["preset=dpo_delta", "rl.online={generations_per_prompt: 4, rounds: 2}", "on_inexpressible=warn"]
+    words += ["rl.schedule.steps=2", "rl.batch=8", f"model={random_llama}", f"tasks.train.path={tasks}"]
+
+    assert job._Run(compose("online", words)).training.schedule.total(8) == 2
 
 
 def test_rounds_have_prompts_of_their_own(random_llama: Path, tasks: Path) -> None:

@@ -50,7 +50,9 @@ def question(recipe: str) -> str:
     """What a rehearsal depends on; the same for recipes that need one rehearsal."""
     config, aside = rehearsed(compose("rehearse", [f"recipe={recipe}"]))
     flags = {key: value for key, value in config["megatron"].items() if not NO_SHAPE.match(key)}
-    return json.dumps([config["model"], flags, config["launcher"], aside], sort_keys=True)
+    return json.dumps(
+        [config["model"], flags, config["launcher"], config.get("transformer_engine"), aside], sort_keys=True
+    )
 
 
 def figures(recipe: str) -> dict[str, Any]:

@@ -25,12 +25,14 @@ NO_TOOLS, WITH_TOOLS, PENALTY = GROUPS = ("no_tools", "with_tools", "hallucinati
 
 # Parts of JSON, written so that a search takes linear time: objects hold objects, which hold none.
 _VALUE = r"\s*:\s*(?:\"(?:[^\"\\]|\\.)*\"|[\w.+-]+)\s*,\s*"
+# Arguments by name, or such an object in a text; not lists, and no schema, which describes a function.
+_NAMED = r"(?=\s*:\s*[{\"])(?!\s*:\s*\{\s*\"(?:type\"\s*:\s*\"object\"|properties\"\s*:\s*\{|\$schema\"))"
 
 
-def _of_json(names: str, arguments: str) -> tuple[str, str]:
-    """Patterns of an object with one of these keys and then one of those, and the other way round."""
+def _of_json(names: str, arguments: str, *, of: str = "") -> tuple[str, str]:
+    """Patterns of an object with one of these keys and then one of those, with `of` behind it, or the reverse."""
     others = rf"(?:\"(?!(?:{names}|{arguments})\")\w+\"{_VALUE})*"
-    name, given = rf"\"(?:{names})\"", rf"\"(?:{arguments})\""
+    name, given = rf"\"(?:{names})\"", rf"\"(?:{arguments})\"{of}"
     return (
         rf"\{{\s*{others}{name}{_VALUE}{others}{given}\s*:",
         rf"{given}(?:\s*:\s*\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}\s*,\s*|{_VALUE}){others}{name}\s*:",
@@ -53,8 +55,9 @@ CALL_PATTERNS = (
     r"\bfunctions\.[\w.\-]{1,100}\(\s*\{\s*[\"}]",  # OpenAI's namespace; a quoted key is JSON's, others are code's
     r"\bto=(?:functions\.|browser\.|python\b)[\w.\-]{0,100}"
     r"(?:\s|json|code|<\|(?!message)\w+\|>){0,8}(?:\{|<\|message)",  # gpt-oss
-    *_of_json("name|recipient_name", "arguments|parameters"),
-    *_of_json("function", "arguments"),
+    r"\"type\"\s*:\s*\"tool_use\"",  # Anthropic's JSON
+    *_of_json("name|recipient_name", "arguments|parameters", of=_NAMED),
+    *_of_json("function", "arguments", of=_NAMED),
     *_of_json("tool|tool_name", "arguments|parameters|args|input|tool_input"),
     *_of_json("action", "action_input"),  # LangChain
 )

@@ -31,7 +31,10 @@ CLOSE_ENOUGH = 1e-4
 _BRACKETS = re.compile(r"\\.|[()\[\]{}]", re.DOTALL)
 _REASON = re.compile(r",?\s(?:since|because)\b")
 _WORDS = re.compile(r"\\(?:text|mbox|mathrm|operatorname)|(?<![\\A-Za-z])[A-Za-z]{3,}")
-_FONTS = re.compile(r"\\(?:text|textbf|textit|mbox|mathrm|mathbf)(?![A-Za-z])|[\s{}$]")
+_FONTS = re.compile(r"\\(?:text|textbf|textit|mbox|mathrm|mathbf)\s*\{([^{}]*)\}")
+_BLANKS = re.compile(r"(?<!\d)\s+|\s+(?!\d)|\$")
+_SYMBOL = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])")
+_SHARED = re.compile(r"\\(?:gcd|lcm)(?![A-Za-z])")
 _SEVERAL = re.compile(r"[(\[]|\\\{|,\s|,\\")
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 
@@ -169,12 +172,19 @@ def difference(expected: str, answer: str) -> str:
     if wanted is not None and given:
         reasons = [math_comparison.difference(wanted, tree) for tree in given]
         return "" if "" in reasons else reasons[0]
-    if _FONTS.sub("", expected).casefold() == _FONTS.sub("", answer).casefold():
-        return ""
     if wanted is not None:
         return f"not a value: {readings[0][1]}"
-    if _WORDS.search(expected) or _WORDS.search(answer):
+    texts = [_BLANKS.sub("", _FONTS.sub(r"\1", text)) for text in (expected, answer)]
+    words = _WORDS.search(expected) or _WORDS.search(answer)
+    if texts[0] == texts[1] or (words and texts[0].casefold() == texts[1].casefold()):
+        return ""
+    if words:
         return "other words"
+    symbols, given_symbols = (set(_SYMBOL.findall(text)) for text in (expected, answer))
+    if _SHARED.search(expected) and symbols:
+        return "another answer"  # sympy's gcd of any two symbols is 1
+    if any(symbol.swapcase() in given_symbols - symbols for symbol in symbols - given_symbols):
+        return "another answer"  # N and n are one symbol to math-verify
     return "" if _equal(expected, answer) else "another answer"
 
 
@@ -193,6 +203,8 @@ def _equal(expected: str, answer: str) -> bool:
     gold, found = (
         parse(rf"$\boxed{{{text}}}$", [LatexExtractionConfig()], parsing_timeout=None) for text in (expected, answer)
     )
+    if r"\lim" in expected and gold and getattr(gold[0], "free_symbols", None):
+        return False  # sympy's limit of a_n is a_n, whatever n goes to
     same = bool(gold and found) and verify(gold, found, timeout_seconds=None)
     return bool(same) and not _apart(gold[0], found[0])
 
@@ -208,8 +220,10 @@ def _apart(gold: Any, found: Any) -> bool:
 
     if isinstance(gold, Relational) and isinstance(found, Relational):
         return bool(gold.free_symbols != found.free_symbols)
-    if not isinstance(gold, Expr) or not isinstance(found, Expr) or gold.free_symbols or found.free_symbols:
+    if not isinstance(gold, Expr) or not isinstance(found, Expr):
         return False
+    if gold.free_symbols or found.free_symbols:
+        return bool(gold.free_symbols != found.free_symbols)
     if gold.has(oo, -oo, zoo, nan) or found.has(oo, -oo, zoo, nan):
         return bool(gold.doit() != found.doit())
     difference, size = abs((gold - found).evalf(30)), abs(gold.evalf(30))

@@ -1,4 +1,4 @@
-"""Whether two answers are the same: numbers exactly or to 2700 digits, expressions at points, sets by their members.
+"""Whether two answers are the same: numbers exactly or to 2680 digits, expressions at points, sets by their members.
 
 The rules: what is worked out in the reference is worked out in the answer. "x = " in front counts for nothing, unless
 both have it and the names differ. All members of a chain of numbers are equal. Lists and {} have no order, () and []
@@ -19,7 +19,7 @@ from nemo_ext.rl.verifiers.math_notation import Node, whole
 
 _MAX_BITS = 100_000
 """Maximum size of numbers in bits: 10 to the power of 30 000."""
-_DIGITS = {50: 7, 3000: 1}
+_DIGITS = {80: 9, 3000: 1}
 """Digits to which numbers are compared, and at how many values of their symbols; many digits find the nearly equal."""
 _HUNDRED = Node("number", value=(Fraction(100), None))
 _FUNCTION_NAMES = frozenset("fghpFGHP")
@@ -134,6 +134,14 @@ def _is_equation(node: Node) -> bool:
     return node.kind == "relation" and set(node.value) == {"="}
 
 
+def _is_definition(node: Node) -> bool:
+    return _is_equation(node) or (node.kind == "relation" and node.value == (r"\in",))
+
+
+def _primes(name: Node) -> int:
+    return sum(part.value.count("'") for part in name.walk() if part.kind == "symbol")
+
+
 def _symbols(node: Node) -> frozenset[str]:
     return frozenset(part.value for part in node.walk() if part.kind == "symbol")
 
@@ -179,6 +187,8 @@ class _Comparison:
             return False
         if _is_equation(reference) and _is_equation(answer) and (wanted_name is None) != (given_name is None):
             return self.same_relation(reference, answer)  # y = 2x + 1 and 2x - y = -1
+        if wanted_name and given_name and _primes(wanted_name) != _primes(given_name):
+            return False  # f'(x) is not f(x)
         if given_name and not wanted_name and _symbols(given_name) & _symbols(wanted) and wanted.kind != "relation":
             return False  # x = x^2 for x^2
         return self.same_value(wanted, given)
@@ -187,6 +197,11 @@ class _Comparison:
         """Name and value of a definition, name None without; value None if its members differ."""
         if node.kind == "relation" and node.value == (r"\in",) and _name(node.parts[0]):
             return node.parts[0], node.parts[1]
+        if node.kind == "group" and node.value in ("", "or", "and") and all(map(_is_definition, node.parts)):
+            pairs = [self.defined(part) for part in node.parts]
+            values = tuple(value for _, value in pairs if value is not None)
+            if len({name for name, _ in pairs}) == 1 and pairs[0][0] is not None:  # x = 1 or x = 2
+                return pairs[0][0], Node("group", values, "{}") if len(values) == len(pairs) else None
         name, members = _chain(node)
         if any(not self.same_value(members[-1], member) for member in members[:-1]):
             return name, None
@@ -196,13 +211,15 @@ class _Comparison:
 
     def same_value(self, wanted: Node, given: Node) -> bool:
         wanted, given = self.plain(wanted), self.plain(given)
+        if wanted == given:
+            return True
         if wanted.kind == "system" or given.kind == "system":
             return self.same_system(wanted, given)
         if wanted.kind == given.kind == "words":
             return bool(wanted.value == given.value)
         if wanted.kind == "words" and wanted.parts:
             wanted = wanted.parts[0]
-        for kind in ("time", "based", "matrix", "words"):
+        for kind in ("time", "based", "matrix", "words", "builder"):
             if kind in (wanted.kind, given.kind):
                 return self.same_parts(wanted, given)
         if (_is_set(wanted) or _is_set(given)) and (answer := self.same_members(wanted, given)) is not None:
@@ -219,18 +236,18 @@ class _Comparison:
             return node
         if node.kind != "group" or node.value in ("()", "[]"):
             both = _both(node)
-            node = Node("group", tuple(both), "") if len(both) == 2 else node
+            node = Node("group", tuple(both), "{}") if len(both) == 2 else node
         elif node.value in ("", "or", "and", "{}"):
             node = Node("group", tuple(each for part in node.parts for each in _both(part)), node.value)
         if node.kind == "group" and len(node.parts) == 1 and not _is_set(node.parts[0]):
-            return node.parts[0]
+            return node if node.parts[0].kind == "group" and node.parts[0].value == "{}" else node.parts[0]
         if node.kind == "group" and node.value in ("", "and", "or"):
             pairs = [self.defined(part) for part in node.parts]
             names = [name for name, _ in pairs if name is not None]
             values = tuple(value if value is not None else Node("words", value="?") for _, value in pairs)
             if names and all(part.kind != "relation" or _is_equation(part) for part in node.parts):
                 if len(set(names)) == 1 and pairs[0][0] is not None:
-                    return Node("group", values, "")  # x = 1 or x = 2; x = 1, 2
+                    return Node("group", values, "{}")  # x = 1, 2
                 if len(set(names)) == len(pairs):
                     return _system(names, values)
         return node
@@ -266,7 +283,11 @@ class _Comparison:
     def same_group(self, wanted: Node, given: Node) -> bool:
         if wanted.kind != given.kind:
             return False
-        first, second = ("" if node.value in ("or", "and") else node.value for node in (wanted, given))
+        if {wanted.value, given.value} == {"and", "or"} and not any(
+            part.kind in ("number", "constant") for part in wanted.walk()
+        ):
+            return False  # of statements, not of solutions
+        first, second = ({"or": "{}", "and": ""}.get(node.value, node.value) for node in (wanted, given))
         if {first, second} <= {"", "{}"}:
             return self.same_unordered(wanted, given)
         vectors = {first, second} <= {"()", "[]"} and len(wanted.parts) > 2
@@ -286,27 +307,28 @@ class _Comparison:
         if len(wanted.value) != 1 or len(given.value) != 1 or _symbols(wanted) != _symbols(given):
             return wanted.value == given.value and self.all_same(wanted, given)
         left, right = (Node("add", (node.parts[0], Node("neg", (node.parts[1],)))) for node in (wanted, given))
-        ratio = None
-        try:
-            for point in _points(_symbols(wanted)):
+        ratios: list[Number] = []
+        for point in _points(_symbols(wanted)):
+            try:
                 first, second = self.value(left, point), self.value(right, point)
-                if first == 0 or second == 0:
-                    if first != second:
-                        return False
-                    continue
-                quotient = self.quotient(second, first)
-                if ratio is not None and not self.close(ratio, quotient):
+            except (NoValue, ZeroDivisionError):
+                continue
+            if first == 0 or second == 0:
+                if first != second:
                     return False
-                ratio = quotient
-        except (NoValue, ZeroDivisionError):
-            return False
+                continue
+            ratios.append(self.quotient(second, first))
+            if not self.close(ratios[0], ratios[-1]):
+                return False
         sign = wanted.value[0]
-        if ratio is None:
+        if len(ratios) < (2 if _symbols(wanted) else 1):
             return False
         turned = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}.get(sign, sign)
-        return bool(given.value[0] == (sign if self.lift(ratio).real > 0 else turned))
+        return bool(given.value[0] == (sign if self.lift(ratios[0]).real > 0 else turned))
 
     def same_scalar(self, wanted: Node, given: Node) -> bool:
+        if {wanted.kind, given.kind} == {"percent", "unit"}:
+            return False
         if "percent" in (wanted.kind, given.kind):
             inner = [node.parts[0] if node.kind == "percent" else node for node in (wanted, given)]
             parts = [
@@ -327,7 +349,9 @@ class _Comparison:
         symbols = _symbols(wanted) | _symbols(given)
         for digits, most in _DIGITS.items():
             self.mp.dps, seen = digits, 0
-            for point in itertools.islice(_points(symbols), most):
+            for point in _points(symbols):
+                if seen == most:
+                    break
                 try:
                     first, second = self.value(wanted, point), self.value(given, point)
                 except (NoValue, ZeroDivisionError):
@@ -339,7 +363,7 @@ class _Comparison:
                     not decimal or symbols or not self.rounded(wanted, given, first, second)
                 ):
                     return False
-            if seen < min(2, most, 7 if symbols else 1):
+            if seen < (min(2, most) if symbols else 1):
                 return False
         return True
 
@@ -364,7 +388,7 @@ class _Comparison:
         return bool(abs(self.lift(first) - self.lift(second)) <= self.mp.mpf(10) ** -decimals / 2)
 
     def close(self, first: Number, second: Number) -> bool:
-        """Equal in the precision of the moment, less a tenth for what computing lost."""
+        """Equal in the precision of the moment, less a tenth and 20 digits for what computing lost."""
         if isinstance(first, Fraction) and isinstance(second, Fraction):
             return first == second
         first, second = self.lift(first), self.lift(second)
@@ -373,7 +397,7 @@ class _Comparison:
         size = max(abs(first), abs(second))
         return bool(
             abs(first - second)
-            <= size * self.mp.mpf(10) ** (-self.mp.dps * 9 // 10) + self.mp.mpf(10) ** -self.mp.dps * (size < 1e-20)
+            <= size * self.mp.mpf(10) ** (20 - self.mp.dps * 9 // 10) + self.mp.mpf(10) ** -self.mp.dps * (size < 1e-20)
         )
 
     def lift(self, number: Number) -> Any:
@@ -641,9 +665,14 @@ def _decimals(node: Node) -> int | None:
 
 
 def _points(symbols: frozenset[str]) -> Iterator[dict[str, Fraction]]:
-    """Values of symbols, whole numbers and fractions of both signs in turn, the same for the same names."""
-    for turn in range(7 if symbols else 1):
+    """Values of symbols, whole numbers and fractions of both signs in turn, the same for the same names.
+
+    The last two are far out on either side, behind the corners of |x + 5|.
+    """
+    for turn in range(9 if symbols else 1):
         points = {name: Fraction(3 * place + turn + 2) for place, name in enumerate(sorted(symbols))}
-        if turn % 2:
+        if turn > 6:
+            points = {name: (-1) ** turn * (18 + 4 * number) / 3 for name, number in points.items()}
+        elif turn % 2:
             points = {name: (turn - 2) * number / (9 + 2 * turn) for name, number in points.items()}
         yield points

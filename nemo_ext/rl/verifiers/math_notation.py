@@ -39,7 +39,8 @@ class Node:
             `mul`, `div`, `ratio`, `pow`, `neg`, `pm`, `mp`, `mixed`, `call` (value: function), `percent`, `unit`
             (value: factor and dimensions), `based` (value: base), `time` (value: hour, minute, half of the day),
             `group` (value: its brackets, "" for a bare list, "or", "and"), `relation` (value: its signs), `union`,
-            `intersection`, `minus`, `named` (value: a set), `matrix` (parts: rows).
+            `intersection`, `minus`, `named` (value: a set), `builder` (parts: members, their condition), `matrix`
+            (parts: rows).
         parts: operands.
     """
 
@@ -112,8 +113,15 @@ were be equals equal plus minus times divided by half halves third thirds quarte
 incorrect unknown undefined something none either neither both otherwise other others another each instead rather
 hundredths tenths thousandths power base factorial root any all every some also then so when where which that this it
 since because for as at with only never cannot can may might should could would modulo mod remainder squared cubed
+hopefully guess uncertain unsure likely assuming sometimes usually estimated estimate ish circa max maximum minimum
+upwards onwards negative inverse reciprocal imaginary alternatively undetermined rounded sorry nope error twice double
+zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
+eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety tens dozens hundreds thousands millions
+billions trillions zillion lakh crore bn mn mio mrd
 """
-NO_UNITS = frozenset(_NO_UNITS.split())
+_FRACTIONS = """fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth fifteenth sixteenth
+seventeenth eighteenth nineteenth twentieth hundredth thousandth"""
+NO_UNITS = frozenset(_NO_UNITS.split()) | {word + end for word in _FRACTIONS.split() for end in ("", "s")}
 
 _SKIPPED = (
     r"left\s*\.|right\s*\.|left|right|[bB]igg?[lr]?|displaystyle|textstyle|scriptstyle|limits|q?quad|bf|rm|it|tt|sf"
@@ -211,7 +219,7 @@ def read(text: str, *, grouped: bool = True) -> Node:
     Raises:
         UnknownNotation: the text is not in the grammar.
     """
-    text = text.translate(_TO_LATEX)
+    text = text.replace("{:}", ":").translate(_TO_LATEX)
     try:
         parser = _Parser(_tokens(text, grouped=grouped))
         made = parser.answer()
@@ -568,6 +576,8 @@ class _Parser:
             self.expect(r"\}")
             whole = items[0].parts[1:] if items[0].kind == "relation" and items[0].value == (r"\in",) else ()
             made = conditions[0] if len(conditions) == 1 else Node("group", tuple(conditions), between or "and")
+            if (items[0].parts[0] if whole else items[0]).kind != "symbol":
+                return Node("builder", (items[0], made))
             return Node("intersection", (*whole, made)) if whole else made
         closing = self.take(*_CLOSES)
         if closing is None or (closing != _OPENING[opening] and {opening, closing} not in ({"(", "]"}, {"[", ")"})):

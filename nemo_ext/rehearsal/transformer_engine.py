@@ -1,0 +1,523 @@
+"""Transformer Engine's linear layers as they allocate: FP8 copies, grouped GEMM, fused permutation, workspaces.
+
+Read from the sources of Transformer Engine 2.20.2 (`transformer_engine/pytorch`) and Megatron-Core 0.19.2, not measured:
+
+| what | fact | source |
+|---|---|---|
+| FP8, one scale a tensor | 1 byte a number and one fp32 scale; before Blackwell a transposed copy for the products of the backward pass; delayed and current scaling alike | tensor/float8_tensor.py, utils.py is_non_tn_fp8_gemm_supported |
+| FP8, blocks | both directions; fp32 scales of 1x128 numbers, of 128x128 in weights | tensor/float8_blockwise_tensor.py get_scale_shape |
+| MXFP8 | both directions; 1-byte scales of 32 numbers, padded to 128x4 | tensor/mxfp8_tensor.py get_scale_shape |
+| weights | BF16 parameter, and both directions in FP8, kept from the first micro-batch on and filled anew at each step's first; with disable_parameter_transpose_cache they are made in each forward pass and live until its backward pass | module/base.py quantize_weight; extensions/transformer_engine.py TELinear.forward |
+| input, saved | FP8 alone, in the direction of the weight gradient; if it is gathered along the sequence and has one scale a tensor, the rank's own rows untransposed | module/linear.py _linear_forward_impl |
+| input in BF16 | saved as it is, where another layer has saved it: attention's projection, the shared expert's first layer, what moe_act recomputes; not with delayed scaling | transformer/attention.py, moe/shared_experts.py, moe/experts.py: set_save_original_input |
+| norm and linear in one | saves the norm's input, its statistics and its output, the output as the linear layer's input above | module/layernorm_linear.py |
+| sequence parallelism | FP8 is gathered, not BF16; so are the gradients of row-parallel layers | distributed.py gather_along_first_dim; module/base.py grad_output_preprocess |
+| output's gradient | both directions in FP8 while it is used | module/linear.py _linear_backward_impl |
+| weight gradient | added in main_grad by the product; autograd gets one dummy for all weights of a shape | module/base.py get_dummy_wgrad |
+| amax | histories and scales in fp32, 3 forward and 2 backward a weight, of delayed scaling | module/base.py set_meta_tensor, quantization.py DelayedScalingRecipeState |
+| grouped GEMM | one call for all experts of a rank; saves one FP8 copy or the BF16 input itself; experts' tokens are padded to 16, MXFP8 32 | module/grouped_linear.py, module/fp8_padding.py |
+| fused permutation | saves int32 row ids, tokens x (2 experts + 1); sorting of chunks one a token; no indices in int64 | triton/permutation.py |
+| cuBLAS | 32 MiB + 1 KiB from Hopper on, else 4 MiB; grouped GEMM 4 more; torch's own 32 MiB | cpp_extensions/gemm.py get_cublas_workspace |
+
+Read, and set aside still: the fused router saves its map and [tokens, experts] in fp32 (csrc/extensions/router.cpp);
+the fused cross-entropy its logits and a few numbers a token, and returns the gradient in their place (cross_entropy.py);
+communication overlap holds a buffer of [tokens, hidden] for each of up to 11 products (module/base.py initialize_ub);
+with fp8_param_gather the FP8 copies are the parameters, and there is none in BF16 (tensor/float8_tensor.py).
+The GPU is a Hopper, with MXFP8 a Blackwell. LayerNormMLP is in none of Megatron's specs.
+"""  # noqa: E501
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe import experts, token_dispatcher
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from nemo_ext.architecture.pattern import parse
+from nemo_ext.architecture.precision_plan import assigned
+from nemo_ext.megatron import model as builders
+from nemo_ext.megatron import specs
+from nemo_ext.megatron.fp8 import Precision, module_patterns
+from nemo_ext.rehearsal.settings import FP8_WEIGHTS
+from nemo_ext.rehearsal.tracker import Tracker
+
+MIB = 2**20
+PER_TENSOR = ("delayed", "tensorwise")
+LEADING = {"delayed": 8, "tensorwise": 8, "blockwise": 8, "mxfp8": 32}
+"""Numbers of tokens must be multiples of it (utils.py assert_dim_for_fp8_exec; MXFP8Quantizer.is_quantizable)."""
+WIDTH = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+"""So must a rank's part of a matrix, both ways (the same, and cuBLAS)."""
+
+
+def scale_bytes(scaling: str, rows: int, columns: int, *, columnwise: bool = False, weight: bool = False) -> int:
+    """Bytes of the scales beside a matrix's FP8 numbers in one direction.
+
+    Args:
+        scaling: one of `precision_plan.RECIPES`.
+        rows: of the matrix; tokens, or a weight's outputs.
+        columns: of the matrix.
+        columnwise: the copy for the weight gradient, or of a weight for the input's gradient.
+        weight: 128x128 blocks rather than 1x128.
+    """
+    if scaling in PER_TENSOR:
+        return 0 if columnwise else 4  # one for both
+    if scaling == "mxfp8":
+        if columnwise:
+            return _up(rows // 32, 4) * _up(columns, 128)
+        return _up(rows, 128) * _up(columns // 32, 4)
+    along, across = (columns, rows) if columnwise else (rows, columns)
+    if weight:
+        return 4 * _up(along, 128) // 128 * _up(-(-across // 128), 4)
+    return 4 * -(-across // 128) * _up(along, 4)
+
+
+@dataclass
+class Engine:
+    """What all layers of a rank share.
+
+    Attributes:
+        tracker: what follows the rank.
+        keeps_weights: whether FP8 copies of weights are kept between micro-batches.
+        fuses: whether weight gradients are added in main_grad by the product.
+        history: length of delayed scaling's histories.
+        dummies: gradients that autograd gets in place of those; and workspaces.
+    """
+
+    tracker: Tracker
+    keeps_weights: bool = True
+    fuses: bool = True
+    history: int = 1
+    dummies: dict[Any, Tensor] = field(default_factory=dict)
+
+    def held(self, key: Any, like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
+        """A tensor that is made once and stays."""
+        if key not in self.dummies:
+            with self.tracker.during(self.tracker.phase, "temporary"):
+                self.dummies[key] = like.new_empty(*shape, dtype=dtype)
+        return self.dummies[key]
+
+    def workspaces(self, like: Tensor, *, grouped: bool) -> None:
+        """cuBLAS's, from the first product on."""
+        self.held("torch", like, 32 * MIB, dtype=torch.uint8)
+        self.held(("cublas", grouped), like, (4 if grouped else 1) * (32 * MIB + 1024), dtype=torch.uint8)
+
+
+@dataclass
+class Product:
+    """A layer's product, in place of its `_forward_impl`.
+
+    Attributes:
+        engine: what all layers share.
+        weight: weight of the plan, for messages; "" in BF16.
+        scaling: FP8 scaling; None for BF16.
+        keeps_input: whether the input is saved in BF16, although the product is in FP8.
+        scatters: group over which a row-parallel layer's output is scattered along the sequence, by this product.
+        multiple: to which Megatron pads the tokens of an expert on its own; of their copies, not of the input.
+    """
+
+    engine: Engine
+    weight: str = ""
+    scaling: str | None = None
+    keeps_input: bool = False
+    scatters: Any = None
+    multiple: int = 1
+    _copies: list[Tensor] = field(default_factory=list)
+    _history: list[Tensor] = field(default_factory=list)
+
+    def __call__(
+        self,
+        input: Tensor,
+        weight: Tensor | Sequence[Tensor],
+        bias: Tensor | None = None,
+        *,
+        counts: Sequence[int] | None = None,
+        allreduce_dgrad: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        """Output of a linear layer; of several experts if `counts` has their tokens and `weight` their weights."""
+        weights = [weight] if isinstance(weight, Tensor) else list(weight)
+        self._check(input, weights[0], counts)
+        self.engine.workspaces(input, grouped=counts is not None)
+        gathers = tp_group if sequence_parallel else None
+        reduces = tp_group if allreduce_dgrad else None
+        out: Tensor = _Linear.apply(self, counts, gathers, reduces, torch.is_grad_enabled(), input, bias, *weights)
+        return out
+
+    def copies(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """The weights in FP8, in both directions."""
+        if self._copies:
+            return self._copies
+        tracker, scaling = self.engine.tracker, self.scaling
+        assert scaling is not None
+        sizes = [(each.shape[0], each.shape[1]) for each in weights]
+        with tracker.during(tracker.phase, FP8_WEIGHTS):
+            made = [each for way in (False, True) for each in _copy(weights[0], scaling, sizes, way, weight=True)]
+            if scaling == "delayed" and not self._history:
+                numbers = 5 * len(weights) * (self.engine.history + 1)
+                self._history = [weights[0].new_empty(numbers, dtype=torch.float32)]
+        if self.engine.keeps_weights:
+            self._copies = made
+        return made
+
+    def rows(self, shape: torch.Size, counts: Sequence[int] | None) -> list[int]:
+        """Numbers of tokens of each matrix in FP8."""
+        return [_up(each, self.multiple) for each in (counts or (shape[:-1].numel(),))]
+
+    def _check(self, input: Tensor, weight: Tensor, counts: Sequence[int] | None) -> None:
+        if self.scaling is None:
+            return
+        step, width = LEADING[self.scaling], WIDTH[self.scaling]
+        for each in self.rows(input.shape, counts):
+            if each % step:
+                raise ValueError(f"{self.weight}: {self.scaling} FP8 takes tokens in multiples of {step}, not {each}")
+        if any(size % width for size in weight.shape):
+            raise ValueError(
+                f"{self.weight}: {self.scaling} FP8 takes matrices in multiples of {width}, and a rank's part is "
+                f"{weight.shape[0]} x {weight.shape[1]}: change the parallel sizes, or leave it in bf16 by a rule"
+            )
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, product: Product, counts: Sequence[int] | None, gathers: Any, reduces: Any, learns: bool,
+        x: Tensor, bias: Tensor | None, *weights: Tensor,
+    ) -> Tensor:  # fmt: skip
+        scaling, wide, out_width = product.scaling, x.shape[-1], weights[0].shape[0]
+        learns = learns and weights[0].requires_grad
+        kept, matrices = [x], list(weights)
+        if scaling is None:
+            total = _gathered(kept, gathers)
+        else:
+            sizes = [(rows, wide) for rows in product.rows(x.shape, counts)]
+            untransposed = gathers is not None and scaling in PER_TENSOR
+            rowwise = _copy(x, scaling, sizes, False)
+            if untransposed and not product.keeps_input:
+                kept = rowwise
+            elif learns and not product.keeps_input:
+                kept = _copy(x, scaling, sizes, True)
+            total = _gathered(rowwise, gathers)
+            matrices = product.copies(weights)
+        tokens = x.shape[:-1].numel() * (1 if gathers is None else gathers.size())
+        product.engine.tracker.add_flops(2 * tokens * wide * out_width)
+        out = x.new_empty(tokens // x.shape[1:-1].numel(), *x.shape[1:-1], out_width)
+        del total
+        if product.scatters is not None:
+            out = _scattered(out, product.scatters)
+        ctx.product, ctx.counts, ctx.gathers, ctx.reduces, ctx.tokens = product, counts, gathers, reduces, tokens
+        ctx.shape, ctx.weights = x.shape, len(weights)
+        ctx.save_for_backward(*weights, bias, *matrices, *(kept if learns else ()))
+        ctx.kept = len(kept) if learns else 0
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        product, tokens, shape = ctx.product, ctx.tokens, ctx.shape
+        scaling, tracker = product.scaling, product.engine.tracker
+        weights, bias = ctx.saved_tensors[: ctx.weights], ctx.saved_tensors[ctx.weights]
+        kept = list(ctx.saved_tensors[len(ctx.saved_tensors) - ctx.kept :]) if ctx.kept else []
+        wide, out_width = weights[0].shape[1], weights[0].shape[0]
+        work: list[Tensor] = []
+        alone = scaling in PER_TENSOR
+        if scaling is not None:
+            rows = product.rows(grad.shape, ctx.counts)
+            sizes = [(each, out_width) for each in rows]
+            scattered = product.scatters
+            work += _gathered(_copy(grad, scaling, sizes, False), scattered)
+            if scattered is not None and alone:
+                work += _copy(grad, scaling, [(each * scattered.size(), out_width) for each in rows], True)
+            else:
+                work += _gathered(_copy(grad, scaling, sizes, True), scattered)
+            own = [(each, wide) for each in product.rows(shape, ctx.counts)]
+            if kept and product.keeps_input:
+                if alone:
+                    work += _copy(grad, scaling, own, False)
+                kept = _copy(grad, scaling, own, not (alone and ctx.gathers is not None))
+        if kept:
+            kept = _gathered(kept, ctx.gathers)
+        dx = None
+        if ctx.needs_input_grad[5]:
+            tracker.add_flops(2 * tokens * wide * out_width)
+            dx = grad.new_empty(tokens // shape[1:-1].numel(), *shape[1:-1], wide)
+            if ctx.reduces is not None:
+                torch.distributed.all_reduce(dx, group=ctx.reduces)
+            if ctx.gathers is not None:
+                dx = _scattered(dx, ctx.gathers)
+        gradients: list[Tensor | None] = [None] * len(weights)
+        if kept:
+            if alone and ctx.gathers is not None:
+                work += _copy(grad, scaling, [(tokens, wide)], True)
+            tracker.add_flops(2 * tokens * wide * out_width)
+            gradients = [_gradient(product.engine, each) for each in weights]
+        return None, None, None, None, None, dx, None if bias is None else torch.empty_like(bias), *gradients
+
+
+def _copy(
+    like: Tensor, scaling: str, sizes: Sequence[tuple[int, int]], columnwise: bool, *, weight: bool = False
+) -> list[Tensor]:
+    """FP8 numbers and scales of matrices, in one direction."""
+    numbers = sum(rows * columns for rows, columns in sizes)
+    scales = sum(scale_bytes(scaling, *size, columnwise=columnwise, weight=weight) for size in sizes)
+    return [like.new_empty(each, dtype=torch.uint8) for each in (numbers, scales) if each]
+
+
+def _gathered(parts: Sequence[Tensor], group: Any) -> list[Tensor]:
+    """Parts of the ranks of a group along the first dimension; one scale of a whole tensor is everybody's."""
+    if group is None:
+        return list(parts)
+    found = []
+    for part in parts:
+        if part.numel() <= 4:
+            found.append(part)
+            continue
+        whole = part.new_empty(part.shape[0] * group.size(), *part.shape[1:])
+        torch.distributed.all_gather_into_tensor(whole, part, group=group)
+        found.append(whole)
+    return found
+
+
+def _scattered(whole: Tensor, group: Any) -> Tensor:
+    part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
+    torch.distributed.reduce_scatter_tensor(part, whole, group=group)
+    return part
+
+
+def _gradient(engine: Engine, weight: Tensor) -> Tensor:
+    if not engine.fuses or not hasattr(weight, "main_grad"):
+        return torch.empty_like(weight)
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return engine.held((*weight.shape, weight.dtype), weight, *weight.shape, dtype=weight.dtype).detach()
+
+
+class GroupedLinear(torch.nn.Module):
+    """A linear layer of each of a rank's experts, as one product: for Megatron's TEGroupedMLP."""
+
+    def __init__(
+        self, count: int, inputs: int, outputs: int, *, config: Any, init_method: Any, pg_collection: Any,
+        column: bool, **_: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        parts = pg_collection.expt_tp.size()
+        self.groups, self.axis = pg_collection, 0 if column else 1
+        outputs, inputs = (outputs // parts, inputs) if column else (outputs, inputs // parts)
+        self.product: Product | None = None
+        for number in range(count):
+            weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+            init_method(weight)
+            # As extensions/transformer_engine.py _set_expert_parameter_attributes.
+            weight.allreduce = not (  # type: ignore[attr-defined]
+                config.expert_model_parallel_size > 1
+                or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
+            )
+            weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+            weight.partition_dim, weight.partition_stride = self.axis, 1  # type: ignore[attr-defined]
+            self.register_parameter(f"weight{number}", weight)
+
+    def forward(self, x: Tensor, counts: Sequence[int]) -> tuple[Tensor, None]:
+        """Outputs for the experts' tokens, one after the other, and no bias."""
+        assert self.product is not None
+        return self.product(x, list(self.parameters()), counts=counts), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """The weights by the names of sequential experts, as Megatron's TEGroupedLinear has them."""
+        weights, group, found = list(self.parameters()), self.groups.ep, {}
+        alone = (metadata or {}).get("singleton_local_shards", False)
+        for number, weight in enumerate(weights):
+            place = group.rank() * len(weights) + number
+            before = f"{place}.{prefix}" if alone else prefix
+            offsets = (len(sharded_offsets), place, group.size() * len(weights))
+            made = make_sharded_tensors_for_checkpoint(
+                {"weight": weight},
+                before,
+                {"weight": self.axis},
+                sharded_offsets if alone else (*sharded_offsets, offsets),
+                tp_group=self.groups.expt_tp,
+                dp_cp_group=metadata["dp_cp_group"],
+            )[f"{before}weight"]
+            made.replica_id = (*made.replica_id[:2], self.groups.expt_dp.rank())
+            found[f"{prefix}weight{number}"] = made
+        return found
+
+
+class GroupedMLP(experts.TEGroupedMLP):
+    """Megatron's, with tokens padded to `multiple` as Fp8Padding does."""
+
+    multiple = 1
+
+    def forward(self, hidden: Tensor, tokens_per_expert: Any, probs: Tensor, *_: Any) -> tuple[Tensor, None]:
+        """See TEGroupedMLP."""
+        counts = np.asarray(tokens_per_expert)
+        padded = _up(counts, self.multiple)
+        if (padded == counts).all():
+            return super().forward(hidden, counts, probs)
+        rows = int(padded.sum())
+        out, _none = super().forward(_Resized.apply(hidden, rows), padded, _Resized.apply(probs, rows))
+        return _Resized.apply(out, int(counts.sum())), None
+
+
+class _Resized(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: int) -> Tensor:
+        ctx.rows = x.shape[0]
+        return x.new_empty(rows, *x.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.new_empty(ctx.rows, *grad.shape[1:]), None
+
+
+def _up(number: Any, multiple: int) -> Any:
+    return -(-number // multiple) * multiple
+
+
+@contextmanager
+def transformer_engine(tracker: Tracker, config: Mapping[str, Any]) -> Iterator[None]:
+    """The local back end's layers with these products; `config` is as `settings.rehearsed` makes it."""
+    precision = Precision.from_config({**config, "precision_plan": config["transformer_engine"]["precision_plan"]})
+    fused = config["transformer_engine"]["permute_fusion"]
+    flags = config["megatron"]
+    engine = Engine(
+        tracker,
+        keeps_weights=not flags.get("disable_parameter_transpose_cache"),
+        fuses=not flags.get("no_gradient_accumulation_fusion"),
+        history=int(flags.get("fp8_amax_history_len") or 1),
+    )
+    build = builders.BlockModelBuilder.build_model
+    local_experts = specs.LocalBackend.grouped_mlp_modules
+
+    def built(self: Any, pg_collection: Any, **given: Any) -> Any:
+        model, pipeline = build(self, pg_collection, **given), pg_collection.pp
+        pattern = parse(self._model_config.pattern)
+        stage = builders.stage_blocks(pattern, pipeline.rank(), pipeline.size(), given.get("vp_stage"))
+        use(model, engine, precision, stage)
+        return model
+
+    def grouped(self: Any, wanted: bool) -> Any:
+        if not wanted:
+            return local_experts(self, wanted)
+        first, second = (partial(GroupedLinear, column=column) for column in (True, False))
+        return partial(GroupedMLP, submodules=experts.GroupedMLPSubmodules(linear_fc1=first, linear_fc2=second))
+
+    with (
+        patch.object(builders.BlockModelBuilder, "build_model", built),
+        patch.object(specs.LocalBackend, "grouped_mlp_modules", grouped),
+        _permutation() if fused else nullcontext(),
+    ):
+        yield
+
+
+def use(model: torch.nn.Module, engine: Engine, precision: Precision | None, stage: range) -> None:
+    """Gives the linear layers of a pipeline stage their products.
+
+    Raises:
+        ValueError: a weight that the plan has in FP8 is in no layer that can.
+    """
+    low = _in_fp8(precision, stage)
+    whole = precision is not None and precision.plan.default == "fp8"
+    scaling = precision.plan.recipe if precision is not None else None
+    left = set(low)
+    multiple = (32 if scaling == "mxfp8" else 16) if whole else 1
+    for name, module in model.named_modules():
+        if isinstance(module, GroupedMLP):
+            module.multiple = multiple
+        # Megatron's output layer is its own with either back end.
+        if not isinstance(module, ColumnParallelLinear | RowParallelLinear | GroupedLinear) or name == "output_layer":
+            continue
+        pattern = next((pattern for pattern in low if fnmatchcase(name, pattern)), None)
+        product = Product(engine)
+        if pattern is not None:
+            left -= {each for each in low if low[each] == low[pattern]}
+            keeps = whole and scaling != "delayed" and _keeps_input(name, getattr(model, "config", None))
+            product = Product(engine, low[pattern], scaling, keeps)
+            product.multiple = multiple if ".local_experts." in name else 1
+            if _scatters(module):
+                # So that Megatron's forward pass leaves the communication to the product.
+                product.scatters, module.explicit_expert_comm = module.tp_group, True
+        if isinstance(module, GroupedLinear):
+            module.product = product
+        else:
+            module._forward_impl = product
+    if left:
+        raise ValueError(f"precision_plan: {low[min(left)]} is in FP8, and in no linear layer that this stage has")
+
+
+def _scatters(module: torch.nn.Module) -> bool:
+    """True for a row-parallel layer that hands its output out along the sequence, whose gradient is gathered in FP8."""
+    return (
+        isinstance(module, RowParallelLinear)
+        and module.sequence_parallel
+        and module.skip_bias_add
+        and not module.explicit_expert_comm
+    )
+
+
+def _in_fp8(precision: Precision | None, stage: range) -> dict[str, str]:
+    """Patterns of the modules in FP8, and what each holds."""
+    found: dict[str, str] = {}
+    for each in assigned(precision.plan, precision.architecture) if precision is not None else ():
+        number = each.weight.block
+        if precision is None or each.precision != "fp8" or number is None or number not in stage:
+            continue
+        kind = precision.architecture.sizes[number].kind
+        found |= dict.fromkeys(module_patterns(each.weight, kind, first_block=stage.start), str(each.weight))
+    return found
+
+
+def _keeps_input(name: str, config: Any) -> bool:
+    recomputed = config.recompute_modules if config.recompute_granularity == "selective" else ()
+    if name.endswith("self_attention.linear_proj"):
+        return True
+    if name.endswith("shared_experts.linear_fc1"):
+        return "shared_experts" not in recomputed
+    return name.endswith("experts.linear_fc2") and "moe_act" in (recomputed or ())
+
+
+@contextmanager
+def _permutation() -> Iterator[None]:
+    """Permutation of tokens in Transformer Engine's kernels; experts get equal numbers."""
+
+    def permute(
+        tokens: Tensor, routing_map: Tensor, probs: Tensor | None = None, num_out_tokens: int | None = None, **_: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor, None, None]:
+        ids = tokens.new_empty(tokens.shape[0], 2 * routing_map.shape[1] + 1, dtype=torch.int32)
+        rows = num_out_tokens or tokens.shape[0]
+        chosen = None if probs is None else _Moved.apply(probs, ids, (rows,))
+        return _Moved.apply(tokens, ids, (rows, tokens.shape[1])), chosen, ids, None, None
+
+    def unpermute(tokens: Tensor, ids: Tensor, restore_shape: torch.Size, **_: Any) -> Tensor:
+        moved: Tensor = _Moved.apply(tokens, ids, tuple(restore_shape))
+        return moved
+
+    def sort(
+        tokens: Tensor, splits: Any, order: Any, probs: Tensor | None = None, **_: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        ids = tokens.new_empty(tokens.shape[0], dtype=torch.int32)
+        moved = None if probs is None else _Moved.apply(probs, ids, tuple(probs.shape))
+        return _Moved.apply(tokens, ids, tuple(tokens.shape)), moved
+
+    with patch.multiple(token_dispatcher, permute=permute, unpermute=unpermute, sort_chunks_by_idxs=sort):
+        yield
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ids: Tensor, shape: tuple[int, ...]) -> Tensor:
+        ctx.shape = x.shape
+        ctx.save_for_backward(ids)
+        return x.new_empty(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.new_empty(ctx.shape), None, None
