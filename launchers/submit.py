@@ -17,6 +17,7 @@ failed nodes and broken checkpoints (docs/clusters.md). The same command again c
   nemo-ext submit --config-dir mine cluster=my_site recipe=nemotron3_nano/pretrain
   nemo-ext submit job=rl preset=rl_zero engine=nemo_rl slurm.nodes=16 model=... tasks.train.path=... cluster=leonardo
   nemo-ext submit --multirun recipe=olmo1/1b megatron.lr=1e-4,2e-4 run_dir=$WORK/sweep cluster=leonardo
+  nemo-ext submit job=online preset=rpo_online model=... tasks.train.path=... serving.engine=vllm cluster=leonardo
   nemo-ext submit pipeline=domyn_small run_dir=$WORK/domyn start=... cpt.megatron.lr=1e-5 cluster=leonardo account=IscrX
 
 {jobs}
@@ -31,6 +32,8 @@ failed nodes and broken checkpoints (docs/clusters.md). The same command again c
   slurm.max_restarts   number of starts after which a run is given up (default: 100)
   slurm.max_idle       the same, of starts in a row without a new checkpoint (default: 3)
   slurm.options  further options for sbatch: 'slurm.options=["--mail-type=END"]'
+  slurm.rehearse step a rank of each kind of a training job here first, on fake tensors: true, false, or null: where
+                 the GPUs' memory is known, and given up after a minute (default; docs/rehearsal.md)
   --dry-run      check the job and show the command, but submit nothing
 
 All other words are settings of the job. The recipe's number of GPUs is kept, unless launcher.nodes=N and

@@ -36,6 +36,17 @@ def data_sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [data for data in (config.get("data"), *own) if data]
 
 
+def check_validation(config: Mapping[str, Any], job: str) -> None:
+    """Refuse packs without a validation set to a job that compares models.
+
+    Raises:
+        ValueError: says which key to set.
+    """
+    packed = (config.get("data") or {}).get("packed")
+    if isinstance(packed, Mapping) and not packed.get("valid") and not config["megatron"].get("valid_data_path"):
+        raise ValueError(f"data.packed.valid=null: {job} compares models on validation data: give a prefix of packs")
+
+
 def tokenize_streams(data: Mapping[str, Any] | None) -> bool:
     """Tokenises the streams of a `data` section that have a source and are not tokenised yet, with progress.
 

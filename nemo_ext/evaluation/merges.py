@@ -15,17 +15,19 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from nemo_ext.checkpoint.beside import is_hugging_face
 from nemo_ext.checkpoint.merge import Plan, Settings, merge, plan
 from nemo_ext.evaluation import compare_page, job
 from nemo_ext.evaluation.frontier import COLOURS
 from nemo_ext.evaluation.runs import benchmark_is_low, counts
+from nemo_ext.evaluation.settings import EvaluateSettings
 from nemo_ext.evaluation.store import RESULTS
 from nemo_ext.job.files import only_run_in, write_text
 from nemo_ext.job.made_of import note
 from nemo_ext.job.progress import notice
 from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
 from nemo_ext.job.run_directory import OWN, REPORT
-from nemo_ext.job.settings import STRICT, Strings, checked, nearest
+from nemo_ext.job.settings import STRICT, Strings, checked, nearest, strings
 
 PLOT, FRONT, CHOSEN = "front.png", "front.json", "chosen"
 _EVALUATED = "evaluated.json"
@@ -102,13 +104,9 @@ def run(config: Mapping[str, Any]) -> None:
         ValueError: a setting is wrong, or a checkpoint cannot be read, or no average has the least values.
         OSError: a file cannot be written.
     """
-    given = checked(SweepSettings, config["sweep"], where="sweep")
-    sources = [Path(str(path)).expanduser() for path in config["from"]]
+    given, sources, settings = _checked(config)
     weights = given.weights(len(sources))
     run_dir = Path(str(config["run_dir"])).expanduser()
-    _, settings = job.read(_of(config, str(sources[0]), run_dir))
-    suites = job.chosen(settings)
-    _check_names(given, [benchmark.name for benchmark in suites])
     with only_run_in(run_dir):
         (run_dir / "merges").mkdir(exist_ok=True)
         plans = {name: _plan(sources, shares, run_dir / "merges" / name, given) for name, shares in weights.items()}
@@ -127,6 +125,29 @@ def run(config: Mapping[str, Any]) -> None:
         words = {"runs": {name: str(path) for name, path in runs.items()}, "output": str(run_dir / "compare")}
         compare_page.run({**words, "baseline": best.name, "draws": settings.draws, "seed": settings.seed})
         _write(candidates, given.at_least, run_dir)
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """Refuse what the job would refuse before its first average; checkpoints that are not there yet are not seen.
+
+    Raises:
+        ValueError: see `run`.
+    """
+    given, sources, _ = _checked(config)
+    run_dir = Path(str(config["run_dir"])).expanduser()
+    job.check(_of(config, str(sources[0]), run_dir))
+    if all(map(is_hugging_face, sources)):  # to open Megatron's takes torch
+        for name, shares in given.weights(len(sources)).items():
+            _plan(sources, shares, run_dir / "merges" / name, given)
+
+
+def _checked(config: Mapping[str, Any]) -> tuple[SweepSettings, list[Path], EvaluateSettings]:
+    given = checked(SweepSettings, config["sweep"], where="sweep")
+    sources = [Path(path).expanduser() for path in strings(config["from"])]
+    given.weights(len(sources))
+    _, settings = job.read(_of(config, str(sources[0]), Path(str(config["run_dir"])).expanduser()))
+    _check_names(given, [benchmark.name for benchmark in job.chosen(settings)])
+    return given, sources, settings
 
 
 def _of(config: Mapping[str, Any], model: str, run_dir: Path) -> dict[str, Any]:

@@ -171,8 +171,8 @@ class Distillation(ABC):
         student.compute_language_model_loss = both
         return model
 
-    def before_student(self, batch: Mapping[str, Tensor]) -> None:  # noqa: B027
-        """Called with each micro-batch before the student's forward pass."""
+    def before_student(self, batch: Mapping[str, Tensor], bounds: Mapping[str, Any]) -> None:  # noqa: B027
+        """Called before the student's forward pass, with a micro-batch and what tells a model its sequence bounds."""
 
     @abstractmethod
     def divergence(self, logits: Tensor, *, training: bool) -> Tensor | None:
@@ -207,10 +207,10 @@ class OnlineTeacher(Distillation):
         self.teacher = load_teacher(self.config)
         return super().attach(model)
 
-    def before_student(self, batch: Mapping[str, Tensor]) -> None:
+    def before_student(self, batch: Mapping[str, Tensor], bounds: Mapping[str, Any]) -> None:
         """Stores the teacher's logits for the micro-batch."""
         with torch.no_grad():
-            self._logits = self.teacher(batch["tokens"], batch["position_ids"], None).transpose(0, 1)
+            self._logits = self.teacher(batch["tokens"], batch["position_ids"], None, **bounds).transpose(0, 1)
 
     def divergence(self, logits: Tensor, *, training: bool) -> Tensor:
         """See `Distillation.divergence`; also available in evaluations."""

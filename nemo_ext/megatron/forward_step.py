@@ -137,14 +137,12 @@ def forward_step(
     """
     batch = dict(next(iterator))
     packing = take_packing(batch)
-    if packing is not None and distillation is not None:
-        raise ValueError("distillation does not know the bounds of packed sequences yet: train without a teacher")
     batch = {name: tensor.cuda(non_blocking=True) for name, tensor in batch.items()}
     if parallel_state.get_context_parallel_world_size() > 1:
         batch = on_this_cp_rank(batch, packing)
-    if distillation is not None:
-        distillation.before_student(batch)
     bounds = {} if packing is None else {"packed_seq_params": packing}
+    if distillation is not None:
+        distillation.before_student(batch, bounds)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **bounds)
     divergence = None if distillation is None else distillation.take()
     return output, partial(loss_function, batch["loss_mask"], distillation=distillation, divergence=divergence)

@@ -55,6 +55,7 @@ def run(config: Mapping[str, Any]) -> None:
         OSError: a file cannot be written.
     """
     made = _Run(config)
+    made.check_tasks()
     with only_run_in(made.run_dir):
         made.begin()
         policy = made.policy
@@ -68,17 +69,20 @@ def run(config: Mapping[str, Any]) -> None:
         made.end(policy)
 
 
-def check(config: Mapping[str, Any]) -> None:
-    """Refuse what the job would refuse before its first request.
+def check(config: Mapping[str, Any], *, tasks: bool = True) -> None:
+    """Refuse what the job would refuse before its first request; without `tasks`, as for files that an earlier job
+    has to write, tasks are not read.
 
     Raises:
         ValueError: see `run`.
     """
-    _Run(config)
+    run = _Run(config)
+    if tasks:
+        run.check_tasks()
 
 
 class _Run:
-    """A run whose settings are checked.
+    """A run whose settings are checked; its tasks are by `check_tasks`.
 
     Raises:
         ValueError: see `run`.
@@ -109,7 +113,6 @@ class _Run:
             environments=self.settings.environments,
             group=group_reward(self.settings.group or {}),
         )
-        self._check_tasks()
 
     @cached_property
     def tasks(self) -> PlannedTasks:
@@ -117,6 +120,9 @@ class _Run:
         given = {"seed": self.config["seed"], **(self.config["tasks"].get("train") or {})}
         if given.get("curriculum"):
             raise ValueError("tasks.train.curriculum: rounds take tasks by path, or by directory and blend")
+        for key in ("adapt", "reprofile"):
+            if given.get(key):
+                raise ValueError(f"tasks.train.{key}: tasks of all rounds are decided before the first: leave it out")
         steps = self.training.schedule.steps
         prompts = self.settings.prompts or (steps * self.training.batch if steps else None)
         if prompts is None:
@@ -249,7 +255,8 @@ class _Run:
     def _plans(self) -> Sequence[PlannedTasks]:
         return [plan for plan in (self.tasks, self.validation) if plan is not None]
 
-    def _check_tasks(self) -> None:
+    def check_tasks(self) -> None:
+        """Refuse tasks that cannot be verified, and settings of environments that none has; raises ValueError."""
         environments = self._environments()
         for name in self.settings.environments:
             if name not in environments:

@@ -15,7 +15,7 @@ from typing import Any
 from nemo_ext import launch
 from nemo_ext.blockwise.rank import check_machine, start
 from nemo_ext.checkpoint.description import Description
-from nemo_ext.data.training import tokenize_streams, with_data
+from nemo_ext.data.training import check_validation, tokenize_streams, with_data
 from nemo_ext.job.files import only_run_in
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import last_checkpoint, write_config, write_versions
@@ -46,6 +46,23 @@ def run(config: dict[str, Any]) -> None:
     Job(config).run()
 
 
+def check(config: Mapping[str, Any]) -> Settings:
+    """The settings of a composed config, after what can be refused without any file.
+
+    Raises:
+        ValueError: a setting, a stage or a child that cannot be, or packs without a validation set.
+    """
+    chosen = settings(config["puzzle"])
+    if chosen.child in ("parent", "blocks"):
+        raise ValueError(f"puzzle.child={chosen.child}: that folder holds something else, choose another name")
+    for stage in chosen.stages or ():
+        if stage not in STAGES:
+            raise ValueError(f"puzzle.stages: there is no stage {stage!r}: {nearest(stage, STAGES)}")
+    if any(chosen.stages is None or stage in chosen.stages for stage in ("compare", "baselines", "evaluate")):
+        check_validation(config, "puzzle")
+    return chosen
+
+
 class Job:
     """One compression.
 
@@ -54,15 +71,10 @@ class Job:
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self.chosen: Settings = settings(config["puzzle"])
+        self.chosen: Settings = check(config)
         check_machine(config)
         if self.chosen.parent is not None and not Path(self.chosen.parent).exists():
             raise ValueError(f"puzzle.parent={self.chosen.parent}: no such run, checkpoint or converted folder")
-        if self.chosen.child in ("parent", "blocks"):
-            raise ValueError(f"puzzle.child={self.chosen.child}: that folder holds something else, choose another name")
-        for stage in self.chosen.stages or ():
-            if stage not in STAGES:
-                raise ValueError(f"puzzle.stages: there is no stage {stage!r}: {nearest(stage, STAGES)}")
         self.config = with_data(config)
         self.workspace = Workspace(self.config, self.chosen)
         if self.chosen.heal.teacher == "cached" and self._wants("heal") and (why := versions.lack(["logits_save_dir"])):
@@ -161,9 +173,10 @@ class Job:
         parent = description_of(self.workspace.parent)
         if self.chosen.heal.tokens and self._wants("heal"):
             # Better to find a wrong flag now than after all other stages.
-            from nemo_ext.megatron.check import check
+            from nemo_ext.megatron import check as megatron_check
 
-            check(self._run(self.workspace.healed, self.workspace.parent, self.chosen.heal.tokens, None, parent))
+            run = self._run(self.workspace.healed, self.workspace.parent, self.chosen.heal.tokens, None, parent)
+            megatron_check.check(run)
 
     def _problem(self) -> Problem:
         scores = read_scores(self.workspace.scores)

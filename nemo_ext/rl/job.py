@@ -194,6 +194,20 @@ def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:
         check_keys(config["tasks"]["validation"], ("path",), required=("path",), where="tasks.validation")
     if not config[section].get("train"):
         raise ValueError(f"{section}.train=null: {algorithm.algorithm} trains on {section}; say where they are")
+    if section == "tasks":
+        _check_while_training(config)
     if config[other].get("train"):
         raise ValueError(f"{other}.train: {algorithm.algorithm} trains on {section}, not on {other}: leave it out")
     return algorithm
+
+
+def _check_while_training(config: Mapping[str, Any]) -> None:
+    """Refuse shares and orders that change while a run trains, where it cannot do that."""
+    train = config["tasks"]["train"]
+    for key in ("adapt", "reprofile"):
+        if train.get(key) is not None and config["engine"] != "trl":
+            reason = "draws its tasks before the run, engine=trl while it trains"
+            raise ValueError(f"tasks.train.{key}: engine={config['engine']} {reason}")
+    reprofile = train.get("reprofile")
+    if isinstance(reprofile, Mapping) and reprofile.get("plateau") and not config["tasks"].get("validation"):
+        raise ValueError("tasks.train.reprofile.plateau: of what? give tasks.validation.path")

@@ -8,11 +8,16 @@ curriculum: DIRECTORY          the order that `nemo-ext curriculum` made
 directory and blend            shares of task files, in the tree of pre-training blends (`data/blends/hierarchy.py`):
                                the stream `math` is `<directory>/math.jsonl`; shares, tiers, temperatures, caps and
                                epochs count tasks in place of tokens; every step has each stream's quota
+
+With `reprofile` the order is made anew while the run trains (`nemo_ext.rl.reprofile`): the plan is followed by others.
+
+With `adapt` the shares of a blend follow what its files still teach (`nemo_ext.rl.adaptive`). Which file a prompt is
+from is then decided step by step, by `PlannedTasks.adaptive`; the order within each file stays the plan's.
 """
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -22,15 +27,16 @@ import numpy.typing as npt
 import orjson
 
 from nemo_ext.data.blends.division import divide
-from nemo_ext.data.blends.hierarchy import read_tree
+from nemo_ext.data.blends.hierarchy import Node, read_tree
 from nemo_ext.data.blends.sizes import Size
 from nemo_ext.data.curriculum.layout import CURRICULUM, STATS
 from nemo_ext.data.curriculum.schedule import fixed, quotas
 from nemo_ext.job.seeds import generator
-from nemo_ext.job.settings import check_keys, checked_whole
+from nemo_ext.job.settings import check_keys, checked, checked_whole
+from nemo_ext.rl.adaptive import Adapt, AdaptiveShares
 from nemo_ext.rl.task import Task
 
-_KEYS = ("path", "shuffle", "curriculum", "directory", "blend", "streams", "seed")
+_KEYS = ("path", "shuffle", "curriculum", "directory", "blend", "streams", "adapt", "reprofile", "seed")
 _SUFFIX = ".jsonl"
 
 
@@ -88,6 +94,7 @@ class PlannedTasks:
         prompts: number of prompts per step.
         seed: seed of all orders.
         shuffle: draw the order of a file anew for every pass over it; otherwise keep the file's order.
+        adapt: settings of adaptive shares; None for the given ones.
     """
 
     def __init__(
@@ -99,14 +106,17 @@ class PlannedTasks:
         prompts: int,
         seed: int,
         shuffle: bool = True,
+        adapt: Adapt | None = None,
     ) -> None:
         self.names = tuple(files)
         self.files = tuple(files.values())
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
-        floats = {name: float(share) for name, share in shares.items()}
-        self.quotas = quotas(fixed(floats, self.names), batch=prompts, steps=steps)
+        self._shares = {name: float(shares[name]) for name in self.names}
+        self._adapt = adapt
+        self._later: list[tuple[int, TaskFile]] = []
+        self.quotas = quotas(fixed(self._shares, self.names), batch=prompts, steps=steps)
         self._before = np.concatenate([np.zeros((1, len(self.names)), dtype=np.int64), np.cumsum(self.quotas, axis=0)])
 
     def __len__(self) -> int:
@@ -115,18 +125,30 @@ class PlannedTasks:
     def __getitem__(self, number: int) -> Task:
         if not 0 <= number < len(self):
             raise IndexError(number)
+        for first, file in reversed(self._later):
+            if number >= first:
+                return file.tasks[(number - first) % len(file.tasks)]
         stream, row = self.place(number)
         return self.files[stream].tasks[row]
 
+    def follow(self, first: int, file: TaskFile) -> None:
+        """From an item on, the tasks are those of another file in its order, begun again at its end."""
+        self._later.append((first, file))
+
     def place(self, number: int) -> tuple[int, int]:
-        """Index of an item's stream, and of the task in its file."""
+        """Index of an item's stream, and of the task in its file; of the plan before `follow`."""
         step, slot = divmod(number, self._prompts)
         streams = self._slots(step)
         stream = int(streams[slot])
-        drawn = int(self._before[step, stream] + (streams[:slot] == stream).sum())
-        size = len(self.files[stream].tasks)
-        epoch, at = divmod(drawn, size)
-        return stream, int(_order(self._seed, self.names[stream], epoch, size)[at]) if self._shuffle else at
+        return stream, self._row(stream, int(self._before[step, stream] + (streams[:slot] == stream).sum()))
+
+    def adaptive(self) -> AdaptiveShares | None:
+        """Shares that adapt, as they are before the first step; None if the settings have no `adapt`."""
+        return None if self._adapt is None else AdaptiveShares(self._shares, self._adapt, seed=self._seed)
+
+    def nth(self, stream: int, number: int) -> Task:
+        """Task with a number in the order of a stream, which `AdaptiveShares.draw` gives; a file is begun again."""
+        return self.files[stream].tasks[self._row(stream, number)]
 
     def leave_out(self, unwanted: Callable[[Task], bool]) -> list[str]:
         """Drop unwanted tasks of the files before training reads any; returns their ids."""
@@ -135,6 +157,11 @@ class PlannedTasks:
     def environments(self) -> list[str]:
         """Names of the environments of all tasks, sorted."""
         return sorted({task.environment for file in self.files for task in file.tasks})
+
+    def _row(self, stream: int, number: int) -> int:
+        size = len(self.files[stream].tasks)
+        epoch, at = divmod(number, size)
+        return int(_order(self._seed, self.names[stream], epoch, size)[at]) if self._shuffle else at
 
     def _slots(self, step: int) -> npt.NDArray[np.int64]:
         """Stream index of each prompt of a step, `[prompts]`."""
@@ -149,8 +176,8 @@ def plan_tasks(
     """Tasks of a run, from the settings described in the module's docstring.
 
     Args:
-        settings: `path` with `shuffle` (default true), `curriculum`, or `directory` with `blend` or `streams`; `seed`
-            (default 1234).
+        settings: `path` with `shuffle` (default true), `curriculum`, or `directory` with `blend` or `streams`, and
+            `adapt`; `seed` (default 1234).
         steps: number of steps of the run.
         prompts: number of prompts per step.
         spare: batches that may be drawn beyond one per step; after its last step a curriculum begins again.
@@ -163,8 +190,10 @@ def plan_tasks(
     if len(given) != 1:
         raise ValueError(f"{where}: give one of path, curriculum, or directory with a blend, not {given or 'none'}")
     seed = checked_whole(f"{where}.seed", settings.get("seed", 1234))
+    if settings.get("adapt") is not None and settings.get("directory") is None:
+        raise ValueError(f"{where}.adapt: shares adapt between files: give directory with a blend")
     if settings.get("directory") is not None:
-        return _blended(settings, steps=steps + spare, prompts=prompts, seed=seed)
+        return _blended(settings, steps=steps + spare, prompts=prompts, seed=seed, where=where)
     shuffle = settings.get("shuffle", True)
     if not isinstance(shuffle, bool):
         raise ValueError(f"{where}.shuffle must be true or false, not {shuffle!r}")
@@ -224,7 +253,7 @@ def _order(seed: int, name: str, epoch: int, size: int) -> npt.NDArray[np.int64]
     return generator(seed, "tasks", name, epoch).permutation(size)
 
 
-def _blended(settings: Mapping[str, Any], *, steps: int, prompts: int, seed: int) -> PlannedTasks:
+def _blended(settings: Mapping[str, Any], *, steps: int, prompts: int, seed: int, where: str) -> PlannedTasks:
     root = read_tree({key: settings[key] for key in ("directory", "blend", "streams") if key in settings})
     for leaf in root.leaves():
         for key in ("source", "tokens"):
@@ -233,7 +262,18 @@ def _blended(settings: Mapping[str, Any], *, steps: int, prompts: int, seed: int
     files = {leaf.name: TaskFile(Path(f"{leaf.prefix}{_SUFFIX}")) for leaf in root.leaves()}
     sizes = {name: Size(tokens=len(file.tasks), known="files") for name, file in files.items()}
     shares = divide(root, sizes, tokens=steps * prompts)
-    return PlannedTasks(files, shares, steps=steps, prompts=prompts, seed=seed)
+    adapt = None if settings.get("adapt") is None else checked(Adapt, settings["adapt"], where=f"{where}.adapt")
+    if adapt is not None and any(node.cap_epochs is not None for node in _nodes(root)):
+        raise ValueError(f"{where}.adapt: shares that adapt cannot keep a cap_epochs: leave one of them out")
+    if adapt is not None and len([share for share in shares.values() if share]) < 2:
+        raise ValueError(f"{where}.adapt: only {next(iter(shares))} has a share: give others to choose from")
+    return PlannedTasks(files, shares, steps=steps, prompts=prompts, seed=seed, adapt=adapt)
+
+
+def _nodes(node: Node) -> Iterator[Node]:
+    yield node
+    for child in node.children:
+        yield from _nodes(child)
 
 
 def _curriculum(directory: Path, *, prompts: int, where: str) -> Path:

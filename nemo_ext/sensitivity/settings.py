@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from nemo_ext.data.training import check_validation
 from nemo_ext.job.settings import STRICT, checked
 from nemo_ext.puzzle.settings import Batches
 
@@ -39,6 +40,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
     """The checked settings of a composed config.
 
     Raises:
-        ValueError: an invalid value; names the key, its value and the valid ones.
+        ValueError: an invalid value; names the key, its value and the valid ones. Or packs without a validation set.
     """
+    check_validation(config, "sensitivity")
     return checked(Settings, config["sensitivity"], "sensitivity", strict=True)

@@ -13,11 +13,13 @@ from nemo_ext.slurm.settings import Settings
 
 SERVING = ("serve", "generate", "evaluate", "rollouts")
 """Jobs with servers of a model, an array of them where there are several."""
+MEANWHILE = ("online", "merge_sweep")
+"""Jobs that serve one model after another by themselves, on one node."""
 TASKS = (
     *("tokenize", "sft_data", "preference_data", "rl_tasks", "curriculum", "blend", "merge"),
-    *("quantize", "sensitivity", *SERVING),
+    *("quantize", "sensitivity", *SERVING, *MEANWHILE),
 )
-"""Jobs that share slurm/task.sbatch: one node, and no GPU except for the last six."""
+"""Jobs that share slurm/task.sbatch: one node, and no GPU except for the last eight."""
 ON_TRAINING_CONFIG = ("train", "puzzle", "sensitivity")
 """Jobs whose config is a training run's, with its data and `launcher`."""
 JOBS = ("train", "rl", "puzzle", "convert", *TASKS)
@@ -99,6 +101,8 @@ def nodes_and_gpus(job: str, config: Mapping[str, Any], settings: Settings) -> t
         serving = config["serving"]
         cpu = serving["device"] == "cpu" or not config["served"] or bool(config.get("endpoint"))
         return int(serving["nodes"]), 0 if cpu else int(serving["gpus"])
+    if job in MEANWHILE:
+        return 1, 0 if config["serving"]["device"] == "cpu" else int(config["serving"]["gpus"])
     if job != "rl":
         return 1, 0
     if config["engine"] == "trl":
@@ -133,13 +137,16 @@ def inputs(job: str, config: Mapping[str, Any]) -> list[tuple[str, Path, str]]:
     if job == "train":
         start = config["megatron"].get("pretrained_checkpoint")
         given = [("megatron.pretrained_checkpoint", start, "train or convert the stage before it")]
-    elif job == "rl":
-        given = [("model", config["policy"], "`nemo-ext convert` writes one")]
+    elif job in ("rl", "online"):
+        given = [("model", config["policy" if job == "rl" else "served"], "`nemo-ext convert` writes one")]
         for split in ("train", "validation"):
             section = config["tasks"].get(split) or {}
-            for key in ("path", "curriculum", "directory"):
+            for key in ("path", "curriculum", "directory") if isinstance(section, Mapping) else ():
                 given.append((f"tasks.{split}.{key}", section.get(key), "`nemo-ext rl_tasks` writes tasks"))
-            given.append((f"pairs.{split}", config["pairs"].get(split), "`nemo-ext preference_data` writes pairs"))
+            pairs = (config.get("pairs") or {}).get(split)
+            given.append((f"pairs.{split}", pairs, "`nemo-ext preference_data` writes pairs"))
+    elif job == "merge_sweep":
+        given = [("from", place, first) for place in strings(config["from"])]
     elif job == "puzzle":
         given = [("puzzle.parent", config["puzzle"]["parent"], first)]
     elif job == "sensitivity":

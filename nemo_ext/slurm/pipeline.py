@@ -14,14 +14,15 @@ from nemo_ext.job.config import check_choice, compose, config_folders, hydra_val
 from nemo_ext.job.files import write_text
 from nemo_ext.job.settings import STRICT, checked, nearest
 from nemo_ext.slurm import attempts
-from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG, makes, script_name
-from nemo_ext.slurm.preflight import Finding, other_tokenizers
+from nemo_ext.slurm.jobs import MEANWHILE, ON_TRAINING_CONFIG, makes, script_name
+from nemo_ext.slurm.preflight import Finding, errors, other_tokenizers
+from nemo_ext.slurm.rehearse import REHEARSALS
 from nemo_ext.slurm.settings import split
 from nemo_ext.slurm.status import PARENTS, PIPELINE, job_of, queued
-from nemo_ext.slurm.submit import Submission, errors, hand_over, planned, tell
+from nemo_ext.slurm.submit import Submission, hand_over, planned, tell
 from nemo_ext.slurm.submit import checked as checked_submission
 
-OWN_FOLDER = ("train", "rl")
+OWN_FOLDER = ("train", "rl", *MEANWHILE)
 """Jobs whose run directory is the folder of their stage."""
 
 
@@ -150,7 +151,7 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
         else:
             jobs[stage.name] = ""
             found = [
-                *checked_submission(submission),
+                *checked_submission(submission, kept=pipeline.run_dir / attempts.FOLDER / REHEARSALS),
                 *_other_tokenizers(pipeline.before(stage), submissions, submission),
             ]
             console.print(f"{stage.name}:", style="bold", markup=False)

@@ -22,10 +22,18 @@ from nemo_ext.data.blends.hierarchy import read_tree
 from nemo_ext.data.phases import plan_of
 from nemo_ext.data.streams import blend_to_tokenize
 from nemo_ext.data.text.tokenizers import load_tokenizer
-from nemo_ext.data.training import data_sections
+from nemo_ext.data.training import data_sections, with_data
 from nemo_ext.serving.settings import LOOPBACK
 from nemo_ext.slurm.cluster import Cluster, Limit, duration
-from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG, inputs, makes, nodes_and_gpus, record_of
+from nemo_ext.slurm.jobs import (
+    MEANWHILE,
+    ON_TRAINING_CONFIG,
+    SERVING,
+    inputs,
+    makes,
+    nodes_and_gpus,
+    record_of,
+)
 from nemo_ext.slurm.settings import Settings
 
 GIB = 1 << 30
@@ -40,11 +48,18 @@ SETTINGS = {
     "generate": ("nemo_ext.generate.job", "check"),
     "evaluate": ("nemo_ext.evaluation.job", "check"),
     "rollouts": ("nemo_ext.evaluation.rollouts", "check"),
+    "online": ("nemo_ext.online.job", "check"),
+    "merge_sweep": ("nemo_ext.evaluation.merges", "check"),
+    "puzzle": ("nemo_ext.puzzle.job", "check"),
     "train": ("nemo_ext.evaluation.live", "check"),
 }
 """Module and function that read each job's settings."""
 TIGHT = 0.9
 """Share of a GPU's memory above which a warning says that fragments and buffers may not fit."""
+
+MEMORY = "memory: "
+"""Beginning of findings on the memory of GPUs."""
+ADVICE = "raise tensor, pipeline or context parallelism, or set megatron.recompute_granularity"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +95,17 @@ def findings(
         found += [*_data(config, coming, settings.job), *_offline(config, cluster)]
     if paths and settings.job in ON_TRAINING_CONFIG and not _tokenizer_missing(found):
         found += _tokenizers(config, coming)
+    if paths and settings.job in ("puzzle", "sensitivity") and not coming and not errors(found):
+        try:
+            with_data(config)
+        except ValueError as error:
+            found.append(Finding("error", str(error)))
     return found
+
+
+def errors(found: Sequence[Finding]) -> bool:
+    """True if any finding is an error."""
+    return any(one.kind == "error" for one in found)
 
 
 def _tokenizer_missing(found: Sequence[Finding]) -> bool:
@@ -146,13 +171,14 @@ def is_there(path: Path, coming: Sequence[Path]) -> bool:
 def _queue(config: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
     cluster, job = settings.cluster, settings.job
     nodes, gpus = nodes_and_gpus(job, config, settings)
-    key = "launcher.nodes" if job in ON_TRAINING_CONFIG else "slurm.nodes"
+    serves = job in (*SERVING, *MEANWHILE)
+    key = "launcher.nodes" if job in ON_TRAINING_CONFIG else "serving.nodes" if serves else "slurm.nodes"
     if cluster.node is not None and gpus > cluster.node.gpus:
         advice = f" and launcher.nodes to {-(-nodes * gpus // cluster.node.gpus)}" if job == "train" else ""
         yield Finding(
             "error",
-            f"launcher.nproc_per_node={gpus}: a node of {cluster.name} has {cluster.node.gpus} GPUs; set it to "
-            f"{cluster.node.gpus}{advice}",
+            f"{'serving.gpus' if serves else 'launcher.nproc_per_node'}={gpus}: a node of {cluster.name} has "
+            f"{cluster.node.gpus} GPUs; set it to {cluster.node.gpus}{advice}",
         )
     elif cluster.node is not None and 0 < gpus < cluster.node.gpus:
         yield Finding("note", f"{gpus} of {cluster.node.gpus} GPUs of a node")
@@ -178,17 +204,19 @@ def _memory(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
         return
     if node is None or node.gpu_memory_gib is None:
         return
-    share = most.total_bytes / (node.gpu_memory_gib * GIB)
-    need = f"about {most.total_bytes / GIB:.0f} GiB of the {node.gpu_memory_gib:g} of a {node.gpu}"
-    if share > 1:
-        yield Finding(
-            "error",
-            f"memory: {need} (weights, gradients and optimizer {(most.total_bytes - most.activation_bytes) / GIB:.0f}, "
-            f"activations {most.activation_bytes / GIB:.0f}): raise tensor, pipeline or context parallelism, or set "
-            "megatron.recompute_granularity",
+    kind = fits(most.total_bytes / (node.gpu_memory_gib * GIB))
+    need = f"{MEMORY}about {most.total_bytes / GIB:.0f} GiB of the {node.gpu_memory_gib:g} of a {node.gpu}"
+    if kind == "error":
+        need += (
+            f" (weights, gradients and optimizer {(most.total_bytes - most.activation_bytes) / GIB:.0f}, "
+            f"activations {most.activation_bytes / GIB:.0f}): {ADVICE}"
         )
-    else:
-        yield Finding("warning" if share > TIGHT else "note", f"memory: {need}")
+    yield Finding(kind, need)
+
+
+def fits(share: float) -> Literal["error", "warning", "note"]:
+    """Kind of a finding on a share of a GPU's memory."""
+    return "error" if share > 1 else "warning" if share > TIGHT else "note"
 
 
 def _gpus(config: Mapping[str, Any], world: int) -> Sequence[GpuCost]:
@@ -285,10 +313,20 @@ def rehearsal(made: Mapping[str, Any], root: Path) -> tuple[int, str]:
 def _settings(job: str, config: Mapping[str, Any]) -> Iterator[Finding]:
     """The error that a job would raise on its settings before it reads anything."""
     module, name = SETTINGS[job]
+    more: dict[str, bool] = {}
     if job == "serve" and config["serving"]["host"] in LOOPBACK:
         config = {**config, "serving": {**config["serving"], "host": "NODE"}}  # as the task will have it
+    if job == "online":
+        more["tasks"] = all(path.exists() for _, path, _ in inputs(job, config))  # else `_inputs` says so
+    for key in ("replicas", "nodes") if job in MEANWHILE else ():
+        if (number := config["serving"][key]) != 1:
+            yield Finding(
+                "error",
+                f"serving.{key}={number}: job={job} serves its models on its own node, one at a time: leave it at 1; "
+                "serving.gpus gives a model more GPUs (serving.engine=vllm)",
+            )
     try:
-        getattr(import_module(module), name)(config)
+        getattr(import_module(module), name)(config, **more)
     except ValueError as error:
         yield Finding("error", str(error))
 
@@ -296,7 +334,7 @@ def _settings(job: str, config: Mapping[str, Any]) -> Iterator[Finding]:
 def _data(config: Mapping[str, Any], coming: Sequence[Path], job: str) -> Iterator[Finding]:
     for data in data_sections(config):
         if packed := data.get("packed"):
-            needed = [Path(str(place)) for place in packed.values() if place]
+            needed = [Path(f"{place}.idx") for place in packed.values() if place]
             how = "`nemo-ext sft_data` writes it"
         elif data.get("blend") or data.get("streams"):
             leaves = read_tree(data).leaves()

@@ -26,6 +26,7 @@ class Keeping:
     nodes: PositiveInt = 1
     shards: PositiveInt = 1
     folder: str | None = None
+    rehearse: bool | None = None
     options: tuple[str, ...] = ()
 
 

@@ -128,7 +128,8 @@ class Batch(ABC):
                 return 128 + signal.SIGTERM
             if log is not None and code and not reason.startswith(attempts.TIME_LIMIT):
                 reason = ": ".join(filter(None, (reason, first_error(log, written))))
-            return self._again(ready, step, reason, mistake=code == USER_ERROR)
+            mistake = code == USER_ERROR and not self.stopped  # a server that the signal ended first looks like one
+            return self._again(ready, step, reason, mistake=mistake)
 
     def _refuse_second(self, record: Path) -> None:
         """Refuse a second job of a run, as both would write the same checkpoints."""

@@ -4,9 +4,10 @@ import getpass
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -44,8 +45,8 @@ class Status:
         job: Slurm job id; "" if none was submitted.
         state: pending, running ... with Slurm's reason; finished; stopped, with the reason; not started, with the
             state of the run that it waits for; or not submitted.
-        step: newest step logged, or else saved.
-        target: total number of steps; None if unknown, as before the first start.
+        step: newest step logged, or else saved; of training in rounds the rounds done.
+        target: total number of steps or rounds; None if unknown, as before the first start.
         loss: loss of the newest step.
         seconds_left: estimate from the newest step's speed; None if unknown.
         restarts: number of starts after the first.
@@ -68,7 +69,7 @@ def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
     job = job_of(run_dir)
     step, _ = newest(run_dir / METRICS)
     target = _target(run_dir)
-    at = int(step["step"]) if step else last_checkpoint(run_dir) or 0
+    at = _step_of(step) if step else last_checkpoint(run_dir) or 0
     left = None
     if step and target and step.get("seconds_per_step"):
         left = max(0, int(target) - at) * float(step["seconds_per_step"])
@@ -133,14 +134,22 @@ def _end(run_dir: Path, job: str, starts: Sequence[attempts.Attempt]) -> str:
     return reason if not after or after in reason else f"{reason}; then {after}"
 
 
+def _step_of(line: Mapping[str, Any]) -> int:
+    """Step of a line of metrics; `nemo-ext online` counts rounds, and notes a round's loss with the policy before."""
+    return int(line["step"]) if "step" in line else int(line["rounds"]) + 1
+
+
 def _target(run_dir: Path) -> int | None:
-    """Total number of steps of training or RL, or None if unknown."""
+    """Total number of steps of training or RL, or of rounds, or None if unknown."""
     if not (run_dir / CONFIG).is_file():
         return None
     config = read_config(run_dir / CONFIG)
+    algorithm = config.get("rl") or {}
     found = (config.get("megatron") or {}).get("train_iters")
-    if found is None:
-        found = ((config.get("rl") or {}).get("schedule") or {}).get("steps")
+    if found is None and "online" in config:
+        found = (algorithm.get("online") or {}).get("rounds")
+    elif found is None:
+        found = (algorithm.get("schedule") or {}).get("steps")
     return None if found is None else int(found)
 
 

@@ -17,7 +17,8 @@ from nemo_ext.job.files import write_text
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.cluster import call
 from nemo_ext.slurm.jobs import nodes_and_gpus, record_of, script_name, shard_record, tasks_of
-from nemo_ext.slurm.preflight import Finding, findings
+from nemo_ext.slurm.preflight import MEMORY, Finding, errors, findings
+from nemo_ext.slurm.rehearse import REHEARSALS, is_wanted, with_rehearsals
 from nemo_ext.slurm.settings import Settings, settings_of, split
 from nemo_ext.slurm.status import JOB, job_of, queued
 from nemo_ext.slurm.sweep import MULTIRUN, points
@@ -177,12 +178,29 @@ def _nodes_of_the_site(
     return [f"launcher.nodes={nodes}", f"launcher.nproc_per_node={node.gpus}"], [note]
 
 
-def checked(submission: Submission) -> list[Finding]:
-    """Findings of our own checks, of Megatron's if it is installed, of bash and of `sbatch --test-only`."""
+def checked(submission: Submission, *, kept: Path | None = None) -> list[Finding]:
+    """Findings of our own checks, of Megatron's if it is installed, of bash, of `sbatch --test-only`, of a rehearsal.
+
+    Args:
+        submission: the job.
+        kept: folder of rehearsals; None for the record's own.
+    """
     settings, coming = submission.settings, submission.coming
     found = list(submission.notes)
     for config in submission.configs:
         found += [one for one in findings(config, settings, coming=coming) if one not in found]
+    wanted = is_wanted(settings)  # and if so, a rehearsal has the last word on memory, after what takes seconds
+    guesses = [one for one in found if wanted and one.text.startswith(MEMORY)]
+    found = _checked_here(submission, [one for one in found if one not in guesses])
+    if not wanted or errors(found):
+        return [*found, *guesses]
+    place = submission.base / attempts.FOLDER / REHEARSALS if kept is None else kept
+    return with_rehearsals([*found, *guesses], submission.configs, settings, place)
+
+
+def _checked_here(submission: Submission, found: list[Finding]) -> list[Finding]:
+    """The findings, and if there is no error among them those of Megatron, bash and Slurm."""
+    settings, coming = submission.settings, submission.coming
     if settings.job == "train" and not errors(found) and find_spec("megatron") and find_spec("torch"):
         for config in submission.configs:
             found += [one for one in _by_megatron(config, coming) if one not in found]
@@ -273,8 +291,3 @@ def _by_megatron(config: Mapping[str, Any], coming: Sequence[Path]) -> list[Find
     except ValueError as error:
         return [Finding("error", str(error))]
     return []
-
-
-def errors(found: Sequence[Finding]) -> bool:
-    """True if any finding is an error."""
-    return any(one.kind == "error" for one in found)

@@ -235,6 +235,32 @@ def test_losses_are_weighted_and_the_teacher_stays_as_it_is(teacher: Path, build
     assert not any("teacher" in name for name, _ in student.named_modules())
 
 
+def test_a_teacher_knows_the_bounds_of_packs(teacher: Path, build: Build) -> None:
+    """The divergence over a pack is that of its samples by themselves, and not that of one long text."""
+    from nemo_ext.megatron.distillation import OnlineTeacher
+    from nemo_ext.megatron.forward_step import forward_step
+
+    student = build(DENSE, "megatron.seq_length=64")
+    distillation = OnlineTeacher(config_of(teacher, DENSE))
+    distillation.attach([student])
+    (whole,) = ({name: tensor[:1] for name, tensor in each.items()} for each in batch())
+    cuts = (slice(0, 24), slice(24, 64))
+    samples = [{name: tensor[:, cut] for name, tensor in whole.items()} for cut in cuts]
+    for sample in samples:
+        sample["position_ids"] = torch.arange(sample["tokens"].shape[1])[None]
+    positions = torch.cat([sample["position_ids"] for sample in samples], dim=1)
+    pack = {**whole, "position_ids": positions, "cu_seqlens": torch.tensor([[0, 24, 64]], dtype=torch.int32)}
+
+    def divergence(row: dict[str, Tensor]) -> Tensor:
+        output, loss_function = forward_step(iter([row]), student, distillation=distillation)
+        return loss_function(output)[2]["kl to teacher"]
+
+    with torch.no_grad():
+        alone = torch.stack([divergence(sample) for sample in samples]).sum(0)
+        torch.testing.assert_close(divergence(pack), alone, rtol=1e-4, atol=1e-4)
+        assert abs(divergence(whole)[0] - alone[0]) > 1e-2
+
+
 def test_a_student_that_is_its_teacher_has_nothing_to_learn(teacher: Path, build: Build) -> None:
     from nemo_ext.megatron.distillation import OnlineTeacher
 

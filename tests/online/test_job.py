@@ -26,10 +26,14 @@ def lines(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
 def test_a_round_raises_the_reward_and_a_stopped_one_goes_on(
-    speaker: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    speaker: Path,
+    letter_tasks: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tmp_path / "run"
-    words = [*SMALL, f"model={speaker}", f"tasks.train.path={tasks}", f"tasks.validation.path={tasks}"]
+    words = [*SMALL, f"model={speaker}", f"tasks.train.path={letter_tasks}", f"tasks.validation.path={letter_tasks}"]
     words.append(f"run_dir={folder}")
 
     def stop(*_: Any) -> None:
@@ -79,7 +83,7 @@ def test_a_round_raises_the_reward_and_a_stopped_one_goes_on(
 )
 def test_what_is_wrong_is_said_before_anything_is_served(
     random_llama: Path,
-    tasks: Path,
+    letter_tasks: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     words: tuple[str, ...],
@@ -87,7 +91,7 @@ def test_what_is_wrong_is_said_before_anything_is_served(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bank.jsonl").write_text('{"id": "a", "environment": "bank", "prompt": "Hi."}\n')
-    given = [*SMALL, f"model={random_llama}", f"tasks.train.path={tasks}"]
+    given = [*SMALL, f"model={random_llama}", f"tasks.train.path={letter_tasks}"]
     check(compose("online", given))
 
     with pytest.raises(ValueError, match=r".") as told:
@@ -112,15 +116,21 @@ def test_what_lacks_an_algorithm_or_a_model_is_refused(words: tuple[str, ...], s
     assert said in str(told.value)
 
 
-def test_steps_take_the_place_of_a_presets_epochs(random_llama: Path, tasks: Path) -> None:
+def test_steps_take_the_place_of_a_presets_epochs(random_llama: Path, letter_tasks: Path) -> None:
     words = ["preset=dpo_delta", "rl.online={generations_per_prompt: 4, rounds: 2}", "on_inexpressible=warn"]
-    words += ["rl.schedule.steps=2", "rl.batch=8", f"model={random_llama}", f"tasks.train.path={tasks}"]
+    words += ["rl.schedule.steps=2", "rl.batch=8", f"model={random_llama}", f"tasks.train.path={letter_tasks}"]
 
     assert job._Run(compose("online", words)).training.schedule.total(8) == 2
 
 
-def test_rounds_have_prompts_of_their_own(random_llama: Path, tasks: Path) -> None:
-    words = [*SMALL, f"model={random_llama}", f"tasks.train.path={tasks}", "rl.online.rounds=3", "online.prompts=16"]
+def test_rounds_have_prompts_of_their_own(random_llama: Path, letter_tasks: Path) -> None:
+    words = [
+        *SMALL,
+        f"model={random_llama}",
+        f"tasks.train.path={letter_tasks}",
+        "rl.online.rounds=3",
+        "online.prompts=16",
+    ]
     three = job._Run(compose("online", words))
     drawn = [[task.id for task in three.of_round(number)] for number in (1, 2, 3)]
 

@@ -7,7 +7,7 @@ import pytest
 
 from nemo_ext.data.curriculum.job import run as run_curriculum
 from nemo_ext.job.config import compose
-from nemo_ext.rl.plan import plan_tasks
+from nemo_ext.rl.plan import TaskFile, plan_tasks
 
 
 def write(folder: Path, count: int = 10) -> Path:
@@ -29,6 +29,18 @@ def test_tasks_that_are_left_out_are_drawn_no_more(tmp_path: Path) -> None:
     assert len(drawn) == 20
     assert sorted(set(drawn)) == [str(n) for n in range(7)]
     assert sorted(drawn[:7]) == sorted(set(drawn)), "each once before any comes again"
+
+
+def test_a_plan_is_followed_by_other_orders(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    tasks = plan_tasks({"path": path, "shuffle": False}, steps=5, prompts=2)
+    (tmp_path / "later.jsonl").write_text("".join(path.read_text().splitlines(keepends=True)[7:4:-1]))
+    (tmp_path / "last.jsonl").write_text(path.read_text().splitlines(keepends=True)[9])
+
+    tasks.follow(3, TaskFile(tmp_path / "later.jsonl"))
+    tasks.follow(8, TaskFile(tmp_path / "last.jsonl"))
+
+    assert [tasks[number].id for number in range(10)] == list("0127657699")
 
 
 def test_a_file_must_keep_a_task(tmp_path: Path) -> None:

@@ -57,6 +57,14 @@ SUBMITTED = {
         *("job=rollouts", "model=exports/nano", "serving.engine=vllm", "serving.replicas=8"),
         *("rollouts.tasks=tasks/math.jsonl", "run_dir=rollouts/first"),
     ],
+    "rounds": [
+        *("job=online", "preset=rpo_online", "model=exports/nano", "serving.engine=vllm", "serving.gpus=4"),
+        *("tasks.train.path=tasks/math.jsonl", "run_dir=runs/rounds"),
+    ],
+    "averages": [
+        *("job=merge_sweep", "from=[exports/a,exports/b]", "serving.engine=vllm", "suite=nemotron3_nano"),
+        "run_dir=runs/merges",
+    ],
     "tokenising": ["job=tokenize", "input=texts.jsonl", "output=data/mine", "account=X"],
 }
 CONTAINERS = {

@@ -128,8 +128,22 @@ def test_what_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         "data/domyn_cpt/tokenizer: no such folder",
     ):
         assert any(said in text for text in found), said
-    assert any("data/domyn_small/sft/train and 1 others not there; `nemo-ext sft_data`" in text for text in packs)
+    assert any("data/domyn_small/sft/train.idx and 1 others not there; `nemo-ext sft_data`" in text for text in packs)
     assert any("hf download domyn/small" in text for text in hub)
+
+
+def test_packs_that_are_there_are_found(tmp_path: Path) -> None:
+    """By their files: a prefix is none itself."""
+    words = (
+        "cluster=leonardo",
+        "recipe=domyn_small/sft",
+        f"data.packed.train={tmp_path}/train",
+        "data.packed.valid=null",
+    )
+
+    assert any(f"{tmp_path}/train.idx not there" in text for text in errors(*words, paths=True))
+    (tmp_path / "train.idx").touch()
+    assert not any("train.idx" in text for text in errors(*words, paths=True))
 
 
 def test_errors_end_it_before_slurm_is_asked(
@@ -194,6 +208,12 @@ def test_mistakes_are_one_line(words: list[str], said: str) -> None:
         (["job=curriculum", "output=x"], "not set: rollouts"),
         (["job=quantize", "from=here", "to=x", "calibration.data=d"], "precision_plan=null"),
         (["job=quantize", "from=here", "to=x", "precision=fp8_current"], "calibration.data=null"),
+        (["job=puzzle", "puzzle.stages=[serch]"], "there is no stage 'serch': did you mean 'search'"),
+        (["job=puzzle", "data=packed", "data.packed.valid=null"], "data.packed.valid=null: puzzle compares models"),
+        (
+            ["job=sensitivity", "sensitivity.model=m", "data=packed", "data.packed.valid=null"],
+            "null: sensitivity compares models",
+        ),
         (["job=rl", "preset=rl_zero", "model=m"], "tasks.train=null: grpo trains on tasks"),
         (
             ["job=rl", "preset=rl_zero", "model=m", "tasks.train.path=t"],

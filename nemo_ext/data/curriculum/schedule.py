@@ -28,18 +28,23 @@ def quotas(shares: Floats, *, batch: int, steps: int) -> Counts:
     owed = np.zeros(counts.shape[1])
     for step in range(steps):
         owed += shares * batch
-        row = np.maximum(np.floor(owed), 0)
-        missing = batch - int(row.sum())
-        order = np.argsort(row - owed, kind="stable")
-        if missing > 0:
-            row[order[:missing]] += 1
-        while missing < 0:  # owed was negative somewhere, so the others' whole parts are too many
-            most_over = max((at for at in range(len(row)) if row[at] > 0), key=lambda at: row[at] - owed[at])
-            row[most_over] -= 1
-            missing += 1
-        owed -= row
-        counts[step] = row
+        counts[step] = rounded(owed, batch)
+        owed -= counts[step]
     return counts
+
+
+def rounded(owed: Floats, batch: int) -> Counts:
+    """Whole numbers of prompts, `batch` in all, by the largest remainders of what each domain is owed, [domains]."""
+    row = np.maximum(np.floor(owed), 0).astype(np.int64)
+    missing = batch - int(row.sum())
+    order = np.argsort(row - owed, kind="stable")
+    if missing > 0:
+        row[order[:missing]] += 1
+    while missing < 0:  # owed was negative somewhere, so the others' whole parts are too many
+        most_over = max((at for at in range(len(row)) if row[at] > 0), key=lambda at: row[at] - owed[at])
+        row[most_over] -= 1
+        missing += 1
+    return row
 
 
 def means(*, first: float, last: float, steps: int) -> Floats:

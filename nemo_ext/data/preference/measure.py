@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-from nemo_ext.chat.sample import Sample, has_reasoning, spoken
+from nemo_ext.chat.sample import Message, Sample, has_reasoning, spoken
 from nemo_ext.chat.template import Template
 from nemo_ext.data.preference.filters import Lengths
 from nemo_ext.data.preference.group import Pair
@@ -13,20 +13,28 @@ Texts = tuple[str, str, str]
 
 
 def texts_of(pair: Pair, template: Template) -> Texts:
+    """Texts of a pair; raises as `rendered_pair`."""
+    asked = Sample(id=pair.id, messages=pair.group.prompt, tools=pair.group.tools)
+    return rendered_pair(asked, pair.chosen.messages, pair.rejected.messages, template)
+
+
+def rendered_pair(
+    asked: Sample, chosen: tuple[Message, ...], rejected: tuple[Message, ...], template: Template
+) -> Texts:
     """Render the prompt with the beginning of the answer, and both answers after it up to the end-of-turn token.
 
-    Thinking is on if an answer has reasoning.
+    The mode is the prompt's own; where that is None, thinking is on if an answer has reasoning.
 
     Raises:
         ValueError: the template refuses a side, or begins an answer differently from the end of its prompt.
     """
-    group = pair.group
-    thinking = has_reasoning(pair.chosen.messages) or has_reasoning(pair.rejected.messages)
-    asked = Sample(id=pair.id, messages=group.prompt, tools=group.tools)
+    thinking = asked.thinking
+    if thinking is None:
+        thinking = has_reasoning(chosen) or has_reasoning(rejected)
     prompt = template.render(asked, thinking=thinking, add_generation_prompt=True).text
     answers = []
-    for side in (pair.chosen, pair.rejected):
-        whole = template.render(replace(asked, messages=group.prompt + side.messages), thinking=thinking).text
+    for side in (chosen, rejected):
+        whole = template.render(replace(asked, messages=asked.messages + side), thinking=thinking).text
         if not whole.startswith(prompt):
             raise ValueError(f"chat template {template.name} begins an answer otherwise than its prompt ends")
         answers.append(whole[len(prompt) :].rstrip("\n"))  # the line break after an answer belongs to what follows it

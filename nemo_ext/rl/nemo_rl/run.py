@@ -24,7 +24,8 @@ from nemo_ext.rl.nemo_rl.compat import PREFIX
 from nemo_ext.rl.nemo_rl.data import Records, TaskProcessor
 from nemo_ext.rl.nemo_rl.export import saved_in
 from nemo_ext.rl.nemo_rl.group_rewards import groups_of, scored
-from nemo_ext.rl.nemo_rl.pairs import PairDataset, read_pairs
+from nemo_ext.rl.nemo_rl.pairs import PairDataset
+from nemo_ext.rl.pairs import read_pairs
 from nemo_ext.rl.plan import PlannedTasks, check_references, plan_tasks, validation_tasks
 from nemo_ext.rl.prompts import Prompts
 

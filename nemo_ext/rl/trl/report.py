@@ -1,7 +1,9 @@
 """Report of a run: rewards, lengths and outcomes over the steps, and memory."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from nemo_ext.job.report import markdown_table, new_figure, save_figure
 from nemo_ext.job.run_directory import METRICS, REPORT
 from nemo_ext.memory import report as memory
 from nemo_ext.rl.algorithms import Algorithm
+from nemo_ext.rl.reprofile import Curricula
 
 PLOT = "reward.png"
 _PANELS = {
@@ -17,12 +20,20 @@ _PANELS = {
     "tokens of a response": ("completions/mean_length", "eval_completions/mean_length"),
     "loss": ("loss", "eval_loss"),
 }
+_LABEL = re.compile("/correct$|^adaptive/(weight|signal)/")
 
 
-def write_report(run_dir: Path, algorithm: Algorithm) -> Path:
-    """Write report.md and its plots; returns the report's path."""
+def write_report(run_dir: Path, algorithm: Algorithm, curricula: Curricula | None = None) -> Path:
+    """Write report.md and its plots; returns the report's path.
+
+    Args:
+        run_dir: folder of the run.
+        algorithm: algorithm of the run.
+        curricula: curricula that were made while it trained, if it makes any.
+    """
     logs = [json.loads(line) for line in (run_dir / METRICS).read_text().splitlines()]
-    _plot(run_dir / PLOT, logs)
+    changes = curricula.changes() if curricula else []
+    _plot(run_dir / PLOT, logs, [change.step * algorithm.updates_per_step for change in changes])
     names = sorted({name for log in logs for name in log} - {"step"})
     shown = [name for name in names if "clip_ratio/" not in name and not name.startswith("profiling/")]
     table = markdown_table(("", "first", "last", "mean of the last tenth"), [_row(name, logs) for name in shown])
@@ -30,6 +41,8 @@ def write_report(run_dir: Path, algorithm: Algorithm) -> Path:
         f"# {run_dir.name}: {algorithm.algorithm}\n\n{algorithm.source}. {logs[-1]['step']} steps.\n\n"
         f"![rewards]({PLOT})\n\n{table}\n"
     )
+    if curricula is not None:
+        text += f"\n## Curricula\n\n{_curricula(curricula)}\n"
     if memory_section := memory.section(run_dir):
         text += f"\n{memory_section}"
     write_text(run_dir / REPORT, text)
@@ -42,18 +55,50 @@ def _row(name: str, logs: Sequence[Mapping[str, Any]]) -> list[str]:
     return [name, *(f"{value:.4g}" for value in (values[0], values[-1], sum(last) / len(last)))]
 
 
-def _plot(path: Path, logs: Sequence[Mapping[str, Any]]) -> None:
+def _curricula(curricula: Curricula) -> str:
+    rows = []
+    for number, change in enumerate(curricula.changes(), start=1):
+        result = curricula.result(number)
+        if result is None:
+            continue
+        folder = f"{curricula.folder.name}/{number}"
+        order = f"[new]({folder}/report.md)" if result.kept is None else f"the one before: {result.kept}"
+        solved = " ".join(map(str, result.solved))
+        rows.append([str(change.step), change.why, change.checkpoint, f"{result.pass_rate:.3f}", solved, order])
+    if not rows:
+        return "Pass rates were not measured again."
+    heads = (
+        "after step",
+        "because of",
+        "pass rates of",
+        "mean",
+        f"tasks with 0 ... {curricula.settings.samples} right",
+    )
+    return markdown_table((*heads, "order"), rows)
+
+
+def _plot(path: Path, logs: Sequence[Mapping[str, Any]], changes: Sequence[int] = ()) -> None:
     domains = sorted({name for log in logs for name in log if name.endswith("/correct")})
     panels = {**_PANELS, "solved, by environment": tuple(domains)}
+    for kind in ("weight", "signal"):
+        panels[f"{kind} of datasets"] = tuple(
+            sorted({name for log in logs for name in log if name.startswith(f"adaptive/{kind}/")})
+        )
     panels = {title: names for title, names in panels.items() if any(name in log for log in logs for name in names)}
-    figure = new_figure(figsize=(5 * len(panels), 3.6))
-    axes = figure.subplots(1, len(panels), squeeze=False)
-    for axis, (title, names) in zip(axes[0], panels.items(), strict=True):
+    columns = min(4, len(panels))
+    rows = ceil(len(panels) / columns)
+    figure = new_figure(figsize=(5 * columns, 3.6 * rows))
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    for axis, (title, names) in zip(axes[: len(panels)], panels.items(), strict=True):
         for name in names:
             points = [(log["step"], log[name]) for log in logs if name in log]
             if points:
                 marker = "." if len(points) < 20 else ""
-                axis.plot(*zip(*points, strict=True), label=name.removesuffix("/correct"), marker=marker)
+                axis.plot(*zip(*points, strict=True), label=_LABEL.sub("", name), marker=marker)
+        for at in changes:
+            axis.axvline(at, color="0.5", linestyle="--", linewidth=1, label="new curriculum" * (at == changes[0]))
         axis.set_title(title, loc="left", fontsize=11)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)

@@ -168,23 +168,25 @@ class Rollouts:
         """Append rollouts and their rewards to the record, marked if they are not trained on."""
         with self.record.open("a") as file:
             for rollout, reward in zip(rollouts, rewards, strict=True):
-                task, verdict = rollout.episode.task, rollout.turn.verdict
-                line = {
-                    "step": step,
-                    "id": task.id,
-                    "domain": task.domain,
-                    "reward": reward,
-                    "outcome": verdict.outcome if verdict else "error",
-                    "score": verdict.score if verdict else 0.0,
-                    "tokens": sum(rollout.own),
-                    "finished": rollout.turn.response.finished,
-                    "response": self.tokenizer.decode(rollout.tokens),
-                }
+                line = {"step": step, **self.line(rollout, reward)}
                 if dropped:
                     line["dropped"] = True
-                if verdict and verdict.reason:
-                    line["reason"] = verdict.reason
                 file.write(json.dumps(line) + "\n")
+
+    def line(self, rollout: Rollout, reward: float) -> dict[str, Any]:
+        """Record of a rollout."""
+        task, verdict = rollout.episode.task, rollout.turn.verdict
+        line = {
+            "id": task.id,
+            "domain": task.domain,
+            "reward": reward,
+            "outcome": verdict.outcome if verdict else "error",
+            "score": verdict.score if verdict else 0.0,
+            "tokens": sum(rollout.own),
+            "finished": rollout.turn.response.finished,
+            "response": self.tokenizer.decode(rollout.tokens),
+        }
+        return line | ({"reason": verdict.reason} if verdict and verdict.reason else {})
 
     def metrics(self) -> dict[str, float]:
         """Metrics of every environment since the last call, as `environment/metric`."""

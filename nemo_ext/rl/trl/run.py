@@ -1,12 +1,14 @@
 """Train with TRL: our tasks, verifiers and rewards, its GRPO, RLOO and DPO trainers."""
 
+import gc
 import json
 import os
 import shutil
 import signal
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from math import gcd
 from pathlib import Path
@@ -17,6 +19,7 @@ from nemo_ext.checkpoint.foreign_code import may_run_code
 from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import CHECKPOINTS, METRICS, truncate_metrics, write_config, write_versions
+from nemo_ext.job.seeds import digest
 from nemo_ext.job.settings import nearest
 from nemo_ext.memory import sampler
 from nemo_ext.rl.algorithms import Algorithm, EnvironmentUse, PolicyGradient
@@ -26,6 +29,8 @@ from nemo_ext.rl.groups import check_judges, group_reward
 from nemo_ext.rl.plan import PlannedTasks, check_references, plan_tasks, validation_tasks
 from nemo_ext.rl.precision import Precision
 from nemo_ext.rl.prompts import Prompts
+from nemo_ext.rl.rendering import Rendered
+from nemo_ext.rl.reprofile import Change, Curricula
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.trl.render import render
 from nemo_ext.rl.trl.report import write_report
@@ -51,11 +56,43 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
         finally:
             phases.begin(None)
     if trained:
-        notice(f"report: {write_report(Path(config['run_dir']), algorithm)}")
+        curricula = _curricula(config, algorithm) if isinstance(algorithm, PolicyGradient) else None
+        notice(f"report: {write_report(Path(config['run_dir']), algorithm, curricula)}")
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What a run has whatever it trains on.
+
+    Attributes:
+        model: Hugging Face folder of the model that training begins with.
+        rendered: the algorithm for TRL.
+        trusted: True if Python files in the model's folder may run.
+        transformers, trainers: modules.
+    """
+
+    model: Path
+    tokenizer: Any
+    rendered: Rendered
+    trusted: bool
+    transformers: Any
+    trainers: Any
 
 
 def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phases) -> bool:
     """Train as `run` does; returns False if there was nothing left to do."""
+    ready = _ready(config, algorithm)
+    run_dir = Path(config["run_dir"])
+    write_config(run_dir, config)
+    write_versions(run_dir, sys.argv)
+    # Where pass rates are measured again, training ends with a checkpoint and is resumed from it, as after a kill.
+    while (ended := _turn(config, algorithm, phases, ready)) is None:
+        gc.collect()
+        import_module("torch").cuda.empty_cache()
+    return ended
+
+
+def _ready(config: Mapping[str, Any], algorithm: Algorithm) -> _Ready:
     # Threads that spin while they wait take the verifiers' cores; read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as by Ctrl-C
@@ -67,7 +104,6 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
     # Deprecation warnings between TRL and transformers are not for the user to fix.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers|trl")
     transformers.utils.logging.disable_progress_bar()
-    run_dir = Path(config["run_dir"])
     folder = Path(config["policy"]).expanduser()
     if not (folder / "config.json").is_file():
         raise ValueError(f"model={folder}: no config.json there; `nemo-ext convert to_format=huggingface` writes one")
@@ -86,26 +122,46 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
         reason = "TRL trains and generates in the model's own type; that is done instead (engine=nemo_rl has FP8)"
         rendered.cannot("precision_plan", reason)
     rendered.settled(config["on_inexpressible"])
+    return _Ready(folder, tokenizer, rendered, trusted, transformers, trainers)
+
+
+def _turn(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phases, ready: _Ready) -> bool | None:
+    """Train from the last checkpoint to the end, and return whether there was anything left to do.
+
+    None if training ended, with a checkpoint, where pass rates are to be measured again.
+    """
+    run_dir, trainers, tokenizer = Path(config["run_dir"]), ready.trainers, ready.tokenizer
     checkpoint = _last_checkpoint(run_dir / CHECKPOINTS)
+    done = _step_of(checkpoint) if checkpoint else 0
     own = _own_settings(config, algorithm, resumed=checkpoint is not None)
-    settings = {**rendered.settings, **own, **(config["trl"] or {})}
-    if trusted:
+    settings = {**ready.rendered.settings, **own, **(config["trl"] or {})}
+    if ready.trusted:
         settings["model_init_kwargs"] = {"trust_remote_code": True, **(settings.get("model_init_kwargs") or {})}
-    write_config(run_dir, config)
-    write_versions(run_dir, sys.argv)
+    due: Any = None
     if isinstance(algorithm, PolicyGradient):
         notice("reading the tasks")
-        rollouts, train, validation = _tasks(config, algorithm, settings, tokenizer)
+        rollouts, train, validation, curricula = _tasks(config, algorithm, settings, tokenizer, done)
         drawn = _drawn(checkpoint, algorithm)
-        notice(f"loading the model {folder}")
-        trainer = trainers.policy_gradient(
-            algorithm, str(folder), settings, tokenizer, rollouts, train, validation, drawn=drawn
-        )
+
+        def make(model: Path, settings: Mapping[str, Any], *, validated: bool = True) -> Any:
+            notice(f"loading the model {model}")
+            given = validation if validated else None
+            return trainers.policy_gradient(
+                algorithm, str(model), settings, tokenizer, rollouts, train, given, drawn=drawn
+            )
+
+        if curricula is not None:
+            _measure(config, algorithm, curricula, checkpoint, make, settings, ready, phases)
+            curricula.follow(train)
+            due = trainers.Due(curricula, algorithm.updates_per_step)
+        trainer = make(ready.model, settings)
     else:
-        notice(f"loading the model {folder} and the pairs")
-        pairs, rpo = config["pairs"], rendered.adapter.get("rpo")
-        trainer = trainers.preference(algorithm, str(folder), settings, tokenizer, pairs, rpo)
-    done = _step_of(checkpoint) if checkpoint else 0
+        notice(f"loading the model {ready.model} and the pairs")
+        prompts = Prompts.of(tokenizer, config["template"]) if tokenizer.chat_template else None
+        pairs, rpo = config["pairs"], ready.rendered.adapter.get("rpo")
+        trainer = trainers.preference(algorithm, str(ready.model), settings, tokenizer, prompts, pairs, rpo)
+    if due is not None and trainer.accelerator.num_processes > 1:
+        raise ValueError("tasks.train.reprofile: with TRL it needs one process: leave it out")
     if (run_dir / MODEL).is_dir() and done >= trainer.args.max_steps:
         notice(f"{run_dir / MODEL}: this run is finished; more steps go on, another run_dir=... begins anew")
         return False
@@ -113,18 +169,24 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
         notice(f"going on from step {done // algorithm.updates_per_step}")
     for name in (METRICS, ROLLOUTS):
         truncate_metrics(run_dir / name, done)
-    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.remove_callback(ready.transformers.PrinterCallback)
     trainer.add_callback(trainers.Log(run_dir / METRICS, rollouts if isinstance(algorithm, PolicyGradient) else None))
     trainer.phases = phases
     phases.begin("training")
     stop = trainers.Stop(algorithm.updates_per_step)
-    trainer.add_callback(stop)
+    for callback in (stop, due):
+        if callback is not None:
+            trainer.add_callback(callback)
     with stop.on_signals():
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if isinstance(algorithm, PolicyGradient):
+        rollouts.shutdown()
     if stop.asked and trainer.state.global_step < trainer.state.max_steps:
         step = trainer.state.global_step // algorithm.updates_per_step
         notice(f"interrupted: the last checkpoint is of step {step}; the same command resumes")
         sys.exit(INTERRUPTED)
+    if due is not None and due.now:
+        return None
     unfinished = run_dir / f".{MODEL}"
     for folder in (unfinished, run_dir / MODEL):
         shutil.rmtree(folder, ignore_errors=True)
@@ -132,9 +194,69 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
         trainer.save_model(str(unfinished))
         tokenizer.save_pretrained(unfinished)
     unfinished.rename(run_dir / MODEL)
-    if isinstance(algorithm, PolicyGradient):
-        rollouts.shutdown()
     return True
+
+
+def _measure(
+    config: Mapping[str, Any],
+    algorithm: PolicyGradient,
+    curricula: Curricula,
+    checkpoint: Path | None,
+    make: Callable[..., Any],
+    settings: Mapping[str, Any],
+    ready: _Ready,
+    phases: sampler.Phases,
+) -> None:
+    """Measure pass rates and make the curriculum that a checkpoint asks for, or what a kill left of them."""
+    updates = algorithm.updates_per_step
+    if checkpoint is not None:
+        step = _step_of(checkpoint) // updates
+        logs = json.loads((checkpoint / "trainer_state.json").read_bytes())["log_history"]
+        validated = ready.trainers.validations(logs, updates)
+        if why := curricula.due(step, validated):
+            drawn = _drawn(checkpoint, algorithm)
+            assert drawn is not None
+            best = _best(checkpoint, [one for one in validated if one[0] >= curricula.since()], updates)
+            curricula.begin(Change(step=step, drawn=drawn["number"], why=why, checkpoint=best.name))
+    for number, change in enumerate(curricula.changes(), start=1):
+        if curricula.result(number) is not None:
+            continue
+        folder = Path(config["run_dir"]) / CHECKPOINTS / change.checkpoint
+        if not (folder / "config.json").is_file():
+            raise ValueError(
+                f"{folder}: is not there any more, and its answers are wanted: remove {curricula.folder}/{number}"
+            )
+        samples = curricula.settings.samples
+        notice(
+            f"step {change.step}: {change.why}: {change.checkpoint} answers {len(curricula.tasks):,} tasks "
+            f"{samples} times"
+        )
+        with phases.during("generation"):
+            # Without a reference model, which only training needs.
+            trainer = make(
+                folder, {**settings, "beta": 0.0, "eval_strategy": "no", "eval_on_start": False}, validated=False
+            )
+            ready.trainers.answer(
+                trainer,
+                curricula.tasks,
+                curricula.of_number(number) / ROLLOUTS,
+                samples=samples,
+                at_once=max(1, algorithm.responses_per_step // samples),
+                seed=digest(config["seed"], "reprofile", number),
+            )
+        del trainer
+        curricula.make(number)
+        gc.collect()
+        import_module("torch").cuda.empty_cache()
+
+
+def _best(checkpoint: Path, validated: Sequence[tuple[int, float]], updates: int) -> Path:
+    """The checkpoint with the best validation, the later of two; the given, newest one where none was validated."""
+    for _, step in sorted(((reward, step) for step, reward in validated), reverse=True):
+        found = checkpoint.with_name(f"checkpoint-{step * updates}")
+        if (found / "trainer_state.json").is_file():
+            return found
+    return checkpoint
 
 
 def _own_settings(config: Mapping[str, Any], algorithm: Algorithm, *, resumed: bool) -> dict[str, Any]:
@@ -162,9 +284,9 @@ def _own_settings(config: Mapping[str, Any], algorithm: Algorithm, *, resumed: b
 
 
 def _tasks(
-    config: Mapping[str, Any], algorithm: PolicyGradient, settings: Mapping[str, Any], tokenizer: Any
-) -> tuple[Rollouts, PlannedTasks, PlannedTasks | None]:
-    """Rollouts, the tasks of every step, and the validation tasks."""
+    config: Mapping[str, Any], algorithm: PolicyGradient, settings: Mapping[str, Any], tokenizer: Any, done: int
+) -> tuple[Rollouts, PlannedTasks, PlannedTasks | None, Curricula | None]:
+    """Rollouts, the tasks of every step, the validation tasks, and the curricula made while training."""
     prompts = Prompts.of(tokenizer, config["template"])
     if not algorithm.steps:
         raise ValueError("rl.schedule.steps=null: say how many steps to train")
@@ -174,6 +296,14 @@ def _tasks(
     given = config["tasks"].get("validation")
     validation = validation_tasks(given["path"]) if given else None
     planned = [tasks for tasks in (train, validation) if tasks is not None]
+    curricula = _curricula(config, algorithm)
+    answered = None
+    if curricula is not None:
+        if algorithm.group is not None and algorithm.group.judge:
+            raise ValueError("tasks.train.reprofile: pass rates are the environments', rl.group.judge compares answers")
+        curricula.forget_after(done // algorithm.updates_per_step)
+        answered = curricula.read_tasks(train)
+        planned.append(validation_tasks(answered.path))
     found = {name for tasks in planned for name in tasks.environments()}
     uses = algorithm.environments or {name: EnvironmentUse() for name in found}
     for name in sorted(found):
@@ -194,9 +324,18 @@ def _tasks(
         tokens=int(settings["max_completion_length"]),
         group=over_groups,
     )
-    if algorithm.lengths.prompt is not None:
-        _leave_out_longer(rollouts, train, algorithm.lengths.prompt, config["tasks"]["train"])
-    return rollouts, train, validation
+    if (most := algorithm.lengths.prompt) is not None:
+        _leave_out_longer(rollouts, train, most, config["tasks"]["train"])
+        if answered is not None:
+            answered.leave_out(lambda task: _is_longer(rollouts, task, most))
+    if curricula is not None and answered is not None:
+        curricula.tasks = answered.tasks
+    return rollouts, train, validation, curricula
+
+
+def _curricula(config: Mapping[str, Any], algorithm: PolicyGradient) -> Curricula | None:
+    train, run_dir = config["tasks"]["train"], Path(config["run_dir"])
+    return Curricula.of(train, run_dir, prompts=algorithm.prompts_per_step, steps=algorithm.steps or 0)
 
 
 def _told(name: str, use: EnvironmentUse, turns: int) -> dict[str, Any]:
@@ -209,11 +348,7 @@ def _told(name: str, use: EnvironmentUse, turns: int) -> dict[str, Any]:
 
 def _leave_out_longer(rollouts: Rollouts, tasks: PlannedTasks, most: int, given: Mapping[str, Any]) -> None:
     """Leave out tasks whose prompts have more tokens."""
-
-    def longer(task: Task) -> bool:
-        return len(rollouts.encoded([rollouts.prompts.prompt(task)[0]])[0]) > most
-
-    left = tasks.leave_out(longer)
+    left = tasks.leave_out(lambda task: _is_longer(rollouts, task, most))
     if not left:
         return
     if given.get("curriculum"):
@@ -226,19 +361,23 @@ def _leave_out_longer(rollouts: Rollouts, tasks: PlannedTasks, most: int, given:
     )
 
 
+def _is_longer(rollouts: Rollouts, task: Task, most: int) -> bool:
+    return len(rollouts.encoded([rollouts.prompts.prompt(task)[0]])[0]) > most
+
+
 def _last_checkpoint(folder: Path) -> Path | None:
     found = [path for path in folder.glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
     return max(found, key=_step_of, default=None)
 
 
-def _drawn(checkpoint: Path | None, algorithm: PolicyGradient) -> int:
-    """Number of tasks that were drawn before the checkpoint."""
+def _drawn(checkpoint: Path | None, algorithm: PolicyGradient) -> dict[str, Any] | None:
+    """What a checkpoint holds of the tasks that were drawn before it (`nemo_ext.rl.trl.trainers.Drawn`)."""
     if checkpoint is None:
-        return 0
+        return None
     kept = json.loads((checkpoint / "trainer_state.json").read_bytes())["stateful_callbacks"].get("Drawn")
-    if kept is None:  # a run of an earlier version, or one that drops no groups
-        return _step_of(checkpoint) // algorithm.updates_per_step * algorithm.prompts_per_step
-    return int(kept["args"]["number"])
+    if kept is None:  # a run of an earlier version, or one whose tasks follow from the step
+        return {"number": _step_of(checkpoint) // algorithm.updates_per_step * algorithm.prompts_per_step}
+    return dict(kept["args"])
 
 
 def _step_of(checkpoint: Path) -> int:

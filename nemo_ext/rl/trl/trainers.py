@@ -4,25 +4,32 @@ import json
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
-from datasets.exceptions import DatasetGenerationError
-from transformers import TrainerCallback
+from transformers import TrainerCallback, set_seed
 from transformers.trainer_callback import ExportableState
 from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-from nemo_ext.job.progress import notice
+from nemo_ext.job.files import write_text
+from nemo_ext.job.progress import notice, progress_of
+from nemo_ext.job.seeds import digest
 from nemo_ext.memory.sampler import Phases
+from nemo_ext.rl.adaptive import signals_of
 from nemo_ext.rl.algorithms import Advantage, PolicyGradient, Preference
+from nemo_ext.rl.pairs import read_pairs, token_ids
 from nemo_ext.rl.plan import PlannedTasks
+from nemo_ext.rl.prompts import Prompts
+from nemo_ext.rl.reprofile import Curricula
 from nemo_ext.rl.rewards.advantages import group_advantages, zero_variance
 from nemo_ext.rl.rpo import Distance, rpo_loss
+from nemo_ext.rl.task import Task
 from nemo_ext.rl.trl.render import make_config, scaled
 from nemo_ext.rl.trl.rollouts import Rollout, Rollouts
 
@@ -41,18 +48,76 @@ class _Phased:
             super()._save_checkpoint(*arguments, **named)  # type: ignore[misc]
 
 
+class Drawn(TrainerCallback, ExportableState):
+    """Tasks that the trainer draws itself, where they do not follow from the step.
+
+    Every checkpoint holds how far it came, so that a resumed run draws the next ones.
+
+    Args:
+        tasks: tasks of the run.
+        kept: what the checkpoint that is resumed holds of it; None at the start.
+    """
+
+    def __init__(self, tasks: PlannedTasks, kept: Mapping[str, Any] | None = None) -> None:
+        self.number = int(kept["number"]) if kept else 0
+        self.shares = tasks.adaptive()
+        if kept and self.shares is not None:
+            self.shares.restore(kept["shares"])
+        self._tasks = tasks
+        self._datasets: list[int] = []
+
+    def next(self, count: int) -> list[Task]:
+        """The next tasks: in the plan's order, or from the datasets that adaptive shares choose."""
+        first = self.number
+        self.number += count
+        if self.shares is None:
+            return [self._tasks[first + number] for number in range(count)]
+        places = self.shares.draw(count)
+        self._datasets += [dataset for dataset, _ in places]
+        return [self._tasks.nth(*place) for place in places]
+
+    def learn(self, rewards: Sequence[float], generations: int) -> None:
+        """Rewards of the next groups in the order in which they were drawn, each group's adjacent."""
+        if self.shares is None:
+            return
+        groups = np.reshape(rewards, (-1, generations))
+        own, self._datasets = self._datasets[: len(groups)], self._datasets[len(groups) :]
+        self.shares.learn(own, signals_of(groups))
+
+    def state(self) -> dict[str, Any]:
+        """Called by the trainer when it saves."""
+        kept = {"number": self.number, "shares": None if self.shares is None else self.shares.state()}
+        return {"args": kept, "attributes": {}}
+
+
 class _OurPrompts(_Phased):
-    """Trainer mixin for prompts that the chat template has already rendered, with special tokens."""
+    """Trainer mixin for prompts that the chat template has already rendered, with special tokens.
+
+    Attributes:
+        drawn: tasks that take the place of the dataset's; None leaves those.
+    """
 
     rollouts: Rollouts
     model: Any
+    num_generations: int
+    _metrics: dict[str, Any]
+    drawn: Drawn | None = None
 
     def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
         return self.rollouts.encoded(prompts), None, {}
 
-    def _generate_and_score_completions(self, *arguments: Any, **named: Any) -> Any:
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Any:
         with self.phases.during("generation" if self.model.training else "validation"):
-            return super()._generate_and_score_completions(*arguments, **named)  # type: ignore[misc]
+            if not self.model.training or self.drawn is None:
+                return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+            shares = self.drawn.shares
+            values = {f"weight/{name}": weight for name, weight in shares.weights.items()} if shares else {}
+            inputs = [{"prompt": text} for text in self._next_prompts(len(inputs) // self.num_generations)]
+            made = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+            values |= {f"signal/{name}": signal for name, signal in shares.signals.items()} if shares else {}
+            for name, value in values.items():
+                self._metrics["train"][f"adaptive/{name}"].append(value)
+            return made
 
     def _generate(self, *arguments: Any, **named: Any) -> Any:
         made = super()._generate(*arguments, **named)  # type: ignore[misc]
@@ -60,31 +125,24 @@ class _OurPrompts(_Phased):
             self.phases.begin("scoring")  # by verifiers, and by the reference model
         return made
 
+    def answered(self, prompts: list[str]) -> list[Rollout]:
+        """Verified responses to prompts."""
+        _, responses, *others = self._generate(prompts)
+        extra = others[3] if len(others) > 3 else {}  # RLOO's trainer has no conversations
+        return extra.get("rollout") or self.rollouts.verified(prompts, responses)
 
-class Drawn(TrainerCallback, ExportableState):
-    """Number of tasks drawn from the plan; every checkpoint holds it, so that a resumed run goes on with the next."""
+    def earned(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """Rewards of generated groups to train on."""
+        rewards = self.rollouts.rewards(rollouts)
+        if self.drawn is not None:
+            self.drawn.learn(rewards, self.num_generations)
+        return rewards
 
-    def __init__(self, number: int = 0) -> None:
-        self.number = number
-
-    def state(self) -> dict[str, Any]:
-        """Called by the trainer when it saves."""
-        return {"args": {"number": self.number}, "attributes": {}}
-
-
-@dataclass
-class Refill:
-    """Tasks in the plan's order, and the rounds of generation after which groups without variance stay.
-
-    Attributes:
-        tasks: tasks of the run.
-        rounds: maximum number of rounds per step, the first one included.
-        drawn: number of tasks that were drawn.
-    """
-
-    tasks: PlannedTasks
-    rounds: int
-    drawn: Drawn
+    def _next_prompts(self, count: int) -> list[str]:
+        """The next tasks' prompts, each as often as it has responses."""
+        assert self.drawn is not None
+        texts = map(self.rollouts.prompt, self.drawn.next(count))
+        return [text for text in texts for _ in range(self.num_generations)]
 
 
 class _Grpo(_OurPrompts, GRPOTrainer):
@@ -92,11 +150,12 @@ class _Grpo(_OurPrompts, GRPOTrainer):
 
     Attributes:
         advantage: how advantages are made; None leaves TRL's.
-        refill: where other groups come from; None keeps all groups.
+        rounds: maximum number of rounds of generation per step, the first one included, after which groups without
+            variance stay; None keeps all groups.
     """
 
     advantage: Advantage | None = None
-    refill: Refill | None = None
+    rounds: int | None = None
     _earned: torch.Tensor
 
     def _calculate_rewards(self, *arguments: Any, **named: Any) -> torch.Tensor:
@@ -104,8 +163,6 @@ class _Grpo(_OurPrompts, GRPOTrainer):
         return self._earned
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        if self.model.training and self.refill is not None:
-            inputs = [{"prompt": text} for text in self._next_prompts(len(inputs) // self.num_generations)]
         made: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if self.model.training and self.advantage is not None:
             # Of all processes, over whose border a group may lie.
@@ -117,13 +174,14 @@ class _Grpo(_OurPrompts, GRPOTrainer):
         return made
 
     def _generate(self, prompts: list[str]) -> Any:
-        if not self.model.training or self.refill is None:
+        if not self.model.training or self.rounds is None:
             return super()._generate(prompts)
+        assert self.drawn is not None
         wanted = len(prompts) // self.num_generations
         kept: list[dict[str, Any]] = []
         flat: list[dict[str, Any]] = []
         rounds = 0
-        while len(kept) < wanted and rounds < self.refill.rounds:
+        while len(kept) < wanted and rounds < self.rounds:
             if rounds:
                 self.phases.begin("generation")
                 prompts = self._next_prompts(wanted - len(kept))
@@ -137,19 +195,11 @@ class _Grpo(_OurPrompts, GRPOTrainer):
             "dropped": len(dropped) / (len(kept) + len(flat)),
             "refill_rounds": rounds - 1,
             "left": (wanted - len(kept)) / wanted,
-            "tasks_drawn": self.refill.drawn.number,
+            "tasks_drawn": self.drawn.number,
         }
         for name, value in values.items():
             self._metrics["train"][f"zero_variance/{name}"].append(value)
         return _merged([*kept, *flat[len(dropped) :]])
-
-    def _next_prompts(self, count: int) -> list[str]:
-        """The next tasks' prompts, each as often as it has responses."""
-        assert self.refill is not None
-        first = self.refill.drawn.number
-        self.refill.drawn.number += count
-        texts = [self.rollouts.prompt(self.refill.tasks[first + number]) for number in range(count)]
-        return [text for text in texts for _ in range(self.num_generations)]
 
     def _groups(self, prompts: list[str]) -> list[dict[str, Any]]:
         """Generated and rewarded groups, by the names of their columns; a column that TRL leaves out is None."""
@@ -158,7 +208,7 @@ class _Grpo(_OurPrompts, GRPOTrainer):
         columns = {
             **dict(zip(_COLUMNS, (given, responses, mask, texts, logprobs), strict=True)),
             "rollout": rollouts,
-            "earned": self.rollouts.rewards(rollouts),
+            "earned": self.earned(rollouts),
         }
         return [
             {
@@ -189,7 +239,8 @@ class _Rloo(_OurPrompts, RLOOTrainer):
 
 
 class _Dpo(_Phased, DPOTrainer):
-    pass
+    def _prepare_dataset(self, dataset: Dataset, *arguments: Any, **named: Any) -> Dataset:
+        return dataset  # its tokens are there: the chat template's, as every engine reads them
 
 
 _SCORES = ("chosen_score", "rejected_score")
@@ -252,7 +303,7 @@ def policy_gradient(
     train: PlannedTasks,
     validation: PlannedTasks | None,
     *,
-    drawn: int = 0,
+    drawn: Mapping[str, Any] | None = None,
 ) -> GRPOTrainer | RLOOTrainer:
     """Make a GRPO or RLOO trainer on tasks.
 
@@ -264,8 +315,8 @@ def policy_gradient(
         rollouts: prompts and rewards.
         train: tasks of the run; with `sampling.drop_zero_variance` all that may be drawn.
         validation: tasks of validation.
-        drawn: number of tasks that were drawn before the checkpoint which is resumed; read with
-            `sampling.drop_zero_variance` alone, where it does not follow from the step.
+        drawn: what the checkpoint which is resumed holds of `Drawn`; read with `sampling.drop_zero_variance` or
+            adaptive shares alone, where the next tasks do not follow from the step.
 
     Raises:
         ValueError: a setting that TRL does not know, or RLOO with an environment of several turns.
@@ -292,12 +343,55 @@ def policy_gradient(
         # trl.scale_rewards=... takes precedence.
         if trainer.args.scale_rewards == scaled(algorithm):
             trainer.advantage = algorithm.advantage
-        if algorithm.sampling.max_batches is not None:
-            _refill(trainer, train, algorithm.sampling.max_batches, drawn)
+        trainer.rounds = algorithm.sampling.max_batches
+    if getattr(trainer, "rounds", None) is not None or train.adaptive() is not None:
+        _draw(trainer, train, drawn)
     if same := sorted(rollouts.same):
         notice(f"{len(same):,} tasks have the prompt and reference of another and count as that one: {same[0]} ...")
     made: GRPOTrainer | RLOOTrainer = trainer
     return made
+
+
+def answer(
+    trainer: GRPOTrainer | RLOOTrainer, tasks: Sequence[Task], record: Path, *, samples: int, at_once: int, seed: int
+) -> None:
+    """Answer tasks with a trainer's model, as it generates and verifies in training.
+
+    Answers of a batch follow from the seed and the batch's number alone, so those of a run that was killed are those of
+    one that was not.
+
+    Args:
+        trainer: trainer made by `policy_gradient`, which trains nothing.
+        tasks: tasks to answer.
+        record: path of the JSONL file to append to; complete batches in it are not answered again.
+        samples: number of answers to each task.
+        at_once: number of tasks in a batch.
+        seed: seed of the sampling.
+    """
+    ours: Any = trainer
+    ours.model.eval()
+    ours.num_generations = ours.num_generations_eval = samples
+    record.parent.mkdir(parents=True, exist_ok=True)
+    kept = record.read_text().splitlines(keepends=True) if record.exists() else []
+    batches = list(batched(tasks, at_once))
+    complete = sum(line.endswith("\n") for line in kept)
+    done = len(batches) if complete == samples * len(tasks) else complete // (samples * at_once)
+    write_text(record, "".join(kept[: samples * sum(map(len, batches[:done]))]))
+    with progress_of("pass rates:", len(tasks), unit="tasks") as advance:
+        advance(sum(map(len, batches[:done])))
+        for number, batch in enumerate(batches[done:], start=done):
+            set_seed(digest(seed, "answer", number) % 2**32)
+            made = ours.answered([ours.rollouts.prompt(task) for task in batch for _ in range(samples)])
+            of = [task for task in batch for _ in range(samples)]
+            lines = [
+                # The task's own id: one with the same prompt and reference counts as another elsewhere.
+                {**ours.rollouts.line(one, one.turn.verdict.score if one.turn.verdict else 0.0), "id": task.id}
+                for task, one in zip(of, made, strict=True)
+            ]
+            with record.open("a") as file:
+                file.write("".join(json.dumps(line) + "\n" for line in lines))
+            advance(len(batch))
+    ours.rollouts.metrics()  # of these answers, not of the next step
 
 
 def preference(
@@ -305,29 +399,28 @@ def preference(
     model: str,
     settings: Mapping[str, Any],
     tokenizer: Any,
+    prompts: Prompts | None,
     pairs: Mapping[str, Any],
     rpo: Mapping[str, Any] | None = None,
 ) -> DPOTrainer:
-    """Make a DPO or RPO trainer on pairs that `nemo-ext preference_data` writes for TRL.
+    """Make a DPO or RPO trainer on pairs that `nemo-ext preference_data` writes.
 
     Args:
+        prompts: chat template of the model; None if it has none, and pairs are rendered.
         rpo: eta, distance and weight of RPO's loss; None for DPO.
 
     Raises:
         ValueError: a file that is not there or has no true rewards, or a setting that TRL does not know.
     """
-    files = {split: Path(path) for split, path in pairs.items() if path}
+    files = {split: Path(path).expanduser() for split, path in pairs.items() if path}
     for split, path in files.items():
         if not path.is_file():
             raise ValueError(f"pairs.{split}={path}: no such file; `nemo-ext preference_data` writes it")
     most = settings.get("max_length")
-    loaded = {split: _pairs(path, f"pairs.{split}", tokenizer, most) for split, path in files.items()}
-    for split, found in loaded.items() if rpo else ():
-        if any(name not in found.column_names or None in found[name] for name in _SCORES):
-            raise ValueError(
-                f"pairs.{split}={files[split]}: RPO needs chosen_score and rejected_score of every pair: "
-                "`nemo-ext preference_data` writes them where answers have a score"
-            )
+    loaded = {
+        split: _pairs(path, f"pairs.{split}", prompts, tokenizer, most, with_rewards=rpo is not None)
+        for split, path in files.items()
+    }
     return (partial(_Rpo, **rpo) if rpo else _Dpo)(
         model=model,
         args=make_config(algorithm, settings),
@@ -337,35 +430,34 @@ def preference(
     )
 
 
-def _pairs(path: Path, where: str, tokenizer: Any, most: int | None) -> Dataset:
-    """Pairs of a file without those longer than `most` tokens, which TRL would cut and train on."""
+def _pairs(
+    path: Path, where: str, prompts: Prompts | None, tokenizer: Any, most: int | None, *, with_rewards: bool
+) -> Dataset:
+    """Tokens of the pairs of a file without those longer than `most`, which TRL would cut and train on."""
     try:
-        pairs = (Dataset.from_parquet if path.suffix == ".parquet" else Dataset.from_json)(str(path))
-    except (DatasetGenerationError, StopIteration, ValueError) as error:
-        problem = str(error.__cause__ or error).splitlines() or ["it is empty"]
-        raise ValueError(f"{where}={path}: not a file of pairs: {problem[0]}") from error
-    if missing := {"prompt", "chosen", "rejected"} - set(pairs.column_names):
-        raise ValueError(
-            f"{where}={path}: no {', '.join(sorted(missing))}; trl_*.jsonl of `nemo-ext preference_data` has them"
+        pairs = read_pairs(path, prompts, with_rewards=with_rewards)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    rows: list[dict[str, Any]] = []
+    for pair in pairs:
+        row: dict[str, Any] = dict(zip(_IDS, token_ids(pair, tokenizer), strict=True))
+        rows.append(row | dict(zip(_SCORES, pair.rewards or (), strict=bool(pair.rewards))))
+    if unended := [pair for pair in pairs if not pair.chosen.endswith(tokenizer.eos_token)]:
+        said = f"the first of them ends with {unended[0].chosen[-20:]!r}: a model learns to end only where its token is"
+        notice(
+            f"{where}: {len(unended):,} of {len(pairs):,} chosen responses end without {tokenizer.eos_token}; {said}"
         )
-    if most is None:
-        return pairs
-
-    def fits(pair: Mapping[str, Any]) -> bool:
-        return all(_tokens(pair["prompt"], pair[side], tokenizer) <= most for side in ("chosen", "rejected"))
-
-    kept = pairs.filter(fits)
-    if not len(kept):
-        raise ValueError(f"{where}={path}: all {len(pairs):,} pairs have more than rl.lengths.total={most} tokens")
-    if len(kept) < len(pairs):
-        notice(f"{len(pairs) - len(kept):,} pairs of {path} are left out, longer than rl.lengths.total={most} tokens")
-    return kept
+    prompt, *sides = _IDS
+    kept = [row for row in rows if most is None or all(len(row[prompt]) + len(row[side]) <= most for side in sides)]
+    if not kept:
+        raise ValueError(f"{where}={path}: all {len(rows):,} pairs have more than rl.lengths.total={most} tokens")
+    if len(kept) < len(rows):
+        notice(f"{len(rows) - len(kept):,} pairs of {path} are left out, longer than rl.lengths.total={most} tokens")
+    return Dataset.from_list(kept)
 
 
-def _tokens(prompt: Any, answer: Any, tokenizer: Any) -> int:
-    if isinstance(prompt, str):
-        return len(tokenizer(prompt + answer, add_special_tokens=False)["input_ids"])
-    return len(tokenizer.apply_chat_template([*prompt, *answer], tokenize=True, return_dict=False))
+_IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
+"""Columns that TRL's collator reads."""
 
 
 class Log(TrainerCallback):
@@ -403,19 +495,52 @@ def _dataset(rollouts: Rollouts, tasks: PlannedTasks, size: int) -> Dataset:
     return Dataset.from_dict({"prompt": [rollouts.prompt(tasks[number]) for number in range(size)]})
 
 
-def _refill(trainer: Any, tasks: PlannedTasks, rounds: int, drawn: int) -> None:
+def _draw(trainer: Any, tasks: PlannedTasks, kept: Mapping[str, Any] | None) -> None:
     """Let the trainer draw its tasks itself.
 
     Raises:
         ValueError: there are several processes, or two tasks cannot be told apart by their prompts.
     """
     if trainer.accelerator.num_processes > 1:
-        raise ValueError("rl.sampling.drop_zero_variance: with TRL it needs one process: set it to false")
+        raise ValueError(
+            "rl.sampling.drop_zero_variance and tasks.train.adapt need one process with TRL: leave them out"
+        )
     for file in tasks.files:
         for task in file.tasks:
             trainer.rollouts.prompt(task)
-    trainer.refill = Refill(tasks, rounds, Drawn(drawn))
-    trainer.add_callback(trainer.refill.drawn)
+    trainer.drawn = Drawn(tasks, kept)
+    trainer.add_callback(trainer.drawn)
+
+
+class Due(TrainerCallback):
+    """Ends training with a checkpoint where pass rates are to be measured again.
+
+    Args:
+        curricula: curricula of the run.
+        updates: number of updates per step.
+    """
+
+    def __init__(self, curricula: Curricula, updates: int) -> None:
+        self.now = False
+        self._curricula, self._updates = curricula, updates
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Called by the trainer after each update."""
+        self._look(state, control)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Called by the trainer after each validation, before it saves."""
+        self._look(state, control)
+
+    def _look(self, state: Any, control: Any) -> None:
+        step, within = divmod(state.global_step, self._updates)
+        if not within and self._curricula.due(step, validations(state.log_history, self._updates)):
+            self.now = control.should_save = control.should_training_stop = True
+
+
+def validations(logs: Sequence[Mapping[str, Any]], updates: int) -> list[tuple[int, float]]:
+    """Step and reward of each validation in a trainer's logs."""
+    return [(log["step"] // updates, log["eval_reward"]) for log in logs if log.get("eval_reward") is not None]
 
 
 class Stop(TrainerCallback):
@@ -469,7 +594,7 @@ class _Reward:
         made = rollout or self.rollouts.verified(prompts, completion_ids)
         if not self.trainer.model.training:
             return [one.turn.reward.total if one.turn.reward else 0.0 for one in made]
-        given = self.rollouts.rewards(made) if earned is None else earned
+        given = self.trainer.earned(made) if earned is None else earned
         self.rollouts.note(made, given, step=self.trainer.state.global_step + 1)
         return given
 

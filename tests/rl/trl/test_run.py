@@ -164,6 +164,41 @@ def test_groups_of_equal_rewards_are_replaced_and_a_stopped_run_draws_the_same_t
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("refill", [False, True])
+def test_a_dataset_that_teaches_nothing_loses_its_weight_and_a_stopped_run_draws_the_same(
+    refill: bool, model: Path, tmp_path: Path
+) -> None:
+    """Two datasets: two words in a response, which a random model writes often, and 99, which do not fit into it."""
+    for name, least in (("hope", 2), ("vain", 99)):
+        kwargs = {"num_words": least, "relation": "at least"}
+        reference = {"instructions": [{"id": "length_constraints:number_words", "kwargs": kwargs}], "mode": "all"}
+        task = {"environment": "instructions", "domain": name, "reference": reference}
+        records = ({"id": f"{name}{n}", "prompt": f"{name} {n}", **task} for n in range(9))
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    train = f"tasks.train={{directory: {tmp_path}, blend: {{hope: 1, vain: 1}}, adapt: {{keep: 0.2, groups: 2}}}}"
+    words = (
+        *("rl", "preset=rl_zero", f"model={model}", train, *SMALL, "environments={instructions: {}}"),
+        *("rl.prompts_per_step=4", "rl.generations_per_prompt=8", "rl.batch=32", "micro_batch=32"),
+        f"rl.sampling={{drop_zero_variance: {refill}, max_batches: {2 if refill else 'null'}}}",
+    )
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+
+    job(*words, f"run_dir={whole}", "rl.schedule.steps=9")
+    for steps in (4, 9):
+        job(*words, f"run_dir={parts}", f"rl.schedule.steps={steps}")
+
+    rollouts = lines(whole / "rollouts.jsonl")
+    assert lines(parts / "rollouts.jsonl") == rollouts
+    logs = [log for log in lines(whole / "metrics.jsonl") if "adaptive/weight/hope" in log]
+    assert [log["step"] for log in logs] == list(range(1, 10))
+    assert logs[0]["adaptive/weight/vain"] == 0.5
+    assert logs[-1]["adaptive/weight/vain"] == pytest.approx(0.2 * 0.5, abs=0.05)
+    assert logs[-1]["adaptive/signal/vain"] < 0.1 < 0.4 < logs[-1]["adaptive/signal/hope"]
+    late = [line["domain"] for line in rollouts if line["step"] > 5]
+    assert 0 < late.count("vain") < 0.3 * len(late), "the floor, and not less"
+
+
+@pytest.mark.slow
 def test_the_model_has_the_template_that_it_was_trained_with(model: Path, tmp_path: Path) -> None:
     path, run_dir = tasks(tmp_path, "arithmetic"), tmp_path / "run"
     words = ("rl", "preset=rl_zero", f"model={model}", f"tasks.train.path={path}", "environments={math: {}}")
@@ -337,6 +372,11 @@ def test_dpo_trains_on_pairs(model: Path, tmp_path: Path) -> None:
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "tasks.validation=t"], "write tasks.validation.path=FILE"),
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "tasks.validation.paht=t"], "did you mean 'path'"),
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "micro_batch=abc"], "micro_batch"),
+        (
+            ["preset=rl_zero", "model=m", "tasks.train={path: t, reprofile: {plateau: 2}}"],
+            "reprofile.plateau: of what?",
+        ),
+        (["preset=rl_zero", "model=m", "tasks.train={path: t, adapt: {}}", "engine=nemo_rl"], "train.adapt: engine="),
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "save_every=0"], "save_every"),
         (["preset=dpo_delta", "model=m", "pairs.train={path: t}"], "write pairs.train=FILE"),
     ],
@@ -428,7 +468,7 @@ def test_what_only_a_run_can_find_is_one_line(model: Path, tmp_path: Path) -> No
     )
     low = (*words, f"tasks.train.path={path}", "precision=fp8_current", "on_inexpressible=error")
     assert "precision_plan: TRL trains and generates in the model's own type" in refusal(*low)
-    for content, said in (("{", "not a file of pairs"), ("", "not a file of pairs"), ('{"a": 1}\n', "no chosen")):
+    for content, said in (("{", "not JSON"), ("", "no pairs"), ('{"a": 1}\n', "a pair is {prompt, chosen")):
         (tmp_path / "pairs.jsonl").write_text(content)
         dpo = ("rl", "preset=dpo_delta", f"model={model}", f"pairs.train={tmp_path}/pairs.jsonl", "rl.batch=1")
         own = ("rl.schedule={kind: constant, steps: 1, warmup_share: null}", "on_inexpressible=warn")

@@ -1,12 +1,17 @@
 """What our trainers put in place of TRL's own computations, without a model."""
 
+import json
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from nemo_ext.rl.algorithms import Advantage
+from nemo_ext.chat.template import names
+from nemo_ext.rl.algorithms import Advantage, load
+from nemo_ext.rl.pairs import read_pairs
+from nemo_ext.rl.prompts import Prompts
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
 
@@ -45,3 +50,52 @@ def test_advantages_are_those_of_the_algorithm(
 
     flat = [0.0] * 4 if advantage else [7.0] * 4
     assert made.tolist() == pytest.approx(expected if process else flat, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", names())
+@pytest.mark.parametrize("trace", [None, "hm"])
+@pytest.mark.parametrize("form", ["trl", "nemo_rl"])
+def test_both_engines_train_on_the_same_tokens(
+    form: str, trace: str | None, template: str, model: Path, tmp_path: Path
+) -> None:
+    """Of one file, with a system message and an earlier turn; TRL's are those that its own collator gives the model."""
+    from transformers import AutoTokenizer
+
+    from nemo_ext.rl.nemo_rl.pairs import PairDataset
+    from nemo_ext.rl.trl.trainers import preference
+
+    context = [{"role": role, "content": f"{role} says"} for role in ("system", "user", "assistant", "user")]
+    thought = {} if trace is None else {"reasoning_content": trace}
+    sides = [[{"role": "assistant", "content": content, **thought}] for content in ("four", "5")]
+    record = (
+        dict(zip(("prompt", "chosen", "rejected"), (context, *sides), strict=True))
+        if form == "trl"
+        else {"context": context, "completions": [{"rank": n, "completion": side} for n, side in enumerate(sides)]}
+    )
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = Prompts.of(tokenizer, template)
+    settings = {"output_dir": str(tmp_path), "report_to": "none", "bf16": False}
+
+    trainer = preference(
+        load("dpo_delta", {"schedule": {"steps": 1, "epochs": None}}),
+        str(model),
+        settings,
+        tokenizer,
+        prompts,
+        {"train": path},
+    )
+    batch = trainer.data_collator([trainer.train_dataset[0]])
+
+    datum = PairDataset(read_pairs(path, prompts), tokenizer, max_length=None)[0]
+    for row, side in enumerate(("chosen", "rejected")):
+        prompt, answer = (message["token_ids"].tolist() for message in datum[f"message_log_{side}"])
+        real = batch["attention_mask"][row].bool()
+        assert batch["input_ids"][row][real].tolist() == prompt + answer
+        assert batch["completion_mask"][row][real].tolist() == [0] * len(prompt) + [1] * len(answer)
+    text = tokenizer.decode(batch["input_ids"][0])
+    assert ("hm" in text) == (trace is not None)
+    if template == "llama_nemotron":
+        assert f"detailed thinking {'off' if trace is None else 'on'}" in text

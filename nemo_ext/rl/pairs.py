@@ -1,0 +1,147 @@
+"""Preference pairs for DPO and RPO, read, rendered and tokenised alike for every engine.
+
+A file has lines as `nemo-ext preference_data` writes them, in either form:
+
+TRL       {prompt, chosen, rejected: lists of messages, or texts that are rendered; chosen_score, rejected_score; tools;
+          chat_template_kwargs: {enable_thinking}}
+NeMo-RL   {context: messages, completions: [{rank, completion: messages, reward}, two of them]}, lower ranks preferred
+
+Where a pair does not say its mode, thinking is on if one of its answers has reasoning.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from nemo_ext.chat.formats import thinking_mode, to_sample
+from nemo_ext.data.preference.measure import Texts, rendered_pair
+from nemo_ext.rl.prompts import Prompts
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A preference pair from one line of a file, checked.
+
+    Attributes:
+        prompt: text before the responses.
+        chosen: text of the better response, with its end token.
+        rejected: text of the other response.
+        rewards: true rewards of both; None if they are not wanted.
+    """
+
+    prompt: str
+    chosen: str
+    rejected: str
+    rewards: tuple[float, float] | None = None
+
+
+def read_pairs(path: str | Path, prompts: Prompts | None, *, with_rewards: bool = False) -> list[Pair]:
+    """Read the pairs of a file.
+
+    Args:
+        path: path of a JSONL or Parquet file.
+        prompts: chat template of the model; None if the pairs are rendered.
+        with_rewards: True if the pairs must have true rewards.
+
+    Raises:
+        ValueError: naming the line.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file of pairs")
+    pairs = [
+        _pair(record, prompts, with_rewards=with_rewards, where=f"{path}:{number}") for number, record in _records(path)
+    ]
+    if not pairs:
+        raise ValueError(f"{path}: no pairs")
+    return pairs
+
+
+def token_ids(pair: Pair, tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
+    """Token ids of the prompt and both responses, without added special tokens: the template has written them."""
+    made = tokenizer([pair.prompt, pair.chosen, pair.rejected], add_special_tokens=False)["input_ids"]
+    prompt, chosen, rejected = (list(ids) for ids in made)
+    return prompt, chosen, rejected
+
+
+def _records(path: Path) -> Iterator[tuple[int, Any]]:
+    if path.suffix == ".parquet":
+        try:
+            batches = import_module("pyarrow.parquet").ParquetFile(path).iter_batches()
+            yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path}: not a file of pairs: {error}") from error
+        return
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                try:
+                    yield number, orjson.loads(line)
+                except orjson.JSONDecodeError as error:
+                    raise ValueError(f"{path}:{number}: not JSON: {error}") from error
+
+
+def _pair(record: Any, prompts: Prompts | None, *, with_rewards: bool, where: str) -> Pair:
+    try:
+        if "completions" in record:
+            completions = sorted(record["completions"], key=lambda given: given["rank"])
+            ranks = [given["rank"] for given in completions]
+            sides = [record["context"], *(given["completion"] for given in completions)]
+            scores = [given.get("reward") for given in completions]
+        else:
+            ranks = [0, 1]
+            sides = [record[key] for key in ("prompt", "chosen", "rejected")]
+            scores = [record.get(f"{key}_score") for key in ("chosen", "rejected")]
+        _, _, _ = sides
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{where}: a pair is {{prompt, chosen, rejected}}, or {{context, completions: [{{rank, completion}}, two of"
+            " them]}, as `nemo-ext preference_data` writes them"
+        ) from error
+    if ranks[0] == ranks[1]:
+        raise ValueError(f"{where}: both completions have the rank {ranks[0]}")
+    rewards = None
+    if with_rewards:
+        better, worse = scores
+        if not isinstance(better, int | float) or not isinstance(worse, int | float):
+            raise ValueError(
+                f"{where}: RPO needs a number as `reward` of each completion, or as chosen_score and rejected_score, "
+                f"not {better!r}, {worse!r}: `nemo-ext preference_data` writes them where answers have a score"
+            )
+        rewards = (float(better), float(worse))
+    prompt, chosen, rejected = _texts(record, sides, prompts, where)
+    return Pair(prompt=prompt, chosen=chosen, rejected=rejected, rewards=rewards)
+
+
+def _texts(record: Mapping[str, Any], sides: list[Any], prompts: Prompts | None, where: str) -> Texts:
+    if all(isinstance(side, str) for side in sides):
+        return sides[0], sides[1], sides[2]
+    if prompts is None:
+        if "completions" not in record:
+            raise ValueError(f"{where}: a conversation, and there is no chat template: name one in template=")
+        prompt, chosen, rejected = (_rendered(side, where) for side in sides)
+        return prompt, chosen, rejected
+    tools = record.get("tools")
+    tools = orjson.loads(tools) if isinstance(tools, str) else tools
+    try:
+        mode = thinking_mode((record.get("chat_template_kwargs") or {}).get("enable_thinking"), "enable_thinking")
+        asked = to_sample({"messages": sides[0], "tools": tools}, id=where, format="openai", thinking=mode)
+        answers = []
+        for side in sides[1:]:
+            whole = to_sample({"messages": [*sides[0], *side]}, id=where, format="openai")
+            answers.append(whole.messages[len(asked.messages) :])
+        return rendered_pair(asked, answers[0], answers[1], prompts.template)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{where}: prompt and responses are lists of messages: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _rendered(messages: Any, where: str) -> str:
+    if not isinstance(messages, list) or len(messages) != 1:
+        raise ValueError(f"{where}: a rendered pair has one message a side: or give a template")
+    return str(messages[0]["content"])
