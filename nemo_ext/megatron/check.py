@@ -281,7 +281,9 @@ def check_layout(config: Mapping[str, Any]) -> None:
     """
     megatron = config["megatron"]
     layout = Layout.from_config(config, world_size=world_size(config))
-    check_blocks(Architecture.from_config(config), layout)
+    architecture = Architecture.from_config(config)
+    check_blocks(architecture, layout)
+    check_sequence(config, architecture, layout)
     pattern, pipeline = parse(pattern_with_cuts(config)), layout.pipeline_parallel
     stages = len(pattern.stages)
     if stages % pipeline:
@@ -289,6 +291,12 @@ def check_layout(config: Mapping[str, Any]) -> None:
             f"model.pattern has {stages} stages, which pipeline_model_parallel_size={pipeline} does not divide: write "
             f"{pipeline - 1} cuts `|` (or a multiple of {pipeline} stages), or none and let the cuts be computed"
         )
+    for place, (first, last) in enumerate(pattern.stages[1:-1], start=1):
+        if first == last:
+            raise ValueError(
+                f"model.pattern has no block in stage {place} of 0 to {stages - 1}, and Megatron-Core's gradients "
+                "become NaN behind a stage that only passes on: move a cut |"
+            )
     experts = any(block.kind == "E" for block in pattern.blocks)
     if experts and pipeline > 1:
         check_experts_on_every_rank(pattern, pipeline)
@@ -303,6 +311,53 @@ def check_layout(config: Mapping[str, Any]) -> None:
             f"global_batch_size={batch} does not divide by micro_batch_size x data parallel = "
             f"{micro} x {layout.data_parallel}"
         )
+    count = batch // (micro * layout.data_parallel)
+    if stages > pipeline and count % pipeline and megatron.get("microbatch_group_size_per_vp_stage") is None:
+        raise ValueError(
+            f"global_batch_size={batch} makes {count} micro-batches, and {stages} stages on {pipeline} pipeline ranks "
+            f"(interleaved) want a multiple of {pipeline}"
+        )
+
+
+def check_sequence(config: Mapping[str, Any], architecture: Architecture, layout: Layout) -> None:
+    """Refuse a sequence that its ranks cannot share, or attention that they cannot compute together.
+
+    Transformer Engine says the latter in the first forward pass (context_parallel.py: `attn_forward_func_with_cp`).
+
+    Raises:
+        ValueError: names the sizes, and the block by its 1-based number.
+    """
+    megatron, parts, tensor = config["megatron"], layout.context_parallel, layout.tensor_parallel
+    length, pieces, names = int(megatron.get("seq_length") or 0), 1, []
+    if parts > 1:
+        pieces, names = 2 * parts, [f"2 x context_parallel_size {parts}"]
+    if layout.sequence_parallel:
+        pieces *= tensor
+        names.append(f"tensor_model_parallel_size {tensor} (sequence_parallel)")
+    if length % pieces:
+        nearest = length // pieces * pieces
+        raise ValueError(
+            f"megatron.seq_length={length} is not a multiple of {' x '.join(names)} = {pieces}: set "
+            f"{nearest or pieces} or {nearest + pieces}"
+        )
+    given = megatron.get("cp_comm_type") or "p2p"
+    kinds = [given] if isinstance(given, str) else list(given)
+    for number, block in enumerate(architecture.sizes, start=1):
+        if parts == 1 or block.kind != "*" or block.is_linear:
+            continue
+        where, kind = f"block {number} ({block.kind})", kinds[(number - 1) % len(kinds)]
+        if block.get("window") and kind not in ("a2a", "all_gather"):
+            raise ValueError(
+                f"{where}: window {block.size('window')} with context_parallel_size={parts} and cp_comm_type={kind}: "
+                "Transformer Engine computes windows only with megatron.cp_comm_type=all_gather or a2a"
+            )
+        for name in ("heads", "kv"):
+            size = max(1, block.size(name) // tensor)
+            if kind == "a2a" and size % parts:
+                raise ValueError(
+                    f"{where}: {size} {name} of a tensor-parallel rank are not a multiple of context_parallel_size "
+                    f"{parts}, which cp_comm_type=a2a needs: set megatron.cp_comm_type=p2p or all_gather"
+                )
 
 
 def check_experts_on_every_rank(pattern: Pattern, pipeline: int) -> None:

@@ -40,16 +40,24 @@ def job(config: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     results = []
     for number, (change, variant) in enumerate(variants):
-        results.append({"change": change, **rehearse(variant, settings.stages, folder / "ranks" / str(number))})
+        results.append(
+            {
+                "change": change,
+                **rehearse(variant, settings.stages, folder / "ranks" / str(number), imbalance=settings.imbalance),
+            }
+        )
     write(folder, config["recipe"], results, limit=settings.gpu_memory_gib, as_json=config["format"] == "json")
 
 
-def rehearse(config: Mapping[str, Any], asked: str | Sequence[int], folder: Path) -> dict[str, Any]:
+def rehearse(
+    config: Mapping[str, Any], asked: str | Sequence[int], folder: Path, *, imbalance: float = 1.0
+) -> dict[str, Any]:
     """Records of a config's ranks, one for each pipeline rank asked for, each from a process of its own.
 
     Returns:
-        world (number of ranks), set_aside (settings that are not rehearsed), pipeline (number of its ranks); `ranks`:
-        of each, the record of `rank.rehearse` with `stage` (its pipeline rank) and `estimate` (the cost model's).
+        world (number of ranks), set_aside (settings that are not rehearsed), imbalance (of experts), pipeline (number
+        of its ranks); `ranks`: of each, the record of `rank.rehearse` with `stage` (its pipeline rank) and `estimate`
+        (the cost model's).
 
     Raises:
         ValueError: a layout that the model does not fit, or Megatron's own reason.
@@ -72,6 +80,7 @@ def rehearse(config: Mapping[str, Any], asked: str | Sequence[int], folder: Path
             "rank": stage * world // layout.pipeline_parallel,
             "world": world,
             "micro_batches": _micro_batches(layout, stage),
+            "imbalance": imbalance,
         }
         record = _run(asked, folder, f"stage_{stage}")
         guess = estimates[stage]
@@ -94,7 +103,13 @@ def rehearse(config: Mapping[str, Any], asked: str | Sequence[int], folder: Path
         for record in pool.map(one, stages):
             records.append(record)
             advance(1)
-    return {"world": world, "set_aside": aside, "pipeline": layout.pipeline_parallel, "ranks": records}
+    return {
+        "world": world,
+        "set_aside": aside,
+        "imbalance": imbalance,
+        "pipeline": layout.pipeline_parallel,
+        "ranks": records,
+    }
 
 
 def _micro_batches(layout: Layout, stage: int) -> int:

@@ -3,7 +3,7 @@
 | kernel | what it saves | source |
 |---|---|---|
 | flash attention | q, k, v, out, log-sum-exp in fp32 | flash_attn/flash_attn_interface.py |
-| the same with CP (p2p) | of the rank's own part of the sequence | TE's dot_product_attention/context_parallel.py |
+| the same with CP | of the rank's own part of the sequence | TE's dot_product_attention/context_parallel.py |
 | norms | input, and 1 or 2 fp32 numbers a row | TE's pytorch/module/rmsnorm.py, layernorm.py |
 | Mamba-2's norm | input, and an fp32 number a row and group | mamba_ssm/ops/triton/layernorm_gated.py |
 | Mamba-2 | its input, the scan's output before gating | mamba_ssm/ops/triton/ssd_combined.py |
@@ -31,18 +31,27 @@ from nemo_ext.rehearsal.tracker import Tracker
 
 
 @contextmanager
-def stand_ins(tracker: Tracker) -> Iterator[None]:
-    """Megatron and the local back end with these kernels."""
+def stand_ins(tracker: Tracker, *, kernels: bool = True, imbalance: float = 1.0) -> Iterator[None]:
+    """Megatron and the local back end with these kernels; without `kernels`, only with tokens shared out to experts.
+
+    Args:
+        tracker: counts what they do.
+        kernels: whether to replace attention, norms and the scan too.
+        imbalance: tokens of this rank's experts in multiples of the mean over expert-parallel ranks.
+    """
+    kept = (
+        (specs.LocalBackend, "core_attention", lambda self: _attention(tracker)),
+        (LocalNorm, "forward", _norm),
+        (mamba_norm.RMSNorm, "forward", _gated_norm),
+        (mamba_mixer, "mamba_split_conv1d_scan_combined", _scan(tracker)),
+    )
     with ExitStack() as stack:
         for target, name, replacement in (
-            (specs.LocalBackend, "core_attention", lambda self: _attention(tracker)),
-            (LocalNorm, "forward", _norm),
-            (mamba_norm.RMSNorm, "forward", _gated_norm),
-            (mamba_mixer, "mamba_split_conv1d_scan_combined", _scan(tracker)),
+            *(kept if kernels else ()),
             (token_dispatcher, "permute", _permute),
-            (token_dispatcher.MoEAlltoAllTokenDispatcher, "preprocess", _even_splits),
+            (token_dispatcher.MoEAlltoAllTokenDispatcher, "preprocess", _splits(imbalance)),
             (token_dispatcher.MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", lambda self, at, n=None: n),
-            (token_dispatcher.MoEAllGatherTokenDispatcher, "dispatch_postprocess", _even_share),
+            (token_dispatcher.MoEAllGatherTokenDispatcher, "dispatch_postprocess", _share(imbalance)),
             (experts.SequentialMLP, "forward", _with_lists(experts.SequentialMLP.forward)),
         ):
             stack.enter_context(patch.object(target, name, replacement))
@@ -74,30 +83,51 @@ def _attention(tracker: Tracker) -> type[MegatronModule]:
             parts = config.context_parallel_size
             with patch.object(config, "context_parallel_size", 1):
                 super().__init__(config, *args, **kwargs)
-            self.parts = parts
+            self.parts, self.way = parts, kwargs.get("cp_comm_type") or "p2p"
 
         def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             length, batch, heads, width = query.shape
             seen = attended_tokens(length * self.parts, self.window or 0)
             flops = 2 * length * batch * heads * (width + value.shape[-1]) * seen
-            passed = (self.parts - 1) * (key.nbytes + value.nbytes)
+            there, back = _sent(self.way, self.parts, query, key, value)
 
             def makes(*_: Tensor) -> tuple[Tensor, list[Tensor]]:
                 tracker.add_flops(flops)
-                if self.parts > 1:
-                    tracker.add_collective("CONTEXT_PARALLEL_GROUP", "send_recv", self.parts - 1, passed)
+                for sent in there:
+                    tracker.add_collective("CONTEXT_PARALLEL_GROUP", *sent)
                 out = query.new_empty(length, batch, heads * value.shape[-1])
                 return out, [query.new_empty(batch, heads, length, dtype=torch.float32), out]
 
             def works(*_: Tensor) -> None:
                 tracker.add_flops(2.5 * flops)  # five products for the forward pass's two
-                if self.parts > 1:
-                    tracker.add_collective("CONTEXT_PARALLEL_GROUP", "send_recv", self.parts - 1, 2 * passed)
+                for sent in back:
+                    tracker.add_collective("CONTEXT_PARALLEL_GROUP", *sent)
 
             # Values are a view of the projection's output, which TE's get_qkv_layout copies: the output is not kept.
             return _Kernel.apply(makes, works, *(each.contiguous() for each in (query, key, value)))
 
     return FlashAttention
+
+
+def _sent(way: str, parts: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[list[Any], list[Any]]:
+    """Operation, calls and bytes of attention over context-parallel parts: forward, backward.
+
+    Args:
+        way: Megatron's `cp_comm_type`.
+        parts: context-parallel size.
+        query, key, value: of one rank.
+    """
+    pair = key.nbytes + value.nbytes
+    if parts == 1:
+        return [], []
+    if way == "all_gather":
+        gathered = ("allgather_base", 2, parts * pair)
+        return [gathered], [gathered, ("reduce_scatter_base", 2, parts * pair)]
+    if way == "a2a":
+        out = query.nbytes // query.shape[-1] * value.shape[-1]
+        return [("alltoall_base", 4, query.nbytes + pair + out)], [("alltoall_base", 5, query.nbytes + pair + 2 * out)]
+    passed = (parts - 1) * pair
+    return [("send_recv", parts - 1, passed)], [("send_recv", parts - 1, 2 * passed)]
 
 
 def _norm(self: LocalNorm, x: Tensor) -> Tensor:
@@ -176,34 +206,50 @@ def _permute(
     return tokens.index_select(0, places), chosen, places, None, None
 
 
-def _even_splits(self: Any, routing_map: Tensor) -> Any:
-    """`MoEAlltoAllTokenDispatcher.preprocess` for experts that all get as many tokens."""
-    token_dispatcher.gather_from_sequence_parallel_region(routing_map.sum(dim=0).long(), group=self.tp_ep_group)
-    self.num_out_tokens = routing_map.size(0) * self.config.moe_router_topk
-    each = self.num_out_tokens // self.ep_size
-    self.input_splits = self.output_splits = [each] * self.ep_size
-    self.output_splits_tp = np.full(self.tp_size, each * self.ep_size)
-    per_rank = np.tile(_shared_out(each, self.num_local_experts), (self.tp_size * self.ep_size, 1))
-    self.num_global_tokens_per_local_expert = per_rank
-    return per_rank.sum(axis=0)
+def _splits(imbalance: float) -> Callable[..., Any]:
+    def preprocess(self: Any, routing_map: Tensor) -> Any:
+        """`MoEAlltoAllTokenDispatcher.preprocess`: every rank sends as many tokens to this one."""
+        if self.ep_size > 1 or self.tp_size > 1:
+            token_dispatcher.gather_from_sequence_parallel_region(routing_map.sum(dim=0).long(), group=self.tp_ep_group)
+        self.num_out_tokens = routing_map.size(0) * self.config.moe_router_topk
+        here = _tokens(self, self.num_out_tokens / self.ep_size, imbalance, routing_map.size(0))
+        self.input_splits = _shared_out(self.num_out_tokens - here, self.ep_size - 1).tolist()
+        self.input_splits.insert(self.ep_rank, here)
+        self.output_splits = [here] * self.ep_size
+        self.output_splits_tp = np.full(self.tp_size, here * self.ep_size)
+        per_rank = np.tile(_shared_out(here, self.num_local_experts), (self.tp_size * self.ep_size, 1))
+        self.num_global_tokens_per_local_expert = per_rank
+        return per_rank.sum(axis=0)
+
+    return preprocess
 
 
-def _even_share(self: Any, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Any, Tensor]:
-    """`MoEAllGatherTokenDispatcher.dispatch_postprocess`, likewise."""
-    local = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
-    self.hidden_shape_before_permute = hidden.shape
-    self.local_map, local_probs = self.routing_map[:, local].contiguous(), probs[:, local].contiguous()
-    count = hidden.shape[0] * self.config.moe_router_topk * self.num_local_experts // self.routing_map.shape[1]
-    permuted, chosen, self.reversed_local_input_permutation_mapping, *_ = token_dispatcher.permute(
-        hidden, self.local_map, local_probs, count
-    )
-    self.local_probs, self.routing_map = chosen, None
-    return permuted, _shared_out(count, self.num_local_experts), self.local_probs
+def _share(imbalance: float) -> Callable[..., Any]:
+    def postprocess(self: Any, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Any, Tensor]:
+        """`MoEAllGatherTokenDispatcher.dispatch_postprocess`, likewise."""
+        local = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
+        self.hidden_shape_before_permute = hidden.shape
+        self.local_map, local_probs = self.routing_map[:, local].contiguous(), probs[:, local].contiguous()
+        tokens, experts = self.routing_map.shape
+        mean = tokens * self.config.moe_router_topk * self.num_local_experts / experts
+        count = _tokens(self, mean, imbalance if self.ep_size > 1 else 1.0, tokens)
+        permuted, chosen, self.reversed_local_input_permutation_mapping, *_ = token_dispatcher.permute(
+            hidden, self.local_map, local_probs, count
+        )
+        self.local_probs, self.routing_map = chosen, None
+        return permuted, _shared_out(count, self.num_local_experts), self.local_probs
+
+    return postprocess
+
+
+def _tokens(dispatcher: Any, mean: float, imbalance: float, tokens: int) -> int:
+    """Token copies for this rank's experts: at most all that tokens can send to so many experts."""
+    return min(round(mean * imbalance), tokens * min(dispatcher.config.moe_router_topk, dispatcher.num_local_experts))
 
 
 def _shared_out(tokens: int, experts: int) -> Any:
     """Numbers of tokens of the experts; what does not divide goes to the first."""
-    return np.full(experts, tokens // experts) + (np.arange(experts) < tokens % experts)
+    return np.full(experts, tokens // max(1, experts)) + (np.arange(experts) < tokens % max(1, experts))
 
 
 def _with_lists(forward: Callable[..., Any]) -> Callable[..., Any]:

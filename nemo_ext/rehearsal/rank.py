@@ -8,13 +8,17 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_iter
 
+from nemo_ext.architecture.pattern import parse
 from nemo_ext.job.files import write_text
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.megatron.rank import leave
@@ -22,13 +26,21 @@ from nemo_ext.rehearsal.tracker import Tracker
 from nemo_ext.rehearsal.world import fake_world, megatron_arguments
 
 ONCE_A_STEP = ("reduce", "optimizer")
-"""Phases that a step has once, and not for each micro-batch; so does what data-parallel groups send, whenever it is."""
+"""Phases that a step has once, and not for each micro-batch."""
+SYNCHRONISE = ("start_param_sync", "finish_param_sync", "start_grad_sync", "finish_grad_sync")
+"""Methods of Megatron's bucket groups that send weights and gradients, also while micro-batches run."""
 POINTS = 2000
 """Points of the curve that are kept."""
 
 
 def rehearse(
-    config: Mapping[str, Any], *, rank: int, world: int, micro_batches: int, kernels: bool = True
+    config: Mapping[str, Any],
+    *,
+    rank: int,
+    world: int,
+    micro_batches: int,
+    kernels: bool = True,
+    imbalance: float = 1.0,
 ) -> dict[str, Any]:
     """What one rank of a training step holds, computes and sends.
 
@@ -38,6 +50,7 @@ def rehearse(
         world: number of ranks.
         micro_batches: how many are run; FLOPs and communication are scaled to those of a step.
         kernels: whether the stand-ins of `kernels.py` are used, or what runs on this machine.
+        imbalance: see `kernels.stand_ins`.
 
     Returns:
         rank, parameters (numbers on it), peak_bytes, peak_phase, peak (bytes by kind at the highest), flops (of a step,
@@ -49,6 +62,7 @@ def rehearse(
     """
     began = time.monotonic()
     tracker = Tracker()
+    tracker.kind = "temporary"
     with fake_world(rank, world):
         arguments = megatron_arguments(config)
         from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -61,15 +75,16 @@ def rehearse(
         with ExitStack() as stack:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(tracker)
+            stack.enter_context(stand_ins(tracker, kernels=kernels, imbalance=imbalance))
+            stack.enter_context(_once(tracker))
             if kernels:
-                stack.enter_context(stand_ins(tracker))
                 stack.enter_context(transformer_engine(tracker, config))
             models = step(config, arguments, tracker, run)
             parameters = sum(each.numel() for model in models for each in model.parameters())
     scale = whole / run
     sent: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0])
     for (phase, group, operation), counted in tracker.collectives.items():
-        times = 1 if phase in ONCE_A_STEP or "DATA_PARALLEL" in group else scale
+        times = 1 if phase in ONCE_A_STEP else scale
         for place, number in enumerate(counted):
             sent[group, operation][place] += number * times
     return {
@@ -114,21 +129,28 @@ def step(config: Mapping[str, Any], arguments: Any, tracker: Tracker, micro_batc
     models, optimizer, scheduler = training.setup_model_and_optimizer(
         ModelType.encoder_or_decoder, cfg_container=container, pg_collection=groups
     )
-    for model in models:
-        tracker.label((*model.module.parameters(), *model.module.buffers()), "weights")
-        for buffer in (*model.buffers, *model.expert_parallel_buffers):  # of the wrapper: a list
-            tracker.label([buffer.grad_data], "gradients")
-            if buffer.param_data is not None:
-                tracker.label([buffer.param_data], "weights")
     settings = get_model_config(models[0])
     settings.grad_scale_func = optimizer.scale_loss
 
     def reduce(*args: Any, **kwargs: Any) -> None:
+        tracker.phase = "optimizer"  # what comes after the last micro-batch
         with tracker.during("reduce", "temporary"):
             finalize_model_grads(*args, **kwargs)
 
     settings.finalize_model_grads_func = reduce
     optimizer.step()  # makes the moments
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if each.optimizer is None:  # of a stage without parameters
+            continue
+        masters = [group["params"] for group in each.optimizer.param_groups]
+        states = tree_iter((masters, list(each.optimizer.state.values())))
+        tracker.label((state for state in states if isinstance(state, torch.Tensor)), "optimizer")
+    for model in models:  # last: in FP32 they are the optimizer's masters
+        tracker.label((*model.module.parameters(), *model.module.buffers()), "weights")
+        for buffer in (*model.buffers, *model.expert_parallel_buffers):  # of the wrapper: a list
+            tracker.label([buffer.grad_data], "gradients")
+            if buffer.param_data is not None:
+                tracker.label([buffer.param_data], "weights")
     tracker.forget_peak()
 
     def forward(iterator: Any, model: Any) -> Any:
@@ -158,6 +180,39 @@ def step(config: Mapping[str, Any], arguments: Any, tracker: Tracker, micro_batc
     return list(models)
 
 
+@contextmanager
+def _once(tracker: Tracker) -> Iterator[None]:
+    """Megatron's data parallelism with its sending as a phase that a step has once."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+
+    def apart(method: Any) -> Any:
+        @wraps(method)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with tracker.during("reduce", tracker.kind):
+                return method(*args, **kwargs)
+
+        return wrapped
+
+    with ExitStack() as stack:
+        for name in SYNCHRONISE:
+            stack.enter_context(patch.object(Group, name, apart(getattr(Group, name))))
+        yield
+
+
+def explained(error: BaseException, pattern: str) -> str:
+    """Reason of an error as one line, with the block that was built or run, and where it was raised."""
+    block, at = "", ""
+    blocks = parse(pattern).blocks
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        at = f"{'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{line}"
+        here = frame.f_locals
+        number = here.get("layer_number", getattr(here.get("self"), "layer_number", None))
+        if isinstance(number, int) and 1 <= number <= len(blocks):
+            block = f"block {number} ({blocks[number - 1]}): "
+    said = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line or ""
+    return f"{block}{type(error).__name__}: {said[:500]} ({at})"
+
+
 def _batches(arguments: Any) -> Iterator[dict[str, torch.Tensor]]:
     shape = (arguments.micro_batch_size, arguments.seq_length)
     while True:
@@ -185,7 +240,8 @@ if __name__ == "__main__":
     code = 0
     try:
         write_text(Path(sys.argv[2]), json.dumps(rehearse(**asked)))
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
+        print(explained(error, asked["config"]["model"]["pattern"]))
         code = 1
     leave(code)

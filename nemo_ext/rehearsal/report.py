@@ -64,6 +64,8 @@ def tables(results: Sequence[Mapping[str, Any]], limit: float | None) -> list[st
     for result in results:
         if result["set_aside"]:
             parts.append(f"Rehearsed without {', '.join(result['set_aside'])} (docs/rehearsal.md).")
+    if results[0]["imbalance"] > 1:
+        parts.append(f"Experts of these ranks get {results[0]['imbalance']:g} times the mean number of tokens.")
     sent = [
         [str(rank["stage"]), each["group"].lower(), each["operation"], f"{each['count']:,}", size(each["bytes"])]
         for rank in results[0]["ranks"]

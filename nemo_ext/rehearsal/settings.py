@@ -21,11 +21,13 @@ class Settings:
         stages: pipeline ranks: the first, the last and the largest between (`kinds`), `all`, or their numbers from 0.
         variants: key `try`: words that change the config, to be rehearsed beside it.
         gpu_memory_gib: memory of one GPU, or None.
+        imbalance: tokens of the rehearsed rank's experts in multiples of the mean over expert-parallel ranks.
     """
 
     stages: Literal["kinds", "all"] | tuple[Whole, ...] = "kinds"
     variants: Annotated[Strings, Field(alias="try")] = field(default=())
     gpu_memory_gib: PositiveFloat | None = None
+    imbalance: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
 
 
 FP8_WEIGHTS = "fp8 weights"

@@ -55,6 +55,9 @@ class Tracker(TorchDispatchMode):
         kwargs = kwargs or {}
         self.operations += 1
         if func is SCALAR:
+            # A flag of this rank, which all others are taken to share.
+            if (known := getattr(args[0], "constant", None)) is not None:
+                return known.item()
             # Nobody knows a fake tensor's value (a gradient norm, a number of tokens); one leads on everywhere.
             return 1.0 if args[0].dtype.is_floating_point else 1
         if func.namespace == "c10d":

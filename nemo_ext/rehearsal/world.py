@@ -21,6 +21,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 
     runtime.enable()
     import megatron.core.optimizer.clip_grads as clip_grads
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     with ExitStack() as stack:
@@ -30,6 +31,11 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
             (torch.distributed, "all_gather_object", _everybody),
             (torch, "tensor", _unpinned(torch.tensor)),
             (clip_grads, "l2_norm_impl", lambda chunk, flag, lists, each, *a: (torch.zeros(1), torch.zeros(1))),
+            (
+                MixedPrecisionOptimizer,
+                "_unscale_main_grads_and_check_for_nan",
+                _finite(MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan),
+            ),
             # torch swaps fake parameters, which weak references forbid.
             (torch.nn.Module, "_apply", _apply),
         ):
@@ -50,7 +56,7 @@ def megatron_arguments(config: Mapping[str, Any]) -> Any:
     with patch.object(
         sys,
         "argv",
-        ["rehearse", *words, "--disable-gloo-process-groups", "--fake-process-group", "--rerun-mode", "disabled"],
+        ["rehearse", *words, "--disable-gloo-process-groups", "--fake-process-group"],
     ):
         arguments = parse_and_validate_args()
     arguments.save = arguments.load = arguments.pretrained_checkpoint = None
@@ -60,6 +66,14 @@ def megatron_arguments(config: Mapping[str, Any]) -> Any:
 
 def _unpinned(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *args, pin_memory=False, **kwargs: tensor(*args, **kwargs)
+
+
+def _finite(check: Callable[..., bool]) -> Callable[..., bool]:
+    def wrapped(self: Any) -> bool:
+        check(self)
+        return False  # with FP16 no step would be taken
+
+    return wrapped
 
 
 def _everybody(out: list[Any], mine: Any, group: Any = None) -> None:
