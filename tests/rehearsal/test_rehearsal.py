@@ -11,6 +11,7 @@ import pytest
 
 from nemo_ext.job.config import compose
 from nemo_ext.rehearsal.job import rehearse
+from nemo_ext.rehearsal.settings import rehearsed
 
 TRUTH = Path(__file__).with_name("truth.py")
 REAL = ("nemotron3_nano, TP2 SP", "nemotron3_nano, EP2", "llama_nemotron, PP2", "olmo3, DP2")
