@@ -1,6 +1,7 @@
 """The process of one rehearsed rank: `python -m nemo_ext.rehearsal.rank ASKED.json RECORD.json`."""
 
 import json
+import resource
 import signal
 import sys
 import time
@@ -56,7 +57,7 @@ def rehearse(
         rank, parameters (numbers on it), peak_bytes, peak_phase, peak (bytes by kind at the highest), flops (of a step,
         by phase), collectives (of a step: group, operation, count, bytes), micro_batches (of a step),
         rehearsed_micro_batches, curve ([place in the step 0..1, phase, bytes]), seconds, checkpoint (of
-        `checkpoint.plan`).
+        `checkpoint.plan`); of this process: processor_seconds since it began, memory_bytes (its largest resident set).
 
     What Megatron or torch refuses is raised as they raise it.
     """
@@ -105,6 +106,8 @@ def rehearse(
         "curve": _thinned(tracker.curve),
         "seconds": round(time.monotonic() - began, 1),
         "checkpoint": saved,
+        "processor_seconds": round(time.process_time(), 1),
+        "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 

@@ -8,6 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import HEAD, Plan, assigned
+from nemo_ext.data.phases import plan_of
 from nemo_ext.job.settings import Strings, Whole
 from nemo_ext.megatron.fp8 import with_plan
 
@@ -68,13 +69,18 @@ FP8_FLAGS = ("fp8", "fp8_format", "fp8_recipe", "first_last_layers_bf16")
 def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A training config as it is rehearsed, and the flags that are set aside.
 
-    Section `transformer_engine` of the new config has precision_plan and permute_fusion, which the local back end does
-    not take.
+    Of phases, the one with the longest sequences is rehearsed. Section `transformer_engine` of the new config has
+    precision_plan and permute_fusion, which the local back end does not take.
 
     Raises:
-        ValueError: an FP8 scaling that the model's sizes do not fit; names the blocks.
+        ValueError: an FP8 scaling that the model's sizes do not fit, with the names of the blocks; or see `plan_of`.
     """
+    phases = plan_of(config)
     megatron = dict(config["megatron"])
+    if phases is not None:
+        longest = max(phases.phases, key=lambda phase: phase.seq_length)
+        places = max(int(megatron.get("max_position_embeddings") or 0), longest.seq_length)
+        megatron |= {**longest.megatron, "max_position_embeddings": places}
     aside = [name for name in NOT_HERE if megatron.get(name)]
     megatron |= dict.fromkeys(aside)
     plan = _plan(megatron, config.get("precision_plan"))

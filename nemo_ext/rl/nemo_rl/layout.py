@@ -397,8 +397,9 @@ class _Search:
     def _bytes(self, layout: Layout) -> int:
         """Estimate for the fullest GPU.
 
-        The logits count twice, for the loss and its gradient are both in FP32. DTensor divides weights, gradients and
-        Adam's state, all in FP32, over all GPUs, and gathers a block at a time, and its gradient.
+        The logits count twice in FP32, for the loss and its gradient; `activation_bytes` has six of these eight bytes.
+        DTensor divides weights, gradients and Adam's state, all in FP32, over all GPUs, and gathers a block at a time,
+        and its gradient.
 
         Raises:
             ValueError: the blocks cannot be divided so.
@@ -409,7 +410,7 @@ class _Search:
         rows = 128 * layout.tensor_parallel  # the bridges pad the vocabulary
         architecture = replace(architecture, vocab_size=-(-architecture.vocab_size // rows) * rows)
         tokens = self.length * layout.micro_batch_size / layout.context_parallel
-        logits = round(tokens * 4 * architecture.vocab_size / layout.tensor_parallel)
+        logits = round(tokens * 2 * architecture.vocab_size / layout.tensor_parallel)
         scan = [b.size("heads") for b in architecture.sizes if b.kind == "M" and not b.is_linear]
         if any(heads % (layout.tensor_parallel * layout.context_parallel) for heads in scan):
             raise ValueError(f"Mamba's {scan[0]} heads are no multiple of tensor x context parallel")
