@@ -8,13 +8,15 @@ from typing import Any
 
 from nemo_ext.checkpoint.foreign_code import may_run_code
 from nemo_ext.data.blends.hierarchy import read_tree
-from nemo_ext.data.curriculum.layout import CURRICULUM
+from nemo_ext.data.curriculum.layout import CURRICULUM, STATS
 from nemo_ext.job.files import only_run_in
 from nemo_ext.job.made_of import differing, flat, told
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import CHECKPOINTS, CONFIG, read_config
 from nemo_ext.job.settings import check_keys, checked_whole, nearest
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, Preference, algorithm_of, of_steps, presets
+from nemo_ext.rl.plan import adapt_of
+from nemo_ext.rl.reprofile import Curricula
 
 KEYS = (
     *("preset", "run_dir", "engine", "policy", "template", "tasks", "pairs", "environments", "trl", "nemo_rl"),
@@ -195,14 +197,14 @@ def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:
     if not config[section].get("train"):
         raise ValueError(f"{section}.train=null: {algorithm.algorithm} trains on {section}; say where they are")
     if section == "tasks":
-        _check_while_training(config)
+        _check_while_training(config, algorithm)
     if config[other].get("train"):
         raise ValueError(f"{other}.train: {algorithm.algorithm} trains on {section}, not on {other}: leave it out")
     return algorithm
 
 
-def _check_while_training(config: Mapping[str, Any]) -> None:
-    """Refuse shares and orders that change while a run trains, where it cannot do that."""
+def _check_while_training(config: Mapping[str, Any], algorithm: Algorithm) -> None:
+    """Refuse wrong settings of shares and orders that change while a run trains, and where it cannot do that."""
     train = config["tasks"]["train"]
     for key in ("adapt", "reprofile"):
         if train.get(key) is not None and config["engine"] != "trl":
@@ -211,3 +213,11 @@ def _check_while_training(config: Mapping[str, Any]) -> None:
     reprofile = train.get("reprofile")
     if isinstance(reprofile, Mapping) and reprofile.get("plateau") and not config["tasks"].get("validation"):
         raise ValueError("tasks.train.reprofile.plateau: of what? give tasks.validation.path")
+    adapt_of(train)
+    if reprofile is None or not isinstance(algorithm, PolicyGradient):
+        return
+    if algorithm.group is not None and algorithm.group.judge:
+        raise ValueError("tasks.train.reprofile: pass rates are the environments', rl.group.judge compares answers")
+    first = train.get("curriculum")
+    if not first or (Path(str(first)).expanduser() / STATS).is_file():  # an earlier job may have to make it
+        Curricula.of(train, Path("."), prompts=algorithm.prompts_per_step, steps=algorithm.steps or 1)

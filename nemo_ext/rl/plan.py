@@ -190,10 +190,9 @@ def plan_tasks(
     if len(given) != 1:
         raise ValueError(f"{where}: give one of path, curriculum, or directory with a blend, not {given or 'none'}")
     seed = checked_whole(f"{where}.seed", settings.get("seed", 1234))
-    if settings.get("adapt") is not None and settings.get("directory") is None:
-        raise ValueError(f"{where}.adapt: shares adapt between files: give directory with a blend")
+    adapt = adapt_of(settings, where=where)
     if settings.get("directory") is not None:
-        return _blended(settings, steps=steps + spare, prompts=prompts, seed=seed, where=where)
+        return _blended(settings, adapt, steps=steps + spare, prompts=prompts, seed=seed, where=where)
     shuffle = settings.get("shuffle", True)
     if not isinstance(shuffle, bool):
         raise ValueError(f"{where}.shuffle must be true or false, not {shuffle!r}")
@@ -209,6 +208,19 @@ def plan_tasks(
     return PlannedTasks(
         {name: file}, {name: Fraction(1)}, steps=steps + spare, prompts=prompts, seed=seed, shuffle=shuffle
     )
+
+
+def adapt_of(settings: Mapping[str, Any], *, where: str = "tasks.train") -> Adapt | None:
+    """Settings of adaptive shares, or None; no file is read.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    if settings.get("adapt") is None:
+        return None
+    if settings.get("directory") is None:
+        raise ValueError(f"{where}.adapt: shares adapt between files: give directory with a blend")
+    return checked(Adapt, settings["adapt"], where=f"{where}.adapt")
 
 
 def validation_tasks(path: str | Path) -> PlannedTasks:
@@ -253,7 +265,9 @@ def _order(seed: int, name: str, epoch: int, size: int) -> npt.NDArray[np.int64]
     return generator(seed, "tasks", name, epoch).permutation(size)
 
 
-def _blended(settings: Mapping[str, Any], *, steps: int, prompts: int, seed: int, where: str) -> PlannedTasks:
+def _blended(
+    settings: Mapping[str, Any], adapt: Adapt | None, *, steps: int, prompts: int, seed: int, where: str
+) -> PlannedTasks:
     root = read_tree({key: settings[key] for key in ("directory", "blend", "streams") if key in settings})
     for leaf in root.leaves():
         for key in ("source", "tokens"):
@@ -262,7 +276,6 @@ def _blended(settings: Mapping[str, Any], *, steps: int, prompts: int, seed: int
     files = {leaf.name: TaskFile(Path(f"{leaf.prefix}{_SUFFIX}")) for leaf in root.leaves()}
     sizes = {name: Size(tokens=len(file.tasks), known="files") for name, file in files.items()}
     shares = divide(root, sizes, tokens=steps * prompts)
-    adapt = None if settings.get("adapt") is None else checked(Adapt, settings["adapt"], where=f"{where}.adapt")
     if adapt is not None and any(node.cap_epochs is not None for node in _nodes(root)):
         raise ValueError(f"{where}.adapt: shares that adapt cannot keep a cap_epochs: leave one of them out")
     if adapt is not None and len([share for share in shares.values() if share]) < 2:

@@ -70,3 +70,24 @@ def test_nano_s_rlvr_on_generated_tasks_needs_no_judge() -> None:
     assert isinstance(algorithm, PolicyGradient)
     assert {"instructions", "contains", "tool_calls"} < set(algorithm.environments)
     assert "judge" not in algorithm.environments
+
+
+def test_what_changes_while_training_is_checked_before_an_engine_is_loaded() -> None:
+    config = compose("rl", ["preset=domyn_math_grpo", "model=m"])
+    judged = {**config, "rl": {**config["rl"], "group": {"judge": {"base_url": "u", "model": "m"}}}}
+    every = {"every": 2}
+    for given, train, message in (
+        (config, {"path": "t", "reprofile": {"platau": 2}}, "did you mean 'plateau'"),
+        (config, {"path": "t", "reprofile": {**every, "samples": 0}}, "samples=0"),
+        (config, {"path": "t", "reprofile": {**every, "curriculum": {"sigmo": 1}}}, "curriculum: .*'sigmo'"),
+        (config, {"path": "t", "reprofile": {"plateau": 2}}, "give tasks.validation.path"),
+        (judged, {"path": "t", "reprofile": every}, "judge compares"),
+        (config, {"path": "t", "adapt": {}}, "give directory with a blend"),
+        (config, {"directory": "t", "adapt": {"keep": 0}}, "keep=0"),
+        (config, {"directory": "t", "adapt": {"groups": 0}}, "groups=0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            checked_algorithm({**given, "tasks": {"train": train}})
+
+    of_another_job = {"train": {"curriculum": "nowhere", "reprofile": every}}
+    checked_algorithm({**config, "tasks": of_another_job})

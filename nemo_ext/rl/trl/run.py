@@ -299,8 +299,6 @@ def _tasks(
     curricula = _curricula(config, algorithm)
     answered = None
     if curricula is not None:
-        if algorithm.group is not None and algorithm.group.judge:
-            raise ValueError("tasks.train.reprofile: pass rates are the environments', rl.group.judge compares answers")
         curricula.forget_after(done // algorithm.updates_per_step)
         answered = curricula.read_tasks(train)
         planned.append(validation_tasks(answered.path))
