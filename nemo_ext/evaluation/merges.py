@@ -63,6 +63,9 @@ class SweepSettings:
         """
         if self.points and count != 2:
             raise ValueError(f"sweep.points: a line has two ends, from has {count} checkpoints: give sweep.mixtures")
+        for mixture in self.mixtures:
+            if len(mixture) != count:
+                raise ValueError(f"sweep.mixtures: {list(mixture)}: {len(mixture)} weights for {count} checkpoints")
         every = [(f"t{point + 0.0:g}", [1 - point, point]) for point in self.points]
         every += [("w" + "_".join(f"{one:g}" for one in mixture), list(mixture)) for mixture in self.mixtures]
         if len(found := dict(every)) < len(every):

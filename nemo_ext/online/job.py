@@ -99,7 +99,8 @@ class _Run:
         self.run_dir, self.policy = Path(config["run_dir"]), Path(config["served"]).expanduser()
         evaluation.read({**{key: config[key] for key in _OF_EVALUATION}, "run_dir": str(self.run_dir)})
         self.training = of_a_round(self.algorithm)
-        checked_whole("micro_batch", config["micro_batch"], least=1)
+        for key, least in (("micro_batch", 1), ("save_every", 1), ("seed", 0)):
+            checked_whole(key, config[key], least=least)
         for split, tasks in config["tasks"].items():
             if isinstance(tasks, str):
                 raise ValueError(f"tasks.{split}={tasks}: write tasks.{split}.path=FILE")

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemo_ext.evaluation import job, merges
-from nemo_ext.evaluation.merges import Candidate, choose, objectives
+from nemo_ext.evaluation.merges import Candidate, check, choose, objectives
 from nemo_ext.job.config import compose
 
 KNOWN = {"a": (0.1, 1.0), "t0.25": (0.0, 0.2), "t0.5": (0.9, 0.9), "b": (1.0, 0.0)}
@@ -145,3 +145,11 @@ def test_what_does_not_fit_is_said(sweep: Callable[..., list[str]], words: str, 
         sweep(words)
 
     assert said in str(told.value)
+
+
+def test_mixtures_are_counted_before_a_checkpoint_is_there() -> None:
+    config = compose("merge_sweep", ["from=[]", "sweep.points=[]", "sweep.mixtures=[[0.5,0.5],[1,0]]"])
+
+    for sources in ([], ["nowhere"], ["nowhere", "elsewhere", "third"]):
+        with pytest.raises(ValueError, match=f"2 weights for {len(sources)} checkpoints"):
+            check({**config, "from": sources})

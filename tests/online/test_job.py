@@ -79,6 +79,7 @@ def test_a_round_raises_the_reward_and_a_stopped_one_goes_on(
         (("rl.lengths={prompt: null, total: 288}",), "online.max_tokens=null"),
         (("rl.loss.length_normalised=true",), "loss.length_normalised: rpo's margins are sums"),
         (("tasks.train.path=bank.jsonl",), "'bank' has several turns"),
+        (("save_every=0",), "save_every"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_served(
