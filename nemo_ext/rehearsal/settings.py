@@ -79,21 +79,28 @@ FP8_FLAGS = ("fp8", "fp8_format", "fp8_recipe", "first_last_layers_bf16")
 """Flags that are rehearsed as a precision plan; what else belongs to FP8 is without effect on the local back end."""
 
 
+def one_phase(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of a step; of a run with phases, of the one with the longest sequences, which need most memory."""
+    plan = plan_of(config)
+    if plan is None:
+        return config
+    longest = max(plan.phases, key=lambda phase: phase.seq_length)
+    flags = {**config["megatron"], **longest.megatron}
+    flags["max_position_embeddings"] = max(int(flags.get("max_position_embeddings") or 0), longest.seq_length)
+    return {**config, "phases": None, "megatron": flags}
+
+
 def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A training config as it is rehearsed, and the flags that are set aside.
 
-    Of phases, the one with the longest sequences is rehearsed. Section `transformer_engine` of the new config has
+    Of phases, that of `one_phase`. Section `transformer_engine` of the new config has
     precision_plan and permute_fusion, which the local back end does not take.
 
     Raises:
         ValueError: an FP8 scaling that the model's sizes do not fit, with the names of the blocks; or see `plan_of`.
     """
-    phases = plan_of(config)
+    config = one_phase(config)
     megatron = dict(config["megatron"])
-    if phases is not None:
-        longest = max(phases.phases, key=lambda phase: phase.seq_length)
-        places = max(int(megatron.get("max_position_embeddings") or 0), longest.seq_length)
-        megatron |= {**longest.megatron, "max_position_embeddings": places}
     aside = [name for name in NOT_HERE if megatron.get(name)]
     megatron |= dict.fromkeys(aside)
     plan = _plan(megatron, config.get("precision_plan"))

@@ -27,7 +27,8 @@ from nemo_ext.job.files import write_text
 from nemo_ext.job.report import markdown_table
 from nemo_ext.megatron.arguments import pattern_with_cuts, world_size
 from nemo_ext.rehearsal.job import rehearse
-from nemo_ext.rehearsal.settings import rehearsed
+from nemo_ext.rehearsal.settings import one_phase, rehearsed
+from nemo_ext.slurm.rehearse import key_of
 
 ROOT = Path(__file__).parents[2]
 FIGURES = Path(__file__).with_suffix(".json")
@@ -37,22 +38,11 @@ RECIPES = sorted(
 )
 BEGIN, END = "<!-- made by tests/rehearsal/recipes.py -->\n", "<!-- end -->\n"
 GIB = 2**30
-NO_SHAPE = re.compile(r"(lr|min_lr|adam|weight_decay|train_iters|seed|pretrained|eval|save|load|finetune|moe_aux)(_|$)")
-"""Flags of Megatron on which no shape depends."""
 
 
 def memory(recipe: str) -> int:
     """GiB of the GPUs that a recipe is written for: Leonardo's A100, else an H100."""
     return 64 if recipe.startswith("domyn_small/") else 80
-
-
-def question(recipe: str) -> str:
-    """What a rehearsal depends on; the same for recipes that need one rehearsal."""
-    config, aside = rehearsed(compose("rehearse", [f"recipe={recipe}"]))
-    flags = {key: value for key, value in config["megatron"].items() if not NO_SHAPE.match(key)}
-    return json.dumps(
-        [config["model"], flags, config["launcher"], config.get("transformer_engine"), aside], sort_keys=True
-    )
 
 
 def figures(recipe: str) -> dict[str, Any]:
@@ -140,7 +130,7 @@ def main(words: Iterable[str]) -> int:
     known: dict[str, Any] = {}
     failed = 0
     for recipe in recipes:
-        key = question(recipe)
+        key = key_of(one_phase(compose("rehearse", [f"recipe={recipe}"])))
         try:
             known[key] = made[recipe] = known.get(key) or figures(recipe)
         except ValueError as error:
