@@ -19,7 +19,7 @@ from nemo_ext.job.settings import checked
 from nemo_ext.megatron.arguments import pattern_with_cuts, world_size
 from nemo_ext.rehearsal.saved import summed, whole
 from nemo_ext.rehearsal.search import gpu_of, search
-from nemo_ext.rehearsal.settings import Settings, rehearsed
+from nemo_ext.rehearsal.settings import Settings, is_own, rehearsed
 from nemo_ext.rehearsal.teacher import with_teacher
 
 
@@ -52,10 +52,7 @@ def job(config: dict[str, Any]) -> None:
     searched = None
     if settings.search:
         searched, results = search(config, *gpu_of(name, limit), settings.best, changed)
-        given = [word.removeprefix("++") for word in words]
-        searched["command"] = [
-            word for word in given if not word.startswith(("rehearse.", "run_dir=", "format=", "cluster="))
-        ]
+        searched["command"] = [word.removeprefix("++") for word in words if not is_own(word)]
         limit = searched["fill"] * searched["gpu"]["memory_gib"]
     else:
         variants = [("", config)]

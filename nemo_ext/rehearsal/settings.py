@@ -38,6 +38,19 @@ class Settings:
     def __post_init__(self) -> None:
         if self.search and self.variants:
             raise ValueError("rehearse.search and rehearse.try exclude each other: one finds the changes itself")
+        for change in self.variants:
+            own = [word for word in change.split() if is_own(word)]
+            if own or not change.strip():
+                raise ValueError(
+                    f"rehearse.try has {' '.join(own) or 'an empty change'}: expected words of `nemo-ext train`; give "
+                    "those of the rehearsal itself beside it, they are the same for all"
+                )
+
+
+def is_own(word: str) -> bool:
+    """Whether a word of the command line is about the rehearsal, and not about the training that is rehearsed."""
+    key = word.lstrip("+~").partition("=")[0]
+    return key in ("run_dir", "format", "cluster") or key.startswith(("rehearse.", "cluster."))
 
 
 FP8_WEIGHTS = "fp8 weights"

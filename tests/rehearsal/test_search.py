@@ -123,6 +123,9 @@ def test_gpus_by_name_and_by_memory() -> None:
     ("given", "why"),
     [
         ({"search": True, "try": ["megatron.micro_batch_size=2"]}, "exclude each other"),
+        ({"try": ["megatron.bf16=true rehearse.imbalance=2"]}, "rehearse.try has rehearse.imbalance=2: expected words"),
+        ({"try": ["++cluster.node.gpus=4"]}, r"rehearse.try has \+\+cluster.node.gpus=4: expected words"),
+        ({"try": [""]}, "rehearse.try has an empty change"),
     ],
 )
 def test_settings_that_contradict_each_other(given: dict[str, Any], why: str) -> None:
@@ -133,11 +136,11 @@ def test_settings_that_contradict_each_other(given: dict[str, Any], why: str) ->
 @pytest.mark.slow
 def test_a_search_from_the_command_line_to_the_checks_of_training(tmp_path: Path) -> None:
     (tmp_path / "cluster").mkdir()
-    site = "# @package cluster\nname: mine\nnode: {gpus: 4, gpu: A100-64GB, gpu_memory_gib: 0.2, fp8: [], cpus: 8}\n"
+    site = "# @package cluster\nname: mine\nnode: {gpus: 4, gpu: A100-64GB, gpu_memory_gib: 9, fp8: [], cpus: 8}\n"
     (tmp_path / "cluster" / "mine.yaml").write_text(site)
     base = [f"--config-dir={tmp_path}", *BASE[:3], *EIGHT, "model=domyn_small_tiny"]
     command = [sys.executable, "-m", "nemo_ext", "rehearse", *base, f"run_dir={tmp_path}"]
-    asked = ["rehearse.search=true", "rehearse.best=1", "cluster=mine"]
+    asked = ["rehearse.search=true", "rehearse.best=1", "cluster=mine", "cluster.node.gpu_memory_gib=0.2"]
     subprocess.run([*command, *asked], check=True, capture_output=True)
 
     found = json.loads((tmp_path / "rehearsal.json").read_text())
