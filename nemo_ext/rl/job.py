@@ -35,6 +35,7 @@ OF_THE_MACHINE = (
     "nemo_rl.set.checkpointing.checkpoint_must_save_by",
 )
 """Prefixes of keys that may change when a run is resumed on another machine."""
+READS_AHEAD = "NeMo-RL's asynchronous loop reads prompts ahead, in another process, before rewards can choose them"
 ENGINES = {"trl": "nemo_ext.rl.trl.run", "nemo_rl": "nemo_ext.rl.nemo_rl.job"}
 
 
@@ -195,19 +196,20 @@ def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:
     if not config[section].get("train"):
         raise ValueError(f"{section}.train=null: {algorithm.algorithm} trains on {section}; say where they are")
     if section == "tasks":
-        _check_while_training(config)
+        _check_while_training(config, algorithm)
     if config[other].get("train"):
         raise ValueError(f"{other}.train: {algorithm.algorithm} trains on {section}, not on {other}: leave it out")
     return algorithm
 
 
-def _check_while_training(config: Mapping[str, Any]) -> None:
+def _check_while_training(config: Mapping[str, Any], algorithm: Algorithm) -> None:
     """Refuse shares and orders that change while a run trains, where it cannot do that."""
     train = config["tasks"]["train"]
-    for key in ("adapt", "reprofile"):
-        if train.get(key) is not None and config["engine"] != "trl":
-            reason = "draws its tasks before the run, engine=trl while it trains"
-            raise ValueError(f"tasks.train.{key}: engine={config['engine']} {reason}")
     reprofile = train.get("reprofile")
+    if reprofile is not None and config["engine"] != "trl":
+        reason = "cannot measure pass rates while it trains, engine=trl can"
+        raise ValueError(f"tasks.train.reprofile: engine={config['engine']} {reason}")
+    if train.get("adapt") is not None and config["engine"] != "trl" and getattr(algorithm, "asynchronous", None):
+        raise ValueError(f"tasks.train.adapt with rl.asynchronous: {READS_AHEAD}: set rl.asynchronous=null")
     if isinstance(reprofile, Mapping) and reprofile.get("plateau") and not config["tasks"].get("validation"):
         raise ValueError("tasks.train.reprofile.plateau: of what? give tasks.validation.path")

@@ -213,6 +213,31 @@ def test_resumed_as_if_it_had_never_stopped(runs: Runs, tiny_llama: Path, tmp_pa
     assert any((value != first[name]).any() for name, value in one.items())
 
 
+def test_a_file_that_teaches_nothing_loses_its_weight(runs: Runs, tiny_llama: Path, tmp_path: Path) -> None:
+    """Two words in a response, which a random model writes now and then, and 99, which do not fit into it."""
+    for name, least in (("hope", 2), ("vain", 99)):
+        rule = {"id": "length_constraints:number_words", "kwargs": {"num_words": least, "relation": "at least"}}
+        reference = {"instructions": [rule], "mode": "all"}
+        task = {"environment": "instructions", "thinking": False, "reference": reference}
+        written(tmp_path / f"{name}.jsonl", ({"id": f"{name}{n}", "prompt": f"{name} {n}", **task} for n in range(9)))
+    train = f"tasks.train={{directory: {tmp_path}, blend: {{hope: 1, vain: 1}}, adapt: {{keep: 0.2, groups: 2}}}}"
+    words = [word for word in grpo(tmp_path, "{instructions: {}}", prompts=4) if not word.startswith("tasks.")]
+    words += [train, "rl.lengths={prompt: 256, response: 8}"]
+
+    whole = runs.nemo_rl("whole", tiny_llama, *words, steps=4)
+    begun = runs.nemo_rl("parts", tiny_llama, *words, steps=2)
+    resumed = runs.nemo_rl("parts", tiny_llama, *words, steps=4)
+
+    weights = of(whole, "weight/vain", "adaptive")
+    assert len(weights) == 4 and weights[0] == 0.5 and weights[-1] < 0.3
+    assert of(whole, "signal/vain", "adaptive")[-1] < 0.2 < 0.4 < of(whole, "signal/hope", "adaptive")[-1]
+    for key in ("weight/hope", "weight/vain", "signal/hope", "signal/vain"):
+        parts = [*of(begun, key, "adaptive"), *of(resumed, key, "adaptive")]
+        assert parts == of(whole, key, "adaptive").tolist()
+    for key in ("loss", "reward", "grad_norm"):
+        assert [*of(begun, key), *of(resumed, key)] == of(whole, key).tolist()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("drops", [False, True], ids=["all groups", "without equal rewards"])
 def test_asynchronous_steps(runs: Runs, small_model: Path, task_file: Path, drops: bool) -> None:
