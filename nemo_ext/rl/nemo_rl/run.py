@@ -145,7 +145,7 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> 
     max_length = master["data"].get("max_input_seq_length")
     process = functools.partial(_processed, names=settings, tokenizer=tokenizer, processor=processor, length=max_length)
     adaptive = None if shares is None else AdaptiveTasks(train, shares, process)
-    datasets = (adaptive or process(train), None if validation is None else process(validation))
+    datasets = (process(train) if adaptive is None else adaptive, None if validation is None else process(validation))
     compat.with_generation(master, tokenizer)
     environments = {PREFIX + name: compat.create_environment(PREFIX + name, given) for name, given in settings.items()}
     # Separate actors, so that the metrics of training and validation stay apart.

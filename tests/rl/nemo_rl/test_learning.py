@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from scipy.stats import t
 from torch.nn.utils.rnn import pad_sequence
 
@@ -256,10 +257,16 @@ def test_asynchronous_steps(runs: Runs, small_model: Path, task_file: Path, drop
 
 @pytest.mark.slow
 def test_rloo_sums_over_a_response(runs: Runs, small_model: Path, task_file: Path) -> None:
-    """The loss is the plain formula of what NeMo-RL logged of the batch, trained in three micro-batches."""
+    """The loss is the plain formula of what NeMo-RL logged of the batch.
+
+    The rendered config has packed sequences, which DTensor's worker would take from the batch; the policy here packs
+    nothing and takes three micro-batches of 8.
+    """
     words = [word for word in grpo(task_file, prompts=3) if not word.startswith(("preset=", "micro_batch="))]
     logged = runs.nemo_rl("run", small_model, "preset=rloo_if", "micro_batch=8", *words, steps=1)
 
+    rendered = yaml.safe_load((runs.folder / "run/checkpoints/step_1/config.yaml").read_text())
+    assert rendered["policy"]["train_micro_batch_size"] == 8
     (file,) = runs.folder.rglob("train_data_step1.jsonl")
     keys = ("advantages", "prev_logprobs", "token_loss_mask")
     lines = map(json.loads, file.read_text().splitlines())
