@@ -25,6 +25,7 @@ from nemo_ext.data.blends.hierarchy import Group
 from nemo_ext.data.blends.plan import plan_blend
 from nemo_ext.data.phases import Phase, Plan, plan_of, segments
 from nemo_ext.job.config import compose
+from nemo_ext.rehearsal.settings import rehearsed
 
 CONFIGS = Path(hydra_conf.__file__).parent
 MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
@@ -36,6 +37,8 @@ RECIPES = sorted(
     for path in CONFIGS.glob("recipe/*/*.yaml")
     if path.parent.name != "puzzle"  # tiny models as they are, in a job of their own: tests/puzzle
 )
+REHEARSED = json.loads(Path(__file__).with_name("rehearsal").joinpath("recipes.json").read_text())
+"""What rehearsals of the recipes found: tests/rehearsal/recipes.py."""
 WITH_PHASES = ("domyn_small/foundation", "nemotron3_nano/pretrain", "nemotron3_nano/quickstart_phases")
 ONE_EACH = {recipe.split("/")[0]: recipe for recipe in RECIPES}.values()
 """A recipe of each family."""
@@ -288,7 +291,7 @@ def test_megatron_accepts_a_recipe_at_full_size(recipe: str) -> None:
 def test_a_recipe_fits_its_gpus(recipe: str) -> None:
     from nemo_ext.megatron.arguments import pattern_with_cuts, world_size
 
-    config = deepcopy(composed(f"recipe={recipe}"))
+    config = deepcopy(rehearsed(composed(f"recipe={recipe}"))[0])
     config["model"]["pattern"] = pattern_with_cuts(config)
     memory = 64e9 if recipe.startswith("domyn_small/") else 80e9  # A100-64GB of Leonardo, else H100
 
@@ -296,6 +299,10 @@ def test_a_recipe_fits_its_gpus(recipe: str) -> None:
 
     # 15 % are left to what the estimate does not know: communication buffers, the allocator, the CUDA context.
     assert max(gpu.total_bytes for gpu in gpus) < 0.85 * memory
+    for rank in REHEARSED.get(recipe, {"ranks": []})["ranks"]:
+        assert rank["peak_bytes"] < 0.85 * memory
+        # Or within the workspaces of matrix products, which matter for tiny models alone.
+        assert gpus[rank["stage"]].total_bytes == pytest.approx(rank["peak_bytes"], rel=0.1, abs=192 * 2**20)
 
 
 def steps(recipe: str, *overrides: str) -> dict[str, Any]:

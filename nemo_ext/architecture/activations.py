@@ -18,7 +18,8 @@ def activation_bytes(
     Bytes kept per block (`block_activation_bytes`) times the micro-batches in flight: PP - rank with 1F1B, and
     (PP - rank - 1) * 2 + (virtual stages - 1) * PP + 1 model chunks with Megatron's interleaved schedule. Full
     recomputation keeps each group's input only, plus one group's activations while it is recomputed. The last
-    stage adds the output layer's input, its norm's and the logits in fp32.
+    stage adds the output layer's input, its norm's and the logits, as the layer makes them and in fp32; all these
+    end before anything is recomputed.
     """
     stages = stage_ranges(architecture.pattern, layout)
     pipeline, chunks = layout.pipeline_parallel, layout.virtual_stages
@@ -41,10 +42,13 @@ def activation_bytes(
         else:
             kept.append(sum(blocks))
     # Chunks take turns, PP micro-batches each (Megatron's interleaved schedule).
-    total = sum(kept[(forward // pipeline) % chunks] for forward in range(in_flight)) + working
+    total = sum(kept[(forward // pipeline) % chunks] for forward in range(in_flight))
+    head = 0.0
     if rank == pipeline - 1:
-        total += 2 * residual + tokens * 4 * architecture.vocab_size / layout.tensor_parallel
-    return round(total)
+        size = BYTES[layout.precision]
+        logits = tokens * (4 + (size if size < 4 else 0)) * architecture.vocab_size / layout.tensor_parallel
+        head = 2 * residual + logits
+    return round(total + max(head, working))
 
 
 def block_activation_bytes(
@@ -55,14 +59,15 @@ def block_activation_bytes(
     Per token, in numbers of the training precision (h hidden, q = heads x head_dim, k = kv x head_dim):
 
     - every block: its input h; the norm's output h [layernorm]
-    - attention: queries, keys and values q + 2k; the output projection's input q; with QK-norm its input
-      q + k; per head the log-sum-exp, or two copies of the scores if attention is not fused [core_attn]
+    - attention: queries, keys and values q + 2k; the output projection's input q; with QK-norm over heads its
+      input, a view of all q + 2k, with QK-norm over the width its input in fp32 and what is weighted, q + k each;
+      per head the log-sum-exp, or two copies of the scores if attention is not fused [core_attn]
     - MLP: the first linear's output and the activation's [mlp]
-    - MoE: router logits and probabilities in fp32 per expert [moe]; per chosen expert its input and output,
-      its first linear's output [moe] and the activation's [moe_act, moe]; the shared expert as an MLP
-      [shared_experts, moe]
-    - Mamba-2: in_proj's output, the scan's output and the gated norm's output; the fused kernel recomputes
-      the convolution and the states
+    - MoE: router logits and probabilities in fp32 per expert [moe]; per chosen expert its input, its first
+      linear's output [moe] and the activation's [moe_act, moe], without a gate also the activation's times the
+      probability, which is one kernel with a gate [moe_act, moe]; the shared expert as an MLP [shared_experts, moe]
+    - Mamba-2: in_proj's output, in which each of TP x CP ranks has a group of B and C; the scan's output before and
+      after gating, the norm's output; the fused kernel recomputes the convolution and the states
     - linear: nothing more
 
     A name in brackets is the module of Megatron's recompute_modules that drops the term. Block input, norm
@@ -81,7 +86,10 @@ def block_activation_bytes(
         pass
     elif block.kind == "*":
         query, key, projected = attention_widths(architecture, block)
-        sharded = size * (projected + query + (query + key if architecture.qk_layernorm else 0))
+        sharded = size * (projected + query)
+        if architecture.qk_layernorm:
+            wide = architecture.qk_norm_scope == "width"
+            sharded += (4 + size) * (query + key) if wide else size * projected
         per_head = 4 if layout.fused_attention else 2 * size * length
         core = per_head * block.size("heads")
         sharded += unless("core_attn", core)
@@ -90,11 +98,14 @@ def block_activation_bytes(
         sharded = unless("mlp", size * (first_width(architecture, ffn) + ffn))
     elif block.kind == "M":
         inner, _, projected = mamba_widths(block)
-        sharded = size * (projected + 2 * inner)
+        ranks, groups = layout.tensor_parallel * layout.context_parallel, block.size("groups")
+        copied = 2 * block.size("state") * (max(groups, ranks) - groups)
+        sharded = size * (projected + copied + 3 * inner)
     else:
         ffn, shared, width = block.size("ffn"), block.size("shared"), architecture.moe_latent_size or hidden
         along_sequence += unless("moe", 8 * block.size("experts"))
-        routed = first_width(architecture, ffn) + unless("moe_act", ffn) + 2 * width * layout.expert_tensor
+        activated = ffn if architecture.gated else 2 * ffn
+        routed = first_width(architecture, ffn) + unless("moe_act", activated) + width * layout.expert_tensor
         sharded = unless("moe", size * block.size("topk") * routed)
         if not {"moe", "shared_experts"} & set(recomputed):
             sharded += size * (first_width(architecture, shared) + shared)

@@ -142,11 +142,7 @@ def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace)
         check_cached_teacher(config, arguments)
     if settings.teacher is None:
         return
-    if int(config["megatron"].get("pipeline_model_parallel_size") or 1) > 1:
-        raise ValueError(
-            "distillation.teacher with pipeline_model_parallel_size above 1: the teacher runs in one stage; save its "
-            "log-probabilities first and train with megatron.logits_load_dir (docs/distillation.md)"
-        )
+    distillation.one_stage(config)
     merged, _ = distillation.teacher_config(config)
     try:
         check_layout(merged)

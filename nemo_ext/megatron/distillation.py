@@ -8,7 +8,7 @@ loss overwrites the logits: Megatron's cross entropy in float32 and Transformer 
 import json
 import tarfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -109,6 +109,29 @@ def teacher_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
             f"distillation.teacher={teacher}: no config of the model lies beside it; expected the run's config.yaml "
             "or a converted checkpoint's model/NAME.yaml"
         )
+    return with_model_of(config, beside), folder
+
+
+def one_stage(config: Mapping[str, Any]) -> None:
+    """Refuses pipeline stages in a run with a teacher.
+
+    Raises:
+        ValueError: says what to do.
+    """
+    if int(config["megatron"].get("pipeline_model_parallel_size") or 1) > 1:
+        raise ValueError(
+            "distillation.teacher with pipeline_model_parallel_size above 1: the teacher runs in one stage; save its "
+            "log-probabilities first and train with megatron.logits_load_dir (docs/distillation.md)"
+        )
+
+
+def with_model_of(config: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
+    """A student's training config with the model of another config, as its teacher is built.
+
+    Raises:
+        ValueError: their vocabularies differ.
+    """
+    teacher = config["distillation"]["teacher"]
     rows, own = (Architecture.from_config(each).vocab_size for each in (beside, config))
     if rows != own:
         raise ValueError(
@@ -127,7 +150,7 @@ def teacher_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
     pattern = format_pattern(Pattern(parse(own_section["pattern"]).blocks))  # without the cuts of its own training
     named = {**own_section, "pattern": pattern, "backend": config["model"].get("backend") or "auto"}
     named.pop("virtual_pipeline_stages", None)
-    return {**config, "model": named, "megatron": flags, "distillation": None}, folder
+    return {**config, "model": named, "megatron": flags, "distillation": None}
 
 
 @cache
@@ -194,17 +217,24 @@ class Distillation(ABC):
 
 
 class OnlineTeacher(Distillation):
-    """A teacher in the student's process and layout, without gradients and not part of checkpoints."""
+    """A teacher in the student's process and layout, without gradients and not part of checkpoints.
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    Args:
+        config: the student's composed config.
+        load: makes the teacher from it; `load_teacher` by default.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], load: Callable[[Mapping[str, Any]], torch.nn.Module] | None = None
+    ) -> None:
         settings = Settings.from_config(config)
         super().__init__(kl_weight=settings.kl_weight, lm_weight=settings.lm_weight)
-        self.config, self.settings = config, settings
+        self.config, self.settings, self.load = config, settings, load or load_teacher
         self._logits: Tensor | None = None
 
     def attach(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """See `Distillation.attach`; loads the teacher first."""
-        self.teacher = load_teacher(self.config)
+        self.teacher = self.load(self.config)
         return super().attach(model)
 
     def before_student(self, batch: Mapping[str, Tensor], bounds: Mapping[str, Any]) -> None:
@@ -275,22 +305,29 @@ def from_config(config: Mapping[str, Any], arguments: Any) -> Distillation | Non
 def load_teacher(config: Mapping[str, Any]) -> torch.nn.Module:
     """Load the teacher of a student's run with its weights, on this rank's place in the run's process groups."""
     from megatron.core import dist_checkpointing
+    from megatron.training.utils import print_rank_0
+
+    merged, folder = teacher_config(config)
+    print_rank_0(f"teacher: {folder}")
+    teacher = build_teacher(merged)
+    state = dist_checkpointing.load({"model": teacher.sharded_state_dict()}, str(folder))
+    teacher.load_state_dict(state["model"])
+    return teacher
+
+
+def build_teacher(merged: Mapping[str, Any]) -> Any:
+    """The model of `with_model_of`'s config, without gradients, on this rank's place in the run's process groups."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.utils import unwrap_model
-    from megatron.training.utils import print_rank_0
 
     from nemo_ext.megatron.model import BlockModelBuilder, model_config
 
-    merged, folder = teacher_config(config)
     arguments = parse_arguments(command_line(merged), world_size=world_size(merged))
     made = model_config(merged["model"], pattern_with_cuts(merged), arguments)
     made.finalize()
-    print_rank_0(f"teacher: {folder}")
     groups = ProcessGroupCollection.use_mpu_process_groups()
     # In the run's precision, as Megatron builds any model. Megatron's wrappers would only turn logits into float32.
     (teacher,) = unwrap_model(BlockModelBuilder(made).build_distributed_models(groups, wrap_with_ddp=False))
-    state = dist_checkpointing.load({"model": teacher.sharded_state_dict()}, str(folder))
-    teacher.load_state_dict(state["model"])
     return teacher.eval().requires_grad_(False)
 
 

@@ -12,11 +12,15 @@ from typing import Any
 from nemo_ext.architecture.cost import TRAINING_FLOPS_FACTOR, per_gpu
 from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.model import Architecture
+from nemo_ext.job.config import compose
 from nemo_ext.job.files import write_text
 from nemo_ext.job.progress import progress_of
 from nemo_ext.job.settings import checked
 from nemo_ext.megatron.arguments import pattern_with_cuts, world_size
+from nemo_ext.rehearsal.saved import summed, whole
+from nemo_ext.rehearsal.search import gpu_of, search
 from nemo_ext.rehearsal.settings import Settings, rehearsed
+from nemo_ext.rehearsal.teacher import with_teacher
 
 
 def job(config: dict[str, Any]) -> None:
@@ -27,26 +31,58 @@ def job(config: dict[str, Any]) -> None:
     """
     from hydra.core.hydra_config import HydraConfig
 
-    from nemo_ext.job.config import compose
     from nemo_ext.rehearsal.report import write
 
     settings = checked(Settings, config["rehearse"], "rehearse")
     if config["format"] not in ("table", "json"):
         raise ValueError(f"format={config['format']}: expected table or json")
-    words = list(HydraConfig.get().overrides.task)
-    variants = [("", config)]
-    variants += [(change, compose("rehearse", [*words, *change.split()])) for change in settings.variants]
+    running = HydraConfig.get()
+    own = [f"--config-dir={each.path}" for each in running.runtime.config_sources if each.schema == "file"]
+    words = [*own, *running.overrides.task]
     folder = Path(config["run_dir"])
+    name, limit = _gpu(settings, config)
     folder.mkdir(parents=True, exist_ok=True)
-    results = []
-    for number, (change, variant) in enumerate(variants):
-        results.append(
-            {
-                "change": change,
-                **rehearse(variant, settings.stages, folder / "ranks" / str(number), imbalance=settings.imbalance),
-            }
+
+    def one(each: Mapping[str, Any], number: int) -> dict[str, Any]:
+        return rehearse(each, settings.stages, folder / "ranks" / str(number), imbalance=settings.imbalance)
+
+    def changed(change: list[str], number: int) -> dict[str, Any]:
+        return one(compose("rehearse", [*words, *change]), number)
+
+    searched = None
+    if settings.search:
+        searched, results = search(config, *gpu_of(name, limit), settings.best, changed)
+        given = [word.removeprefix("++") for word in words]
+        searched["command"] = [
+            word for word in given if not word.startswith(("rehearse.", "run_dir=", "format=", "cluster="))
+        ]
+        limit = searched["fill"] * searched["gpu"]["memory_gib"]
+    else:
+        variants = [("", config)]
+        variants += [(change, compose("rehearse", [*words, *change.split()])) for change in settings.variants]
+        results = [
+            {"change": change, "number": number, **one(each, number)} for number, (change, each) in enumerate(variants)
+        ]
+    write(folder, config["recipe"], results, limit=limit, searched=searched, as_json=config["format"] == "json")
+
+
+def _gpu(settings: Settings, config: Mapping[str, Any]) -> tuple[str | None, float | None]:
+    """Name and memory in GiB of the GPUs, as far as the settings and the site say them.
+
+    Raises:
+        ValueError: there is no such GPU, or the site's nodes have fewer than the config starts ranks on.
+    """
+    site = config.get("cluster") or {}
+    node, per_node = site.get("node") or {}, int(config["launcher"]["nproc_per_node"])
+    if node and per_node > node["gpus"]:
+        raise ValueError(
+            f"launcher.nproc_per_node={per_node}: a node of {site['name']} has {node['gpus']} GPUs; set it and "
+            "launcher.nodes"
         )
-    write(folder, config["recipe"], results, limit=settings.gpu_memory_gib, as_json=config["format"] == "json")
+    memory = settings.gpu_memory_gib
+    if settings.gpu is not None:
+        memory = gpu_of(settings.gpu, memory)[1].memory_gib
+    return settings.gpu or node.get("gpu"), memory
 
 
 def rehearse(
@@ -56,8 +92,8 @@ def rehearse(
 
     Returns:
         world (number of ranks), set_aside (settings that are not rehearsed), imbalance (of experts), pipeline (number
-        of its ranks); `ranks`: of each, the record of `rank.rehearse` with `stage` (its pipeline rank) and `estimate`
-        (the cost model's).
+        of its ranks), checkpoint (`saved.whole`); `ranks`: of each, the record of `rank.rehearse` with `stage` (its
+        pipeline rank) and `estimate` (the cost model's).
 
     Raises:
         ValueError: a layout that the model does not fit, or Megatron's own reason.
@@ -66,6 +102,11 @@ def rehearse(
 
     changed, aside = rehearsed(config)
     check_layout(changed)
+    if (config.get("distillation") or {}).get("teacher") is not None:
+        changed["teacher"] = with_teacher(changed)
+        if changed["transformer_engine"]["precision_plan"] is not None:  # it numbers the student's blocks
+            changed["transformer_engine"] = {**changed["transformer_engine"], "precision_plan": None}
+            aside.append("FP8, beside a teacher")
     world = world_size(changed)
     cut = {**changed, "model": {**changed["model"], "pattern": pattern_with_cuts(changed)}}
     layout, architecture = Layout.from_config(cut, world_size=world), Architecture.from_config(cut)
@@ -86,6 +127,10 @@ def rehearse(
         guess = estimates[stage]
         tokens = length * layout.micro_batch_size * record["micro_batches"]
         record["stage"] = stage
+        tensors = record["checkpoint"].pop("tensors")
+        listed = folder / f"stage_{stage}.checkpoint.json"
+        write_text(listed, json.dumps(tensors, indent=1) + "\n")
+        record["checkpoint"] |= {**summed(tensors), "names": [line["name"] for line in tensors], "list": str(listed)}
         record["estimate"] = {
             "parameters": guess.parameters,
             "bytes": guess.total_bytes,
@@ -103,11 +148,13 @@ def rehearse(
         for record in pool.map(one, stages):
             records.append(record)
             advance(1)
+    share = sum(each.parameters for each in estimates) / sum(estimates[stage].parameters for stage in stages)
     return {
         "world": world,
         "set_aside": aside,
         "imbalance": imbalance,
         "pipeline": layout.pipeline_parallel,
+        "checkpoint": whole([record["checkpoint"] for record in records], share),
         "ranks": records,
     }
 

@@ -5,6 +5,7 @@
 | flash attention | q, k, v, out, log-sum-exp in fp32 | flash_attn/flash_attn_interface.py |
 | the same with CP | of the rank's own part of the sequence | TE's dot_product_attention/context_parallel.py |
 | norms | input, and 1 or 2 fp32 numbers a row | TE's pytorch/module/rmsnorm.py, layernorm.py |
+| Mamba-2's norm | input, and an fp32 number a row and group | mamba_ssm/ops/triton/layernorm_gated.py |
 | Mamba-2 | its input, the scan's output before gating | mamba_ssm/ops/triton/ssd_combined.py |
 | permutation of tokens | places of tokens; experts get equal numbers | TE's pytorch/permutation.py |
 """
@@ -24,6 +25,7 @@ from torch import Tensor
 from nemo_ext.architecture.cost import SCAN_CHUNK, attended_tokens
 from nemo_ext.megatron import specs
 from nemo_ext.megatron.attention import SDPACoreAttention
+from nemo_ext.megatron.cpu import mamba_norm
 from nemo_ext.megatron.norms import LocalNorm
 from nemo_ext.rehearsal.tracker import Tracker
 
@@ -40,6 +42,7 @@ def stand_ins(tracker: Tracker, *, kernels: bool = True, imbalance: float = 1.0)
     kept = (
         (specs.LocalBackend, "core_attention", lambda self: _attention(tracker)),
         (LocalNorm, "forward", _norm),
+        (mamba_norm.RMSNorm, "forward", _gated_norm),
         (mamba_mixer, "mamba_split_conv1d_scan_combined", _scan(tracker)),
     )
     with ExitStack() as stack:
@@ -100,7 +103,8 @@ def _attention(tracker: Tracker) -> type[MegatronModule]:
                 for sent in back:
                     tracker.add_collective("CONTEXT_PARALLEL_GROUP", *sent)
 
-            return _Kernel.apply(makes, works, query, key, value)
+            # Values are a view of the projection's output, which TE's get_qkv_layout copies: the output is not kept.
+            return _Kernel.apply(makes, works, *(each.contiguous() for each in (query, key, value)))
 
     return FlashAttention
 
@@ -134,6 +138,15 @@ def _norm(self: LocalNorm, x: Tensor) -> Tensor:
     return _Kernel.apply(makes, lambda *_: None, x, *self.parameters())
 
 
+def _gated_norm(self: mamba_norm.RMSNorm, x: Tensor) -> Tensor:
+    groups = x.shape[-1] // (self.group_size or x.shape[-1])
+
+    def makes(given: Tensor, *_: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return torch.empty_like(given), [given.new_empty(groups, *given.shape[:-1], dtype=torch.float32)]
+
+    return _Kernel.apply(makes, lambda *_: None, x, self.weight)
+
+
 def _scan(tracker: Tracker) -> Callable[..., Tensor]:
     def scan(
         zxbcdt: Tensor, weight: Tensor, bias: Tensor | None, dt_bias: Tensor, A: Tensor, *, D: Tensor, chunk_size: int,
@@ -151,11 +164,10 @@ def _scan(tracker: Tracker) -> Callable[..., Tensor]:
             within + 4 * inner * state + 2 * inner * state / SCAN_CHUNK + 2 * weight.shape[1] * weight.shape[0]
         )
 
-        def workspace() -> list[Tensor]:
-            new = zxbcdt.new_empty
+        def workspace(new: Callable[..., Tensor]) -> list[Tensor]:
             number = torch.float32
             return [
-                new(batch, weight.shape[0], length),  # after the convolution
+                new(batch, channels, length),  # after the convolution
                 new(batch, heads, chunks, chunk_size, dtype=number),  # dt
                 new(batch, heads, chunks, chunk_size, dtype=number),  # its sum
                 new(batch, chunks, heads, size, state, dtype=number),  # states
@@ -164,16 +176,20 @@ def _scan(tracker: Tracker) -> Callable[..., Tensor]:
 
         def makes(*_: Tensor) -> tuple[Tensor, list[Tensor]]:
             tracker.add_flops(flops)
-            work = workspace()
+            work = workspace(zxbcdt.new_empty)
             out = zxbcdt.new_empty(batch, length, inner)
             ungated = torch.empty_like(out)
             del work
             return out, [ungated]
 
-        def works(*_: Tensor) -> None:
+        channels = weight.shape[0]
+
+        # Nothing of the forward pass in its closure: it lives until the graph does, saved tensors only until they ran.
+        def works(projected: Tensor, *_: Tensor) -> None:
             tracker.add_flops(3 * flops)  # the forward pass again, then twice as much
-            work = [*workspace(), zxbcdt.new_empty(batch, chunks, heads, size, state, dtype=torch.float32)]
-            work.append(zxbcdt.new_empty(batch, length, weight.shape[0]))
+            new = projected.new_empty
+            work = [*workspace(new), new(batch, chunks, heads, size, state, dtype=torch.float32)]
+            work.append(new(batch, length, channels))
             del work
 
         given = [zxbcdt, weight, *([] if bias is None else [bias]), dt_bias, A, D]

@@ -1,6 +1,7 @@
 """The process of one rehearsed rank: `python -m nemo_ext.rehearsal.rank ASKED.json RECORD.json`."""
 
 import json
+import resource
 import signal
 import sys
 import time
@@ -8,7 +9,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,7 @@ from nemo_ext.architecture.pattern import parse
 from nemo_ext.job.files import write_text
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.megatron.rank import leave
+from nemo_ext.rehearsal.checkpoint import plan
 from nemo_ext.rehearsal.tracker import Tracker
 from nemo_ext.rehearsal.world import fake_world, megatron_arguments
 
@@ -44,7 +46,7 @@ def rehearse(
     """What one rank of a training step holds, computes and sends.
 
     Args:
-        config: composed training config, as `world.rehearsed` makes it.
+        config: composed training config, as `settings.rehearsed` makes it; with a teacher its config under `teacher`.
         rank: global rank.
         world: number of ranks.
         micro_batches: how many are run; FLOPs and communication are scaled to those of a step.
@@ -54,7 +56,8 @@ def rehearse(
     Returns:
         rank, parameters (numbers on it), peak_bytes, peak_phase, peak (bytes by kind at the highest), flops (of a step,
         by phase), collectives (of a step: group, operation, count, bytes), micro_batches (of a step),
-        rehearsed_micro_batches, curve ([place in the step 0..1, phase, bytes]), seconds.
+        rehearsed_micro_batches, curve ([place in the step 0..1, phase, bytes]), seconds, checkpoint (of
+        `checkpoint.plan`); of this process: processor_seconds since it began, memory_bytes (its largest resident set).
 
     What Megatron or torch refuses is raised as they raise it.
     """
@@ -77,8 +80,10 @@ def rehearse(
             stack.enter_context(_once(tracker))
             if kernels:
                 stack.enter_context(transformer_engine(tracker, config))
-            models = step(config, arguments, tracker, run)
+            models, optimizer = step(config, arguments, tracker, run)
             parameters = sum(each.numel() for model in models for each in model.parameters())
+            tracker.stop()
+            saved = plan(arguments, models, optimizer)
     scale = whole / run
     sent: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0])
     for (phase, group, operation), counted in tracker.collectives.items():
@@ -100,11 +105,20 @@ def rehearse(
         "rehearsed_micro_batches": run,
         "curve": _thinned(tracker.curve),
         "seconds": round(time.monotonic() - began, 1),
+        "checkpoint": saved,
+        "processor_seconds": round(time.process_time(), 1),
+        "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 
-def step(config: Mapping[str, Any], arguments: Any, tracker: Tracker, micro_batches: int) -> list[torch.nn.Module]:
-    """Builds as the trainer does, then one training step after the optimizer has its state."""
+def step(
+    config: Mapping[str, Any], arguments: Any, tracker: Tracker, micro_batches: int
+) -> tuple[list[torch.nn.Module], Any]:
+    """Builds as the trainer does, then one training step after the optimizer has its state.
+
+    Returns:
+        The models and the optimizer.
+    """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.enums import ModelType
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -115,12 +129,17 @@ def step(config: Mapping[str, Any], arguments: Any, tracker: Tracker, micro_batc
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from nemo_ext.megatron.arguments import pattern_with_cuts
+    from nemo_ext.megatron.distillation import OnlineTeacher, build_teacher
     from nemo_ext.megatron.forward_step import forward_step
     from nemo_ext.megatron.model import model_config
 
-    container = pretrain_cfg_container_from_args(
-        arguments, model_config(config["model"], pattern_with_cuts(config), arguments)
-    )
+    made = model_config(config["model"], pattern_with_cuts(config), arguments)
+    distilled, ahead = None, forward_step
+    if (teacher := config.get("teacher")) is not None:
+        distilled = OnlineTeacher(config, load=lambda _: build_teacher(teacher))
+        ahead = partial(forward_step, distillation=distilled)
+        made.post_wrap_hooks.append(distilled.attach)
+    container = pretrain_cfg_container_from_args(arguments, made)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     models, optimizer, scheduler = training.setup_model_and_optimizer(
         ModelType.encoder_or_decoder, cfg_container=container, pg_collection=groups
@@ -147,11 +166,13 @@ def step(config: Mapping[str, Any], arguments: Any, tracker: Tracker, micro_batc
             tracker.label([buffer.grad_data], "gradients")
             if buffer.param_data is not None:
                 tracker.label([buffer.param_data], "weights")
+    if distilled is not None:
+        tracker.label((*distilled.teacher.parameters(), *distilled.teacher.buffers()), "teacher")
     tracker.forget_peak()
 
     def forward(iterator: Any, model: Any) -> Any:
         with tracker.during("forward", "activations"):
-            return forward_step(iterator, model)
+            return ahead(iterator, model)
 
     update = optimizer.step
 
@@ -173,7 +194,7 @@ def step(config: Mapping[str, Any], arguments: Any, tracker: Tracker, micro_batc
             get_forward_backward_func(),
             iteration=0,
         )
-    return list(models)
+    return list(models), optimizer
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """What a rehearsal found: tables, rehearsal.json, report.md and a picture of memory over the step."""
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,18 +12,37 @@ from nemo_ext.job.files import write_text
 from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
 from nemo_ext.rehearsal.settings import FP8_WEIGHTS, TE_VERSION
 
-KINDS = ("weights", "gradients", "optimizer", "activations", "temporary")
+KINDS = ("weights", FP8_WEIGHTS, "teacher", "gradients", "optimizer", "activations", "temporary")
+COLORS = {
+    "weights": "#31688e",
+    FP8_WEIGHTS: "#5f7f3f",
+    "teacher": "#7ea6c4",
+    "gradients": "#35b779",
+    "optimizer": "#a5db36",
+    "activations": "#f2b134",
+    "temporary": "#d95f3b",
+}
 GIB = 2**30
 
 
 def write(
-    folder: Path, recipe: str, results: Sequence[Mapping[str, Any]], *, limit: float | None, as_json: bool
+    folder: Path,
+    recipe: str,
+    results: Sequence[Mapping[str, Any]],
+    *,
+    limit: float | None,
+    as_json: bool,
+    searched: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes rehearsal.json, report.md and memory.png; prints the tables, or the JSON."""
-    made = {"recipe": recipe, "gpu_memory_gib": limit, "results": results}
+    made = {"recipe": recipe, "gpu_memory_gib": limit, "search": searched, "results": results}
     write_text(folder / "rehearsal.json", json.dumps(made, indent=1) + "\n")
-    _draw(folder / "memory.png", results[0], limit)
-    text = "\n\n".join([f"# Rehearsal of {recipe}", *tables(results, limit), "![memory](memory.png)"]) + "\n"
+    found = [] if searched is None else search_tables(searched)
+    parts = [f"# Rehearsal of {recipe}", *found]
+    if results:
+        _draw(folder / "memory.png", _shown(results, searched), limit)
+        parts += [*tables(results, limit), "![memory](memory.png)"]
+    text = "\n\n".join(parts) + "\n"
     write_text(folder / "report.md", text)
     if as_json:
         json.dump(made, sys.stdout)
@@ -38,19 +58,19 @@ def write(
 def tables(results: Sequence[Mapping[str, Any]], limit: float | None) -> list[str]:
     """The report's parts in Markdown."""
     parts = []
-    changes = [f"{place}. {result['change']}" for place, result in enumerate(results) if place]
-    if changes:
+    changes = [f"{result['number']}. {result['change']}" for result in results if result["number"]]
+    if changes and not results[0]["number"]:
         parts.append("\n".join(["Tried beside the config as it is (0):", "", *changes]))
     ranks = [rank for result in results for rank in result["ranks"]]
-    shown = [*KINDS, *([FP8_WEIGHTS] if any(FP8_WEIGHTS in rank["peak"] for rank in ranks) else [])]
+    shown = [kind for kind in KINDS if any(rank["peak"].get(kind) for rank in ranks)]
     heading = ["try", "pipeline rank", "parameters", *shown, "peak", "cost model", "FLOPs a step", "cost model"]
     rows = []
-    for place, result in enumerate(results):
+    for result in results:
         for rank in result["ranks"]:
             guess, flops = rank["estimate"], sum(rank["flops"].values())
             fits = "" if limit is None else (" fits" if rank["peak_bytes"] <= limit * GIB else " TOO MUCH")
             kinds = [size(rank["peak"].get(kind, 0)) for kind in shown]
-            row = [str(place), str(rank["stage"]), number(rank["parameters"]), *kinds]
+            row = [str(result["number"]), str(rank["stage"]), number(rank["parameters"]), *kinds]
             row.append(f"{size(rank['peak_bytes'])} ({rank['peak_phase']}){fits}")
             row.append(f"{size(guess['bytes'])} ({_off(guess['bytes'], rank['peak_bytes'])})")
             rows.append([*row, flop(flops), f"{flop(guess['flops'])} ({_off(guess['flops'], flops)})"])
@@ -62,6 +82,7 @@ def tables(results: Sequence[Mapping[str, Any]], limit: float | None) -> list[st
     if FP8_WEIGHTS in shown:
         parts.append("The cost model's bytes are those of BF16, without FP8 copies.")
     for result in results:
+        parts.append(_saved(result))
         if result["set_aside"]:
             parts.append(f"Rehearsed without {', '.join(result['set_aside'])} (docs/rehearsal.md).")
     if results[0]["imbalance"] > 1:
@@ -77,24 +98,105 @@ def tables(results: Sequence[Mapping[str, Any]], limit: float | None) -> list[st
     return parts
 
 
+def _saved(result: Mapping[str, Any]) -> str:
+    saved = result["checkpoint"]
+    lists = ", ".join(f"`{rank['checkpoint']['list']}`" for rank in result["ranks"])
+    about = "about " if saved["estimated"] else ""
+    sizes = [size(saved[f"{part}bytes"]) for part in ("", "own_", "model_")]
+    return (
+        f"{_number(result)}A checkpoint is {about}{sizes[0]}, {sizes[1]} of it from one of {saved['writers']:,} ranks; "
+        f"the model alone is {about}{sizes[2]}. Its tensors: {lists}."
+    )
+
+
+def _number(result: Mapping[str, Any]) -> str:
+    return f"{result['number']}: " if result["number"] else ""
+
+
+def search_tables(searched: Mapping[str, Any]) -> list[str]:
+    """What a search found, in Markdown: the best one's command, what was rehearsed, what it rests on."""
+    gpu, own = searched["gpu"], searched["own"]
+    fitting = [line for line in searched["tried"] if line.get("fits")]
+    parts = []
+    if fitting:
+        best = fitting[0]
+        command = " ".join(part for part in (shlex.join(searched["command"]), best["words"]) if part)
+        parts += [f"The fastest by the model that fits: {best['layout']}", f"```\nnemo-ext train {command}\n```"]
+    else:
+        parts.append("None of the layouts that were rehearsed fits: give more GPUs.")
+    parts.append(
+        f"{searched['candidates']:,} candidates on {searched['gpus']:,} {gpu['name']}, in order of a roofline that was "
+        "not calibrated on GPUs: its seconds put layouts in order, and promise nothing (docs/rehearsal.md). The first "
+        "that fit by the cost model were rehearsed; a layout fits if it leaves "
+        f"{1 - searched['fill']:.0%} of {gpu['memory_gib']:g} GiB."
+    )
+    times = [name for name in searched["tried"][0]["seconds"] if name != "total"]
+    times = [
+        name
+        for name in times
+        if any(line["seconds"][name] >= 0.001 * line["seconds"]["total"] for line in searched["tried"])
+    ]
+    lines = [*([] if own is None else [{**own, "number": "config"}]), *searched["tried"]]
+    rows = []
+    for line in lines:
+        if "peak_bytes" in line:
+            peak = f"{size(line['peak_bytes'])} {'fits' if line['fits'] else 'TOO MUCH'}"
+        else:
+            peak = "cannot be" if "error" in line else ""
+        seconds = [f"{line['seconds'][name]:.3g}" for name in ("total", *times)]
+        rows.append([str(line["number"]), line["layout"], *seconds, size(line["bytes"]), peak])
+    parts.append(markdown_table(["", "layout", "seconds a step", *times, "cost model", "rehearsal"], rows))
+    parts.append("\n".join(f"{line['number']}. `{line['words'] or 'no change'}`" for line in searched["tried"]))
+    errors = [f"{line['number']} cannot be: {line['error']}" for line in searched["tried"] if "error" in line]
+    reasons = [f"{count:,} faster ones: {reason}" for reason, count in list(searched["refused"].items())[:5]]
+    if errors or reasons:
+        parts.append("\n".join(f"- {each}" for each in (*errors, *reasons)))
+    return parts
+
+
+def _shown(results: Sequence[Mapping[str, Any]], searched: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The rehearsal that the picture shows: the config's, or the best that was found."""
+    fitting = [line["number"] for line in (searched or {}).get("tried", ()) if line.get("fits")]
+    return next((result for result in results if result["number"] in fitting), results[0])
+
+
 def _off(guess: float, found: float) -> str:
     return f"{100 * (guess / found - 1):+.0f} %" if found else "-"
 
 
 def _draw(path: Path, result: Mapping[str, Any], limit: float | None) -> None:
-    figure = new_figure(figsize=(9, 4))
-    axes = figure.add_subplot()
-    for rank in result["ranks"]:
+    """Memory over the step, a line for each pipeline rank; beside it their peaks by kind."""
+    ranks = result["ranks"]
+    figure = new_figure(figsize=(11, 4))
+    grid = figure.add_gridspec(1, 2, width_ratios=(2, 1), wspace=0.08)
+    axes = figure.add_subplot(grid[0])
+    bars = figure.add_subplot(grid[1], sharey=axes)
+    for rank in ranks:
         axes.plot(
             [point[0] for point in rank["curve"]],
             [point[2] / GIB for point in rank["curve"]],
             label=f"pipeline rank {rank['stage']}",
             linewidth=1.2,
         )
-    if limit is not None:
-        axes.axhline(limit, color="black", linestyle="--", linewidth=1, label="GPU")
+    below = [0.0] * len(ranks)
+    places = range(len(ranks))
+    for kind in KINDS:
+        heights = [rank["peak"].get(kind, 0) / GIB for rank in ranks]
+        if any(heights):
+            bars.bar(places, heights, 0.7, bottom=below, label=kind, color=COLORS[kind])
+            below = [low + height for low, height in zip(below, heights, strict=True)]
+    for each in (axes, bars):
+        if limit is not None:
+            each.axhline(limit, color="black", linestyle="--", linewidth=1, label="limit" if each is axes else None)
     axes.set(xlabel="operations of the rehearsed part of a step", ylabel="GiB", xlim=(0, 1))
-    axes.set_ylim(bottom=0)
-    axes.legend(frameon=False)
-    tidy(axes)
+    axes.set_ylim(0, 1.08 * max([*below, limit or 0]))
+    bars.set(xlabel="pipeline rank: bytes at its peak", xlim=(-0.6, max(len(ranks), 3) - 0.4))
+    bars.set_xticks(places, [str(rank["stage"]) for rank in ranks])
+    bars.tick_params(labelleft=False)
+    axes.legend(frameon=False, loc="lower right")
+    handles, names = bars.get_legend_handles_labels()
+    bars.legend(handles[::-1], names[::-1], frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    for each in (axes, bars):
+        tidy(each)
+        each.set_axisbelow(True)
     save_figure(figure, path)

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import HEAD, Plan, assigned
+from nemo_ext.data.phases import plan_of
 from nemo_ext.job.settings import Strings, Whole
 from nemo_ext.megatron.fp8 import with_plan
 
@@ -19,14 +20,24 @@ class Settings:
     Attributes:
         stages: pipeline ranks: the first, the last and the largest between (`kinds`), `all`, or their numbers from 0.
         variants: key `try`: words that change the config, to be rehearsed beside it.
-        gpu_memory_gib: memory of one GPU, or None.
+        gpu_memory_gib: memory of one GPU; None for that of `gpu`, if it is given.
         imbalance: tokens of the rehearsed rank's experts in multiples of the mean over expert-parallel ranks.
+        gpu: name of the GPU in `nemo_ext.architecture.gpus`.
+        search: whether the fastest layouts that fit are looked for, in place of the config's own.
+        best: how many of them.
     """
 
     stages: Literal["kinds", "all"] | tuple[Whole, ...] = "kinds"
     variants: Annotated[Strings, Field(alias="try")] = field(default=())
     gpu_memory_gib: PositiveFloat | None = None
     imbalance: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    gpu: str | None = None
+    search: bool = False
+    best: PositiveInt = 3
+
+    def __post_init__(self) -> None:
+        if self.search and self.variants:
+            raise ValueError("rehearse.search and rehearse.try exclude each other: one finds the changes itself")
 
 
 FP8_WEIGHTS = "fp8 weights"
@@ -55,15 +66,27 @@ FP8_FLAGS = ("fp8", "fp8_format", "fp8_recipe", "first_last_layers_bf16")
 """Flags that are rehearsed as a precision plan; what else belongs to FP8 is without effect on the local back end."""
 
 
+def one_phase(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of a step; of a run with phases, of the one with the longest sequences, which need most memory."""
+    plan = plan_of(config)
+    if plan is None:
+        return config
+    longest = max(plan.phases, key=lambda phase: phase.seq_length)
+    flags = {**config["megatron"], **longest.megatron}
+    flags["max_position_embeddings"] = max(int(flags.get("max_position_embeddings") or 0), longest.seq_length)
+    return {**config, "phases": None, "megatron": flags}
+
+
 def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A training config as it is rehearsed, and the flags that are set aside.
 
-    Section `transformer_engine` of the new config has precision_plan and permute_fusion, which the local back end does
-    not take.
+    Of phases, that of `one_phase`. Section `transformer_engine` of the new config has
+    precision_plan and permute_fusion, which the local back end does not take.
 
     Raises:
-        ValueError: an FP8 scaling that the model's sizes do not fit; names the blocks.
+        ValueError: an FP8 scaling that the model's sizes do not fit, with the names of the blocks; or see `plan_of`.
     """
+    config = one_phase(config)
     megatron = dict(config["megatron"])
     aside = [name for name in NOT_HERE if megatron.get(name)]
     megatron |= dict.fromkeys(aside)
@@ -80,8 +103,6 @@ def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if megatron.get("moe_grouped_gemm") and not megatron.get("disable_bias_linear"):
         aside.append("moe_grouped_gemm, with biases")
         megatron["moe_grouped_gemm"] = None
-    if (config.get("distillation") or {}).get("teacher") is not None:
-        aside.append("distillation.teacher")
     megatron |= dict.fromkeys((*FP8_FLAGS, "moe_permute_fusion"))
     megatron |= {
         "pretrained_checkpoint": None,

@@ -40,6 +40,7 @@ class Tracker(TorchDispatchMode):
         self.operations = 0
         self._storages: dict[int, tuple[str, int]] = {}
         self._highest = -1
+        self._stopped = False
 
     @contextmanager
     def during(self, phase: str, kind: str) -> Iterator[None]:
@@ -63,6 +64,8 @@ class Tracker(TorchDispatchMode):
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
         out = func(*args, **kwargs)
+        if self._stopped:
+            return out
         if (count := flop_registry.get(func._overloadpacket)) is not None:
             self.flops[self.phase] += count(*args, **kwargs, out_val=out)
         for tensor in tree_iter(out):
@@ -87,12 +90,18 @@ class Tracker(TorchDispatchMode):
         self.curve.clear()
         self.operations = 0
 
+    def stop(self) -> None:
+        """Leaves the record as it is, whatever runs from now on."""
+        self._stopped = True
+
     def add_flops(self, flops: float) -> None:
         """FLOPs of a kernel that is one step to torch."""
         self.flops[self.phase] += round(flops)
 
     def add_collective(self, group: str, operation: str, count: int, size: int) -> None:
         """Communication within a kernel."""
+        if self._stopped:
+            return
         counted = self.collectives[self.phase, group, operation]
         counted[0] += count
         counted[1] += size
@@ -115,6 +124,8 @@ class Tracker(TorchDispatchMode):
         self._change(kind, -size)
 
     def _change(self, kind: str, size: int) -> None:
+        if self._stopped:
+            return
         self.live[kind] += size
         total = self.live.total()
         self.curve.append((self.operations, self.phase, total))

@@ -15,11 +15,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.data.phases import plan_of
 from nemo_ext.job.files import write_text
 from nemo_ext.job.made_of import digest
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.progress import notice
+from nemo_ext.rehearsal.settings import one_phase
 from nemo_ext.slurm.cluster import Node
 from nemo_ext.slurm.preflight import ADVICE, GIB, MEMORY, Finding, fits
 from nemo_ext.slurm.settings import Settings
@@ -64,25 +64,13 @@ def with_rehearsals(
         return [*found, Finding("error" if settings.slurm.rehearse else "note", why)]
     told: list[Finding] = []
     measured = True
-    for config in {key_of(each): each for each in map(as_rehearsed, configs)}.values():
+    for config in {key_of(each): each for each in map(one_phase, configs)}.values():
         own, result = _result(config, kept / key_of(config), SECONDS if settings.slurm.rehearse is None else None)
         told += [one for one in own if one not in told]
         measured = measured and result is not None
         if result is not None:
             told += [one for one in memory(result, settings.cluster.node) if one not in told]
     return [*(one for one in found if not (measured and one.text.startswith(MEMORY))), *told]
-
-
-def as_rehearsed(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of one step of a run; with phases of the one with the longest sequences, which need most memory."""
-    plan = plan_of(config)
-    if plan is None:
-        return config
-    longest = max(plan.phases, key=lambda phase: phase.seq_length)
-    flags = {**config["megatron"], **longest.megatron}
-    sizes = {"seq_length": longest.seq_length, "global_batch_size": longest.global_batch_size}
-    places = max(int(flags.get("max_position_embeddings") or 0), longest.seq_length)
-    return {**config, "phases": None, "megatron": {**flags, **sizes, "max_position_embeddings": places}}
 
 
 def key_of(config: Mapping[str, Any]) -> str:

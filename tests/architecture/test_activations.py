@@ -23,12 +23,12 @@ PLAIN = Layout()
             64 + 32 + 2 * 16 + 32,
             4 * 4,
         ),  # queries 32, keys and values 16 each, output 32; log-sum-exp of 4 heads
-        ("M", 64 + 264 + 2 * 64, 0),
+        ("M", 64 + 264 + 3 * 64, 0),  # z, x, B, C, dt; the scan's output before and after gating, the norm's
         (
             "E",
-            64 + 2 * (2 * 24 + 2 * 32) + 2 * 40,
+            64 + 2 * (3 * 24 + 32) + 2 * 40,
             8 * 8,
-        ),  # two experts; shared 40; fp32 logits and probabilities
+        ),  # two experts, whose activations are also kept times their probabilities; shared 40; fp32 logits and those
         ("*{linear}", 64, 0),
     ],
 )
@@ -78,16 +78,27 @@ def test_selective_recomputation_drops_what_it_names(
     assert block_activation_bytes(model, 1, selective) < block_activation_bytes(model, 1, PLAIN)
 
 
+@pytest.mark.parametrize(("scope", "numbers"), [("head", 64), ("width", 3 * (32 + 16))])
+def test_what_qk_norms_keep(scope: str, numbers: int, architecture_of: ArchitectureOf) -> None:
+    """The whole projection, which queries and keys are views of; or both in fp32 and before their weights."""
+    without = architecture_of("tiny_hybrid", model={"pattern": "*"})
+    normed = replace(without, qk_layernorm=True, qk_norm_scope=scope)
+    more = block_activation_bytes(normed, 1, PLAIN) - block_activation_bytes(without, 1, PLAIN)
+    assert more == 64 * 2 * numbers
+
+
 def test_full_recomputation_keeps_block_inputs_and_one_block(architecture_of: ArchitectureOf) -> None:
     model = architecture_of("tiny_hybrid", model={"pattern": "M-*-"})
     head = activation_bytes(model, PLAIN) - sum(block_activation_bytes(model, n, PLAIN) for n in (1, 2, 3, 4))
-    assert head == 64 * (2 * 2 * 32 + 4 * 256)
+    assert head == 64 * (2 * 2 * 32 + (2 + 4) * 256)  # logits, and again in fp32
     block_input = 64 * 2 * 32
     full = activation_bytes(model, Layout(recompute="full"))
-    assert full == 4 * block_input + block_activation_bytes(model, 1, PLAIN) + head
+    assert full == 4 * block_input + max(block_activation_bytes(model, 1, PLAIN), head)  # one after the other
     pairs = activation_bytes(model, Layout(recompute="full", recompute_num_layers=2))
     first_pair = sum(block_activation_bytes(model, n, PLAIN) for n in (1, 2))
-    assert pairs == 2 * block_input + first_pair + head
+    assert pairs == 2 * block_input + max(first_pair, head)
+    first_of_two = activation_bytes(model.with_pattern("M-|*-"), Layout(recompute="full", pipeline_parallel=2))
+    assert first_of_two == 2 * 2 * block_input + block_activation_bytes(model, 1, PLAIN)
 
 
 def test_micro_batches_in_flight(architecture_of: ArchitectureOf) -> None:

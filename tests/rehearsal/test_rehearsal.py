@@ -11,6 +11,7 @@ import pytest
 
 from nemo_ext.job.config import compose
 from nemo_ext.rehearsal.job import rehearse
+from nemo_ext.rehearsal.settings import rehearsed
 
 TRUTH = Path(__file__).with_name("truth.py")
 REAL = ("nemotron3_nano, TP2 SP", "nemotron3_nano, EP2", "llama_nemotron, PP2", "olmo3, DP2")
@@ -25,6 +26,13 @@ def of(*words: str, stages: Any = "all", folder: Path) -> list[dict[str, Any]]:
 def test_stages_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"rehearse.stages=\[0, 3\]: the layout has pipeline ranks 0 to 0"):
         of(stages=[0, 3], folder=tmp_path)
+
+
+def test_of_phases_the_longest_is_rehearsed() -> None:
+    config, _ = rehearsed(compose("rehearse", ["recipe=domyn_small/foundation"]))
+    flags = config["megatron"]
+    assert (flags["seq_length"], flags["global_batch_size"]) == (16384, 256)
+    assert flags["max_position_embeddings"] >= 16384
 
 
 def test_a_layout_that_does_not_fit_is_one_line(tmp_path: Path) -> None:

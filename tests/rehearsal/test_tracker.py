@@ -41,6 +41,21 @@ def test_a_peak_can_be_forgotten_but_not_what_lives() -> None:
     assert second.shape == third.shape
 
 
+def test_what_runs_after_the_end_is_not_counted() -> None:
+    tracker = Tracker()
+    with FakeTensorMode(), tracker:
+        first = torch.zeros(8 * KIB, dtype=torch.uint8)
+        tracker.stop()
+        tracker.add_collective("group", "send", 1, KIB)
+        second = torch.zeros(8, 8) @ torch.zeros(8, 8)
+        del first
+
+    assert second.shape == (8, 8)
+    assert (sum(tracker.peak.values()), len(tracker.curve)) == (8 * KIB, 1)
+    assert not tracker.flops
+    assert not tracker.collectives
+
+
 def test_flops_of_products_forward_and_backward() -> None:
     tracker = Tracker()
     with FakeTensorMode(), tracker:

@@ -13,9 +13,10 @@ import psutil
 import pytest
 
 from nemo_ext.job.config import compose
+from nemo_ext.rehearsal.settings import one_phase
 from nemo_ext.slurm import rehearse
 from nemo_ext.slurm.preflight import GIB, Finding
-from nemo_ext.slurm.rehearse import as_rehearsed, is_wanted, key_of, with_rehearsals
+from nemo_ext.slurm.rehearse import is_wanted, key_of, with_rehearsals
 from nemo_ext.slurm.settings import settings_of
 
 GUESS = Finding("note", "memory: about 38 GiB of the 64 of a A100-64GB")
@@ -40,7 +41,7 @@ def rank(peak: float, guess: float, stage: int = 0) -> dict[str, Any]:
 
 def kept(folder: Path, config: dict[str, Any], *ranks: dict[str, Any], aside: tuple[str, ...] = ()) -> None:
     """A result from an earlier time."""
-    place = folder / key_of(as_rehearsed(config))
+    place = folder / key_of(one_phase(config))
     place.mkdir(parents=True)
     result = {"ranks": ranks, "pipeline": len(ranks), "set_aside": aside}
     (place / "rehearsal.json").write_text(json.dumps(result))
@@ -104,9 +105,9 @@ def test_what_is_set_aside_is_said(tmp_path: Path, config: dict[str, Any]) -> No
 
 def test_equal_steps_are_rehearsed_once(config: dict[str, Any]) -> None:
     def key(section: str, **values: Any) -> str:
-        return key_of(as_rehearsed({**config, section: {**config[section], **values}}))
+        return key_of(one_phase({**config, section: {**config[section], **values}}))
 
-    before = key_of(as_rehearsed(config))
+    before = key_of(one_phase(config))
     assert key("megatron", lr=1e-5, seed=7, train_iters=9, save_interval=3) == before
     assert key("model", name="other") == before
     for section, change in (
@@ -121,7 +122,7 @@ def test_equal_steps_are_rehearsed_once(config: dict[str, Any]) -> None:
 def test_of_phases_the_longest_sequences_are_rehearsed() -> None:
     config = compose("train", ["recipe=domyn_small/foundation", "run_dir=r"])
 
-    made = as_rehearsed(config)["megatron"]
+    made = one_phase(config)["megatron"]
 
     assert (config["megatron"]["seq_length"], made["seq_length"]) == (4096, 16384)
     assert made["max_position_embeddings"] >= 16384

@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from nemo_ext.architecture import cost
 from nemo_ext.architecture.activations import activation_bytes
+from nemo_ext.architecture.candidates import expert_sizes, parallel_sizes, powers
 from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pipeline import balance, parameter_counts
@@ -346,18 +347,17 @@ class _Search:
         """TP, PP and CP; the fewest GPUs first, then the fewest stages."""
         wanted, megatron = self.wanted, self.backend == "megatron"
         # DTensor divides weights over all GPUs anyway, and few classes have a plan for tensor parallelism.
-        tensors = [1 << power for power in range(5) if megatron and 1 << power <= self.gpus] or [1]
-        contexts = [1 << power for power in range(5)]
+        tensors = powers(min(self.gpus, 16)) if megatron else [1]
+        contexts = powers(16)
         if self.model is None or self._context_is_one():
             contexts = [1]
-        pipelines = [1, 2, 4, 8, 16] if megatron else [1]
+        pipelines = powers(16) if megatron else [1]
         if self.model is None:
             tensors, pipelines = [1], [1]
         tensors = [wanted.tensor_parallel] if wanted.tensor_parallel else tensors
         contexts = [wanted.context_parallel] if wanted.context_parallel else contexts
         pipelines = [wanted.pipeline_parallel] if wanted.pipeline_parallel else pipelines
-        found = product(tensors, pipelines, contexts)
-        return sorted(found, key=lambda one: (one[0] * one[1] * one[2], one[1], one[2]))
+        return parallel_sizes(tensors, pipelines, contexts)
 
     def _context_is_one(self) -> bool:
         """True if sequences cannot be divided: Megatron needs packing for it, which pairs lack; DTensor's Mamba."""
@@ -390,17 +390,16 @@ class _Search:
     def _experts(self, ranks: int) -> int:
         if self.wanted.expert_parallel:
             return self.wanted.expert_parallel
-        if self.model is None or "E" not in self.model.kinds or self.backend == "dtensor":
+        if self.model is None or self.backend == "dtensor":
             return 1
-        counts = [block.size("experts") for block in self.model.blocks if block.kind == "E" and not block.is_linear]
-        fitting = [size for size in range(1, self.gpus + 1) if not ranks % size and not any(n % size for n in counts)]
-        return max(fitting)
+        return max(expert_sizes(self.model.blocks, ranks, self.gpus))
 
     def _bytes(self, layout: Layout) -> int:
         """Estimate for the fullest GPU.
 
-        The logits count twice, for the loss and its gradient are both in FP32. DTensor divides weights, gradients and
-        Adam's state, all in FP32, over all GPUs, and gathers a block at a time, and its gradient.
+        The logits count twice in FP32, for the loss and its gradient; `activation_bytes` has six of these eight bytes.
+        DTensor divides weights, gradients and Adam's state, all in FP32, over all GPUs, and gathers a block at a time,
+        and its gradient.
 
         Raises:
             ValueError: the blocks cannot be divided so.
@@ -411,7 +410,7 @@ class _Search:
         rows = 128 * layout.tensor_parallel  # the bridges pad the vocabulary
         architecture = replace(architecture, vocab_size=-(-architecture.vocab_size // rows) * rows)
         tokens = self.length * layout.micro_batch_size / layout.context_parallel
-        logits = round(tokens * 4 * architecture.vocab_size / layout.tensor_parallel)
+        logits = round(tokens * 2 * architecture.vocab_size / layout.tensor_parallel)
         scan = [b.size("heads") for b in architecture.sizes if b.kind == "M" and not b.is_linear]
         if any(heads % (layout.tensor_parallel * layout.context_parallel) for heads in scan):
             raise ValueError(f"Mamba's {scan[0]} heads are no multiple of tensor x context parallel")

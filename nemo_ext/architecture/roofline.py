@@ -1,0 +1,322 @@
+"""Time of a training step by a roofline, to put layouts in order before any of them runs.
+
+It was not calibrated on GPUs: seconds say which layout is faster, and not how fast one is. For each pipeline rank and
+micro-batch of T tokens on a GPU (T = micro-batch x sequence length / CP), h the hidden size:
+
+- compute: FLOPs, three times the forward pass's, more for what is recomputed and for flash attention's and the Mamba-2
+  scan's backward passes, at `COMPUTE` of the peak; or the traffic of the weights (read twice, their FP32 gradient read
+  and written) if that takes longer, for dense weights and for experts each
+- memory: everything else that kernels read and write: `MOVES` times the bytes that are kept for the backward pass
+- TP: T x h in BF16 around every pair of linear layers, reduced twice, or gathered and scattered as often with sequence
+  parallelism; nothing is hidden but the input that the backward pass gathers again
+- EP: the tokens of a sequence-parallel part to their experts and back, forward and backward; nothing is hidden
+- CP: keys and values around the ring, once forward and twice backward, what attention's own time does not hide;
+  Mamba-2's exchange of heads for tokens, none of it hidden
+- PP: T x h to the next stage and its gradient back, none of it hidden
+- bubble: (PP - 1) / virtual stages times what the slowest rank takes for a micro-batch
+- DP, once a step: gradients reduced in FP32 and weights gathered; with `overlap_grad_reduce` and `overlap_param_gather`
+  what the last backward and the first forward pass do not hide
+- optimizer, once a step: its states read and written
+
+Every message has `LATENCY` beside its bytes.
+
+A ring over several nodes gets as many adapters as it has GPUs in each, and no more than NVLink; what goes from all to
+all gets its GPU's own. TP, CP, EP and DP lie in this order on the GPUs of a node, as in Megatron.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from itertools import accumulate
+from operator import add, sub
+from typing import NamedTuple
+
+from nemo_ext.architecture import cost
+from nemo_ext.architecture.activations import block_activation_bytes
+from nemo_ext.architecture.gpus import Gpu
+from nemo_ext.architecture.layout import Layout, stage_ranges
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.pattern import Pattern
+from nemo_ext.architecture.precision import bytes_per_parameter
+from nemo_ext.architecture.widths import attention_widths, block_at, layers, mamba_widths
+
+COMPUTE, BANDWIDTH, LINKS = 0.6, 0.7, 0.7
+"""Shares of the peaks that are reached in products, by other kernels and by communication (choice)."""
+MOVES = 4
+"""Times that a byte kept for the backward pass is read or written outside of products (choice): written, read
+again, and its gradient written and read."""
+LATENCY = 20e-6
+"""Seconds to start a message (choice)."""
+NUMBER = 2
+"""Bytes of a number that is sent, BF16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a step by what takes them; those of the slowest pipeline rank."""
+
+    compute: float
+    memory: float
+    tensor: float
+    expert: float
+    context: float
+    pipeline: float
+    bubble: float
+    data: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+class _Work(NamedTuple):
+    """What some blocks do for one token, before any layout divides it.
+
+    FLOPs are of the forward pass; `core` those of attention scores and of the scan, `mlp` and `moe` those of such
+    blocks, `experts` those of routed experts, `again` of what a backward pass computes anew by itself.
+    `pairs` are pairs of linears, `routed` numbers sent to experts, `keys` and `exchanged` numbers that CP sends.
+    """
+
+    flops: float = 0
+    core: float = 0
+    mlp: float = 0
+    moe: float = 0
+    experts: float = 0
+    again: float = 0
+    pairs: float = 0
+    routed: float = 0
+    routers: float = 0
+    rings: float = 0
+    keys: float = 0
+    exchanged: float = 0
+    sharded: float = 0
+    replicated: float = 0
+    expert_weights: float = 0
+    expert_biases: float = 0
+
+
+class Roofline:
+    """Times of one model's steps on one kind of GPU.
+
+    Args:
+        architecture: the model; its cuts do not matter.
+        gpu: peak figures.
+        gpus_per_node: GPUs of a node.
+        seq_length: tokens of a sequence; the model's own by default.
+    """
+
+    def __init__(
+        self, architecture: Architecture, gpu: Gpu, *, gpus_per_node: int, seq_length: int | None = None
+    ) -> None:
+        self.architecture, self.gpu, self.per_node = architecture, gpu, gpus_per_node
+        self.length = architecture.sequence_length(seq_length)
+        works = [self._block(layer) for layer in layers(architecture)]
+        self._sums = list(accumulate(works, _plus, initial=_Work()))
+        # By layer and by what decides them, since a search asks for thousands of layouts.
+        self._kept = lru_cache(maxsize=None)(self._kept_bytes)
+        self._of_rank = lru_cache(maxsize=None)(self._rank)
+
+    def step(
+        self,
+        layout: Layout,
+        pattern: Pattern,
+        *,
+        batch: int,
+        overlap_reduce: bool = False,
+        overlap_gather: bool = False,
+        gathers_experts: bool = False,
+    ) -> StepTime:
+        """Time of a step.
+
+        Args:
+            layout: parallel layout; its `micro_batches` are not looked at.
+            pattern: the model's blocks with pipeline cuts.
+            batch: sequences of the global batch.
+            overlap_reduce: whether gradients are reduced during the backward pass.
+            overlap_gather: whether weights are gathered during the forward pass.
+            gathers_experts: whether every rank of an expert-parallel group gets all tokens (dispatcher `allgather`).
+
+        Raises:
+            ValueError: cuts that the layout does not fit.
+        """
+        count = batch / (layout.micro_batch_size * layout.data_parallel)
+        stages = stage_ranges(pattern, layout)
+        slowest, after = None, (0.0, 0.0)
+        for rank in range(layout.pipeline_parallel):
+            mine = tuple(stages[rank :: layout.pipeline_parallel])
+            work = self._of_rank(mine, rank == 0, rank == layout.pipeline_parallel - 1)
+            parts = self._micro_batch(layout, work, mine, gathers_experts)
+            if slowest is None or sum(parts) > sum(slowest):
+                slowest = parts
+            hidden = sum(parts) / 3
+            once = self._once(layout, work, 2 * hidden * overlap_reduce, hidden * overlap_gather)
+            after = max(after, once, key=sum)
+        assert slowest is not None
+        names = ("compute", "memory", "tensor", "expert", "context", "pipeline")
+        bubble = (layout.pipeline_parallel - 1) / layout.virtual_stages * sum(slowest)
+        times = {name: count * part for name, part in zip(names, slowest, strict=True)}
+        return StepTime(**times, bubble=bubble, data=after[0], optimizer=after[1])
+
+    def _block(self, layer: int) -> _Work:
+        model, block = self.architecture, block_at(self.architecture, layer)
+        flops = cost.block_forward_flops_per_token(model, layer, seq_length=self.length)
+        counted = cost.block_parameters(model, layer)
+        weights = {
+            "sharded": counted.sharded,
+            "replicated": counted.replicated,
+            "expert_weights": counted.experts,
+            "expert_biases": counted.experts_replicated,
+        }
+        if block.is_linear:
+            return _Work(flops=flops, **weights)
+        if block.kind == "*":
+            query, key, projected = attention_widths(model, block)
+            core = flops - 2 * model.hidden_size * (projected + query)
+            return _Work(flops=flops, core=core, again=core / 2, pairs=1, rings=1, keys=2 * key, **weights)
+        if block.kind == "-":
+            return _Work(flops=flops, mlp=flops, pairs=1, **weights)
+        if block.kind == "M":
+            inner, _, projected = mamba_widths(block)
+            core = flops - 2 * model.hidden_size * (projected + inner)
+            return _Work(flops=flops, again=core, pairs=1, exchanged=projected + inner, **weights)
+        width = model.moe_latent_size or model.hidden_size
+        routed = 2 * (counted.experts + counted.experts_replicated) / block.size("experts") * block.size("topk")
+        return _Work(
+            flops=flops,
+            moe=flops,
+            experts=routed,
+            pairs=1 if block.size("shared") else 0,
+            routed=block.size("topk") * width,
+            routers=1,
+            **weights,
+        )
+
+    def _rank(self, stages: tuple[range, ...], first: bool, last: bool) -> _Work:
+        model, work = self.architecture, _Work()
+        for numbers in stages:
+            work = _plus(work, map(sub, self._sums[numbers[-1]], self._sums[numbers[0] - 1]))
+        if first:
+            counted = cost.embedding_parameters(model)
+            work = _plus(work, _Work(sharded=counted.sharded, replicated=counted.replicated))
+        if last:
+            counted = cost.head_parameters(model)
+            flops = cost.head_forward_flops_per_token(model)
+            head = _Work(flops=flops, pairs=0.5, sharded=counted.sharded, replicated=counted.replicated)
+            work = _plus(work, head)
+        return work
+
+    def _micro_batch(
+        self, layout: Layout, work: _Work, stages: tuple[range, ...], gathers_experts: bool
+    ) -> tuple[float, float, float, float, float, float]:
+        """Seconds of one micro-batch, forward and backward: compute, memory, TP, EP, CP, PP."""
+        model, gpu = self.architecture, self.gpu
+        tensor, context, expert = layout.tensor_parallel, layout.context_parallel, layout.expert_parallel
+        tokens = self.length * layout.micro_batch_size / context
+        full = layout.recompute == "full"
+        modules = layout.recompute_modules if layout.recompute == "selective" else ()
+        again = work.flops if full else 0.0
+        for module, part in (("core_attn", work.core), ("mlp", work.mlp), ("moe", work.moe)):
+            again += part if module in modules else 0.0
+        # Products, or the weights that pass through them: of the experts, and of all else.
+        reached, bandwidth = COMPUTE * gpu.flops, BANDWIDTH * gpu.bandwidth
+        factor = tokens / tensor / reached
+        passes = 3 + (again / work.flops if work.flops else 0)
+        weight, gradient, _ = bytes_per_parameter(layout.precision)
+        moved = (passes - 1) * weight + 2 * gradient
+        experts = max(
+            passes * work.experts * factor,
+            moved * work.expert_weights / (expert * layout.expert_tensor) / bandwidth,
+        )
+        dense = max(
+            (passes * (work.flops - work.experts) + work.again) * factor,
+            moved * (work.sharded / tensor + work.replicated) / bandwidth,
+        )
+        kept = self._kept(stages, layout.sequence_parallel, tensor, layout.expert_tensor, layout.precision)
+        memory = (MOVES + full) * kept * tokens / bandwidth
+        # Communication.
+        wide = tokens * model.hidden_size * NUMBER
+        gathered = 4 + 2 * full
+        in_tensor = gathered * work.pairs * (wide * (tensor - 1) / tensor / self._ring(tensor, 1) + LATENCY)
+        in_tensor = in_tensor if tensor > 1 else 0.0
+        in_expert = self._experts(layout, work, tokens, full, gathers_experts)
+        part = work.keys * tokens / tensor * NUMBER
+        ring = 3 * (context - 1) * (part / self._ring(context, tensor) + work.rings * LATENCY)
+        hides = 3.5 * work.core * factor
+        exchange = (2 + full) * work.exchanged * tokens / tensor * NUMBER
+        in_context = max(0.0, ring - hides) + self._all_to_all(exchange, context, tensor)
+        passed = 0.0
+        if layout.pipeline_parallel > 1:
+            rows = wide / (tensor if layout.sequence_parallel else 1)
+            far = tensor * context * layout.data_parallel >= self.per_node
+            passed = 2 * layout.virtual_stages * (LATENCY + rows / (LINKS * (gpu.network if far else gpu.nvlink)))
+        return dense + experts, memory, in_tensor, in_expert, in_context, passed
+
+    def _experts(self, layout: Layout, work: _Work, tokens: float, full: bool, gathers: bool) -> float:
+        own = tokens / (layout.tensor_parallel if layout.sequence_parallel else 1)
+        times, group = 4 + 2 * full, layout.expert_parallel * layout.expert_tensor
+        if gathers:
+            numbers = work.routers * own * self.architecture.hidden_size * (group - 1)
+            return times * numbers * NUMBER / self._ring(group, 1)
+        sent = times * own * work.routed * NUMBER
+        among = times * own * work.routed * NUMBER * (layout.expert_tensor - 1) / self._ring(layout.expert_tensor, 1)
+        start = times * work.routers * LATENCY if group > 1 else 0.0
+        return start + among + self._all_to_all(sent, layout.expert_parallel, layout.expert_tensor)
+
+    def _once(self, layout: Layout, work: _Work, hides_reduce: float, hides_gather: float) -> tuple[float, float]:
+        """Seconds of data-parallel communication that nothing hides, and of the optimizer."""
+        weight, gradient, state = bytes_per_parameter(layout.precision)
+        tensor, dense = layout.tensor_parallel, layout.data_parallel * layout.context_parallel
+        split = layout.expert_parallel * layout.expert_tensor
+        expert = dense * tensor // split
+        reduced = gathered = updated = 0.0
+        for count, ranks, stride in (
+            (work.sharded / tensor + work.replicated, dense, tensor),
+            (work.expert_weights / split + work.expert_biases / layout.expert_parallel, expert, split),
+        ):
+            around = count * (ranks - 1) / ranks / self._ring(ranks, stride)
+            # An all-reduce is a reduction and a gathering of gradients.
+            reduced += gradient * around * (1 if layout.distributed_optimizer else 2)
+            gathered += weight * around if layout.distributed_optimizer else 0.0
+            updated += (2 * state + gradient + weight) * count / (ranks if layout.distributed_optimizer else 1)
+        exposed = max(0.0, reduced - hides_reduce) + max(0.0, gathered - hides_gather)
+        return exposed, updated / (BANDWIDTH * self.gpu.bandwidth)
+
+    def _near(self, ranks: int, stride: int) -> int:
+        """GPUs of a group in one node; its members are `stride` GPUs apart."""
+        return max(1, min(ranks, self.per_node // stride))
+
+    def _ring(self, ranks: int, stride: int) -> float:
+        """Bytes/s around a ring."""
+        near = self._near(ranks, stride)
+        return LINKS * (self.gpu.nvlink if near >= ranks else min(self.gpu.nvlink, near * self.gpu.network))
+
+    def _all_to_all(self, sent: float, ranks: int, stride: int) -> float:
+        """Seconds for bytes that each of so many ranks has for all of them alike."""
+        near = self._near(ranks, stride)
+        far = sent * (ranks - near) / ranks / (LINKS * self.gpu.network)
+        return max(far, sent * (near - 1) / ranks / (LINKS * self.gpu.nvlink))
+
+    def _kept_bytes(
+        self, stages: Sequence[range], sequence_parallel: bool, tensor: int, expert_tensor: int, precision: str
+    ) -> float:
+        """Bytes that a token leaves for the backward pass on one GPU, before anything is recomputed."""
+        layout = Layout(
+            tensor_parallel=tensor,
+            expert_tensor_parallel=expert_tensor,
+            sequence_parallel=sequence_parallel,
+            precision=precision,
+        )
+        return (
+            sum(
+                block_activation_bytes(self.architecture, layer, layout, seq_length=self.length)
+                for numbers in stages
+                for layer in numbers
+            )
+            / self.length
+        )
+
+
+def _plus(work: _Work, other: Iterable[float]) -> _Work:
+    return _Work(*map(add, work, other))

@@ -1,0 +1,404 @@
+"""The fastest layout that fits: candidates by the cost model and the roofline, the best of them rehearsed. No torch."""
+
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any
+
+from nemo_ext.architecture.candidates import expert_sizes, parallel_sizes, powers
+from nemo_ext.architecture.cost import per_gpu
+from nemo_ext.architecture.gpus import GPUS, Gpu
+from nemo_ext.architecture.layout import Layout
+from nemo_ext.architecture.layout import check_layout as check_blocks
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.pattern import Pattern, parse
+from nemo_ext.architecture.pattern import format as format_pattern
+from nemo_ext.architecture.pipeline import balance, forward_flops
+from nemo_ext.architecture.roofline import Roofline, StepTime
+from nemo_ext.job.settings import nearest
+from nemo_ext.megatron.arguments import pattern_with_cuts, world_size
+
+GIB = 1 << 30
+FILL = 0.9
+"""Share of a GPU's memory that a layout may take (choice): the rest is for the CUDA context, NCCL's buffers and what
+the allocator wastes, which neither the cost model nor a rehearsal counts."""
+MOST_PIPELINE, MOST_EXPERT, MOST_CONTEXT, MOST_MICRO, MOST_VIRTUAL = 32, 64, 16, 16, 4
+"""Largest sizes that are tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A layout, its time by the roofline and, once asked for, its bytes on the fullest GPU by the cost model.
+
+    Attributes:
+        pattern: the model's blocks with pipeline cuts.
+    """
+
+    layout: Layout
+    pattern: Pattern
+    time: StepTime
+    bytes: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The layout without what only moves memory: TP, PP, virtual stages, CP, EP, micro-batch."""
+        how = self.layout
+        parallel = (how.tensor_parallel, how.pipeline_parallel, how.virtual_stages, how.context_parallel)
+        return (*parallel, how.expert_parallel, how.micro_batch_size)
+
+    def told(self) -> str:
+        """The layout in a few words."""
+        how = self.layout
+        sizes = {"TP": how.tensor_parallel, "PP": how.pipeline_parallel, "CP": how.context_parallel}
+        sizes |= {"EP": how.expert_parallel, "DP": how.data_parallel}
+        words = [f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "DP"]
+        words += [f"{how.virtual_stages} virtual"] if how.virtual_stages > 1 else []
+        words += ["SP"] if how.sequence_parallel else []
+        words.append(f"micro-batch {how.micro_batch_size}")
+        words += [] if how.recompute == "none" else [f"recompute {how.recompute}"]
+        return " ".join(words)
+
+
+def gpu_of(name: str | None, memory_gib: float | None) -> tuple[str, Gpu]:
+    """The GPU of this name, or the first of the table with so much memory; with this memory where it is given.
+
+    Raises:
+        ValueError: neither is given, or no GPU of the table is it.
+    """
+    if name is None and memory_gib is None:
+        raise ValueError(
+            f"rehearse.search needs a GPU: rehearse.gpu=NAME ({', '.join(GPUS)}), cluster=leonardo, or "
+            "rehearse.gpu_memory_gib=64"
+        )
+    if name is None:
+        assert memory_gib is not None
+        most = max(gpu.memory_gib for gpu in GPUS.values())
+        if memory_gib > most:
+            raise ValueError(f"rehearse.gpu_memory_gib={memory_gib:g}: no GPU known here has as much: set rehearse.gpu")
+        name = next(known for known, gpu in GPUS.items() if gpu.memory_gib >= memory_gib)
+    if name not in GPUS:
+        raise ValueError(f"rehearse.gpu={name}: {nearest(name, GPUS)}")
+    return name, replace(GPUS[name], memory_gib=memory_gib or GPUS[name].memory_gib)
+
+
+class Search:
+    """Layouts of a training config on the GPUs that its launcher names, with its global batch.
+
+    Args:
+        config: composed training config.
+        gpu: what each of the GPUs is.
+
+    Raises:
+        ValueError: the config's own sizes are no numbers.
+    """
+
+    def __init__(self, config: Mapping[str, Any], gpu: Gpu) -> None:
+        self.config, self.gpu = config, gpu
+        self.megatron: Mapping[str, Any] = config["megatron"]
+        self.world, self.per_node = world_size(config), int(config["launcher"]["nproc_per_node"])
+        self.batch, self.length = (int(self.megatron[name]) for name in ("global_batch_size", "seq_length"))
+        written = parse(config["model"]["pattern"])
+        bare = {**config, "model": {**config["model"], "pattern": format_pattern(Pattern(written.blocks))}}
+        self.architecture = Architecture.from_config(bare)
+        self.own = Layout.from_config(bare)
+        self.kinds = {block.kind for block in self.architecture.sizes if not block.is_linear}
+        self.roofline = Roofline(self.architecture, gpu, gpus_per_node=self.per_node)
+        self.flops = forward_flops(self.architecture)
+        self.stage_patterns = cache(self._pattern)
+        self.fits_blocks = cache(self._fits_blocks)
+
+    def ranked(self) -> list[Candidate]:
+        """All candidates, the fastest by the roofline first; memory is not looked at."""
+        return sorted(self._all(), key=lambda one: one.time.total)
+
+    def timed(self, layout: Layout, pattern: Pattern, *, gathers_experts: bool = False) -> Candidate:
+        """A layout with its time; for `gathers_experts` see `Roofline.step`.
+
+        Raises:
+            ValueError: cuts that the layout does not fit.
+        """
+        flags = self.megatron
+        time = self.roofline.step(
+            layout,
+            pattern,
+            batch=self.batch,
+            overlap_reduce=bool(flags.get("overlap_grad_reduce")),
+            overlap_gather=bool(flags.get("overlap_param_gather")),
+            gathers_experts=gathers_experts,
+        )
+        return Candidate(layout=layout, pattern=pattern, time=time)
+
+    def fitting(self, ranked: list[Candidate], refused: Counter[str]) -> Iterator[Candidate]:
+        """The candidates that fit by the cost model and that the checks of training let pass, in their order.
+
+        Args:
+            ranked: candidates.
+            refused: gets the number of the others by reason.
+        """
+        from nemo_ext.megatron.check import check_layout
+
+        for one in ranked:
+            layout = replace(one.layout, micro_batches=self._micro_batches(one.layout))
+            needed = self.bytes(layout, one.pattern)
+            if needed > FILL * self.gpu.memory_gib * GIB:
+                refused["too much memory by the cost model"] += 1
+                continue
+            try:
+                check_layout(self.changed(one))
+            except ValueError as error:
+                refused[str(error)] += 1
+                continue
+            yield replace(one, layout=layout, bytes=needed)
+
+    def bytes(self, layout: Layout, pattern: Pattern) -> int:
+        """Bytes on the fullest GPU, by the cost model."""
+        gpus = per_gpu(self.architecture.with_pattern(pattern), layout)
+        return max(gpu.total_bytes for gpu in gpus)
+
+    def changes(self, one: Candidate) -> dict[str, Any]:
+        """What differs from the config, by key."""
+        layout = one.layout
+        wanted: dict[str, Any] = {
+            "tensor_model_parallel_size": layout.tensor_parallel,
+            "pipeline_model_parallel_size": layout.pipeline_parallel,
+            "context_parallel_size": layout.context_parallel,
+            "sequence_parallel": layout.sequence_parallel,
+            "micro_batch_size": layout.micro_batch_size,
+            "recompute_granularity": None if layout.recompute == "none" else layout.recompute,
+            "recompute_modules": list(layout.recompute_modules) if layout.recompute == "selective" else None,
+            "recompute_method": "uniform" if layout.recompute == "full" else None,
+            "recompute_num_layers": 1 if layout.recompute == "full" else None,
+            "recompute_activations": None,
+        }
+        if "E" in self.kinds:
+            wanted["expert_model_parallel_size"] = layout.expert_parallel
+            if layout.expert_tensor != (self.megatron.get("expert_tensor_parallel_size") or layout.tensor_parallel):
+                wanted["expert_tensor_parallel_size"] = layout.expert_tensor
+            if layout.expert_parallel > 1 and not self._to_experts_alone():
+                wanted["moe_token_dispatcher_type"] = "alltoall"
+        if not layout.sequence_parallel:
+            wanted["tp_comm_overlap"] = None
+        found = {
+            f"megatron.{name}": value
+            for name, value in wanted.items()
+            if (self.megatron.get(name) or None) != (value or None)
+        }
+        # Those of one chunk a rank are made by training itself, if the pattern has none.
+        written = parse(self.config["model"]["pattern"])
+        made = one.pattern if layout.virtual_stages > 1 or written.cuts else Pattern(written.blocks)
+        if made.cuts != written.cuts:
+            found["model.pattern"] = format_pattern(made)
+        return found
+
+    def changed(self, one: Candidate) -> dict[str, Any]:
+        """The config with a candidate's layout."""
+        made = {**self.config, "megatron": dict(self.megatron), "model": dict(self.config["model"])}
+        for key, value in self.changes(one).items():
+            section, _, name = key.partition(".")
+            made[section][name] = value
+        return made
+
+    def words(self, one: Candidate) -> list[str]:
+        """The changes as words of a command line, before the shell's quotes."""
+        return [f"{key}={_spelled(value)}" for key, value in self.changes(one).items()]
+
+    def own_record(self) -> dict[str, Any] | None:
+        """The config's own layout, or None if it cannot be."""
+        from nemo_ext.megatron.check import check_layout
+
+        pattern = parse(pattern_with_cuts(self.config))
+        cut = {**self.config, "model": {**self.config["model"], "pattern": format_pattern(pattern)}}
+        try:
+            check_layout(cut)
+            layout = Layout.from_config(cut, world_size=self.world)
+            one = self.timed(layout, pattern, gathers_experts=not self._to_experts_alone())
+            return record(self, replace(one, bytes=self.bytes(layout, pattern)))
+        except ValueError:
+            return None
+
+    def _to_experts_alone(self) -> bool:
+        """Whether the config's dispatcher sends tokens to their experts, and not to every rank."""
+        return self.megatron.get("moe_token_dispatcher_type") in ("alltoall", "flex")
+
+    def _micro_batches(self, layout: Layout) -> int:
+        return self.batch // (layout.micro_batch_size * layout.data_parallel)
+
+    def _all(self) -> Iterator[Candidate]:
+        blocks = len(self.architecture.pattern.blocks)
+        tensors = [size for size in range(1, self.per_node + 1) if not self.per_node % size]
+        teacher = (self.config.get("distillation") or {}).get("teacher") is not None  # which runs in one stage
+        most = 1 if teacher else min(blocks, MOST_PIPELINE)
+        pipelines = [size for size in range(1, most + 1) if not self.world % size]
+        contexts = [size for size in powers(MOST_CONTEXT) if size == 1 or self._divides_sequence(size)]
+        for tensor, pipeline, context in parallel_sizes(tensors, pipelines, contexts):
+            if self.world % (tensor * pipeline * context):
+                continue
+            data = self.world // (tensor * pipeline * context)
+            for expert in expert_sizes(self.architecture.sizes, tensor * context * data, MOST_EXPERT):
+                if not self.fits_blocks(tensor, context, expert):
+                    continue
+                for virtual in range(1, min(MOST_VIRTUAL, blocks // pipeline) + 1 if pipeline > 1 else 2):
+                    if (pattern := self.stage_patterns(pipeline, virtual)) is None:
+                        continue
+                    yield from self._fine(tensor, pipeline, context, data, expert, virtual, pattern)
+
+    def _fine(
+        self, tensor: int, pipeline: int, context: int, data: int, expert: int, virtual: int, pattern: Pattern
+    ) -> Iterator[Candidate]:
+        """Micro-batch, sequence parallelism and recomputation of a division."""
+        parted = [True] if "E" in self.kinds else [False, True]
+        parted = parted if tensor > 1 and not self.length % (2 * context * tensor) else [False]
+        if tensor > 1 and "E" in self.kinds and parted == [False]:
+            return
+        for micro in powers(MOST_MICRO):
+            count, rest = divmod(self.batch, data * micro)
+            if rest or (virtual > 1 and count % pipeline):
+                continue
+            for sequence in parted:
+                for recompute, modules in self._recomputations():
+                    layout = replace(
+                        self.own,
+                        tensor_parallel=tensor,
+                        pipeline_parallel=pipeline,
+                        virtual_stages=virtual,
+                        context_parallel=context,
+                        data_parallel=data,
+                        expert_parallel=expert,
+                        expert_tensor_parallel=1 if "E" in self.kinds else None,
+                        micro_batch_size=micro,
+                        micro_batches=None,
+                        sequence_parallel=sequence,
+                        recompute=recompute,
+                        recompute_modules=modules,
+                        recompute_num_layers=1,
+                    )
+                    yield self.timed(layout, pattern)
+
+    def _recomputations(self) -> list[tuple[str, tuple[str, ...]]]:
+        own = self.own.recompute_modules if self.own.recompute == "selective" else ()
+        modules = own or tuple(name for kind, name in (("-", "mlp"), ("E", "moe")) if kind in self.kinds)
+        selective = [("selective", modules)] if modules else []
+        return [("none", ("core_attn",)), *selective, ("full", ("core_attn",))]
+
+    def _divides_sequence(self, context: int) -> bool:
+        """Whether Megatron can divide a sequence so; with windows the recipe has to say how (`cp_comm_type`)."""
+        windows = any(block.kind == "*" and not block.is_linear and block.size("window") for block in self.blocks)
+        return not self.length % (2 * context) and (not windows or bool(self.megatron.get("cp_comm_type")))
+
+    @property
+    def blocks(self) -> tuple[Any, ...]:
+        """The blocks with all of their values."""
+        return tuple(self.architecture.sizes)
+
+    def _fits_blocks(self, tensor: int, context: int, expert: int) -> bool:
+        scans = [block for block in self.blocks if block.kind == "M" and not block.is_linear]
+        if any(block.size("heads") % (tensor * context) or block.size("groups") % tensor for block in scans):
+            return False
+        layout = Layout(
+            tensor_parallel=tensor,
+            expert_parallel=expert,
+            expert_tensor_parallel=1 if "E" in self.kinds else None,
+            data_parallel=expert,
+        )
+        return _passes(lambda: check_blocks(self.architecture, layout))
+
+    def _pattern(self, pipeline: int, virtual: int) -> Pattern | None:
+        """The pattern in so many stages, or None if it cannot be cut so."""
+        from nemo_ext.megatron.check import check_experts_on_every_rank
+
+        if pipeline == 1:
+            return self.architecture.pattern
+        pattern = balance(self.architecture, pipeline_parallel=pipeline, virtual_stages=virtual, cost=self.flops)
+        if "E" in self.kinds and not _passes(lambda: check_experts_on_every_rank(pattern, pipeline)):
+            return None
+        return pattern
+
+
+def search(
+    config: Mapping[str, Any],
+    name: str,
+    gpu: Gpu,
+    best: int,
+    rehearse: Callable[[list[str], int], Mapping[str, Any]],
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The fastest layouts that fit, by the roofline and by rehearsal.
+
+    Args:
+        config: composed training config.
+        name: name of the GPU.
+        gpu: its figures.
+        best: number of layouts that are looked for; three times as many are rehearsed at most.
+        rehearse: rehearses the config with further words, numbered from 1; ValueError if it cannot be.
+
+    Returns:
+        What the report says of the search (`gpu`, `candidates`, `refused`, `own`, `tried`), and the rehearsals.
+
+    Raises:
+        ValueError: no layout fits.
+    """
+    place = Search(config, gpu)
+    ranked, refused = place.ranked(), Counter[str]()
+    limit = FILL * gpu.memory_gib * GIB
+    tried: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    seen: set[tuple[int, ...]] = set()
+    for one in place.fitting(ranked, refused):
+        if one.sizes in seen:
+            continue  # a slower way to spend less memory, where the faster one fits
+        words = place.words(one)
+        line = {**record(place, one), "number": len(tried) + 1}
+        tried.append(line)
+        try:
+            result = dict(rehearse(words, len(tried)))
+        except ValueError as error:
+            line["error"] = str(error)
+        else:
+            line["peak_bytes"] = max(rank["peak_bytes"] for rank in result["ranks"])
+            line["fits"] = line["peak_bytes"] <= limit
+            results.append({"change": shlex.join(words) or "as the recipe has it", "number": len(tried), **result})
+            if line["fits"]:
+                seen.add(one.sizes)
+        if sum(bool(line.get("fits")) for line in tried) == best or len(tried) == 3 * best:
+            break
+    if not tried:
+        why = "; ".join(f"{count:,}: {reason}" for reason, count in refused.most_common(3)) or "no size divides"
+        raise ValueError(f"no layout of {place.world} GPUs with {gpu.memory_gib:g} GiB fits: {why}: give more GPUs")
+    said = {
+        "gpu": {"name": name, **asdict(gpu)},
+        "gpus": place.world,
+        "fill": FILL,
+        "candidates": len(ranked),
+        "refused": dict(refused.most_common()),
+        "own": place.own_record(),
+        "tried": tried,
+    }
+    return said, results
+
+
+def record(place: Search, one: Candidate) -> dict[str, Any]:
+    """A candidate as JSON: layout, words, seconds by part, bytes by the cost model."""
+    seconds = {"total": one.time.total, **asdict(one.time)}
+    return {
+        "layout": one.told(),
+        "words": shlex.join(place.words(one)),
+        "seconds": {name: round(value, 6) for name, value in seconds.items()},
+        "bytes": one.bytes,
+    }
+
+
+def _passes(check: Callable[[], None]) -> bool:
+    try:
+        check()
+    except ValueError:
+        return False
+    return True
+
+
+def _spelled(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{','.join(value)}]" if isinstance(value, list) else str(value)

@@ -1,0 +1,59 @@
+"""A teacher beside the student that is rehearsed: its shapes, without its weights."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.checkpoint.beside import config_beside, is_hugging_face
+from nemo_ext.checkpoint.description import to_config
+from nemo_ext.checkpoint.formats import read
+from nemo_ext.checkpoint.safetensors_files import CONFIG
+
+
+def model_of_teacher(teacher: str) -> dict[str, Any]:
+    """Sections `model` and `megatron` of the teacher: of a run directory, a converted checkpoint or an export folder.
+
+    No weights need to be there.
+
+    Raises:
+        ValueError: the folder does not say what model it is of.
+    """
+    source = Path(teacher)
+    if not source.is_dir():
+        raise ValueError(f"distillation.teacher={teacher}: no such directory")
+    if is_hugging_face(source):
+        try:
+            _, description = read(json.loads((source / CONFIG).read_text()))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{source / CONFIG}: cannot be read: {error}") from error
+        return to_config(description)
+    beside = config_beside(source, source)
+    if beside is None or "model" not in beside or "megatron" not in beside:
+        raise ValueError(
+            f"distillation.teacher={teacher}: no config of the model lies there; expected the run's config.yaml, a "
+            f"converted checkpoint's model/NAME.yaml, or {CONFIG}"
+        )
+    return beside
+
+
+def with_teacher(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The training config of the teacher that a rehearsed config names.
+
+    Raises:
+        ValueError: it cannot be the teacher of this run.
+    """
+    from nemo_ext.megatron.arguments import quiet_imports
+    from nemo_ext.megatron.check import check_layout
+
+    with quiet_imports():
+        from nemo_ext.megatron.distillation import one_stage, with_model_of
+
+        one_stage(config)
+        teacher = config["distillation"]["teacher"]
+        merged = with_model_of(config, model_of_teacher(str(teacher)))
+    try:
+        check_layout(merged)
+    except ValueError as error:
+        raise ValueError(f"distillation.teacher={teacher} in the layout of this run: {error}") from error
+    return merged

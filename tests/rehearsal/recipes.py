@@ -1,0 +1,148 @@
+"""Every recipe rehearsed: the tables of docs/rehearsal.md and docs/clusters.md.
+
+    python tests/rehearsal/recipes.py                      # all recipes, one after the other, then the tables
+    python tests/rehearsal/recipes.py olmo3/7b_pretrain    # these anew, the rest as it was
+    python tests/rehearsal/recipes.py --missing            # those without figures
+    python tests/rehearsal/recipes.py --tables             # the tables alone
+
+The figures are in recipes.json beside this file, written after every recipe. Recipes that differ only in what no shape
+depends on (learning rates, lengths, checkpoints) are rehearsed once.
+"""
+
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import hydra_conf
+from nemo_ext.architecture.cost import TRAINING_FLOPS_FACTOR, per_gpu
+from nemo_ext.architecture.layout import Layout
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.job.config import compose
+from nemo_ext.job.files import write_text
+from nemo_ext.job.report import markdown_table
+from nemo_ext.megatron.arguments import pattern_with_cuts, world_size
+from nemo_ext.rehearsal.job import rehearse
+from nemo_ext.rehearsal.settings import one_phase, rehearsed
+from nemo_ext.slurm.rehearse import key_of
+
+ROOT = Path(__file__).parents[2]
+FIGURES = Path(__file__).with_suffix(".json")
+CONFIGS = Path(hydra_conf.__file__).parent / "recipe"
+RECIPES = sorted(
+    str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "puzzle"
+)
+BEGIN, END = "<!-- made by tests/rehearsal/recipes.py -->\n", "<!-- end -->\n"
+GIB = 2**30
+
+
+def memory(recipe: str) -> int:
+    """GiB of the GPUs that a recipe is written for: Leonardo's A100, else an H100."""
+    return 64 if recipe.startswith("domyn_small/") else 80
+
+
+def figures(recipe: str) -> dict[str, Any]:
+    """What is kept of a recipe's rehearsal."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = rehearse(compose("rehearse", [f"recipe={recipe}"]), "kinds", Path(folder))
+    seconds = sum(rank["processor_seconds"] for rank in result["ranks"])
+    kept = ("stage", "peak_bytes", "peak_phase", "peak", "flops", "memory_bytes")
+    ranks = [{key: rank[key] for key in kept} for rank in result["ranks"]]
+    return {"world": result["world"], "processor_seconds": round(seconds), "ranks": ranks}
+
+
+def estimates(recipe: str) -> tuple[list[int], list[float]]:
+    """The cost model's bytes and FLOPs of a step, by pipeline rank."""
+    config, _ = rehearsed(compose("rehearse", [f"recipe={recipe}"]))
+    world = world_size(config)
+    config = {**config, "model": {**config["model"], "pattern": pattern_with_cuts(config)}}
+    layout, flags = Layout.from_config(config, world_size=world), config["megatron"]
+    length = int(flags["seq_length"])
+    gpus = per_gpu(Architecture.from_config(config), layout, seq_length=length)
+    tokens = length * int(flags["global_batch_size"]) // layout.data_parallel
+    flops = [TRAINING_FLOPS_FACTOR * gpu.forward_flops_per_token * tokens for gpu in gpus]
+    return [gpu.total_bytes for gpu in gpus], flops
+
+
+def table(made: Mapping[str, Any]) -> str:
+    """All ranks beside the cost model; the seconds are those of a recipe's ranks together."""
+    heading = [
+        "recipe",
+        "GPUs",
+        "rank",
+        "peak, GiB",
+        "cost model",
+        "FLOPs a step",
+        "cost model",
+        "memory here",
+        "seconds",
+    ]
+    rows = []
+    for recipe in (name for name in RECIPES if name in made):
+        sizes, flops = estimates(recipe)
+        for rank in made[recipe]["ranks"]:
+            stage, peak, done = rank["stage"], rank["peak_bytes"], sum(rank["flops"].values())
+            over = " of 64: too much" if peak > memory(recipe) * GIB else ""
+            rows.append(
+                [
+                    *(recipe, f"{made[recipe]['world']:,}", str(stage), f"{peak / GIB:.1f}{over}"),
+                    f"{sizes[stage] / GIB:.1f} ({100 * (sizes[stage] / peak - 1):+.0f} %)",
+                    f"{done:.2e}".replace("e+", "e"),
+                    f"{flops[stage]:.2e} ({100 * (flops[stage] / done - 1):+.0f} %)".replace("e+", "e"),
+                    f"{rank['memory_bytes'] / GIB:.1f} GiB",
+                    f"{made[recipe]['processor_seconds']}" if rank is made[recipe]["ranks"][0] else "",
+                ]
+            )
+    return markdown_table(heading, rows)
+
+
+def write_tables(made: Mapping[str, Any]) -> None:
+    """The table of docs/rehearsal.md, and the memory in that of docs/clusters.md."""
+    page = ROOT / "docs" / "rehearsal.md"
+    before, rest = page.read_text().split(BEGIN)
+    write_text(page, f"{before}{BEGIN}\n{table(made)}\n\n{END}{rest.split(END, 1)[1]}")
+    page = ROOT / "docs" / "clusters.md"
+    lines = page.read_text().splitlines()
+    for place, line in enumerate(lines):
+        recipe = line.split("|")[1].strip() if line.count("|") == 4 else ""
+        if recipe in RECIPES:
+            known = recipe in made
+            peak = max([rank["peak_bytes"] for rank in made[recipe]["ranks"]] if known else estimates(recipe)[0])
+            lines[place] = re.sub(r"\d+ GiB", f"{peak / GIB:.0f} GiB", line)
+    write_text(page, "\n".join(lines) + "\n")
+
+
+def main(words: Iterable[str]) -> int:
+    asked = list(words)
+    made: dict[str, Any] = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+    recipes = [name for name in asked if not name.startswith("--")]
+    if "--missing" in asked:
+        recipes = [name for name in RECIPES if name not in made]
+    elif not asked:
+        recipes = RECIPES
+    if unknown := [name for name in recipes if name not in RECIPES]:
+        raise SystemExit(f"no recipe {unknown[0]}; known: {', '.join(RECIPES)}")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    known: dict[str, Any] = {}
+    failed = 0
+    for recipe in recipes:
+        key = key_of(one_phase(compose("rehearse", [f"recipe={recipe}"])))
+        try:
+            known[key] = made[recipe] = known.get(key) or figures(recipe)
+        except ValueError as error:
+            failed += 1
+            print(f"{recipe}: {error}", flush=True)
+            continue
+        FIGURES.write_text(json.dumps({name: made[name] for name in sorted(made)}, indent=1) + "\n")
+        peaks = [f"{rank['peak_bytes'] / GIB:.1f} GiB" for rank in made[recipe]["ranks"]]
+        print(recipe, *peaks, flush=True)
+    write_tables(made)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

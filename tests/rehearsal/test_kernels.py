@@ -1,0 +1,28 @@
+"""What stand-ins keep, and for how long."""
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nemo_ext.rehearsal import kernels
+from nemo_ext.rehearsal.tracker import Tracker
+
+
+def test_what_a_scan_saves_ends_with_its_backward_pass_though_its_graph_lives() -> None:
+    tracker = Tracker()
+    with FakeTensorMode(), tracker:
+        heads, size, channels = 4, 16, 96  # x 64, and 8 numbers of B and C in each of 2 groups
+        leaf = torch.zeros(1, 256, 64 + channels + heads, requires_grad=True)
+        rest = [torch.zeros(shape, requires_grad=True) for shape in ((channels, 4), channels, heads, heads)]
+        weight, bias, dt_bias, decay = rest
+        with tracker.during("forward", "activations"):
+            projected = leaf * 1
+            given = {"D": torch.zeros(heads), "chunk_size": 128, "headdim": size, "ngroups": 2}
+            loss = kernels._scan(tracker)(projected, weight, bias, dt_bias, decay, **given).sum()
+            del projected, given
+        kept = tracker.live["activations"]
+        with tracker.during("backward", "temporary"):
+            loss.backward()
+
+    # What it projects and, before gating, makes; D; the sum of what comes out.
+    assert kept == 4 * (256 * (64 + channels + heads) + 256 * 64 + heads + 1)
+    assert tracker.live["activations"] == 4 == loss.nbytes

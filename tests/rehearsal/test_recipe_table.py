@@ -1,0 +1,38 @@
+"""The figures of docs/rehearsal.md: a rehearsal finds them again."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import hydra_conf
+from nemo_ext.job.config import compose
+from nemo_ext.rehearsal.job import rehearse
+
+CONFIGS = Path(hydra_conf.__file__).parent / "recipe"
+FIGURES = json.loads(Path(__file__).with_name("recipes.json").read_text())
+
+
+def test_figures_are_of_recipes_that_are_there() -> None:
+    recipes = {f"{path.parent.name}/{path.stem}" for path in CONFIGS.glob("*/*.yaml")}
+    assert FIGURES.keys() <= recipes, "take what is gone out of recipes.json"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "stage"),
+    [
+        ("olmo1/1b", 0),
+        ("domyn_small/cpt", 0),
+        ("llama_nemotron/ultra_cpt", 1),
+        ("nemotron3_nano/pretrain", 0),
+    ],
+)
+def test_a_rehearsal_finds_its_figures_again(recipe: str, stage: int, tmp_path: Path) -> None:
+    (kept,) = (rank for rank in FIGURES[recipe]["ranks"] if rank["stage"] == stage)
+
+    (found,) = rehearse(compose("rehearse", [f"recipe={recipe}"]), [stage], tmp_path)["ranks"]
+
+    assert found["peak_bytes"] == pytest.approx(kept["peak_bytes"], rel=0.05), f"recipes.py {recipe}"
+    assert sum(found["flops"].values()) == pytest.approx(sum(kept["flops"].values()), rel=0.01)
+    assert found["memory_bytes"] < 2e9

@@ -1,0 +1,75 @@
+"""A teacher beside the student that is rehearsed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nemo_ext.architecture.cost import forward_flops_per_token, total_params
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.checkpoint.description import from_config
+from nemo_ext.checkpoint.formats import choose
+from nemo_ext.job.config import compose
+from nemo_ext.rehearsal.job import rehearse
+from nemo_ext.rehearsal.teacher import model_of_teacher
+
+TINY = ("recipe=nemotron3_nano/quickstart", "run_dir=unused", "data=mock", "megatron.bf16=true")
+
+
+@pytest.fixture(params=["run", "export"])
+def teacher(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder that says what model it is of, and has no weights."""
+    folder, config = tmp_path / "teacher", compose("train", TINY)
+    folder.mkdir()
+    if request.param == "run":
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    else:
+        _, made = choose(from_config(config))
+        (folder / "config.json").write_text(json.dumps(made))
+    return folder
+
+
+def test_the_model_of_a_folder_without_weights(teacher: Path) -> None:
+    made, own = (Architecture.from_config(each) for each in (model_of_teacher(str(teacher)), compose("train", TINY)))
+    assert (made.sizes, made.hidden_size, made.vocab_size) == (own.sizes, own.hidden_size, own.vocab_size)
+
+
+def test_a_folder_that_says_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no config of the model lies there; expected the run's config\.yaml"):
+        model_of_teacher(str(tmp_path))
+    with pytest.raises(ValueError, match="no such directory"):
+        model_of_teacher(str(tmp_path / "none"))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json: cannot be read"):
+        model_of_teacher(str(tmp_path))
+
+
+@pytest.mark.slow
+def test_its_weights_and_its_forward_pass_are_there(tmp_path: Path) -> None:
+    folder, config = tmp_path / "teacher", compose("train", TINY)
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    words = [*TINY, "model.pattern=M*M-", f"distillation.teacher={folder}", "distillation.top_k=8"]
+    made = rehearse(compose("rehearse", words), "all", tmp_path / "ranks")
+    (rank,) = made["ranks"]
+
+    architecture = Architecture.from_config(config)
+    flags: dict[str, Any] = config["megatron"]
+    tokens = flags["seq_length"] * flags["global_batch_size"]
+    assert rank["peak"]["teacher"] == pytest.approx(2 * total_params(architecture), rel=0.01)
+    ahead = forward_flops_per_token(architecture) * tokens
+    assert sum(rank["flops"].values()) == pytest.approx(rank["estimate"]["flops"] + ahead, rel=0.1)
+    assert not made["set_aside"]
+    listed = json.loads(Path(rank["checkpoint"]["list"]).read_text())
+    assert not any("decoder.layers.4" in line["name"] for line in listed), "the teacher is not saved"
+
+
+@pytest.mark.slow
+def test_a_teacher_has_one_stage(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(compose("train", TINY)))
+    words = [*TINY, f"distillation.teacher={tmp_path}", "megatron.pipeline_model_parallel_size=2"]
+    config = compose("rehearse", [*words, "launcher.nproc_per_node=2"])
+    with pytest.raises(ValueError, match="the teacher runs in one stage"):
+        rehearse(config, "all", tmp_path / "ranks")
