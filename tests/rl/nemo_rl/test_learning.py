@@ -214,7 +214,10 @@ def test_resumed_as_if_it_had_never_stopped(runs: Runs, tiny_llama: Path, tmp_pa
     assert any((value != first[name]).any() for name, value in one.items())
 
 
-def test_a_file_that_teaches_nothing_loses_its_weight(runs: Runs, tiny_llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("drops", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_file_that_teaches_nothing_loses_its_weight(
+    drops: bool, runs: Runs, tiny_llama: Path, tmp_path: Path
+) -> None:
     """Two words in a response, which a random model writes now and then, and 99, which do not fit into it."""
     for name, least in (("hope", 2), ("vain", 99)):
         rule = {"id": "length_constraints:number_words", "kwargs": {"num_words": least, "relation": "at least"}}
@@ -224,6 +227,7 @@ def test_a_file_that_teaches_nothing_loses_its_weight(runs: Runs, tiny_llama: Pa
     train = f"tasks.train={{directory: {tmp_path}, blend: {{hope: 1, vain: 1}}, adapt: {{keep: 0.2, groups: 2}}}}"
     words = [word for word in grpo(tmp_path, "{instructions: {}}", prompts=4) if not word.startswith("tasks.")]
     words += [train, "rl.lengths={prompt: 256, response: 8}"]
+    words += ["rl.sampling={drop_zero_variance: true, max_batches: 9}"] * drops
 
     whole = runs.nemo_rl("whole", tiny_llama, *words, steps=4)
     begun = runs.nemo_rl("parts", tiny_llama, *words, steps=2)
