@@ -14,7 +14,7 @@ from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.job.config import compose
 from nemo_ext.job.files import write_text
-from nemo_ext.job.progress import progress_of
+from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.settings import checked
 from nemo_ext.megatron.arguments import pattern_with_cuts, world_size
 from nemo_ext.rehearsal.saved import summed, whole
@@ -49,7 +49,7 @@ def job(config: dict[str, Any]) -> None:
     def changed(change: list[str], number: int) -> dict[str, Any]:
         return one(compose("rehearse", [*words, *change]), number)
 
-    searched = None
+    searched, failed = None, dict[str, str]()
     if settings.search:
         searched, results = search(config, *gpu_of(name, limit), settings.best, changed)
         searched["command"] = [word.removeprefix("++") for word in words if not is_own(word)]
@@ -57,10 +57,24 @@ def job(config: dict[str, Any]) -> None:
     else:
         variants = [("", config)]
         variants += [(change, compose("rehearse", [*words, *change.split()])) for change in settings.variants]
-        results = [
-            {"change": change, "number": number, **one(each, number)} for number, (change, each) in enumerate(variants)
-        ]
-    write(folder, config["recipe"], results, limit=limit, searched=searched, as_json=config["format"] == "json")
+        results = []
+        for number, (change, each) in enumerate(variants):
+            try:
+                results.append({"change": change, "number": number, **one(each, number)})
+            except ValueError as error:
+                if not number:
+                    raise
+                failed[change] = str(error)
+                notice(f"rehearse.try: {change}: {error}")
+    write(
+        folder,
+        config["recipe"],
+        results,
+        limit=limit,
+        searched=searched,
+        failed=failed,
+        as_json=config["format"] == "json",
+    )
 
 
 def _gpu(settings: Settings, config: Mapping[str, Any]) -> tuple[str | None, float | None]:
@@ -140,7 +154,7 @@ def rehearse(
         return record
 
     cores = len(os.sched_getaffinity(0))
-    with ThreadPoolExecutor(cores) as pool, progress_of("ranks", len(stages), unit="ranks") as advance:
+    with ThreadPoolExecutor(cores) as pool, progress_of("rehearsed", len(stages), unit="ranks") as advance:
         records = []
         for record in pool.map(one, stages):
             records.append(record)

@@ -33,15 +33,22 @@ def write(
     limit: float | None,
     as_json: bool,
     searched: Mapping[str, Any] | None = None,
+    failed: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes rehearsal.json, report.md and memory.png; prints the tables, or the JSON."""
-    made = {"recipe": recipe, "gpu_memory_gib": limit, "search": searched, "results": results}
+    """Writes rehearsal.json, report.md and memory.png; prints the tables, or the JSON.
+
+    Args:
+        failed: changes that could not be rehearsed, and why.
+    """
+    failed = failed or {}
+    made = {"recipe": recipe, "gpu_memory_gib": limit, "search": searched, "results": results, "failed": failed}
     write_text(folder / "rehearsal.json", json.dumps(made, indent=1) + "\n")
     found = [] if searched is None else search_tables(searched)
     parts = [f"# Rehearsal of {recipe}", *found]
     if results:
         _draw(folder / "memory.png", _shown(results, searched), limit)
-        parts += [*tables(results, limit), "![memory](memory.png)"]
+        wrong = [f"Cannot be rehearsed: {change}: {why}." for change, why in failed.items()]
+        parts += [*tables(results, limit), *wrong, "![memory](memory.png)"]
     text = "\n\n".join(parts) + "\n"
     write_text(folder / "report.md", text)
     if as_json:

@@ -37,6 +37,7 @@ OF_THE_MACHINE = (
     "nemo_rl.set.checkpointing.checkpoint_must_save_by",
 )
 """Prefixes of keys that may change when a run is resumed on another machine."""
+READS_AHEAD = "NeMo-RL's asynchronous loop reads prompts ahead, in another process, before rewards can choose them"
 ENGINES = {"trl": "nemo_ext.rl.trl.run", "nemo_rl": "nemo_ext.rl.nemo_rl.job"}
 
 
@@ -206,11 +207,12 @@ def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:
 def _check_while_training(config: Mapping[str, Any], algorithm: Algorithm) -> None:
     """Refuse wrong settings of shares and orders that change while a run trains, and where it cannot do that."""
     train = config["tasks"]["train"]
-    for key in ("adapt", "reprofile"):
-        if train.get(key) is not None and config["engine"] != "trl":
-            reason = "draws its tasks before the run, engine=trl while it trains"
-            raise ValueError(f"tasks.train.{key}: engine={config['engine']} {reason}")
     reprofile = train.get("reprofile")
+    if reprofile is not None and config["engine"] != "trl":
+        reason = "cannot measure pass rates while it trains, engine=trl can"
+        raise ValueError(f"tasks.train.reprofile: engine={config['engine']} {reason}")
+    if train.get("adapt") is not None and config["engine"] != "trl" and getattr(algorithm, "asynchronous", None):
+        raise ValueError(f"tasks.train.adapt with rl.asynchronous: {READS_AHEAD}: set rl.asynchronous=null")
     if isinstance(reprofile, Mapping) and reprofile.get("plateau") and not config["tasks"].get("validation"):
         raise ValueError("tasks.train.reprofile.plateau: of what? give tasks.validation.path")
     adapt_of(train)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import numpy.typing as npt
 import torch
 
 from nemo_ext.chat.response import CLOSE, parse_response
@@ -176,13 +177,17 @@ class _Estimator:
 
 
 @contextlib.contextmanager
-def scored(groups: Groups, tokenizer: Any, *, asynchronous: bool) -> Iterator[None]:
+def scored(
+    groups: Groups, tokenizer: Any, *, asynchronous: bool, learn: Callable[[npt.ArrayLike], None] | None = None
+) -> Iterator[None]:
     """Context in which NeMo-RL scores groups by these settings, in this process.
 
     Args:
         groups: scoring of the groups.
         tokenizer: tokenizer of the policy.
         asynchronous: True for `async_grpo_train`, which does not scale rewards.
+        learn: called with the rewards of every batch that is generated, `[prompts, responses]`, before dynamic sampling
+            drops any; in the synchronous loop only.
     """
     module = compat.grpo()
     marker = tokenizer(CLOSE, add_special_tokens=False).input_ids
@@ -190,10 +195,13 @@ def scored(groups: Groups, tokenizer: Any, *, asynchronous: bool) -> Iterator[No
         for place in compat.baseline_modules():
             name = "calculate_baseline_and_std_per_prompt"
             stack.enter_context(patch.object(place, name, groups.baseline_and_std))
-        if groups.reward is not None:
+        if groups.reward is not None or learn is not None:
 
             def rewrite(batch: Any) -> torch.Tensor:
-                return groups.rewritten(batch, marker)
+                rewards = groups.rewritten(batch, marker)
+                if learn is not None:
+                    learn(rewards.view(-1, groups.generations).double().numpy())
+                return rewards
 
             if not asynchronous:
                 stack.enter_context(patch.object(module, "scale_rewards", _rewriting(module.scale_rewards, rewrite)))

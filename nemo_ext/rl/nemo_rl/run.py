@@ -6,6 +6,7 @@ and 0.7 NeMo-RL's `setup_response_data` fails on a list in `data.train`, so seve
 
 import contextlib
 import copy
+import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,15 +20,17 @@ from nemo_ext.rl.environments import ENVIRONMENTS
 from nemo_ext.rl.episodes import KEYS as EPISODE_KEYS
 from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.groups import check_judges
+from nemo_ext.rl.job import READS_AHEAD
 from nemo_ext.rl.nemo_rl import compat, workers
 from nemo_ext.rl.nemo_rl.compat import PREFIX
-from nemo_ext.rl.nemo_rl.data import Records, TaskProcessor
+from nemo_ext.rl.nemo_rl.data import AdaptiveTasks, Records, TaskProcessor
 from nemo_ext.rl.nemo_rl.export import saved_in
 from nemo_ext.rl.nemo_rl.group_rewards import groups_of, scored
 from nemo_ext.rl.nemo_rl.pairs import PairDataset
 from nemo_ext.rl.pairs import read_pairs
 from nemo_ext.rl.plan import PlannedTasks, check_references, plan_tasks, validation_tasks
 from nemo_ext.rl.prompts import Prompts
+from nemo_ext.rl.task import Task
 
 ALGORITHMS = ("grpo", "rloo", "dpo", "rpo")
 _COMMON = ("algorithm", "nemo_rl", "template")
@@ -119,6 +122,12 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> 
         validation = validation_tasks(given["path"])
     # The order is the dataset's; shuffling again would break quotas and curricula.
     master["data"]["shuffle"] = False
+    shares = train.adaptive()
+    if shares is not None and asynchronous:
+        raise ValueError(f"tasks.train.adapt with grpo.async_grpo.enabled: {READS_AHEAD}: leave one of them out")
+    if shares is not None:
+        # Workers would read ahead of the rewards that choose the next batch.
+        master["data"]["num_workers"] = 0
     if validation is None and (grpo["val_period"] > 0 or grpo["val_at_start"]):
         raise ValueError("grpo.val_period, grpo.val_at_start: give tasks.validation, or set them to 0 and false")
 
@@ -134,10 +143,9 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> 
         check_references(tasks, lambda task: made[task.environment].check(task))
     processor = TaskProcessor(reads)
     max_length = master["data"].get("max_input_seq_length")
-    datasets = [
-        None if tasks is None else _processed(tasks, settings, tokenizer, processor, max_length)
-        for tasks in (train, validation)
-    ]
+    process = functools.partial(_processed, names=settings, tokenizer=tokenizer, processor=processor, length=max_length)
+    adaptive = None if shares is None else AdaptiveTasks(train, shares, process)
+    datasets = (process(train) if adaptive is None else adaptive, None if validation is None else process(validation))
     compat.with_generation(master, tokenizer)
     environments = {PREFIX + name: compat.create_environment(PREFIX + name, given) for name, given in settings.items()}
     # Separate actors, so that the metrics of training and validation stay apart.
@@ -152,7 +160,11 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> 
         watched = WithEnvironments(ready.logger.log_metrics, environments, judges)
         ready.logger.log_metrics = watched
         with contextlib.ExitStack() as stack:
-            stack.enter_context(scored(groups, tokenizer, asynchronous=asynchronous))
+            learn = None
+            if adaptive is not None:
+                # NeMo-RL first logs a step before it scales rewards, from which the shares learn.
+                learn, watched.of_step["adaptive"] = adaptive.learn, lambda step: adaptive.metrics()
+            stack.enter_context(scored(groups, tokenizer, asynchronous=asynchronous, learn=learn))
             if dynamic and asynchronous:
                 # Imported late: its classes are NeMo-RL's.
                 dropping = importlib.import_module("nemo_ext.rl.nemo_rl.dropping")
@@ -272,7 +284,9 @@ def _environment_settings(
     return {name: {"name": name, **common, **(given.get(name) or {})} for name in used}
 
 
-def _processed(tasks: PlannedTasks, names: Mapping[str, Any], tokenizer: Any, processor: Any, length: Any) -> Any:
+def _processed(
+    tasks: PlannedTasks | Mapping[int, Task], *, names: Mapping[str, Any], tokenizer: Any, processor: Any, length: Any
+) -> Any:
     datasets = importlib.import_module("nemo_rl.data.datasets")
     spec = importlib.import_module("nemo_rl.data.interfaces").TaskDataSpec
     processors = {PREFIX + name: (spec(task_name=PREFIX + name), processor) for name in names}

@@ -1,3 +1,4 @@
+import itertools
 import json
 import pickle
 from collections import Counter
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from nemo_ext.data.curriculum.job import run as make_curriculum
 from nemo_ext.data.curriculum.layout import CURRICULUM
 from nemo_ext.job.config import compose
+from nemo_ext.rl.nemo_rl.data import AdaptiveTasks, Records
 from nemo_ext.rl.plan import TaskFile, check_references, plan_tasks
 
 
@@ -177,6 +179,40 @@ def test_a_resumed_dataloader_goes_on_with_the_next_task(blend: dict[str, Any]) 
     resumed.load_state_dict(state)
 
     assert list(resumed) == whole[4:]
+
+
+def test_a_resumed_dataloader_draws_what_adaptive_shares_would_have(blend: dict[str, Any]) -> None:
+    """The state that NeMo-RL saves after a step has learnt from that step, and has not drawn the next."""
+    loaders = pytest.importorskip(
+        "torchdata.stateful_dataloader", reason="torchdata, which NeMo-RL needs, is not there"
+    )
+
+    def begin() -> tuple[AdaptiveTasks, Any]:
+        planned = plan_tasks({**blend, "adapt": {"groups": 4}}, steps=8, prompts=10)
+        shares = planned.adaptive()
+        assert shares is not None
+        tasks = AdaptiveTasks(planned, shares, lambda tasks: Records(tasks, ""))
+        return tasks, loaders.StatefulDataLoader(tasks, batch_size=10, collate_fn=list, drop_last=True)
+
+    def steps(tasks: AdaptiveTasks, loader: Any, count: int) -> list[Any]:
+        seen = []
+        for batch in itertools.islice(loader, count):
+            drawn = [record["task"] for record in batch]
+            seen.append(([task.id for task in drawn], tasks.metrics()))
+            tasks.learn([[0, task.domain == "algebra"] for task in drawn])
+        return seen
+
+    whole = steps(*begin(), 8)
+    tasks, loader = begin()
+    first = steps(tasks, loader, 3)
+    state = pickle.loads(pickle.dumps(loader.state_dict()))
+    tasks, loader = begin()
+    loader.load_state_dict(state)
+
+    assert first + steps(tasks, loader, 5) == whole
+    assert whole[-1][1]["weight/algebra"] > 0.8 > 0.5 == whole[0][1]["weight/algebra"]
+    with pytest.raises(ValueError, match="one for each group"):
+        tasks.learn([[0, 1]])
 
 
 class Ids:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from scipy.stats import t
 from torch.nn.utils.rnn import pad_sequence
 
@@ -213,6 +214,35 @@ def test_resumed_as_if_it_had_never_stopped(runs: Runs, tiny_llama: Path, tmp_pa
     assert any((value != first[name]).any() for name, value in one.items())
 
 
+@pytest.mark.parametrize("drops", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_file_that_teaches_nothing_loses_its_weight(
+    drops: bool, runs: Runs, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Two words in a response, which a random model writes now and then, and 99, which do not fit into it."""
+    for name, least in (("hope", 2), ("vain", 99)):
+        rule = {"id": "length_constraints:number_words", "kwargs": {"num_words": least, "relation": "at least"}}
+        reference = {"instructions": [rule], "mode": "all"}
+        task = {"environment": "instructions", "thinking": False, "reference": reference}
+        written(tmp_path / f"{name}.jsonl", ({"id": f"{name}{n}", "prompt": f"{name} {n}", **task} for n in range(9)))
+    train = f"tasks.train={{directory: {tmp_path}, blend: {{hope: 1, vain: 1}}, adapt: {{keep: 0.2, groups: 2}}}}"
+    words = [word for word in grpo(tmp_path, "{instructions: {}}", prompts=4) if not word.startswith("tasks.")]
+    words += [train, "rl.lengths={prompt: 256, response: 8}"]
+    words += ["rl.sampling={drop_zero_variance: true, max_batches: 9}"] * drops
+
+    whole = runs.nemo_rl("whole", tiny_llama, *words, steps=4)
+    begun = runs.nemo_rl("parts", tiny_llama, *words, steps=2)
+    resumed = runs.nemo_rl("parts", tiny_llama, *words, steps=4)
+
+    weights = of(whole, "weight/vain", "adaptive")
+    assert len(weights) == 4 and weights[0] == 0.5 and weights[-1] < 0.3
+    assert of(whole, "signal/vain", "adaptive")[-1] < 0.2 < 0.4 < of(whole, "signal/hope", "adaptive")[-1]
+    for key in ("weight/hope", "weight/vain", "signal/hope", "signal/vain"):
+        parts = [*of(begun, key, "adaptive"), *of(resumed, key, "adaptive")]
+        assert parts == of(whole, key, "adaptive").tolist()
+    for key in ("loss", "reward", "grad_norm"):
+        assert [*of(begun, key), *of(resumed, key)] == of(whole, key).tolist()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("drops", [False, True], ids=["all groups", "without equal rewards"])
 def test_asynchronous_steps(runs: Runs, small_model: Path, task_file: Path, drops: bool) -> None:
@@ -231,10 +261,16 @@ def test_asynchronous_steps(runs: Runs, small_model: Path, task_file: Path, drop
 
 @pytest.mark.slow
 def test_rloo_sums_over_a_response(runs: Runs, small_model: Path, task_file: Path) -> None:
-    """The loss is the plain formula of what NeMo-RL logged of the batch, trained in three micro-batches."""
+    """The loss is the plain formula of what NeMo-RL logged of the batch.
+
+    The rendered config has packed sequences, which DTensor's worker would take from the batch; the policy here packs
+    nothing and takes three micro-batches of 8.
+    """
     words = [word for word in grpo(task_file, prompts=3) if not word.startswith(("preset=", "micro_batch="))]
     logged = runs.nemo_rl("run", small_model, "preset=rloo_if", "micro_batch=8", *words, steps=1)
 
+    rendered = yaml.safe_load((runs.folder / "run/checkpoints/step_1/config.yaml").read_text())
+    assert rendered["policy"]["train_micro_batch_size"] == 8
     (file,) = runs.folder.rglob("train_data_step1.jsonl")
     keys = ("advantages", "prev_logprobs", "token_loss_mask")
     lines = map(json.loads, file.read_text().splitlines())

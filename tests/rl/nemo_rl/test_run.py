@@ -38,6 +38,11 @@ def test_wrong_settings_are_named(config: dict[str, Any], message: str) -> None:
         ({}, ("grpo.val_period=5",), "give tasks.validation"),
         ({"group": {"length_control": {}}}, ("grpo.use_dynamic_sampling=true",), "choose one"),
         ({"tasks": {"train": {"path": "bad.jsonl"}}}, (), "bad.jsonl: task 0: reference"),
+        (
+            {"tasks": {"train": {"directory": ".", "blend": {"tasks": 1, "bad": 1}, "adapt": {}}}},
+            ("grpo.async_grpo.enabled=true",),
+            "tasks.train.adapt with grpo.async_grpo.enabled",
+        ),
     ],
 )
 def test_refused_before_anything_starts(

@@ -376,7 +376,14 @@ def test_dpo_trains_on_pairs(model: Path, tmp_path: Path) -> None:
             ["preset=rl_zero", "model=m", "tasks.train={path: t, reprofile: {plateau: 2}}"],
             "reprofile.plateau: of what?",
         ),
-        (["preset=rl_zero", "model=m", "tasks.train={path: t, adapt: {}}", "engine=nemo_rl"], "train.adapt: engine="),
+        (["preset=rl_zero", "model=m", "tasks.train={path: t, reprofile: {}}", "engine=nemo_rl"], "reprofile: engine="),
+        (
+            [
+                *("preset=rl_zero", "model=m", "tasks.train={path: t, adapt: {}}", "engine=nemo_rl"),
+                "rl.asynchronous={max_age: 1, in_flight: false}",
+            ],
+            "set rl.asynchronous=null",
+        ),
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "save_every=0"], "save_every"),
         (["preset=dpo_delta", "model=m", "pairs.train={path: t}"], "write pairs.train=FILE"),
     ],
