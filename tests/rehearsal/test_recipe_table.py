@@ -13,9 +13,9 @@ CONFIGS = Path(hydra_conf.__file__).parent / "recipe"
 FIGURES = json.loads(Path(__file__).with_name("recipes.json").read_text())
 
 
-def test_figures_are_of_recipes_that_are_there() -> None:
-    recipes = {f"{path.parent.name}/{path.stem}" for path in CONFIGS.glob("*/*.yaml")}
-    assert FIGURES.keys() <= recipes, "take what is gone out of recipes.json"
+def test_every_recipe_has_figures() -> None:
+    recipes = {f"{path.parent.name}/{path.stem}" for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "puzzle"}
+    assert FIGURES.keys() == recipes, "python tests/rehearsal/recipes.py --missing; what is gone has to be taken out"
 
 
 @pytest.mark.slow
@@ -33,6 +33,6 @@ def test_a_rehearsal_finds_its_figures_again(recipe: str, stage: int, tmp_path: 
 
     (found,) = rehearse(compose("rehearse", [f"recipe={recipe}"]), [stage], tmp_path)["ranks"]
 
-    assert found["peak_bytes"] == pytest.approx(kept["peak_bytes"], rel=0.05), f"recipes.py {recipe}"
+    assert found["peak_bytes"] == pytest.approx(kept["peak_bytes"], rel=0.001), f"recipes.py {recipe}"
     assert sum(found["flops"].values()) == pytest.approx(sum(kept["flops"].values()), rel=0.01)
     assert found["memory_bytes"] < 2e9
