@@ -100,7 +100,7 @@ def tables(results: Sequence[Mapping[str, Any]], limit: float | None) -> list[st
         for each in rank["collectives"]
     ]
     if sent:
-        which = f" of {results[0]['number']}" if len(results) > 1 else ""
+        which = f", try {results[0]['number']}" if len(results) > 1 else ""
         parts.append(f"## Communication of a step{which}")
         parts.append(markdown_table(["pipeline rank", "group", "operation", "calls", "bytes"], sent))
     return parts
