@@ -3,11 +3,12 @@
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nemo_ext.rehearsal import kernels
 from nemo_ext.rehearsal.tracker import Tracker
 
 
 def test_what_a_scan_saves_ends_with_its_backward_pass_though_its_graph_lives() -> None:
+    from nemo_ext.rehearsal import kernels
+
     tracker = Tracker()
     with FakeTensorMode(), tracker:
         heads, size, channels = 4, 16, 96  # x 64, and 8 numbers of B and C in each of 2 groups

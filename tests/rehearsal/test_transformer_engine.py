@@ -13,7 +13,6 @@ from nemo_ext.job.config import compose
 from nemo_ext.rehearsal.job import rehearse
 from nemo_ext.rehearsal.settings import FP8_WEIGHTS, rehearsed
 from nemo_ext.rehearsal.tracker import Tracker
-from nemo_ext.rehearsal.transformer_engine import Engine, GroupedLinear, Product, _permutation, scale_bytes
 
 MIB = 2**20
 TOKENS, WIDE, OUT = 256, 512, 1024
@@ -27,6 +26,8 @@ SAVED = LAYERS * (128 + 128 + 512) - 512
 
 def passed(scaling: str | None, *, keeps_input: bool = False, **given: Any) -> tuple[Counter[str], Counter[str]]:
     """What lives after a forward pass of one layer, and after its backward pass."""
+    from nemo_ext.rehearsal.transformer_engine import Engine, Product
+
     tracker = Tracker()
     with FakeTensorMode(), tracker:
         product = Product(Engine(tracker, **given), "fc1", scaling, keeps_input)
@@ -75,6 +76,8 @@ def test_copies_of_weights_that_are_not_kept_live_until_the_backward_pass() -> N
 
 
 def test_scales_of_a_part_that_ends_within_a_block() -> None:
+    from nemo_ext.rehearsal.transformer_engine import scale_bytes
+
     assert scale_bytes("blockwise", 130, 200) == 4 * 2 * 132
     assert scale_bytes("blockwise", 130, 200, columnwise=True) == 4 * 2 * 200
     assert scale_bytes("blockwise", 300, 700, weight=True) == 4 * 3 * 8
@@ -83,6 +86,8 @@ def test_scales_of_a_part_that_ends_within_a_block() -> None:
 
 
 def test_experts_are_one_product_with_a_copy_each() -> None:
+    from nemo_ext.rehearsal.transformer_engine import Engine, Product
+
     tracker = Tracker()
     with FakeTensorMode(), tracker:
         product = Product(Engine(tracker), "experts", "mxfp8")
@@ -101,6 +106,8 @@ def test_experts_are_one_product_with_a_copy_each() -> None:
 
 
 def test_experts_have_one_name_in_a_checkpoint() -> None:
+    from nemo_ext.rehearsal.transformer_engine import GroupedLinear
+
     def group(rank: int, size: int) -> SimpleNamespace:
         return SimpleNamespace(rank=lambda: rank, size=lambda: size)
 
@@ -120,6 +127,8 @@ def test_experts_have_one_name_in_a_checkpoint() -> None:
 
 
 def test_a_part_of_a_matrix_that_fp8_does_not_take() -> None:
+    from nemo_ext.rehearsal.transformer_engine import Engine, Product
+
     tracker = Tracker()
     with FakeTensorMode(), tracker, pytest.raises(ValueError, match=r"block 3 fc1: .* multiples of 16, .* 1032 x 512"):
         Product(Engine(tracker), "block 3 fc1", "tensorwise")(torch.empty(8, 512), torch.empty(1032, 512))
@@ -127,6 +136,8 @@ def test_a_part_of_a_matrix_that_fp8_does_not_take() -> None:
 
 def test_fused_permutation_saves_its_map_alone() -> None:
     from megatron.core.transformer.moe import token_dispatcher
+
+    from nemo_ext.rehearsal.transformer_engine import _permutation
 
     tracker = Tracker()
     with FakeTensorMode(), tracker, _permutation():
