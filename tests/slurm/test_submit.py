@@ -1,5 +1,6 @@
 """`nemo-ext submit` without a Slurm: what is refused and why, and the command to the letter."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -238,15 +239,16 @@ def test_help_names_every_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def row(recipe: str) -> str:
-    """A recipe's line in docs/clusters.md."""
+    """A recipe's line in docs/clusters.md; memory is that of its rehearsal."""
+    rehearsals = json.loads((REPOSITORY / "tests/rehearsal/recipes.json").read_text())
+    peak = max(rank["peak_bytes"] for rank in rehearsals[recipe]["ranks"])
     cells = []
     for site in SITES:
         submission = planned([f"recipe={recipe}", f"cluster={site}"])
         launcher: dict[str, Any] = submission.config["launcher"]
         found = findings(submission.config, submission.settings, paths=False)
         wrong = [one.text.partition(": the quality of service ")[2] for one in found if one.kind == "error"]
-        (memory,) = (one.text.partition("about ")[2].partition(" GiB")[0] for one in found if "memory" in one.text)
-        cell = f"{launcher['nodes']} x {launcher['nproc_per_node']}, {memory} GiB"
+        cell = f"{launcher['nodes']} x {launcher['nproc_per_node']}, {peak / (1 << 30):.0f} GiB"
         cells.append(cell + (f": refused, {'; '.join(wrong)}".replace(f" of {site}", "") if wrong else ""))
     return f"| {recipe} | {' | '.join(cells)} |"
 
