@@ -13,6 +13,7 @@ from typing import Any
 from nemo_ext.checkpoint.storage import listed
 
 KEY = "trust_remote_code"
+_OWN = files("nemo_ext.checkpoint.remote_code")
 _NO_CONFIG = ("tokenizer.json", "vocab.json")
 """Large files that no class is looked up in."""
 
@@ -37,9 +38,11 @@ def may_run_code(name: str, config: Mapping[str, Any]) -> bool:
         )
     found = foreign_code(folder)
     if found:
+        earlier = [name for name in found if (_OWN / name).is_file()]
+        hint = f" (if an earlier nemo_ext exported it, copy today's {listed(earlier)} from {_OWN} over it)"
         raise ValueError(
             f"{folder}: transformers would run {listed(found)} of this folder (auto_map), which is not nemo_ext's: "
-            f"read it, then set {KEY}=true"
+            f"read it, then set {KEY}=true{hint if earlier else ''}"
         )
     return bool(_named(folder)[0])
 
@@ -85,5 +88,5 @@ def _is_of(folder: Path, word: str) -> bool:
 
 
 def _is_ours(file: Path) -> bool:
-    own = files("nemo_ext.checkpoint.remote_code") / file.name
+    own = _OWN / file.name
     return file.is_file() and own.is_file() and own.read_bytes() == file.read_bytes()

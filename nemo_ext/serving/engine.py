@@ -6,6 +6,7 @@ attention mask hides. One thread owns the model; all else talks to it through `E
 """
 
 import asyncio
+import inspect
 import queue
 import threading
 from collections.abc import AsyncGenerator, Sequence
@@ -108,6 +109,8 @@ class Engine:
         self._waiting: list[_Sequence] = []
         self._rows: list[_Sequence] = []
         self._cache: DynamicCache | None = None
+        # transformers renamed the argument in 5.24; code beside a checkpoint may have either.
+        self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         self.failed: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._begin()
@@ -258,9 +261,9 @@ class Engine:
             input_ids=ids.to(device),
             attention_mask=mask.to(device),
             position_ids=positions.to(device),
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=0 if every else 1,
+            **{self._cache_name: cache},
         )
         logits: Tensor = made.logits.float().cpu()
         return logits

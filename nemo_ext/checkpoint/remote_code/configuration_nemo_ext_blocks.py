@@ -49,7 +49,7 @@ class NemoExtBlocksConfig(PreTrainedConfig):
     """
 
     model_type = "nemo_ext_blocks"
-    keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar = ["past_key_values", "cache"]
 
     vocab_size: int = 32000
     hidden_size: int = 4096

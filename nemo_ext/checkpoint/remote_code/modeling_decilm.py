@@ -5,6 +5,7 @@ an exported config.json, so it imports nothing but torch, transformers and its o
 """
 
 import copy
+import inspect
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +26,9 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_decilm import DeciLMConfig
+
+# What transformers calls the cache in calls: "cache" from 5.24 on.
+CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 
 
 class LinearMixer(nn.Module):
@@ -100,7 +104,7 @@ class DeciLMPreTrainedModel(LlamaPreTrainedModel):
     @staticmethod
     def create_masks_for_generate(config: DeciLMConfig, **kwargs: Any) -> dict[Any, Tensor | None]:
         """The mask of each of the model's windows; `generate` calls it for static caches."""
-        names = ("inputs_embeds", "attention_mask", "past_key_values", "position_ids")
+        names = ("inputs_embeds", "attention_mask", CACHE, "position_ids")
         arguments = {name: kwargs.get(name) for name in names}
         masks: dict[Any, Tensor | None] = {}
         for window in set(config.windows) - {None}:
@@ -139,16 +143,19 @@ class DeciLMModel(DeciLMPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states `[batch, seq, hidden]` after the final norm."""
+        """Hidden states `[batch, seq, hidden]` after the final norm; `cache` is the newer name of `past_key_values`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        if cache is None:
+            cache = past_key_values
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
         if position_ids is None:
-            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            past = 0 if cache is None else cache.get_seq_length()
             position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + past)[None]
         masks = attention_mask
         if not isinstance(masks, dict):
@@ -156,8 +163,8 @@ class DeciLMModel(DeciLMPreTrainedModel):
                 self.config,
                 inputs_embeds=hidden_states,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
                 position_ids=position_ids,
+                **{CACHE: cache},
             )
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
         for layer, window in zip(self.layers, self.config.windows, strict=True):
@@ -165,12 +172,12 @@ class DeciLMModel(DeciLMPreTrainedModel):
                 hidden_states,
                 attention_mask=masks.get(window),
                 position_ids=position_ids,
-                past_key_values=past_key_values,
                 use_cache=use_cache,
                 position_embeddings=position_embeddings,
+                **{CACHE: cache},
                 **kwargs,
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        return BaseModelOutputWithPast(self.norm(hidden_states), cache)
 
 
 class DeciLMForCausalLM(DeciLMPreTrainedModel, LlamaForCausalLM):

@@ -5,6 +5,7 @@ exported config.json, so it imports nothing but torch, transformers and its own 
 """
 
 import copy
+import inspect
 from typing import Any, ClassVar
 
 import torch
@@ -43,6 +44,9 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_nemo_ext_blocks import NemoExtBlocksConfig
+
+# What transformers calls the cache in calls: "cache" from 5.24 on.
+CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 
 
 def _copy(config: NemoExtBlocksConfig, **values: Any) -> NemoExtBlocksConfig:
@@ -90,7 +94,7 @@ class Attention(LlamaAttention):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Maps `[batch, seq, hidden]` to the same shape, and returns the attention weights if they were computed."""
@@ -103,8 +107,8 @@ class Attention(LlamaAttention):
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.view(heads).transpose(1, 2)
         if self.rotary_emb is not None:
             query, key = apply_rotary_pos_emb(query, key, *self.rotary_emb(hidden_states, position_ids))
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = attend(
             self,
@@ -207,15 +211,15 @@ class ResidualBlock(GradientCheckpointingLayer):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Tensor:
+        cache = kwargs.pop(CACHE, None)
         mixed = hidden_states if self.norm_after else self.norm(hidden_states)
         if self.kind == "attention":
-            mixed, _ = self.mixer(mixed, attention_mask, position_ids, past_key_values, **kwargs)
+            mixed, _ = self.mixer(mixed, attention_mask, position_ids, cache, **kwargs)
         elif self.kind == "mamba":
-            mixed = self.mixer(mixed, cache_params=past_key_values, attention_mask=attention_mask, **kwargs)
+            mixed = self.mixer(mixed, cache, attention_mask, **kwargs)
         else:
             mixed = self.mixer(mixed)
         return hidden_states + (self.norm(mixed) if self.norm_after else mixed)
@@ -254,7 +258,7 @@ class NemoExtBlocksPreTrainedModel(LlamaPreTrainedModel):
     @staticmethod
     def create_masks_for_generate(config: NemoExtBlocksConfig, **kwargs: Any) -> dict[Any, Tensor | None]:
         """The masks that the model's blocks take, by `config.masks`; `generate` calls it for static caches."""
-        names = ("inputs_embeds", "attention_mask", "past_key_values", "position_ids")
+        names = ("inputs_embeds", "attention_mask", CACHE, "position_ids")
         arguments = {name: kwargs.get(name) for name in names}
         masks: dict[Any, Tensor | None] = {}
         for mask in set(config.masks) - {None}:
@@ -286,16 +290,19 @@ class NemoExtBlocksModel(NemoExtBlocksPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states `[batch, seq, hidden]` after the final norm."""
+        """Hidden states `[batch, seq, hidden]` after the final norm; `cache` is the newer name of `past_key_values`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        if cache is None:
+            cache = past_key_values
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
         if position_ids is None:
-            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            past = 0 if cache is None else cache.get_seq_length()
             position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + past)[None]
         masks = attention_mask
         if not isinstance(masks, dict):
@@ -303,19 +310,19 @@ class NemoExtBlocksModel(NemoExtBlocksPreTrainedModel):
                 self.config,
                 inputs_embeds=hidden_states,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
                 position_ids=position_ids,
+                **{CACHE: cache},
             )
         for layer, mask in zip(self.layers, self.config.masks, strict=True):
             hidden_states = layer(
                 hidden_states,
                 attention_mask=masks.get(mask),
                 position_ids=position_ids,
-                past_key_values=past_key_values,
                 use_cache=use_cache,
+                **{CACHE: cache},
                 **kwargs,
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        return BaseModelOutputWithPast(self.norm(hidden_states), cache)
 
 
 class NemoExtBlocksForCausalLM(NemoExtBlocksPreTrainedModel, LlamaForCausalLM):
