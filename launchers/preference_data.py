@@ -16,15 +16,7 @@ def main() -> None:
 
         run(config)
 
-    sys.argv = [sys.argv[0], *(spelled for word in sys.argv[1:] for spelled in _words(word))]
     run_job("preference_data", job, resumable=True)
-
-
-def _words(word: str) -> list[str]:
-    """A word as Hydra wants it: what sources there are is the user's choice."""
-    if word.startswith("sources="):
-        return ["~sources", f"+{word}"]
-    return [f"++{word}"] if word.startswith("sources.") else [word]
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def main() -> None:
         print(HELP.replace("{jobs}", fill(jobs, 119, initial_indent="  job".ljust(17), subsequent_indent=" " * 17)))
         return
     if any(word.startswith("pipeline=") for word in words):
-        from nemo_ext.slurm.pipeline import submit
+        from nemo_ext.pipeline.submit import submit
     else:
         from nemo_ext.slurm.submit import submit
 

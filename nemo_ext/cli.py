@@ -15,6 +15,8 @@ JOBS = {
     "status": "show the runs on Slurm: state, step, time left, loss, restarts",
     "logs": "show the log of a run on Slurm; -f follows it",
     "cancel": "cancel a run's job on Slurm; its ranks save first",
+    "pipeline": "run jobs that follow each other on this machine, a table of them, one report; resumable",
+    "byte_tokenizer": "write the byte tokenizer as a Hugging Face folder, with a chat template",
     "tokenize": "turn text, JSONL, Parquet or source trees into Megatron's .bin/.idx",
     "sft_data": "turn conversations into packed sequences with loss masks: filters, chat templates, reasoning",
     "preference_data": "turn generations into DPO pairs and reward model samples, for TRL and NeMo-RL",

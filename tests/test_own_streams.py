@@ -9,7 +9,7 @@ import hydra_conf
 from nemo_ext.data.blends.blend import flattened
 from nemo_ext.data.blends.hierarchy import read_tree
 from nemo_ext.job.config import compose
-from nemo_ext.slurm.pipeline import read
+from nemo_ext.pipeline.stages import read
 from nemo_ext.slurm.submit import planned
 
 RECIPES = Path(hydra_conf.__file__).parent / "recipe"

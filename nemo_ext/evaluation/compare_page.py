@@ -45,6 +45,15 @@ def run(config: Mapping[str, Any]) -> None:
         ValueError: a setting, a run or a paper is at fault.
     """
     given = checked(CompareSettings, config)
+    show(write(given), Path(given.output).expanduser())
+
+
+def write(given: CompareSettings) -> Comparison:
+    """Compare runs and write all files of the comparison into its folder.
+
+    Raises:
+        ValueError: a run or a paper is at fault.
+    """
     output = Path(given.output).expanduser()
     found = compared(given)
     points = frontiers(found.runs, given)
@@ -55,7 +64,7 @@ def run(config: Mapping[str, Any]) -> None:
         }
         write_text(output / "compare.json", orjson.dumps(as_json(found, points), option=JSON).decode())
         write_text(output / "compare.md", markdown(found, [name for name, drawn in pictures.items() if drawn]))
-    show(found, output)
+    return found
 
 
 def as_json(found: Comparison, points: Mapping[str, Sequence[Point]]) -> dict[str, Any]:

@@ -234,7 +234,7 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
     `megatron.KEY=value` may add a key: Hydra knows only those that a file names, Megatron's parser knows them all.
     The sections of `OPEN` are open too. One given whole (`puzzle.search.shares={parameters: 0.6}`) replaces what the
     recipe has there, where Hydra would merge the two; `filters` given whole keep the filters that they do not name.
-    `streams` given whole replaces that of a file, too.
+    `streams` given whole replaces that of a file, too, as do `sources` of preference data.
     The value of `model.pattern` is quoted: our notation's braces and parentheses mean something else to Hydra. So are
     those of `TEXTS`.
 
@@ -249,8 +249,12 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
         section = name.rpartition(".")[0]
         planned = section == "precision_plan" and job in WITH_PRECISION_PLAN
         tokenizer = name == "data.tokenizer" and value.startswith("{") and job in WITH_STREAMS
-        if tokenizer or (equals and (section in OPEN or planned or name.startswith(FREE) or name == "filters")):
+        source = name.startswith("sources.") and job == "preference_data"
+        free = source or name == "filters" or name.startswith(FREE)
+        if tokenizer or (equals and (free or section in OPEN or planned)):
             spelled.append(f"++{word}")
+        elif equals and name == "sources" and job == "preference_data":
+            spelled += ["~sources", f"+{word}"]
         elif equals and name == "streams" and job in WITH_STREAMS:
             spelled += ["streams=null", word]
         elif equals and name in OPEN:

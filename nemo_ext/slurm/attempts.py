@@ -114,3 +114,9 @@ def finished(run_dir: Path) -> list[str] | None:
     """Arguments of the job that finished the run, or None if it is not finished."""
     path = run_dir / FOLDER / FINISHED
     return list(json.loads(path.read_text()).get("words", ())) if path.is_file() else None
+
+
+def finished_at(run_dir: Path) -> float | None:
+    """Unix time at which the run was marked as finished, or None if it is not finished."""
+    path = run_dir / FOLDER / FINISHED
+    return float(json.loads(path.read_text())["at"]) if path.is_file() else None

@@ -71,7 +71,12 @@ class Finding:
 
 
 def findings(
-    config: Mapping[str, Any], settings: Settings, *, paths: bool = True, coming: Sequence[Path] = ()
+    config: Mapping[str, Any],
+    settings: Settings,
+    *,
+    paths: bool = True,
+    coming: Sequence[Path] = (),
+    here: bool = False,
 ) -> list[Finding]:
     """All findings on a job; errors would make it fail.
 
@@ -80,9 +85,10 @@ def findings(
         settings: settings of site and queue.
         paths: if False, skip the checks of files, as for a table of recipes and sites.
         coming: paths that earlier jobs write and that need not exist yet.
+        here: True for a job that is not queued but started on this machine.
     """
     cluster = settings.cluster
-    found = [*_queue(config, settings)]
+    found = [] if here else [*_queue(config, settings)]
     if settings.job == "train":
         found += [*_memory(config, cluster), *_precision(config, cluster)]
     if settings.job == "rl":
@@ -92,7 +98,7 @@ def findings(
     if paths:
         found += [*_inputs(config, settings, coming), *_container(cluster)]
     if paths and settings.job in ON_TRAINING_CONFIG:
-        found += [*_data(config, coming, settings.job), *_offline(config, cluster)]
+        found += [*_data(config, coming, tokenised=settings.job == "train" and not here), *_offline(config, cluster)]
     if paths and settings.job in ON_TRAINING_CONFIG and not _tokenizer_missing(found):
         found += _tokenizers(config, coming)
     if paths and settings.job in ("puzzle", "sensitivity") and not coming and not errors(found):
@@ -162,8 +168,9 @@ def is_there(path: Path, coming: Sequence[Path]) -> bool:
     given = path.resolve()
 
     def made_at(place: Path) -> bool:
-        # Tokenised files are named by their prefix.
-        return given.is_relative_to(place) or (given.parent == place.parent and given.name.startswith(f"{place.name}_"))
+        # A folder is there with its first file; tokenised files are named by their prefix.
+        prefixed = given.parent == place.parent and given.name.startswith(f"{place.name}_")
+        return prefixed or given.is_relative_to(place) or place.is_relative_to(given)
 
     return path.exists() or any(made_at(place.resolve()) for place in coming)
 
@@ -331,7 +338,7 @@ def _settings(job: str, config: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("error", str(error))
 
 
-def _data(config: Mapping[str, Any], coming: Sequence[Path], job: str) -> Iterator[Finding]:
+def _data(config: Mapping[str, Any], coming: Sequence[Path], *, tokenised: bool) -> Iterator[Finding]:
     for data in data_sections(config):
         if packed := data.get("packed"):
             needed = [Path(f"{place}.idx") for place in packed.values() if place]
@@ -339,7 +346,7 @@ def _data(config: Mapping[str, Any], coming: Sequence[Path], job: str) -> Iterat
         elif data.get("blend") or data.get("streams"):
             leaves = read_tree(data).leaves()
             # A job on one machine tokenises streams that have a source; training on Slurm does not.
-            needed = [Path(f"{leaf.prefix}_train.idx") for leaf in leaves if job == "train" or not leaf.source]
+            needed = [Path(f"{leaf.prefix}_train.idx") for leaf in leaves if tokenised or not leaf.source]
             how = "`nemo-ext tokenize` writes it"
         else:
             continue

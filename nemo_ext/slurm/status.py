@@ -68,7 +68,7 @@ def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
     starts = attempts.read(run_dir)
     job = job_of(run_dir)
     step, _ = newest(run_dir / METRICS)
-    target = _target(run_dir)
+    target = target_of(run_dir)
     at = _step_of(step) if step else last_checkpoint(run_dir) or 0
     left = None
     if step and target and step.get("seconds_per_step"):
@@ -139,7 +139,7 @@ def _step_of(line: Mapping[str, Any]) -> int:
     return int(line["step"]) if "step" in line else int(line["rounds"]) + 1
 
 
-def _target(run_dir: Path) -> int | None:
+def target_of(run_dir: Path) -> int | None:
     """Total number of steps of training or RL, or of rounds, or None if unknown."""
     if not (run_dir / CONFIG).is_file():
         return None

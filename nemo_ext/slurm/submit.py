@@ -203,7 +203,7 @@ def _checked_here(submission: Submission, found: list[Finding]) -> list[Finding]
     settings, coming = submission.settings, submission.coming
     if settings.job == "train" and not errors(found) and find_spec("megatron") and find_spec("torch"):
         for config in submission.configs:
-            found += [one for one in _by_megatron(config, coming) if one not in found]
+            found += [one for one in by_megatron(config, coming) if one not in found]
     script = script_of(settings.job)
     syntax = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False)
     if syntax.returncode:
@@ -279,8 +279,13 @@ def hand_over(submission: Submission) -> str:
     return job
 
 
-def _by_megatron(config: Mapping[str, Any], coming: Sequence[Path]) -> list[Finding]:
-    """Errors that the installed Megatron's parser and our own checks raise."""
+def by_megatron(config: Mapping[str, Any], coming: Sequence[Path]) -> list[Finding]:
+    """Errors that the installed Megatron's parser and our own checks raise on a training config.
+
+    Args:
+        config: config of the job.
+        coming: paths that earlier jobs write.
+    """
     from nemo_ext.megatron.run import Run
 
     if coming:  # data that does not exist yet cannot be checked

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_ext.slurm.pipeline import read
+from nemo_ext.pipeline.stages import read
 from nemo_ext.slurm.settings import settings_of, split
 from nemo_ext.slurm.submit import SCRIPTS, planned
 from nemo_ext.slurm.task import Task

@@ -11,9 +11,9 @@ import yaml
 import hydra_conf
 from nemo_ext.job.config import compose
 from nemo_ext.job.run_directory import last_checkpoint
+from nemo_ext.pipeline.stages import read
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.jobs import inputs, makes
-from nemo_ext.slurm.pipeline import read
 from nemo_ext.slurm.preflight import is_there
 from nemo_ext.slurm.submit import planned
 
@@ -97,7 +97,7 @@ def test_only_what_a_stage_makes_may_be_missing(tmp_path: Path) -> None:
         (["pipeline=domyn_small"], "not set: environment_tasks, math_tasks, pairs, start, tokenizer"),
         (["pipeline=quickstart", "pretrian.megatron.lr=1"], "no stage or job of that name: did you mean 'pretrain'"),
         (["pipeline=quickstart", "skip=[export,tokenise]"], "skip=tokenise: did you mean 'tokenize'"),
-        (["pipeline=mine"], "stages.b.after=c: no stage above it has that name"),
+        (["pipeline=mine"], "stages.b.after=c: known: a, b"),
         (["pipeline=other"], "stages.a: unknown key 'word': did you mean 'words'"),
         (["pipeline=third"], "job=trian: did you mean 'train'"),
         (["pipeline=quickstart", "rl.rl.batch=7"], "no stage or job of that name"),

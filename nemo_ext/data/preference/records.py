@@ -7,6 +7,7 @@ A record has a prompt and either a list of generations or one answer of its own:
     {id?, prompt?, chosen, rejected, chosen_model?, rejected_model? ...}      pairs made elsewhere
 
 Records with one id form one group, so it is enough if one of them holds the prompt. Without an id the prompt is the id.
+A task of `nemo-ext rl_tasks` holds the prompt of answers that a run's rollouts.jsonl has.
 """
 
 import json
@@ -91,7 +92,10 @@ def to_group(record: Mapping[str, Any], keys: RecordKeys, *, side: Side = "", pa
     else:
         prompt = sample.messages if sample else ()
         many = value_at(record, keys.generations)
-        generations = [_generation(record, keys, "", side)] if many is None else _listed(many, keys, side)
+        if many is None:
+            generations = [] if _is_task(record, sample) else [_generation(record, keys, "", side)]
+        else:
+            generations = _listed(many, keys, side)
     found = value_at(record, keys.id)
     return Group(
         id=("" if found is None else str(found)) or json_digest(message_records(prompt)),
@@ -189,6 +193,12 @@ def _prompt(record: Mapping[str, Any], keys: RecordKeys) -> Sample | None:
     if made.messages[-1].role not in ("user", "tool"):
         raise FormatError(f"{name} ends with the {made.messages[-1].role}: the last turn must ask for an answer")
     return made
+
+
+def _is_task(record: Mapping[str, Any], prompt: Sample | None) -> bool:
+    """True for a task for RL, which has no answer of its own."""
+    task = prompt is not None and {"id", "environment", "reference"} <= record.keys()
+    return task and not any(record.get(key) is not None for key in ANSWER_KEYS)
 
 
 def _ready_pair(record: Mapping[str, Any], keys: RecordKeys) -> tuple[tuple[Message, ...], list[Generation]]:

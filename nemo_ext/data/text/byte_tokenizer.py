@@ -1,8 +1,16 @@
-"""The byte tokenizer as a Hugging Face folder, for what wants one: ids 0 to 255 are the bytes, 256 ends a document."""
+"""The byte tokenizer as a Hugging Face folder, for what wants one: ids 0 to 255 are the bytes, 256 ends a document.
+
+`nemo-ext byte_tokenizer` adds a chat template and its control tokens: the tokenizer of a model made from nothing.
+"""
 
 import json
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from nemo_ext.chat.sample import Message, Sample
+from nemo_ext.chat.template import Template
 from nemo_ext.data.text.tokenizers import ByteTokenizer
 from nemo_ext.job.files import write_text
 
@@ -14,16 +22,47 @@ TEMPLATE = (
 """Chat template of a tokenizer without one: roles and texts, as a model that never saw a chat may read them."""
 
 
-def write(folder: Path, template: str = TEMPLATE) -> Path:
-    """Writes tokenizer.json and tokenizer_config.json; returns the folder."""
+_CONTROL = re.compile(r"<\|[^<>|\s]+\|>")
+
+
+def run(config: Mapping[str, Any]) -> None:
+    """Job `nemo-ext byte_tokenizer`: the folder `output`, for the chat template `template`.
+
+    A text ends with what ends the assistant's turn in the template, if that is one control token, else with `EOD`.
+
+    Raises:
+        ValueError: no output is named, or there is no such template.
+    """
+    if not isinstance(config["output"], str) or not config["output"]:
+        raise ValueError(f"output={config['output']}: name a folder")
+    folder = Path(config["output"]).expanduser()
+    if config["template"] is None:
+        write(folder)
+        return
+    template = Template.load(config["template"])
+    chat = Sample(id="chat", messages=(Message(role="user", content="a"), Message(role="assistant", content="b")))
+    ends = [_CONTROL.findall(text) for text, trained in template.render(chat).segments if trained]
+    write(folder, template.source, _CONTROL.findall(template.source), end=ends[-1][-1] if ends and ends[-1] else EOD)
+
+
+def write(folder: Path, template: str = TEMPLATE, control: Sequence[str] = (), *, end: str = EOD) -> Path:
+    """Writes tokenizer.json and tokenizer_config.json; returns the folder.
+
+    Args:
+        folder: where to.
+        template: source of the chat template.
+        control: its control tokens, which get the ids from 257 on.
+        end: token that ends a text, `eos_token`.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.BPE({letter: byte for byte, letter in enumerate(_letters())}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(EOD, normalized=False)])
+    names = dict.fromkeys([EOD, *control])
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in names])
     assert tokenizer.token_to_id(EOD) == ByteTokenizer.eod
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOD, "chat_template": template}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "chat_template": template}
     write_text(folder / "tokenizer.json", tokenizer.to_str())
     write_text(folder / "tokenizer_config.json", json.dumps(about, indent=1) + "\n")
     return folder

@@ -174,8 +174,9 @@ class Rollouts:
                 file.write(json.dumps(line) + "\n")
 
     def line(self, rollout: Rollout, reward: float) -> dict[str, Any]:
-        """Record of a rollout."""
+        """Record of a rollout; the token that ended the response, which `finished` tells, is not part of its text."""
         task, verdict = rollout.episode.task, rollout.turn.verdict
+        ended = rollout.tokens[-1:] and rollout.tokens[-1] in self._ends
         line = {
             "id": task.id,
             "domain": task.domain,
@@ -184,7 +185,7 @@ class Rollouts:
             "score": verdict.score if verdict else 0.0,
             "tokens": sum(rollout.own),
             "finished": rollout.turn.response.finished,
-            "response": self.tokenizer.decode(rollout.tokens),
+            "response": self.tokenizer.decode(rollout.tokens[:-1] if ended else rollout.tokens),
         }
         return line | ({"reason": verdict.reason} if verdict and verdict.reason else {})
 

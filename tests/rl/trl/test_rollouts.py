@@ -169,7 +169,7 @@ def test_rollouts_are_recorded_as_the_curriculum_reads_them(model: Path, tmp_pat
 
     (line,) = map(json.loads, (tmp_path / "r.jsonl").read_text().splitlines())
     assert (line["step"], line["id"], line["reward"], line["outcome"]) == (3, "What is it?", 0.0, "wrong")
-    assert line["response"] == "\\boxed{8}<|eot_id|>"
+    assert line["response"] == "\\boxed{8}", "finished says that it ended"
     assert made.metrics()["math/episodes"] == 1
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from nemo_ext.pipeline.stages import read
+from nemo_ext.pipeline.submit import _other_tokenizers
 from nemo_ext.slurm.jobs import makes
-from nemo_ext.slurm.pipeline import _other_tokenizers, read
 from nemo_ext.slurm.preflight import findings
 from nemo_ext.slurm.submit import Submission, planned
 

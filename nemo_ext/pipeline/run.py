@@ -1,0 +1,380 @@
+"""`nemo-ext pipeline`: the stages of a pipeline one after the other in processes of this machine, resumable.
+
+A stage's record of starts, and the mark that it is finished, are those that a job on Slurm has
+(`nemo_ext.slurm.attempts`), so that `nemo-ext submit` of the same pipeline goes on where this ends, and the other way.
+"""
+
+import contextlib
+import fcntl
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from hydra.errors import HydraException
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from nemo_ext.job.config import FAILED, INTERRUPTED, compose
+from nemo_ext.job.files import write_text
+from nemo_ext.job.parent import end_with_parent
+from nemo_ext.job.progress import notice
+from nemo_ext.pipeline.figures import figures_of
+from nemo_ext.pipeline.report import write_report
+from nemo_ext.pipeline.stages import Pipeline, Stage, coming, finished, read
+from nemo_ext.slurm import attempts
+from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG, makes, saved_step
+from nemo_ext.slurm.preflight import Finding, errors, findings, other_tokenizers
+from nemo_ext.slurm.settings import settings_of, split
+from nemo_ext.slurm.status import PIPELINE, target_of
+from nemo_ext.slurm.submit import by_megatron
+
+LOCK = ".pipeline.lock"
+"""File in a pipeline's folder that its command and the job that it started hold open."""
+PATIENCE = 120.0
+"""Seconds in which the job of a killed command may save and end."""
+_LAST_LINES = 15
+
+
+@dataclass(kw_only=True)
+class Work:
+    """A stage here.
+
+    Attributes:
+        stage: the stage.
+        config: composed config of its job.
+        record: its folder, with the record of starts.
+        log: file of its output.
+        state: waiting, running, finished, finished before, failed or interrupted.
+    """
+
+    stage: Stage
+    config: Mapping[str, Any]
+    record: Path
+    log: Path
+    state: str = "waiting"
+    began: float | None = field(default=None, repr=False)
+
+    @property
+    def seconds(self) -> float:
+        """Time of all its starts."""
+        starts = attempts.read(self.record)
+        running = 0.0 if self.began is None else time.time() - self.began
+        return running + sum(each.ended - each.began for each in starts if each.ended is not None)
+
+    def command(self) -> list[str]:
+        """The job's words after `nemo-ext`."""
+        return [self.stage.job, *self.stage.own]
+
+
+def run(words: Sequence[str], *, dry_run: bool) -> int:
+    """Check all stages, then run those that are not finished; returns the exit code.
+
+    Raises:
+        ValueError: for mistakes that the user can correct.
+    """
+    if site := [word for word in split(words)[0] if not word.startswith("--config-dir")]:
+        raise ValueError(f"{site[0]}: is for `nemo-ext submit`, which queues this pipeline on Slurm: take it away")
+    pipeline = read(words)
+    works = planned(pipeline)
+    console = Console(highlight=False, soft_wrap=True)
+    if not checked(pipeline, works, console, dry_run=dry_run):
+        console.print("nothing was started: mend the errors first")
+        return 2
+    if dry_run:
+        console.print("nothing was started: --dry-run")
+        return 0
+    with _alone(pipeline.run_dir) as lock, _interruptible():
+        for work in works:  # a command that was waited for may have finished some
+            work.state = state_of(work, works)
+        write_text(pipeline.run_dir / PIPELINE, yaml.safe_dump(dict(pipeline.config), sort_keys=False, width=120))
+        try:
+            with _Shown(works) as shown:
+                for work in works:
+                    if work.state == "waiting":
+                        _run(work, lock, shown)
+        finally:
+            if any(work.state.startswith("finished") for work in works):
+                notice(f"report: {write_report(pipeline.run_dir, works)}")
+    return 0
+
+
+def planned(pipeline: Pipeline) -> list[Work]:
+    """The stages with their configs.
+
+    Raises:
+        ValueError: a config cannot be composed, or a stage would never end.
+    """
+    works = []
+    for stage in pipeline.stages:
+        if stage.job == "serve":
+            raise ValueError(f"stages.{stage.name}: `serve` runs until it is stopped: skip={stage.name}, or submit it")
+        try:
+            config = compose(stage.job, stage.own)
+        except (ValueError, HydraException) as error:
+            raise ValueError(f"stages.{stage.name}: {error}") from error
+        log = pipeline.run_dir / f"{stage.name}.log"
+        works.append(Work(stage=stage, config=config, record=pipeline.run_dir / stage.name, log=log))
+    for work in works:
+        work.state = state_of(work, works)
+    return works
+
+
+def state_of(work: Work, works: Sequence[Work]) -> str:
+    """`finished before` or `waiting`.
+
+    Raises:
+        ValueError: it was finished with other words, or begun before what it is made from was made.
+    """
+    done = finished(work.record, [work.record], work.stage.own)
+    starts = attempts.read(work.record)
+    named = {each.stage.name: each for each in works}
+    for parent in work.stage.after:
+        made = attempts.finished_at(named[parent].record)
+        if starts and (made is None or made > starts[0].began):
+            places = dict.fromkeys([*makes(work.stage.job, work.config), work.record])
+            raise ValueError(
+                f"{work.stage.name}: was begun before {parent} was {'finished' if made is None else 'made again'}: "
+                f"remove {' and '.join(map(str, places))} to have it made from that"
+            )
+    return "finished before" if done else "waiting"
+
+
+def checked(pipeline: Pipeline, works: Sequence[Work], console: Console, *, dry_run: bool) -> bool:
+    """Check the configs of all stages to run, and print errors, in a dry run also commands; True without errors."""
+    named, wrong = {work.stage.name: work for work in works}, False
+    for work in works:
+        if work.state != "waiting":
+            if dry_run:
+                console.print(f"{work.stage.name}: finished before", markup=False)
+            continue
+        earlier = [(each.job, named[each.name].config) for each in pipeline.before(work.stage)]
+        written = coming(earlier)
+        found = findings(work.config, settings_of([f"job={work.stage.job}"]), coming=written, here=True)
+        if work.stage.job in ON_TRAINING_CONFIG:
+            found += other_tokenizers(work.config, [config for job, config in earlier if job == "tokenize"])
+        if dry_run and work.stage.job == "train" and not errors(found):
+            found += by_megatron(work.config, written)
+        wrong = wrong or errors(found)
+        _tell(work, found, console, dry_run=dry_run)
+    return not wrong
+
+
+def _tell(work: Work, found: Sequence[Finding], console: Console, *, dry_run: bool) -> None:
+    if dry_run:
+        console.print(f"{work.stage.name}:", style="bold", markup=False)
+    for one in found:
+        if dry_run or one.kind != "note":
+            style = {"error": "red", "warning": "yellow", "note": ""}[one.kind]
+            console.print(
+                f"{one.kind}: {'' if dry_run else f'{work.stage.name}: '}{one.text}", style=style, markup=False
+            )
+    if dry_run:
+        console.print(shlex.join(["nemo-ext", *work.command()]), markup=False)
+
+
+@contextmanager
+def _alone(run_dir: Path) -> Iterator[int]:
+    """Makes the folder and keeps other commands out of it; waits for the job of one that was killed.
+
+    Yields the lock's file, which the jobs inherit: it is free only when the command and its job have ended.
+
+    Raises:
+        ValueError: another command runs in the folder, or it cannot be written.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ValueError(f"run_dir={run_dir}: {error.strerror}; choose a directory that can be written") from error
+    try:
+        began = None
+        while not _locked(lock):
+            if began is None:
+                began = time.monotonic()
+                notice(f"{run_dir}: waiting for another command there, or the job of a killed one, to end")
+            if time.monotonic() - began > PATIENCE:
+                raise ValueError(f"{run_dir}: another command is running in it; wait for it or choose run_dir=...")
+            time.sleep(0.5)
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _locked(lock: int) -> bool:
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGINT and SIGTERM raise KeyboardInterrupt, also where the shell has us ignore SIGINT (`nemo-ext pipeline &`)."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Shown:
+    """The stages: a table that is updated in place on a terminal, a line for each change elsewhere; on stdout."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+        self._console = Console(highlight=False, markup=False, soft_wrap=True)
+        self._live = Live(console=self._console, auto_refresh=False, get_renderable=lambda: table_of(works))
+
+    def __enter__(self) -> "_Shown":
+        if self._console.is_terminal:
+            self._live.start(refresh=True)
+        for work in self._works:
+            if work.state != "waiting":
+                self.changed(work)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._console.is_terminal:
+            self._live.refresh()
+            self._live.stop()
+        else:
+            self._console.width = 200
+            self._console.print(table_of(self._works))
+
+    def update(self) -> None:
+        """Draw the table anew."""
+        if self._console.is_terminal:
+            self._live.refresh()
+
+    def changed(self, work: Work) -> None:
+        """A stage's state has changed."""
+        self.update()
+        if not self._console.is_terminal:
+            parts = [work.state, "" if work.state == "running" else _span(work.seconds), _figure(work)]
+            self._console.print(f"{work.stage.name}: {', '.join(filter(None, parts))}")
+
+
+def table_of(works: Sequence[Work]) -> Table:
+    """Stages, their states, times and key figures."""
+    table = Table("stage", "job", "state", "time", "figures", box=None, pad_edge=False, header_style="bold")
+    styles = {"running": "cyan", "finished": "green", "failed": "red", "interrupted": "yellow", "waiting": "dim"}
+    for work in works:
+        style = styles.get(work.state.partition(" ")[0])
+        seconds = work.seconds
+        span = _span(seconds) if seconds else ""
+        table.add_row(work.stage.name, work.stage.job, work.state, span, _figure(work), style=style)
+    return table
+
+
+def _figure(work: Work) -> str:
+    """Key figures, and of a running stage the step."""
+    found = figures_of(work.stage.job, work.record)
+    running = work.state == "running" and found.step is not None
+    step = f"step {found.step:,}" + (f" of {found.target:,}" if found.target else "") if running else ""
+    return ", ".join(filter(None, (step, found.text)))
+
+
+def _span(seconds: float) -> str:
+    whole = round(seconds)
+    return (
+        f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+        if whole >= 3600
+        else f"{whole // 60}:{whole % 60:02d}"
+    )
+
+
+def _run(work: Work, lock: int, shown: _Shown) -> None:
+    """Run a stage to its end.
+
+    Raises:
+        SystemExit: it failed, or was interrupted.
+    """
+    stage, step = work.stage, saved_step(work.stage.job, work.record)
+    starts = attempts.read(work.record)
+    if starts and starts[-1].ended is None:
+        # What was killed leaves no end: its last sign of life is in the log.
+        ended = max(starts[-1].began, work.log.stat().st_mtime if work.log.exists() else 0.0)
+        last = replace(starts[-1], ended=ended, last_step=step, reason="killed")
+        attempts.write(work.record, [*starts[:-1], last])
+    attempts.begin(work.record, job="", restart=len(starts), nodes=platform.node(), step=step)
+    work.state, work.began = "running", time.time()
+    shown.changed(work)
+    command = [sys.executable, "-m", "nemo_ext.cli", *work.command()]
+    with work.log.open("ab") as log:
+        log.write(f"$ {shlex.join(['nemo-ext', *work.command()])}\n".encode())
+        log.flush()
+        position = log.tell()
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            # Ctrl-C reaches the job once, from us.
+            start_new_session=True,
+            preexec_fn=_end_with_us,
+            pass_fds=(lock,),
+        )
+        interrupted = _wait(process, shown)
+    code, why = process.returncode, ""
+    if stage.job == "train" and code == 0 and (saved_step("train", work.record) or 0) < (target_of(work.record) or 0):
+        why = "ended before its last step"
+    elif code:
+        why = "interrupted" if interrupted or code == INTERRUPTED else f"failed (exit code {code})"
+    work.began = None
+    attempts.end(work.record, step=saved_step(stage.job, work.record), reason=why or "finished")
+    if not why:
+        attempts.finish(work.record, step=saved_step(stage.job, work.record), words=stage.own)
+    work.state = why.partition(" (")[0] or "finished"
+    shown.changed(work)
+    if why or interrupted:
+        _stop(work, why, position, interrupted=interrupted or why == "interrupted")
+
+
+def _wait(process: subprocess.Popen[bytes], shown: _Shown) -> bool:
+    """Wait for a job's end; each Ctrl-C is one for the job, the third kills it. True if there was one."""
+    received = 0
+    while True:
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)
+            if process.poll() is not None:
+                return received > 0
+            shown.update()
+        except KeyboardInterrupt:
+            received += 1
+            if received == 1:
+                notice("stopping: the job saves what it can and ends (again to hurry it, a third time to kill it)")
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGINT if received < 3 else signal.SIGKILL)
+
+
+def _end_with_us() -> None:
+    """Called in a job's process before exec: SIGTERM, at which jobs save, when the command is killed."""
+    end_with_parent(signal.SIGTERM)
+
+
+def _stop(work: Work, why: str, position: int, *, interrupted: bool) -> NoReturn:
+    """End the command after a stage that is not finished, with how to go on."""
+    name = work.stage.name
+    if interrupted:
+        notice(f"interrupted in {name}: the same command goes on (output: {work.log})")
+        sys.exit(INTERRUPTED)
+    with work.log.open("rb") as log:
+        log.seek(position)
+        lines = log.read().decode(errors="replace").splitlines()
+    for line in lines[-_LAST_LINES:]:
+        notice(line)
+    notice(f"error: {name} {why}: whole log: {work.log}; the same command goes on from there")
+    sys.exit(FAILED)

@@ -1,0 +1,257 @@
+"""A pipeline's file and the command's arguments as stages: jobs with their words, in the order they run in."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+import hydra_conf
+from nemo_ext.job.config import check_choice, compose, config_folders, hydra_value
+from nemo_ext.job.run_directory import CHECKPOINTS
+from nemo_ext.job.settings import STRICT, checked, nearest, strings
+from nemo_ext.slurm import attempts
+from nemo_ext.slurm.jobs import MEANWHILE, SERVING, makes, script_name
+from nemo_ext.slurm.settings import split
+
+OWN_FOLDER = ("train", "rl", *MEANWHILE)
+"""Jobs whose run directory is the folder of their stage."""
+EVALUATION = "evaluate_"
+"""Beginning of the names of stages that evaluate another."""
+NEW_MODEL = ("train", "rl", "merge", "quantize", *MEANWHILE)
+"""Jobs whose model `evaluate` of a pipeline evaluates: those that change weights."""
+_MODEL_KEY = {
+    **{"train": "megatron.pretrained_checkpoint", "convert": "from", "quantize": "from", "puzzle": "puzzle.parent"},
+    **{"sensitivity": "sensitivity.model"},
+    **dict.fromkeys(("rl", "online", *SERVING), "model"),
+}
+"""Key of the model that a job starts from."""
+_MODEL_OF = {"train": "", "rl": "model", "online": "model", "merge_sweep": "chosen"}
+"""Where in its stage's folder a job's model lies; the other jobs that make one write it to `to`."""
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class Given:
+    """A stage as written in a pipeline's file; see hydra_conf/pipeline.yaml."""
+
+    job: str
+    words: tuple[str, ...] = ()
+    more: tuple[str, ...] = ()
+    after: tuple[str, ...] | None = None
+    parent: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A job of a pipeline.
+
+    Attributes:
+        name: name of the stage, and of its folder.
+        job: the job.
+        words: arguments of `nemo-ext submit`: about site and queue, and the job's own.
+        after: stages that it follows directly.
+    """
+
+    name: str
+    job: str
+    words: tuple[str, ...]
+    after: tuple[str, ...]
+
+    @property
+    def own(self) -> list[str]:
+        """Arguments of `nemo-ext JOB`."""
+        return split(self.words)[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Stages in topological order, without those left out, and the folder that has one folder for each."""
+
+    run_dir: Path
+    stages: tuple[Stage, ...]
+    config: Mapping[str, Any]
+
+    def before(self, stage: Stage) -> list[Stage]:
+        """All direct and indirect dependencies of a stage."""
+        named = {each.name: each for each in self.stages}
+        found: dict[str, Stage] = {}
+        for name in stage.after:
+            found |= {each.name: each for each in [*self.before(named[name]), named[name]]}
+        return list(found.values())
+
+
+def read(words: Sequence[str]) -> Pipeline:
+    """The pipeline that the command's arguments describe.
+
+    `STAGE.key=value` goes to one stage, `JOB.key=value` to all stages of that job, arguments about site and queue to
+    all stages; the others are the pipeline's own. Stages stand as in the file, but none before those that it follows.
+
+    Raises:
+        ValueError: naming what is wrong with a stage or an argument.
+    """
+    site, theirs = split(words)
+    folders, theirs = config_folders(theirs)
+    both = [f"--config-dir={folder}" for folder in folders]
+    dotted = [word for word in theirs if "." in word.partition("=")[0]]
+    own = _in_scale([word for word in theirs if word not in dotted], folders)
+    check_choice("pipeline", [*both, *own])
+    config = compose("pipeline", [*both, *own])
+    given = _in_order(_with_evaluations(_stages(config), strings(config["evaluate"])))
+    for word in dotted:
+        name = word.partition(".")[0]
+        known = [*given, *dict.fromkeys(stage.job for stage in given.values())]
+        if name not in known:
+            raise ValueError(f"{word}: no stage or job of that name: {nearest(name, known)}")
+    if config["run_dir"] is None:
+        raise ValueError("run_dir=null: name a directory")
+    for word in site:
+        if word.startswith(("job=", "slurm.shards=", "slurm.folder=")):
+            raise ValueError(f"{word}: is of one stage: write STAGE.{word}")
+    run_dir, every = Path(str(config["run_dir"])), dict[str, Stage]()
+    for name, stage in given.items():
+        script_name(stage.job)
+        above_all = (f"{stage.job}.", f"{name}.")
+        more = [word.removeprefix(place) for place in above_all for word in dotted if word.startswith(place)]
+        # The folder for the record of its starts.
+        key = "run_dir" if stage.job in OWN_FOLDER else "slurm.folder"
+        place = f"{key}={hydra_value(str(run_dir / name))}"
+        start = [] if stage.parent is None else [_handed_over(name, stage.job, every[stage.parent], run_dir)]
+        if name.startswith(EVALUATION) and stage.parent is not None:
+            start.append(f"run_dir={hydra_value(str(run_dir / name))}")
+        all_words = [*both, f"job={stage.job}", place, *start, *stage.words, *stage.more, *site, *more]
+        every[name] = Stage(
+            name=name, job=stage.job, words=tuple(_last_of_each_key(all_words)), after=tuple(stage.after or ())
+        )
+    wanted = _wanted(list(given), config)
+    stages = [
+        replace(stage, after=tuple(parent for parent in stage.after if parent in wanted))
+        for name, stage in every.items()
+        if name in wanted
+    ]
+    return Pipeline(run_dir=run_dir, stages=tuple(stages), config=config)
+
+
+def _in_scale(words: list[str], folders: Sequence[Path]) -> list[str]:
+    """The pipeline's own words, with the file of its twin for `scale=NAME`: hydra_conf/pipeline/NAME/PIPELINE.yaml."""
+    values = {word.partition("=")[0]: word.partition("=")[2] for word in words}
+    scale, name = values.get("scale", "null"), values.get("pipeline", "")
+    words = [word for word in words if not word.startswith("scale=")]  # to Hydra it is a group
+    if scale == "null":
+        return words
+    places = [folder / "pipeline" for folder in (Path(hydra_conf.__file__).parent, *folders)]
+    if name and not any((place / scale / f"{name}.yaml").is_file() for place in places):
+        known = sorted({f"{file.stem} with scale={file.parent.name}" for at in places for file in at.glob("*/*.yaml")})
+        raise ValueError(f"scale={scale}: pipeline={name} has no such twin; there are: {', '.join(known)}")
+    return [f"pipeline={scale}/{name}" if word.startswith("pipeline=") else word for word in words]
+
+
+def _stages(config: Mapping[str, Any]) -> dict[str, Given]:
+    """The stages of a file; `after` is filled in: the stage above, and the parent."""
+    given = {name: checked(Given, stage, where=f"stages.{name}") for name, stage in config["stages"].items()}
+    for number, (name, stage) in enumerate(given.items()):
+        after = stage.after if stage.after is not None else tuple(list(given)[:number][-1:])
+        if wrong := [key for key in (*after, *filter(None, [stage.parent])) if key not in given]:
+            key = "parent" if wrong[0] == stage.parent and wrong[0] not in after else "after"
+            raise ValueError(f"stages.{name}.{key}={wrong[0]}: {nearest(wrong[0], given)}")
+        parents = [] if stage.parent is None or stage.parent in after else [stage.parent]
+        given[name] = replace(stage, after=(*after, *parents))
+    return given
+
+
+def _with_evaluations(given: Mapping[str, Given], words: Sequence[str]) -> dict[str, Given]:
+    """The stages, and where there are words for it an evaluation after each that makes a model."""
+    found = dict[str, Given]()
+    for name, stage in given.items():
+        found[name] = stage
+        if words and stage.job in NEW_MODEL:
+            found[f"{EVALUATION}{name}"] = Given(job="evaluate", words=tuple(words), after=(name,), parent=name)
+    return found
+
+
+def _in_order(given: Mapping[str, Given]) -> dict[str, Given]:
+    """The stages, as far as possible in the order given.
+
+    Raises:
+        ValueError: stages wait for each other.
+    """
+    found, left = dict[str, Given](), dict(given)
+    while left:
+        ready = next((name for name, stage in left.items() if not set(stage.after or ()) & left.keys()), None)
+        if ready is None:
+            raise ValueError(f"stages: {', '.join(left)} wait for each other: mend `after` or `parent` of one")
+        found[ready] = left.pop(ready)
+    return found
+
+
+def _wanted(names: Sequence[str], config: Mapping[str, Any]) -> list[str]:
+    """Names of the stages from `from` to `to` that `skip` does not name; evaluations of the last belong to it.
+
+    Raises:
+        ValueError: there is no stage of a name, or none is left.
+    """
+    skip, first, last = strings(config["skip"]), config["from"], config["to"]
+    for key, name in [*(("skip", each) for each in skip), ("from", first), ("to", last)]:
+        if name is not None and name not in names:
+            raise ValueError(f"{key}={name}: {nearest(str(name), names)}")
+    begin = 0 if first is None else names.index(first)
+    end = len(names) if last is None else names.index(last) + 1
+    if names[end : end + 1] == [f"{EVALUATION}{last}"]:
+        end += 1
+    wanted = [name for name in names[begin:end] if name not in skip]
+    if not wanted:
+        raise ValueError(f"no stage is left between from={first} and to={last}: the order is {', '.join(names)}")
+    return wanted
+
+
+def _handed_over(name: str, job: str, parent: Stage, run_dir: Path) -> str:
+    """The word by which a stage's job starts from the model that its parent makes.
+
+    Raises:
+        ValueError: the parent makes no model, the job takes none, or it takes another kind of model.
+    """
+    where = f"stages.{name}.parent={parent.name}"
+    if job not in _MODEL_KEY:
+        raise ValueError(f"{where}: {job} starts from no model: take `parent` away, or write `after`")
+    if parent.job in _MODEL_OF:
+        folder = run_dir / parent.name / _MODEL_OF[parent.job]
+    else:
+        written = [word.partition("=")[2] for word in parent.words if word.startswith("to=")]
+        if not written:
+            raise ValueError(f"{where}: {parent.job} makes no model: name the stage that does")
+        folder = Path(written[0].strip("\"'"))
+    if parent.job == "train" and job == "train":
+        folder /= CHECKPOINTS
+    if parent.job == "train" and job in ("rl", "online", "quantize"):
+        raise ValueError(f"{where}: {job} takes a Hugging Face folder: put a stage with job: convert between them")
+    return f"{_MODEL_KEY[job]}={hydra_value(str(folder))}"
+
+
+def _last_of_each_key(words: Sequence[str]) -> list[str]:
+    """The last argument of each key, in the place of the first; all config folders are kept."""
+    return list({word if word.startswith("-") else word.partition("=")[0]: word for word in words}.values())
+
+
+def finished(base: Path, records: Iterable[Path], own: Sequence[str]) -> bool:
+    """True if all of a stage was finished before, with the same arguments; ValueError if with others.
+
+    Args:
+        base: folder of the stage, for messages.
+        records: folders whose `slurm` holds the record of starts.
+        own: arguments of the job.
+    """
+    ends = [attempts.finished(record) for record in records]
+    if any(end is None for end in ends):
+        return False
+    if len(ends) == 1 and set(ends[0] or ()) != set(own):
+        changed = sorted(set(ends[0] or ()) ^ set(own))
+        raise ValueError(
+            f"{base}: finished with other words ({', '.join(changed)}): keep them, choose another run_dir, "
+            f"or remove {base / attempts.FOLDER / attempts.FINISHED} to have it done again, and what follows"
+        )
+    return True
+
+
+def coming(configs: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Path]:
+    """Paths that jobs write, by job and composed config."""
+    return [place for job, config in configs for place in makes(job, config)]

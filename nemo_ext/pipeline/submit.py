@@ -1,0 +1,95 @@
+"""`nemo-ext submit pipeline=NAME`: a pipeline of jobs, each started after those it depends on have succeeded."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import yaml
+from hydra.errors import HydraException
+from rich.console import Console
+
+from nemo_ext.job.files import write_text
+from nemo_ext.pipeline.stages import Stage, coming, finished, read
+from nemo_ext.slurm import attempts
+from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG
+from nemo_ext.slurm.preflight import Finding, errors, other_tokenizers
+from nemo_ext.slurm.rehearse import REHEARSALS
+from nemo_ext.slurm.settings import split
+from nemo_ext.slurm.status import PARENTS, PIPELINE, job_of, queued
+from nemo_ext.slurm.submit import Submission, hand_over, planned, tell
+from nemo_ext.slurm.submit import checked as checked_submission
+
+
+def submit(words: Sequence[str], *, dry_run: bool) -> int:
+    """Check all stages, then submit those neither finished nor in the queue; returns the exit code.
+
+    Raises:
+        ValueError: for mistakes that the user can correct.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    pipeline = read(words)
+    submissions: dict[str, Submission] = {}
+    jobs: dict[str, str] = {}  # job ids of stages that wait or run; "" for stages to submit
+    queue = queued()
+    wrong = False
+    for stage in pipeline.stages:
+        earlier = [
+            (parent.job, config) for parent in pipeline.before(stage) for config in submissions[parent.name].configs
+        ]
+        try:
+            submission = submissions[stage.name] = planned(stage.words, coming=coming(earlier))
+        except (ValueError, HydraException) as error:
+            raise ValueError(f"stages.{stage.name}: {error}") from error
+        # A stage is repeated if one that it depends on is.
+        done = finished(submission.base, submission.records, split(submission.words)[1]) and not _needed(stage, jobs)
+        waiting = [job for record in submission.records if (job := job_of(record)) in queue]
+        if done:
+            console.print(f"{stage.name}: finished before", markup=False)
+        elif waiting and queue[waiting[0]].startswith("completing"):
+            raise ValueError(f"{stage.name}: job {waiting[0]} is just ending: give the command again in a minute")
+        elif waiting:
+            jobs[stage.name] = waiting[0].partition("_")[0]
+            console.print(f"{stage.name}: job {waiting[0]} is {queue[waiting[0]]}", markup=False)
+        else:
+            jobs[stage.name] = ""
+            found = [
+                *checked_submission(submission, kept=pipeline.run_dir / attempts.FOLDER / REHEARSALS),
+                *_other_tokenizers(pipeline.before(stage), submissions, submission),
+            ]
+            console.print(f"{stage.name}:", style="bold", markup=False)
+            tell(console, replace(submission, after=tuple(f"<{name}>" for name in _needed(stage, jobs))), found)
+            wrong = wrong or errors(found)
+    if wrong:
+        console.print("not submitted: mend the errors first")
+        return 2
+    if dry_run:
+        console.print("not submitted: --dry-run")
+        return 0
+    write_text(pipeline.run_dir / PIPELINE, yaml.safe_dump(dict(pipeline.config), sort_keys=False, width=120))
+    for stage in pipeline.stages:
+        if jobs.get(stage.name) != "":
+            continue
+        needed = _needed(stage, jobs)
+        submission = replace(submissions[stage.name], after=tuple(jobs[name] for name in needed))
+        parents = [str(record.resolve()) for name in needed for record in submissions[name].records]
+        for record in submission.records:
+            write_text(record / attempts.FOLDER / PARENTS, "".join(f"{parent}\n" for parent in parents))
+        jobs[stage.name] = hand_over(submission)
+        console.print(f"{stage.name}: job {jobs[stage.name]}", markup=False)
+    console.print(f"`nemo-ext status {pipeline.run_dir}` shows how they get on", markup=False)
+    return 0
+
+
+def _other_tokenizers(
+    before: Sequence[Stage], submissions: Mapping[str, Submission], submission: Submission
+) -> list[Finding]:
+    """Errors for streams that earlier stages tokenise with another tokenizer than this stage uses."""
+    if submission.settings.job not in ON_TRAINING_CONFIG:
+        return []
+    parents = [submissions[stage.name] for stage in before]
+    made = [config for each in parents if each.settings.job == "tokenize" for config in each.configs]
+    return [one for config in submission.configs for one in other_tokenizers(config, made)]
+
+
+def _needed(stage: Stage, jobs: Mapping[str, str]) -> list[str]:
+    """Names of the stages that a stage has to wait for."""
+    return [name for name in stage.after if name in jobs]

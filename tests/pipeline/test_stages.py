@@ -1,0 +1,124 @@
+"""A pipeline's file as stages: order, hand-over of models, evaluations, twins, the part that is wanted."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import hydra_conf
+from nemo_ext.job.config import compose
+from nemo_ext.pipeline.stages import read
+from nemo_ext.slurm.jobs import inputs, makes
+from nemo_ext.slurm.preflight import is_there
+
+TWINS = sorted((Path(hydra_conf.__file__).parent / "pipeline").glob("*/*.yaml"))
+CHAIN = {
+    "pretrain": {"job": "train", "words": ["recipe=olmo1/1b"]},
+    "sft": {"job": "train", "parent": "pretrain"},
+    "export": {"job": "convert", "parent": "sft", "words": ["to=${run_dir}/hf"]},
+    "grpo": {"job": "rl", "parent": "export"},
+    "dpo": {"job": "rl", "parent": "grpo"},
+    "fp8": {"job": "quantize", "parent": "dpo", "words": ["to=${run_dir}/fp8"]},
+    "bench": {"job": "evaluate", "parent": "sft"},
+}
+
+
+def chain(folder: Path, stages: dict[str, Any], *words: str, **keys: Any) -> dict[str, tuple[str, ...]]:
+    """The words of each stage of a file, in the order of the stages."""
+    path = folder / "pipeline" / "mine.yaml"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(
+        "# @package _global_\n" + yaml.safe_dump({"pipeline": "mine", **keys, "stages": stages}, sort_keys=False)
+    )
+    found = read([f"--config-dir={folder}", "pipeline=mine", "run_dir=r", *words])
+    return {stage.name: stage.words for stage in found.stages}
+
+
+def test_a_stage_starts_from_the_model_that_its_parent_makes(tmp_path: Path) -> None:
+    words = chain(tmp_path, CHAIN)
+
+    assert "megatron.pretrained_checkpoint=r/pretrain/checkpoints" in words["sft"]
+    assert "from=r/sft" in words["export"]
+    assert "model=r/hf" in words["grpo"]
+    assert "model=r/grpo/model" in words["dpo"]
+    assert "from=r/dpo/model" in words["fp8"]
+    assert "model=r/sft" in words["bench"]
+    assert "model=elsewhere" in chain(tmp_path, CHAIN, "export.to=elsewhere")["grpo"], "the parent's last word counts"
+    assert "model=mine" in chain(tmp_path, CHAIN, "grpo.model=mine")["grpo"], "and the user's own"
+
+
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [
+        ({"a": {"job": "train"}, "b": {"job": "rl", "parent": "a"}}, "b.parent=a: rl takes a Hugging Face folder"),
+        ({"a": {"job": "rl_tasks"}, "b": {"job": "rl", "parent": "a"}}, "b.parent=a: rl_tasks makes no model"),
+        ({"a": {"job": "train"}, "b": {"job": "rl_tasks", "parent": "a"}}, "rl_tasks starts from no model"),
+        ({"a": {"job": "train"}, "b": {"job": "train", "parent": "aa"}}, "b.parent=aa: did you mean 'a'"),
+        ({"a": {"job": "train", "after": ["b"]}, "b": {"job": "train"}}, "a, b wait for each other"),
+    ],
+)
+def test_a_model_that_cannot_be_handed_over_is_named(tmp_path: Path, stages: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=r"\w") as raised:
+        chain(tmp_path, stages)
+    assert said in str(raised.value)
+
+
+def test_stages_keep_their_order_but_come_after_those_they_follow(tmp_path: Path) -> None:
+    stages = {
+        "train": {"job": "train", "after": ["tasks"]},
+        "export": {"job": "convert", "parent": "train", "words": ["to=hf"]},
+        "tasks": {"job": "rl_tasks", "after": []},
+    }
+
+    assert list(chain(tmp_path, stages)) == ["tasks", "train", "export"]
+
+
+def test_evaluations_follow_each_stage_that_makes_a_model(tmp_path: Path) -> None:
+    words = chain(tmp_path, CHAIN, "evaluate.evaluate.limit=3", evaluate=["suite=quick"])
+
+    assert list(words)[:4] == ["pretrain", "evaluate_pretrain", "sft", "evaluate_sft"]
+    assert "evaluate_export" not in words, "the same weights"
+    assert {"model=r/dpo/model", "run_dir=r/evaluate_dpo", "suite=quick", "evaluate.limit=3"} < set(
+        words["evaluate_dpo"]
+    )
+    assert not [name for name in chain(tmp_path, CHAIN) if name.startswith("evaluate_")]
+
+
+def test_the_part_from_a_stage_to_another(tmp_path: Path) -> None:
+    def names(*words: str) -> list[str]:
+        return list(chain(tmp_path, CHAIN, *words, evaluate=["suite=quick"]))
+
+    assert names("from=export", "to=grpo") == ["export", "grpo", "evaluate_grpo"]
+    assert names("to=sft", "skip=[evaluate_pretrain]") == ["pretrain", "sft", "evaluate_sft"]
+    for word, said in (("from=sfd", "from=sfd: did you mean 'sft'"), ("to=sft", "no stage is left")):
+        with pytest.raises(ValueError, match=said):
+            names("from=grpo", word) if word.startswith("to") else names(word)
+
+
+def test_more_takes_the_place_of_words(tmp_path: Path) -> None:
+    stages = {
+        "a": {"job": "train", "words": ["recipe=olmo1/1b", "data=mock"], "more": ["data=local_text", "scale=laptop"]}
+    }
+
+    words = chain(tmp_path, stages, "a.scale=as_recipe")["a"]
+    assert words[-3:] == ("recipe=olmo1/1b", "data=local_text", "scale=as_recipe")
+
+
+def test_a_scale_without_a_twin_is_named() -> None:
+    with pytest.raises(ValueError, match="pipeline=puzzle has no such twin; there are: domyn_small with scale=laptop"):
+        read(["pipeline=puzzle", "scale=laptop"])
+
+
+@pytest.mark.parametrize("twin", TWINS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_twin_has_all_that_it_needs(twin: Path) -> None:
+    """No key is left to the user, it has every stage of its pipeline, and each reads what one before it writes."""
+    pipeline = read([f"pipeline={twin.stem}", f"scale={twin.parent.name}", "run_dir=r", "evaluate=null"])
+    original = yaml.safe_load((twin.parents[1] / twin.name).read_text())["stages"]
+    configs = {stage.name: compose(stage.job, stage.own) for stage in pipeline.stages}
+
+    assert original.keys() <= configs.keys()
+    for stage in pipeline.stages:
+        before = [place for each in pipeline.before(stage) for place in makes(each.job, configs[each.name])]
+        for key, path, _ in inputs(stage.job, configs[stage.name]):
+            assert is_there(path, before), f"{stage.name}: {key}={path}"
