@@ -36,8 +36,8 @@ def commands(*, in_order: bool = False) -> list[str]:
     return [re.split(r"\s+# ", line)[0].strip() for line in lines if "nemo-ext " in line]
 
 
-LONG = ("train", "puzzle")
-"""Jobs that train; puzzle's own test runs it whole (tests/puzzle/test_job.py)."""
+LONG = ("train", "puzzle", "pipeline")
+"""Jobs that train; the last two have tests that run them whole (tests/puzzle/test_job.py, tests/pipeline/test_run.py)."""
 
 ELSEWHERE = ("doctor",)
 """A job that imports every engine: tests/test_doctor.py runs the command on this environment."""
