@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nemo_ext.job.run_directory import last_checkpoint, read_metrics
+from nemo_ext.job.run_directory import read_metrics
 from nemo_ext.pipeline.run import Work, planned, run
 from nemo_ext.pipeline.stages import read
 from nemo_ext.slurm import attempts
@@ -121,51 +121,69 @@ TINY = (
 )
 
 
+def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
+    """The command in a folder, with its output in output.txt."""
+    command = [sys.executable, "-m", "nemo_ext.cli", "pipeline", *words]
+    with (folder / "output.txt").open("wb") as file:
+        return subprocess.Popen(command, cwd=folder, stdout=file, stderr=file)
+
+
+def end(process: subprocess.Popen[bytes], folder: Path, code: int = 0) -> str:
+    """Its output, when it has ended."""
+    output = folder / "output.txt"
+    assert process.wait(300) == code, output.read_text()
+    return output.read_text()
+
+
+def wait(process: subprocess.Popen[bytes], folder: Path, until: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 300
+    while not until():
+        assert process.poll() is None and time.monotonic() < limit, (folder / "output.txt").read_text()
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_job_and_says_how_to_go_on(plan: Plan, tmp_path: Path) -> None:
+    works = plan()
+    words = (f"--config-dir={tmp_path}", "pipeline=two", f"run_dir={tmp_path}/r", "more.count=10000000")
+    process = start(tmp_path, *words)
+    wait(process, tmp_path, lambda: works["more"].log.exists() and len(attempts.read(works["more"].record)) == 1)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+
+    told = end(process, tmp_path, 130)
+    assert "tasks: finished, " in told and "more: interrupted" in told
+    assert f"interrupted in more: the same command goes on (output: {works['more'].log})" in told
+    assert not (tmp_path / "more.jsonl").exists()
+    assert "tasks: finished before" in end(start(tmp_path, *words[:-1]), tmp_path)
+    assert (tmp_path / "more.jsonl").exists()
+
+
 @pytest.mark.slow
 def test_a_chain_that_is_killed_goes_on_to_the_same_end(tmp_path: Path) -> None:
-    """The quickstart in small: kill -9 while it trains, then Ctrl-C, then to its end, and once more."""
+    """The quickstart in small: kill -9 while it trains, then the same command to its end, and once more."""
     tokenize = "tokenize.data.streams=[{name: code, weight: 1, source: {kind: python_stdlib, max_bytes: 200000}}]"
     words = ["pipeline=quickstart", "run_dir=r", "data_root=data", tokenize, *(f"pretrain.{word}" for word in TINY)]
-    command = [sys.executable, "-m", "nemo_ext.cli", "pipeline", *words]
-    output = tmp_path / "output.txt"
-    root = tmp_path / "r"
+    run_dir = tmp_path / "r" / "pretrain"
 
-    def start() -> subprocess.Popen[bytes]:
-        with output.open("ab") as file:
-            return subprocess.Popen(command, cwd=tmp_path, stdout=file, stderr=file)
+    def step() -> int:
+        metrics = run_dir / "metrics.jsonl"
+        return max((line["step"] for line in read_metrics(metrics)), default=0) if metrics.exists() else 0
 
-    def wait_for_step(step: int, process: subprocess.Popen[bytes]) -> None:
-        end = time.monotonic() + 300
-        metrics = root / "pretrain" / "metrics.jsonl"
-        while not metrics.exists() or max((line["step"] for line in read_metrics(metrics)), default=0) < step:
-            assert process.poll() is None and time.monotonic() < end, output.read_text()
-            time.sleep(0.1)
-
-    def finish(code: int, process: subprocess.Popen[bytes]) -> str:
-        assert process.wait(300) == code, output.read_text()
-        return output.read_text()
-
-    killed = start()
-    wait_for_step(3, killed)
+    killed = start(tmp_path, *words)
+    wait(killed, tmp_path, lambda: step() >= 3)
     os.kill(killed.pid, signal.SIGKILL)
     killed.wait()
-    second = start()
-    wait_for_step(20, second)
-    os.kill(second.pid, signal.SIGINT)
-    assert "interrupted in pretrain: the same command goes on" in finish(130, second)
-    saved = last_checkpoint(root / "pretrain")
-    assert saved is not None and 20 <= saved < 80
+    assert not (tmp_path / "r" / "hf").exists()
 
-    finish(0, start())
-    steps = [line["step"] for line in read_metrics(root / "pretrain" / "metrics.jsonl") if "loss" in line]
+    end(start(tmp_path, *words), tmp_path)
+    steps = [line["step"] for line in read_metrics(run_dir / "metrics.jsonl") if "loss" in line]
     assert steps == list(range(1, 81)), "nothing was lost or done twice"
-    assert (root / "hf" / "config.json").is_file()
-    starts = attempts.read(root / "pretrain")
-    assert [each.reason for each in starts] == ["killed", "interrupted", "finished"]
-    assert starts[1].first_step >= 3, "the killed command's job saved before it ended"
-    report = (root / "report.md").read_text()
+    assert (tmp_path / "r" / "hf" / "config.json").is_file()
+    starts = attempts.read(run_dir)
+    assert [each.reason for each in starts] == ["killed", "finished"]
+    assert 3 <= starts[1].first_step < 80, "the killed command's job saved before it ended"
+    report = (tmp_path / "r" / "report.md").read_text()
     assert "| [pretrain](pretrain/report.md) | train | tokenize | finished |" in report
     assert "40,960" in report and "](pretrain/" in report
-
-    output.write_text("")
-    assert finish(0, start()).count(": finished before") == 3
+    assert end(start(tmp_path, *words), tmp_path).count(": finished before") == 3
