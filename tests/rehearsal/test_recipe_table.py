@@ -7,7 +7,7 @@ import pytest
 
 import hydra_conf
 from nemo_ext.job.config import compose
-from nemo_ext.rehearsal.job import rehearse
+from nemo_ext.rehearsal.ranks import rehearse
 
 CONFIGS = Path(hydra_conf.__file__).parent / "recipe"
 FIGURES = json.loads(Path(__file__).with_name("recipes.json").read_text())
