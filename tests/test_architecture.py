@@ -71,6 +71,7 @@ NO_TORCH += (
     "slurm",
     "pipeline",
     "rehearsal.job",
+    "rehearsal.puzzle",
     "sensitivity.job",
     "puzzle.job",
     "quantization.job",

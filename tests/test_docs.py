@@ -37,7 +37,7 @@ def commands(*, in_order: bool = False) -> list[str]:
 
 
 LONG = ("train", "puzzle", "pipeline")
-"""Jobs that train; the last two have tests that run them whole (tests/puzzle/test_job.py, tests/pipeline/test_run.py)."""
+"""Jobs that train; the last two have tests that run them whole: tests/puzzle/test_job.py, pipeline/test_run.py."""
 
 ELSEWHERE = ("doctor",)
 """A job that imports every engine: tests/test_doctor.py runs the command on this environment."""
