@@ -310,7 +310,7 @@ def check_choice(group: str, words: Sequence[str]) -> None:
             raise ValueError(f"{group}={name}: no such {group}: {nearest(name, known)}")
 
 
-COMMANDS = {"slurm": "submit", "pipeline": "submit", "rehearse_puzzle": "rehearse"}
+COMMANDS = {"slurm": "submit", "rehearse_puzzle": "rehearse"}
 """Commands of configs that have another name."""
 MISPLACED = {
     (

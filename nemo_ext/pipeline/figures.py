@@ -10,6 +10,7 @@ from nemo_ext.evaluation.report import figure
 from nemo_ext.evaluation.store import RESULTS
 from nemo_ext.job.records import read_records
 from nemo_ext.job.run_directory import METRICS, newest
+from nemo_ext.slurm import attempts
 from nemo_ext.slurm.status import target_of
 
 _REWARDS = {
@@ -27,7 +28,7 @@ class Figures:
 
     Attributes:
         text: its key figures: loss, reward or accuracy of benchmarks; "" for jobs that have none.
-        tokens: tokens that it trained on or generated; None if unknown.
+        tokens: tokens that it trained on, with those of prompts; None if unknown.
         step: newest step that it logged; None for jobs without steps.
         target: number of its steps; None if unknown.
     """
@@ -46,8 +47,13 @@ def figures_of(job: str, run_dir: Path) -> Figures:
         return _reinforcement(run_dir)
     if job in ("evaluate", "rollouts") and (run_dir / RESULTS).is_file():
         results = json.loads((run_dir / RESULTS).read_text())
-        return Figures(text=_mean(results), tokens=_generated(results))
+        return Figures(text=_mean(results))
     return Figures()
+
+
+def seconds_of(record: Path) -> float:
+    """Time of all starts that have ended."""
+    return sum(each.ended - each.began for each in attempts.read(record) if each.ended is not None)
 
 
 def _training(run_dir: Path) -> Figures:
@@ -59,7 +65,7 @@ def _training(run_dir: Path) -> Figures:
 
 
 def _reinforcement(run_dir: Path) -> Figures:
-    """Means of the last tenth of the logs, and the first value before it."""
+    """First value of each metric, and mean of its last tenth, as in the run's own report."""
     logs = read_records(run_dir / METRICS, dict[str, Any], what="a line of metrics")
     shown = []
     for key, name in _REWARDS.items():
@@ -80,9 +86,3 @@ def _reinforcement(run_dir: Path) -> Figures:
 def _mean(results: Mapping[str, Any]) -> str:
     mean = results.get("mean")
     return "" if not mean else f"accuracy {figure(mean['accuracy'], mean.get('interval')).text}"
-
-
-def _generated(results: Mapping[str, Any]) -> int | None:
-    counts = [entry.get("tokens") for entry in results.get("benchmarks", {}).values()]
-    known = [int(count) for count in counts if isinstance(count, int | float)]
-    return sum(known) if known else None

@@ -1,8 +1,7 @@
 """report.md of a pipeline: its stages with times and figures, their evaluations side by side, their pictures."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
 
 from nemo_ext.evaluation.compare import CompareSettings
 from nemo_ext.evaluation.compare_page import tables
@@ -11,57 +10,53 @@ from nemo_ext.evaluation.store import RESULTS
 from nemo_ext.job.files import write_text
 from nemo_ext.job.report import markdown_table
 from nemo_ext.job.run_directory import REPORT
-from nemo_ext.pipeline.figures import figures_of
-from nemo_ext.pipeline.stages import EVALUATION, Stage
+from nemo_ext.memory.report import PLOT as MEMORY
+from nemo_ext.pipeline.figures import figures_of, seconds_of
+from nemo_ext.pipeline.stages import EVALUATION, NEW_MODEL, Pipeline
+from nemo_ext.slurm import attempts
 
+_LEGEND = (
+    "{:,.0f} seconds in all, of every start. Figures of RL are those of the first step and the mean of the last tenth."
+)
 COMPARISON = "compare"
 """Folder of the comparison of all evaluations."""
 
 
-class Done(Protocol):
-    """A stage, its state and its time, as the runner has them."""
+def write_report(pipeline: Pipeline, states: Mapping[str, str]) -> Path:
+    """Write report.md into a pipeline's folder, and the comparison of its evaluations beside it; returns its path.
 
-    stage: Stage
-    record: Path
-    log: Path
-    state: str
-
-    @property
-    def seconds(self) -> float:
-        """Time of all its starts."""
-        ...
-
-
-def write_report(run_dir: Path, works: Sequence[Done]) -> Path:
-    """Write report.md into a pipeline's folder, and the comparison of its evaluations beside it; returns its path."""
-    rows = []
-    for work in works:
-        found = figures_of(work.stage.job, work.record)
+    Args:
+        pipeline: the pipeline, of which stages that were left out stand in the report too.
+        states: states of the stages to run, by name.
+    """
+    run_dir, rows, seconds = pipeline.run_dir, list[list[str]](), 0.0
+    for stage in pipeline.every:
+        record = run_dir / stage.name
+        found, spent = figures_of(stage.job, record), seconds_of(record)
         tokens = "" if found.tokens is None else f"{found.tokens:,}"
-        after = ", ".join(work.stage.after)
-        name = (
-            f"[{work.stage.name}]({work.stage.name}/{REPORT})" if (work.record / REPORT).is_file() else work.stage.name
-        )
-        rows.append([name, work.stage.job, after, work.state, f"{work.seconds:,.0f}", tokens, found.text])
-    total = sum(work.seconds for work in works)
+        name = f"[{stage.name}]({stage.name}/{REPORT})" if (record / REPORT).is_file() else stage.name
+        left_out = "left out" if attempts.finished(record) is None else "finished"
+        state = states.get(stage.name, left_out).removesuffix(" before")
+        rows.append([name, stage.job, ", ".join(stage.after), state, f"{spent:,.0f}", tokens, found.text])
+        seconds += spent
     head = ("stage", "job", "after", "state", "seconds", "tokens", "figures")
-    parts = [f"# {run_dir.name}", markdown_table(head, rows), f"{total:,.0f} seconds in all, of every start."]
-    parts += _evaluations(run_dir, works)
-    parts += _pictures(run_dir, works)
+    parts = [f"# {run_dir.name}", markdown_table(head, rows), _LEGEND.format(seconds)]
+    parts += _evaluations(pipeline)
+    parts += _pictures(pipeline)
     write_text(run_dir / REPORT, "\n\n".join(parts) + "\n")
     return run_dir / REPORT
 
 
-def _evaluations(run_dir: Path, works: Sequence[Done]) -> Iterator[str]:
+def _evaluations(pipeline: Pipeline) -> Iterator[str]:
     """The evaluations side by side; differences and tests are in the comparison."""
     runs = {
-        work.stage.name.removeprefix(EVALUATION): str(work.record)
-        for work in works
-        if work.stage.job == "evaluate" and (work.record / RESULTS).is_file()
+        stage.name.removeprefix(EVALUATION): str(pipeline.run_dir / stage.name)
+        for stage in pipeline.every
+        if stage.job == "evaluate" and (pipeline.run_dir / stage.name / RESULTS).is_file()
     }
     if not runs:
         return
-    output = run_dir / COMPARISON
+    output = pipeline.run_dir / COMPARISON
     side_by_side = tables(write_comparison(CompareSettings(runs=runs, output=str(output))))[0]
     yield "## Evaluations"
     yield markdown_table(side_by_side.columns, side_by_side.rows)
@@ -70,11 +65,16 @@ def _evaluations(run_dir: Path, works: Sequence[Done]) -> Iterator[str]:
         yield f"![evaluations]({COMPARISON}/compare.png)"
 
 
-def _pictures(run_dir: Path, works: Sequence[Done]) -> Iterator[str]:
+def _pictures(pipeline: Pipeline) -> Iterator[str]:
     """The pictures that stages made of their training."""
-    found = [(work.stage.name, each) for work in works for each in sorted(work.record.glob("*.png"))]
-    trained = [(name, each) for name, each in found if not name.startswith(EVALUATION)]
+    trained = [
+        (stage.name, picture)
+        for stage in pipeline.every
+        if stage.job in NEW_MODEL
+        for picture in sorted((pipeline.run_dir / stage.name).glob("*.png"))
+        if picture.name != MEMORY
+    ]
     if trained:
         yield "## Training"
-    for name, each in trained:
-        yield f"### {name}\n\n![{name}]({each.relative_to(run_dir)})"
+    for name, picture in trained:
+        yield f"### {name}\n\n![{name}]({picture.relative_to(pipeline.run_dir)})"

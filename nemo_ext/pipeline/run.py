@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 import yaml
 from hydra.errors import HydraException
@@ -29,7 +29,7 @@ from nemo_ext.job.config import FAILED, INTERRUPTED, compose
 from nemo_ext.job.files import write_text
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.progress import notice
-from nemo_ext.pipeline.figures import figures_of
+from nemo_ext.pipeline.figures import figures_of, seconds_of
 from nemo_ext.pipeline.report import write_report
 from nemo_ext.pipeline.stages import Pipeline, Stage, coming, finished, read
 from nemo_ext.slurm import attempts
@@ -68,13 +68,18 @@ class Work:
     @property
     def seconds(self) -> float:
         """Time of all its starts."""
-        starts = attempts.read(self.record)
-        running = 0.0 if self.began is None else time.time() - self.began
-        return running + sum(each.ended - each.began for each in starts if each.ended is not None)
+        return seconds_of(self.record) + (0.0 if self.began is None else time.time() - self.began)
 
     def command(self) -> list[str]:
         """The job's words after `nemo-ext`."""
         return [self.stage.job, *self.stage.own]
+
+
+class _Stopped(NamedTuple):
+    """Why the command ends before the last stage: its exit code, and lines for the user."""
+
+    code: int
+    lines: list[str]
 
 
 def run(words: Sequence[str], *, dry_run: bool) -> int:
@@ -98,14 +103,19 @@ def run(words: Sequence[str], *, dry_run: bool) -> int:
         for work in works:  # a command that was waited for may have finished some
             work.state = state_of(work, works)
         write_text(pipeline.run_dir / PIPELINE, yaml.safe_dump(dict(pipeline.config), sort_keys=False, width=120))
+        stopped: _Stopped | None = None
         try:
             with _Shown(works) as shown:
                 for work in works:
-                    if work.state == "waiting":
-                        _run(work, lock, shown)
+                    if work.state == "waiting" and (stopped := _run(work, lock, shown)) is not None:
+                        break
         finally:
             if any(work.state.startswith("finished") for work in works):
-                notice(f"report: {write_report(pipeline.run_dir, works)}")
+                notice(f"report: {write_report(pipeline, {work.stage.name: work.state for work in works})}")
+        if stopped is not None:
+            for line in stopped.lines:
+                notice(line)
+            return stopped.code
     return 0
 
 
@@ -295,12 +305,8 @@ def _span(seconds: float) -> str:
     )
 
 
-def _run(work: Work, lock: int, shown: _Shown) -> None:
-    """Run a stage to its end.
-
-    Raises:
-        SystemExit: it failed, or was interrupted.
-    """
+def _run(work: Work, lock: int, shown: _Shown) -> _Stopped | None:
+    """Run a stage to its end; returns why the command ends with it, or None."""
     stage, step = work.stage, saved_step(work.stage.job, work.record)
     starts = attempts.read(work.record)
     if starts and starts[-1].ended is None:
@@ -338,8 +344,15 @@ def _run(work: Work, lock: int, shown: _Shown) -> None:
         attempts.finish(work.record, step=saved_step(stage.job, work.record), words=stage.own)
     work.state = why.partition(" (")[0] or "finished"
     shown.changed(work)
-    if why or interrupted:
-        _stop(work, why, position, interrupted=interrupted or why == "interrupted")
+    if interrupted or why == "interrupted":
+        return _Stopped(INTERRUPTED, [f"interrupted in {stage.name}: the same command goes on (output: {work.log})"])
+    if not why:
+        return None
+    with work.log.open("rb") as log:
+        log.seek(position)
+        lines = log.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
+    told = f"error: {stage.name} {why}: whole log: {work.log}; the same command goes on from there"
+    return _Stopped(FAILED, [*lines, told])
 
 
 def _wait(process: subprocess.Popen[bytes], shown: _Shown) -> bool:
@@ -363,18 +376,3 @@ def _wait(process: subprocess.Popen[bytes], shown: _Shown) -> bool:
 def _end_with_us() -> None:
     """Called in a job's process before exec: SIGTERM, at which jobs save, when the command is killed."""
     end_with_parent(signal.SIGTERM)
-
-
-def _stop(work: Work, why: str, position: int, *, interrupted: bool) -> NoReturn:
-    """End the command after a stage that is not finished, with how to go on."""
-    name = work.stage.name
-    if interrupted:
-        notice(f"interrupted in {name}: the same command goes on (output: {work.log})")
-        sys.exit(INTERRUPTED)
-    with work.log.open("rb") as log:
-        log.seek(position)
-        lines = log.read().decode(errors="replace").splitlines()
-    for line in lines[-_LAST_LINES:]:
-        notice(line)
-    notice(f"error: {name} {why}: whole log: {work.log}; the same command goes on from there")
-    sys.exit(FAILED)

@@ -66,10 +66,18 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Stages in topological order, without those left out, and the folder that has one folder for each."""
+    """A pipeline's stages in topological order.
+
+    Attributes:
+        run_dir: folder that has one folder for each stage.
+        stages: those to run.
+        every: these and those left out.
+        config: composed config of the pipeline.
+    """
 
     run_dir: Path
     stages: tuple[Stage, ...]
+    every: tuple[Stage, ...]
     config: Mapping[str, Any]
 
     def before(self, stage: Stage) -> list[Stage]:
@@ -94,6 +102,8 @@ def read(words: Sequence[str]) -> Pipeline:
     folders, theirs = config_folders(theirs)
     both = [f"--config-dir={folder}" for folder in folders]
     dotted = [word for word in theirs if "." in word.partition("=")[0]]
+    if not any(word.startswith("pipeline=") for word in theirs):
+        raise ValueError("pipeline=NAME is missing: a file of hydra_conf/pipeline, such as pipeline=quickstart")
     own = _in_scale([word for word in theirs if word not in dotted], folders)
     check_choice("pipeline", [*both, *own])
     config = compose("pipeline", [*both, *own])
@@ -129,7 +139,7 @@ def read(words: Sequence[str]) -> Pipeline:
         for name, stage in every.items()
         if name in wanted
     ]
-    return Pipeline(run_dir=run_dir, stages=tuple(stages), config=config)
+    return Pipeline(run_dir=run_dir, stages=tuple(stages), every=tuple(every.values()), config=config)
 
 
 def _in_scale(words: list[str], folders: Sequence[Path]) -> list[str]:

@@ -134,3 +134,10 @@ def test_the_recipe_wins_over_the_model_and_the_command_line_over_both() -> None
     assert compose("train", ["recipe=domyn_small/cpt"])["megatron"]["rotary_base"] == 500_000
     assert compose("train", ["recipe=domyn_small/cpt", "megatron.rotary_base=7"])["megatron"]["rotary_base"] == 7
     assert compose("train", ["recipe=domyn_small/cpt", "model=domyn_small_tiny"])["model"]["name"] == "domyn_small_tiny"
+
+
+def test_sources_of_preference_data_compose_as_the_command_takes_them() -> None:
+    """`nemo-ext submit` and pipelines compose the words that `nemo-ext preference_data` has."""
+    words = ["preset=domyn", "output=x", "sources={own: {kind: judged, path: a}}", "sources.own.limit=3"]
+
+    assert compose("preference_data", words)["sources"] == {"own": {"kind": "judged", "path": "a", "limit": 3}}

@@ -92,6 +92,8 @@ def test_time_is_that_of_all_starts(plan: Plan) -> None:
     [
         (["pipeline=quickstart", "cluster=leonardo"], "cluster=leonardo: is for `nemo-ext submit`"),
         (["pipeline=quickstart", "pretrain.recipe=olmo9"], "stages.pretrain: "),
+        (["scale=laptop"], "pipeline=NAME is missing"),
+        (["pipeline=quickstart", "skp=[export]"], "pipeline has no such key; `nemo-ext pipeline --help`"),
     ],
 )
 def test_mistakes_are_named(words: list[str], said: str, tmp_path: Path) -> None:

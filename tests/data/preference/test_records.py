@@ -38,6 +38,15 @@ def test_one_answer_a_record_and_records_without_an_id() -> None:
     assert to_group({"id": "p", "text": "So."}, KEYS).prompt == ()
 
 
+def test_a_task_for_rl_holds_the_prompt_of_its_answers() -> None:
+    task = {"id": "t", "environment": "math", "prompt": "1 + 1?", "reference": {"answer": "2"}}
+    group = to_group(task, KEYS)
+
+    assert [message.content for message in group.prompt] == ["1 + 1?"] and not group.generations
+    with pytest.raises(FormatError, match="no answer"):
+        to_group({key: value for key, value in task.items() if key != "reference"}, KEYS)
+
+
 def test_history_goes_before_the_prompt() -> None:
     group = to_group({"prompt": "So?", "history": CHAT[:2], "response": "x"}, KEYS)
 
