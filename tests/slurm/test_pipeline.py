@@ -15,6 +15,7 @@ from nemo_ext.pipeline.stages import read
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.jobs import inputs, makes
 from nemo_ext.slurm.preflight import is_there
+from nemo_ext.slurm.settings import split
 from nemo_ext.slurm.submit import planned
 
 REPOSITORY = Path(__file__).parents[2]
@@ -37,7 +38,9 @@ def test_every_stage_of_every_pipeline_composes(name: str) -> None:
     pipeline = read([f"pipeline={name}", *NEEDED.get(name, ()), "cluster=leonardo"])
 
     for stage in pipeline.stages:
-        assert planned(stage.words).command()[0] == "sbatch"
+        submission = planned(stage.words)
+        assert submission.command()[0] == "sbatch"
+        assert set(split(submission.words)[1]) == set(stage.own), "as `nemo-ext pipeline` notes what it finished"
         assert f"--config-dir={REPOSITORY}" not in stage.words
 
 
