@@ -234,7 +234,8 @@ class _Run:
         algorithm = {**self.config["rl"], "online": None, "rounds": 1}
         own = {"preset": self.config["preset"], "policy": str(policy), "run_dir": str(folder / "train")}
         pairs = {"train": str(folder / "pairs" / PAIRS), "validation": None}
-        rl.run({**compose("rl"), **given, **own, "rl": algorithm, "engine": "trl", "pairs": pairs})
+        if rl.run({**compose("rl"), **given, **own, "rl": algorithm, "engine": "trl", "pairs": pairs}):
+            raise KeyboardInterrupt
 
     def _note(self, rounds: int, values: Mapping[str, float]) -> None:
         """Put values of the policy after so many rounds into metrics.jsonl, a line a policy."""

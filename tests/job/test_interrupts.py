@@ -1,40 +1,58 @@
 """Interrupts that land where Python only reports exceptions."""
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from nemo_ext.job.interrupts import kept_interrupts
 
+interrupt, terminate = partial(signal.raise_signal, signal.SIGINT), partial(signal.raise_signal, signal.SIGTERM)
+
 
 class Thing:
     """What a weak reference may point to."""
 
 
-def in_callback(number: int) -> None:
-    """An interrupt in a callback of a weak reference."""
+def in_callback(do: Callable[[], object]) -> None:
+    """Do something in a callback of a weak reference."""
     thing = Thing()
-    kept = weakref.ref(thing, lambda _: signal.raise_signal(number))
+    kept = weakref.ref(thing, lambda _: do())
     del thing
     assert kept() is None
 
 
-def in_del(number: int) -> None:
-    """An interrupt in `__del__`."""
+def in_del(do: Callable[[], object]) -> None:
+    """Do something in `__del__`."""
 
     class Ends:
         def __del__(self) -> None:
-            signal.raise_signal(number)
+            do()
 
     Ends()
+
+
+def wait() -> None:
+    """Longer than a lost interrupt takes to come again."""
+    time.sleep(5)
+
+
+def until_interrupted(*steps: Callable[[], object]) -> int:
+    """Number of steps that ended before an interrupt came."""
+    ended = 0
+    with suppress(KeyboardInterrupt), kept_interrupts():
+        for step in steps:
+            step()
+            ended += 1
+    return ended
 
 
 @pytest.fixture(autouse=True)
@@ -48,52 +66,33 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("place", [in_callback, in_del])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_lost_interrupt_comes_again(place: Callable[[int], None], number: int) -> None:
-    began, survived = time.monotonic(), False
-    with pytest.raises(KeyboardInterrupt), kept_interrupts():
-        place(number)
-        survived = True  # it was lost there
-        time.sleep(20)
-
-    assert survived
-    assert time.monotonic() - began < 10
+@pytest.mark.parametrize("do", [interrupt, terminate], ids=["SIGINT", "SIGTERM"])
+def test_a_lost_interrupt_comes_again(place: Callable[[object], None], do: Callable[[], object]) -> None:
+    assert until_interrupted(partial(place, do), wait, wait) == 1
 
 
-def test_until_it_gets_through() -> None:
-    lost = 0
-    with pytest.raises(KeyboardInterrupt), kept_interrupts():
-        in_callback(signal.SIGINT)
-        for lost in range(1, 4):  # all that this process does is such callbacks
-            thing = Thing()
-            kept = weakref.ref(thing, lambda _: time.sleep(0.2))
-            del thing
-            assert kept() is None
-        time.sleep(20)
+def test_one_that_is_lost_again_comes_again() -> None:
+    lost_again = partial(in_callback, wait)
 
-    assert lost == 3
+    assert until_interrupted(partial(in_del, interrupt), lost_again, lost_again, wait) == 3
 
 
-def test_sigterm_comes_again_where_a_shell_had_sigint_ignored() -> None:
+def test_sigterm_comes_again_where_a_shell_has_sigint_ignored() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with pytest.raises(KeyboardInterrupt), kept_interrupts():
-        in_del(signal.SIGTERM)
-        time.sleep(20)
+
+    assert until_interrupted(partial(in_del, terminate), wait) == 1
 
 
-def test_one_that_was_not_lost_comes_once() -> None:
+def test_one_that_is_not_lost_is_not_repeated() -> None:
     came: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: came.append(number))
-    with kept_interrupts():
-        in_callback(signal.SIGINT)
-        time.sleep(0.2)
 
+    assert until_interrupted(partial(in_callback, interrupt), partial(time.sleep, 0.2)) == 2
     assert came == [signal.SIGINT]
 
 
 def test_nothing_comes_after_the_end() -> None:
-    with kept_interrupts():
-        in_del(signal.SIGINT)
+    assert until_interrupted(partial(in_del, interrupt)) == 1
     time.sleep(0.2)
 
 
@@ -102,31 +101,28 @@ def test_asyncio_cancels_its_task() -> None:
 
     async def work() -> None:
         try:
-            in_del(signal.SIGTERM)
-            await asyncio.sleep(20)
+            in_del(terminate)
+            await asyncio.sleep(5)
         except asyncio.CancelledError:
             ended.append("cancelled")
             raise
 
-    with pytest.raises(KeyboardInterrupt), kept_interrupts():
-        asyncio.run(work())
-
+    assert until_interrupted(lambda: asyncio.run(work()), wait) == 0
     assert ended == ["cancelled"]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_other_exceptions_are_reported_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda lost: seen.append(lost.exc_type))
 
-    class Fails:
-        def __del__(self) -> None:
-            raise LookupError
+    def hook(lost: "sys.UnraisableHookArgs") -> None:
+        seen.append(lost.exc_type)
 
-    hook = sys.unraisablehook
-    with kept_interrupts():
-        Fails()
+    def fail() -> None:
+        raise LookupError
 
+    monkeypatch.setattr(sys, "unraisablehook", hook)
+
+    assert until_interrupted(partial(in_del, fail)) == 1
     assert seen == [LookupError]
     assert sys.unraisablehook is hook
 
@@ -139,23 +135,23 @@ def lose(place):
         os._exit(0)
     os.wait()
     print("lost", file=sys.stderr)
-    time.sleep(20)
+    time.sleep(5)
 """
-JOB = LOSES + """
+JOB = """
 from nemo_ext.job.config import run_job
 sys.argv = ["x", "output=o"]
 run_job("curriculum", lambda config: lose("after_in_parent"))
 """
-RANK = LOSES + """
+RANK = """
 from nemo_ext.blockwise.rank import main
 sys.exit(main(sys.argv[1], "log", lambda path: lose("before")))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("program", "said"), [(JOB, "lost\ninterrupted\n"), (RANK, "lost\n")])
+@pytest.mark.parametrize(("program", "said"), [(JOB, "lost\ninterrupted\n"), (RANK, "lost\n")], ids=["job", "rank"])
 def test_jobs_and_ranks_end(program: str, said: str, tmp_path: Path) -> None:
-    words = [sys.executable, "-c", program, str(tmp_path / "config.yaml")]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False, env={**os.environ})
+    words = [sys.executable, "-c", LOSES + program, str(tmp_path / "config.yaml")]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
 
     assert (ended.returncode, ended.stderr) == (130, said)
