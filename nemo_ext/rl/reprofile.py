@@ -28,6 +28,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from nemo_ext.data.curriculum import job as curriculum
 from nemo_ext.data.curriculum.layout import CURRICULUM, STATS
+from nemo_ext.data.curriculum.plan import TooFewPrompts
 from nemo_ext.data.curriculum.settings import settings as curriculum_settings
 from nemo_ext.data.text.user_files import find_files, pyarrow_module
 from nemo_ext.job.config import compose
@@ -223,13 +224,17 @@ class Curricula:
         write_text(self.of_number(len(self.changes()) + 1) / BEGUN, json.dumps(asdict(change)) + "\n")
 
     def make(self, number: int) -> None:
-        """Make a curriculum of its answers, which are complete. Where none can be made, the order stays as it is."""
+        """Make a curriculum of its answers, which are complete. Where too few are left, the order stays as it is.
+
+        Raises:
+            ValueError: a setting or a file is at fault.
+        """
         folder, changes = self.of_number(number), self.changes()
         config = self._config(number, changes, step=changes[number - 1].step)
         kept = None
         try:
             curriculum.run(config)
-        except ValueError as error:
+        except TooFewPrompts as error:
             kept = str(error)
             notice(f"{folder}: no new order: {kept}; training goes on in the present one")
         made = _result(folder / ROLLOUTS, success=config["success"], samples=self.settings.samples, kept=kept)

@@ -50,6 +50,9 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> bool:
     Raises:
         ValueError: TRL is not installed, or a setting, the model, the tasks or the pairs are invalid.
     """
+    alone = int(os.environ.get("WORLD_SIZE", 1)) == 1  # as torchrun and accelerate set it
+    if not alone and (config["tasks"].get("train") or {}).get("reprofile") is not None:
+        raise ValueError("tasks.train.reprofile: with TRL it needs one process: leave it out")
     seconds, folder = sampler.interval(config), Path(config["run_dir"]) / sampler.FOLDER
     with sampler.sampled(folder, seconds):
         phases = sampler.Phases(None if seconds is None else folder)
@@ -167,8 +170,6 @@ def _turn(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phase
         prompts = Prompts.of(tokenizer, config["template"]) if tokenizer.chat_template else None
         pairs, rpo = config["pairs"], ready.rendered.adapter.get("rpo")
         trainer = trainers.preference(algorithm, str(ready.model), settings, tokenizer, prompts, pairs, rpo)
-    if due is not None and trainer.accelerator.num_processes > 1:
-        raise ValueError("tasks.train.reprofile: with TRL it needs one process: leave it out")
     if (run_dir / MODEL).is_dir() and done >= trainer.args.max_steps:
         notice(f"{run_dir / MODEL}: this run is finished; more steps go on, another run_dir=... begins anew")
         return False
