@@ -84,7 +84,7 @@ class Layout:
         return self.expert_tensor_parallel or self.tensor_parallel
 
     def told(self) -> str:
-        """Sizes of parallelism in a few words, those of 1 left out but for DP: `TP2 PP4 DP8`."""
+        """The parallel sizes, those of 1 left out but for DP: `TP2 PP4 DP8`."""
         sizes = {"TP": self.tensor_parallel, "PP": self.pipeline_parallel, "CP": self.context_parallel}
         sizes |= {"EP": self.expert_parallel, "DP": self.data_parallel}
         return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "DP")

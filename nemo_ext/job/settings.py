@@ -102,10 +102,9 @@ def _place(section: object, loc: Sequence[str | int], *, with_last: bool = False
     """Where in a section an error of pydantic's is, without the names it gives to members of unions."""
     place: list[str | int] = []
     for number, step in enumerate(loc, start=1):
-        if isinstance(section, Mapping) and step in section:
-            section = section[step]
-        elif isinstance(step, int) and isinstance(section, Sequence) and step < len(section):
-            section = section[step]
+        in_list = isinstance(step, int) and isinstance(section, Sequence) and step < len(section)
+        if in_list or (isinstance(section, Mapping) and step in section):
+            section = cast(Any, section)[step]
         elif not (with_last and number == len(loc)):
             continue
         place.append(step)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from nemo_ext.checkpoint import hf
 from nemo_ext.job.config import compose
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.batch import own_words
@@ -80,6 +81,40 @@ def test_checkpoints_of_two_models_are_not_averaged(two: str, suite: Path, tmp_p
     (said,) = errors(*SWEEP, two, f"run_dir={tmp_path / 'run'}")
     assert "hidden_size" in said
     assert not (tmp_path / "run").exists(), "looking leaves nothing"
+
+
+@pytest.mark.slow
+def test_megatrons_checkpoints_are_opened_before_the_queue(
+    two: str, suite: Path, tmp_path: Path, random_llama: Path
+) -> None:
+    """They are opened where they are there, and no earlier job makes them."""
+    settings = hf.Settings()
+    plans = [hf.plan(tmp_path / name, tmp_path / f"{name}_megatron", settings) for name in "ab"]
+    made = [hf.convert(each, settings, progress=False) for each in plans]
+    words = (*SWEEP, f"from=[{made[0]},{made[1]}]", f"run_dir={tmp_path / 'run'}")
+    assert not errors(*words)
+    shutil.rmtree(made[1] / "release")
+
+    (said,) = errors(*words)
+    assert "b_megatron" in said
+    assert not errors(*words, coming=(made[1],))
+    (said,) = errors(*SWEEP, f"from=[{made[0]},{random_llama}]", f"run_dir={tmp_path / 'run'}")
+    assert "bring them into one format with nemo-ext convert first" in said
+    assert not (tmp_path / "run").exists(), "looking leaves nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
+@pytest.mark.parametrize("job", [ONLINE, ("job=rl", "preset=dpo_delta", "engine=trl", "pairs.train=p", ONLINE[-1])])
+def test_arguments_that_trl_lacks_are_said_before_the_queue(job: tuple[str, ...], letter_tasks: Path) -> None:
+    words = (*job, "model=m", "rl.schedule.steps=2")
+    words = (*words, f"tasks.train.path={letter_tasks}") if job is ONLINE else words
+
+    assert not [one for one in errors(*words, "trl.max_grad_norm=1.0") if one.startswith("trl")]
+    assert any(
+        one.startswith("trl: unknown key 'max_gradnorm': did you mean 'max_grad_norm'")
+        for one in errors(*words, "trl.max_gradnorm=1.0")
+    )
 
 
 def test_stages_that_follow_each_other(random_llama: Path, suite: Path, tmp_path: Path) -> None:

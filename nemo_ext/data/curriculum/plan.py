@@ -115,7 +115,9 @@ def make_plan(candidates: Candidates, shares: Floats, given: Settings, *, levels
             stopped = f"{name} has too few prompts left for step {first_step + last}" if asked is not None else ""
             steps = first_step + last
     if not len(needed):
-        raise TooFewPrompts(f"there are too few prompts for a step of {batch}: {stopped or _sizes(candidates, domains)}")
+        raise TooFewPrompts(
+            f"there are too few prompts for a step of {batch}: {stopped or _sizes(candidates, domains)}"
+        )
     targets = means(first=given.mean_first, last=given.mean_last, steps=steps)
     off_target = []
     for count in _draw(candidates, pools, needed, targets, marks, given):
