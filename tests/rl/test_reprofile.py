@@ -171,6 +171,7 @@ def test_a_curriculum_without_its_prompts_is_named(tmp_path: Path) -> None:
         ({"plateu": 3}, "did you mean 'plateau'"),
         ({"every": 2, "curriculum": {"sigmo": 1}}, r"reprofile\.curriculum: .*'sigmo'"),
         ({"every": 2, "curriculum": {"steps": 9}}, "follows from the run"),
+        ({"every": 2, "curriculum": {"split_domains": True}}, "follows from the run"),
     ],
 )
 def test_wrong_settings_are_said(reprofile: dict[str, Any], said: str, tmp_path: Path) -> None:
