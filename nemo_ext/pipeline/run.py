@@ -99,7 +99,7 @@ def run(words: Sequence[str], *, dry_run: bool) -> int:
     if dry_run:
         console.print("nothing was started: --dry-run")
         return 0
-    with _alone(pipeline.run_dir) as lock, _interruptible():
+    with _alone(pipeline.run_dir) as lock, _signals() as received:
         for work in works:  # a command that was waited for may have finished some
             work.state = state_of(work, works)
         write_text(pipeline.run_dir / PIPELINE, yaml.safe_dump(dict(pipeline.config), sort_keys=False, width=120))
@@ -107,11 +107,15 @@ def run(words: Sequence[str], *, dry_run: bool) -> int:
         try:
             with _Shown(works) as shown:
                 for work in works:
-                    if work.state == "waiting" and (stopped := _run(work, lock, shown)) is not None:
+                    if received or stopped is not None:
                         break
+                    if work.state == "waiting":
+                        stopped = _run(work, lock, shown, received)
         finally:
             if any(work.state.startswith("finished") for work in works):
                 notice(f"report: {write_report(pipeline, {work.stage.name: work.state for work in works})}")
+        if received and stopped is None and any(work.state == "waiting" for work in works):
+            stopped = _Stopped(INTERRUPTED, ["interrupted: the same command goes on"])
         if stopped is not None:
             for line in stopped.lines:
                 notice(line)
@@ -229,11 +233,19 @@ def _locked(lock: int) -> bool:
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGINT and SIGTERM raise KeyboardInterrupt, also where the shell has us ignore SIGINT (`nemo-ext pipeline &`)."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
+def _signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM are collected in the list, also where the shell has us ignore SIGINT (`nemo-ext pipeline &`).
+
+    Nothing is raised, so that none is lost and a stage's end is always noted.
+    """
+    received = list[int]()
+
+    def note(number: int, frame: object) -> None:
+        received.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -305,7 +317,7 @@ def _span(seconds: float) -> str:
     )
 
 
-def _run(work: Work, lock: int, shown: _Shown) -> _Stopped | None:
+def _run(work: Work, lock: int, shown: _Shown, received: list[int]) -> _Stopped | None:
     """Run a stage to its end; returns why the command ends with it, or None."""
     stage, step = work.stage, saved_step(work.stage.job, work.record)
     starts = attempts.read(work.record)
@@ -332,7 +344,8 @@ def _run(work: Work, lock: int, shown: _Shown) -> _Stopped | None:
             preexec_fn=_end_with_us,
             pass_fds=(lock,),
         )
-        interrupted = _wait(process, shown)
+        _wait(process, shown, received)
+    interrupted = bool(received)
     code, why = process.returncode, ""
     if stage.job == "train" and code == 0 and (saved_step("train", work.record) or 0) < (target_of(work.record) or 0):
         why = "ended before its last step"
@@ -355,22 +368,19 @@ def _run(work: Work, lock: int, shown: _Shown) -> _Stopped | None:
     return _Stopped(FAILED, [*lines, told])
 
 
-def _wait(process: subprocess.Popen[bytes], shown: _Shown) -> bool:
-    """Wait for a job's end; each Ctrl-C is one for the job, the third kills it. True if there was one."""
-    received = 0
-    while True:
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(1.0)
-            if process.poll() is not None:
-                return received > 0
-            shown.update()
-        except KeyboardInterrupt:
-            received += 1
-            if received == 1:
+def _wait(process: subprocess.Popen[bytes], shown: _Shown, received: list[int]) -> None:
+    """Wait for a job's end; each signal received is a Ctrl-C for the job, the third kills it."""
+    sent = 0
+    while process.poll() is None:
+        while sent < len(received):
+            sent += 1
+            if sent == 1:
                 notice("stopping: the job saves what it can and ends (again to hurry it, a third time to kill it)")
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGINT if received < 3 else signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGINT if sent < 3 else signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(1.0)
+        shown.update()
 
 
 def _end_with_us() -> None:
