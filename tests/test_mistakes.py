@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nemo_ext.job.config import FULL_ERROR, USER_ERROR, compose, run_job
-from nemo_ext.slurm import pipeline
+from nemo_ext.pipeline import submit as pipeline
 from nemo_ext.slurm.settings import settings_of
 
 EVIL = "# @package _global_\ndata:\n  directory: x\n  tokenizer: !!python/object:os.system {}\n"
