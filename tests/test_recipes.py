@@ -39,7 +39,7 @@ RECIPES = sorted(
 )
 REHEARSED = json.loads(Path(__file__).with_name("rehearsal").joinpath("recipes.json").read_text())
 """What rehearsals of the recipes found: tests/rehearsal/recipes.py."""
-WITH_PHASES = ("domyn_small/foundation", "nemotron3_nano/pretrain", "nemotron3_nano/quickstart_phases")
+WITH_PHASES = ("domyn_small/foundation", "nemotron3_nano/pretrain", "nemotron3_nano/quickstart_phases", "olmo1/7b")
 ONE_EACH = {recipe.split("/")[0]: recipe for recipe in RECIPES}.values()
 """A recipe of each family."""
 
@@ -47,6 +47,8 @@ PUBLISHED = {
     "nemotron3_nano_30b": 31.6e9,  # paper, section 2.1
     "domyn_small_10b": 9.8e9,  # paper, table 1: about 10 B; its sizes give 9.8
     "llama_nemotron_nano_8b": 8.03e9,  # Llama 3.1 8B
+    "llama_nemotron_parent_70b": 70.55e9,  # Llama 3.3 70B
+    "llama_nemotron_parent_405b": 405.85e9,  # Llama 3.1 405B
     "llama_nemotron_super_49b": 49.87e9,  # the published checkpoint
     "llama_nemotron_ultra_253b": 253.4e9,  # the published checkpoint
     "olmo1_1b": 1.18e9,  # the published checkpoint
