@@ -122,8 +122,8 @@ class MetricsWriter:
     """Writes metrics.jsonl beside TensorBoard.
 
     A line has `step`, `tokens` (trained so far), `loss`, `lr`, `grad_norm`, `tokens_per_second`, `seconds_per_step`,
-    `mfu` by exact FLOPs and `mfu_6n` by 6N, the papers' count without attention's scores (both null if the device's peak
-    is unknown), without a GPU `cpu_seconds_per_step`, and whatever else Megatron logs.
+    `mfu` by exact FLOPs and `mfu_6n` by 6N, the papers' count without attention's scores (both null if the peak of the
+    device is unknown), without a GPU `cpu_seconds_per_step`, and whatever else Megatron logs.
     Each value of an evaluation is a line of its own with `step`, `tokens` and `val_loss` (or `val_kl_to_teacher`), or
     with `evaluate`, the accuracy by benchmark, and `evaluate_bits`, bits per byte.
 

@@ -1,4 +1,4 @@
-"""z-loss, an embedding without weight decay, and steps left out: against torch's own functions and Megatron's optimizer."""
+"""z-loss, an embedding without weight decay, steps left out: beside torch's own functions and Megatron's optimizer."""
 
 import math
 from typing import Any

@@ -354,7 +354,7 @@ def _readable_rows(batch: Any) -> list[dict[str, Any] | UnicodeDecodeError]:
 
 
 def pyarrow_module(what: str = "Parquet and .zst files need") -> ModuleType:
-    """The library pyarrow with its Parquet files; raises ValueError, which says what needs it, if it is not installed."""
+    """The library pyarrow with its Parquet files; if it is not installed, raises ValueError that says what needs it."""
     try:
         importlib.import_module("pyarrow.parquet")
         return importlib.import_module("pyarrow")
