@@ -40,8 +40,9 @@ def describe(
         Dictionary with total_params, active_params (a token's, without the input embedding),
         active_params_with_embedding, forward_flops_per_token, train_flops_per_token (exact) and
         train_flops_per_token_6n (6 for each active parameter), weight_bytes and training_bytes by precision,
-        kv_bytes_per_token and kv_cache_bytes (bf16, the latter of one full sequence), state_bytes_per_sequence, kinds (by symbol), blocks (one each: layer from 1, kind, name, own values,
-        resolved sizes, params, forward_flops_per_token), and what identifies the model. FLOPs are integers.
+        kv_bytes_per_token and kv_cache_bytes (bf16, the latter of one full sequence), state_bytes_per_sequence,
+        kinds (by symbol), blocks (one each: layer from 1, kind, name, own values, resolved sizes, params,
+        forward_flops_per_token), and what identifies the model. FLOPs are integers.
     """
     length = architecture.sequence_length(seq_length)
     blocks = [_block(architecture, layer, length) for layer in layers(architecture)]

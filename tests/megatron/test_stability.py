@@ -121,3 +121,34 @@ def test_a_step_with_an_outlying_gradient_changes_no_weight() -> None:
 def test_a_wrong_setting_is_named(words: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Stability.from_config(compose("train", words))
+
+
+@pytest.mark.usefixtures("megatron")
+def test_z_loss_is_added_to_trainings_loss_and_logged_beside_the_lm_loss() -> None:
+    from megatron.core import parallel_state
+
+    from nemo_ext.megatron.forward_step import LOSS, loss_function
+    from nemo_ext.megatron.stability import Z_LOSS, ZLoss
+
+    class Last(torch.nn.Module):
+        post_process = True
+
+        def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            return torch.ones(labels.shape)
+
+    assert parallel_state.get_tensor_model_parallel_world_size() == 1
+    last, z_loss = Last(), ZLoss(0.5)
+    z_loss.attach([last])
+    logits, labels = torch.zeros(3, 2, 8), torch.zeros(2, 3, dtype=torch.long)
+
+    output = last.compute_language_model_loss(labels, logits)
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    loss, tokens, report = loss_function(mask, output, z_loss=z_loss.take())
+
+    z = 3 * 0.5 * math.log(8) ** 2
+    assert float(loss) == pytest.approx(3 + z) and int(tokens) == 3
+    assert report[LOSS].tolist() == [3.0, 3.0]
+    assert report[Z_LOSS].tolist() == pytest.approx([z, 3.0])
+    last.eval()
+    last.compute_language_model_loss(labels, logits)
+    assert z_loss.take() is None, "an evaluation's loss is the LM loss alone"
