@@ -69,6 +69,7 @@ NO_TORCH += (
     "cli",
     "slurm",
     "rehearsal.job",
+    "rehearsal.puzzle",
     "sensitivity.job",
     "puzzle.job",
     "quantization.job",

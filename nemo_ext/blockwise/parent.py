@@ -3,7 +3,7 @@
 Everything runs through Megatron's own layers and HybridModel's own forward pass; only the list of layers changes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -51,6 +51,13 @@ class Parent:
             block: the block with all of its values.
             tensors: weights by their names after `decoder.layers.N.`.
         """
+        layer = self.fresh(number, block)
+        prefix = f"decoder.layers.{number}."
+        put_tensors(layer, {prefix + name: tensor for name, tensor in tensors.items()}, prefix)
+        return layer
+
+    def fresh(self, number: int, block: Block) -> torch.nn.Module:
+        """The same layer with the weights that Megatron begins with."""
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.transformer.spec_utils import build_module
 
@@ -68,20 +75,23 @@ class Parent:
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
         (layer,) = stack.layers
-        prefix = f"decoder.layers.{number}."
-        put_tensors(layer, {prefix + name: tensor for name, tensor in tensors.items()}, prefix)
         made: torch.nn.Module = layer.to(self.device).eval()
         return made
 
     @contextmanager
-    def recorded(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Records every block's input and output `[seq, batch, hidden]` of each forward pass in the list while open."""
+    def recorded(self, numbers: Collection[int] | None = None) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Records blocks' inputs and outputs `[seq, batch, hidden]` of each forward pass in the list while open.
+
+        Args:
+            numbers: 0-based numbers of the blocks; None for every one. What is recorded is kept in memory.
+        """
         record: list[tuple[Tensor, Tensor]] = []
 
         def note(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             record.append((kwargs["hidden_states"], output[0] if isinstance(output, tuple) else output))
 
-        hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in self.layers]
+        layers = [layer for number, layer in enumerate(self.layers) if numbers is None or number in numbers]
+        hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
         try:
             yield record
         finally:

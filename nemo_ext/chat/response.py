@@ -44,7 +44,10 @@ def parse_response(
     Args:
         text: generated text.
         thinking_opened: True if the prompt ends inside a trace (chat templates that write `<think>` themselves).
-        tool_calls, tokens, thinking_tokens, finished: see `Response`.
+        tool_calls: see `Response`.
+        tokens: see `Response`.
+        thinking_tokens: see `Response`.
+        finished: see `Response`.
     """
     body = text.lstrip()
     opened = body.startswith(OPEN)

@@ -142,7 +142,8 @@ class Client:
     Args:
         endpoint: an address; or a run directory, file or URL (`read_address`). A file is read again when nobody
             answers, as an endpoint on a cluster may have moved.
-        model, key_variable: see `read_address`.
+        model: see `read_address`.
+        key_variable: see `read_address`.
     """
 
     def __init__(

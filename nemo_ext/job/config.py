@@ -314,6 +314,8 @@ def check_choice(group: str, words: Sequence[str]) -> None:
             raise ValueError(f"{group}={name}: no such {group}: {nearest(name, known)}")
 
 
+COMMANDS = {"slurm": "submit", "pipeline": "submit", "rehearse_puzzle": "rehearse"}
+"""Commands of configs that have another name."""
 MISPLACED = {
     (
         "tokenize",
@@ -338,7 +340,7 @@ def mistake(error: Exception, job: str) -> str:
         why = str(error.__cause__).splitlines()[0]
         if "is not in struct" in why:
             key = unknown[1]
-            command = "submit" if job in ("slurm", "pipeline") else job
+            command = COMMANDS.get(job, job)
             why = MISPLACED.get(
                 (job, key), f"{command} has no such key; `nemo-ext {command} --help` names those it has"
             )

@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from pathlib import Path
@@ -84,14 +84,23 @@ def rehearse(
             parameters = sum(each.numel() for model in models for each in model.parameters())
             tracker.stop()
             saved = plan(arguments, models, optimizer)
-    scale = whole / run
+    return {
+        "rank": rank,
+        **record_of(tracker, parameters=parameters, began=began, scale=whole / run),
+        "micro_batches": whole,
+        "rehearsed_micro_batches": run,
+        "checkpoint": saved,
+    }
+
+
+def record_of(tracker: Tracker, *, parameters: int, began: float, scale: float) -> dict[str, Any]:
+    """The part of a record that a tracker has seen; `scale` is what a step has in multiples of what was run."""
     sent: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0])
     for (phase, group, operation), counted in tracker.collectives.items():
         times = 1 if phase in ONCE_A_STEP else scale
         for place, number in enumerate(counted):
             sent[group, operation][place] += number * times
     return {
-        "rank": rank,
         "parameters": parameters,
         "peak_bytes": sum(tracker.peak.values()),
         "peak_phase": tracker.peak_phase,
@@ -101,11 +110,8 @@ def rehearse(
             {"group": group, "operation": operation, "count": round(count), "bytes": round(size)}
             for (group, operation), (count, size) in sorted(sent.items())
         ],
-        "micro_batches": whole,
-        "rehearsed_micro_batches": run,
         "curve": _thinned(tracker.curve),
         "seconds": round(time.monotonic() - began, 1),
-        "checkpoint": saved,
         "processor_seconds": round(time.process_time(), 1),
         "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
@@ -256,14 +262,19 @@ def _thinned(curve: list[tuple[int, str, int]]) -> list[tuple[float, str, int]]:
     return [highest[piece] for piece in sorted(highest)]
 
 
-if __name__ == "__main__":
+def main(work: Callable[..., dict[str, Any]]) -> None:
+    """A process that calls `work` with what ASKED.json has, and writes RECORD.json or its reason as the last line."""
     end_with_parent(signal.SIGKILL)
     asked = json.loads(Path(sys.argv[1]).read_text())
     code = 0
     try:
-        write_text(Path(sys.argv[2]), json.dumps(rehearse(**asked)))
+        write_text(Path(sys.argv[2]), json.dumps(work(**asked)))
     except Exception as error:
         traceback.print_exc()
         print(explained(error, asked["config"]["model"]["pattern"]))
         code = 1
     leave(code)
+
+
+if __name__ == "__main__":
+    main(rehearse)

@@ -12,16 +12,21 @@ from nemo_ext.job.files import write_text
 from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
 from nemo_ext.rehearsal.settings import FP8_WEIGHTS, TE_VERSION
 
-KINDS = ("weights", FP8_WEIGHTS, "teacher", "gradients", "optimizer", "activations", "temporary")
+KINDS = ("weights", FP8_WEIGHTS, "teacher", "variants", "gradients", "optimizer", "activations", "temporary")
 COLORS = {
     "weights": "#31688e",
     FP8_WEIGHTS: "#5f7f3f",
     "teacher": "#7ea6c4",
+    "variants": "#443a83",
     "gradients": "#35b779",
     "optimizer": "#a5db36",
     "activations": "#f2b134",
     "temporary": "#d95f3b",
 }
+OF_PUZZLE = (
+    "Each rank of library, distill and score holds the whole parent. FLOPs are those of a step of distill, of two "
+    "batches of the others. Healing is rehearsed with a child as large as the parent, beside it."
+)
 GIB = 2**30
 
 
@@ -70,17 +75,18 @@ def tables(results: Sequence[Mapping[str, Any]], limit: float | None) -> list[st
         parts.append("\n".join(["Tried beside the config as it is (0):", "", *changes]))
     ranks = [rank for result in results for rank in result["ranks"]]
     shown = [kind for kind in KINDS if any(rank["peak"].get(kind) for rank in ranks)]
-    heading = ["try", "pipeline rank", "parameters", *shown, "peak", "cost model", "FLOPs a step", "cost model"]
+    heading = ["try", _label(ranks), "parameters", *shown, "peak", "cost model", "FLOPs a step", "cost model"]
     rows = []
     for result in results:
         for rank in result["ranks"]:
-            guess, flops = rank["estimate"], sum(rank["flops"].values())
+            guess, flops = rank.get("estimate"), sum(rank["flops"].values())
             fits = "" if limit is None else (" fits" if rank["peak_bytes"] <= limit * GIB else " TOO MUCH")
             kinds = [size(rank["peak"].get(kind, 0)) for kind in shown]
-            row = [str(result["number"]), str(rank["stage"]), number(rank["parameters"]), *kinds]
+            row = [str(result["number"]), _name(rank), number(rank["parameters"]), *kinds]
             row.append(f"{size(rank['peak_bytes'])} ({rank['peak_phase']}){fits}")
-            row.append(f"{size(guess['bytes'])} ({_off(guess['bytes'], rank['peak_bytes'])})")
-            rows.append([*row, flop(flops), f"{flop(guess['flops'])} ({_off(guess['flops'], flops)})"])
+            row.append("" if guess is None else f"{size(guess['bytes'])} ({_off(guess['bytes'], rank['peak_bytes'])})")
+            row += [flop(flops), "" if guess is None else f"{flop(guess['flops'])} ({_off(guess['flops'], flops)})"]
+            rows.append(row)
     parts.append(markdown_table(heading, rows))
     parts.append(
         "Bytes that live at the peak of a step, without the CUDA context, NCCL's buffers and what the allocator wastes."
@@ -88,22 +94,34 @@ def tables(results: Sequence[Mapping[str, Any]], limit: float | None) -> list[st
     parts.append(f"Linear layers and FP8 as in Transformer Engine {TE_VERSION}'s sources (docs/rehearsal.md).")
     if FP8_WEIGHTS in shown:
         parts.append("The cost model's bytes are those of BF16, without FP8 copies.")
+    if "name" in ranks[0]:
+        parts.append(OF_PUZZLE)
     for result in results:
-        parts.append(_saved(result))
+        if "checkpoint" in result:
+            parts.append(_saved(result))
         if result["set_aside"]:
             parts.append(f"Rehearsed without {', '.join(result['set_aside'])} (docs/rehearsal.md).")
     if results[0]["imbalance"] > 1:
         parts.append(f"Experts of these ranks get {results[0]['imbalance']:g} times the mean number of tokens.")
     sent = [
-        [str(rank["stage"]), each["group"].lower(), each["operation"], f"{each['count']:,}", size(each["bytes"])]
+        [_name(rank), each["group"].lower(), each["operation"], f"{each['count']:,}", size(each["bytes"])]
         for rank in results[0]["ranks"]
         for each in rank["collectives"]
     ]
     if sent:
         which = f", try {results[0]['number']}" if len(results) > 1 else ""
         parts.append(f"## Communication of a step{which}")
-        parts.append(markdown_table(["pipeline rank", "group", "operation", "calls", "bytes"], sent))
+        parts.append(markdown_table([_label(ranks), "group", "operation", "calls", "bytes"], sent))
     return parts
+
+
+def _name(rank: Mapping[str, Any]) -> str:
+    """A rank's name in tables: of a compression its stage, else its pipeline rank."""
+    return str(rank.get("name", rank["stage"]))
+
+
+def _label(ranks: Sequence[Mapping[str, Any]]) -> str:
+    return "stage" if "name" in ranks[0] else "pipeline rank"
 
 
 def _saved(result: Mapping[str, Any]) -> str:
@@ -183,7 +201,7 @@ def _draw(path: Path, result: Mapping[str, Any], limit: float | None) -> None:
         axes.plot(
             [point[0] for point in rank["curve"]],
             [point[2] / GIB for point in rank["curve"]],
-            label=f"pipeline rank {rank['stage']}",
+            label=_name(rank) if "name" in rank else f"pipeline rank {rank['stage']}",
             linewidth=1.2,
         )
     below = [0.0] * len(ranks)
@@ -198,10 +216,10 @@ def _draw(path: Path, result: Mapping[str, Any], limit: float | None) -> None:
             each.axhline(limit, color="black", linestyle="--", linewidth=1, label="limit" if each is axes else None)
     axes.set(xlabel="operations of the rehearsed part of a step", ylabel="GiB", xlim=(0, 1))
     axes.set_ylim(0, 1.08 * max([*below, limit or 0]))
-    bars.set(xlabel="pipeline rank: bytes at its peak", xlim=(-0.6, max(len(ranks), 3) - 0.4))
-    bars.set_xticks(places, [str(rank["stage"]) for rank in ranks])
+    bars.set(xlabel=f"{_label(ranks)}: bytes at its peak", xlim=(-0.6, max(len(ranks), 3) - 0.4))
+    bars.set_xticks(places, [_name(rank) for rank in ranks], rotation=30 if "name" in ranks[0] else 0)
     bars.tick_params(labelleft=False)
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
     handles, names = bars.get_legend_handles_labels()
     bars.legend(handles[::-1], names[::-1], frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     for each in (axes, bars):

@@ -53,6 +53,8 @@ def is_own(word: str) -> bool:
     return key in ("run_dir", "format", "cluster") or key.startswith(("rehearse.", "cluster."))
 
 
+STAGES = ("library", "distill", "score")
+"""Puzzle's stages with whole parents; `parent` and `heal` are training runs, the others need less than these."""
 FP8_WEIGHTS = "fp8 weights"
 """Kind of memory: FP8 copies of weights."""
 TE_VERSION = "2.20.2"

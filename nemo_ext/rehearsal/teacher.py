@@ -11,17 +11,17 @@ from nemo_ext.checkpoint.formats import read
 from nemo_ext.checkpoint.safetensors_files import CONFIG
 
 
-def model_of_teacher(teacher: str) -> dict[str, Any]:
-    """Sections `model` and `megatron` of the teacher: of a run directory, a converted checkpoint or an export folder.
+def model_of(folder: str, key: str) -> dict[str, Any]:
+    """Sections `model` and `megatron` of a run directory's, a converted checkpoint's or an export folder's model.
 
-    No weights need to be there.
+    No weights need to be there; `key` is the setting that names the folder.
 
     Raises:
         ValueError: the folder does not say what model it is of.
     """
-    source = Path(teacher)
+    source = Path(folder).expanduser()
     if not source.is_dir():
-        raise ValueError(f"distillation.teacher={teacher}: no such directory")
+        raise ValueError(f"{key}={folder}: no such directory")
     if is_hugging_face(source):
         try:
             _, description = read(json.loads((source / CONFIG).read_text()))
@@ -31,7 +31,7 @@ def model_of_teacher(teacher: str) -> dict[str, Any]:
     beside = config_beside(source, source)
     if beside is None or "model" not in beside or "megatron" not in beside:
         raise ValueError(
-            f"distillation.teacher={teacher}: no config of the model lies there; expected the run's config.yaml, a "
+            f"{key}={folder}: no config of the model lies there; expected the run's config.yaml, a "
             f"converted checkpoint's model/NAME.yaml, or {CONFIG}"
         )
     return beside
@@ -51,7 +51,7 @@ def with_teacher(config: Mapping[str, Any]) -> dict[str, Any]:
 
         one_stage(config)
         teacher = config["distillation"]["teacher"]
-        merged = with_model_of(config, model_of_teacher(str(teacher)))
+        merged = with_model_of(config, model_of(str(teacher), "distillation.teacher"))
     try:
         check_layout(merged)
     except ValueError as error:

@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -109,8 +110,6 @@ class Engine:
         self._waiting: list[_Sequence] = []
         self._rows: list[_Sequence] = []
         self._cache: DynamicCache | None = None
-        # transformers renamed the argument in 5.24; code beside a checkpoint may have either.
-        self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         self.failed: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._begin()
@@ -253,6 +252,11 @@ class Engine:
         for row in self._rows:
             row.length += 1
         self._next(self._rows, logits[:, -1])
+
+    @cached_property
+    def _cache_name(self) -> str:
+        """The model's argument for the cache: transformers renamed it in 5.24, code beside a checkpoint has either."""
+        return "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
 
     def _forward(self, ids: "Tensor", mask: "Tensor", positions: "Tensor", cache: Any, *, every: bool) -> "Tensor":
         """Logits `[rows, positions, vocabulary]` in float32 on the CPU, of the last position or of every one."""

@@ -1,4 +1,4 @@
-"""The rehearsal of a training job before it is queued (docs/rehearsal.md): what it found, as findings. No torch.
+"""The rehearsal of a job before it is queued (docs/rehearsal.md): what it found, as findings. No torch.
 
 python -m nemo_ext.slurm.rehearse FOLDER     rehearses FOLDER/asked.json; writes FOLDER/rehearsal.json
 """
@@ -19,17 +19,21 @@ from nemo_ext.job.files import write_text
 from nemo_ext.job.made_of import digest
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.progress import notice
-from nemo_ext.rehearsal.settings import one_phase
+from nemo_ext.rehearsal.settings import STAGES, one_phase
 from nemo_ext.slurm.cluster import Node
-from nemo_ext.slurm.preflight import ADVICE, GIB, MEMORY, Finding, fits
+from nemo_ext.slurm.preflight import ADVICE, GIB, MEMORY, Finding, fits, is_there
 from nemo_ext.slurm.settings import Settings
 
+REHEARSED = ("train", "puzzle")
 REHEARSALS = "rehearsals"
 """Folder beside a record of starts with what was rehearsed."""
 SECONDS = 60.0
 """Time after which a rehearsal is given up, unless slurm.rehearse=true asks for it."""
 DIFFERENT = 0.1
 """Relative difference from the cost model from which it is said."""
+OF_STAGES = (
+    "lower puzzle.distill.together, puzzle.distill.batch or puzzle.calibration; each rank holds the whole parent"
+)
 _PACKAGES = ("nemo_ext", "megatron-core", "torch")
 _OF_NO_MATTER = (
     *("lr", "min_lr", "seed", "weight_decay", "start_weight", "end_weight", "adam_", "sgd_", "train_iters"),
@@ -41,14 +45,18 @@ _RESULT, _ASKED = "rehearsal.json", "asked.json"
 
 
 def is_wanted(settings: Settings) -> bool:
-    """Whether a job is rehearsed: training as slurm.rehearse says, by default if the GPUs' memory is known."""
+    """Whether a job of `REHEARSED` is rehearsed: as slurm.rehearse says, by default if the GPUs' memory is known."""
     node, asked = settings.cluster.node, settings.slurm.rehearse
     known = node is not None and node.gpu_memory_gib is not None
-    return settings.job == "train" and (known if asked is None else asked)
+    return settings.job in REHEARSED and (known if asked is None else asked)
 
 
 def with_rehearsals(
-    found: Sequence[Finding], configs: Sequence[Mapping[str, Any]], settings: Settings, kept: Path
+    found: Sequence[Finding],
+    configs: Sequence[Mapping[str, Any]],
+    settings: Settings,
+    kept: Path,
+    coming: Sequence[Path] = (),
 ) -> list[Finding]:
     """The findings with those of rehearsals, which take the place of the cost model's on memory.
 
@@ -57,6 +65,7 @@ def with_rehearsals(
         configs: composed configs of training runs; what is equal is rehearsed once.
         settings: settings of site and queue.
         kept: folder of what was rehearsed before.
+        coming: paths that earlier jobs write.
     """
     missing = [name for name in ("torch", "megatron") if find_spec(name) is None]
     if missing:
@@ -65,6 +74,10 @@ def with_rehearsals(
     told: list[Finding] = []
     measured = True
     for config in {key_of(each): each for each in map(one_phase, configs)}.values():
+        if later := [f"{key}={path}" for key, path in _models(config) if not path.exists() and is_there(path, coming)]:
+            told.append(Finding("note", f"not rehearsed: {later[0]} is not there yet"))
+            measured = False
+            continue
         own, result = _result(config, kept / key_of(config), SECONDS if settings.slurm.rehearse is None else None)
         told += [one for one in own if one not in told]
         measured = measured and result is not None
@@ -73,11 +86,20 @@ def with_rehearsals(
     return [*(one for one in found if not (measured and one.text.startswith(MEMORY))), *told]
 
 
+def _models(config: Mapping[str, Any]) -> list[tuple[str, Path]]:
+    """Folders whose models are rehearsed too, by their keys."""
+    given = [
+        ("distillation.teacher", (config.get("distillation") or {}).get("teacher")),
+        ("puzzle.parent", (config.get("puzzle") or {}).get("parent")),
+    ]
+    return [(key, Path(str(place)).expanduser()) for key, place in given if place]
+
+
 def key_of(config: Mapping[str, Any]) -> str:
     """Name of the results of a config: a digest of the settings that a rehearsal depends on, and of the versions."""
     flags = {name: value for name, value in config["megatron"].items() if not name.startswith(_OF_NO_MATTER)}
     model = {name: value for name, value in config["model"].items() if name != "name"}
-    others = [config.get(name) for name in ("launcher", "precision_plan", "distillation", "stability")]
+    others = [config.get(name) for name in ("launcher", "precision_plan", "distillation", "puzzle", "stability")]
     return digest([model, flags, others, [*map(_version, _PACKAGES)]])[:16]
 
 
@@ -90,7 +112,7 @@ def _version(package: str) -> str | None:
 def _result(
     config: Mapping[str, Any], folder: Path, limit: float | None
 ) -> tuple[list[Finding], Mapping[str, Any] | None]:
-    """What `nemo_ext.rehearsal.job.rehearse` returns, from an earlier time or a process; else findings on why not."""
+    """What a rehearsal returned, an earlier one's or that of a process now; else findings on why there is none."""
     made = folder / _RESULT
     if not made.is_file():
         write_text(folder / _ASKED, json.dumps(config))
@@ -128,7 +150,7 @@ def _run(folder: Path, limit: float | None) -> int | None:
 
 def memory(result: Mapping[str, Any], node: Node | None) -> Iterator[Finding]:
     """Findings on the fullest rank's memory."""
-    if node is None or node.gpu_memory_gib is None:
+    if node is None or node.gpu_memory_gib is None or not result["ranks"]:
         return
     most = max(result["ranks"], key=lambda rank: float(rank["peak_bytes"]))
     peak, kinds = most["peak_bytes"] / GIB, {name: size / GIB for name, size in most["peak"].items()}
@@ -136,24 +158,28 @@ def memory(result: Mapping[str, Any], node: Node | None) -> Iterator[Finding]:
     parts = [f"weights, gradients and optimizer {states:.3g}"]
     parts += [f"{name} {size:.3g}" for name, size in kinds.items() if size > peak / 100]
     where = f" on pipeline rank {most['stage']}" if result["pipeline"] > 1 else ""
+    where = f" in {most['name']}" if "name" in most else where
     text = f"{peak:.3g} GiB of the {node.gpu_memory_gib:g} of a {node.gpu}, rehearsed{where} ({', '.join(parts)})"
-    guess = max(rank["estimate"]["bytes"] for rank in result["ranks"]) / GIB
-    if abs(guess / peak - 1) > DIFFERENT:
+    guess = max((rank["estimate"]["bytes"] for rank in result["ranks"] if "estimate" in rank), default=0) / GIB
+    if "name" not in most and abs(guess / peak - 1) > DIFFERENT:
         text += f"; the cost model says {guess:.3g} ({100 * (guess / peak - 1):+.0f} %)"
     if result["set_aside"]:
         text += f"; without {', '.join(result['set_aside'])}, which is not rehearsed"
     kind = fits(peak / node.gpu_memory_gib)
-    yield Finding(kind, f"{MEMORY}{text}" + (f": {ADVICE}" if kind == "error" else ""))
+    advice = OF_STAGES if most.get("name") in STAGES else ADVICE
+    yield Finding(kind, f"{MEMORY}{text}" + (f": {advice}" if kind == "error" else ""))
 
 
 def main() -> None:
     """Rehearse what FOLDER/asked.json has; a mistake is the result's `error`."""
     end_with_parent(signal.SIGKILL)
     folder = Path(sys.argv[1])
-    from nemo_ext.rehearsal.job import rehearse
+    from nemo_ext.rehearsal.puzzle import rehearse_puzzle
+    from nemo_ext.rehearsal.ranks import rehearse
 
     try:
-        result = rehearse(json.loads((folder / _ASKED).read_text()), "kinds", folder)
+        config = json.loads((folder / _ASKED).read_text())
+        result = rehearse_puzzle(config, folder) if "puzzle" in config else rehearse(config, "kinds", folder)
     except ValueError as error:
         result = {"error": " ".join(str(error).split())}
     write_text(folder / _RESULT, json.dumps(result) + "\n")

@@ -195,7 +195,7 @@ def checked(submission: Submission, *, kept: Path | None = None) -> list[Finding
     if not wanted or errors(found):
         return [*found, *guesses]
     place = submission.base / attempts.FOLDER / REHEARSALS if kept is None else kept
-    return with_rehearsals([*found, *guesses], submission.configs, settings, place)
+    return with_rehearsals([*found, *guesses], submission.configs, settings, place, coming)
 
 
 def _checked_here(submission: Submission, found: list[Finding]) -> list[Finding]:

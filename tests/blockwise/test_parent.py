@@ -25,6 +25,9 @@ def test_runs_from_any_block_end_in_the_same_logits(model: str, opened: Callable
         whole = parent.logits(tokens())
         seen = list(record)
     assert len(seen) == len(parent.layers)
+    with torch.no_grad(), parent.recorded([1]) as record:
+        parent.logits(tokens())
+    assert [torch.equal(*pair) for pair in zip(record[0], seen[1], strict=True)] == [True, True] and len(record) == 1
     with torch.no_grad():
         for number, (hidden, out) in enumerate(seen):
             assert torch.equal(parent.logits_of(parent.hidden_from(number, hidden)), whole)

@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_named(section: dict[str, Any], message: str) -> No
 
 
 def test_the_defaults_are_those_of_the_packaged_file() -> None:
-    written = yaml.safe_load((Path(hydra_conf.__file__).parent / "puzzle.yaml").read_text())["puzzle"]
+    written = yaml.safe_load((Path(hydra_conf.__file__).parent / "compression.yaml").read_text())["puzzle"]
     own = json.loads(TypeAdapter(Settings).dump_json(settings({"search": SEARCH})))
     assert written["serving"].pop("flops") and own["serving"].pop("flops") == 494.5e12
     assert written["serving"].pop("bandwidth") and own["serving"].pop("bandwidth") == pytest.approx(2.345e12)

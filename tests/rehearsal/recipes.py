@@ -27,7 +27,7 @@ from nemo_ext.job.config import compose
 from nemo_ext.job.files import write_text
 from nemo_ext.job.report import markdown_table
 from nemo_ext.megatron.arguments import pattern_with_cuts, world_size
-from nemo_ext.rehearsal.job import rehearse
+from nemo_ext.rehearsal.ranks import rehearse
 from nemo_ext.rehearsal.settings import one_phase, rehearsed
 from nemo_ext.slurm.rehearse import key_of
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_ext.job.config import compose
-from nemo_ext.rehearsal.job import rehearse
+from nemo_ext.rehearsal.ranks import rehearse
 from nemo_ext.rehearsal.saved import summed, whole
 
 TINY = ("recipe=nemotron3_nano/quickstart", "data=mock", "megatron.bf16=true", "megatron.micro_batch_size=2")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nemo_ext.job.config import compose
-from nemo_ext.rehearsal.job import rehearse
+from nemo_ext.rehearsal.ranks import rehearse
 from nemo_ext.rehearsal.settings import rehearsed
 
 TRUTH = Path(__file__).with_name("truth.py")

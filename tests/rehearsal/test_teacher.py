@@ -12,8 +12,8 @@ from nemo_ext.architecture.model import Architecture
 from nemo_ext.checkpoint.description import from_config
 from nemo_ext.checkpoint.formats import choose
 from nemo_ext.job.config import compose
-from nemo_ext.rehearsal.job import rehearse
-from nemo_ext.rehearsal.teacher import model_of_teacher
+from nemo_ext.rehearsal.ranks import rehearse
+from nemo_ext.rehearsal.teacher import model_of
 
 TINY = ("recipe=nemotron3_nano/quickstart", "run_dir=unused", "data=mock", "megatron.bf16=true")
 
@@ -32,18 +32,21 @@ def teacher(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_the_model_of_a_folder_without_weights(teacher: Path) -> None:
-    made, own = (Architecture.from_config(each) for each in (model_of_teacher(str(teacher)), compose("train", TINY)))
+    made, own = (
+        Architecture.from_config(each)
+        for each in (model_of(str(teacher), "distillation.teacher"), compose("train", TINY))
+    )
     assert (made.sizes, made.hidden_size, made.vocab_size) == (own.sizes, own.hidden_size, own.vocab_size)
 
 
 def test_a_folder_that_says_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no config of the model lies there; expected the run's config\.yaml"):
-        model_of_teacher(str(tmp_path))
+        model_of(str(tmp_path), "distillation.teacher")
     with pytest.raises(ValueError, match="no such directory"):
-        model_of_teacher(str(tmp_path / "none"))
+        model_of(str(tmp_path / "none"), "distillation.teacher")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json: cannot be read"):
-        model_of_teacher(str(tmp_path))
+        model_of(str(tmp_path), "distillation.teacher")
 
 
 @pytest.mark.slow

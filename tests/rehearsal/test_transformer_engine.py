@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nemo_ext.job.config import compose
-from nemo_ext.rehearsal.job import rehearse
+from nemo_ext.rehearsal.ranks import rehearse
 from nemo_ext.rehearsal.settings import FP8_WEIGHTS, rehearsed
 from nemo_ext.rehearsal.tracker import Tracker
 

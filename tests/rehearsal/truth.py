@@ -299,7 +299,7 @@ def forked(works: Sequence[tuple[Callable[[], None], Mapping[str, str], Path]]) 
 
 def compared(words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     """Of each rank what it did (`real`), and its stage's rehearsals with GPU kernels (`said`) and without (`here`)."""
-    from nemo_ext.rehearsal.job import _micro_batches
+    from nemo_ext.rehearsal.ranks import _micro_batches
     from nemo_ext.rehearsal.settings import rehearsed
 
     folder.mkdir(parents=True, exist_ok=True)

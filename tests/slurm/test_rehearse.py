@@ -136,6 +136,7 @@ def test_of_phases_the_longest_sequences_are_rehearsed() -> None:
         (["cluster=testbed"], False),
         (["cluster=testbed", "slurm.rehearse=true"], True),
         (["cluster=leonardo", "job=rl", "slurm.rehearse=true"], False),
+        (["cluster=leonardo", "job=puzzle"], True),
     ],
 )
 def test_when_a_job_is_rehearsed(words: list[str], wanted: bool) -> None:
@@ -222,3 +223,38 @@ def test_a_chain_is_rehearsed_once_and_ctrl_c_queues_nothing(
 
     assert "rehearsing" not in tight
     assert tight.count("error: memory: ") == 3 and "not submitted: mend the errors first" in tight
+
+
+def test_a_stage_of_puzzle_is_named_with_what_makes_it_smaller(tmp_path: Path) -> None:
+    config = compose("puzzle", ["run_dir=r"])
+    stages = [{**rank(peak, 0), "name": name} for name, peak in (("library", 30.0), ("distill", 70.0))]
+    for stage in stages:
+        del stage["estimate"]
+    kept(tmp_path, config, *stages)
+
+    (found,) = with_rehearsals([], [config], SETTINGS, tmp_path)
+
+    assert found.kind == "error"
+    assert "70 GiB of the 64 of a A100-64GB, rehearsed in distill (" in found.text
+    assert "cost model" not in found.text and found.text.endswith("each rank holds the whole parent")
+
+
+@pytest.mark.parametrize(
+    ("job", "section", "key"), [("train", "distillation", "teacher"), ("puzzle", "puzzle", "parent")]
+)
+def test_a_model_that_an_earlier_stage_makes_is_waited_for(
+    job: str, section: str, key: str, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    made = tmp_path / "sft"
+    given = compose("puzzle", ["run_dir=r"]) if job == "puzzle" else config
+    given = {**given, section: {**given[section], key: str(made)}}
+
+    found = with_rehearsals([GUESS], [given], SETTINGS, tmp_path, [made])
+
+    assert found == [GUESS, Finding("note", f"not rehearsed: {section}.{key}={made} is not there yet")]
+
+
+def test_stages_without_a_model_say_nothing_of_memory(tmp_path: Path) -> None:
+    config = compose("puzzle", ["run_dir=r", "puzzle.stages=[search]"])
+    kept(tmp_path, config)
+    assert with_rehearsals([OTHER], [config], SETTINGS, tmp_path) == [OTHER]

@@ -90,11 +90,11 @@ def distill(
     interrupted = {key for keys in begun.values() for key in keys}
     advance((len(every) - len({*todo, *interrupted})) * training.steps)
     for file, keys in begun.items():
-        _train_group(parent, [every[key] for key in keys], library, trained, batches, training, file, advance)
+        train_group(parent, [every[key] for key in keys], library, trained, batches, training, file, advance)
     rest = [every[key] for key in todo if key not in interrupted]
     for start in range(0, len(rest), training.together):
         group = rest[start : start + training.together]
-        _train_group(parent, group, library, trained, batches, training, _checkpoint(trained, shard), advance)
+        train_group(parent, group, library, trained, batches, training, _checkpoint(trained, shard), advance)
     return results(found, trained)
 
 
@@ -107,7 +107,7 @@ def results(found: Sequence[Sequence[Variant]], trained: Library) -> list[Result
     return made
 
 
-def _train_group(
+def train_group(
     parent: Parent,
     group: Sequence[Variant],
     library: Library,
@@ -117,6 +117,7 @@ def _train_group(
     file: Path,
     advance: Callable[[int], None],
 ) -> None:
+    """Trains variants side by side and writes them to `trained`; `file` is their checkpoint, others as of `distill`."""
     layers: list[Any] = [library.layer(parent, variant) for variant in group]
     weights = [list(layer.parameters()) for layer in layers]
     # The optimizer updates fp32 master weights; for a bf16 layer these are copies.
@@ -152,15 +153,15 @@ def _train_group(
         unfinished.replace(file)
 
     advance(first * len(group))
-    data = batches(first)
+    data, places = batches(first), sorted({variant.number for variant in group})
     for step in range(first, training.steps):
         tokens = next(data, None)
         if tokens is None:
             raise ValueError(f"distillation wants {training.steps} batches, the data end after {step}")
-        with torch.no_grad(), parent.recorded() as record:
+        with torch.no_grad(), parent.recorded(places) as record:
             parent.hidden(tokens)
         for at, variant in enumerate(group):
-            error = _error(parent, variant, layers[at], *record[variant.number])
+            error = _error(parent, variant, layers[at], *record[places.index(variant.number)])
             gradients = torch.autograd.grad(error, weights[at], allow_unused=True)
             for master, weight, gradient in zip(masters[at], weights[at], gradients, strict=True):
                 master.grad = torch.zeros_like(weight).float() if gradient is None else gradient.float()

@@ -76,7 +76,7 @@ class _Cache:
         """Tokens `[batch, seq]`, the block's input and the output layer's input (both `[seq, batch, hidden]`)."""
         if not self.inputs:
             for tokens in self.calibration:
-                with self.parent.recorded() as record:
+                with self.parent.recorded([0]) as record:
                     self.last.append(self.parent.hidden(tokens))
                 self.inputs.append(record[0][0])
         for block in range(self.number, number):

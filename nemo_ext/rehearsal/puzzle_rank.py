@@ -1,0 +1,224 @@
+"""The process of one rehearsed stage of Puzzle: `python -m nemo_ext.rehearsal.puzzle_rank ASKED.json RECORD.json`.
+
+The stage's own functions run on the whole parent, as far as their memory grows.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from math import ceil
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_iter
+
+from nemo_ext.checkpoint.description import Description, from_config
+from nemo_ext.puzzle.cost import block_costs
+from nemo_ext.puzzle.settings import Batches, Settings, settings
+from nemo_ext.puzzle.variants import KEEP, Variant, variants
+from nemo_ext.rehearsal.rank import main, record_of
+from nemo_ext.rehearsal.tracker import Tracker
+from nemo_ext.rehearsal.world import fake_world, megatron_arguments
+
+NOWHERE = Path(os.devnull) / "nothing"
+FEW = 2
+"""Batches that score runs; what it keeps of the others is added."""
+
+
+class _Enough(Exception):
+    """A stage has done what it would only repeat."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rank:
+    """What a stage works on."""
+
+    parent: Any
+    description: Description
+    found: Sequence[Sequence[Variant]]
+    chosen: Settings
+    tracker: Tracker
+    seq_length: int
+    ranks: int
+
+    def tokens(self, batch: int) -> torch.Tensor:
+        return torch.zeros(batch, self.seq_length, dtype=torch.long)
+
+    def batches(self, of: Batches) -> int:
+        """Number of the batches of the rank that has most."""
+        return ceil(ceil(of.sequences / of.batch) / self.ranks)
+
+    def parameters(self, variant: Variant) -> float:
+        return block_costs(self.description.architecture, variant.block, self.chosen.serving)["parameters"]
+
+    def layer(self, variant: Variant) -> torch.nn.Module | None:
+        """A variant's layer without its weights' values."""
+        if variant.block is None or variant.name == KEEP:
+            return None if variant.block is None else self.parent.layers[variant.number]
+        with self.tracker.during("forward", "variants"):
+            return self.parent.fresh(variant.number, variant.block)
+
+
+def rehearse(
+    config: Mapping[str, Any], *, puzzle: Mapping[str, Any], stage: str, ranks: int, kernels: bool = True
+) -> dict[str, Any]:
+    """What one rank of a stage holds, computes and sends: of `distill` a step, of the others a batch.
+
+    Args:
+        config: training config of the stage (`stage_config`), as `settings.rehearsed` makes it.
+        puzzle: section `puzzle` of the compression's config.
+        stage: library, distill or score.
+        ranks: number of ranks, each with the whole parent.
+        kernels: as of `rank.rehearse`.
+
+    Returns:
+        What `rank.rehearse` returns, without micro-batches and checkpoint.
+    """
+    began, tracker = time.monotonic(), Tracker()
+    tracker.kind = "temporary"
+    with fake_world(0, ranks):
+        megatron_arguments(config)
+        from nemo_ext.rehearsal.kernels import stand_ins
+        from nemo_ext.rehearsal.transformer_engine import transformer_engine
+
+        with ExitStack() as stack:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(tracker)
+            stack.enter_context(stand_ins(tracker, kernels=kernels))
+            if kernels:
+                stack.enter_context(transformer_engine(tracker, config))
+            parameters = carry_out(config, settings(puzzle), stage, ranks, tracker)
+    return record_of(tracker, parameters=parameters, began=began, scale=1.0)
+
+
+def carry_out(config: Mapping[str, Any], chosen: Settings, stage: str, ranks: int, tracker: Tracker) -> int:
+    """Builds the parent and does a part of a stage, a tracker being entered; returns the parent's parameters."""
+    from nemo_ext.blockwise.parent import Parent
+    from nemo_ext.megatron.session import build_model
+
+    with _alone():
+        model, made = build_model(config)
+        tracker.label((*model.parameters(), *model.buffers()), "weights")
+        description = from_config(config)
+        rank = _Rank(
+            parent=Parent(model, made),
+            description=description,
+            found=variants(description.architecture, chosen.variants),
+            chosen=chosen,
+            tracker=tracker,
+            seq_length=int(config["megatron"]["seq_length"]),
+            ranks=ranks,
+        )
+        tracker.forget_peak()
+        with tracker.during("forward", "activations"):
+            STAGES[stage](rank)
+        tracker.stop()
+    return sum(each.numel() for each in model.parameters())
+
+
+def _library(rank: _Rank) -> None:
+    from nemo_ext.puzzle.stages.library import importance
+
+    of = rank.chosen.calibration
+    importance(rank.parent, rank.description, [rank.tokens(of.batch) for _ in range(min(FEW, rank.batches(of)))])
+
+
+def _distill(rank: _Rank) -> None:
+    """A step of the group with most parameters, after one in which the optimizers make their states."""
+    from nemo_ext.puzzle.stages.distill import Library, train_group, trainable
+
+    training, tracker = rank.chosen.distill, rank.tracker
+    every = trainable(rank.found)
+    groups = [every[start : start + training.together] for start in range(0, len(every), training.together)]
+    group = max(groups, key=lambda each: sum(map(rank.parameters, each)))
+    steps = 0
+
+    def batches(first: int) -> Iterator[torch.Tensor]:
+        nonlocal steps
+        while True:
+            steps += 1
+            if steps == 2:
+                tracker.forget_peak()
+                tracker.flops.clear()
+                tracker.collectives.clear()
+            tracker.phase, tracker.kind = "forward", "activations"
+            yield rank.tokens(training.batch // rank.ranks)
+
+    def advance(count: int) -> None:
+        if steps == 2:
+            raise _Enough
+
+    def updating(optimizer: Any, *_: Any) -> None:
+        tracker.phase, tracker.kind = "optimizer", "temporary"
+        masters = [each for group in optimizer.param_groups for each in group["params"]]
+        tracker.label((each.grad for each in masters if each.grad is not None), "gradients")
+
+    def updated(optimizer: Any, *_: Any) -> None:
+        masters = [group["params"] for group in optimizer.param_groups]
+        states = tree_iter((masters, list(optimizer.state.values())))
+        tracker.label((state for state in states if isinstance(state, torch.Tensor)), "optimizer")
+        tracker.phase, tracker.kind = "forward", "activations"
+
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    class Made(Library):
+        def layer(self, parent: Any, variant: Variant) -> torch.nn.Module | None:
+            return rank.layer(variant)
+
+    made = Made(NOWHERE)
+    hooks = [register_optimizer_step_pre_hook(updating), register_optimizer_step_post_hook(updated)]
+    try:
+        tracker.kind = "optimizer"
+        train_group(
+            rank.parent, group, made, made, batches, replace(training, steps=3, save_interval=4), NOWHERE, advance
+        )
+    except _Enough:
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _score(rank: _Rank) -> None:
+    """The block whose variants have most parameters."""
+    from nemo_ext.puzzle.stages.score import score_blocks
+
+    of, hidden = rank.chosen.calibration, rank.description.architecture.hidden_size
+    count = rank.batches(of)
+    run = min(FEW, count)
+    # Inputs of the block and last hidden states of the batches that are not run.
+    kept = [
+        torch.empty(rank.seq_length, of.batch, hidden, dtype=next(rank.parent.model.parameters()).dtype)
+        for _ in range(2 * (count - run))
+    ]
+    worst = max(rank.found, key=lambda each: sum(map(rank.parameters, each[1:])))
+    score_blocks(rank.parent, [worst], rank.layer, [rank.tokens(of.batch) for _ in range(run)], NOWHERE)
+    del kept
+
+
+STAGES: Mapping[str, Callable[[_Rank], None]] = {"library": _library, "distill": _distill, "score": _score}
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Nothing is read, written or agreed on; optimizers update as they do on a GPU, all tensors of a group at once."""
+    from nemo_ext.blockwise import data_parallel
+
+    with ExitStack() as stack:
+        for target, name, replacement in (
+            (data_parallel, "agreed", lambda decide: decide()),
+            (data_parallel, "written", lambda write: None),
+            (import_module("torch.optim.adam"), "_default_to_fused_or_foreach", lambda *_, **__: (False, True)),
+        ):
+            stack.enter_context(patch.object(target, name, replacement))
+        yield
+
+
+if __name__ == "__main__":
+    main(rehearse)

@@ -1,0 +1,27 @@
+"""Peak of a Puzzle stage in bytes, on real tensors: `python puzzle_truth.py ASKED.json`, as `puzzle_rank` takes it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.megatron.session import data_parallel
+from nemo_ext.puzzle.settings import settings
+from nemo_ext.rehearsal.puzzle_rank import carry_out
+from nemo_ext.rehearsal.tracker import SCALAR, Tracker
+
+
+class Real(Tracker):
+    """A tracker whose numbers are known."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args) if func is SCALAR else super().__torch_dispatch__(func, types, args, kwargs)
+
+
+if __name__ == "__main__":
+    asked = json.loads(Path(sys.argv[1]).read_text())
+    tracker = Real()
+    tracker.kind = "temporary"
+    with data_parallel(), tracker:
+        carry_out(asked["config"], settings(asked["puzzle"]), asked["stage"], 1, tracker)
+    print(json.dumps({"peak": tracker.peak, "flops": sum(tracker.flops.values())}))

@@ -1,0 +1,81 @@
+"""Puzzle's stages against the same functions on real tensors, and what `nemo-ext rehearse job=puzzle` refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nemo_ext.checkpoint.description import from_config
+from nemo_ext.job.config import compose
+from nemo_ext.puzzle.configs import stage_config
+from nemo_ext.puzzle.settings import settings
+from nemo_ext.rehearsal.puzzle import rehearse_puzzle
+from nemo_ext.rehearsal.ranks import run
+from nemo_ext.rehearsal.settings import STAGES, rehearsed
+
+TRUTH = Path(__file__).with_name("puzzle_truth.py")
+WORDS = ("recipe=puzzle/hybrid", "data=mock", "precision=bf16", "run_dir=unused")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_memory_and_flops_are_those_of_real_tensors(stage: str, tmp_path: Path) -> None:
+    config = compose("rehearse_puzzle", [*WORDS, "megatron.seq_length=64", "puzzle.calibration.sequences=16"])
+    own, _ = rehearsed(stage_config(config, from_config(config), 1))
+    asked = {"config": own, "puzzle": config["puzzle"], "stage": stage, "ranks": 1, "kernels": False}
+    made = run("nemo_ext.rehearsal.puzzle_rank", asked, tmp_path, stage)
+
+    command = [sys.executable, "-W", "ignore", str(TRUTH), str(tmp_path / f"{stage}.asked.json")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
+    real = json.loads(said.splitlines()[-1])
+
+    assert (made["peak"], sum(made["flops"].values())) == (real["peak"], real["flops"])
+
+
+@pytest.mark.slow
+def test_a_compression_stage_by_stage(tmp_path: Path) -> None:
+    (tmp_path / "parent").mkdir()
+    parent = compose("train", ["recipe=nemotron3_nano/quickstart", "data=mock", "run_dir=unused"])
+    (tmp_path / "parent" / "config.yaml").write_text(yaml.safe_dump(parent))
+
+    def peaks(*words: str) -> dict[str, dict[str, Any]]:
+        given = [*WORDS, f"puzzle.parent={tmp_path / 'parent'}", "puzzle.distill.together=4", *words]
+        ranks = rehearse_puzzle(compose("rehearse_puzzle", given), tmp_path / "ranks")["ranks"]
+        return {rank["name"]: rank for rank in ranks}
+
+    found = peaks()
+    more = peaks("puzzle.calibration.sequences=40", "puzzle.stages=[score]", "puzzle.heal.tokens=0")
+
+    assert list(found) == ["library", "distill", "score", "heal"], "the parent is there"
+    assert found["heal"]["peak"]["teacher"] > 0
+    peak = found["distill"]["peak"]
+    # Gradients, masters and two moments in FP32; some numbers of Mamba are always.
+    assert peak["optimizer"] / 3 == pytest.approx(peak["gradients"], rel=1e-3)
+    assert peak["gradients"] / 2 == pytest.approx(peak["variants"], rel=1e-3)
+    hidden, length = parent["megatron"]["hidden_size"], 256
+    one_more = 8 * length * hidden * 2  # of 8 sequences
+    assert more["score"]["peak_bytes"] - found["score"]["peak_bytes"] == 2 * one_more, "a block's inputs, last states"
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["puzzle.parent=/nowhere"], "puzzle.parent=/nowhere: no such directory"),
+        (["puzzle.distill.batch=5", "launcher.nproc_per_node=2"], "puzzle.distill.batch=5: 2 ranks cannot share"),
+        (["puzzle.calibration.sequences=8", "launcher.nproc_per_node=2"], "are too few for 2 ranks"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_process_starts(words: list[str], why: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=why):
+        rehearse_puzzle(compose("rehearse_puzzle", [*WORDS, *words]), tmp_path / "ranks")
+    assert not (tmp_path / "ranks").exists()
+
+
+def test_stages_that_run_no_model_are_none(tmp_path: Path) -> None:
+    made = rehearse_puzzle(compose("rehearse_puzzle", [*WORDS, "puzzle.stages=[search]"]), tmp_path / "ranks")
+    assert made["ranks"] == []
+    assert settings(compose("puzzle")["puzzle"]) == settings(compose("rehearse_puzzle")["puzzle"])
