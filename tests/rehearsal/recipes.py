@@ -89,7 +89,7 @@ def teacher_bytes(config: Mapping[str, Any], layout: Layout) -> int:
     if teacher is None:
         return 0
     architecture = Architecture.from_config(compose("describe", [f"model={Path(teacher).name}"]))
-    return per_gpu(architecture, layout)[0].weight_bytes
+    return per_gpu(architecture, layout, seq_length=1)[0].weight_bytes
 
 
 def table(made: Mapping[str, Any]) -> str:
