@@ -1,11 +1,14 @@
 """z-loss, an embedding without weight decay, steps left out: beside torch's own functions and Megatron's optimizer."""
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from nemo_ext.job import run_directory
 from nemo_ext.job.config import compose
 from nemo_ext.megatron.stability import Outliers, Stability, squared_log_denominator
 
@@ -152,3 +155,15 @@ def test_z_loss_is_added_to_trainings_loss_and_logged_beside_the_lm_loss() -> No
     last.eval()
     last.compute_language_model_loss(labels, logits)
     assert z_loss.take() is None, "an evaluation's loss is the LM loss alone"
+
+
+@pytest.mark.slow
+def test_a_run_says_what_its_recipe_lacks_and_logs_its_z_loss(launched: Callable[..., str], tmp_path: Path) -> None:
+    words = ("recipe=olmo3/7b_pretrain", "model=olmo3_tiny", "data=mock", "scale=laptop", "megatron.eval_iters=0")
+
+    told = launched("train", *words, "train.tokens=16384", f"run_dir={tmp_path / 'run'}")
+
+    assert "not as in the source of olmo3/7b_pretrain: steps are skipped by" in told
+    lines = run_directory.read_metrics(tmp_path / "run" / "metrics.jsonl")
+    # Of an untrained model the denominator's log is about that of the vocabulary: 1e-5 x log(384)^2.
+    assert lines[0]["z_loss"] == pytest.approx(1e-5 * math.log(384) ** 2, rel=0.1)
