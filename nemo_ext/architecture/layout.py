@@ -83,6 +83,12 @@ class Layout:
         """Expert tensor parallel size, by default TP as in Megatron."""
         return self.expert_tensor_parallel or self.tensor_parallel
 
+    def told(self) -> str:
+        """The parallel sizes, those of 1 left out but for DP: `TP2 PP4 DP8`."""
+        sizes = {"TP": self.tensor_parallel, "PP": self.pipeline_parallel, "CP": self.context_parallel}
+        sizes |= {"EP": self.expert_parallel, "DP": self.data_parallel}
+        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "DP")
+
     @property
     def world_size(self) -> int:
         """Number of GPUs."""

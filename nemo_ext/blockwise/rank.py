@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nemo_ext.job.config import INTERRUPTED, USER_ERROR
+from nemo_ext.job.interrupts import kept_interrupts
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.ranks import run_ranks
 
@@ -55,7 +56,7 @@ def main(config_path: str, log_name: str, work: Callable[[str], None]) -> int:
     logging.captureWarnings(True)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # has its own handler; warns without CUDA
     try:
-        with log.open("a") as said, contextlib.redirect_stdout(said):
+        with log.open("a") as said, contextlib.redirect_stdout(said), kept_interrupts():
             work(config_path)
     except KeyboardInterrupt:
         return INTERRUPTED

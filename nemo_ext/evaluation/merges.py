@@ -10,6 +10,7 @@ report.md, front.json, front.png
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +131,11 @@ def run(config: Mapping[str, Any]) -> None:
         _write(candidates, given.at_least, run_dir)
 
 
-def check(config: Mapping[str, Any]) -> None:
+def check(config: Mapping[str, Any], *, megatron: bool = True) -> None:
     """Refuse what the job would refuse before its first average; checkpoints that are not there yet are not seen.
+
+    Args:
+        megatron: whether checkpoints of Megatron are opened, with torch; not where an earlier job may write them yet.
 
     Raises:
         ValueError: see `run`.
@@ -139,7 +143,8 @@ def check(config: Mapping[str, Any]) -> None:
     given, sources, _ = _checked(config)
     run_dir = Path(str(config["run_dir"])).expanduser()
     job.check(_of(config, str(sources[0]), run_dir))
-    if all(map(is_hugging_face, sources)):  # to open Megatron's takes torch
+    there = megatron and all(source.is_dir() for source in sources) and find_spec("torch") is not None
+    if there or all(map(is_hugging_face, sources)):
         for name, shares in given.weights(len(sources)).items():
             _plan(sources, shares, run_dir / "merges" / name, given)
 

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import hydra_conf
+from nemo_ext.job.interrupts import kept_interrupts
 from nemo_ext.job.settings import nearest
 
 PACKAGE = "pkg://hydra_conf"
@@ -411,7 +412,7 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
 
     main = hydra.main(config_path=PACKAGE, config_name=config_name, version_base="1.3")(guarded)
     try:
-        with full_errors() as print_errors:
+        with full_errors() as print_errors, kept_interrupts():
             main()
         sys.stdout.flush()
     except (HydraException, ValueError, yaml.YAMLError) as error:

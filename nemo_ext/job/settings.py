@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Annotated, Any, cast
@@ -66,8 +67,10 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
             return cast(T, adapter.validate_json(_json(section, prefix), strict=True))
         return cast(T, adapter.validate_python(dict(section)))
     except ValidationError as error:
-        first = min(error.errors(), key=lambda found: found["type"] != "unexpected_keyword_argument")
-    key = ".".join(map(str, first["loc"]))
+        found = error.errors()
+    first = min(found, key=lambda one: one["type"] != "unexpected_keyword_argument")
+    place = _place(section, first["loc"], with_last=first["type"] in _MISSING)
+    key = ".".join(map(str, place))
     if first["type"] == "value_error":
         said = str(first["ctx"]["error"])
         if key and str(first["loc"][-1]) not in said:  # most messages of a part name it
@@ -80,9 +83,32 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
         raise ValueError(
             f"{prefix}a text that is not Unicode, such as a file's name, or nested too deep: {first['msg']}"
         )
-    if first["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
+    if first["type"] in _MISSING:
         raise ValueError(f"{prefix}the key {key!r} is missing")
-    raise ValueError(f"{prefix}{key}={first['input']!r}: {first['msg'][:1].lower()}{first['msg'][1:]}")
+    # Each member of a union says why the value is not it; the one that looked further in says most.
+    places = [(_place(section, one["loc"]), one) for one in found]
+    within = [(other, one) for other, one in places if other[: len(place)] == place]
+    place, first = max(within, key=lambda pair: len(pair[0]))
+    key = ".".join(map(str, place))
+    why = ", or ".join(dict.fromkeys(one["msg"] for other, one in within if other == place))
+    why = re.sub(r"a valid (tuple|array)\b", "a list", why.replace(", or Input should be ", ", or "))
+    raise ValueError(f"{prefix}{key}={first['input']!r}: {why[:1].lower()}{why[1:]}")
+
+
+_MISSING = ("missing", "missing_argument", "missing_keyword_only_argument")
+
+
+def _place(section: object, loc: Sequence[str | int], *, with_last: bool = False) -> tuple[str | int, ...]:
+    """Where in a section an error of pydantic's is, without the names it gives to members of unions."""
+    place: list[str | int] = []
+    for number, step in enumerate(loc, start=1):
+        in_list = isinstance(step, int) and isinstance(section, Sequence) and step < len(section)
+        if in_list or (isinstance(section, Mapping) and step in section):
+            section = cast(Any, section)[step]
+        elif not (with_last and number == len(loc)):
+            continue
+        place.append(step)
+    return tuple(place)
 
 
 def _json(section: Mapping[str, Any], prefix: str) -> str:

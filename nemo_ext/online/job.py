@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from nemo_ext.rl.environments import Environment, make, settings_of
 from nemo_ext.rl.groups import check_judges, group_reward
 from nemo_ext.rl.plan import PlannedTasks, check_references, plan_tasks, validation_tasks
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.trl.render import render
+from nemo_ext.rl.trl.render import check_arguments, render
 
 MODEL = "model"
 PAIRS = "trl_train.jsonl"
@@ -104,6 +105,8 @@ class _Run:
         for split, tasks in config["tasks"].items():
             if isinstance(tasks, str):
                 raise ValueError(f"tasks.{split}={tasks}: write tasks.{split}.path=FILE")
+        if config["trl"] and find_spec("trl") is not None:
+            check_arguments(self.training, config["trl"])
         rendered = render(self.training, micro_batch=gcd(self.training.batch, config["micro_batch"]))
         if rendered.inexpressible and config["on_inexpressible"] != "warn":
             rendered.settled(config["on_inexpressible"])  # before hours of generation, not after
@@ -234,7 +237,8 @@ class _Run:
         algorithm = {**self.config["rl"], "online": None, "rounds": 1}
         own = {"preset": self.config["preset"], "policy": str(policy), "run_dir": str(folder / "train")}
         pairs = {"train": str(folder / "pairs" / PAIRS), "validation": None}
-        rl.run({**compose("rl"), **given, **own, "rl": algorithm, "engine": "trl", "pairs": pairs})
+        if rl.run({**compose("rl"), **given, **own, "rl": algorithm, "engine": "trl", "pairs": pairs}):
+            raise KeyboardInterrupt
 
     def _note(self, rounds: int, values: Mapping[str, float]) -> None:
         """Put values of the policy after so many rounds into metrics.jsonl, a line a policy."""

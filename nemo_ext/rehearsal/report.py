@@ -171,7 +171,8 @@ def search_tables(searched: Mapping[str, Any]) -> list[str]:
             peak = "cannot be" if "error" in line else ""
         seconds = [f"{line['seconds'][name]:.3g}" for name in ("total", *times)]
         rows.append([str(line["number"]), line["layout"], *seconds, size(line["bytes"]), peak])
-    parts.append(markdown_table(["", "layout", "seconds a step", *times, "cost model", "rehearsal"], rows))
+    heading = ["", "layout", "step (s)", *(f"{name} (s)" for name in times), "bytes: cost model", "bytes: rehearsal"]
+    parts.append(markdown_table(heading, rows))
     parts.append("\n".join(f"{line['number']}. `{line['words'] or 'no change'}`" for line in searched["tried"]))
     errors = [f"{line['number']} cannot be: {line['error']}" for line in searched["tried"] if "error" in line]
     reasons = [f"{count:,} faster ones: {reason}" for reason, count in list(searched["refused"].items())[:5]]

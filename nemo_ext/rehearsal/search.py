@@ -51,9 +51,7 @@ class Candidate:
     def told(self) -> str:
         """The layout in a few words."""
         how = self.layout
-        sizes = {"TP": how.tensor_parallel, "PP": how.pipeline_parallel, "CP": how.context_parallel}
-        sizes |= {"EP": how.expert_parallel, "DP": how.data_parallel}
-        words = [f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "DP"]
+        words = [how.told()]
         words += [f"{how.virtual_stages} virtual"] if how.virtual_stages > 1 else []
         words += ["SP"] if how.sequence_parallel else []
         words.append(f"micro-batch {how.micro_batch_size}")

@@ -41,8 +41,11 @@ READS_AHEAD = "NeMo-RL's asynchronous loop reads prompts ahead, in another proce
 ENGINES = {"trl": "nemo_ext.rl.trl.run", "nemo_rl": "nemo_ext.rl.nemo_rl.job"}
 
 
-def run(config: Mapping[str, Any]) -> None:
+def run(config: Mapping[str, Any]) -> bool:
     """Train as the composed config says, or resume the run.
+
+    Returns:
+        Whether a signal came in the last step, after which the run is finished all the same.
 
     Raises:
         ValueError: naming the key, its value and the allowed ones; an engine that is missing or cannot do it.
@@ -57,7 +60,7 @@ def run(config: Mapping[str, Any]) -> None:
     with only_run_in(run_dir):
         if any((run_dir / CHECKPOINTS).glob("*")):
             check_same_run(read_config(run_dir / CONFIG), config)
-        import_module(ENGINES[config["engine"]]).run(config, algorithm)
+        return bool(import_module(ENGINES[config["engine"]]).run(config, algorithm))
 
 
 def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

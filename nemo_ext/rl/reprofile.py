@@ -28,6 +28,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from nemo_ext.data.curriculum import job as curriculum
 from nemo_ext.data.curriculum.layout import CURRICULUM, STATS
+from nemo_ext.data.curriculum.plan import NoOrder
 from nemo_ext.data.curriculum.settings import settings as curriculum_settings
 from nemo_ext.data.text.user_files import find_files, pyarrow_module
 from nemo_ext.job.config import compose
@@ -41,7 +42,7 @@ CURRICULA, TASKS, ROLLOUTS = "curricula", "tasks.jsonl", "rollouts.jsonl"
 BEGUN, RESULT = "begun.json", "result.json"
 OURS = (
     *("output", "prompts", "rollouts", "profile", "previous", "previous_steps", "batch", "steps", "first_step"),
-    *("keys", "rollout_keys"),
+    *("keys", "rollout_keys", "split_domains"),
 )
 """Settings of a curriculum that follow from the run."""
 
@@ -223,13 +224,17 @@ class Curricula:
         write_text(self.of_number(len(self.changes()) + 1) / BEGUN, json.dumps(asdict(change)) + "\n")
 
     def make(self, number: int) -> None:
-        """Make a curriculum of its answers, which are complete. Where none can be made, the order stays as it is."""
+        """Make a curriculum of its answers, which are complete. Where there is none, the order stays as it is.
+
+        Raises:
+            ValueError: a file is at fault.
+        """
         folder, changes = self.of_number(number), self.changes()
         config = self._config(number, changes, step=changes[number - 1].step)
         kept = None
         try:
             curriculum.run(config)
-        except ValueError as error:
+        except NoOrder as error:
             kept = str(error)
             notice(f"{folder}: no new order: {kept}; training goes on in the present one")
         made = _result(folder / ROLLOUTS, success=config["success"], samples=self.settings.samples, kept=kept)
@@ -252,7 +257,7 @@ class Curricula:
         inherited = _stats(self.first) if self.first else {}
         return {
             **compose("curriculum", ["prompts=?", "output=?", "exhausted=repeat"]),
-            **{key: value for key, value in inherited.items() if key not in (*OURS, "exhausted", "split_domains")},
+            **{key: value for key, value in inherited.items() if key not in (*OURS, "exhausted")},
             **self.settings.curriculum,
             "output": str(self.of_number(number)),
             "prompts": [str(self.folder / TASKS)],

@@ -88,7 +88,7 @@ def findings(
     if settings.job == "rl":
         found += [*_reinforcement(config, settings, rehearsed=paths), *_precision(config, cluster)]
     if settings.job in SETTINGS:
-        found += [*_settings(settings.job, config)]
+        found += [*_settings(settings.job, config, coming)]
     if paths:
         found += [*_inputs(config, settings, coming), *_container(cluster)]
     if paths and settings.job in ON_TRAINING_CONFIG:
@@ -251,11 +251,14 @@ def _precision(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]
 def _reinforcement(config: Mapping[str, Any], settings: Settings, *, rehearsed: bool) -> Iterator[Finding]:
     """Errors for inconsistent algorithm settings, a missing engine, or what NeMo-RL would refuse."""
     from nemo_ext.rl.job import check_steps, checked_algorithm, over_own_pairs
+    from nemo_ext.rl.trl.render import check_arguments
 
     on_nemo_rl, algorithm = config["engine"] == "nemo_rl", None
     try:
         algorithm = checked_algorithm(config)
         check_steps(config, algorithm)
+        if not on_nemo_rl and config["trl"] and find_spec("trl") is not None:
+            check_arguments(algorithm, config["trl"])
     except ValueError as error:
         yield Finding("error", str(error))
     if on_nemo_rl and not os.environ.get("NEMO_RL_ROOT") and find_spec("nemo_rl") is None:
@@ -310,7 +313,7 @@ def rehearsal(made: Mapping[str, Any], root: Path) -> tuple[int, str]:
     return (ended.returncode if ended.stdout.strip() or not ended.returncode else 3), lines[-1]
 
 
-def _settings(job: str, config: Mapping[str, Any]) -> Iterator[Finding]:
+def _settings(job: str, config: Mapping[str, Any], coming: Sequence[Path]) -> Iterator[Finding]:
     """The error that a job would raise on its settings before it reads anything."""
     module, name = SETTINGS[job]
     more: dict[str, bool] = {}
@@ -318,6 +321,8 @@ def _settings(job: str, config: Mapping[str, Any]) -> Iterator[Finding]:
         config = {**config, "serving": {**config["serving"], "host": "NODE"}}  # as the task will have it
     if job == "online":
         more["tasks"] = all(path.exists() for _, path, _ in inputs(job, config))  # else `_inputs` says so
+    if job == "merge_sweep":
+        more["megatron"] = not coming
     for key in ("replicas", "nodes") if job in MEANWHILE else ():
         if (number := config["serving"][key]) != 1:
             yield Finding(

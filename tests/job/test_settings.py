@@ -2,9 +2,10 @@
 
 import functools
 import json
+from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from omegaconf import OmegaConf
@@ -31,6 +32,8 @@ class Whole:
     on: bool = False
     folder: Path | None = None
     part: Part = field(default_factory=Part)
+    stages: Literal["kinds", "all"] | tuple[Count, ...] = "all"
+    parts: Mapping[str, Part | Share] = field(default_factory=dict)
 
 
 def test_what_a_config_may_hold() -> None:
@@ -56,6 +59,10 @@ def test_what_a_config_may_hold() -> None:
         ({"paths": functools.reduce(lambda inner, _: [inner], range(20_000), [])}, "here: .*deep"),
         ({"paths": {("a", "b"): 1}}, "here: keys must be"),
         ({"paths": b"a"}, "here: b'a'"),
+        ({"paths": "a", "stages": "x"}, "here: stages='x': input should be 'kinds' or 'all', or a list$"),
+        ({"paths": "a", "stages": [1, 0]}, r"here: stages\.1=0: input should be greater than or equal to 1$"),
+        ({"paths": "a", "parts": {"a": {"share": 2}}}, r"here: parts\.a\.share=2: input should be less than or equal"),
+        ({"paths": "a", "parts": {"a": {"shares": 2}}}, r"here: unknown key 'parts\.a\.shares'"),
         ({"pths": "a"}, "did you mean 'paths'"),
         ({}, "here: the key 'paths' is missing"),
     ],

@@ -148,6 +148,7 @@ def test_a_search_from_the_command_line_to_the_checks_of_training(tmp_path: Path
     assert fitting
     assert fitting[0]["peak_bytes"] <= FILL * 0.2 * GIB
     report = (tmp_path / "report.md").read_text()
+    assert "| step (s) | compute (s) |" in report and "| bytes: cost model | bytes: rehearsal |" in report
     line = next(line for line in report.splitlines() if line.startswith("nemo-ext train "))
     assert line == f"nemo-ext train {' '.join(base)} {fitting[0]['words']}"
 

@@ -141,6 +141,16 @@ def test_where_all_is_solved_the_order_stays(tmp_path: Path, capsys: pytest.Capt
     assert "training goes on in the present one" in capsys.readouterr().err
 
 
+def test_answers_of_other_tasks_are_an_error(tmp_path: Path) -> None:
+    curricula = made(tmp_path, samples=2)
+    curricula.begin(Change(step=2, drawn=4, why="2 steps", checkpoint="checkpoint-2"))
+    (curricula.of_number(1) / ROLLOUTS).write_text('{"id": "other", "reward": 1.0}\n')
+
+    with pytest.raises(ValueError, match="no id of the 12 prompts is among"):
+        curricula.make(1)
+    assert curricula.result(1) is None
+
+
 def test_a_curriculum_without_its_prompts_is_named(tmp_path: Path) -> None:
     first = tmp_path / "first"
     first.mkdir()
@@ -161,6 +171,7 @@ def test_a_curriculum_without_its_prompts_is_named(tmp_path: Path) -> None:
         ({"plateu": 3}, "did you mean 'plateau'"),
         ({"every": 2, "curriculum": {"sigmo": 1}}, r"reprofile\.curriculum: .*'sigmo'"),
         ({"every": 2, "curriculum": {"steps": 9}}, "follows from the run"),
+        ({"every": 2, "curriculum": {"split_domains": True}}, "follows from the run"),
     ],
 )
 def test_wrong_settings_are_said(reprofile: dict[str, Any], said: str, tmp_path: Path) -> None:

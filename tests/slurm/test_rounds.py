@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from nemo_ext.checkpoint import hf
 from nemo_ext.job.config import compose
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.batch import own_words
@@ -82,6 +83,40 @@ def test_checkpoints_of_two_models_are_not_averaged(two: str, suite: Path, tmp_p
     assert not (tmp_path / "run").exists(), "looking leaves nothing"
 
 
+@pytest.mark.slow
+def test_megatrons_checkpoints_are_opened_before_the_queue(
+    two: str, suite: Path, tmp_path: Path, random_llama: Path
+) -> None:
+    """They are opened where they are there, and no earlier job makes them."""
+    settings = hf.Settings()
+    plans = [hf.plan(tmp_path / name, tmp_path / f"{name}_megatron", settings) for name in "ab"]
+    made = [hf.convert(each, settings, progress=False) for each in plans]
+    words = (*SWEEP, f"from=[{made[0]},{made[1]}]", f"run_dir={tmp_path / 'run'}")
+    assert not errors(*words)
+    shutil.rmtree(made[1] / "release")
+
+    (said,) = errors(*words)
+    assert "b_megatron" in said
+    assert not errors(*words, coming=(made[1],))
+    (said,) = errors(*SWEEP, f"from=[{made[0]},{random_llama}]", f"run_dir={tmp_path / 'run'}")
+    assert "bring them into one format with nemo-ext convert first" in said
+    assert not (tmp_path / "run").exists(), "looking leaves nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
+@pytest.mark.parametrize("job", [ONLINE, ("job=rl", "preset=dpo_delta", "engine=trl", "pairs.train=p", ONLINE[-1])])
+def test_arguments_that_trl_lacks_are_said_before_the_queue(job: tuple[str, ...], letter_tasks: Path) -> None:
+    words = (*job, "model=m", "rl.schedule.steps=2")
+    words = (*words, f"tasks.train.path={letter_tasks}") if job is ONLINE else words
+
+    assert not [one for one in errors(*words, "trl.max_grad_norm=1.0") if one.startswith("trl")]
+    assert any(
+        one.startswith("trl: unknown key 'max_gradnorm': did you mean 'max_grad_norm'")
+        for one in errors(*words, "trl.max_gradnorm=1.0")
+    )
+
+
 def test_stages_that_follow_each_other(random_llama: Path, suite: Path, tmp_path: Path) -> None:
     """Tasks and models of earlier stages may be missing, nothing else; what is made is where the next one looks."""
     tasks = tmp_path / "coming" / "tasks.jsonl"
@@ -124,8 +159,7 @@ def over(run_dir: Path) -> bool:
 
 
 def reasons(run_dir: Path) -> list[str]:
-    """How the starts ended. One is enough where Python dropped the interrupt, as it does in a callback of a weak
-    reference or a lock of `logging`: the run then went on to its end."""
+    """How the starts ended."""
     return [each.reason for each in attempts.read(run_dir)]
 
 
@@ -153,7 +187,7 @@ def test_rounds_go_on_after_a_time_limit(
     slurm.call("scancel", "--batch", "--signal=USR2", job)  # as before its time limit
     slurm.wait(lambda: over(run_dir), what=outputs(run_dir), seconds=400)
 
-    assert reasons(run_dir) in (["time limit (SIGUSR2)", "done"], ["done"]), outputs(run_dir)
+    assert reasons(run_dir) == ["time limit (SIGUSR2)", "done"], outputs(run_dir)
     assert (run_dir / "rounds/1/answers/generations.jsonl").read_bytes() == first, "nothing is answered twice"
     assert (run_dir / "model" / "model.safetensors").is_file()
     assert "1 / 1" in nemo_ext("status", str(run_dir))
@@ -173,7 +207,7 @@ def test_averages_are_evaluated(
     slurm.call("scancel", "--batch", "--signal=USR2", job)
     slurm.wait(lambda: over(run_dir), what=outputs(run_dir), seconds=400)
 
-    assert reasons(run_dir) in (["time limit (SIGUSR2)", "done"], ["done"]), outputs(run_dir)
+    assert reasons(run_dir) == ["time limit (SIGUSR2)", "done"], outputs(run_dir)
     assert {one["name"] for one in json.loads((run_dir / "front.json").read_text())} == {"t0", "t0.5"}
     assert (run_dir / "chosen" / "model.safetensors").is_file()
     output = (run_dir / "slurm" / f"{job}.out").read_text()

@@ -23,6 +23,10 @@ from nemo_ext.job.seeds import digest
 BLOCK = 4096
 
 
+class NoOrder(ValueError):
+    """No order can be made of the prompts there are."""
+
+
 @dataclass(frozen=True)
 class Candidates:
     """Prompts that may be trained on, one entry of every array each.
@@ -78,7 +82,7 @@ def make_plan(candidates: Candidates, shares: Floats, given: Settings, *, levels
         levels: number of equal parts of pass rates, which are rounded to multiples of 1/levels.
 
     Raises:
-        ValueError: there are too few prompts for one step, or too few different ones.
+        NoOrder: there are too few prompts for one step, or too few different ones.
     """
     batch, first_step, asked = given.batch, given.first_step, given.steps
     domains = [np.flatnonzero(candidates.domain == number) for number in range(len(candidates.domains))]
@@ -96,7 +100,7 @@ def make_plan(candidates: Candidates, shares: Floats, given: Settings, *, levels
     ]
     steps = first_step + len(candidates) // batch + 1 if asked is None else asked
     if len(candidates) < batch:
-        raise ValueError(f"there are too few prompts for a step of {batch}: {_sizes(candidates, domains)}")
+        raise NoOrder(f"there are too few prompts for a step of {batch}: {_sizes(candidates, domains)}")
     needed = quotas(shares, batch=batch, steps=steps)[first_step:]
     marks = _repeated(candidates.text)
     _check_domains(candidates, domains, needed, marks)
@@ -111,7 +115,7 @@ def make_plan(candidates: Candidates, shares: Floats, given: Settings, *, levels
             stopped = f"{name} has too few prompts left for step {first_step + last}" if asked is not None else ""
             steps = first_step + last
     if not len(needed):
-        raise ValueError(f"there are too few prompts for a step of {batch}: {stopped or _sizes(candidates, domains)}")
+        raise NoOrder(f"there are too few prompts for a step of {batch}: {stopped or _sizes(candidates, domains)}")
     targets = means(first=given.mean_first, last=given.mean_last, steps=steps)
     off_target = []
     for count in _draw(candidates, pools, needed, targets, marks, given):
@@ -120,7 +124,7 @@ def make_plan(candidates: Candidates, shares: Floats, given: Settings, *, levels
             break
         off_target.append(count)
     if not off_target:
-        raise ValueError(f"no step can be made: {stopped}")
+        raise NoOrder(f"no step can be made: {stopped}")
     made = len(off_target)
     return Plan(
         order=_order(pools, made, batch, candidates.key, first_step=first_step, seed=given.seed),
@@ -222,7 +226,7 @@ def _check_domains(
             copies = members[repeated[members]]
             different += len(np.unique(candidates.text[copies])) - len(copies)
         if different < most:
-            raise ValueError(
+            raise NoOrder(
                 f"domain {candidates.domains[number]} has {different} different prompts to train on, and its share "
                 f"asks for {most} in a step: give it a smaller share, or make the batch smaller"
             )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from nemo_ext.data.curriculum.plan import Candidates
+from nemo_ext.data.curriculum.plan import Candidates, NoOrder
 from nemo_ext.data.curriculum.pools import ordering_keys
 from nemo_ext.data.curriculum.profile import Profile, rows_of
 from nemo_ext.data.curriculum.prompts import Keys, Numbers, Prompts
@@ -42,7 +42,8 @@ def select(prompts: Prompts, profile: Profile, at: Numbers, given: Settings, use
         used: sorted keys that were trained on before, and their counts.
 
     Raises:
-        ValueError: no prompt is in the profile, a domain with a share does not exist, or nothing is left.
+        ValueError: no prompt is in the profile.
+        NoOrder: nothing is left, or no prompt is of a domain with a share.
     """
     filters = given.filters
     has = at >= 0
@@ -60,7 +61,7 @@ def select(prompts: Prompts, profile: Profile, at: Numbers, given: Settings, use
     if given.domains is not None:
         for name in given.domains:
             if name not in prompts.domains:
-                raise ValueError(f"domains: no prompt is of {name!r}: {nearest(name, prompts.domains)}")
+                raise NoOrder(f"domains: no prompt is of {name!r}: {nearest(name, prompts.domains)}")
         wanted = np.array([given.domains.get(name, 0) > 0 for name in prompts.domains])
         reasons.append(("of a domain without a share", ~wanted[prompts.domain]))
     if filters.drop_from is not None:
@@ -76,7 +77,7 @@ def select(prompts: Prompts, profile: Profile, at: Numbers, given: Settings, use
             left[reason] = new
         keep &= ~out
     if not keep.any():
-        raise ValueError(f"no prompt is left to train on: {', '.join(f'{n:,} {why}' for why, n in left.items())}")
+        raise NoOrder(f"no prompt is left to train on: {', '.join(f'{n:,} {why}' for why, n in left.items())}")
     row = np.flatnonzero(keep)
     mode = np.full(len(row), ON if given.thinking.off_share else AS_IT_IS, dtype=np.int8)
     copies = _copied(row, prompts, given.thinking.off_share, given.seed)
@@ -91,7 +92,7 @@ def select(prompts: Prompts, profile: Profile, at: Numbers, given: Settings, use
         fresh = times == 0
         row, mode, key, bits, times = row[fresh], mode[fresh], key[fresh], bits[fresh], times[fresh]
         if not len(row):
-            raise ValueError("all prompts were used before: exhausted=repeat begins them again")
+            raise NoOrder("all prompts were used before: exhausted=repeat begins them again")
     candidates = Candidates(
         key=key,
         text=prompts.text[row] ^ bits,

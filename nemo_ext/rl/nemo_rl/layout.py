@@ -130,12 +130,7 @@ class Plan:
     def told(self) -> str:
         """The layout in one line."""
         how, generation = self.training.layout, self.generation
-        sizes = {"TP": how.tensor_parallel, "PP": how.pipeline_parallel, "CP": how.context_parallel}
-        sizes |= {"EP": how.expert_parallel, "DP": how.data_parallel}
-        line = (
-            f"layout: training {' '.join(f'{name}{size}' for name, size in sizes.items() if size > 1 or name == 'DP')}"
-        )
-        line += f" on {how.world_size} GPUs, micro-batch {self.training.micro_batch}"
+        line = f"layout: training {how.told()} on {how.world_size} GPUs, micro-batch {self.training.micro_batch}"
         line += ", activations recomputed" if how.recompute == "full" else ""
         line += f", about {self.training.bytes / GIB:.0f} GiB a GPU" if self.training.bytes else ""
         if generation is None:

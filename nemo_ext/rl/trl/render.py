@@ -77,10 +77,19 @@ def make_config(algorithm: Algorithm, settings: Mapping[str, Any], **others: Any
     Raises:
         ValueError: the installed TRL lacks an argument (names the nearest), or refuses a value.
     """
-    kind = config_class(algorithm)
     arguments = {**settings, **others}
-    check_keys(arguments, [field.name for field in dataclasses.fields(kind) if field.init], required=(), where="trl")
-    return kind(**arguments)
+    check_arguments(algorithm, arguments)
+    return config_class(algorithm)(**arguments)
+
+
+def check_arguments(algorithm: Algorithm, names: Mapping[str, Any]) -> None:
+    """Refuse arguments that the installed TRL's config does not have; imports TRL.
+
+    Raises:
+        ValueError: names the argument and the nearest.
+    """
+    known = [field.name for field in dataclasses.fields(config_class(algorithm)) if field.init]
+    check_keys(names, known, required=(), where="trl")
 
 
 def scaled(algorithm: PolicyGradient) -> str:

@@ -41,23 +41,30 @@ BY_ADAPTER = ("lengths.prompt",)
 """Keys that TRL cannot express and that are handled here."""
 
 
-def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
+def run(config: Mapping[str, Any], algorithm: Algorithm) -> bool:
     """Train to the end of the schedule; a run directory with a checkpoint is resumed from it.
+
+    Returns:
+        Whether a signal came in the last step, after which the run is finished all the same.
 
     Raises:
         ValueError: TRL is not installed, or a setting, the model, the tasks or the pairs are invalid.
     """
+    alone = int(os.environ.get("WORLD_SIZE", 1)) == 1  # as torchrun and accelerate set it
+    if not alone and (config["tasks"].get("train") or {}).get("reprofile") is not None:
+        raise ValueError("tasks.train.reprofile: with TRL it needs one process: leave it out")
     seconds, folder = sampler.interval(config), Path(config["run_dir"]) / sampler.FOLDER
     with sampler.sampled(folder, seconds):
         phases = sampler.Phases(None if seconds is None else folder)
         phases.begin("setup")
         try:
-            trained = _train(config, algorithm, phases)
+            trained, stopped = _train(config, algorithm, phases)
         finally:
             phases.begin(None)
     if trained:
         curricula = _curricula(config, algorithm) if isinstance(algorithm, PolicyGradient) else None
         notice(f"report: {write_report(Path(config['run_dir']), algorithm, curricula)}")
+    return stopped
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,7 @@ class _Ready:
         model: Hugging Face folder of the model that training begins with.
         rendered: the algorithm for TRL.
         trusted: True if Python files in the model's folder may run.
+        stop: what ends training at a signal.
         transformers, trainers: modules.
     """
 
@@ -75,12 +83,13 @@ class _Ready:
     tokenizer: Any
     rendered: Rendered
     trusted: bool
+    stop: Any
     transformers: Any
     trainers: Any
 
 
-def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phases) -> bool:
-    """Train as `run` does; returns False if there was nothing left to do."""
+def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phases) -> tuple[bool, bool]:
+    """Train as `run` does; returns whether there was anything left to do, and what `run` returns."""
     ready = _ready(config, algorithm)
     run_dir = Path(config["run_dir"])
     write_config(run_dir, config)
@@ -89,7 +98,7 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
     while (ended := _turn(config, algorithm, phases, ready)) is None:
         gc.collect()
         import_module("torch").cuda.empty_cache()
-    return ended
+    return ended, ready.stop.asked
 
 
 def _ready(config: Mapping[str, Any], algorithm: Algorithm) -> _Ready:
@@ -122,7 +131,8 @@ def _ready(config: Mapping[str, Any], algorithm: Algorithm) -> _Ready:
         reason = "TRL trains and generates in the model's own type; that is done instead (engine=nemo_rl has FP8)"
         rendered.cannot("precision_plan", reason)
     rendered.settled(config["on_inexpressible"])
-    return _Ready(folder, tokenizer, rendered, trusted, transformers, trainers)
+    stop = trainers.Stop(algorithm.updates_per_step)
+    return _Ready(folder, tokenizer, rendered, trusted, stop, transformers, trainers)
 
 
 def _turn(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phases, ready: _Ready) -> bool | None:
@@ -160,8 +170,6 @@ def _turn(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phase
         prompts = Prompts.of(tokenizer, config["template"]) if tokenizer.chat_template else None
         pairs, rpo = config["pairs"], ready.rendered.adapter.get("rpo")
         trainer = trainers.preference(algorithm, str(ready.model), settings, tokenizer, prompts, pairs, rpo)
-    if due is not None and trainer.accelerator.num_processes > 1:
-        raise ValueError("tasks.train.reprofile: with TRL it needs one process: leave it out")
     if (run_dir / MODEL).is_dir() and done >= trainer.args.max_steps:
         notice(f"{run_dir / MODEL}: this run is finished; more steps go on, another run_dir=... begins anew")
         return False
@@ -173,7 +181,7 @@ def _turn(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phase
     trainer.add_callback(trainers.Log(run_dir / METRICS, rollouts if isinstance(algorithm, PolicyGradient) else None))
     trainer.phases = phases
     phases.begin("training")
-    stop = trainers.Stop(algorithm.updates_per_step)
+    stop = ready.stop
     for callback in (stop, due):
         if callback is not None:
             trainer.add_callback(callback)

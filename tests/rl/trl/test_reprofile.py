@@ -47,6 +47,18 @@ def cut_back(run_dir: Path, step: int, curricula: int) -> None:
             shutil.rmtree(folder)
 
 
+def test_several_processes_are_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = ("preset=rl_zero", "model=m", "rl.schedule.steps=2", f"run_dir={tmp_path / 'run'}")
+
+    with pytest.raises(ValueError, match=r"tasks\.train\.reprofile: with TRL it needs one process"):
+        job(*words, "tasks.train={path: t.jsonl, reprofile: {every: 2}}")
+    assert "loading" not in capsys.readouterr().err
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
 @pytest.mark.slow
 def test_pass_rates_are_measured_again_and_a_killed_run_goes_on(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -1,0 +1,157 @@
+"""Interrupts that land where Python only reports exceptions."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from nemo_ext.job.interrupts import kept_interrupts
+
+interrupt, terminate = partial(signal.raise_signal, signal.SIGINT), partial(signal.raise_signal, signal.SIGTERM)
+
+
+class Thing:
+    """What a weak reference may point to."""
+
+
+def in_callback(do: Callable[[], object]) -> None:
+    """Do something in a callback of a weak reference."""
+    thing = Thing()
+    kept = weakref.ref(thing, lambda _: do())
+    del thing
+    assert kept() is None
+
+
+def in_del(do: Callable[[], object]) -> None:
+    """Do something in `__del__`."""
+
+    class Ends:
+        def __del__(self) -> None:
+            do()
+
+    Ends()
+
+
+def wait() -> None:
+    """Longer than a lost interrupt takes to come again."""
+    time.sleep(5)
+
+
+def until_interrupted(*steps: Callable[[], object]) -> int:
+    """Number of steps that ended before an interrupt came."""
+    ended = 0
+    with suppress(KeyboardInterrupt), kept_interrupts():
+        for step in steps:
+            step()
+            ended += 1
+    return ended
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """SIGTERM interrupts too, as in jobs that serve; handlers are put back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("place", [in_callback, in_del])
+@pytest.mark.parametrize("do", [interrupt, terminate], ids=["SIGINT", "SIGTERM"])
+def test_a_lost_interrupt_comes_again(place: Callable[[object], None], do: Callable[[], object]) -> None:
+    assert until_interrupted(partial(place, do), wait, wait) == 1
+
+
+def test_one_that_is_lost_again_comes_again() -> None:
+    lost_again = partial(in_callback, wait)
+
+    assert until_interrupted(partial(in_del, interrupt), lost_again, lost_again, wait) == 3
+
+
+def test_sigterm_comes_again_where_a_shell_has_sigint_ignored() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    assert until_interrupted(partial(in_del, terminate), wait) == 1
+
+
+def test_one_that_is_not_lost_is_not_repeated() -> None:
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+
+    assert until_interrupted(partial(in_callback, interrupt), partial(time.sleep, 0.2)) == 2
+    assert came == [signal.SIGINT]
+
+
+def test_nothing_comes_after_the_end() -> None:
+    assert until_interrupted(partial(in_del, interrupt)) == 1
+    time.sleep(0.2)
+
+
+def test_asyncio_cancels_its_task() -> None:
+    ended = []
+
+    async def work() -> None:
+        try:
+            in_del(terminate)
+            await asyncio.sleep(5)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    assert until_interrupted(lambda: asyncio.run(work()), wait) == 0
+    assert ended == ["cancelled"]
+
+
+def test_other_exceptions_are_reported_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def hook(lost: "sys.UnraisableHookArgs") -> None:
+        seen.append(lost.exc_type)
+
+    def fail() -> None:
+        raise LookupError
+
+    monkeypatch.setattr(sys, "unraisablehook", hook)
+
+    assert until_interrupted(partial(in_del, fail)) == 1
+    assert seen == [LookupError]
+    assert sys.unraisablehook is hook
+
+
+LOSES = """
+import os, signal, sys, time
+def lose(place):
+    os.register_at_fork(**{place: lambda: signal.raise_signal(signal.SIGINT)})
+    if os.fork() == 0:
+        os._exit(0)
+    os.wait()
+    print("lost", file=sys.stderr)
+    time.sleep(5)
+"""
+JOB = """
+from nemo_ext.job.config import run_job
+sys.argv = ["x", "output=o"]
+run_job("curriculum", lambda config: lose("after_in_parent"))
+"""
+RANK = """
+from nemo_ext.blockwise.rank import main
+sys.exit(main(sys.argv[1], "log", lambda path: lose("before")))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("program", "said"), [(JOB, "lost\ninterrupted\n"), (RANK, "lost\n")], ids=["job", "rank"])
+def test_jobs_and_ranks_end(program: str, said: str, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", LOSES + program, str(tmp_path / "config.yaml")]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+
+    assert (ended.returncode, ended.stderr) == (130, said)
