@@ -85,6 +85,8 @@ def train(config: Mapping[str, Any]) -> None:
         check_machine(run.config)
         if told := remark(run.config):
             console.print(told)
+        for line in not_reproduced(run.config):
+            console.print(line)
         if run.plan is not None:
             console.print(run.plan.table())
         run = run.tokenized()
@@ -113,6 +115,11 @@ def train(config: Mapping[str, Any]) -> None:
         from nemo_ext.megatron.report import write_report
 
         console.print(f"report: {write_report(run_dir)}")
+
+
+def not_reproduced(config: Mapping[str, Any]) -> list[str]:
+    """What a recipe does not do as its source does, in lines for the user."""
+    return [f"not as in the source of {config['recipe']}: {what}" for what in config.get("not_reproduced") or ()]
 
 
 def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) -> None:
@@ -264,7 +271,8 @@ def describe_step(step: Mapping[str, Any], validation: Mapping[str, Any] | None)
         words.append(f"lr {step['lr']:.1e}")
     words.append(f"{step['tokens_per_second']:,.0f} tok/s")
     if step.get("mfu") is not None:
-        words.append(f"MFU {step['mfu']:.0%}")
+        by_6n = step.get("mfu_6n")  # not in runs of older versions
+        words.append(f"MFU {step['mfu']:.0%}" + ("" if by_6n is None else f" (by 6N {by_6n:.0%})"))
     return "  ".join(words)
 
 

@@ -237,7 +237,7 @@ def test_help_and_config_are_printed(word: str, command: Command) -> None:
 
 def test_describing_needs_neither_torch_nor_matplotlib(tmp_path: Path) -> None:
     script = (
-        "import sys; sys.argv = ['describe', 'recipe=llama_nemotron/super_cpt']\n"
+        "import sys; sys.argv = ['describe', 'recipe=llama_nemotron/super_sft']\n"
         "from launchers.describe import main; main()\n"
         "print(sorted({'torch', 'matplotlib', 'megatron'} & set(sys.modules)))"
     )

@@ -246,6 +246,14 @@ def train_flops_per_token(architecture: Architecture, *, seq_length: int | None 
     return TRAINING_FLOPS_FACTOR * forward_flops_per_token(architecture, seq_length=seq_length)
 
 
+def six_n(architecture: Architecture) -> int:
+    """Training FLOPs per token as papers count them: 6 for each parameter that a token uses, the embedding included.
+
+    It has no term for attention's scores, so at long sequences it is far below `train_flops_per_token`.
+    """
+    return 6 * active_params(architecture, with_embedding=True)
+
+
 def weight_bytes(architecture: Architecture, precision: str = "bf16") -> int:
     """Bytes of all weights held in one precision (real FP8 checkpoints keep some weights wider)."""
     return total_params(architecture) * bytes_per_number(precision)

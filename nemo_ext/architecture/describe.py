@@ -38,10 +38,11 @@ def describe(
 
     Returns:
         Dictionary with total_params, active_params (a token's, without the input embedding),
-        active_params_with_embedding, forward_flops_per_token, train_flops_per_token, weight_bytes and
-        training_bytes by precision, kv_bytes_per_token and kv_cache_bytes (bf16, the latter of one full sequence),
-        state_bytes_per_sequence, kinds (by symbol), blocks (one each: layer from 1, kind, name, own values,
-        resolved sizes, params, forward_flops_per_token), and what identifies the model. FLOPs are integers.
+        active_params_with_embedding, forward_flops_per_token, train_flops_per_token (exact) and
+        train_flops_per_token_6n (6 for each active parameter), weight_bytes and training_bytes by precision,
+        kv_bytes_per_token and kv_cache_bytes (bf16, the latter of one full sequence), state_bytes_per_sequence,
+        kinds (by symbol), blocks (one each: layer from 1, kind, name, own values, resolved sizes, params,
+        forward_flops_per_token), and what identifies the model. FLOPs are integers.
     """
     length = architecture.sequence_length(seq_length)
     blocks = [_block(architecture, layer, length) for layer in layers(architecture)]
@@ -60,6 +61,7 @@ def describe(
         "head_params": cost.head_parameters(architecture).total,
         "forward_flops_per_token": round(forward),
         "train_flops_per_token": round(cost.TRAINING_FLOPS_FACTOR * forward),
+        "train_flops_per_token_6n": cost.six_n(architecture),
         "head_forward_flops_per_token": round(cost.head_forward_flops_per_token(architecture)),
         "weight_bytes": {name: cost.weight_bytes(architecture, name) for name in ("fp32", "bf16", "fp8")},
         "training_bytes": {name: cost.training_state_bytes(architecture, precision=name) for name in ("fp32", "bf16")},
@@ -180,7 +182,8 @@ def _summary(figures: Description) -> "Table":
         "active per token": f"{number(figures['active_params'])} "
         f"({number(figures['active_params_with_embedding'])} with the input embedding)",
         "FLOPs per token": f"{flop(figures['forward_flops_per_token'])} forward, "
-        f"{flop(figures['train_flops_per_token'])} training, at {length:,} tokens",
+        f"{flop(figures['train_flops_per_token'])} training, at {length:,} tokens; "
+        f"{flop(figures['train_flops_per_token_6n'])} training by 6N, which leaves attention's scores out",
         "weights": ", ".join(f"{size(count)} {name}" for name, count in weights.items()),
         "training state": ", ".join(f"{size(count)} {name}" for name, count in training.items())
         + " (weights, gradients, Adam, on one GPU)",

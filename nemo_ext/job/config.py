@@ -5,6 +5,7 @@
 like one line and exit code 1.
 """
 
+import math
 import os
 import re
 import sys
@@ -78,6 +79,12 @@ def iterations(tokens: float | None, seq_length: int, global_batch_size: int) ->
     return max(1, round(float(tokens) / (seq_length * global_batch_size))) if tokens else 0
 
 
+def add(*terms: float) -> float | int:
+    """Sum; an integer if it is whole."""
+    total = math.fsum(map(float, terms))
+    return int(total) if total == int(total) else total
+
+
 def multiply(*factors: float) -> float | int:
     """Product; an integer if it is whole."""
     product = 1.0
@@ -87,7 +94,8 @@ def multiply(*factors: float) -> float | int:
 
 
 def register_resolvers() -> None:
-    """Makes `${iterations:tokens,seq_length,global_batch_size}` and `${multiply:a,b,...}` known to OmegaConf."""
+    """Makes `${iterations:tokens,seq_length,global_batch_size}`, `${add:a,b,...}` and `${multiply:a,b,...}` known."""
+    OmegaConf.register_new_resolver("add", add, replace=True)
     OmegaConf.register_new_resolver("iterations", iterations, replace=True)
     OmegaConf.register_new_resolver("multiply", multiply, replace=True)
 

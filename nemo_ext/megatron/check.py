@@ -50,6 +50,7 @@ KEYS = {
         "validate_at_start",
     },
     "launcher": {"nodes", "nproc_per_node"},
+    "stability": {"z_loss", "decay_embedding", "skip_beyond"},
     "distillation": {"teacher", "kl_weight", "lm_weight", "temperature", "top_k"},
 }
 """Known keys of the blocks of a training config; `megatron` is checked by Megatron's own parser."""
@@ -92,11 +93,23 @@ def check_keys(config: Mapping[str, Any]) -> None:
             if not isinstance(value, bool):
                 raise ValueError(f"{block}.{name}={value!r}: set it to true or false")
     uses_fused_squared_relu(config["model"], config["megatron"])
+    check_stability(config)
     if config["train"].get("validate_at_start") and config["megatron"].get("pretrained_checkpoint"):
         raise ValueError(
             "train.validate_at_start measures the model before megatron.pretrained_checkpoint is loaded: "
             "set train.validate_at_start=false"
         )
+
+
+def check_stability(config: Mapping[str, Any]) -> None:
+    """Refuse an invalid section `stability`.
+
+    Raises:
+        ValueError: see `nemo_ext.megatron.stability.Stability.from_config`.
+    """
+    from nemo_ext.megatron.stability import Stability
+
+    Stability.from_config(config)
 
 
 def check_version(config: Mapping[str, Any]) -> None:

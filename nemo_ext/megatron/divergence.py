@@ -49,7 +49,7 @@ class _KLDivergence(torch.autograd.Function):
         if top_k is not None:
             # The rest gets the teacher's mass in the student's proportions, so its divergence is that of the masses.
             kept = _among_top(teacher, top_k, group)
-            rest, own_rest = (_logsumexp(each.masked_fill(kept, float("-inf")), group) for each in (target, own))
+            rest, own_rest = (logsumexp(each.masked_fill(kept, float("-inf")), group) for each in (target, own))
             target = torch.where(kept, target, own + (rest - own_rest))
         probabilities = target.exp()
         kl = (probabilities * (target - own)).sum(-1)
@@ -66,10 +66,10 @@ class _KLDivergence(torch.autograd.Function):
 
 
 def _log_softmax(logits: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
-    return logits - _logsumexp(logits, group)
+    return logits - logsumexp(logits, group)
 
 
-def _logsumexp(logits: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
+def logsumexp(logits: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
     """`[..., 1]` over the last axis of all ranks of the group; -inf if all logits are -inf."""
     if group is None:
         return logits.logsumexp(-1, keepdim=True)

@@ -20,6 +20,7 @@ from nemo_ext.megatron.distillation import KL, Distillation
 from nemo_ext.megatron.epochs import MockEpochs, StreamConfig, StreamEpochs
 from nemo_ext.megatron.mixed_lengths import mixed_rows
 from nemo_ext.megatron.packed import PackedDataset, all_packed, on_this_cp_rank, take_packing
+from nemo_ext.megatron.stability import Z_LOSS, ZLoss
 
 LOSS = "lm loss"
 """Megatron's name for the loss, in its log and in TensorBoard."""
@@ -98,7 +99,12 @@ datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
 def loss_function(
-    loss_mask: Tensor, output: Tensor, *, distillation: Distillation | None = None, divergence: Tensor | None = None
+    loss_mask: Tensor,
+    output: Tensor,
+    *,
+    distillation: Distillation | None = None,
+    divergence: Tensor | None = None,
+    z_loss: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Sum of the token losses and number of tokens; Megatron divides after summing over ranks.
 
@@ -107,10 +113,11 @@ def loss_function(
         output: per-token LM losses `[batch, seq]`.
         distillation: weighs the LM loss against the divergence, or None.
         divergence: per-token divergence from a teacher `[batch, seq]`.
+        z_loss: per-token, weighted z-loss `[batch, seq]`.
 
     Returns:
         Loss sum `[]`, number of tokens `[]`, and each logged sum with that number `[2]`: the LM loss under `LOSS`, the
-        divergence under `KL`.
+        divergence under `KL`, the z-loss under `Z_LOSS`.
     """
     mask = loss_mask.reshape(-1).float()
     tokens = mask.sum().to(torch.int)
@@ -124,11 +131,19 @@ def loss_function(
         kl = (divergence.reshape(-1) * mask).sum()
         report[KL] = logged(kl)
         loss = distillation.loss(loss, kl)
+    if z_loss is not None:
+        z = (z_loss.reshape(-1) * mask).sum()
+        report[Z_LOSS] = logged(z)
+        loss = loss + z
     return loss, tokens, report
 
 
 def forward_step(
-    iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module, *, distillation: Distillation | None = None
+    iterator: Iterator[dict[str, Tensor]],
+    model: torch.nn.Module,
+    *,
+    distillation: Distillation | None = None,
+    z_loss: ZLoss | None = None,
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
     """Run one micro-batch of Megatron's datasets through one pipeline stage.
 
@@ -145,4 +160,7 @@ def forward_step(
         distillation.before_student(batch, bounds)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **bounds)
     divergence = None if distillation is None else distillation.take()
-    return output, partial(loss_function, batch["loss_mask"], distillation=distillation, divergence=divergence)
+    z = None if z_loss is None else z_loss.take()
+    return output, partial(
+        loss_function, batch["loss_mask"], distillation=distillation, divergence=divergence, z_loss=z
+    )

@@ -122,7 +122,8 @@ class MetricsWriter:
     """Writes metrics.jsonl beside TensorBoard.
 
     A line has `step`, `tokens` (trained so far), `loss`, `lr`, `grad_norm`, `tokens_per_second`, `seconds_per_step`,
-    `mfu` (null if the device's peak is unknown), without a GPU `cpu_seconds_per_step`, and whatever else Megatron logs.
+    `mfu` by exact FLOPs and `mfu_6n` by 6N, the papers' count without attention's scores (both null if the peak of the
+    device is unknown), without a GPU `cpu_seconds_per_step`, and whatever else Megatron logs.
     Each value of an evaluation is a line of its own with `step`, `tokens` and `val_loss` (or `val_kl_to_teacher`), or
     with `evaluate`, the accuracy by benchmark, and `evaluate_bits`, bits per byte.
 
@@ -131,7 +132,8 @@ class MetricsWriter:
         first_step: step that training starts or resumes from.
         tokens_per_step: tokens per step over all ranks.
         tokens_at: returns the tokens trained on after a step.
-        flops_per_token: training FLOPs per token (`architecture.cost`).
+        flops_per_token: training FLOPs per token (`architecture.cost.train_flops_per_token`).
+        flops_per_token_6n: the same by 6N (`architecture.cost.six_n`).
         peak_flops: FLOP/s of all devices together, or None.
         cpu_seconds: returns the processor seconds of this rank in steps; None if a GPU does the work.
         tensorboard: writer that scalars are also passed to, or None.
@@ -144,6 +146,7 @@ class MetricsWriter:
     tokens_per_step: int
     tokens_at: Callable[[int], int]
     flops_per_token: float
+    flops_per_token_6n: float
     peak_flops: float | None
     cpu_seconds: Callable[[], float] | None = None
     tensorboard: ScalarWriter | None = None
@@ -202,7 +205,8 @@ class MetricsWriter:
         if self.cpu_seconds is not None:
             line["cpu_seconds_per_step"] = (self._cpu - last_cpu) / steps
         line["tokens_per_second"] = rate
-        line["mfu"] = None if self.peak_flops is None else rate * self.flops_per_token / self.peak_flops
+        for name, flops in (("mfu", self.flops_per_token), ("mfu_6n", self.flops_per_token_6n)):
+            line[name] = None if self.peak_flops is None else rate * flops / self.peak_flops
         self._write(line)
 
     def _cpu_now(self) -> float:

@@ -144,7 +144,8 @@ def _markdown(
     for name, form, values in (
         ("tokens per second", ",.0f", [line["tokens_per_second"] for line in steps]),
         ("tokens per processor second", ",.0f", [_tokens_per_cpu_second(line, _ranks(config)) for line in steps]),
-        ("model FLOPs utilisation", ".1%", [line.get("mfu") for line in steps]),
+        ("model FLOPs utilisation (exact)", ".1%", [line.get("mfu") for line in steps]),
+        ("model FLOPs utilisation (6N)", ".1%", [line.get("mfu_6n") for line in steps]),
     ):
         if known := [value for value in values if value is not None]:
             rows.append((f"{name}, median", f"{median_high(known):{form}}"))

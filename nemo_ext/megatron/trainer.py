@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import torch
 
-from nemo_ext.architecture.cost import train_flops_per_token
+from nemo_ext.architecture.cost import six_n, train_flops_per_token
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.checkpoint.pickles import only_data
 from nemo_ext.data.phases import Plan, plan_of
@@ -54,7 +54,7 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    from nemo_ext.megatron import distillation, phases
+    from nemo_ext.megatron import distillation, phases, stability
     from nemo_ext.megatron.expert_bias import update_by_size
     from nemo_ext.megatron.forward_step import datasets, forward_step
     from nemo_ext.megatron.model import model_config
@@ -74,9 +74,14 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
     if getattr(arguments, "freeze_all_layers", False):  # not in every version
         model.pre_wrap_hooks.append(distillation.freeze)
     distilled = distillation.from_config(config, arguments)
-    step = forward_step if distilled is None else partial(forward_step, distillation=distilled)
+    stable = stability.Stability.from_config(config)
+    z_loss = stability.ZLoss(stable.z_loss) if stable.z_loss else None
+    step = partial(forward_step, distillation=distilled, z_loss=z_loss)
     if distilled is not None:
         model.post_wrap_hooks.append(distilled.attach)  # after the student, whose initial weights stay the same
+    if z_loss is not None:
+        model.post_wrap_hooks.append(z_loss.attach)  # last: the losses before it may overwrite the logits
+    stability.use(stable)
     model.pre_wrap_hooks.append(partial(note_phases, memory_phases=memory_phases))
     plan = plan_of(config)
     provide: Callable[[list[int]], tuple[Any, Any, None]] = datasets
@@ -170,6 +175,7 @@ def attach_metrics(config: Mapping[str, Any], plan: Plan | None, *, first_step: 
         tokens_per_step=tokens_per_step,
         tokens_at=(lambda step: step * tokens_per_step) if plan is None else plan.tokens_at_step,
         flops_per_token=train_flops_per_token(architecture, seq_length=arguments.seq_length),
+        flops_per_token_6n=six_n(architecture),
         peak_flops=None if peak is None else peak * arguments.world_size,
         cpu_seconds=None if torch.cuda.is_available() else get_timers().cpu.seconds,
         tensorboard=global_vars._GLOBAL_TENSORBOARD_WRITER,

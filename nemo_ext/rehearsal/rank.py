@@ -138,13 +138,18 @@ def step(
     from nemo_ext.megatron.distillation import OnlineTeacher, build_teacher
     from nemo_ext.megatron.forward_step import forward_step
     from nemo_ext.megatron.model import model_config
+    from nemo_ext.megatron.stability import Stability, ZLoss
 
     made = model_config(config["model"], pattern_with_cuts(config), arguments)
-    distilled, ahead = None, forward_step
+    weight = Stability.from_config(config).z_loss
+    z_loss = ZLoss(weight) if weight else None
+    distilled, ahead = None, partial(forward_step, z_loss=z_loss)
     if (teacher := config.get("teacher")) is not None:
         distilled = OnlineTeacher(config, load=lambda _: build_teacher(teacher))
-        ahead = partial(forward_step, distillation=distilled)
+        ahead = partial(forward_step, distillation=distilled, z_loss=z_loss)
         made.post_wrap_hooks.append(distilled.attach)
+    if z_loss is not None:
+        made.post_wrap_hooks.append(z_loss.attach)
     container = pretrain_cfg_container_from_args(arguments, made)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     models, optimizer, scheduler = training.setup_model_and_optimizer(

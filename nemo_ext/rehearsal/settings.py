@@ -75,8 +75,9 @@ NOT_HERE = (
     "use_transformer_engine_op_fuser",
     "delay_wgrad_compute",
     "tp_comm_overlap",
+    "logits_load_dir",
 )
-"""Flags of Transformer Engine that have no stand-in (`nemo_ext.rehearsal.transformer_engine`)."""
+"""Flags that have no stand-in: Transformer Engine's (`nemo_ext.rehearsal.transformer_engine`), a teacher's files."""
 FP8_FLAGS = ("fp8", "fp8_format", "fp8_recipe", "first_last_layers_bf16")
 """Flags that are rehearsed as a precision plan; what else belongs to FP8 is without effect on the local back end."""
 

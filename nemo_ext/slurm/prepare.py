@@ -18,14 +18,15 @@ def prepared(words: list[str]) -> dict[str, object]:
 
     Returns:
         `run_dir`, `config` (its path), `step` of the newest complete checkpoint, `target` (the step at which these
-        ranks end) and `notice` (what was wrong with the newest checkpoint, or "").
+        ranks end) and `notice` (what was wrong with the newest checkpoint, and what the recipe does
+        not do as its source does, or "").
 
     Raises:
         ValueError: see `nemo_ext.launch.prepare`.
     """
     from nemo_ext.checkpoint.sound import fall_back
     from nemo_ext.evaluation.live import check_machine
-    from nemo_ext.launch import prepare
+    from nemo_ext.launch import not_reproduced, prepare
     from nemo_ext.megatron.run import target_of
 
     check_choice("recipe", words)
@@ -34,7 +35,7 @@ def prepared(words: list[str]) -> dict[str, object]:
         raise ValueError("run_dir=null: name a directory")
     check_machine(config)
     run_dir = Path(str(config["run_dir"]))
-    notice = fall_back(run_dir / CHECKPOINTS)
+    notices = [fall_back(run_dir / CHECKPOINTS), *not_reproduced(config)]
     path = prepare(config)
     target, _ = target_of(read_config(path))
     return {
@@ -42,7 +43,7 @@ def prepared(words: list[str]) -> dict[str, object]:
         "config": str(path),
         "step": last_checkpoint(run_dir) or 0,
         "target": target,
-        "notice": notice or "",
+        "notice": "\n".join(filter(None, notices)),
     }
 
 

@@ -99,7 +99,7 @@ def key_of(config: Mapping[str, Any]) -> str:
     """Name of the results of a config: a digest of the settings that a rehearsal depends on, and of the versions."""
     flags = {name: value for name, value in config["megatron"].items() if not name.startswith(_OF_NO_MATTER)}
     model = {name: value for name, value in config["model"].items() if name != "name"}
-    others = [config.get(name) for name in ("launcher", "precision_plan", "distillation", "puzzle")]
+    others = [config.get(name) for name in ("launcher", "precision_plan", "distillation", "puzzle", "stability")]
     return digest([model, flags, others, [*map(_version, _PACKAGES)]])[:16]
 
 

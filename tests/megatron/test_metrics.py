@@ -28,6 +28,7 @@ def writer(path: Path, *, first_step: int = 0, tensorboard: Scalars | None = Non
         tokens_per_step=100,
         tokens_at=lambda step: 100 * step,
         flops_per_token=6.0,
+        flops_per_token_6n=3.0,
         peak_flops=1200.0,
         tensorboard=tensorboard,
     )
@@ -64,6 +65,7 @@ def test_a_step_is_one_line_with_its_speed(tmp_path: Path) -> None:
         "seconds_per_step": 2.0,
         "tokens_per_second": 50.0,
         "mfu": 0.25,
+        "mfu_6n": 0.125,
     }
     assert second["step"] == 2 and second["tokens"] == 200
 
@@ -80,6 +82,7 @@ def test_a_step_has_the_processor_seconds_of_steps_alone(tmp_path: Path) -> None
         tokens_per_step=100,
         tokens_at=lambda step: 100 * step,
         flops_per_token=6.0,
+        flops_per_token_6n=3.0,
         peak_flops=None,
         cpu_seconds=clock.seconds,
     )

@@ -12,6 +12,7 @@ depends on (learning rates, lengths, checkpoints) are rehearsed once.
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -45,10 +46,22 @@ def memory(recipe: str) -> int:
     return 64 if recipe.startswith("domyn_small/") else 80
 
 
+def teacher_words(recipe: str, folder: Path) -> list[str]:
+    """Words that put the model file of a recipe's teacher, which is all that a rehearsal reads, into a folder."""
+    teacher = (compose("train", [f"recipe={recipe}"]).get("distillation") or {}).get("teacher")
+    if teacher is None:
+        return []
+    model = f"{Path(teacher).name}.yaml"
+    (folder / "model").mkdir()
+    shutil.copyfile(CONFIGS.parent / "model" / model, folder / "model" / model)
+    return [f"distillation.teacher={folder}"]
+
+
 def figures(recipe: str) -> dict[str, Any]:
     """What is kept of a recipe's rehearsal."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = rehearse(compose("rehearse", [f"recipe={recipe}"]), "kinds", Path(folder))
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as teacher:
+        words = [f"recipe={recipe}", *teacher_words(recipe, Path(teacher))]
+        result = rehearse(compose("rehearse", words), "kinds", Path(folder))
     seconds = sum(rank["processor_seconds"] for rank in result["ranks"])
     kept = ("stage", "peak_bytes", "peak_phase", "peak", "flops", "memory_bytes")
     ranks = [{key: rank[key] for key in kept} for rank in result["ranks"]]
@@ -62,10 +75,21 @@ def estimates(recipe: str) -> tuple[list[int], list[float]]:
     config = {**config, "model": {**config["model"], "pattern": pattern_with_cuts(config)}}
     layout, flags = Layout.from_config(config, world_size=world), config["megatron"]
     length = int(flags["seq_length"])
-    gpus = per_gpu(Architecture.from_config(config), layout, seq_length=length)
+    architecture = Architecture.from_config(config)
+    gpus = per_gpu(architecture, layout, seq_length=length)
     tokens = length * int(flags["global_batch_size"]) // layout.data_parallel
     flops = [TRAINING_FLOPS_FACTOR * gpu.forward_flops_per_token * tokens for gpu in gpus]
-    return [gpu.total_bytes for gpu in gpus], flops
+    beside = teacher_bytes(config, layout)
+    return [gpu.total_bytes + beside for gpu in gpus], flops
+
+
+def teacher_bytes(config: Mapping[str, Any], layout: Layout) -> int:
+    """Bytes of the weights of a teacher beside its student on one GPU."""
+    teacher = (config.get("distillation") or {}).get("teacher")
+    if teacher is None:
+        return 0
+    architecture = Architecture.from_config(compose("describe", [f"model={Path(teacher).name}"]))
+    return per_gpu(architecture, layout, seq_length=1)[0].weight_bytes
 
 
 def table(made: Mapping[str, Any]) -> str:

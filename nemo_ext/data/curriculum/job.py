@@ -51,7 +51,8 @@ def run(config: Mapping[str, Any]) -> None:
     output = Path(given.output).expanduser()
     if given.previous and Path(given.previous).expanduser().resolve() == output.resolve():
         raise ValueError(f"output={given.output}: is the previous curriculum's directory; give another")
-    pyarrow_module()  # fail now if it is missing, not after hours of reading rollouts
+    # Fail now if it is missing, not after hours of reading rollouts.
+    pyarrow_module("pass rates are kept as Parquet (profile.parquet), whatever the rollouts are, and need")
     with only_run_in(output, "output"):
         _run(given, output)
 

@@ -353,13 +353,13 @@ def _readable_rows(batch: Any) -> list[dict[str, Any] | UnicodeDecodeError]:
         return [row for n in range(len(batch)) for row in _readable_rows(batch.slice(n, 1))]
 
 
-def pyarrow_module() -> ModuleType:
-    """The library pyarrow with its Parquet files; raises ValueError if it is not installed."""
+def pyarrow_module(what: str = "Parquet and .zst files need") -> ModuleType:
+    """The library pyarrow with its Parquet files; if it is not installed, raises ValueError that says what needs it."""
     try:
         importlib.import_module("pyarrow.parquet")
         return importlib.import_module("pyarrow")
     except ImportError as error:
-        raise ValueError(f"Parquet and .zst files need: pip install 'nemo_ext[data]' ({error})") from error
+        raise ValueError(f"{what}: pip install 'nemo_ext[data]' ({error})") from error
 
 
 def open_lines(path: str) -> IO[bytes]:

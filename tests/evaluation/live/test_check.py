@@ -92,7 +92,13 @@ def test_accuracies_are_a_line_of_metrics_and_scalars(tmp_path: Path, megatron: 
 
     board = Board()
 
-    facts: Any = {"first_step": 0, "tokens_per_step": 8, "flops_per_token": 1.0, "peak_flops": None}
+    facts: Any = {
+        "first_step": 0,
+        "tokens_per_step": 8,
+        "flops_per_token": 1.0,
+        "flops_per_token_6n": 1.0,
+        "peak_flops": None,
+    }
     writer = MetricsWriter(
         tmp_path / "metrics.jsonl",
         tokens_at=lambda step: 8 * step,

@@ -57,6 +57,7 @@ PLACES = {
     "rpo_offline": Place("llama_nemotron_nano_8b", 2, 8, 80),
     "rpo_online": Place("llama_nemotron_super_49b", 8, 8, 80),
     "think_dpo": Place("olmo3_7b", 4, 8, 80),
+    "tulu_dpo": Place("olmo1_7b", 2, 8, 80),
 }
 
 _JUDGE = ("rl.environments.judge.settings.judge",)

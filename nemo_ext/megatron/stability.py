@@ -1,0 +1,180 @@
+"""What OLMo's trainer does for stability and Megatron's lacks: the config's section `stability`.
+
+A z-loss on the output layer's logits, an embedding without weight decay, and steps left out whose gradient norm is an
+outlier (OLMo 3, arXiv 2512.13961, table 33; OLMo-core's SkipStepOptimizer).
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from nemo_ext.job.settings import STRICT, checked
+from nemo_ext.megatron.divergence import logsumexp
+from nemo_ext.megatron.versions import TooOld
+
+Z_LOSS = "z loss"
+"""Name of the weighted z-loss in Megatron's log and in TensorBoard; `z_loss` in metrics.jsonl."""
+
+WINDOW = 128
+"""Steps that an outlier is measured against; half of them have to be there (OLMo-core)."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Stability:
+    """The `stability` section of a training config.
+
+    Attributes:
+        z_loss: weight of the mean squared log of the softmax's denominator; 0 for none.
+        decay_embedding: whether weight decay applies to the input embedding.
+        skip_beyond: a step is left out if its gradient norm is this many standard deviations above the mean of the
+            `WINDOW` steps before; None leaves out none.
+    """
+
+    z_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    decay_embedding: bool = True
+    skip_beyond: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "Stability":
+        """Settings of a composed config; the defaults if it has none.
+
+        Raises:
+            ValueError: an unknown key or an invalid value, or outliers are to be skipped and nothing is clipped.
+        """
+        settings = checked(cls, config.get("stability") or {}, "stability", strict=True)
+        if settings.skip_beyond is not None and not config["megatron"].get("clip_grad", 1.0):
+            raise ValueError(
+                "stability.skip_beyond needs the gradient norm, which Megatron computes for clipping: set "
+                "megatron.clip_grad, or stability.skip_beyond=null"
+            )
+        return settings
+
+
+class ZLoss:
+    """Model hook for z-loss: computed wherever the last stage computes its LM loss, in training alone."""
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+        self._value: Tensor | None = None
+
+    def attach(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Model hook, called with the wrapped model; see `Distillation.attach`."""
+        from megatron.core import parallel_state
+        from megatron.core.utils import unwrap_model
+
+        last: Any = unwrap_model(model)[-1]
+        if not last.post_process:
+            return model
+        language_model_loss = last.compute_language_model_loss
+
+        def with_z_loss(labels: Tensor, logits: Tensor) -> Tensor:
+            if last.training:
+                group = parallel_state.get_tensor_model_parallel_group()
+                self._value = self.weight * squared_log_denominator(logits, group).transpose(0, 1)
+            return language_model_loss(labels, logits)
+
+        last.compute_language_model_loss = with_z_loss
+        return model
+
+    def take(self) -> Tensor | None:
+        """Returns the last forward pass's weighted z-loss `[batch, seq]` once; None in evaluations and other stages."""
+        value, self._value = self._value, None
+        return value
+
+
+def squared_log_denominator(logits: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
+    """Square of the log of the softmax's denominator, `[...]` in float32, the same on every rank of the group.
+
+    Args:
+        logits: `[..., vocabulary / ranks]`; may be overwritten afterwards.
+        group: ranks that the vocabulary is split among; None for one.
+    """
+    return _SquaredLogDenominator.apply(logits, group)
+
+
+class _SquaredLogDenominator(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
+        wide = logits.float()
+        log = logsumexp(wide, group)
+        # In the logits' own dtype, like their gradient: see `divergence`.
+        ctx.save_for_backward((2 * log * (wide - log).exp()).to(logits.dtype))
+        return log.squeeze(-1).square()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (slope,) = ctx.saved_tensors
+        return (slope * gradients[0].unsqueeze(-1)).to(slope.dtype), None
+
+
+class Outliers:
+    """Norms of the last steps, and the bound that the next one may not exceed."""
+
+    def __init__(self, deviations: float) -> None:
+        self.deviations = deviations
+        self.norms: deque[float] = deque(maxlen=WINDOW)
+
+    def bound(self) -> float:
+        """Mean plus `deviations` standard deviations; infinite while fewer than half of the window are there."""
+        if len(self.norms) < WINDOW // 2:
+            return math.inf
+        return statistics.fmean(self.norms) + self.deviations * statistics.stdev(self.norms)
+
+    def add(self, norm: float) -> None:
+        """Adds a step's norm, also of one that was left out; one that is not finite is not added."""
+        if math.isfinite(norm):
+            self.norms.append(norm)
+
+
+def use(settings: Stability) -> None:
+    """Patches Megatron to make optimizers with these settings, for the rest of this process.
+
+    Its `pretrain()` has no hook for a parameter's settings, and its bound of the gradient norm is a constant without
+    a flag, which is set anew before every step here.
+    """
+    if settings.decay_embedding and settings.skip_beyond is None:
+        return
+    from megatron.core.optimizer import ParamGroupOverride, ParamKey
+    from megatron.training import training
+
+    upstream = training.get_megatron_optimizer
+
+    def made(config: Any, model: Any, config_overrides: Any = None, **others: Any) -> Any:
+        overrides = dict(config_overrides or {})
+        if not settings.decay_embedding:
+            overrides[ParamKey(name="*embedding.word_embeddings.weight")] = ParamGroupOverride(wd_mult=0.0)
+        optimizer = upstream(config, model, config_overrides=overrides, **others)
+        if settings.skip_beyond is not None:
+            skip_outliers(optimizer, Outliers(settings.skip_beyond))
+        return optimizer
+
+    training.get_megatron_optimizer = made
+
+
+def skip_outliers(optimizer: Any, outliers: Outliers) -> None:
+    """Makes an optimizer leave out steps whose gradient norm exceeds the bound; every rank sees the same norms.
+
+    Raises:
+        TooOld: this Megatron-Core has no bound for the norm.
+    """
+    parts = getattr(optimizer, "chained_optimizers", None)
+    if parts is None or not all(hasattr(each.config, "grad_norm_skip_threshold") for each in parts):
+        raise TooOld("stability.skip_beyond: this Megatron-Core cannot leave out a step; set it to null")
+    step = optimizer.step
+
+    def bounded() -> Any:
+        for each in parts:
+            each.config.grad_norm_skip_threshold = outliers.bound()
+        done, norm, zeros = step()
+        if norm is not None:
+            outliers.add(float(norm))
+        return done, norm, zeros
+
+    optimizer.step = bounded
