@@ -36,10 +36,11 @@ def job(config: dict[str, Any]) -> None:
     def one(each: Mapping[str, Any], number: int) -> dict[str, Any]:
         own = folder / "ranks" / str(number)
         if "puzzle" in each:
-            made = rehearse_puzzle(each, own, imbalance=settings.imbalance)
+            made = rehearse_puzzle(each, own, settings.stages, imbalance=settings.imbalance)
             if not made["ranks"]:
                 raise ValueError(
-                    f"puzzle.stages={each['puzzle']['stages']}: parent, {', '.join(STAGES)}, heal are rehearsed"
+                    f"puzzle.stages={each['puzzle']['stages']}: nothing to rehearse: of parent, {', '.join(STAGES)} "
+                    "and heal none runs with these settings"
                 )
             return made
         return rehearse(each, settings.stages, own, imbalance=settings.imbalance)

@@ -1,7 +1,7 @@
 """Puzzle's stages rehearsed: those whose ranks hold the whole parent, and its training runs. No torch."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -13,12 +13,15 @@ from nemo_ext.job.run_directory import write_config
 from nemo_ext.puzzle.configs import healing_run, parent_run, stage_config
 from nemo_ext.puzzle.job import check
 from nemo_ext.puzzle.settings import Settings
+from nemo_ext.puzzle.variants import KEEP, variants
 from nemo_ext.rehearsal.ranks import rehearse, run
 from nemo_ext.rehearsal.settings import STAGES, rehearsed
 from nemo_ext.rehearsal.teacher import model_of
 
 
-def rehearse_puzzle(config: Mapping[str, Any], folder: Path, *, imbalance: float = 1.0) -> dict[str, Any]:
+def rehearse_puzzle(
+    config: Mapping[str, Any], folder: Path, asked: str | Sequence[int] = "kinds", *, imbalance: float = 1.0
+) -> dict[str, Any]:
     """Records of the stages that a compression's config asks for, in order.
 
     Healing is rehearsed with a child as large as the parent, since the search has not chosen one yet.
@@ -26,6 +29,7 @@ def rehearse_puzzle(config: Mapping[str, Any], folder: Path, *, imbalance: float
     Args:
         config: composed config of `nemo-ext puzzle`.
         folder: folder for logs and records.
+        asked: pipeline ranks of the training runs.
         imbalance: as for `rehearse`, of the training runs.
 
     Returns:
@@ -38,21 +42,26 @@ def rehearse_puzzle(config: Mapping[str, Any], folder: Path, *, imbalance: float
     chosen = check(config)
     parent = _parent(config, chosen)
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = [name for name in STAGES if _wants(chosen, name) and (name != "distill" or chosen.distill.steps)]
+    own = [each for block in variants(parent.architecture, chosen.variants) for each in block if each.block is not None]
+    distils = chosen.distill.steps and any(each.name != KEEP for each in own)
+    wanted = [name for name in STAGES if _wants(chosen, name) and (name != "distill" or distils)]
     trained = _training(config, chosen, parent, folder)
     ranks = int(config["launcher"]["nproc_per_node"])
-    aside: list[str] = []
+    aside = ["the teacher's saved tokens, in heal"] if "heal" in trained and chosen.heal.teacher == "cached" else []
 
     def one(name: str) -> list[dict[str, Any]]:
         if name in trained:
-            made = rehearse(trained[name], "kinds", folder / name, imbalance=imbalance)
+            try:
+                made = rehearse(trained[name], asked, folder / name, imbalance=imbalance)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
             aside.extend(made["set_aside"])
             several = made["pipeline"] > 1
             return [{**rank, "name": f"{name} {rank['stage']}" if several else name} for rank in made["ranks"]]
         own, without = rehearsed(stage_config(config, parent, ranks))
         aside.extend(without)
-        asked = {"config": own, "puzzle": config["puzzle"], "stage": name, "ranks": ranks}
-        return [{**run("nemo_ext.rehearsal.puzzle_rank", asked, folder, name), "name": name, "stage": 0}]
+        words = {"config": own, "puzzle": config["puzzle"], "stage": name, "ranks": ranks}
+        return [{**run("nemo_ext.rehearsal.puzzle_rank", words, folder, name), "name": name, "stage": 0}]
 
     names = [name for name in ("parent", *STAGES, "heal") if name in (*trained, *wanted)]
     records: list[dict[str, Any]] = []

@@ -20,6 +20,7 @@ from nemo_ext.job.made_of import digest
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.progress import notice
 from nemo_ext.rehearsal.settings import STAGES, one_phase
+from nemo_ext.rehearsal.teacher import model_of
 from nemo_ext.slurm.cluster import Node
 from nemo_ext.slurm.preflight import ADVICE, GIB, MEMORY, Finding, fits, is_there
 from nemo_ext.slurm.settings import Settings
@@ -73,12 +74,14 @@ def with_rehearsals(
         return [*found, Finding("error" if settings.slurm.rehearse else "note", why)]
     told: list[Finding] = []
     measured = True
-    for config in {key_of(each): each for each in map(one_phase, configs)}.values():
-        if later := [f"{key}={path}" for key, path in _models(config) if not path.exists() and is_there(path, coming)]:
+    for key, config in {key_of(each): each for each in map(one_phase, configs)}.items():
+        if later := [
+            f"{name}={path}" for name, path in _models(config) if not path.exists() and is_there(path, coming)
+        ]:
             told.append(Finding("note", f"not rehearsed: {later[0]} is not there yet"))
             measured = False
             continue
-        own, result = _result(config, kept / key_of(config), SECONDS if settings.slurm.rehearse is None else None)
+        own, result = _result(config, kept / key, SECONDS if settings.slurm.rehearse is None else None)
         told += [one for one in own if one not in told]
         measured = measured and result is not None
         if result is not None:
@@ -96,11 +99,20 @@ def _models(config: Mapping[str, Any]) -> list[tuple[str, Path]]:
 
 
 def key_of(config: Mapping[str, Any]) -> str:
-    """Name of the results of a config: a digest of the settings that a rehearsal depends on, and of the versions."""
+    """Name of a config's results: a digest of settings and models that a rehearsal depends on, and of the versions."""
     flags = {name: value for name, value in config["megatron"].items() if not name.startswith(_OF_NO_MATTER)}
     model = {name: value for name, value in config["model"].items() if name != "name"}
-    others = [config.get(name) for name in ("launcher", "precision_plan", "distillation", "puzzle", "stability")]
+    others = [_model_at(path, key) for key, path in _models(config)]
+    others += [config.get(name) for name in ("launcher", "precision_plan", "distillation", "puzzle", "stability")]
     return digest([model, flags, others, [*map(_version, _PACKAGES)]])[:16]
+
+
+def _model_at(folder: Path, key: str) -> Mapping[str, Any] | None:
+    """The model of a folder as far as it says, since another may come to lie there."""
+    with contextlib.suppress(ValueError):
+        found = model_of(str(folder), key)
+        return {name: found[name] for name in ("model", "megatron")}
+    return None
 
 
 def _version(package: str) -> str | None:
@@ -150,7 +162,10 @@ def _run(folder: Path, limit: float | None) -> int | None:
 
 def memory(result: Mapping[str, Any], node: Node | None) -> Iterator[Finding]:
     """Findings on the fullest rank's memory."""
-    if node is None or node.gpu_memory_gib is None or not result["ranks"]:
+    if not result["ranks"]:
+        yield Finding("note", "nothing to rehearse: none of these stages runs a model")
+        return
+    if node is None or node.gpu_memory_gib is None:
         return
     most = max(result["ranks"], key=lambda rank: float(rank["peak_bytes"]))
     peak, kinds = most["peak_bytes"] / GIB, {name: size / GIB for name, size in most["peak"].items()}

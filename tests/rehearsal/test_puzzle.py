@@ -75,7 +75,22 @@ def test_what_cannot_be_is_refused_before_a_process_starts(words: list[str], why
     assert not (tmp_path / "ranks").exists()
 
 
-def test_stages_that_run_no_model_are_none(tmp_path: Path) -> None:
-    made = rehearse_puzzle(compose("rehearse_puzzle", [*WORDS, "puzzle.stages=[search]"]), tmp_path / "ranks")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["puzzle.stages=[search]"],
+        ["puzzle.stages=[distill]", "puzzle.distill.steps=0"],
+        [
+            "puzzle.stages=[distill]",
+            *(f"puzzle.variants.{name}=[]" for name in ("kv", "ffn", "experts", "expert_ffn", "mamba_heads")),
+            "puzzle.variants.linear=false",
+        ],
+    ],
+)
+def test_stages_that_run_no_model_are_none(words: list[str], tmp_path: Path) -> None:
+    made = rehearse_puzzle(compose("rehearse_puzzle", [*WORDS, *words]), tmp_path / "ranks")
     assert made["ranks"] == []
+
+
+def test_the_settings_are_those_of_puzzle() -> None:
     assert settings(compose("puzzle")["puzzle"]) == settings(compose("rehearse_puzzle")["puzzle"])

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from nemo_ext.job.config import compose
 from nemo_ext.rehearsal.settings import one_phase
@@ -254,7 +255,20 @@ def test_a_model_that_an_earlier_stage_makes_is_waited_for(
     assert found == [GUESS, Finding("note", f"not rehearsed: {section}.{key}={made} is not there yet")]
 
 
-def test_stages_without_a_model_say_nothing_of_memory(tmp_path: Path) -> None:
+def test_another_model_at_the_same_path_is_rehearsed_again(tmp_path: Path, config: dict[str, Any]) -> None:
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    given = {**config, "distillation": {**config["distillation"], "teacher": str(teacher)}}
+
+    def key(recipe: str) -> str:
+        (teacher / "config.yaml").write_text(yaml.safe_dump(compose("train", [f"recipe={recipe}", "run_dir=r"])))
+        return key_of(one_phase(given))
+
+    assert key("olmo1/1b") == key("olmo1/1b") != key("olmo1/7b")
+
+
+def test_stages_without_a_model_say_so(tmp_path: Path) -> None:
     config = compose("puzzle", ["run_dir=r", "puzzle.stages=[search]"])
     kept(tmp_path, config)
-    assert with_rehearsals([OTHER], [config], SETTINGS, tmp_path) == [OTHER]
+    said = Finding("note", "nothing to rehearse: none of these stages runs a model")
+    assert with_rehearsals([OTHER], [config], SETTINGS, tmp_path) == [OTHER, said]

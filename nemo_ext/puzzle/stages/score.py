@@ -81,7 +81,8 @@ class _Cache:
                 self.inputs.append(record[0][0])
         for block in range(self.number, number):
             layer = self.parent.layers[block]
-            self.inputs = [self.parent.block_output(block, hidden, layer) for hidden in self.inputs]
+            for place, hidden in enumerate(self.inputs):  # one by one: two of all batches would be much
+                self.inputs[place] = self.parent.block_output(block, hidden, layer)
         self.number = number
         return zip(self.calibration, self.inputs, self.last, strict=True)
 
