@@ -199,7 +199,7 @@ def test_tables_leave_cells_empty_and_make_floats() -> None:
             {"instructions": [{"id": "keywords:word_once", "kwargs": {"keyword": ""}}]},
             r"word_once: kwargs: keyword=''",
         ),
-        ({"instructions": [{"id": "keywords:existence", "kwargs": {"keywords": "a"}}]}, "kwargs: keywords=.*array"),
+        ({"instructions": [{"id": "keywords:existence", "kwargs": {"keywords": "a"}}]}, "kwargs: keywords=.*list"),
         ({"instructions": [{"id": "count:lowercase_counting", "kwargs": {"N": 1.5}}]}, "kwargs: N="),
         ({"instructions": [{"id": "count:lowercase_counting", "kwargs": {"N": "3"}}]}, "kwargs: N='3'"),
         ({"instructions": [{"id": "copy:copying_multiple", "kwargs": {"N": True, "prompt_to_repeat": "a"}}]}, "N=True"),

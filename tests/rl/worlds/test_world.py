@@ -254,7 +254,7 @@ def test_a_long_answer_is_cut() -> None:
     [
         ({"seed": 0}, "calls"),
         ({"seed": -1, "calls": []}, "reference: seed=-1"),
-        ({"seed": 0, "calls": MOVE}, "reference: calls=.*array"),
+        ({"seed": 0, "calls": MOVE}, "reference: calls=.*list"),
         ({"seed": 0, "calls": [{"name": "move"}]}, r"reference\.calls\[0\]: move: book"),
         ({"seed": 0, "calls": [{"name": 1}]}, r"reference\.calls: "),
         ({"seed": 0, "calls": []}, "does nothing is right"),
