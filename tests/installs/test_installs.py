@@ -242,7 +242,7 @@ def test_a_login_node_needs_no_engine_to_ask_for_help(without: Path, job: str, t
     assert len(ended.stdout) > 200
 
 
-NO_HYDRA = ("submit", "status", "logs", "cancel", "doctor")
+NO_HYDRA = ("pipeline", "submit", "status", "logs", "cancel", "doctor")
 COMPOSED = [job for job in JOBS if job not in NO_HYDRA]
 
 
@@ -251,7 +251,7 @@ def test_a_login_node_needs_no_engine_to_compose(without: Path, job: str, tmp_pa
     ended = command(without, f"{job} --cfg job", tmp_path)
 
     assert ended.returncode == 0, ended.stderr
-    assert len(yaml.safe_load(ended.stdout)) > 3
+    assert len(yaml.safe_load(ended.stdout)) > 1
 
 
 @pytest.mark.parametrize(

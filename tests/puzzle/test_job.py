@@ -261,16 +261,19 @@ def test_ranks_end_with_the_command_that_started_them(whole: tuple[Path, str], t
 
 @pytest.mark.slow
 def test_a_mistake_on_two_ranks_is_one_line(whole: tuple[Path, str], tmp_path: Path) -> None:
+    scores = tmp_path / "run" / "blocks" / "scores.jsonl"
+    scores.parent.mkdir(parents=True)
+    scores.write_text("no score\nanother\n")
+
     code, _, err = run(
         tmp_path / "run",
         f"puzzle.parent={whole[0] / 'parent'}",
-        "puzzle.stages=[parent,library,distill]",
-        "puzzle.distill.batch=3",
+        "puzzle.stages=[parent,library,distill,score]",
         "launcher.nproc_per_node=2",
     )
     assert code == 2
     (line,) = [line for line in err.splitlines() if "error" in line]
-    assert line == "error: batches of 3 sequences cannot be shared equally by 2 ranks"
+    assert line.startswith(f"error: {scores}")
     assert "Traceback" not in err and len(err.splitlines()) < 12
 
 
