@@ -66,7 +66,7 @@ def _help() -> str:
     return (
         f"usage: nemo-ext JOB [key=value ...]\n\n{jobs}\n\n"
         "nemo-ext JOB --help      the job's settings\n"
-        "nemo-ext JOB --cfg job   the composed configuration, without running (not for pipeline, jobs about Slurm, or doctor)"
+        "nemo-ext JOB --cfg job   the composed configuration, without running (not for pipeline, Slurm or doctor)"
     )
 
 
