@@ -38,7 +38,7 @@ def may_run_code(name: str, config: Mapping[str, Any]) -> bool:
         )
     found = foreign_code(folder)
     if found:
-        earlier = [name for name in found if (_OWN / name).is_file()]
+        earlier = sorted({*found} & {each.name for each in _OWN.iterdir()})
         hint = f" (if an earlier nemo_ext exported it, copy today's {listed(earlier)} from {_OWN} over it)"
         raise ValueError(
             f"{folder}: transformers would run {listed(found)} of this folder (auto_map), which is not nemo_ext's: "

@@ -60,11 +60,14 @@ def check(config: Mapping[str, Any]) -> Settings:
             raise ValueError(f"puzzle.stages: there is no stage {stage!r}: {nearest(stage, STAGES)}")
     if any(chosen.stages is None or stage in chosen.stages for stage in ("compare", "baselines", "evaluate")):
         check_validation(config, "puzzle")
-    ranks = int(config["launcher"]["nproc_per_node"])
-    if chosen.distill.steps and chosen.distill.batch % ranks:
+    ranks, wanted = int(config["launcher"]["nproc_per_node"]), {*(STAGES if chosen.stages is None else chosen.stages)}
+    if "distill" in wanted and chosen.distill.steps and chosen.distill.batch % ranks:
         raise ValueError(f"puzzle.distill.batch={chosen.distill.batch}: {ranks} ranks cannot share it equally")
-    for name, of in (("calibration", chosen.calibration), ("evaluation", chosen.evaluation)):
-        if of.sequences <= of.batch * (ranks - 1):
+    for name, of, stages in (
+        ("calibration", chosen.calibration, {"library", "score", "compare", "baselines", "fuse"}),
+        ("evaluation", chosen.evaluation, {"compare", "baselines", "evaluate"}),
+    ):
+        if wanted & stages and of.sequences <= of.batch * (ranks - 1):
             raise ValueError(
                 f"puzzle.{name}={of.sequences} sequences in batches of {of.batch} are too few for {ranks} ranks: give "
                 "every rank one batch at least"

@@ -78,7 +78,7 @@ def test_what_cannot_be_is_refused_before_a_process_starts(words: list[str], why
 @pytest.mark.parametrize(
     "words",
     [
-        ["puzzle.stages=[search]"],
+        ["puzzle.stages=[search]", "puzzle.distill.batch=5", "launcher.nproc_per_node=2"],
         ["puzzle.stages=[distill]", "puzzle.distill.steps=0"],
         [
             "puzzle.stages=[distill]",
