@@ -1,7 +1,6 @@
 """The process of one rehearsed rank: `python -m nemo_ext.rehearsal.rank ASKED.json RECORD.json`."""
 
 import json
-import resource
 import signal
 import sys
 import time
@@ -113,8 +112,14 @@ def record_of(tracker: Tracker, *, parameters: int, began: float, scale: float) 
         "curve": _thinned(tracker.curve),
         "seconds": round(time.monotonic() - began, 1),
         "processor_seconds": round(time.process_time(), 1),
-        "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "memory_bytes": largest_resident_set(),
     }
+
+
+def largest_resident_set() -> int:
+    """The most bytes this process has held; `ru_maxrss` would count what the process that started it held."""
+    line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 def step(
