@@ -48,6 +48,7 @@ KEYS = {
         "warmup_tokens",
         "decay_tokens",
         "validate_at_start",
+        "model_of_start",
     },
     "launcher": {"nodes", "nproc_per_node"},
     "stability": {"z_loss", "decay_embedding", "skip_beyond"},
@@ -55,7 +56,7 @@ KEYS = {
 }
 """Known keys of the blocks of a training config; `megatron` is checked by Megatron's own parser."""
 
-SWITCHES = {"model": ("norm_affine", "yarn_on_windowed"), "train": ("validate_at_start",)}
+SWITCHES = {"model": ("norm_affine", "yarn_on_windowed"), "train": ("validate_at_start", "model_of_start")}
 """Known keys that must be true or false."""
 
 

@@ -11,6 +11,7 @@ import hydra_conf
 from nemo_ext.job.config import check_choice, compose, config_folders, hydra_value
 from nemo_ext.job.run_directory import CHECKPOINTS
 from nemo_ext.job.settings import STRICT, checked, nearest, strings
+from nemo_ext.puzzle.workspace import MODEL
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.jobs import MEANWHILE, SERVING, makes, script_name
 from nemo_ext.slurm.settings import split
@@ -28,7 +29,7 @@ _MODEL_KEY = {
 }
 """Key of the model that a job starts from."""
 _MODEL_OF = {"train": "", "rl": "model", "online": "model", "merge_sweep": "chosen"}
-"""Where in its stage's folder a job's model lies; the other jobs that make one write it to `to`."""
+"""Where in its stage's folder a job's model lies; puzzle has it below its own, other jobs write it to `to`."""
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -226,13 +227,16 @@ def _handed_over(name: str, job: str, parent: Stage, run_dir: Path) -> str:
     if parent.job in _MODEL_OF:
         folder = run_dir / parent.name / _MODEL_OF[parent.job]
     else:
-        written = [word.partition("=")[2] for word in parent.words if word.startswith("to=")]
-        if not written:
+        written = {word.partition("=")[0]: word.partition("=")[2].strip("\"'") for word in parent.words}
+        at = "run_dir" if parent.job == "puzzle" else "to"
+        if at not in written:
             raise ValueError(f"{where}: {parent.job} makes no model: name the stage that does")
-        folder = Path(written[0].strip("\"'"))
+        folder = Path(written[at])
+        if parent.job == "puzzle":
+            folder = folder / written.get("puzzle.child", "child") / MODEL
     if parent.job == "train" and job == "train":
         folder /= CHECKPOINTS
-    if parent.job == "train" and job in ("rl", "online", "quantize"):
+    if parent.job in ("train", "puzzle") and job in ("rl", "online", "quantize"):
         raise ValueError(f"{where}: {job} takes a Hugging Face folder: put a stage with job: convert between them")
     return f"{_MODEL_KEY[job]}={hydra_value(str(folder))}"
 

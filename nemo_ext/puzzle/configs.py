@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.checkpoint.beside import config_beside
-from nemo_ext.checkpoint.description import Description, from_config, to_config
-from nemo_ext.checkpoint.torch_dist import checkpoint_folder
+from nemo_ext.checkpoint.description import Description
+from nemo_ext.checkpoint.start import checkpoints_of, with_model
 from nemo_ext.job.config import iterations
 from nemo_ext.puzzle.settings import Heal
 
@@ -24,46 +23,6 @@ ONE_RANK = {
     "pretrained_checkpoint": None,
 }
 """Flags with which every rank of a stage holds the whole model."""
-
-
-def description_of(checkpoint: Path) -> Description:
-    """The model of a checkpoint, read from the config beside it.
-
-    Raises:
-        ValueError: there is no checkpoint, or no config beside it.
-    """
-    beside = config_beside(checkpoint, checkpoint_folder(checkpoint))
-    if beside is None:
-        raise ValueError(f"{checkpoint}: no config.yaml and no model/*.yaml beside it, so its model is not known")
-    return from_config(beside)
-
-
-def checkpoints_of(path: Path) -> Path:
-    """Directory that Megatron loads from: a run's checkpoints, or the converted checkpoint itself."""
-    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
-
-
-def with_model(config: Mapping[str, Any], description: Description, name: str) -> dict[str, Any]:
-    """A training config with another model: data, schedule and flags stay, the architecture's are replaced.
-
-    Args:
-        config: composed config, with `model` and `megatron`.
-        description: the other model.
-        name: the other model's name.
-    """
-    own = to_config(from_config(config))
-    new = to_config(description)
-    kept = {key: value for key, value in config["megatron"].items() if key not in own["megatron"]}
-    # These only affect speed; the rest comes from the other model.
-    speed = {key: value for key, value in config["model"].items() if key in ("backend", "fused_squared_relu")}
-    model = {**new["model"], "name": name, **speed}
-    megatron = {**kept, **new["megatron"]}
-    lengths = (section.get("max_position_embeddings") or 0 for section in (config["megatron"], new["megatron"]))
-    megatron["max_position_embeddings"] = max(lengths)
-    if not megatron.get("num_experts"):
-        megatron = {key: value for key, value in megatron.items() if not key.startswith("expert_")}
-    others = {key: value for key, value in config.items() if key not in ("puzzle", "model", "megatron")}
-    return {**others, "model": model, "megatron": megatron}
 
 
 def parent_run(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from nemo_ext import launch
 from nemo_ext.blockwise.rank import check_machine, start
 from nemo_ext.checkpoint.description import Description
+from nemo_ext.checkpoint.start import description_of
 from nemo_ext.data.training import check_validation, tokenize_streams, with_data
 from nemo_ext.job.files import only_run_in
 from nemo_ext.job.progress import notice
@@ -23,7 +24,7 @@ from nemo_ext.job.settings import nearest
 from nemo_ext.megatron import versions
 from nemo_ext.puzzle.choice.choose import Costs, choose, draw_front, state_problem
 from nemo_ext.puzzle.choice.problem import Problem
-from nemo_ext.puzzle.configs import description_of, healing_run, logits_saving_run, parent_run
+from nemo_ext.puzzle.configs import healing_run, logits_saving_run, parent_run
 from nemo_ext.puzzle.report import write_report
 from nemo_ext.puzzle.score_file import read_scores
 from nemo_ext.puzzle.settings import Settings, settings
@@ -107,6 +108,7 @@ class Job:
             for on_ranks, group in groupby(wanted, key=lambda stage: stage in ON_RANKS):
                 for together in [list(group)] if on_ranks else [[stage] for stage in group]:
                     self._carry_out(together)
+            self.workspace.link()
 
     def _run_shard(self, shard: Shard) -> None:
         assert self.chosen.stages is not None

@@ -10,9 +10,9 @@ from statistics import median
 from typing import Any
 
 from nemo_ext.architecture.draw import draw_blocks
+from nemo_ext.checkpoint.start import checkpoints_of, description_of
 from nemo_ext.job.files import write_text
 from nemo_ext.job.report import markdown_table
-from nemo_ext.puzzle.configs import checkpoints_of, description_of
 from nemo_ext.puzzle.settings import Settings
 from nemo_ext.puzzle.workspace import Workspace
 

@@ -47,6 +47,9 @@ SHARED = ("parent", "library", "distill", "score")
 RENEWED = ("front", "evaluate", "report")
 """Stages that only read and report; carried out again when their settings or the earlier results changed."""
 
+MODEL = "model"
+"""Link in a child's folder to its latest state."""
+
 BOOKKEEPING = re.compile(r"(save|log|eval|tensorboard|wandb|exit|non_persistent|async)_|num_workers$|timing_log")
 """Megatron flags that do not affect what a training run learns."""
 
@@ -73,6 +76,7 @@ class Workspace:
         healed: run that distils the parent into the child.
         pretrained: training run that continues after healing.
         exported: the child in Hugging Face format.
+        model: link to the child in its latest state.
     """
 
     def __init__(self, config: Mapping[str, Any], chosen: Settings) -> None:
@@ -91,7 +95,7 @@ class Workspace:
         self.costs, self.measured = self.folder / "costs.csv", self.folder / "measured.jsonl"
         self.weights, self.fused = self.folder / "weights", self.folder / "fused"
         self.healed, self.pretrained = self.folder / "heal", self.folder / "pretrain"
-        self.exported = self.folder / "huggingface"
+        self.exported, self.model = self.folder / "huggingface", self.folder / MODEL
 
     def scores_of_shards(self) -> list[Path]:
         """Score files of shards."""
@@ -105,6 +109,13 @@ class Workspace:
         """The child in its latest state: trained further, healed, or as realised."""
         runs = (self.pretrained, self.healed)
         return next((run for run in runs if (run / "checkpoints").is_dir()), self.realised())
+
+    def link(self) -> None:
+        """Link the child's latest state, if there is a child."""
+        newest = self.newest()
+        if newest.is_dir():
+            self.model.unlink(missing_ok=True)
+            self.model.symlink_to(newest.relative_to(self.folder))
 
     def record(self, stage: str) -> Path:
         """Record that a finished stage leaves."""

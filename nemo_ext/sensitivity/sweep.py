@@ -18,6 +18,7 @@ from nemo_ext.architecture.precision_plan import NANO_IN_BF16, Plan
 from nemo_ext.blockwise import data_parallel
 from nemo_ext.blockwise.parent import Parent
 from nemo_ext.blockwise.token_batches import TokenBatches
+from nemo_ext.checkpoint.start import description_of
 from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 from nemo_ext.job.files import write_text
 from nemo_ext.job.records import append_lines, read_lines
@@ -26,7 +27,7 @@ from nemo_ext.megatron.float8_modules import in_float8
 from nemo_ext.megatron.fp8 import Precision
 from nemo_ext.megatron.session import build_model, load_weights
 from nemo_ext.megatron.session import data_parallel as process_group
-from nemo_ext.puzzle.configs import description_of, stage_config
+from nemo_ext.puzzle.configs import stage_config
 from nemo_ext.puzzle.settings import Batches
 from nemo_ext.puzzle.stages.score import loss_sums
 from nemo_ext.sensitivity.choose import Proposal, propose

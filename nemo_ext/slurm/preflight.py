@@ -17,6 +17,7 @@ from nemo_ext.architecture.cost import GpuCost, per_gpu
 from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
+from nemo_ext.checkpoint.start import with_model_of_start
 from nemo_ext.data.blends.blend import check_rows
 from nemo_ext.data.blends.hierarchy import read_tree
 from nemo_ext.data.phases import plan_of
@@ -88,6 +89,8 @@ def findings(
         here: True for a job that is not queued but started on this machine.
     """
     cluster = settings.cluster
+    if settings.job == "train":
+        config = with_model_of_start(config)
     found = [] if here else [*_queue(config, settings)]
     if settings.job == "train":
         found += [*_memory(config, cluster), *_precision(config, cluster)]

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from nemo_ext.checkpoint.start import with_model_of_start
 from nemo_ext.job.files import write_text
 from nemo_ext.job.made_of import digest
 from nemo_ext.job.parent import end_with_parent
@@ -74,7 +75,7 @@ def with_rehearsals(
         return [*found, Finding("error" if settings.slurm.rehearse else "note", why)]
     told: list[Finding] = []
     measured = True
-    for key, config in {key_of(each): each for each in map(one_phase, configs)}.items():
+    for key, config in {key_of(each): each for each in map(one_phase, map(with_model_of_start, configs))}.items():
         if later := [
             f"{name}={path}" for name, path in _models(config) if not path.exists() and is_there(path, coming)
         ]:

@@ -17,7 +17,7 @@ from nemo_ext.job.files import write_text
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.cluster import call
 from nemo_ext.slurm.jobs import nodes_and_gpus, record_of, script_name, shard_record, tasks_of
-from nemo_ext.slurm.preflight import MEMORY, Finding, errors, findings
+from nemo_ext.slurm.preflight import MEMORY, Finding, errors, findings, is_there
 from nemo_ext.slurm.rehearse import REHEARSALS, is_wanted, with_rehearsals
 from nemo_ext.slurm.settings import Settings, settings_of, split
 from nemo_ext.slurm.status import JOB, job_of, queued
@@ -291,8 +291,21 @@ def by_megatron(config: Mapping[str, Any], coming: Sequence[Path]) -> list[Findi
     if coming:  # data that does not exist yet cannot be checked
         flags = {**config["megatron"], "mock_data": True}
         config = {**config, "data": None, "phases": without_data(config.get("phases") or {}), "megatron": flags}
+        config = _without_teacher_to_come(config, coming)
     try:
         Run.of(config).check()
     except ValueError as error:
         return [Finding("error", str(error))]
     return []
+
+
+def _without_teacher_to_come(config: Mapping[str, Any], coming: Sequence[Path]) -> Mapping[str, Any]:
+    """The config without a teacher, or a teacher's files, that an earlier job writes and that is not there yet."""
+    teacher, saved = (config.get("distillation") or {}).get("teacher"), config["megatron"].get("logits_load_dir")
+    absent = [place for place in (teacher, saved) if place and not Path(str(place)).exists()]
+    absent = [place for place in absent if is_there(Path(str(place)), coming)]
+    if teacher in absent:
+        config = {**config, "distillation": None}
+    if saved in absent:
+        config = {**config, "megatron": {**config["megatron"], "logits_load_dir": None}}
+    return config

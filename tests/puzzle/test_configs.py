@@ -1,8 +1,8 @@
 """Configs of other models in the run of one."""
 
 from nemo_ext.checkpoint.description import from_config
+from nemo_ext.checkpoint.start import with_model
 from nemo_ext.job.config import compose
-from nemo_ext.puzzle.configs import with_model
 
 
 def test_what_decides_about_speed_alone_stays() -> None:

@@ -23,6 +23,7 @@ from nemo_ext.blockwise.parent import Parent, Replaced
 from nemo_ext.blockwise.token_batches import TokenBatches
 from nemo_ext.checkpoint.beside import extras_beside, keep_extras, write_model_file
 from nemo_ext.checkpoint.description import Description, megatron_arguments, to_config
+from nemo_ext.checkpoint.start import description_of
 from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
 from nemo_ext.checkpoint.writing import MEGATRON, Work, cut_into_parts, write_checkpoint
 from nemo_ext.job.files import write_text
@@ -31,7 +32,7 @@ from nemo_ext.megatron.session import build_model, load_weights
 from nemo_ext.megatron.session import data_parallel as process_group
 from nemo_ext.puzzle.choice.baselines import CannotReach, greedy, uniform
 from nemo_ext.puzzle.choice.choose import Costs
-from nemo_ext.puzzle.configs import description_of, stage_config
+from nemo_ext.puzzle.configs import stage_config
 from nemo_ext.puzzle.cost import RESOURCES, block_costs, outside_costs
 from nemo_ext.puzzle.fusion.dependency import draw_dependency, measure_dependency
 from nemo_ext.puzzle.fusion.fusion import Group, fuse, fused, plan, runs
