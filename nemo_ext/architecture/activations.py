@@ -19,7 +19,7 @@ def activation_bytes(
     (PP - rank - 1) * 2 + (virtual stages - 1) * PP + 1 model chunks with Megatron's interleaved schedule. Full
     recomputation keeps each group's input only, plus one group's activations while it is recomputed. The last
     stage adds the output layer's input, its norm's and the logits, as the layer makes them and in fp32; all these
-    end before anything is recomputed.
+    end before anything is recomputed. Without training nothing is kept: one block's at a time.
     """
     stages = stage_ranges(architecture.pattern, layout)
     pipeline, chunks = layout.pipeline_parallel, layout.virtual_stages
@@ -28,6 +28,8 @@ def activation_bytes(
         in_flight = (pipeline - rank - 1) * 2 + (chunks - 1) * pipeline + 1
     if layout.micro_batches is not None:
         in_flight = min(in_flight, layout.micro_batches * chunks)
+    if layout.frozen:
+        in_flight = 0
     kept: list[float] = []
     working = 0.0
     tokens = architecture.sequence_length(seq_length) * layout.micro_batch_size / layout.context_parallel
@@ -35,7 +37,10 @@ def activation_bytes(
     for chunk in range(chunks):
         layers = stages[chunk * pipeline + rank]
         blocks = [block_activation_bytes(architecture, n, layout, seq_length=seq_length) for n in layers]
-        if layout.recompute == "full":
+        if layout.frozen:
+            kept.append(0.0)
+            working = max([working, *blocks])
+        elif layout.recompute == "full":
             group = layout.recompute_num_layers
             kept.append(residual * -(-len(blocks) // group))
             working = max([working, *(sum(blocks[i : i + group]) for i in range(0, len(blocks), group))])

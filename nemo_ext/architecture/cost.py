@@ -359,6 +359,8 @@ def per_gpu(architecture: Architecture, layout: Layout, *, seq_length: int | Non
     check_layout(architecture, layout)
     stages = per_stage(architecture, layout, seq_length=seq_length)
     weight, gradient, optimizer = bytes_per_parameter(layout.precision)
+    if layout.frozen:
+        gradient, optimizer = 0, 0
     dense_shards, expert_shards = layout.optimizer_shards
     gpus = []
     for rank in range(layout.pipeline_parallel):

@@ -35,6 +35,7 @@ class Layout:
         recompute: Recomputation: `none`, `selective` (the modules named) or `full` (whole blocks).
         recompute_modules: Megatron's names of the modules, for `selective`.
         recompute_num_layers: Blocks recomputed together, for `full`.
+        frozen: Whether no weight is trained, as where a teacher saves its log-probabilities: forward passes alone.
         fused_attention: Whether attention never writes its score matrix (flash attention, torch SDPA).
 
     Raises:
@@ -56,6 +57,7 @@ class Layout:
     recompute: str = "none"
     recompute_modules: tuple[str, ...] = ("core_attn",)
     recompute_num_layers: int = 1
+    frozen: bool = False
     fused_attention: bool = True
 
     def __post_init__(self) -> None:
@@ -152,6 +154,7 @@ class Layout:
             recompute=recompute,
             recompute_modules=tuple(map(str, modules)),
             recompute_num_layers=flags.integer("recompute_num_layers") or 1,
+            frozen=flags.flag("freeze_all_layers"),
         )
 
 

@@ -76,6 +76,10 @@ def with_rehearsals(
     told: list[Finding] = []
     measured = True
     for key, config in {key_of(each): each for each in map(one_phase, map(with_model_of_start, configs))}.items():
+        if config["megatron"].get("freeze_all_layers"):
+            told.append(Finding("note", "not rehearsed: a run that trains nothing (megatron.freeze_all_layers)"))
+            measured = False
+            continue
         if later := [
             f"{name}={path}" for name, path in _models(config) if not path.exists() and is_there(path, coming)
         ]:
