@@ -201,7 +201,7 @@ def checked(pipeline: Pipeline, works: Sequence[Work], console: Console, *, dry_
     for work in works:
         if work.state != "waiting":
             if dry_run:
-                console.print(f"{work.stage.name}: finished before", markup=False)
+                console.print(f"{work.stage.name}: {work.state}", markup=False)
             continue
         earlier = [(each.job, named[each.name].config) for each in pipeline.before(work.stage)]
         written = coming(earlier)
