@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.architecture import cost
+from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.model import Architecture
 
 ArchitectureOf = Callable[..., Architecture]
@@ -202,6 +203,18 @@ def test_bytes_of_weights_and_training_state() -> None:
     assert cost.training_state_bytes(model, precision="fp32") == 16 * count
     with pytest.raises(ValueError, match="precision: expected one of fp32, bf16, fp16, fp8, got 'int3'"):
         cost.weight_bytes(model, "int3")
+
+
+def test_a_run_that_trains_nothing_holds_weights_and_one_block_at_a_time() -> None:
+    model = small("*-*-")
+    trained, frozen = (
+        cost.per_gpu(model, Layout(frozen=each, data_parallel=2), seq_length=64)[0] for each in (False, True)
+    )
+
+    assert (frozen.gradient_bytes, frozen.optimizer_bytes) == (0, 0)
+    assert frozen.weight_bytes == trained.weight_bytes
+    assert 0 < frozen.activation_bytes < trained.activation_bytes
+    assert Layout.from_config({"model": {}, "megatron": {"freeze_all_layers": True}}).frozen
 
 
 def test_cache_of_attention_blocks_only() -> None:

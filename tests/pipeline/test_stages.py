@@ -126,6 +126,23 @@ def test_the_part_from_a_stage_to_another(tmp_path: Path) -> None:
             names("from=grpo", word) if word.startswith("to") else names(word)
 
 
+def test_a_child_of_puzzle_is_handed_over(tmp_path: Path) -> None:
+    stages = {
+        "parent": {"job": "convert", "words": ["to=${run_dir}/parent"]},
+        "child": {"job": "puzzle", "parent": "parent", "words": ["run_dir=${run_dir}/puzzle"]},
+        "kd": {"job": "train", "parent": "child"},
+        "export": {"job": "convert", "parent": "child", "words": ["to=${run_dir}/hf"]},
+    }
+
+    words = chain(tmp_path, stages)
+    assert "puzzle.parent=r/parent" in words["child"]
+    assert "megatron.pretrained_checkpoint=r/puzzle/child/model" in words["kd"]
+    assert "from=r/puzzle/fast/model" in chain(tmp_path, stages, "child.puzzle.child=fast")["export"]
+    stages["kd"]["job"] = "rl"
+    with pytest.raises(ValueError, match=r"kd.parent=child: rl takes a Hugging Face folder"):
+        chain(tmp_path, stages)
+
+
 def test_more_takes_the_place_of_words(tmp_path: Path) -> None:
     stages = {
         "a": {"job": "train", "words": ["recipe=olmo1/1b", "data=mock"], "more": ["data=local_text", "scale=laptop"]}

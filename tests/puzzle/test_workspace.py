@@ -67,8 +67,12 @@ def test_missing_needs_are_named(opened: Callable[..., Workspace]) -> None:
 
 def test_the_newest_state_of_a_child(opened: Callable[..., Workspace]) -> None:
     made = opened()
+    made.link()
+    assert not made.model.is_symlink(), "there is no child yet"
     for folder in (made.weights, made.fused, made.healed / "checkpoints", made.pretrained / "checkpoints"):
         folder.mkdir(parents=True)
+        made.link()
+        assert made.model.resolve() == made.newest().resolve()
         assert made.newest() == (folder.parent if folder.name == "checkpoints" else folder)
     assert made.realised() == made.fused
 

@@ -15,7 +15,7 @@ from nemo_ext.job.config import compose
 from nemo_ext.slurm.jobs import JOBS
 from nemo_ext.slurm.preflight import Finding, findings
 from nemo_ext.slurm.settings import settings_of
-from nemo_ext.slurm.submit import SCRIPTS, checked, planned, submit
+from nemo_ext.slurm.submit import SCRIPTS, by_megatron, checked, planned, submit
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = sorted(
@@ -266,3 +266,12 @@ def test_a_run_of_the_whole_recipe_composes_alike() -> None:
     submission = planned(["recipe=domyn_small/cpt", "cluster=leonardo", "run_dir=r"])
 
     assert submission.config == compose("train", ["recipe=domyn_small/cpt", "run_dir=r"])
+
+
+@pytest.mark.parametrize("key", ["distillation.teacher", "megatron.logits_load_dir"])
+def test_a_teacher_that_an_earlier_job_makes_need_not_be_there(key: str, tmp_path: Path) -> None:
+    config = compose("train", ["run_dir=unused", "data=mock", "model=llama_nemotron_tiny", f"{key}={tmp_path}/teacher"])
+
+    assert by_megatron(config, [tmp_path / "teacher"]) == []
+    (found,) = by_megatron(config, [tmp_path / "other"])
+    assert f"{key}={tmp_path}/teacher: no such directory" in found.text

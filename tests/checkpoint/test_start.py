@@ -1,0 +1,64 @@
+"""The model of the checkpoint that a run starts from."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nemo_ext.checkpoint.description import from_config
+from nemo_ext.checkpoint.pickles import METADATA
+from nemo_ext.checkpoint.start import with_model_of_start
+from nemo_ext.job.config import compose
+
+WORDS = ("run_dir=unused", "data=mock", "model=llama_nemotron_tiny", "megatron.lr=0.5")
+
+
+def run_of(start: Path | None, *, asked: bool = True) -> dict[str, Any]:
+    words = [*WORDS, f"train.model_of_start={str(asked).lower()}"]
+    return compose("train", [*words, f"megatron.pretrained_checkpoint={start or 'null'}"])
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Path:
+    """A checkpoint, as far as its description goes, of another model than that of `WORDS`."""
+    made = compose("describe", ["model=llama_nemotron_tiny", 'model.pattern="*-*{kv=2}-"', "model.name=child"])
+    folder = tmp_path / "child"
+    (folder / "model").mkdir(parents=True)
+    (folder / METADATA).touch()
+    sections = {name: made[name] for name in ("model", "megatron")}
+    (folder / "model" / "child.yaml").write_text(yaml.safe_dump(sections))
+    return folder
+
+
+def test_a_run_takes_the_model_of_its_start(child: Path) -> None:
+    made = with_model_of_start(run_of(child))
+
+    assert made["model"]["pattern"] == "*-*{kv=2}-"
+    assert made["model"]["name"] == "child"
+    assert made["megatron"]["lr"] == 0.5
+    assert from_config(made) != from_config(run_of(child))
+    assert with_model_of_start(run_of(child, asked=False))["model"] == run_of(child)["model"]
+
+
+def test_a_run_directory_stands_for_its_checkpoints(child: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    child.rename(run / "checkpoints")
+    (run / "model").symlink_to(run / "checkpoints" / "model")
+
+    made = with_model_of_start(run_of(run))
+
+    assert made["megatron"]["pretrained_checkpoint"] == str(run / "checkpoints")
+    assert made["model"]["name"] == "child"
+
+
+def test_what_is_not_there_yet_is_left_to_later_checks(child: Path) -> None:
+    config = run_of(child.with_name("later"))
+    assert with_model_of_start(config) is config
+
+    with pytest.raises(ValueError, match=r"train.model_of_start=true: name the checkpoint"):
+        with_model_of_start(run_of(None))
+    (child / "model" / "child.yaml").unlink()
+    with pytest.raises(ValueError, match="its model is not known"):
+        with_model_of_start(run_of(child))
