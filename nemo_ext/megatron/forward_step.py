@@ -29,9 +29,12 @@ LOSS = "lm loss"
 def datasets(samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, None]:
     """Train and validation datasets with at least `samples` sequences each, from Megatron's data arguments.
 
-    There is no test set: the trainer would evaluate it at the end under the validation set's name.
+    There is no test set: the trainer would evaluate it at the end under the validation set's name. Without evaluations
+    there is no validation set: the trainer refuses a blend of no sequence.
     """
-    return build_datasets(get_args(), samples)
+    arguments = get_args()
+    train, valid, none = build_datasets(arguments, samples)
+    return train, valid if arguments.eval_iters else None, none
 
 
 def build_datasets(
