@@ -42,7 +42,7 @@ def ask(answer: str = "4", reasoning: str | None = None, system: str = "") -> Sa
 
 
 def test_every_family_has_a_template() -> None:
-    assert names() == ["domyn", "llama_nemotron", "nemotron3_nano", "olmo3"]
+    assert names() == ["domyn", "llama_nemotron", "nemotron3_nano", "olmo1", "olmo3"]
 
 
 def test_nano_keeps_reasoning_through_steps_and_drops_it_at_the_next_user_message(tool_chat: Sample) -> None:
