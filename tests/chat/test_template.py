@@ -364,6 +364,6 @@ def test_olmo_1_ends_an_answer_and_has_neither_traces_nor_tools() -> None:
     text = template.render(Sample(id="a", messages=(asked, said)))
     assert text.text == "<|user|>\n1 + 1?\n<|assistant|>\n2<|endoftext|>\n"
     assert [part for part, trained in text.segments if trained] == ["2<|endoftext|>"]
-    for message in (replace(said, reasoning="Well."), Message(role="tool", content="2")):
-        with pytest.raises(ValueError, match=r"OLMo 1 has none|has the role tool"):
-            template.render(Sample(id="a", messages=(asked, message)))
+    with pytest.raises(ValueError, match="has the role tool"):
+        template.render(Sample(id="a", messages=(asked, Message(role="tool", content="2"))))
+    assert template.drops_reasoning, "which sft_data refuses for samples that have some"
