@@ -333,6 +333,11 @@ def _settings(job: str, config: Mapping[str, Any], coming: Sequence[Path]) -> It
         more["tasks"] = all(path.exists() for _, path, _ in inputs(job, config))  # else `_inputs` says so
     if job == "merge_sweep":
         more["megatron"] = not coming
+    if job == "preference_data":
+        tokenizer = config["tokenizer"]
+        named = [tokenizer.get("path") if isinstance(tokenizer, Mapping) else None, config["template"]]
+        made = [Path(str(name)).expanduser() for name in named if name]
+        more["files"] = all(path.exists() or not is_there(path, coming) for path in made)
     for key in ("replicas", "nodes") if job in MEANWHILE else ():
         if (number := config["serving"][key]) != 1:
             yield Finding(

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from nemo_ext.job.config import compose
 from nemo_ext.pipeline.stages import read
 from nemo_ext.pipeline.submit import _other_tokenizers
 from nemo_ext.slurm.jobs import makes
 from nemo_ext.slurm.preflight import findings
+from nemo_ext.slurm.settings import settings_of
 from nemo_ext.slurm.submit import Submission, planned
 
 Chain = Callable[[str, str], list[str]]
@@ -67,3 +69,17 @@ def test_a_wrong_tokenizer_is_found_before_tokenising(
     errors = wrong(tokenize.replace("{tok}", f"{tmp_path}/tokenizer.json"), pretrain)
 
     assert [text for text in errors if said in text], errors
+
+
+def test_the_tokenizer_of_pairs_may_be_made_by_a_stage_before(tmp_path: Path) -> None:
+    words = [
+        "output=p",
+        "sources={own: {kind: pairs, path: a.jsonl}}",
+        f"tokenizer={{kind: huggingface, path: {tmp_path}/t}}",
+    ]
+    config, settings = compose("preference_data", words), settings_of(["job=preference_data"])
+
+    assert [one.text for one in findings(config, settings, here=True) if one.kind == "error"]
+    assert not [
+        one.text for one in findings(config, settings, coming=[tmp_path / "t"], here=True) if one.kind == "error"
+    ]

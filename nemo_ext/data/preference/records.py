@@ -26,6 +26,8 @@ from nemo_ext.job.settings import STRICT
 
 PROMPT_KEYS = ("messages", "prompt", "context", "conversations")
 ANSWER_KEYS = ("response", "completion", "text", "message", "generation", "output")
+_BESIDE = ("reasoning", "tool_calls")
+"""Keys beside an answer that is a text, as `nemo-ext generate` writes them."""
 _SHOWN = 60
 
 
@@ -93,7 +95,7 @@ def to_group(record: Mapping[str, Any], keys: RecordKeys, *, side: Side = "", pa
         prompt = sample.messages if sample else ()
         many = value_at(record, keys.generations)
         if many is None:
-            generations = [] if _is_task(record, sample) else [_generation(record, keys, "", side)]
+            generations = [] if _is_task(record, sample, keys) else [_generation(record, keys, "", side)]
         else:
             generations = _listed(many, keys, side)
     found = value_at(record, keys.id)
@@ -195,10 +197,11 @@ def _prompt(record: Mapping[str, Any], keys: RecordKeys) -> Sample | None:
     return made
 
 
-def _is_task(record: Mapping[str, Any], prompt: Sample | None) -> bool:
+def _is_task(record: Mapping[str, Any], prompt: Sample | None, keys: RecordKeys) -> bool:
     """True for a task for RL, which has no answer of its own."""
     task = prompt is not None and {"id", "environment", "reference"} <= record.keys()
-    return task and not any(record.get(key) is not None for key in ANSWER_KEYS)
+    answers = ANSWER_KEYS if keys.answer is None else (keys.answer,)
+    return task and not any(value_at(record, key) is not None for key in answers)
 
 
 def _ready_pair(record: Mapping[str, Any], keys: RecordKeys) -> tuple[tuple[Message, ...], list[Generation]]:
@@ -257,8 +260,8 @@ def _generation(given: Mapping[str, Any], keys: RecordKeys, where: str, side: Si
     value = None if answer is None else value_at(given, answer)
     if value is None:
         raise FormatError(f"{prefix}{answer or 'text'}: no answer; the keys are {sorted(map(str, given))}")
-    if isinstance(value, str) and given.get("tool_calls"):
-        value = {"content": value, "tool_calls": given["tool_calls"]}
+    if isinstance(value, str) and (beside := {key: given[key] for key in _BESIDE if given.get(key)}):
+        value = {"content": value, **beside}
     correct = value_at(given, keys.correct)
     if correct is not None and correct not in (0, 1):
         raise FormatError(f"{prefix}{keys.correct}={str(correct)[:_SHOWN]!r}: expected true or false")

@@ -108,20 +108,20 @@ class Settings:
         for name in self.outputs:
             if name not in OUTPUTS:
                 raise ValueError(f"outputs: unknown format {name!r}: {nearest(name, OUTPUTS)}")
-        if self.tokenizer is not None:
-            load_tokenizer(self.tokenizer)
         for source in self.sources:
             if self.tokenizer is None and source.filters.need_tokens:
                 raise ValueError(
                     f"sources.{source.name}: the filters count tokens: give tokenizer={{kind: huggingface, path: ...}} "
                     "or set filters.max_length_difference, max_prompt_tokens and max_tokens to null"
                 )
-        if self.template is not None:
-            Template.load(self.template)
 
 
-def settings(config: Mapping[str, Any]) -> Settings:
+def settings(config: Mapping[str, Any], *, files: bool = True) -> Settings:
     """Check a composed config and return the settings.
+
+    Args:
+        config: composed config of the job.
+        files: if False, do not read tokenizer and template, which an earlier job may have to write.
 
     Raises:
         ValueError: a key is wrong; the message names it, what it holds and what it may hold.
@@ -140,7 +140,12 @@ def settings(config: Mapping[str, Any]) -> Settings:
             filters = general | _section(source.get("filters"), f"{where}.filters")
             sources.append({**source, "name": str(name), "filters": filters})
             checked(SourceSettings, sources[-1], where=where, strict=True)
-    return checked(Settings, {**given, "filters": general, "sources": sources}, strict=True)
+    found = checked(Settings, {**given, "filters": general, "sources": sources}, strict=True)
+    if files and found.tokenizer is not None:
+        load_tokenizer(found.tokenizer)
+    if files and found.template is not None:
+        Template.load(found.template)
+    return found
 
 
 def _section(value: object, where: str) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from nemo_ext.rl.tasks.records import tasks_of
 _KEYS = ("generator", "environment", "records", "count", "level", "seed", "settings", "thinking", "output", "solutions")
 COUNT = 1000
 """Default number of generated tasks."""
+_WORKED_OUT = ("arithmetic", "tables")
+"""Generators whose solution is the work and, after an empty line, the answer."""
 
 
 def run(config: Mapping[str, Any]) -> None:
@@ -85,11 +87,13 @@ def _from_records(config: Mapping[str, Any]) -> list[Task]:
 
 
 def solved(task: Task, generator: str) -> Sample:
-    """Training conversation of a task with a correct answer."""
+    """Training conversation of a task with a correct answer; with thinking on, its work is the trace."""
     answer = import_module(GENERATORS[generator]).solution(task)
-    messages = list(
-        _calling(task, answer) if isinstance(answer, tuple) else [Message(role="assistant", content=answer)]
-    )
+    if isinstance(answer, tuple):
+        messages = list(_calling(task, answer))
+    else:
+        work, _, last = answer.rpartition("\n\n") if task.thinking and generator in _WORKED_OUT else ("", "", answer)
+        messages = [Message(role="assistant", reasoning=work or None, content=last)]
     return Sample(
         id=task.id, messages=(*task.prompt, *messages), tools=task.tools, task=task.domain, thinking=task.thinking
     )

@@ -47,6 +47,17 @@ def test_a_task_for_rl_holds_the_prompt_of_its_answers() -> None:
         to_group({key: value for key, value in task.items() if key != "reference"}, KEYS)
 
 
+def test_a_task_that_generate_has_answered_keeps_the_trace() -> None:
+    task = {"id": "t", "environment": "math", "prompt": "1 + 1?", "reference": {"answer": "2"}}
+    keys = RecordKeys(answer="answer")
+
+    (made,) = to_group({**task, "answer": "2", "reasoning": "One more than 1."}, keys).generations
+    assert [(each.content, each.reasoning) for each in made.messages] == [("2", "One more than 1.")]
+    (made,) = to_group({**task, "answer": "2", "reasoning": None}, keys).generations
+    assert made.messages[0].reasoning is None
+    assert not to_group(task, keys).generations, "the task alone"
+
+
 def test_history_goes_before_the_prompt() -> None:
     group = to_group({"prompt": "So?", "history": CHAT[:2], "response": "x"}, KEYS)
 

@@ -1,5 +1,6 @@
 import json
 import re
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -9,6 +10,7 @@ from nemo_ext.chat.sample import ToolCall
 from nemo_ext.rl.environments import Environment, make
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import generate
+from nemo_ext.rl.tasks.job import solved
 from nemo_ext.rl.verdict import Verdict
 
 NAMES = ("arithmetic", "tables", "schemas", "conversations", "long_documents", "tool_calls")
@@ -131,3 +133,12 @@ def test_the_right_choice_is_spread_over_the_letters() -> None:
 def test_an_unknown_generator_is_named() -> None:
     with pytest.raises(ValueError, match="did you mean 'arithmetic'"):
         generate("arithmetics", 1, seed=1)
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "tables"])
+def test_with_thinking_on_the_work_is_the_trace(environments: dict, name: str) -> None:
+    for task in generate(name, 8, seed=1):
+        last = solved(replace(task, thinking=True), name).messages[-1]
+        assert last.reasoning and last.content.startswith("\\boxed{")
+        assert verdict(environments, task, last.content).outcome == "correct"
+        assert solved(replace(task, thinking=False), name).messages[-1].reasoning is None
