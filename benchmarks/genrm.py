@@ -143,7 +143,7 @@ def train_policy(folder: Path, run_dir: Path, steps: int, control: str) -> None:
     tasks.write_text("".join(json.dumps(record) + "\n" for record in records))
     endpoint = json.loads((folder / "serve" / "endpoint.json").read_text())
     os.environ["JUDGE_KEY"] = endpoint["key"] or ""
-    judge = f"{{base_url: '{endpoint['url']}', model: judge, key_variable: JUDGE_KEY, sampling: {SAMPLING}}}"
+    judge = f"{{endpoint: '{endpoint['url']}', model: judge, key_variable: JUDGE_KEY, sampling: {SAMPLING}}}"
     nemo_ext(
         *("rl", "preset=nemotron3_rlhf", f"model={folder / 'policy'}", f"tasks.train.path={tasks}"),
         *("rl.prompts_per_step=4", "rl.generations_per_prompt=8", "rl.batch=32", "micro_batch=32"),

@@ -94,7 +94,7 @@ class Scorer:
             if judge is None:
                 raise ValueError(
                     f"benchmark {benchmark.name}: {environment} wants a judge: "
-                    "'evaluate.judge={base_url: http://HOST/v1, model: NAME}'"
+                    "'evaluate.judge={endpoint: http://HOST/v1, model: NAME}'"
                 )
             settings["judge"] = dict(judge)
             asked = {key: value for key, value in judge.items() if key in ("model", "sampling")}

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,13 +25,16 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from nemo_ext.endpoint.address import FILE
 from nemo_ext.job.config import FAILED, INTERRUPTED, compose
 from nemo_ext.job.files import write_text
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.progress import notice
 from nemo_ext.pipeline.figures import figures_of, seconds_of
 from nemo_ext.pipeline.report import write_report
-from nemo_ext.pipeline.stages import Pipeline, Stage, coming, finished, read
+from nemo_ext.pipeline.stages import SERVER, Pipeline, Stage, coming, finished, read
+from nemo_ext.serving.group import LOG as SERVER_LOG
+from nemo_ext.serving.group import Replica
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG, makes, saved_step
 from nemo_ext.slurm.preflight import Finding, errors, findings, other_tokenizers
@@ -44,6 +47,7 @@ LOCK = ".pipeline.lock"
 PATIENCE = 120.0
 """Seconds in which the job of a killed command may save and end."""
 _LAST_LINES = 15
+_LEFT_OUT = "left out"
 
 
 @dataclass(kw_only=True)
@@ -55,7 +59,8 @@ class Work:
         config: composed config of its job.
         record: its folder, with the record of starts.
         log: file of its output.
-        state: waiting, running, finished, finished before, failed or interrupted.
+        state: waiting, running, finished, finished before, failed or interrupted; of a server waiting, running, stopped
+            or, if no stage asks it, left out.
     """
 
     stage: Stage
@@ -109,17 +114,21 @@ def run(words: Sequence[str], *, dry_run: bool) -> int:
                 for work in works:
                     if received or stopped is not None:
                         break
-                    if work.state == "waiting":
-                        stopped = _run(work, lock, shown, received)
+                    if work.state == "waiting" and work.stage.job != SERVER:
+                        beside = [each for each in works if each.stage.name in work.stage.beside]
+                        stopped = _run(work, beside, lock, shown, received)
         finally:
             if any(work.state.startswith("finished") for work in works):
                 notice(f"report: {write_report(pipeline, {work.stage.name: work.state for work in works})}")
-        if received and stopped is None and any(work.state == "waiting" for work in works):
+        if received and stopped is None and any(w.state == "waiting" and w.stage.job != SERVER for w in works):
             stopped = _Stopped(INTERRUPTED, ["interrupted: the same command goes on"])
         if stopped is not None:
             for line in stopped.lines:
                 notice(line)
             return stopped.code
+    for work in works:
+        if work.state == _LEFT_OUT:
+            notice(f"{work.stage.name}: {shlex.join(['nemo-ext', *work.command()])}")
     return 0
 
 
@@ -131,25 +140,27 @@ def planned(pipeline: Pipeline) -> list[Work]:
     """
     works = []
     for stage in pipeline.stages:
-        if stage.job == "serve":
-            raise ValueError(f"stages.{stage.name}: `serve` runs until it is stopped: skip={stage.name}, or submit it")
         try:
             config = compose(stage.job, stage.own)
         except (ValueError, HydraException) as error:
             raise ValueError(f"stages.{stage.name}: {error}") from error
-        log = pipeline.run_dir / f"{stage.name}.log"
-        works.append(Work(stage=stage, config=config, record=pipeline.run_dir / stage.name, log=log))
+        record = pipeline.run_dir / stage.name
+        log = record / SERVER_LOG if stage.job == SERVER else pipeline.run_dir / f"{stage.name}.log"
+        works.append(Work(stage=stage, config=config, record=record, log=log))
     for work in works:
         work.state = state_of(work, works)
     return works
 
 
 def state_of(work: Work, works: Sequence[Work]) -> str:
-    """`finished before` or `waiting`.
+    """`finished before` or `waiting`; `left out` for a server that no stage asks.
 
     Raises:
         ValueError: it was finished with other words, or begun before what it is made from was made.
     """
+    if work.stage.job == SERVER:
+        asked = any(work.stage.name in each.stage.beside for each in works)
+        return "waiting" if asked else _LEFT_OUT
     done = finished(work.record, [work.record], work.stage.own)
     starts = attempts.read(work.record)
     named = {each.stage.name: each for each in works}
@@ -284,7 +295,8 @@ class _Shown:
         """A stage's state has changed."""
         self.update()
         if not self._console.is_terminal:
-            parts = [work.state, "" if work.state == "running" else _span(work.seconds), _figure(work)]
+            timed = work.state != "running" and work.stage.job != SERVER
+            parts = [work.state, _span(work.seconds) if timed else "", _figure(work)]
             self._console.print(f"{work.stage.name}: {', '.join(filter(None, parts))}")
 
 
@@ -317,8 +329,44 @@ def _span(seconds: float) -> str:
     )
 
 
-def _run(work: Work, lock: int, shown: _Shown, received: list[int]) -> _Stopped | None:
-    """Run a stage to its end; returns why the command ends with it, or None."""
+def _run(work: Work, beside: Sequence[Work], lock: int, shown: _Shown, received: list[int]) -> _Stopped | None:
+    """Run a stage to its end beside the servers that it asks; returns why the command ends with it, or None."""
+    with ExitStack() as served:
+        for server in beside:
+            try:
+                served.enter_context(_serving(server, shown, received))
+            except ValueError as error:
+                server.state = "failed"
+                shown.changed(server)
+                return _Stopped(FAILED, [f"error: {server.stage.name}, beside {work.stage.name}: {error}"])
+        if received:
+            return _Stopped(INTERRUPTED, [f"interrupted before {work.stage.name}: the same command goes on"])
+        return _run_alone(work, lock, shown, received)
+
+
+@contextmanager
+def _serving(server: Work, shown: _Shown, received: list[int]) -> Iterator[None]:
+    """A model that is served; entered when it answers, or a signal came.
+
+    Raises:
+        ValueError: the server has ended instead.
+    """
+    replica = Replica(server.record)
+    (server.record / FILE).unlink(missing_ok=True)
+    server.state = "running"
+    shown.changed(server)
+    replica.start(server.config)
+    try:
+        while not received and not replica.is_up():
+            time.sleep(0.2)
+        yield
+    finally:
+        replica.stop()
+    server.state = "stopped"
+    shown.changed(server)
+
+
+def _run_alone(work: Work, lock: int, shown: _Shown, received: list[int]) -> _Stopped | None:
     stage, step = work.stage, saved_step(work.stage.job, work.record)
     starts = attempts.read(work.record)
     if starts and starts[-1].ended is None:

@@ -15,7 +15,9 @@ from nemo_ext.slurm import attempts
 from nemo_ext.slurm.jobs import MEANWHILE, SERVING, makes, script_name
 from nemo_ext.slurm.settings import split
 
-OWN_FOLDER = ("train", "rl", *MEANWHILE)
+SERVER = "serve"
+"""The job that ends only when it is told: it runs beside others, or is a pipeline's last word."""
+OWN_FOLDER = ("train", "rl", SERVER, *MEANWHILE)
 """Jobs whose run directory is the folder of their stage."""
 EVALUATION = "evaluate_"
 """Beginning of the names of stages that evaluate another."""
@@ -40,6 +42,8 @@ class Given:
     more: tuple[str, ...] = ()
     after: tuple[str, ...] | None = None
     parent: str | None = None
+    beside: tuple[str, ...] = ()
+    paper: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +55,16 @@ class Stage:
         job: the job.
         words: arguments of `nemo-ext submit`: about site and queue, and the job's own.
         after: stages that it follows directly.
+        beside: stages that serve a model while it runs.
+        paper: section of the paper, and what it reports.
     """
 
     name: str
     job: str
     words: tuple[str, ...]
     after: tuple[str, ...]
+    beside: tuple[str, ...] = ()
+    paper: str = ""
 
     @property
     def own(self) -> list[str]:
@@ -127,15 +135,26 @@ def read(words: Sequence[str]) -> Pipeline:
         key = "run_dir" if stage.job in OWN_FOLDER else "slurm.folder"
         place = f"{key}={hydra_value(str(run_dir / name))}"
         start = [] if stage.parent is None else [_handed_over(name, stage.job, every[stage.parent], run_dir)]
+        if stage.job == SERVER:
+            start.append("port=0")  # others may have the default one
         if name.startswith(EVALUATION) and stage.parent is not None:
             start.append(f"run_dir={hydra_value(str(run_dir / name))}")
         all_words = [*both, f"job={stage.job}", place, *start, *stage.words, *stage.more, *site, *more]
         every[name] = Stage(
-            name=name, job=stage.job, words=tuple(_last_of_each_key(all_words)), after=tuple(stage.after or ())
+            name=name,
+            job=stage.job,
+            words=tuple(_last_of_each_key(all_words)),
+            after=tuple(stage.after or ()),
+            beside=stage.beside,
+            paper=stage.paper,
         )
-    wanted = _wanted(list(given), config)
+    wanted = _wanted(given, config)
     stages = [
-        replace(stage, after=tuple(parent for parent in stage.after if parent in wanted))
+        replace(
+            stage,
+            after=tuple(parent for parent in stage.after if parent in wanted),
+            beside=tuple(server for server in stage.beside if server in wanted),
+        )
         for name, stage in every.items()
         if name in wanted
     ]
@@ -157,15 +176,32 @@ def _in_scale(words: list[str], folders: Sequence[Path]) -> list[str]:
 
 
 def _stages(config: Mapping[str, Any]) -> dict[str, Given]:
-    """The stages of a file; `after` is filled in: the stage above, and the parent."""
+    """The stages of a file; `after` is filled in: the stage above that ends by itself, the parent, a server's model.
+
+    Raises:
+        ValueError: a stage follows one that does not exist, or one that never ends; or what serves it does not.
+    """
     given = {name: checked(Given, stage, where=f"stages.{name}") for name, stage in config["stages"].items()}
+    ending = [name for name, stage in given.items() if stage.job != SERVER]
+    names = list(given)
     for number, (name, stage) in enumerate(given.items()):
-        after = stage.after if stage.after is not None else tuple(list(given)[:number][-1:])
-        if wrong := [key for key in (*after, *filter(None, [stage.parent])) if key not in given]:
+        above = [each for each in names[:number] if each in ending]
+        after = stage.after if stage.after is not None else tuple(above[-1:])
+        if wrong := [key for key in (*after, *filter(None, [stage.parent])) if key not in ending]:
             key = "parent" if wrong[0] == stage.parent and wrong[0] not in after else "after"
-            raise ValueError(f"stages.{name}.{key}={wrong[0]}: {nearest(wrong[0], given)}")
+            never = f"is a server, which never ends: name it in `beside` of {name}"
+            raise ValueError(
+                f"stages.{name}.{key}={wrong[0]}: {never if wrong[0] in given else nearest(wrong[0], given)}"
+            )
+        if wrong := [key for key in stage.beside if key not in given or key in ending]:
+            servers = [each for each in given if each not in ending]
+            raise ValueError(f"stages.{name}.beside={wrong[0]}: no stage with job: serve: {nearest(wrong[0], servers)}")
         parents = [] if stage.parent is None or stage.parent in after else [stage.parent]
         given[name] = replace(stage, after=(*after, *parents))
+    first = {server: stage for stage in reversed(given.values()) for server in stage.beside}
+    for server, stage in first.items():  # it is started when the first stage that asks it can be
+        follows = dict.fromkeys([*(given[server].after or ()), *(stage.after or ())])
+        given[server] = replace(given[server], after=tuple(follows))
     return given
 
 
@@ -187,19 +223,22 @@ def _in_order(given: Mapping[str, Given]) -> dict[str, Given]:
     """
     found, left = dict[str, Given](), dict(given)
     while left:
-        ready = next((name for name, stage in left.items() if not set(stage.after or ()) & left.keys()), None)
+        ready = next(
+            (name for name, stage in left.items() if not {*(stage.after or ()), *stage.beside} & left.keys()), None
+        )
         if ready is None:
             raise ValueError(f"stages: {', '.join(left)} wait for each other: mend `after` or `parent` of one")
         found[ready] = left.pop(ready)
     return found
 
 
-def _wanted(names: Sequence[str], config: Mapping[str, Any]) -> list[str]:
-    """Names of the stages from `from` to `to` that `skip` does not name; evaluations of the last belong to it.
+def _wanted(given: Mapping[str, Given], config: Mapping[str, Any]) -> list[str]:
+    """Names of the stages from `from` to `to` that `skip` does not name, with what evaluates the last and serves them.
 
     Raises:
         ValueError: there is no stage of a name, or none is left.
     """
+    names = list(given)
     skip, first, last = strings(config["skip"]), config["from"], config["to"]
     for key, name in [*(("skip", each) for each in skip), ("from", first), ("to", last)]:
         if name is not None and name not in names:
@@ -211,7 +250,8 @@ def _wanted(names: Sequence[str], config: Mapping[str, Any]) -> list[str]:
     wanted = [name for name in names[begin:end] if name not in skip]
     if not wanted:
         raise ValueError(f"no stage is left between from={first} and to={last}: the order is {', '.join(names)}")
-    return wanted
+    servers = {server for name in wanted for server in given[name].beside} - set(skip)
+    return [name for name in names if name in wanted or name in servers]
 
 
 def _handed_over(name: str, job: str, parent: Stage, run_dir: Path) -> str:

@@ -1,5 +1,6 @@
 """`nemo-ext submit pipeline=NAME`: a pipeline of jobs, each started after those it depends on have succeeded."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -8,12 +9,13 @@ from hydra.errors import HydraException
 from rich.console import Console
 
 from nemo_ext.job.files import write_text
-from nemo_ext.pipeline.stages import Stage, coming, finished, read
+from nemo_ext.pipeline.stages import SERVER, Pipeline, Stage, coming, finished, read
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG
 from nemo_ext.slurm.preflight import Finding, errors, other_tokenizers
 from nemo_ext.slurm.rehearse import REHEARSALS
 from nemo_ext.slurm.settings import split
+from nemo_ext.slurm.start import BESIDE
 from nemo_ext.slurm.status import PARENTS, PIPELINE, job_of, queued
 from nemo_ext.slurm.submit import Submission, hand_over, planned, tell
 from nemo_ext.slurm.submit import checked as checked_submission
@@ -31,7 +33,7 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
     jobs: dict[str, str] = {}  # job ids of stages that wait or run; "" for stages to submit
     queue = queued()
     wrong = False
-    for stage in pipeline.stages:
+    for stage in _servers_last(pipeline):
         earlier = [
             (parent.job, config) for parent in pipeline.before(stage) for config in submissions[parent.name].configs
         ]
@@ -42,8 +44,9 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
         # A stage is repeated if one that it depends on is.
         done = finished(submission.base, submission.records, split(submission.words)[1]) and not _needed(stage, jobs)
         waiting = [job for record in submission.records if (job := job_of(record)) in queue]
-        if done:
-            console.print(f"{stage.name}: finished before", markup=False)
+        asking = _asking(stage, pipeline)
+        if done or (asking and not any(jobs.get(name) == "" for name in asking)):
+            console.print(f"{stage.name}: {'finished before' if done else 'no stage asks it now'}", markup=False)
         elif waiting and queue[waiting[0]].startswith("completing"):
             raise ValueError(f"{stage.name}: job {waiting[0]} is just ending: give the command again in a minute")
         elif waiting:
@@ -56,7 +59,8 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
                 *_other_tokenizers(pipeline.before(stage), submissions, submission),
             ]
             console.print(f"{stage.name}:", style="bold", markup=False)
-            tell(console, replace(submission, after=tuple(f"<{name}>" for name in _needed(stage, jobs))), found)
+            shown = {name: f"<{name}>" for name in (*_needed(stage, jobs), *stage.beside)}
+            tell(console, _following(submission, stage, shown), found)
             wrong = wrong or errors(found)
     if wrong:
         console.print("not submitted: mend the errors first")
@@ -69,7 +73,8 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
         if jobs.get(stage.name) != "":
             continue
         needed = _needed(stage, jobs)
-        submission = replace(submissions[stage.name], after=tuple(jobs[name] for name in needed))
+        submission = _following(submissions[stage.name], stage, jobs)
+        _note_servers(submission, stage, pipeline, jobs)
         parents = [str(record.resolve()) for name in needed for record in submissions[name].records]
         for record in submission.records:
             write_text(record / attempts.FOLDER / PARENTS, "".join(f"{parent}\n" for parent in parents))
@@ -88,6 +93,38 @@ def _other_tokenizers(
     parents = [submissions[stage.name] for stage in before]
     made = [config for each in parents if each.settings.job == "tokenize" for config in each.configs]
     return [one for config in submission.configs for one in other_tokenizers(config, made)]
+
+
+def _servers_last(pipeline: Pipeline) -> list[Stage]:
+    """The stages; servers after those that ask them, as they are queued for them alone."""
+    return sorted(pipeline.stages, key=lambda stage: stage.job == SERVER)
+
+
+def _asking(server: Stage, pipeline: Pipeline) -> list[str]:
+    """Names of the stages that ask a server, in order; none for other stages."""
+    return [stage.name for stage in pipeline.stages if server.name in stage.beside]
+
+
+def _following(submission: Submission, stage: Stage, jobs: Mapping[str, str]) -> Submission:
+    """The submission with the jobs that it waits for."""
+    after, beside = _needed(stage, jobs), [name for name in stage.beside if name in jobs]
+    return replace(submission, after=tuple(jobs[name] for name in after), beside=tuple(jobs[name] for name in beside))
+
+
+def _note_servers(submission: Submission, stage: Stage, pipeline: Pipeline, jobs: Mapping[str, str]) -> None:
+    """Notes the servers that a stage asks beside the records of its starts; the last that asks one ends it."""
+    named = {each.name: each for each in pipeline.stages}
+    servers = [
+        {
+            "job": jobs[name],
+            "run_dir": str((pipeline.run_dir / name).resolve()),
+            "ends": _asking(named[name], pipeline)[-1] == stage.name,
+        }
+        for name in stage.beside
+        if name in jobs
+    ]
+    for record in submission.records:
+        write_text(record / attempts.FOLDER / BESIDE, json.dumps(servers, indent=1) + "\n")
 
 
 def _needed(stage: Stage, jobs: Mapping[str, str]) -> list[str]:

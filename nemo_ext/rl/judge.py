@@ -29,8 +29,8 @@ class JudgeSettings:
     """Endpoint of the judge and its request settings.
 
     Attributes:
-        base_url: URL up to and including `/v1`.
-        model: name of the model at the endpoint.
+        endpoint: URL up to and including `/v1`; or the run directory of `nemo-ext serve`.
+        model: name of the model at the endpoint; None for that of the run directory.
         key_variable: environment variable that holds the API key; None if the endpoint needs none.
         sampling: other fields of the request (temperature, top_p, max_tokens, chat_template_kwargs).
         attempts: maximum number of attempts per question.
@@ -43,8 +43,8 @@ class JudgeSettings:
         ValueError: naming the setting.
     """
 
-    base_url: str
-    model: Annotated[str, Field(min_length=1)]
+    endpoint: Annotated[str, Field(min_length=1)]
+    model: Annotated[str, Field(min_length=1)] | None = None
     key_variable: str | None = None
     sampling: Mapping[str, JsonValue] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 4096})
     attempts: PositiveInt = 3
@@ -62,14 +62,22 @@ class JudgeSettings:
         return checked(cls, config, where="judge", strict=True)
 
     def __post_init__(self) -> None:
-        try:
-            Address(url=self.base_url)
-        except ValueError as error:
-            raise ValueError(f"base_url: {error}") from None
+        if self.is_url:
+            try:
+                Address(url=self.endpoint)
+            except ValueError as error:
+                raise ValueError(f"endpoint: {error}") from None
+            if self.model is None:
+                raise ValueError(f"model is missing: the name of the model at {self.endpoint}")
         if taken := {"model", "messages", "stream"} & set(self.sampling):
             raise ValueError(f"sampling must be without {', '.join(sorted(taken))}, which each request sets itself")
         if self.key_variable is not None and not os.environ.get(self.key_variable):
             raise ValueError(f"key_variable: the environment variable {self.key_variable} is not set")
+
+    @property
+    def is_url(self) -> bool:
+        """True for a URL, False for a run directory."""
+        return "://" in self.endpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,19 +141,21 @@ class Judge:
         try:
             await self._client().check()
         except ValueError as error:
-            raise ValueError(f"judge.base_url={error}") from None
+            raise ValueError(f"judge.endpoint={error}") from None
 
     def _client(self) -> Client:
         given = self.settings
         return self._clients.setdefault(
             asyncio.get_running_loop(),
             Client(
-                Address(url=given.base_url, model=given.model, key=os.environ.get(given.key_variable or "")),
+                given.endpoint,
                 ClientSettings(
                     attempts=given.attempts,
                     attempt_seconds=given.attempt_seconds,
-                    patience=0,
+                    patience=0 if given.is_url else given.total_seconds,
                     concurrency=given.concurrency,
                 ),
+                model=given.model,
+                key_variable=given.key_variable,
             ),
         )

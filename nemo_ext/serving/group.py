@@ -100,15 +100,25 @@ class Replica:
         lines = self.log.read_text(errors="replace").strip().splitlines() or [""]
         return f"{lines[-1][:300].removeprefix('error: ')} ({self.log})"
 
+    def is_up(self) -> bool:
+        """True if it can be asked, False if not yet.
+
+        Raises:
+            ValueError: it has ended.
+        """
+        if (self.folder / FILE).exists():
+            return True
+        if (code := self.ended()) is not None:
+            raise ValueError(f"the server ended with {code}: {self.said()}")
+        return False
+
     def wait(self) -> None:
         """Wait until it is up.
 
         Raises:
             ValueError: it has ended.
         """
-        while not (self.folder / FILE).exists():
-            if (code := self.ended()) is not None:
-                raise ValueError(f"the server ended with {code}: {self.said()}")
+        while not self.is_up():
             time.sleep(0.2)
 
     def stop(self) -> None:

@@ -104,9 +104,17 @@ def _serves(run_dir: Path) -> str:
     number = held["serving"]["replica"]
     file = run_dir / FILE if number is None else run_dir.parents[1] / FOLDER / f"{int(number):04}" / FILE
     try:
-        return f", up at {read_address(file).url}" if time.time() - file.stat().st_mtime < _SILENT else ", not up"
-    except (ValueError, FileNotFoundError):
+        return f", up at {read_address(file).url}" if is_fresh(file) else ", not up"
+    except ValueError:
         return ", not up"
+
+
+def is_fresh(file: Path) -> bool:
+    """True if a server has touched its `endpoint.json` of late."""
+    try:
+        return time.time() - file.stat().st_mtime < _SILENT
+    except FileNotFoundError:
+        return False
 
 
 def _end(run_dir: Path, job: str, starts: Sequence[attempts.Attempt]) -> str:

@@ -39,6 +39,7 @@ class Submission:
         shards: number of array tasks that divide one run; 1 without an array.
         notes: findings on choices made for the user.
         after: ids of jobs that must have succeeded.
+        beside: ids of jobs that must have started: servers that it asks.
         coming: paths that those jobs write.
     """
 
@@ -49,6 +50,7 @@ class Submission:
     shards: int = 1
     notes: tuple[Finding, ...] = ()
     after: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
     coming: tuple[Path, ...] = ()
 
     @property
@@ -73,6 +75,7 @@ class Submission:
         tasks = len(self.records)
         # Slurm reads a % in the path as a pattern such as %j.
         output = str(self.base.resolve() / attempts.FOLDER).replace("%", "%%")
+        waits = [f"{how}:{':'.join(jobs)}" for how, jobs in (("afterok", self.after), ("after", self.beside)) if jobs]
         given = {
             "job-name": job if self.base.name == job else f"{job}-{self.base.name.removeprefix(f'{job}-')}",
             "account": settings.account,
@@ -85,8 +88,8 @@ class Submission:
             "time": limit,
             "signal": f"B:USR2@{settings.slurm.margin}",
             "array": None if tasks == 1 else f"0-{tasks - 1}",
-            "dependency": f"afterok:{':'.join(self.after)}" if self.after else None,
-            "kill-on-invalid-dep": "yes" if self.after else None,
+            "dependency": ",".join(waits) if waits else None,
+            "kill-on-invalid-dep": "yes" if waits else None,
             "output": f"{output}/{'%j' if tasks == 1 else '%A_%a'}.out",
             "export": f"ALL,NEMO_EXT_PYTHON={sys.executable}",
         }

@@ -136,7 +136,7 @@ def test_a_judge_that_is_down_leaves_answers_without_a_score(
     reference = {"question": "question", "answer": "sum | string"}
     words = [
         f"suite={suite(rows=4, environment='judge', reference=reference)}",
-        f"evaluate.judge={{base_url: '{url}', model: j, attempts: 1}}",
+        f"evaluate.judge={{endpoint: '{url}', model: j, attempts: 1}}",
     ]
     code, said = evaluate(*words)
 

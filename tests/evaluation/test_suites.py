@@ -22,7 +22,7 @@ from nemo_ext.rl.environments import make
 PAPERS = ("domyn", "llama_nemotron", "nemotron3_nano", "nemotron3_nano_base", "olmo1", "olmo3_base_easy")
 PAPERS += ("olmo3_base_main", "olmo3_think", "safety")
 JUDGED = {"judge", "graded"}
-JUDGE = {"base_url": "http://127.0.0.1:9/v1", "model": "judge"}
+JUDGE = {"endpoint": "http://127.0.0.1:9/v1", "model": "judge"}
 
 ARC = {"id": "a", "question": "Why?", "choices": {"text": ["x", "y", "z"], "label": ["1", "2", "3"]}, "answerKey": "2"}
 MMLU = {"question": "Why?", "subject": "abstract_algebra", "choices": ["x", "y", "y", "z"], "answer": 2}

@@ -89,7 +89,7 @@ def test_a_round_raises_the_reward_and_a_stopped_one_goes_on(
         (("online.temperature=-1",), "online: temperature=-1.0: input should be"),
         (("online.environments={code: {colour: 1}}",), "online.environments: no task has the environment 'code'"),
         (
-            ("online.group={judge: {base_url: http://x/v1, model: m}, show: revard_model}",),
+            ("online.group={judge: {endpoint: http://x/v1, model: m}, show: revard_model}",),
             "did you mean 'reward_model'",
         ),
         (("tasks.train.path=nothing.jsonl",), "no such file of tasks"),

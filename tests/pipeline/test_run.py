@@ -189,3 +189,47 @@ def test_a_chain_that_is_killed_goes_on_to_the_same_end(tmp_path: Path) -> None:
     assert "| [pretrain](pretrain/report.md) | train | tokenize | finished |" in report
     assert "40,960" in report and "](pretrain/" in report
     assert end(start(tmp_path, *words), tmp_path).count(": finished before") == 3
+
+
+def asking(folder: Path, model: Path) -> tuple[str, ...]:
+    """Words of a pipeline with a stage that asks a server beside it, and a server that no stage asks."""
+    (folder / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}?"}}\n' for n in range(20)))
+    ask = [
+        f"input={folder}/rows.jsonl",
+        f"output={folder}/answers",
+        "endpoint=${run_dir}/judge",
+        "generate.max_tokens=4",
+    ]
+    stages = {
+        "judge": {"job": "serve", "words": [f"model={model}", "serving.device=cpu"]},
+        "ask": {"job": "generate", "words": ask, "beside": ["judge"]},
+        "public": {"job": "serve", "words": [f"model={model}", "serving.device=cpu"]},
+    }
+    (folder / "pipeline").mkdir()
+    text = "# @package _global_\n" + yaml.safe_dump({"pipeline": "asked", "stages": stages}, sort_keys=False)
+    (folder / "pipeline" / "asked.yaml").write_text(text)
+    return f"--config-dir={folder}", "pipeline=asked", f"run_dir={folder}/r"
+
+
+@pytest.mark.slow
+def test_a_model_is_served_while_a_stage_asks_it(tmp_path: Path, served_folder: Path) -> None:
+    words = asking(tmp_path, served_folder)
+
+    told = end(start(tmp_path, *words), tmp_path)
+    assert [line for line in told.splitlines() if line.startswith(("judge: ", "ask: "))] == [
+        *("judge: running", "ask: running"),
+        next(line for line in told.splitlines() if line.startswith("ask: finished, ")),
+        "judge: stopped",
+    ]
+    assert (
+        f"public: nemo-ext serve --config-dir={tmp_path} run_dir={tmp_path}/r/public port=0 model={served_folder}"
+        in told
+    )
+    assert not (tmp_path / "r" / "judge" / "endpoint.json").exists()
+    assert (tmp_path / "answers" / "report.md").is_file()
+    again = end(start(tmp_path, *words), tmp_path)
+    assert "ask: finished before" in again and "judge: running" not in again, "nobody asks it"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_bytes((served_folder / "config.json").read_bytes())
+    broken = (f"judge.model={tmp_path}/empty", "ask.output=other", f"run_dir={tmp_path}/s")
+    assert "error: judge, beside ask: the server ended with 2: " in end(start(tmp_path, *words, *broken), tmp_path, 1)

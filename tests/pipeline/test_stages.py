@@ -56,6 +56,19 @@ def test_a_stage_starts_from_the_model_that_its_parent_makes(tmp_path: Path) -> 
         ({"a": {"job": "train"}, "b": {"job": "rl_tasks", "parent": "a"}}, "rl_tasks starts from no model"),
         ({"a": {"job": "train"}, "b": {"job": "train", "parent": "aa"}}, "b.parent=aa: did you mean 'a'"),
         ({"a": {"job": "train", "after": ["b"]}, "b": {"job": "train"}}, "a, b wait for each other"),
+        (
+            {"a": {"job": "serve"}, "b": {"job": "rl", "parent": "a"}},
+            "b.parent=a: is a server, which never ends: name it",
+        ),
+        (
+            {"a": {"job": "serve"}, "b": {"job": "rl", "after": ["a"]}},
+            "b.after=a: is a server, which never ends: name it",
+        ),
+        (
+            {"a": {"job": "serve"}, "b": {"job": "rl", "beside": ["c"]}},
+            "b.beside=c: no stage with job: serve: known: a",
+        ),
+        ({"a": {"job": "train"}, "b": {"job": "rl", "beside": ["a"]}}, "b.beside=a: no stage with job: serve"),
     ],
 )
 def test_a_model_that_cannot_be_handed_over_is_named(tmp_path: Path, stages: dict[str, Any], said: str) -> None:
@@ -72,6 +85,23 @@ def test_stages_keep_their_order_but_come_after_those_they_follow(tmp_path: Path
     }
 
     assert list(chain(tmp_path, stages)) == ["tasks", "train", "export"]
+
+
+def test_a_server_comes_before_the_stage_that_asks_it(tmp_path: Path) -> None:
+    stages = {
+        "judge": {"job": "serve", "parent": "grpo"},
+        **CHAIN,
+        "rlhf": {"job": "rl", "parent": "dpo", "beside": ["judge"], "after": ["fp8"]},
+    }
+    words = chain(tmp_path, stages)
+
+    assert list(words)[-4:] == ["fp8", "judge", "bench", "rlhf"]
+    assert {"model=r/grpo/model", "run_dir=r/judge", "port=0"} < set(words["judge"])
+    found = {stage.name: stage for stage in read([f"--config-dir={tmp_path}", "pipeline=mine", "run_dir=r"]).stages}
+    assert found["judge"].after == ("grpo", "fp8", "dpo"), "not before the stage that asks it can start"
+    assert found["rlhf"].beside == ("judge",)
+    assert list(chain(tmp_path, stages, "from=rlhf")) == ["judge", "rlhf"], "a part has the servers that it asks"
+    assert list(chain(tmp_path, stages, "from=rlhf", "skip=[judge]")) == ["rlhf"]
 
 
 def test_evaluations_follow_each_stage_that_makes_a_model(tmp_path: Path) -> None:

@@ -62,14 +62,14 @@ JUDGES = {
 
 @pytest.mark.parametrize("preset", presets())
 def test_a_preset_composes_under_hydra_as_it_is(preset: str) -> None:
-    given = [f"{JUDGES[preset]}.{key}=there" for key in ("base_url", "model")] if preset in JUDGES else []
+    given = [f"{JUDGES[preset]}.{key}=there" for key in ("endpoint", "model")] if preset in JUDGES else []
     composed = compose("rl", [f"rl={preset}", *(f"rl.{word}" for word in given)])["rl"]
 
     assert algorithm_of(composed) == load(preset, OmegaConf.to_container(OmegaConf.from_dotlist(given)))  # type: ignore[arg-type]
 
 
 def test_a_judge_must_be_named() -> None:
-    with pytest.raises(ValueError, match=r"not set: rl\.group\.judge\.base_url"):
+    with pytest.raises(ValueError, match=r"not set: rl\.group\.judge\.endpoint"):
         compose("rl", ["rl=nemotron3_rlhf"])
 
 

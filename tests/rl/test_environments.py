@@ -6,7 +6,7 @@ import pytest
 
 from nemo_ext.rl.environments import ENVIRONMENTS, make
 
-JUDGE = {"judge": {"base_url": "http://localhost:1/v1", "model": "judge"}}
+JUDGE = {"judge": {"endpoint": "http://localhost:1/v1", "model": "judge"}}
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)

@@ -16,7 +16,7 @@ def member(text: str) -> Member:
 
 
 def judge(url: str) -> dict[str, Any]:
-    return {"base_url": url, "model": "judge", "attempts": 1, "attempt_seconds": 5, "total_seconds": 5}
+    return {"endpoint": url, "model": "judge", "attempts": 1, "attempt_seconds": 5, "total_seconds": 5}
 
 
 def judgement(first: int, second: int) -> str:

@@ -74,7 +74,7 @@ def test_nano_s_rlvr_on_generated_tasks_needs_no_judge() -> None:
 
 def test_what_changes_while_training_is_checked_before_an_engine_is_loaded() -> None:
     config = compose("rl", ["preset=domyn_math_grpo", "model=m"])
-    judged = {**config, "rl": {**config["rl"], "group": {"judge": {"base_url": "u", "model": "m"}}}}
+    judged = {**config, "rl": {**config["rl"], "group": {"judge": {"endpoint": "u", "model": "m"}}}}
     every = {"every": 2}
     for given, train, message in (
         (config, {"path": "t", "reprofile": {"platau": 2}}, "did you mean 'plateau'"),

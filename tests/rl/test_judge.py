@@ -22,7 +22,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 def judge(endpoint: Any, **settings: Any) -> Judge:
     limits = {"attempt_seconds": 60.0, "total_seconds": 120.0, **settings}
-    return Judge(JudgeSettings.of({"base_url": endpoint.url, "model": "m", **limits}))
+    return Judge(JudgeSettings.of({"endpoint": endpoint.url, "model": "m", **limits}))
 
 
 def ask(asked: Judge, read: Any = str) -> Answer[Any]:
@@ -118,7 +118,7 @@ def test_text_in_parts(endpoint: Any, reply: Any) -> None:
 
 
 def test_nobody_there() -> None:
-    settings = JudgeSettings(base_url="http://127.0.0.1:1/v1", model="m", attempts=2)
+    settings = JudgeSettings(endpoint="http://127.0.0.1:1/v1", model="m", attempts=2)
 
     assert "ClientConnectorError" in ask(Judge(settings)).problem
 
@@ -242,9 +242,9 @@ def test_a_key_that_no_header_can_hold(endpoint: Any, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"base_url": "localhost:8000"}, "judge: base_url: the URL must be like"),
-        ({"base_url": "http://me:secret@host/v1"}, "judge: base_url: the URL must hold no name, password"),
-        ({"base_url": 3}, "judge: base_url=3"),
+        ({"endpoint": "ftp://localhost:8000"}, "judge: endpoint: the URL must be like"),
+        ({"endpoint": "http://me:secret@host/v1"}, "judge: endpoint: the URL must hold no name, password"),
+        ({"endpoint": 3}, "judge: endpoint=3"),
         ({"model": ""}, "judge: model=''"),
         ({"attempts": 0}, "judge: attempts=0"),
         ({"concurrency": 1.5}, "judge: concurrency=1.5"),
@@ -261,19 +261,19 @@ def test_a_key_that_no_header_can_hold(endpoint: Any, monkeypatch: pytest.Monkey
 )
 def test_settings_are_checked(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
-        JudgeSettings.of({"base_url": "http://localhost/v1", "model": "m", **changed})
+        JudgeSettings.of({"endpoint": "http://localhost/v1", "model": "m", **changed})
 
     assert "secret" not in str(raised.value)
 
 
 def test_sampling_may_have_keys_that_are_numbers() -> None:
-    made = JudgeSettings.of({"base_url": "http://x/v1", "model": "m", "sampling": {"logit_bias": {50256: -100}}})
+    made = JudgeSettings.of({"endpoint": "http://x/v1", "model": "m", "sampling": {"logit_bias": {50256: -100}}})
     assert made.sampling == {"logit_bias": {"50256": -100}}
 
 
 def test_settings_say_what_is_missing() -> None:
-    with pytest.raises(ValueError, match="judge: the key 'model' is missing"):
-        JudgeSettings.of({"base_url": "http://localhost/v1"})
+    with pytest.raises(ValueError, match="judge: model is missing"):
+        JudgeSettings.of({"endpoint": "http://localhost/v1"})
 
 
 def test_check_finds_the_model(endpoint: Any, reply: Any) -> None:
@@ -287,7 +287,7 @@ def test_check_finds_the_model(endpoint: Any, reply: Any) -> None:
 @pytest.mark.parametrize(
     ("replied", "message"),
     [
-        ({"body": b'{"data": [{"id": "mm"}]}'}, "judge.base_url=.*: unknown model 'm': did you mean 'mm'"),
+        ({"body": b'{"data": [{"id": "mm"}]}'}, "judge.endpoint=.*: unknown model 'm': did you mean 'mm'"),
         ({"body": b'{"data": [3]}'}, "something else than a list of models"),
         ({"body": b"<html>"}, "something else than a list of models"),
         ({"status": 401}, "HTTP 401"),
@@ -308,7 +308,7 @@ def test_ctrl_c_ends_the_waiting(endpoint: Any, reply: Any) -> None:
     code = f"""
 import asyncio
 from nemo_ext.rl.judge import Judge, JudgeSettings
-judge = Judge(JudgeSettings(base_url={endpoint.url!r}, model="m", attempt_seconds=500))
+judge = Judge(JudgeSettings(endpoint={endpoint.url!r}, model="m", attempt_seconds=500))
 asyncio.run(judge.ask_all([[{{"role": "user", "content": "?"}}]] * 10, str))
 """
     waiting = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, env=dict(os.environ))

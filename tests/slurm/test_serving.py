@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from nemo_ext.data.text.user_files import pyarrow_module
 from nemo_ext.endpoint.address import read_address
@@ -185,3 +186,27 @@ def test_a_replica_of_two_nodes(
         assert " ".join(told[told.index("--nnodes") :][:6]) == f"--nnodes 2 --node-rank {rank} --master-addr 127.0.0.1"
         assert ("--headless" in told) == bool(rank)
     slurm.wait(lambda: not slurm.call("squeue", "-h"), what="no job is left")
+
+
+def test_a_stage_asks_the_server_beside_it_and_ends_it(
+    slurm: Any, nemo_ext: Callable[..., str], served_folder: Path, rows: Path, tmp_path: Path
+) -> None:
+    ask = [f"input={rows}", f"output={tmp_path}/answers", "endpoint=${run_dir}/judge", "generate.max_tokens=4"]
+    stages = {
+        "judge": {"job": "serve", "words": [f"model={served_folder}", "serving.device=cpu"]},
+        "ask": {"job": "generate", "words": [*ask, "serving.device=cpu"], "beside": ["judge"]},
+    }
+    (tmp_path / "pipeline").mkdir()
+    text = "# @package _global_\n" + yaml.safe_dump({"pipeline": "asked", "stages": stages}, sort_keys=False)
+    (tmp_path / "pipeline" / "asked.yaml").write_text(text)
+    words = (f"--config-dir={tmp_path}", "pipeline=asked", f"run_dir={tmp_path}/r", CPU[0], CPU[2])
+
+    assert "--dependency=after:<judge>" in nemo_ext("submit", *words, "--dry-run")
+    nemo_ext("submit", *words)
+    judge, asked = ((tmp_path / "r" / name / "slurm" / "job").read_text().strip() for name in stages)
+    slurm.wait(lambda: slurm.state(judge) == "CANCELLED", what=outputs(tmp_path), seconds=400)
+
+    assert slurm.state(asked) == "COMPLETED", outputs(tmp_path)
+    assert len(table(tmp_path / "answers")) == ROWS
+    told = nemo_ext("submit", *words)
+    assert "ask: finished before" in told and "judge: no stage asks it now" in told

@@ -30,7 +30,7 @@ class ComparisonConfig(OwnConfig):
     """Config of the comparison server.
 
     Attributes:
-        judge: fields of `nemo_ext.rl.judge.JudgeSettings`: base_url, model, and its time limits.
+        judge: fields of `nemo_ext.rl.judge.JudgeSettings`: endpoint, model, and its time limits.
         group_size: responses per prompt: Gym's num_repeats, NeMo-RL's num_generations_per_prompt.
         wait_seconds: time limit for the other responses, from a group's first one on.
         show: genrm for a judge whose chat template has the roles response_1 and response_2, instructed for any other.

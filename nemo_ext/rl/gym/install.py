@@ -29,7 +29,7 @@ EXAMPLES = 5
 """Number of rows of example.jsonl, as `gym env test` requires."""
 _KEYS = ("output", "servers", "tasks", "seed")
 _JUDGE = {
-    "base_url": "${nemo_ext_judge_base_url}",
+    "endpoint": "${nemo_ext_judge_endpoint}",
     "model": "${nemo_ext_judge_model}",
     "attempt_seconds": 120,
     "total_seconds": 600,

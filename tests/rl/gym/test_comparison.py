@@ -25,7 +25,7 @@ def better(reply: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 def settings(url: str, **given: Any) -> dict[str, Any]:
-    judge = {"base_url": url, "model": "genrm", "attempts": 1, "attempt_seconds": 30, "total_seconds": 60}
+    judge = {"endpoint": url, "model": "genrm", "attempts": 1, "attempt_seconds": 30, "total_seconds": 60}
     none = {"thinking": 0, "answer": 0, "thinking_bonus": 0, "answer_bonus": 0}
     return {"judge": judge | given.pop("judge", {}), "group_size": 3, "length_control": none, **given}
 

@@ -51,7 +51,7 @@ def test_the_same_command_again_writes_the_same(tmp_path: Path) -> None:
 def test_the_examples_are_tasks_of_the_server(name: str) -> None:
     settings = dict(SERVERS[name].config.get("settings", {}))
     if name == "judge":
-        settings["judge"] = {"base_url": "http://localhost:1/v1", "model": "judge"}
+        settings["judge"] = {"endpoint": "http://localhost:1/v1", "model": "judge"}
     environment = make(SERVERS[name].config["environment"], settings)
 
     for row in examples(name, seed=1):
@@ -111,7 +111,7 @@ def test_gym_takes_the_configs(name: str) -> None:
     from omegaconf import OmegaConf
 
     given = OmegaConf.create(
-        server_config(name) | {"nemo_ext_judge_base_url": "http://x/v1", "nemo_ext_judge_model": "m"}
+        server_config(name) | {"nemo_ext_judge_endpoint": "http://x/v1", "nemo_ext_judge_model": "m"}
     )
     for instance in (f"nemo_ext_{name}", f"nemo_ext_{name}_agent"):
         made, error = maybe_get_server_instance_config(instance, given[instance])
@@ -123,7 +123,7 @@ def test_gym_takes_the_configs(name: str) -> None:
 @pytest.mark.parametrize("name", SERVERS)
 def test_the_servers_take_their_configs(name: str, serve: Any, tmp_path: Path) -> None:
     given = server_config(name)[f"nemo_ext_{name}"]["resources_servers"]["nemo_ext"]
-    text = json.dumps(given).replace("${nemo_ext_judge_base_url}", "http://localhost:1/v1")
+    text = json.dumps(given).replace("${nemo_ext_judge_endpoint}", "http://localhost:1/v1")
 
     serve(**json.loads(text))
 

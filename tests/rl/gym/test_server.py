@@ -105,7 +105,7 @@ class TestJudge:
     )
 
     def settings(self, url: str) -> dict[str, Any]:
-        return {"judge": {"base_url": url, "model": "judge", "attempts": 2, "attempt_seconds": 5, "total_seconds": 0.5}}
+        return {"judge": {"endpoint": url, "model": "judge", "attempts": 2, "attempt_seconds": 5, "total_seconds": 0.5}}
 
     def test_a_silent_judge_does_not_hold_up_a_request(
         self, serve: Serve, openai: SimpleNamespace, endpoint: Any, reply: Any
@@ -278,14 +278,14 @@ class TestSteps:
         ({"environment": "math", "reward": "scores"}, "did you mean 'score'"),
         ({"environment": "bank", "num_workers": 2}, "num_workers must be 1"),
         ({"environment": "math", "concurrency": 0}, "concurrency must be"),
-        ({"group_size": 4, "judge": {"base_url": "http://x/v1", "model": "m"}, "num_workers": 2}, "num_workers must"),
-        ({"group_size": 1, "judge": {"base_url": "http://x/v1", "model": "m"}}, "group_size"),
-        ({"group_size": 4, "judge": {"base_url": "x", "model": "m"}}, "judge: base_url"),
+        ({"group_size": 4, "judge": {"endpoint": "http://x/v1", "model": "m"}, "num_workers": 2}, "num_workers must"),
+        ({"group_size": 1, "judge": {"endpoint": "http://x/v1", "model": "m"}}, "group_size"),
+        ({"group_size": 4, "judge": {"endpoint": "x://y", "model": "m"}}, "judge: endpoint"),
         (
-            {"group_size": 4, "judge": {"base_url": "http://x/v1", "model": "m"}, "show": "gen"},
+            {"group_size": 4, "judge": {"endpoint": "http://x/v1", "model": "m"}, "show": "gen"},
             "'genrm' or 'instructed'",
         ),
-        ({"group_size": 4, "judge": {"base_url": "http://x/v1", "model": "m"}, "wait_seconds": 0}, "wait_seconds"),
+        ({"group_size": 4, "judge": {"endpoint": "http://x/v1", "model": "m"}, "wait_seconds": 0}, "wait_seconds"),
     ],
 )
 def test_a_config_that_cannot_be_is_refused(serve: Serve, config: dict[str, Any], message: str) -> None:

@@ -95,7 +95,7 @@ def words(preset: str, backend: str, below: Path) -> list[str]:
         *(f"model={folder(place.model, below)}", f"run_dir={below / 'run'}", f"nemo_rl.gpu_memory_gib={place.memory}"),
         *([f"nemo_rl.layout={preset}"] if stated else []),
         *sizes,
-        *(f"{path}.{key}=x" for path in JUDGES.get(preset, ()) for key in ("base_url", "model")),
+        *(f"{path}.{key}=x" for path in JUDGES.get(preset, ()) for key in ("endpoint", "model")),
         *(["precision=fp8_blockwise"] if place.model == "llama_nemotron_ultra_253b" else []),
     ]
 

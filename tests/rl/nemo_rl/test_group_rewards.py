@@ -197,7 +197,7 @@ def test_a_judge_compares_the_members_of_every_group(endpoint: Any, reply: Any) 
         return reply(text=json.dumps(scores))
 
     endpoint.reply = judge
-    settings = {"judge": {"base_url": endpoint.url, "model": "genrm"}, "length_control": {}}
+    settings = {"judge": {"endpoint": endpoint.url, "model": "genrm"}, "length_control": {}}
     settings["length_control"] = {"thinking": 0, "answer": 0, "thinking_bonus": 0, "answer_bonus": 0}
     groups = groups_of(generations=2, advantage=None, group=settings)
     batch = batch_of([0.0] * 4, ["a"] * 4)

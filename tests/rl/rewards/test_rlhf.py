@@ -30,7 +30,7 @@ def by_number(payload: dict[str, Any]) -> str:
 
 
 def rewards(endpoint: Any, responses: list[Response], seconds: float = 60, **rules: Any) -> GroupRewards:
-    settings = JudgeSettings(base_url=endpoint.url, model="genrm", attempt_seconds=seconds, attempts=2)
+    settings = JudgeSettings(endpoint=endpoint.url, model="genrm", attempt_seconds=seconds, attempts=2)
     return asyncio.run(rlhf_rewards(Judge(settings), PROMPT, responses, **rules))
 
 

@@ -296,10 +296,10 @@ def test_a_judge_compares_the_answers_of_a_group(model: Path, tmp_path: Path, en
     )
 
     assert "unknown model 'jugde'" in refusal(
-        *words, f"rl.group.judge.base_url={endpoint.url}", "rl.group.judge.model=jugde", f"run_dir={tmp_path / 'no'}"
+        *words, f"rl.group.judge.endpoint={endpoint.url}", "rl.group.judge.model=jugde", f"run_dir={tmp_path / 'no'}"
     )
     endpoint.requests.clear()
-    job(*words, f"rl.group.judge.base_url={endpoint.url}", "rl.group.show=instructed", f"run_dir={tmp_path / 'run'}")
+    job(*words, f"rl.group.judge.endpoint={endpoint.url}", "rl.group.show=instructed", f"run_dir={tmp_path / 'run'}")
 
     asked = [request for request in endpoint.requests if "messages" in request]
     assert len(asked) == 2 * 2 * 2, "two steps, two groups, two orders"

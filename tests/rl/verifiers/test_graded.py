@@ -23,7 +23,7 @@ def _no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def verify(endpoint: Any, text: str, reference: dict[str, Any] = REFERENCE, **settings: Any) -> Verdict:
-    made = make("graded", {"judge": {"base_url": endpoint.url, "model": "m", "attempts": 2}, **settings})
+    made = make("graded", {"judge": {"endpoint": endpoint.url, "model": "m", "attempts": 2}, **settings})
     made = pickle.loads(pickle.dumps(made))
     return asyncio.run(made.verify(parse_response(text), made.check(reference)))  # type: ignore[arg-type, misc]
 
@@ -77,7 +77,7 @@ def test_what_a_judge_repeats_earns_nothing(endpoint: Any, reply: Any, attack: s
 
 
 def test_rubric_and_best_may_be_the_environment_s() -> None:
-    settings = {"judge": {"base_url": "http://localhost:1/v1", "model": "m"}, "rubric": "4: safe.", "best": 4}
+    settings = {"judge": {"endpoint": "http://localhost:1/v1", "model": "m"}, "rubric": "4: safe.", "best": 4}
     made = make("graded", settings)
 
     assert made.check({"question": "?"}).rubric == "4: safe." and made.check({"question": "?"}).best == 4

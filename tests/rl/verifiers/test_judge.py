@@ -25,7 +25,7 @@ def _no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def verify(endpoint: Any, text: str, seconds: float = 60, **settings: Any) -> Verdict:
-    judge = {"base_url": endpoint.url, "model": "m", "attempts": 2, "attempt_seconds": seconds}
+    judge = {"endpoint": endpoint.url, "model": "m", "attempts": 2, "attempt_seconds": seconds}
     environment = environments.make("judge", {"judge": judge, **settings})
     assert environment.verify is not None and environment.waits
     return asyncio.run(environment.verify(parse_response(text), environment.check(REFERENCE)))  # type: ignore[arg-type]
@@ -197,12 +197,12 @@ def test_the_rubric_is_shown() -> None:
 
 def test_settings_are_checked() -> None:
     with pytest.raises(ValueError, match="judge: unknown key 'modle': did you mean 'model'"):
-        environments.make("judge", {"judge": {"base_url": "http://localhost/v1", "modle": "m"}})
+        environments.make("judge", {"judge": {"endpoint": "http://localhost/v1", "modle": "m"}})
 
 
 def test_the_environment_pickles(endpoint: Any, reply: Any) -> None:
     endpoint.reply = lambda payload: reply(text="[[correct]]")
-    made = environments.make("judge", {"judge": {"base_url": endpoint.url, "model": "m"}})
+    made = environments.make("judge", {"judge": {"endpoint": endpoint.url, "model": "m"}})
 
     again = pickle.loads(pickle.dumps(made))
 
@@ -213,7 +213,7 @@ def test_hundreds_at_once_are_all_answered(endpoint: Any, reply: Any) -> None:
     endpoint.reply = lambda payload: reply(
         text="[[correct]]" if "Paris number" in payload["messages"][0]["content"] else "[[incorrect]]", seconds=0.01
     )
-    made = environments.make("judge", {"judge": {"base_url": endpoint.url, "model": "m", "concurrency": 128}})
+    made = environments.make("judge", {"judge": {"endpoint": endpoint.url, "model": "m", "concurrency": 128}})
     reference = made.check(REFERENCE)
 
     async def all_of_them() -> list[Verdict]:

@@ -171,7 +171,7 @@ def test_bad_settings() -> None:
 
 def test_a_judge_of_answers_is_asked_before_a_run(endpoint: Any, reply: Any) -> None:
     endpoint.reply = lambda payload: reply(body=b'{"data": [{"id": "other"}]}')
-    judge = {"base_url": endpoint.url, "model": "judge"}
+    judge = {"endpoint": endpoint.url, "model": "judge"}
     made = make("tool_hallucination", {"environments": {"judge": {"judge": judge}}})
     assert made.reach is not None
 
