@@ -24,6 +24,7 @@ goes on: finished stages are left alone, an unfinished one resumes. `nemo-ext su
   evaluate          words of `nemo-ext evaluate` for a stage evaluate_STAGE after each stage that makes a model:
                     'evaluate=[suite=quick,evaluate.limit=10]' (default: none, or what the twin says)
   STAGE.key=value   changes one stage; JOB.key=value all stages of a job; other words are the pipeline's own keys
+  --report          write report.md and report.html of what has been run, here or by `submit`, and start nothing
   --dry-run         check the configs of all stages and show their commands, but start nothing
 
 Ctrl-C ends the running stage as Ctrl-C would its job: it saves first. A stage's output is in RUN_DIR/STAGE.log."""
@@ -35,10 +36,12 @@ def main() -> None:
     if not words or {"-h", "--help"} & set(words):
         print(HELP)
         return
-    from nemo_ext.pipeline.run import run
+    from nemo_ext.pipeline.run import report, run
 
     try:
         with mistakes_are_one_line():
+            if "--report" in words:
+                sys.exit(report([word for word in words if word != "--report"]))
             sys.exit(run([word for word in words if word != "--dry-run"], dry_run="--dry-run" in words))
     except KeyboardInterrupt:
         print("interrupted: the same command goes on", file=sys.stderr)

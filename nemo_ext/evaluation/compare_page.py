@@ -153,7 +153,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 
-_AGAINST = (
+AGAINST = (
     "benchmark",
     "before",
     "after",
@@ -166,11 +166,12 @@ _AGAINST = (
     "problems",
     "verdict",
 )
+"""Columns of a table of pairs."""
 
 
 def _against(found: Comparison, name: str) -> Table:
     entries = entries_of(found.runs)
-    rows = [_pair_row(pair, entries.get(pair.benchmark, {})) for pair in found.pairs[name]]
+    rows = [pair_row(pair, entries.get(pair.benchmark, {})) for pair in found.pairs[name]]
     kept = sorted(
         pair.after / pair.before
         for pair in found.pairs[name]
@@ -183,10 +184,11 @@ def _against(found: Comparison, name: str) -> Table:
     if len(kept) > 1:
         median = (kept[(len(kept) - 1) // 2] + kept[len(kept) // 2]) / 2
         text = f"Median accuracy kept: {_share(median)} over {len(kept)} benchmarks (Nemotron 3 Nano, section 4.3)."
-    return Table(f"{name} against {found.runs[0].name}", _AGAINST, rows, text)
+    return Table(f"{name} against {found.runs[0].name}", AGAINST, rows, text)
 
 
-def _pair_row(pair: Pair, entry: Mapping[str, Any]) -> list[str]:
+def pair_row(pair: Pair, entry: Mapping[str, Any]) -> list[str]:
+    """Cells of a pair in a table with the columns `AGAINST`."""
     apart = pair.difference
     if apart is None or pair.before is None or pair.after is None:
         return [pair.benchmark, *["-"] * 9, pair.words]
@@ -210,8 +212,8 @@ def _modes(found: Comparison) -> Table:
     for run in found.runs:
         for pair in found.modes.get(run.name, ()):
             entry = run.benchmarks[pair.benchmark]
-            rows.append([run.name, f"{pair.a} to {pair.b}", *_pair_row(pair, entry)])
-    columns = ("run", "modes", *_AGAINST)
+            rows.append([run.name, f"{pair.a} to {pair.b}", *pair_row(pair, entry)])
+    columns = ("run", "modes", *AGAINST)
     return Table(
         "Modes", columns, rows, "Each mode against the first on the same problems, such as reasoning off and on."
     )

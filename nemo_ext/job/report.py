@@ -1,8 +1,13 @@
 """Common parts of reports: tables in Markdown, and pictures that get their name when complete. No torch."""
 
+import base64
+import html
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import unquote
+
+from nemo_ext.job.files import write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,6 +22,42 @@ def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
+table {{ border-collapse: collapse; display: block; overflow-x: auto; font-size: 13px; }}
+th, td {{ padding: .3rem .7rem; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top; }}
+img {{ max-width: 100%; }}
+@media (prefers-color-scheme: dark) {{
+  body {{ background: #16181c; color: #ddd; }} th, td {{ border-color: #444; }} a {{ color: #8ab4f8; }}
+  img {{ background: #fff; }}
+}}
+</style></head><body>
+{body}</body></html>
+"""
+
+
+def write_page(report: Path) -> Path:
+    """Write a Markdown report as one HTML file beside it, with its pictures (PNG) in it; returns the file's path."""
+    from markdown_it import MarkdownIt
+
+    text = report.read_text()
+    renderer = MarkdownIt("commonmark", {"html": False}).enable("table")
+    tokens = renderer.parse(text)
+    for image in [child for token in tokens for child in token.children or () if child.type == "image"]:
+        picture = report.parent / unquote(str(image.attrs["src"]))
+        if picture.suffix == ".png" and picture.is_file():
+            image.attrs["src"] = f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}"
+    body = renderer.renderer.render(tokens, renderer.options, {})
+    title = html.escape(text.partition("\n")[0].removeprefix("# "))
+    page = report.with_suffix(".html")
+    write_text(page, _PAGE.format(title=title, body=body))
+    return page
 
 
 def new_figure(**sizes: Any) -> "Figure":

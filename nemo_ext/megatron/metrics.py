@@ -36,7 +36,10 @@ VALIDATION = " validation"
 """Suffix of the tags of an evaluation; their names get the prefix `val_`."""
 
 LAST_OF_A_STEP = "iteration_time"
-"""Tag that Megatron writes last in a step; throughput and energy, which may follow, go to TensorBoard alone."""
+"""Tag that Megatron writes last in a step; throughput, which may follow, goes to TensorBoard alone."""
+
+ENERGY = "iter-energy/gpu"
+"""Tag of `megatron.log_energy`, which follows a step: joules per GPU by NVML, the mean of all ranks."""
 
 
 STEPS = "interval-time"
@@ -123,7 +126,8 @@ class MetricsWriter:
 
     A line has `step`, `tokens` (trained so far), `loss`, `lr`, `grad_norm`, `tokens_per_second`, `seconds_per_step`,
     `mfu` by exact FLOPs and `mfu_6n` by 6N, the papers' count without attention's scores (both null if the peak of the
-    device is unknown), without a GPU `cpu_seconds_per_step`, and whatever else Megatron logs.
+    device is unknown), without a GPU `cpu_seconds_per_step`, with `megatron.log_energy` `joules_per_gpu` of the step
+    before, and whatever else Megatron logs.
     Each value of an evaluation is a line of its own with `step`, `tokens` and `val_loss` (or `val_kl_to_teacher`), or
     with `evaluate`, the accuracy by benchmark, and `evaluate_bits`, bits per byte.
 
@@ -154,6 +158,7 @@ class MetricsWriter:
 
     def __post_init__(self) -> None:
         self._step: dict[str, Any] = {}
+        self._joules: float | None = None
         self._last = (self.first_step, time.perf_counter(), self._cpu_now())  # the last step and when it ended
         truncate_metrics(self.path, self.first_step)
 
@@ -162,6 +167,9 @@ class MetricsWriter:
         if self.tensorboard is not None:
             self.tensorboard.add_scalar(tag, value, step)
         if tag.endswith(" vs samples"):
+            return
+        if tag == ENERGY:
+            self._joules = _finite(float(value))
             return
         of = tag.removesuffix(VALIDATION)
         name = NAMES.get(of, of.replace(" ", "_").replace("-", "_"))
@@ -207,6 +215,8 @@ class MetricsWriter:
         line["tokens_per_second"] = rate
         for name, flops in (("mfu", self.flops_per_token), ("mfu_6n", self.flops_per_token_6n)):
             line[name] = None if self.peak_flops is None else rate * flops / self.peak_flops
+        if self._joules is not None:
+            line["joules_per_gpu"], self._joules = self._joules, None
         self._write(line)
 
     def _cpu_now(self) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from nemo_ext.evaluation.report import figure
 from nemo_ext.evaluation.store import RESULTS
 from nemo_ext.job.records import read_records
-from nemo_ext.job.run_directory import METRICS, newest
+from nemo_ext.job.run_directory import METRICS, newest, read_metrics
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.status import target_of
 
@@ -37,6 +37,35 @@ class Figures:
     tokens: int | None = None
     step: int | None = None
     target: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """How well a training used its GPUs.
+
+    Attributes:
+        mfu, mfu_6n: model FLOPs utilisation by exact FLOPs and by 6N, means over its steps; None if unknown.
+        joules: energy of each GPU over its steps; None if it was not measured (`megatron.log_energy`).
+    """
+
+    mfu: float | None = None
+    mfu_6n: float | None = None
+    joules: float | None = None
+
+
+def efficiency_of(run_dir: Path) -> Efficiency:
+    """The efficiency of a training from all lines of its metrics; of other jobs nothing is known."""
+    steps = [line for line in read_metrics(run_dir / METRICS) if "loss" in line and "step" in line]
+    found = {}
+    for key in ("mfu", "mfu_6n", "joules_per_gpu"):
+        values = [float(line[key]) for line in steps if line.get(key) is not None]
+        found[key] = sum(values) / len(values) if values else None
+    joules = found["joules_per_gpu"]
+    return Efficiency(
+        mfu=found["mfu"],
+        mfu_6n=found["mfu_6n"],
+        joules=None if joules is None else joules * len({line["step"] for line in steps}),
+    )
 
 
 def figures_of(job: str, run_dir: Path) -> Figures:

@@ -1,54 +1,110 @@
-"""report.md of a pipeline: its stages with times and figures, their evaluations side by side, their pictures."""
+"""report.md and report.html of a pipeline: what its stages took, their evaluations side by side, their pictures."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from nemo_ext.evaluation.compare import CompareSettings
-from nemo_ext.evaluation.compare_page import tables
+from nemo_ext.evaluation.compare import CompareSettings, compared
+from nemo_ext.evaluation.compare_page import AGAINST, pair_row, tables
 from nemo_ext.evaluation.compare_page import write as write_comparison
+from nemo_ext.evaluation.runs import entries_of
 from nemo_ext.evaluation.store import RESULTS
 from nemo_ext.job.files import write_text
-from nemo_ext.job.report import markdown_table
-from nemo_ext.job.run_directory import REPORT
+from nemo_ext.job.report import markdown_table, write_page
+from nemo_ext.job.run_directory import METRICS, REPORT
 from nemo_ext.memory.report import PLOT as MEMORY
-from nemo_ext.pipeline.figures import figures_of, seconds_of
-from nemo_ext.pipeline.stages import EVALUATION, NEW_MODEL, Pipeline
+from nemo_ext.memory.sampler import gpu_memory
+from nemo_ext.pipeline.figures import Efficiency, efficiency_of, figures_of, seconds_of
+from nemo_ext.pipeline.stages import EVALUATION, NEW_MODEL, SERVER, Pipeline, Stage
 from nemo_ext.slurm import attempts
+from nemo_ext.slurm.jobs import nodes_and_gpus
+from nemo_ext.slurm.submit import planned
 
 _LEGEND = (
-    "{:,.0f} seconds in all, of every start. Figures of RL are those of the first step and the mean of the last tenth."
+    "{:,.0f} seconds in all, of every start, evaluations with it{}. Figures of RL are those of the first step and the "
+    "mean of the last tenth. MFU is model FLOPs utilisation: by exact FLOPs, with attention's scores and of active "
+    "experts alone, and by 6N, as most papers count."
 )
+_HEAD = (
+    *("stage", "job", "after", "state", "seconds", "GPU-hours", "tokens", "tokens a GPU-hour"),
+    *("MFU (exact)", "MFU (6N)", "MJ", "figures", "paper"),
+)
+_ALWAYS = _HEAD.index("GPU-hours")
+"""Columns after these are left out where no stage has anything in them."""
 COMPARISON = "compare"
 """Folder of the comparison of all evaluations."""
 
 
 def write_report(pipeline: Pipeline, states: Mapping[str, str]) -> Path:
-    """Write report.md into a pipeline's folder, and the comparison of its evaluations beside it; returns its path.
+    """Write report.md into a pipeline's folder, with report.html and the comparison of its evaluations beside it.
 
     Args:
         pipeline: the pipeline, of which stages that were left out stand in the report too.
         states: states of the stages to run, by name.
+
+    Returns:
+        Path of report.md.
     """
-    run_dir, rows, seconds = pipeline.run_dir, list[list[str]](), 0.0
+    run_dir, rows, seconds, hours = pipeline.run_dir, list[list[str]](), 0.0, 0.0
     for stage in pipeline.every:
-        record = run_dir / stage.name
-        found, spent = figures_of(stage.job, record), seconds_of(record)
-        tokens = "" if found.tokens is None else f"{found.tokens:,}"
-        name = f"[{stage.name}]({stage.name}/{REPORT})" if (record / REPORT).is_file() else stage.name
-        left_out = "left out" if attempts.finished(record) is None else "finished"
+        left_out = "left out" if attempts.finished(run_dir / stage.name) is None else "finished"
         state = states.get(stage.name, left_out).removesuffix(" before")
-        rows.append([name, stage.job, ", ".join(stage.after), state, f"{spent:,.0f}", tokens, found.text])
-        seconds += spent
-    head = ("stage", "job", "after", "state", "seconds", "tokens", "figures")
-    parts = [f"# {run_dir.name}", markdown_table(head, rows), _LEGEND.format(seconds)]
+        seconds += seconds_of(run_dir / stage.name)
+        hours += (spent := _gpu_hours(stage, run_dir / stage.name))
+        if stage.job != "evaluate" or not stage.name.startswith(EVALUATION) or state not in ("finished", "left out"):
+            rows.append(_row(stage, run_dir / stage.name, state, spent))
+    kept = [place for place in range(len(_HEAD)) if place < _ALWAYS or any(row[place] for row in rows)]
+    table = markdown_table([_HEAD[place] for place in kept], [[row[place] for place in kept] for row in rows])
+    parts = [f"# {run_dir.name}", table, _LEGEND.format(seconds, f"; {hours:,.1f} GPU-hours" if hours else "")]
     parts += _evaluations(pipeline)
     parts += _pictures(pipeline)
     write_text(run_dir / REPORT, "\n\n".join(parts) + "\n")
+    write_page(run_dir / REPORT)
     return run_dir / REPORT
 
 
+def _row(stage: Stage, record: Path, state: str, hours: float) -> list[str]:
+    found, name = figures_of(stage.job, record), stage.name
+    trained = stage.job == "train" and (record / METRICS).is_file()
+    efficiency = efficiency_of(record) if trained else Efficiency()
+    joules = None if efficiency.joules is None else efficiency.joules * _gpus(stage)
+    return [
+        f"[{name}]({name}/{REPORT})" if (record / REPORT).is_file() else name,
+        stage.job,
+        ", ".join(stage.after),
+        state,
+        "" if stage.job == SERVER else f"{seconds_of(record):,.0f}",
+        f"{hours:,.2f}" if hours else "",
+        "" if found.tokens is None else f"{found.tokens:,}",
+        "" if found.tokens is None or not hours else f"{found.tokens / hours:,.0f}",
+        "" if efficiency.mfu is None else f"{efficiency.mfu:.1%}",
+        "" if efficiency.mfu_6n is None else f"{efficiency.mfu_6n:.1%}",
+        "" if joules is None else f"{joules / 1e6:,.1f}",
+        found.text,
+        stage.paper,
+    ]
+
+
+def _gpus(stage: Stage) -> int:
+    """Number of GPUs that a stage takes."""
+    submission = planned(stage.words)
+    nodes, gpus = nodes_and_gpus(stage.job, submission.config, submission.settings)
+    return nodes * gpus
+
+
+def _gpu_hours(stage: Stage, record: Path) -> float:
+    """GPU-hours of all starts that have ended; on this machine there may be fewer GPUs than a stage takes, or none."""
+    starts = [each for each in attempts.read(record) if each.ended is not None]
+    here = len(gpu_memory()("total"))
+    if not starts or not (here or any(each.job for each in starts)):
+        return 0.0
+    gpus = _gpus(stage)
+    spent = ((each.ended or 0.0) - each.began for each in starts)
+    counted = (seconds * (gpus if each.job else min(gpus, here)) for each, seconds in zip(starts, spent, strict=True))
+    return sum(counted) / 3600
+
+
 def _evaluations(pipeline: Pipeline) -> Iterator[str]:
-    """The evaluations side by side; differences and tests are in the comparison."""
+    """The evaluations side by side, and what each stage changed."""
     runs = {
         stage.name.removeprefix(EVALUATION): str(pipeline.run_dir / stage.name)
         for stage in pipeline.every
@@ -60,9 +116,31 @@ def _evaluations(pipeline: Pipeline) -> Iterator[str]:
     side_by_side = tables(write_comparison(CompareSettings(runs=runs, output=str(output))))[0]
     yield "## Evaluations"
     yield markdown_table(side_by_side.columns, side_by_side.rows)
-    yield f"Differences with paired tests are in [{COMPARISON}/compare.md]({COMPARISON}/compare.md)."
+    yield f"All are compared with the first in [{COMPARISON}/compare.md]({COMPARISON}/compare.md)."
     if (output / "compare.png").is_file():
         yield f"![evaluations]({COMPARISON}/compare.png)"
+    if effects := _effects(pipeline, runs):
+        yield "## What each stage changed"
+        yield markdown_table(("stage", "from", *AGAINST), effects)
+        yield (
+            "Each stage against the model that it started from, on the same questions: paired differences with their "
+            "intervals; `no difference shown` is no proof that there is none."
+        )
+
+
+def _effects(pipeline: Pipeline, runs: Mapping[str, str]) -> list[list[str]]:
+    """Rows of the paired differences between each evaluated stage and the nearest one that its model comes from."""
+    named, rows = {stage.name: stage for stage in pipeline.every}, list[list[str]]()
+    for name in runs:
+        above = named[name].parent if name in named else None
+        while above is not None and above not in runs:
+            above = named[above].parent
+        if above is None:
+            continue
+        both = compared(CompareSettings(runs={above: runs[above], name: runs[name]}, draws=2000))
+        entries = entries_of(both.runs)
+        rows += [[name, above, *pair_row(pair, entries.get(pair.benchmark, {}))] for pair in both.pairs[name]]
+    return rows
 
 
 def _pictures(pipeline: Pipeline) -> Iterator[str]:

@@ -132,6 +132,26 @@ def run(words: Sequence[str], *, dry_run: bool) -> int:
     return 0
 
 
+def report(words: Sequence[str]) -> int:
+    """Write the report of what has been run here or on Slurm; returns the exit code.
+
+    Raises:
+        ValueError: for mistakes that the user can correct, or nothing has been run.
+    """
+    pipeline = read(words)
+    if not any(attempts.read(pipeline.run_dir / stage.name) for stage in pipeline.stages):
+        raise ValueError(f"{pipeline.run_dir}: no stage of this pipeline has begun there")
+    states = {stage.name: _state_without_checks(pipeline.run_dir / stage.name) for stage in pipeline.stages}
+    notice(f"report: {write_report(pipeline, states)}")
+    return 0
+
+
+def _state_without_checks(record: Path) -> str:
+    if attempts.finished(record) is not None:
+        return "finished"
+    return "begun" if attempts.read(record) else "waiting"
+
+
 def planned(pipeline: Pipeline) -> list[Work]:
     """The stages with their configs.
 
@@ -181,7 +201,7 @@ def checked(pipeline: Pipeline, works: Sequence[Work], console: Console, *, dry_
     for work in works:
         if work.state != "waiting":
             if dry_run:
-                console.print(f"{work.stage.name}: finished before", markup=False)
+                console.print(f"{work.stage.name}: {work.state}", markup=False)
             continue
         earlier = [(each.job, named[each.name].config) for each in pipeline.before(work.stage)]
         written = coming(earlier)

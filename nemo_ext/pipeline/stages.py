@@ -55,6 +55,7 @@ class Stage:
         job: the job.
         words: arguments of `nemo-ext submit`: about site and queue, and the job's own.
         after: stages that it follows directly.
+        parent: stage from whose model it starts.
         beside: stages that serve a model while it runs.
         paper: section of the paper, and what it reports.
     """
@@ -63,6 +64,7 @@ class Stage:
     job: str
     words: tuple[str, ...]
     after: tuple[str, ...]
+    parent: str | None = None
     beside: tuple[str, ...] = ()
     paper: str = ""
 
@@ -145,6 +147,7 @@ def read(words: Sequence[str]) -> Pipeline:
             job=stage.job,
             words=tuple(_last_of_each_key(all_words)),
             after=tuple(stage.after or ()),
+            parent=stage.parent,
             beside=stage.beside,
             paper=stage.paper,
         )

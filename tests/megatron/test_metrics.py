@@ -134,6 +134,17 @@ def test_a_resumed_run_writes_the_steps_after_its_checkpoint_again(tmp_path: Pat
     assert [line["loss"] for line in lines(tmp_path / "m.jsonl")] == [1.0, 2.0, 30.0]
 
 
+def test_energy_stands_in_the_step_after(tmp_path: Path) -> None:
+    metrics = writer(tmp_path / "m.jsonl")
+    for step in (1, 2):
+        log_step(metrics, step, 4.0)
+        metrics.add_scalar("iter-energy/gpu", 100.0 * step, step)
+    log_step(metrics, 3, 4.0)
+    metrics.close()
+
+    assert [line.get("joules_per_gpu") for line in lines(tmp_path / "m.jsonl")] == [None, 100.0, 200.0]
+
+
 def test_tensorboard_gets_everything(tmp_path: Path) -> None:
     scalars = Scalars()
     metrics = writer(tmp_path / "m.jsonl", tensorboard=scalars)

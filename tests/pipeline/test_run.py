@@ -1,6 +1,7 @@
 """A pipeline on this machine: what is run again and what is not, and a chain that is killed and goes on."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -229,7 +230,8 @@ def test_a_model_is_served_while_a_stage_asks_it(tmp_path: Path, served_folder: 
     assert (tmp_path / "answers" / "report.md").is_file()
     again = end(start(tmp_path, *words), tmp_path)
     assert "ask: finished before" in again and "judge: running" not in again, "nobody asks it"
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "config.json").write_bytes((served_folder / "config.json").read_bytes())
-    broken = (f"judge.model={tmp_path}/empty", "ask.output=other", f"run_dir={tmp_path}/s")
-    assert "error: judge, beside ask: the server ended with 2: " in end(start(tmp_path, *words, *broken), tmp_path, 1)
+    broken = tmp_path / "broken"
+    shutil.copytree(served_folder, broken)
+    (broken / "model.safetensors").write_bytes(b"nothing")
+    others = (f"judge.model={broken}", "ask.output=other", f"run_dir={tmp_path}/s")
+    assert "error: judge, beside ask: the server ended with " in end(start(tmp_path, *words, *others), tmp_path, 1)
