@@ -108,8 +108,9 @@ def _checked(config: Mapping[str, Any]) -> tuple[job.Given, EvaluateSettings, li
 
 
 def _lines(run_dir: Path, verifiers: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Rewards of the answers that have one, as `nemo-ext curriculum` reads them."""
+    """Rewards of the answers that have one, as `nemo-ext curriculum` reads them, with the answer for `preference_data`."""
     for sample, score in scored(run_dir, verifiers):
+        said = {"content": sample.answer, "reasoning_content": sample.reasoning, "tool_calls": sample.tool_calls}
         yield {
             "id": sample.key.problem,
             "environment": sample.key.benchmark,
@@ -117,6 +118,8 @@ def _lines(run_dir: Path, verifiers: Mapping[str, str]) -> Iterator[dict[str, An
             "reward": score,
             "tokens": sample.completion_tokens,
             "truncated": sample.finish_reason == "length",
+            # Of a conversation with tools there is no single one.
+            **({} if sample.turns else {"response": {key: value for key, value in said.items() if value}}),
         }
 
 
