@@ -108,9 +108,10 @@ def _checked(config: Mapping[str, Any]) -> tuple[job.Given, EvaluateSettings, li
 
 
 def _lines(run_dir: Path, verifiers: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Rewards of the answers that have one, as `nemo-ext curriculum` reads them, with the answer for `preference_data`."""
+    """Rewards of the answers that have one, as `nemo-ext curriculum` reads them, and the answers."""
     for sample, score in scored(run_dir, verifiers):
-        said = {"content": sample.answer, "reasoning_content": sample.reasoning, "tool_calls": sample.tool_calls}
+        more = {"reasoning_content": sample.reasoning, "tool_calls": sample.tool_calls}
+        response = {"content": sample.answer} | {key: value for key, value in more.items() if value}
         yield {
             "id": sample.key.problem,
             "environment": sample.key.benchmark,
@@ -119,7 +120,7 @@ def _lines(run_dir: Path, verifiers: Mapping[str, str]) -> Iterator[dict[str, An
             "tokens": sample.completion_tokens,
             "truncated": sample.finish_reason == "length",
             # Of a conversation with tools there is no single one.
-            **({} if sample.turns else {"response": {key: value for key, value in said.items() if value}}),
+            **({} if sample.turns else {"response": response}),
         }
 
 

@@ -143,7 +143,7 @@ def test_a_scale_without_a_twin_is_named() -> None:
 
 @pytest.mark.parametrize("twin", TWINS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_twin_has_all_that_it_needs(twin: Path) -> None:
-    """No key is left to the user, it has every stage of its pipeline, and each that runs reads what one before it writes."""
+    """No key is left to the user, it has every stage of its pipeline, and each reads what one before it writes."""
     pipeline = read([f"pipeline={twin.stem}", f"scale={twin.parent.name}", "run_dir=r", "evaluate=null"])
     original = yaml.safe_load((twin.parents[1] / twin.name).read_text())["stages"]
     configs = {stage.name: compose(stage.job, stage.own) for stage in pipeline.stages}
