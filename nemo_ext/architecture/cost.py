@@ -30,6 +30,9 @@ from nemo_ext.architecture.widths import (
 SCAN_CHUNK = 128
 """Tokens in one chunk of Mamba-2's SSD algorithm (`chunk_size` of Megatron's MambaMixer)."""
 
+PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12}
+"""Device name -> dense BF16 FLOP/s (NVIDIA data sheets); the first match counts."""
+
 TRAINING_FLOPS_FACTOR = 3
 """Forward once, backward twice: one product for the inputs' gradients and one for the weights'."""
 
@@ -244,6 +247,11 @@ def forward_flops_per_token(architecture: Architecture, *, seq_length: int | Non
 def train_flops_per_token(architecture: Architecture, *, seq_length: int | None = None) -> float:
     """Forward and backward FLOPs per token: three times the forward pass, recomputation not counted."""
     return TRAINING_FLOPS_FACTOR * forward_flops_per_token(architecture, seq_length=seq_length)
+
+
+def peak_of(device: str) -> float | None:
+    """Dense BF16 FLOP/s of a GPU by its name, such as `NVIDIA A100-SXM-64GB`; None for one that is not known."""
+    return next((flops for known, flops in PEAK_FLOPS.items() if known in device), None)
 
 
 def six_n(architecture: Architecture) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import torch
 
-from nemo_ext.architecture.cost import six_n, train_flops_per_token
+from nemo_ext.architecture.cost import peak_of, six_n, train_flops_per_token
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.checkpoint.pickles import only_data
 from nemo_ext.data.phases import Plan, plan_of
@@ -28,9 +28,6 @@ from nemo_ext.megatron.arguments import command_line, pattern_with_cuts
 from nemo_ext.megatron.cpu import runtime
 from nemo_ext.megatron.fp8 import Precision, check_backend
 from nemo_ext.memory import sampler
-
-PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12}
-"""Device name -> dense BF16 FLOP/s (NVIDIA data sheets); the first match counts."""
 
 
 def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
@@ -224,8 +221,7 @@ def validate_at_start(
 def peak_flops() -> float | None:
     """FLOP/s of this rank's device: NVIDIA's BF16 figure, None for other GPUs, a measured matmul rate on a CPU."""
     if torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
-        return next((flops for known, flops in PEAK_FLOPS.items() if known in name), None)
+        return peak_of(torch.cuda.get_device_name())
     size = 1024
     a = torch.rand(size, size)
     best = 0.0

@@ -30,6 +30,8 @@ _HEAD = (
 )
 _ALWAYS = _HEAD.index("GPU-hours")
 """Columns after these are left out where no stage has anything in them."""
+_EFFECTS = ("benchmark", "before", "after", "difference", "adjusted p", "problems", "verdict")
+"""Those of `AGAINST` that are shown for what a stage changed."""
 COMPARISON = "compare"
 """Folder of the comparison of all evaluations."""
 
@@ -121,7 +123,7 @@ def _evaluations(pipeline: Pipeline) -> Iterator[str]:
         yield f"![evaluations]({COMPARISON}/compare.png)"
     if effects := _effects(pipeline, runs):
         yield "## What each stage changed"
-        yield markdown_table(("stage", "from", *AGAINST), effects)
+        yield markdown_table(("stage", "from", *_EFFECTS), effects)
         yield (
             "Each stage against the model that it started from, on the same questions: paired differences with their "
             "intervals; `no difference shown` is no proof that there is none."
@@ -139,7 +141,9 @@ def _effects(pipeline: Pipeline, runs: Mapping[str, str]) -> list[list[str]]:
             continue
         both = compared(CompareSettings(runs={above: runs[above], name: runs[name]}, draws=2000))
         entries = entries_of(both.runs)
-        rows += [[name, above, *pair_row(pair, entries.get(pair.benchmark, {}))] for pair in both.pairs[name]]
+        for pair in both.pairs[name]:
+            cells = dict(zip(AGAINST, pair_row(pair, entries.get(pair.benchmark, {})), strict=True))
+            rows.append([name, above, *(cells[column] for column in _EFFECTS)])
     return rows
 
 

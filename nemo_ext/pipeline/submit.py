@@ -9,6 +9,7 @@ from hydra.errors import HydraException
 from rich.console import Console
 
 from nemo_ext.job.files import write_text
+from nemo_ext.pipeline.needs import needs_of
 from nemo_ext.pipeline.stages import SERVER, Pipeline, Stage, coming, finished, read
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG
@@ -62,6 +63,7 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
             shown = {name: f"<{name}>" for name in (*_needed(stage, jobs), *stage.beside)}
             tell(console, _following(submission, stage, shown), found)
             wrong = wrong or errors(found)
+    console.print(needs_of({stage.name: submissions[stage.name] for stage in pipeline.stages}))
     if wrong:
         console.print("not submitted: mend the errors first")
         return 2
