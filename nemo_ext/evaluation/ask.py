@@ -73,6 +73,8 @@ def questions(benchmark: Benchmark, found: Iterable[Problem], modes: Sequence[st
                     continue
                 system = [] if way.system is None else [{"role": "system", "content": way.system}]
                 body = {**benchmark.sampling.body(), **way.body, "max_tokens": way.max_tokens or benchmark.max_tokens}
+                if problem.thinking is not None and "chat_template_kwargs" not in body:
+                    body["chat_template_kwargs"] = {"enable_thinking": problem.thinking}
                 if problem.tools:
                     body["tools"] = list(problem.tools)
                 shown = {"messages": [*system, *messages]} | ({"tools": body["tools"]} if problem.tools else {})

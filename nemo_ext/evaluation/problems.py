@@ -48,6 +48,7 @@ class Problem:
         tools: declared tools.
         choices: texts that may follow the prompt.
         gold: number of the right one, from 0.
+        thinking: mode that it asks for, for models with modes; None for none.
     """
 
     id: str
@@ -58,6 +59,7 @@ class Problem:
     tools: tuple[Mapping[str, Any], ...] = ()
     choices: tuple[str, ...] = ()
     gold: int = 0
+    thinking: bool | None = None
 
     def task(self, prompt: str) -> Task:
         """The problem as a task of its verifier."""
@@ -162,6 +164,7 @@ def _of_task(task: Task) -> Problem:
         reference=task.reference,
         environment=task.environment,
         tools=task.tools,
+        thinking=task.thinking,
     )
 
 

@@ -108,8 +108,10 @@ def _checked(config: Mapping[str, Any]) -> tuple[job.Given, EvaluateSettings, li
 
 
 def _lines(run_dir: Path, verifiers: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Rewards of the answers that have one, as `nemo-ext curriculum` reads them."""
+    """Rewards of the answers that have one, as `nemo-ext curriculum` reads them, and the answers."""
     for sample, score in scored(run_dir, verifiers):
+        more = {"reasoning_content": sample.reasoning, "tool_calls": sample.tool_calls}
+        response = {"content": sample.answer} | {key: value for key, value in more.items() if value}
         yield {
             "id": sample.key.problem,
             "environment": sample.key.benchmark,
@@ -117,6 +119,8 @@ def _lines(run_dir: Path, verifiers: Mapping[str, str]) -> Iterator[dict[str, An
             "reward": score,
             "tokens": sample.completion_tokens,
             "truncated": sample.finish_reason == "length",
+            # Of a conversation with tools there is no single one.
+            **({} if sample.turns else {"response": response}),
         }
 
 

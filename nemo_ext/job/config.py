@@ -117,7 +117,7 @@ def compose(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     running, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # that of a job which composes another
     try:
         with hydra.initialize_config_module("hydra_conf", version_base="1.3"):
-            return named_blends(own_streams(plain(hydra.compose(config_name, overrides=overrides))))
+            return named_blends(own_streams(plain(hydra.compose(config_name, overrides=overrides))), search)
     except (HydraException, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(mistake(error, config_name)) from error
     finally:
@@ -184,14 +184,17 @@ def without_data(phases: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def named_blends(config: dict[str, Any]) -> dict[str, Any]:
+def named_blends(config: dict[str, Any], search: Sequence[str] = ()) -> dict[str, Any]:
     """The config with blends in place of their names: `phases.NAME.data` may name a file of the `data` group.
 
     Call it only while Hydra is initialised, so that the files of --config-dir are found too.
+
+    Args:
+        search: word with the folders of --config-dir, where Hydra was initialised without them.
     """
     for name, phase in (config.get("phases") or {}).items():
         if isinstance(phase, dict) and isinstance(phase.get("data"), str):
-            words = [f"data={phase['data']}", f"data_root={hydra_value(str(config['data_root']))}"]
+            words = [*search, f"data={phase['data']}", f"data_root={hydra_value(str(config['data_root']))}"]
             try:
                 phase["data"] = plain(hydra.compose("tokenize", overrides=words))["data"]
             except MissingConfigException as error:

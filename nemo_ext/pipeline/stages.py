@@ -251,7 +251,8 @@ def _wanted(given: Mapping[str, Given], config: Mapping[str, Any]) -> list[str]:
     end = len(names) if last is None else names.index(last) + 1
     if names[end : end + 1] == [f"{EVALUATION}{last}"]:
         end += 1
-    wanted = [name for name in names[begin:end] if name not in skip]
+    left_out = {*skip, *(EVALUATION + name for name in skip)}
+    wanted = [name for name in names[begin:end] if name not in left_out]
     if not wanted:
         raise ValueError(f"no stage is left between from={first} and to={last}: the order is {', '.join(names)}")
     servers = {server for name in wanted for server in given[name].beside} - set(skip)

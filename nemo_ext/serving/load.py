@@ -5,13 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from nemo_ext.checkpoint.foreign_code import may_run_code
 from nemo_ext.quantization.job import resolved_device
 from nemo_ext.serving.app import Served
 from nemo_ext.serving.engine import Engine
 from nemo_ext.serving.settings import ServingSettings
+
+CHUNK = 32
+"""Tokens of a chunk of Mamba-2 on a CPU."""
 
 
 def load(folder: Path, settings: ServingSettings, config: Mapping[str, Any]) -> Served:
@@ -29,8 +32,12 @@ def load(folder: Path, settings: ServingSettings, config: Mapping[str, Any]) -> 
         raise ValueError(
             f"model={folder}: its tokenizer cannot be read: `nemo-ext convert files_from=FOLDER` adds one ({error})"
         ) from None
+    its = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
+    if device == "cpu" and hasattr(its, "chunk_size"):
+        # Chunks of 128 tokens suit kernels on a GPU; in torch alone their squares take most of the time.
+        its.chunk_size = min(its.chunk_size, CHUNK)
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype if dtype == "auto" else getattr(torch, dtype), trust_remote_code=trusted
+        folder, config=its, dtype=dtype if dtype == "auto" else getattr(torch, dtype), trust_remote_code=trusted
     )
     generation = GenerationConfig.from_model_config(model.config)
     if (folder / "generation_config.json").exists():

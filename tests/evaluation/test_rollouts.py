@@ -4,6 +4,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ def test_rollouts_are_verified_and_make_a_curriculum(rollouts: Callable[..., tup
     assert code == 0, said
     found = lines(tmp_path / "run")
     assert len(found) == 24 * 4
+    assert {line["response"]["content"] for line in found if line["reward"] == 0} == {"I do not know."}
     rates = {task.id: [line["reward"] for line in found if line["id"] == task.id] for task in TASKS}
     assert all(rates[task.id] == [1.0] * 4 for task in TASKS[:12])
     later = [reward for task in TASKS[12:] for reward in rates[task.id]]
@@ -75,6 +77,26 @@ def test_rollouts_are_verified_and_make_a_curriculum(rollouts: Callable[..., tup
     assert code == 0, said
     drawn = [json.loads(line)["id"] for line in (tmp_path / "curriculum" / "curriculum.jsonl").read_text().splitlines()]
     assert set(drawn) <= {task.id for task in TASKS[12:]}
+
+
+def test_a_task_is_asked_in_its_mode(
+    rollouts: Callable[..., tuple[int, str]], endpoint: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    modes = (True, False, None)
+    tasks = [replace(task, thinking=mode) for task, mode in zip(TASKS, modes, strict=False)]
+    (tmp_path / "tasks.jsonl").write_text("".join(f"{json.dumps(task.record())}\n" for task in tasks))
+    asked, answer = {}, endpoint.reply
+
+    def noted(payload: dict[str, Any]) -> Any:
+        asked[payload["messages"][-1]["content"]] = payload.get("chat_template_kwargs")
+        return answer(payload)
+
+    endpoint.reply = noted
+    code, said = rollouts("rollouts.samples=1")
+
+    assert code == 0, said
+    wanted = ({"enable_thinking": True}, {"enable_thinking": False}, None)
+    assert asked == {task.prompt[0].content: mode for task, mode in zip(tasks, wanted, strict=True)}
 
 
 def test_more_samples_add_to_those_there(

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -141,3 +142,14 @@ def test_sources_of_preference_data_compose_as_the_command_takes_them() -> None:
     words = ["preset=domyn", "output=x", "sources={own: {kind: judged, path: a}}", "sources.own.limit=3"]
 
     assert compose("preference_data", words)["sources"] == {"own": {"kind": "judged", "path": "a", "limit": 3}}
+
+
+def test_a_phase_takes_a_blend_of_config_dir_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    blend = {"data": {"directory": "${data_root}/own", "streams": [{"name": "web", "weight": 1}]}}
+    (tmp_path / "data" / "own.yaml").write_text("# @package _global_\n" + yaml.safe_dump(blend))
+    words = ["recipe=nemotron3_nano/pretrain", "phases.high_quality.data=own", "data_root=d"]
+
+    config = compose("train", [f"--config-dir={tmp_path}", *words])
+
+    assert config["phases"]["high_quality"]["data"]["directory"] == "d/own"

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -18,7 +19,7 @@ from nemo_ext.job.settings import check_keys, checked_share, checked_whole
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import GENERATORS, generate
-from nemo_ext.rl.tasks.records import tasks_of
+from nemo_ext.rl.tasks.records import SCORES, tasks_of
 
 _KEYS = ("generator", "environment", "records", "count", "level", "seed", "settings", "thinking", "output", "solutions")
 COUNT = 1000
@@ -47,7 +48,8 @@ def run(config: Mapping[str, Any]) -> None:
     tasks = [_in_mode(task, config["thinking"], config["seed"]) for task in tasks]
     _write(config["output"], (task.record() for task in tasks))
     if config["solutions"]:
-        _write(config["solutions"], (to_record(solved(task, config["generator"])) for task in tasks))
+        solve = judged if config["records"] else partial(solved, generator=config["generator"])
+        _write(config["solutions"], (to_record(solve(task)) for task in tasks))
 
 
 def _generated(config: Mapping[str, Any]) -> list[Task]:
@@ -66,9 +68,11 @@ def _generated(config: Mapping[str, Any]) -> list[Task]:
 
 
 def _from_records(config: Mapping[str, Any]) -> list[Task]:
-    for key in ("generator", "level", "settings", "solutions"):
+    for key in ("generator", "level", "settings"):
         if config[key]:
             raise ValueError(f"{key}={config[key]}: is for generated tasks, not for records")
+    if config["solutions"] and config["environment"] != "genrm":
+        raise ValueError(f"solutions={config['solutions']}: is for generated tasks and environment=genrm")
     if not isinstance(config["environment"], str):
         raise ValueError(f"environment={config['environment']}: say which tasks to make of the records: chat or genrm")
     given = config["records"]
@@ -97,6 +101,19 @@ def solved(task: Task, generator: str) -> Sample:
     return Sample(
         id=task.id, messages=(*task.prompt, *messages), tools=task.tools, task=task.domain, thinking=task.thinking
     )
+
+
+def judged(task: Task) -> Sample:
+    """Training conversation of a comparison with the judgement of the data, as a model learns to give one.
+
+    Raises:
+        ValueError: the data have no score of one of the responses.
+    """
+    if missing := [key for key in SCORES if task.reference.get(key) is None]:
+        raise ValueError(f"solutions: {task.id} has no {', '.join(missing)}: take records with all scores")
+    answer = json.dumps({key: task.reference[key] for key in SCORES})
+    messages = (*task.prompt, Message(role="assistant", content=answer))
+    return Sample(id=task.id, messages=messages, task=task.domain, thinking=task.thinking)
 
 
 def _calling(task: Task, calls: tuple[ToolCall, ...]) -> Iterator[Message]:

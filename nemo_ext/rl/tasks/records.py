@@ -14,7 +14,8 @@ from nemo_ext.rl.task import Task
 
 _RECORDS, _BYTES = 100_000, 64 << 20
 ROLES = ("response_1", "response_2")
-_REFERENCE = ("score_1", "score_2", "ranking")
+SCORES = ("score_1", "score_2", "ranking")
+"""Keys of a judgement."""
 
 
 def tasks_of(environment: str, paths: Sequence[str], report: ConversationReport) -> Iterator[Task]:
@@ -91,7 +92,7 @@ def _comparison(record: Mapping[str, Any]) -> Task:
     task = record.get("task") or "genrm"
     if not isinstance(task, str):
         raise FormatError(f"task={task!r}: expected a text")
-    reference = {key: record.get(key) for key in _REFERENCE if record.get(key) is not None}
+    reference = {key: record.get(key) for key in SCORES if record.get(key) is not None}
     make("genrm").check(reference)
     (asked,) = instructed_messages(prompt, first.content, second.content)
     return Task(

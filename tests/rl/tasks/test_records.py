@@ -6,6 +6,7 @@ import pytest
 
 from nemo_ext.job.config import compose
 from nemo_ext.rl.plan import TaskFile
+from nemo_ext.rl.rewards.genrm import genrm_reward
 from nemo_ext.rl.tasks.job import run
 
 CHATS = [
@@ -66,11 +67,30 @@ def test_comparisons_become_tasks_for_any_chat_model(tmp_path: Path, capsys: pyt
     assert "2 schema" in capsys.readouterr().out
 
 
+def test_labels_become_judgements_to_train_on(tmp_path: Path) -> None:
+    scores = {"score_1": 5, "score_2": 1, "ranking": 1}
+    records, chats = written(tmp_path / "genrm.jsonl", [comparison(**scores)]), tmp_path / "chats.jsonl"
+    words = ["environment=genrm", f"output={tmp_path / 'tasks.jsonl'}", f"solutions={chats}", "thinking=false"]
+
+    job(f"records={records}", *words)
+
+    (chat,) = map(json.loads, chats.read_text().splitlines())
+    (task,) = TaskFile(tmp_path / "tasks.jsonl").tasks
+    asked, answer = chat["messages"]
+    assert (asked["content"], chat["thinking"]) == (task.prompt[0].content, False)
+    reward = genrm_reward(answer["content"], helpfulness=(5, 1), ranking=1)
+    assert reward.total == 0, "the best that a judge can earn"
+    written(records, [comparison()])
+    with pytest.raises(ValueError, match="p has no score_2"):
+        job(f"records={records}", *words)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["environment=chats"], "did you mean 'chat'"),
         ([], "environment=None"),
+        (["environment=chat", "solutions=chats.jsonl"], "solutions=chats.jsonl: is for generated tasks and"),
         (["environment=chat", "level=1"], "level=1: is for generated tasks"),
         (["environment=genrm"], "none of the 5 records gives a task"),
         (["environment=chat", "count=0"], "count"),
