@@ -195,10 +195,15 @@ class Tokens:
     """
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PretrainedConfig
 
+        how: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            try:
+                self.tokenizer = AutoTokenizer.from_pretrained(folder, **how)
+            except AttributeError:
+                # A model of its own code with scaled RoPE: transformers 5 cannot read its config without that code.
+                self.tokenizer = AutoTokenizer.from_pretrained(folder, config=PretrainedConfig(), **how)
         except Exception as error:  # transformers raises whatever it likes
             said = " ".join(str(error).split())[:200]
             raise ValueError(f"{folder}: no tokenizer that can be read ({type(error).__name__}: {said})") from None

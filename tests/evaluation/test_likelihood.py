@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import math
+import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -193,3 +194,13 @@ def test_tokens_are_split_as_the_harness_splits_them(merging: Path) -> None:
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no tokenizer that can be read"):
         Tokens(tmp_path)
+
+
+def test_a_model_of_its_own_code_with_scaled_rope_has_a_tokenizer(served_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "decilm"
+    shutil.copytree(served_folder, folder)
+    scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = {"model_type": "nemotron-nas", "max_position_embeddings": 64, "rope_theta": 5e5, "rope_scaling": scaled}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    assert Tokens(folder).encode("ab") == Tokens(served_folder).encode("ab")
