@@ -3,6 +3,7 @@
 import base64
 import html
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote
@@ -43,7 +44,11 @@ img {{ max-width: 100%; }}
 
 
 def write_page(report: Path) -> Path:
-    """Write a Markdown report as one HTML file beside it, with its pictures (PNG) in it; returns the file's path."""
+    """Write a Markdown report as one HTML file beside it, with the pictures (PNG) below its folder in it.
+
+    Returns:
+        Path of the page.
+    """
     from markdown_it import MarkdownIt
 
     text = report.read_text()
@@ -51,7 +56,9 @@ def write_page(report: Path) -> Path:
     tokens = renderer.parse(text)
     for image in [child for token in tokens for child in token.children or () if child.type == "image"]:
         picture = report.parent / unquote(str(image.attrs["src"]))
-        if picture.suffix == ".png" and picture.is_file():
+        with suppress(OSError):
+            if picture.suffix != ".png" or not picture.resolve().is_relative_to(report.parent.resolve()):
+                continue
             image.attrs["src"] = f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}"
     body = renderer.renderer.render(tokens, renderer.options, {})
     title = html.escape(text.partition("\n")[0].removeprefix("# "))

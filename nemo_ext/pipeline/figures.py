@@ -64,7 +64,8 @@ def efficiency_of(run_dir: Path) -> Efficiency:
     return Efficiency(
         mfu=found["mfu"],
         mfu_6n=found["mfu_6n"],
-        joules=None if joules is None else joules * len({line["step"] for line in steps}),
+        # Of every step, where only some are logged (`megatron.log_interval`).
+        joules=None if joules is None else joules * max(int(line["step"]) for line in steps),
     )
 
 

@@ -13,10 +13,10 @@ from nemo_ext.job.report import markdown_table, write_page
 from nemo_ext.job.run_directory import METRICS, REPORT
 from nemo_ext.memory.report import PLOT as MEMORY
 from nemo_ext.memory.sampler import gpu_memory
-from nemo_ext.pipeline.figures import Efficiency, efficiency_of, figures_of, seconds_of
+from nemo_ext.pipeline.figures import Efficiency, Figures, efficiency_of, figures_of, seconds_of
 from nemo_ext.pipeline.stages import EVALUATION, NEW_MODEL, SERVER, Pipeline, Stage
 from nemo_ext.slurm import attempts
-from nemo_ext.slurm.jobs import nodes_and_gpus
+from nemo_ext.slurm.jobs import SHARDS, nodes_and_gpus
 from nemo_ext.slurm.submit import planned
 
 _LEGEND = (
@@ -57,7 +57,10 @@ def write_report(pipeline: Pipeline, states: Mapping[str, str]) -> Path:
     kept = [place for place in range(len(_HEAD)) if place < _ALWAYS or any(row[place] for row in rows)]
     table = markdown_table([_HEAD[place] for place in kept], [[row[place] for place in kept] for row in rows])
     parts = [f"# {run_dir.name}", table, _LEGEND.format(seconds, f"; {hours:,.1f} GPU-hours" if hours else "")]
-    parts += _evaluations(pipeline)
+    try:
+        parts += _evaluations(pipeline)
+    except ValueError as error:
+        parts.append(f"## Evaluations\n\nThey cannot be shown: {error}")
     parts += _pictures(pipeline)
     write_text(run_dir / REPORT, "\n\n".join(parts) + "\n")
     write_page(run_dir / REPORT)
@@ -65,10 +68,15 @@ def write_report(pipeline: Pipeline, states: Mapping[str, str]) -> Path:
 
 
 def _row(stage: Stage, record: Path, state: str, hours: float) -> list[str]:
-    found, name = figures_of(stage.job, record), stage.name
-    trained = stage.job == "train" and (record / METRICS).is_file()
-    efficiency = efficiency_of(record) if trained else Efficiency()
-    joules = None if efficiency.joules is None else efficiency.joules * _gpus(stage)
+    name, found, efficiency = stage.name, Figures(), Efficiency()
+    try:
+        found = figures_of(stage.job, record)
+        if stage.job == "train" and (record / METRICS).is_file():
+            efficiency = efficiency_of(record)
+    except (ValueError, OSError) as error:
+        found = Figures(text=f"cannot be read: {error}")
+    gpus = _gpus(stage) if efficiency.joules is not None else None
+    joules = None if gpus is None else (efficiency.joules or 0.0) * gpus
     return [
         f"[{name}]({name}/{REPORT})" if (record / REPORT).is_file() else name,
         stage.job,
@@ -86,20 +94,24 @@ def _row(stage: Stage, record: Path, state: str, hours: float) -> list[str]:
     ]
 
 
-def _gpus(stage: Stage) -> int:
-    """Number of GPUs that a stage takes."""
-    submission = planned(stage.words)
-    nodes, gpus = nodes_and_gpus(stage.job, submission.config, submission.settings)
+def _gpus(stage: Stage) -> int | None:
+    """Number of GPUs that a stage takes, each task of an array; None if it depends on a cluster that is not named."""
+    try:
+        submission = planned(stage.words)
+        nodes, gpus = nodes_and_gpus(stage.job, submission.config, submission.settings)
+    except ValueError:
+        return None
     return nodes * gpus
 
 
 def _gpu_hours(stage: Stage, record: Path) -> float:
     """GPU-hours of all starts that have ended; on this machine there may be fewer GPUs than a stage takes, or none."""
-    starts = [each for each in attempts.read(record) if each.ended is not None]
+    records = [record, *(record / SHARDS).glob("*")]
+    starts = [each for place in records for each in attempts.read(place) if each.ended is not None]
     here = len(gpu_memory()("total"))
     if not starts or not (here or any(each.job for each in starts)):
         return 0.0
-    gpus = _gpus(stage)
+    gpus = _gpus(stage) or 0
     spent = ((each.ended or 0.0) - each.began for each in starts)
     counted = (seconds * (gpus if each.job else min(gpus, here)) for each, seconds in zip(starts, spent, strict=True))
     return sum(counted) / 3600

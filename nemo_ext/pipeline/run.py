@@ -9,6 +9,7 @@ import fcntl
 import os
 import platform
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,10 +37,10 @@ from nemo_ext.pipeline.stages import SERVER, Pipeline, Stage, coming, finished, 
 from nemo_ext.serving.group import LOG as SERVER_LOG
 from nemo_ext.serving.group import Replica
 from nemo_ext.slurm import attempts
-from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG, makes, saved_step
+from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG, SHARDS, makes, saved_step
 from nemo_ext.slurm.preflight import Finding, errors, findings, other_tokenizers
 from nemo_ext.slurm.settings import settings_of, split
-from nemo_ext.slurm.status import PIPELINE, target_of
+from nemo_ext.slurm.status import PIPELINE, job_of, queued, target_of
 from nemo_ext.slurm.submit import by_megatron
 
 LOCK = ".pipeline.lock"
@@ -105,6 +106,7 @@ def run(words: Sequence[str], *, dry_run: bool) -> int:
         console.print("nothing was started: --dry-run")
         return 0
     with _alone(pipeline.run_dir) as lock, _signals() as received:
+        _refuse_queued(works)
         for work in works:  # a command that was waited for may have finished some
             work.state = state_of(work, works)
         write_text(pipeline.run_dir / PIPELINE, yaml.safe_dump(dict(pipeline.config), sort_keys=False, width=120))
@@ -119,7 +121,10 @@ def run(words: Sequence[str], *, dry_run: bool) -> int:
                         stopped = _run(work, beside, lock, shown, received)
         finally:
             if any(work.state.startswith("finished") for work in works):
-                notice(f"report: {write_report(pipeline, {work.stage.name: work.state for work in works})}")
+                try:
+                    notice(f"report: {write_report(pipeline, {work.stage.name: work.state for work in works})}")
+                except (ValueError, OSError) as error:  # a stage's own error counts more
+                    notice(f"the report could not be written: {error}")
         if received and stopped is None and any(w.state == "waiting" and w.stage.job != SERVER for w in works):
             stopped = _Stopped(INTERRUPTED, ["interrupted: the same command goes on"])
         if stopped is not None:
@@ -139,7 +144,8 @@ def report(words: Sequence[str]) -> int:
         ValueError: for mistakes that the user can correct, or nothing has been run.
     """
     pipeline = read(words)
-    if not any(attempts.read(pipeline.run_dir / stage.name) for stage in pipeline.stages):
+    records = [each for stage in pipeline.stages for each in _records(pipeline.run_dir / stage.name)]
+    if not any(attempts.read(record) for record in records):
         raise ValueError(f"{pipeline.run_dir}: no stage of this pipeline has begun there")
     states = {stage.name: _state_without_checks(pipeline.run_dir / stage.name) for stage in pipeline.stages}
     notice(f"report: {write_report(pipeline, states)}")
@@ -147,9 +153,9 @@ def report(words: Sequence[str]) -> int:
 
 
 def _state_without_checks(record: Path) -> str:
-    if attempts.finished(record) is not None:
+    if _finished_at(record) is not None:
         return "finished"
-    return "begun" if attempts.read(record) else "waiting"
+    return "begun" if any(attempts.read(each) for each in _records(record)) else "waiting"
 
 
 def planned(pipeline: Pipeline) -> list[Work]:
@@ -181,11 +187,11 @@ def state_of(work: Work, works: Sequence[Work]) -> str:
     if work.stage.job == SERVER:
         asked = any(work.stage.name in each.stage.beside for each in works)
         return "waiting" if asked else _LEFT_OUT
-    done = finished(work.record, [work.record], work.stage.own)
+    done = finished(work.record, _records(work.record), work.stage.own)
     starts = attempts.read(work.record)
     named = {each.stage.name: each for each in works}
     for parent in work.stage.after:
-        made = attempts.finished_at(named[parent].record)
+        made = _finished_at(named[parent].record)
         if starts and (made is None or made > starts[0].began):
             places = dict.fromkeys([*makes(work.stage.job, work.config), work.record])
             raise ValueError(
@@ -193,6 +199,18 @@ def state_of(work: Work, works: Sequence[Work]) -> str:
                 f"remove {' and '.join(map(str, places))} to have it made from that"
             )
     return "finished before" if done else "waiting"
+
+
+def _records(record: Path) -> list[Path]:
+    """The folders of a stage's starts: its own, or those of an array's tasks on Slurm."""
+    shards = sorted((record / SHARDS).glob("*"))
+    return shards if shards and not attempts.read(record) else [record]
+
+
+def _finished_at(record: Path) -> float | None:
+    """Unix time at which all of a stage was finished; None if it is not."""
+    ends = [attempts.finished_at(each) for each in _records(record)]
+    return None if None in ends else max(end for end in ends if end is not None)
 
 
 def checked(pipeline: Pipeline, works: Sequence[Work], console: Console, *, dry_run: bool) -> bool:
@@ -213,6 +231,27 @@ def checked(pipeline: Pipeline, works: Sequence[Work], console: Console, *, dry_
         wrong = wrong or errors(found)
         _tell(work, found, console, dry_run=dry_run)
     return not wrong
+
+
+def _refuse_queued(works: Sequence[Work]) -> None:
+    """Refuse a stage that a job on Slurm waits for or runs: both would write the same files.
+
+    Raises:
+        ValueError: naming the job, or squeue fails.
+    """
+    jobs = {work.stage.name: job for work in works if work.state == "waiting" and (job := job_of(work.record))}
+    queue = queued() if jobs and shutil.which("squeue") else {}
+    for name, job in jobs.items():
+        if job in queue:
+            raise ValueError(f"{name}: job {job} of it is {queue[job]}: wait for it, or `nemo-ext cancel` it")
+
+
+def runs_here(run_dir: Path) -> bool:
+    """True if `nemo-ext pipeline`, or the job of one that was killed, runs in a folder."""
+    if not (run_dir / LOCK).exists():
+        return False
+    with (run_dir / LOCK).open("rb") as lock:
+        return not _locked(lock.fileno())
 
 
 def _tell(work: Work, found: Sequence[Finding], console: Console, *, dry_run: bool) -> None:
@@ -257,10 +296,14 @@ def _alone(run_dir: Path) -> Iterator[int]:
 
 
 def _locked(lock: int) -> bool:
-    with contextlib.suppress(OSError):
+    """Takes the lock; False if another has it. A file system without locks lets everybody in."""
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        notice(f"{error.strerror}: nothing keeps a second command out of this folder")
+    return True
 
 
 @contextmanager
@@ -334,7 +377,10 @@ def table_of(works: Sequence[Work]) -> Table:
 
 def _figure(work: Work) -> str:
     """Key figures, and of a running stage the step."""
-    found = figures_of(work.stage.job, work.record)
+    try:
+        found = figures_of(work.stage.job, work.record)
+    except (ValueError, OSError):  # the report names the file
+        return ""
     running = work.state == "running" and found.step is not None
     step = f"step {found.step:,}" + (f" of {found.target:,}" if found.target else "") if running else ""
     return ", ".join(filter(None, (step, found.text)))
@@ -380,6 +426,8 @@ def _serving(server: Work, shown: _Shown, received: list[int]) -> Iterator[None]
         while not received and not replica.is_up():
             time.sleep(0.2)
         yield
+        if (code := replica.ended()) is not None:
+            notice(f"{server.stage.name}: the server ended with {code} while it was asked: {replica.said()}")
     finally:
         replica.stop()
     server.state = "stopped"

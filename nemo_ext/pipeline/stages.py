@@ -1,5 +1,6 @@
 """A pipeline's file and the command's arguments as stages: jobs with their words, in the order they run in."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,9 @@ SERVER = "serve"
 """The job that ends only when it is told: it runs beside others, or is a pipeline's last word."""
 OWN_FOLDER = ("train", "rl", SERVER, *MEANWHILE)
 """Jobs whose run directory is the folder of their stage."""
+_NAME = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
+_TAKEN = ("slurm", "compare")
+"""Names of other folders in a pipeline's folder."""
 EVALUATION = "evaluate_"
 """Beginning of the names of stages that evaluate another."""
 NEW_MODEL = ("train", "rl", "merge", "quantize", *MEANWHILE)
@@ -126,6 +130,10 @@ def read(words: Sequence[str]) -> Pipeline:
             raise ValueError(f"{word}: no stage or job of that name: {nearest(name, known)}")
     if config["run_dir"] is None:
         raise ValueError("run_dir=null: name a directory")
+    if wrong := set(",=(){}[]'\"") & set(str(config["run_dir"])):
+        raise ValueError(
+            f"run_dir={config['run_dir']}: choose one without {' '.join(sorted(wrong))}: it stands in words"
+        )
     for word in site:
         if word.startswith(("job=", "slurm.shards=", "slurm.folder=")):
             raise ValueError(f"{word}: is of one stage: write STAGE.{word}")
@@ -185,6 +193,11 @@ def _stages(config: Mapping[str, Any]) -> dict[str, Given]:
     Raises:
         ValueError: a stage follows one that does not exist, or one that never ends; or what serves it does not.
     """
+    for name in config["stages"]:
+        if not _NAME.fullmatch(str(name)) or name in _TAKEN:
+            raise ValueError(
+                f"stages.{name}: name it by letters, digits, _ and -, a letter first, and not {' or '.join(_TAKEN)}"
+            )
     given = {name: checked(Given, stage, where=f"stages.{name}") for name, stage in config["stages"].items()}
     ending = [name for name, stage in given.items() if stage.job != SERVER]
     names = list(given)
@@ -202,6 +215,9 @@ def _stages(config: Mapping[str, Any]) -> dict[str, Given]:
             raise ValueError(f"stages.{name}.beside={wrong[0]}: no stage with job: serve: {nearest(wrong[0], servers)}")
         parents = [] if stage.parent is None or stage.parent in after else [stage.parent]
         given[name] = replace(stage, after=(*after, *parents))
+    for name, stage in given.items():  # what is asked another model is done again
+        models = [each for server in stage.beside for each in given[server].after or ()]
+        given[name] = replace(stage, after=tuple(dict.fromkeys([*(stage.after or ()), *models])))
     first = {server: stage for stage in reversed(given.values()) for server in stage.beside}
     for server, stage in first.items():  # it is started when the first stage that asks it can be
         follows = dict.fromkeys([*(given[server].after or ()), *(stage.after or ())])

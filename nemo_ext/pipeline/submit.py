@@ -1,6 +1,5 @@
 """`nemo-ext submit pipeline=NAME`: a pipeline of jobs, each started after those it depends on have succeeded."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -10,13 +9,13 @@ from rich.console import Console
 
 from nemo_ext.job.files import write_text
 from nemo_ext.pipeline.needs import needs_of
+from nemo_ext.pipeline.run import runs_here
 from nemo_ext.pipeline.stages import SERVER, Pipeline, Stage, coming, finished, read
-from nemo_ext.slurm import attempts
+from nemo_ext.slurm import attempts, beside
 from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG
 from nemo_ext.slurm.preflight import Finding, errors, other_tokenizers
 from nemo_ext.slurm.rehearse import REHEARSALS
 from nemo_ext.slurm.settings import split
-from nemo_ext.slurm.start import BESIDE
 from nemo_ext.slurm.status import PARENTS, PIPELINE, job_of, queued
 from nemo_ext.slurm.submit import Submission, hand_over, planned, tell
 from nemo_ext.slurm.submit import checked as checked_submission
@@ -30,6 +29,10 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
     """
     console = Console(highlight=False, soft_wrap=True)
     pipeline = read(words)
+    if runs_here(pipeline.run_dir):
+        raise ValueError(
+            f"{pipeline.run_dir}: `nemo-ext pipeline` is running in it; wait for it, or end it with Ctrl-C"
+        )
     submissions: dict[str, Submission] = {}
     jobs: dict[str, str] = {}  # job ids of stages that wait or run; "" for stages to submit
     queue = queued()
@@ -43,7 +46,11 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
         except (ValueError, HydraException) as error:
             raise ValueError(f"stages.{stage.name}: {error}") from error
         # A stage is repeated if one that it depends on is.
-        done = finished(submission.base, submission.records, split(submission.words)[1]) and not _needed(stage, jobs)
+        done = (
+            stage.job != SERVER
+            and finished(submission.base, submission.records, split(submission.words)[1])
+            and not _needed(stage, jobs)
+        )
         waiting = [job for record in submission.records if (job := job_of(record)) in queue]
         asking = _asking(stage, pipeline)
         if done or (asking and not any(jobs.get(name) == "" for name in asking)):
@@ -63,7 +70,9 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
             shown = {name: f"<{name}>" for name in (*_needed(stage, jobs), *stage.beside)}
             tell(console, _following(submission, stage, shown), found)
             wrong = wrong or errors(found)
-    console.print(needs_of({stage.name: submissions[stage.name] for stage in pipeline.stages}))
+    names = [stage.name for stage in pipeline.stages]
+    if coming_up := {name: submissions[name] for name in names if jobs.get(name) == ""}:
+        console.print(needs_of(coming_up))
     if wrong:
         console.print("not submitted: mend the errors first")
         return 2
@@ -76,7 +85,7 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
             continue
         needed = _needed(stage, jobs)
         submission = _following(submissions[stage.name], stage, jobs)
-        _note_servers(submission, stage, pipeline, jobs)
+        _note_servers(stage, submissions, pipeline, jobs)
         parents = [str(record.resolve()) for name in needed for record in submissions[name].records]
         for record in submission.records:
             write_text(record / attempts.FOLDER / PARENTS, "".join(f"{parent}\n" for parent in parents))
@@ -113,20 +122,16 @@ def _following(submission: Submission, stage: Stage, jobs: Mapping[str, str]) ->
     return replace(submission, after=tuple(jobs[name] for name in after), beside=tuple(jobs[name] for name in beside))
 
 
-def _note_servers(submission: Submission, stage: Stage, pipeline: Pipeline, jobs: Mapping[str, str]) -> None:
-    """Notes the servers that a stage asks beside the records of its starts; the last that asks one ends it."""
-    named = {each.name: each for each in pipeline.stages}
-    servers = [
-        {
-            "job": jobs[name],
-            "run_dir": str((pipeline.run_dir / name).resolve()),
-            "ends": _asking(named[name], pipeline)[-1] == stage.name,
-        }
-        for name in stage.beside
-        if name in jobs
-    ]
-    for record in submission.records:
-        write_text(record / attempts.FOLDER / BESIDE, json.dumps(servers, indent=1) + "\n")
+def _note_servers(
+    stage: Stage, submissions: Mapping[str, Submission], pipeline: Pipeline, jobs: Mapping[str, str]
+) -> None:
+    """Notes the servers that a stage asks, or the stages that ask a server, beside the records of its starts."""
+    servers = {jobs[name]: str((pipeline.run_dir / name).resolve()) for name in stage.beside if name in jobs}
+    asking = [record for name in _asking(stage, pipeline) for record in submissions[name].records]
+    for record in submissions[stage.name].records:
+        beside.note_servers(record, servers)
+        if stage.job == SERVER:
+            beside.note_asking(record, asking)
 
 
 def _needed(stage: Stage, jobs: Mapping[str, str]) -> list[str]:

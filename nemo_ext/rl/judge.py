@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, JsonValue, PositiveInt
@@ -123,7 +124,12 @@ class Judge:
             return "an answer that cannot be read" if value is None else ""
 
         request = client.Request(body={**self.settings.sampling, "messages": list(messages)})
-        answer = await self._client().ask(request, unreadable=unreadable, within=self.settings.total_seconds)
+        try:
+            found, waited = await self._found()
+        except ValueError as error:
+            return Answer(value=None, problem=str(error))
+        within = max(0.1, self.settings.total_seconds - waited)
+        answer = await found.ask(request, unreadable=unreadable, within=within)
         return Answer(value=None if answer.problem else value, problem=answer.problem)
 
     async def ask_all[T](self, questions: Iterable[Messages], read: Callable[[str], T | None]) -> list[Answer[T]]:
@@ -139,9 +145,28 @@ class Judge:
             ValueError: saying what is wrong.
         """
         try:
-            await self._client().check()
+            await (await self._found())[0].check()
         except ValueError as error:
             raise ValueError(f"judge.endpoint={error}") from None
+
+    async def _found(self) -> tuple[Client, float]:
+        """The client, and the seconds waited for it: a run directory may have no endpoint while its server moves.
+
+        Raises:
+            ValueError: it has none within `total_seconds`.
+        """
+        waited = 0.0
+        while True:
+            try:
+                return self._client(), waited
+            except ValueError as error:
+                if self.settings.is_url or not Path(self.settings.endpoint).expanduser().is_dir():
+                    raise ValueError(f"{error} (a URL begins with http://)") from None
+                if waited >= self.settings.total_seconds:
+                    raise
+                pause = min(1.0, self.settings.total_seconds - waited)
+                await asyncio.sleep(pause)
+                waited += pause
 
     def _client(self) -> Client:
         given = self.settings

@@ -23,6 +23,8 @@ TASKS = (
 ON_TRAINING_CONFIG = ("train", "puzzle", "sensitivity")
 """Jobs whose config is a training run's, with its data and `launcher`."""
 JOBS = ("train", "rl", "puzzle", "convert", *TASKS)
+SHARDS = "shards"
+"""Folder below a record with those of an array's tasks."""
 RECORDS = Path("runs/slurm")
 """Folder for the records of jobs that have no run directory."""
 
@@ -84,7 +86,7 @@ def tasks_of(job: str, config: Mapping[str, Any], settings: Settings) -> int:
 
 def shard_record(record: Path, number: int) -> Path:
     """Folder like `record_of` for one task of an array that does a job together."""
-    return record / "shards" / str(number)
+    return record / SHARDS / str(number)
 
 
 def nodes_and_gpus(job: str, config: Mapping[str, Any], settings: Settings) -> tuple[int, int]:

@@ -5,7 +5,6 @@ itself, should the signal not come. A start that fails is tried again as long as
 killed by a node failure are requeued by Slurm itself.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -16,20 +15,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from nemo_ext.endpoint.address import FILE
 from nemo_ext.job.config import FAILED, USER_ERROR
 from nemo_ext.job.files import write_text
-from nemo_ext.slurm import attempts
+from nemo_ext.slurm import attempts, beside
 from nemo_ext.slurm.cluster import call, duration
 from nemo_ext.slurm.ends import first_error
 from nemo_ext.slurm.settings import Settings
-from nemo_ext.slurm.status import is_fresh, queued
+from nemo_ext.slurm.status import queued
 
-BESIDE = "beside.json"
-"""File in a run's folder `slurm`: the servers that it asks, each with its job, its run directory and whether it ends
-with this one."""
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 _SIGNAL_SECONDS = 600
 """Seconds before the limit at which the scripts ask for SIGUSR2; `nemo-ext submit` asks for `slurm.margin`."""
@@ -119,7 +113,7 @@ class Batch(ABC):
             say(f"start {len(began)} of {record}{at}, nodes {began[-1].nodes}")
             log = ready.log or _output()
             written = log.stat().st_size if log is not None and log.exists() else 0
-            self._wait_for_servers(record)
+            beside.wait(record, say, self.stopped)
             self.working = True
             code = FAILED if self.stopped else self.work()  # it was told to stop while it composed
             self.working = False
@@ -131,7 +125,6 @@ class Batch(ABC):
                 continue  # with phases there is a next segment
             if self.stopped == [signal.SIGTERM] or self._is_cancelled():
                 attempts.end(record, step=step, reason="cancelled")
-                self._end_servers(record)
                 say(f"cancelled: {_saved_in(record, step)}the same command goes on")
                 return 128 + signal.SIGTERM
             if log is not None and code and not reason.startswith(attempts.TIME_LIMIT):
@@ -148,26 +141,8 @@ class Batch(ABC):
     def _finish(self, record: Path, text: str) -> int:
         attempts.finish(record, step=self.saved(), words=self.words)
         self.conclude()
-        self._end_servers(record)
         say(f"finished: {text}")
         return 0
-
-    def _wait_for_servers(self, record: Path) -> None:
-        """Wait until the servers beside it can be asked, or are no longer in the queue."""
-        for server in _servers(record):
-            file = Path(server["run_dir"]) / FILE
-            if not is_fresh(file):
-                say(f"waiting for {file} of job {server['job']}")
-            while not is_fresh(file) and server["job"] in {job.partition("_")[0] for job in queued()}:
-                if self.stopped:
-                    return
-                time.sleep(5)
-
-    def _end_servers(self, record: Path) -> None:
-        """Cancel the servers that were queued for this job alone."""
-        for server in _servers(record):
-            if server["ends"]:
-                subprocess.run(["scancel", server["job"]], check=False)
 
     def srun(self, words: Sequence[str], *options: str) -> list[str]:
         """The srun command that runs Python with these arguments, in the container if there is one."""
@@ -240,7 +215,6 @@ class Batch(ABC):
             stop = "slurm.requeue=false"
         if stop is not None:
             attempts.end(record, step=step, reason=reason, given_up=stop)
-            self._end_servers(record)
             at = "" if step is None else f" at step {step}"
             log = "" if ready.log is None else f"; log: {ready.log}"
             say(f"stopped{at}: {reason}; not queued again: {stop}{log}")
@@ -254,11 +228,6 @@ class Batch(ABC):
             return FAILED
         time.sleep(600)  # Slurm ends this process
         return FAILED
-
-
-def _servers(record: Path) -> list[dict[str, Any]]:
-    file = record / attempts.FOLDER / BESIDE
-    return list(json.loads(file.read_text())) if file.is_file() else []
 
 
 def _output() -> Path | None:

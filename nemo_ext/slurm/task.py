@@ -7,7 +7,9 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from nemo_ext.job.config import FAILED, INTERRUPTED, USER_ERROR, compose
@@ -17,7 +19,7 @@ from nemo_ext.memory import sampler
 from nemo_ext.memory.report import section
 from nemo_ext.rl.job import SAVE_BY
 from nemo_ext.serving.settings import LOOPBACK
-from nemo_ext.slurm import attempts
+from nemo_ext.slurm import attempts, beside
 from nemo_ext.slurm.jobs import SERVING, record_of, saved_step
 from nemo_ext.slurm.ray_cluster import ClusterError, RayCluster, ray_cluster
 from nemo_ext.slurm.start import Batch, Prepared, say
@@ -57,24 +59,38 @@ class Task(Batch):
             if not any(word.startswith("port=") for word in self.words):
                 command.append("port=0")  # others may have the default one on a node that is shared
         words, others = self.srun(command, "--nodes=1", "--ntasks=1"), int(os.environ["SLURM_JOB_NUM_NODES"]) - 1
-        if self.settings.job not in SERVING or not others:
+        asking = beside.asking(self.record) if self.settings.job == "serve" else []
+        if self.settings.job not in SERVING or not (others or asking):
             return subprocess.run(words, env=self.environment(), check=False).returncode
         follow = ["-m", "nemo_ext.serving.follow", self.settings.job, *self.words]
-        beside = self.srun(follow, f"--nodes={others}", f"--ntasks={others}", "--relative=1")
-        return self._both(words, beside)
+        also = self.srun(follow, f"--nodes={others}", f"--ntasks={others}", "--relative=1") if others else None
+        return self._serve(words, also, asking)
 
-    def _both(self, words: list[str], beside: list[str]) -> int:
-        """Run a command until it ends, and one beside it without which it cannot go on; returns the exit code."""
-        with (
-            subprocess.Popen(words, env=self.environment()) as first,
-            subprocess.Popen(beside, env=self.environment()) as second,
-        ):
-            while first.poll() is None and (second.poll() is None or self.stopped):
+    def _serve(self, words: list[str], also: list[str] | None, asking: list[Path]) -> int:
+        """Run a command until it ends, or all stages that ask it are over; returns the exit code.
+
+        Args:
+            words: the command.
+            also: one beside it, without which it cannot go on.
+            asking: records of the stages that ask it; none for a server that runs until it is told to end.
+        """
+        with ExitStack() as stack:
+            first = stack.enter_context(subprocess.Popen(words, env=self.environment()))
+            second = None if also is None else stack.enter_context(subprocess.Popen(also, env=self.environment()))
+            unasked, looked = 0, time.monotonic()
+            while first.poll() is None and (second is None or second.poll() is None or self.stopped):
                 time.sleep(1)
-            for each in (first, second):
+                if not asking or unasked == beside.LOOKS or time.monotonic() - looked < beside.SECONDS:
+                    continue
+                looked = time.monotonic()
+                unasked = 0 if beside.is_asked(asking) else unasked + 1
+                if unasked == beside.LOOKS:
+                    say("no stage asks it any more")
+                    self.interrupt()
+            for each in filter(None, (first, second)):
                 if each.poll() is None:
                     each.terminate()
-        return first.returncode
+        return 0 if unasked == beside.LOOKS else first.returncode
 
     def _on_ray(self, command: list[str]) -> int:
         """Run the command with Ray on all nodes; returns the exit code."""
