@@ -317,8 +317,9 @@ def finished(base: Path, records: Iterable[Path], own: Sequence[str]) -> bool:
     ends = [attempts.finished(record) for record in records]
     if any(end is None for end in ends):
         return False
-    if len(ends) == 1 and set(ends[0] or ()) != set(own):
-        changed = sorted(set(ends[0] or ()) ^ set(own))
+    # On Slurm the allocation has the place of launcher's words.
+    changed = sorted(word for word in set(ends[0] or ()) ^ set(own) if not word.startswith("launcher."))
+    if len(ends) == 1 and changed:
         raise ValueError(
             f"{base}: finished with other words ({', '.join(changed)}): keep them, choose another run_dir, "
             f"or remove {base / attempts.FOLDER / attempts.FINISHED} to have it done again, and what follows"

@@ -23,6 +23,8 @@ from nemo_ext.endpoint.client import Client, ClientSettings, Seconds
 from nemo_ext.job.settings import checked
 
 Messages = Sequence[Mapping[str, Any]]
+_TO_COME_UP = 60.0
+"""Seconds for which the first look at a run directory waits for its endpoint."""
 
 
 @pydantic_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -125,7 +127,7 @@ class Judge:
 
         request = client.Request(body={**self.settings.sampling, "messages": list(messages)})
         try:
-            found, waited = await self._found()
+            found, waited = await self._found(self.settings.total_seconds)
         except ValueError as error:
             return Answer(value=None, problem=str(error))
         within = max(0.1, self.settings.total_seconds - waited)
@@ -145,15 +147,15 @@ class Judge:
             ValueError: saying what is wrong.
         """
         try:
-            await (await self._found())[0].check()
+            await (await self._found(min(_TO_COME_UP, self.settings.total_seconds)))[0].check()
         except ValueError as error:
             raise ValueError(f"judge.endpoint={error}") from None
 
-    async def _found(self) -> tuple[Client, float]:
+    async def _found(self, seconds: float) -> tuple[Client, float]:
         """The client, and the seconds waited for it: a run directory may have no endpoint while its server moves.
 
         Raises:
-            ValueError: it has none within `total_seconds`.
+            ValueError: it has none within these seconds.
         """
         waited = 0.0
         while True:
@@ -162,9 +164,9 @@ class Judge:
             except ValueError as error:
                 if self.settings.is_url or not Path(self.settings.endpoint).expanduser().is_dir():
                     raise ValueError(f"{error} (a URL begins with http://)") from None
-                if waited >= self.settings.total_seconds:
+                if waited >= seconds:
                     raise
-                pause = min(1.0, self.settings.total_seconds - waited)
+                pause = min(1.0, seconds - waited)
                 await asyncio.sleep(pause)
                 waited += pause
 

@@ -20,9 +20,7 @@ from nemo_ext.chat.template import (
     thinks,
 )
 
-PLAIN = "olmo1"
-"""A template without reasoning and tools, which the samples below have."""
-TEMPLATES = [name for name in names() if name != PLAIN]
+TEMPLATES = names()
 load = lru_cache(Template.load)
 MODES = {"domyn": "thinking {}", "llama_nemotron": "detailed thinking {}"}
 
@@ -44,7 +42,7 @@ def ask(answer: str = "4", reasoning: str | None = None, system: str = "") -> Sa
 
 
 def test_every_family_has_a_template() -> None:
-    assert names() == ["domyn", "llama_nemotron", "nemotron3_nano", "olmo1", "olmo3"]
+    assert names() == ["domyn", "llama_nemotron", "nemotron3_nano", "olmo3"]
 
 
 def test_nano_keeps_reasoning_through_steps_and_drops_it_at_the_next_user_message(tool_chat: Sample) -> None:
@@ -355,15 +353,3 @@ def test_the_last_turn_begins_after_the_last_user_message() -> None:
 
     assert [message.content for message in last_turn(messages)] == ["assistant 2"]
     assert last_turn(messages[-1:]) == messages[-1:]
-
-
-def test_olmo_1_ends_an_answer_and_has_neither_traces_nor_tools() -> None:
-    template = Template.load(PLAIN)
-    asked, said = Message(role="user", content="1 + 1?"), Message(role="assistant", content="2")
-
-    text = template.render(Sample(id="a", messages=(asked, said)))
-    assert text.text == "<|user|>\n1 + 1?\n<|assistant|>\n2<|endoftext|>\n"
-    assert [part for part, trained in text.segments if trained] == ["2<|endoftext|>"]
-    with pytest.raises(ValueError, match="has the role tool"):
-        template.render(Sample(id="a", messages=(asked, Message(role="tool", content="2"))))
-    assert template.drops_reasoning, "which sft_data refuses for samples that have some"

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from nemo_ext.serving.load import CHUNK, load
 from nemo_ext.serving.settings import ServingSettings
 
 
 def test_mamba_goes_in_shorter_chunks_on_a_cpu(
     served_folder: Path, model_of: Callable[[str], Any], tmp_path: Path
 ) -> None:
+    from nemo_ext.serving.load import CHUNK, load
+
     model = model_of("nemotron_h")
     model.config.chunk_size = 128
     model.save_pretrained(tmp_path)

@@ -20,27 +20,33 @@ from nemo_ext.slurm.submit import planned
 
 REPOSITORY = Path(__file__).parents[2]
 PIPELINES = sorted(path.stem for path in (Path(hydra_conf.__file__).parent / "pipeline").glob("*.yaml"))
-NEEDED = {
-    "domyn_small": [
-        f"{key}=/given/{key}" for key in ("start", "tokenizer", "math_tasks", "environment_tasks", "pairs")
-    ],
-    "reprofile": ["start=/given/start", "tasks=/given/tasks"],
-}
+
+
+GENRM = [f"genrm_data.sources.{name}.path=/given/{name}" for name in ("arena", "helpsteer3", "safety")]
+
+
+def needed(name: str) -> list[str]:
+    """Words for the keys that a pipeline leaves to the user."""
+    keys = yaml.safe_load((Path(hydra_conf.__file__).parent / "pipeline" / f"{name}.yaml").read_text())
+    return [
+        f"{key}={7 if key.endswith('steps') else f'/given/{key}'}" for key, value in keys.items() if value == "???"
+    ] + (GENRM if name == "nemotron3_nano" else [])
 
 
 def words_of(name: str, stage: str, *words: str) -> tuple[str, ...]:
-    found = read([f"pipeline={name}", "run_dir=r", *NEEDED.get(name, ()), *words])
+    found = read([f"pipeline={name}", "run_dir=r", *needed(name), *words])
     return next(each.words for each in found.stages if each.name == stage)
 
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_every_stage_of_every_pipeline_composes(name: str) -> None:
-    pipeline = read([f"pipeline={name}", *NEEDED.get(name, ()), "cluster=leonardo"])
+    pipeline = read([f"pipeline={name}", *needed(name), "cluster=leonardo"])
 
     for stage in pipeline.stages:
         submission = planned(stage.words)
         assert submission.command()[0] == "sbatch"
-        assert set(split(submission.words)[1]) == set(stage.own), "as `nemo-ext pipeline` notes what it finished"
+        different = set(split(submission.words)[1]) ^ set(stage.own)
+        assert all(word.startswith("launcher.") for word in different), "as `nemo-ext pipeline` notes what it finished"
         assert f"--config-dir={REPOSITORY}" not in stage.words
 
 
@@ -56,7 +62,7 @@ STAGES = {
 @pytest.mark.parametrize("name", STAGES)
 def test_each_stage_goes_on_from_the_one_before(name: str) -> None:
     """What a stage reads is what one before it writes, or the user's."""
-    pipeline = read([f"pipeline={name}", "run_dir=r", "cluster=leonardo", "evaluate=null", *NEEDED[name]])
+    pipeline = read([f"pipeline={name}", "run_dir=r", "cluster=leonardo", "evaluate=null", *needed(name)])
     submissions = {stage.name: planned(stage.words) for stage in pipeline.stages}
 
     assert [stage.name for stage in pipeline.stages] == STAGES[name]
