@@ -102,6 +102,16 @@ def test_each_stage_is_compared_with_the_one_that_it_started_from(pipeline: Pipe
     assert grpo["verdict"] == "no difference shown"
 
 
+def test_a_file_that_cannot_be_read_is_named_and_the_rest_is_told(pipeline: Pipeline) -> None:
+    (pipeline.run_dir / "pretrain" / "metrics.jsonl").write_text("{}\n[1]\n{}\n")
+    (pipeline.run_dir / "evaluate_sft" / "results.json").write_text("")
+
+    report = write_report(pipeline, {}).read_text()
+    assert "cannot be read: " in cells(report, "pretrain")[-2] and "metrics.jsonl" in cells(report, "pretrain")[-2]
+    assert cells(report, "sft")[-1] == "section 4.1; GSM8K 77.6"
+    assert "They cannot be shown: " in report and "evaluate_sft" in report.split("They cannot be shown")[1]
+
+
 def test_the_page_has_its_pictures_in_it(pipeline: Pipeline) -> None:
     (pipeline.run_dir / "sft" / "<b>.png").write_bytes(b"picture")
     page = write_report(pipeline, {}).with_suffix(".html").read_text()

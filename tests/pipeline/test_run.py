@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from nemo_ext.job.run_directory import read_metrics
-from nemo_ext.pipeline.run import Work, planned, run
+from nemo_ext.pipeline.run import Work, planned, run, runs_here
 from nemo_ext.pipeline.stages import read
 from nemo_ext.slurm import attempts
 
@@ -77,6 +77,38 @@ def test_a_stage_made_from_what_was_made_again_is_told(plan: Plan, tmp_path: Pat
     assert plan("from=more")["more"].state == "finished before", "what stands outside is taken to be done"
 
 
+def test_a_stage_that_slurm_has_is_not_run_here(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = plan()["more"]
+    (work.record / attempts.FOLDER).mkdir(parents=True)
+    (work.record / attempts.FOLDER / "job").write_text("101\n")
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.parent.mkdir()
+    squeue.write_text("#!/bin/sh\necho '101|RUNNING|None'\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{squeue.parent}:{os.environ['PATH']}")
+
+    with pytest.raises(ValueError, match="more: job 101 of it is running: wait for it, or"):
+        run([f"--config-dir={tmp_path}", "pipeline=two", f"run_dir={tmp_path}/r"], dry_run=False)
+    assert not (tmp_path / "tasks.jsonl").exists()
+    assert not runs_here(tmp_path / "r"), "the lock is let go"
+
+
+def test_an_array_is_finished_when_all_its_tasks_are(plan: Plan) -> None:
+    works = plan()
+    shards = [works["tasks"].record / "shards" / number for number in "01"]
+    for shard in shards:
+        attempts.begin(shard, job="7", restart=0, nodes="n", step=None)
+        attempts.end(shard, step=None, reason="done")
+    attempts.finish(shards[0], step=None, words=[])
+    assert plan()["tasks"].state == "waiting"
+    attempts.finish(shards[1], step=None, words=[])
+    done(works["more"])
+
+    assert [work.state for work in plan().values()] == ["finished before"] * 2
+
+
 def test_time_is_that_of_all_starts(plan: Plan) -> None:
     work = plan()["tasks"]
     starts = [
@@ -94,12 +126,13 @@ def test_time_is_that_of_all_starts(plan: Plan) -> None:
         (["pipeline=quickstart", "cluster=leonardo"], "cluster=leonardo: is for `nemo-ext submit`"),
         (["pipeline=quickstart", "pretrain.recipe=olmo9"], "stages.pretrain: "),
         (["scale=laptop"], "pipeline=NAME is missing"),
+        (["pipeline=quickstart", "run_dir='a,b'"], "run_dir=a,b: choose one without ,"),
         (["pipeline=quickstart", "skp=[export]"], "pipeline has no such key; `nemo-ext pipeline --help`"),
     ],
 )
 def test_mistakes_are_named(words: list[str], said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"\w") as raised:
-        run([*words, f"run_dir={tmp_path}/r"], dry_run=True)
+        run([f"run_dir={tmp_path}/r", *words], dry_run=True)
     assert said in str(raised.value)
     assert not (tmp_path / "r").exists()
 

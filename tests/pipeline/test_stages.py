@@ -100,6 +100,7 @@ def test_a_server_comes_before_the_stage_that_asks_it(tmp_path: Path) -> None:
     found = {stage.name: stage for stage in read([f"--config-dir={tmp_path}", "pipeline=mine", "run_dir=r"]).stages}
     assert found["judge"].after == ("grpo", "fp8", "dpo"), "not before the stage that asks it can start"
     assert found["rlhf"].beside == ("judge",)
+    assert "grpo" in found["rlhf"].after, "made again with another judge"
     assert list(chain(tmp_path, stages, "from=rlhf")) == ["judge", "rlhf"], "a part has the servers that it asks"
     assert list(chain(tmp_path, stages, "from=rlhf", "skip=[judge]")) == ["rlhf"]
 

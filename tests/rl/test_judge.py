@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from itertools import chain, repeat
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.endpoint import client
+from nemo_ext.endpoint.address import FILE, Address, write_address
 from nemo_ext.rl.judge import Answer, Judge, JudgeSettings
 
 SHORT = {"attempt_seconds": 1.0}
@@ -42,6 +44,22 @@ def test_asks_as_openai_s_clients_do(endpoint: Any, monkeypatch: pytest.MonkeyPa
     assert answer == Answer(value="yes")
     assert endpoint.requests == [{"model": "m", "messages": HELLO, "temperature": 0.6, "stream": False}]
     assert endpoint.headers[0]["authorization"] == "Bearer sk-secret"
+
+
+def test_a_run_directory_is_asked_when_its_server_has_come(endpoint: Any, tmp_path: Path) -> None:
+    asked = Judge(JudgeSettings(endpoint=str(tmp_path), total_seconds=60.0))
+
+    async def first_asked_then_served() -> Answer[str]:
+        waiting = asyncio.create_task(asked.ask(HELLO, str))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        write_address(tmp_path / FILE, Address(url=endpoint.url, model="m", key="its-own"))
+        return await waiting
+
+    assert asyncio.run(first_asked_then_served()) == Answer(value="yes")
+    assert (endpoint.requests[0]["model"], endpoint.headers[0]["authorization"]) == ("m", "Bearer its-own")
+    nowhere = ask(Judge(JudgeSettings(endpoint="localhost:8000/v1")))
+    assert nowhere.value is None and "(a URL begins with http://)" in nowhere.problem
 
 
 def test_without_a_key_variable_no_key_is_sent(endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,57 @@
+"""Servers beside the stages that ask them, with a queue that is made here."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from nemo_ext.slurm import attempts, beside
+from nemo_ext.slurm.status import JOB
+
+
+@pytest.fixture
+def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """File with what squeue says; without it squeue fails."""
+    said, squeue = tmp_path / "queue", tmp_path / "bin" / "squeue"
+    squeue.parent.mkdir()
+    squeue.write_text(f"#!/bin/sh\ncat {said}\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{squeue.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(beside, "SECONDS", 0.1)
+    return said
+
+
+def test_a_server_is_asked_as_long_as_a_job_that_asks_it_is_queued(queue: Path, tmp_path: Path) -> None:
+    first, second = (tmp_path / name for name in ("first", "second"))
+    for record, job in ((first, "5"), (second, "6_0")):
+        (record / attempts.FOLDER).mkdir(parents=True)
+        (record / attempts.FOLDER / JOB).write_text(job)
+    beside.note_asking(tmp_path / "judge", [first, second])
+    asking = beside.asking(tmp_path / "judge")
+
+    for said, asked in (("5|RUNNING|None\n", True), ("6_0|PENDING|Dependency\n", True), ("7|RUNNING|None\n", False)):
+        queue.write_text(said)
+        assert beside.is_asked(asking) is asked, said
+    queue.unlink()
+    assert beside.is_asked(asking), "Slurm does not answer"
+    assert beside.asking(tmp_path / "first") == []
+
+
+def test_a_stage_waits_until_its_server_answers_or_has_left_the_queue(queue: Path, tmp_path: Path) -> None:
+    said, address = list[str](), tmp_path / "judge" / "endpoint.json"
+    address.parent.mkdir()
+    beside.note_servers(tmp_path / "asks", {"9": str(address.parent)})
+    beside.wait(tmp_path / "asks", said.append, [15])  # told to stop
+    queue.write_text("5|RUNNING|None\n")
+    beside.wait(tmp_path / "asks", said.append, [])
+    assert said == [f"waiting for {address} of job 9"] * 2 + ["job 9 has left the queue"]
+
+    address.write_text("{}")
+    os.utime(address, (time.time() - 3600,) * 2)
+    beside.wait(tmp_path / "asks", said.append, [])
+    assert said[-1] == "job 9 has left the queue", "an old file is no server"
+    address.touch()
+    beside.wait(tmp_path / "asks", said.append, [])
+    beside.wait(tmp_path / "nothing", said.append, [])
+    assert len(said) == 5
