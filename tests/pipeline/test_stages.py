@@ -159,7 +159,11 @@ def test_a_scale_without_a_twin_is_named() -> None:
         read(["pipeline=puzzle", "scale=laptop"])
 
 
-@pytest.mark.parametrize("twin", TWINS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.parametrize(
+    "twin",
+    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem != "domyn_small")) for path in TWINS],
+    ids=lambda path: f"{path.parent.name}/{path.stem}",
+)
 def test_a_twin_has_all_that_it_needs(twin: Path) -> None:
     """No key is left to the user, it has every stage of its pipeline, and each reads what one before it writes."""
     pipeline = read([f"pipeline={twin.stem}", f"scale={twin.parent.name}", "run_dir=r", "evaluate=null"])

@@ -38,7 +38,10 @@ def words_of(name: str, stage: str, *words: str) -> tuple[str, ...]:
     return next(each.words for each in found.stages if each.name == stage)
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+LARGE = ("nemotron3_nano", "llama_nemotron_super", "llama_nemotron_ultra", "olmo1", "olmo3_7b", "olmo3_32b")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in PIPELINES])
 def test_every_stage_of_every_pipeline_composes(name: str) -> None:
     pipeline = read([f"pipeline={name}", *needed(name), "cluster=leonardo"])
 
