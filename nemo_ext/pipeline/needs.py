@@ -32,7 +32,7 @@ def needs_of(submissions: Mapping[str, Submission]) -> Table:
         node = submission.settings.cluster.node
         gpus = nodes * each * len(submission.records)
         cells = ["", "", "", ""]
-        if job == "train":
+        if job == "train" and submission.config["megatron"].get("train_iters"):  # else it counts samples
             spent = _gpu_hours(submission.config, None if node is None else node.gpu)
             count, size = _checkpoints(submission.config)
             cells = ["-", "-", f"{count:,}", f"{size / 1e12:,.1f}"]
