@@ -108,11 +108,12 @@ def test_one_s_own_text_is_tokenised_and_trained_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group(name="local_text")
 @pytest.mark.parametrize("line", [line for line in TRAINING if line not in OWN_TEXT])
 def test_training_commands(
     line: str, launched: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As written, but stopped after a few steps on data that is made once, and validated on one batch."""
+    """As written, but stopped after a few steps on data made once, by one worker, and validated on one batch."""
     monkeypatch.chdir(tmp_path)
 
     launched(*shlex.split(line)[1:], "train.tokens=16384", "megatron.eval_iters=1", f"data_root={ROOT / 'data'}")

@@ -195,7 +195,7 @@ def validate_at_start(
 ) -> list[torch.nn.Module]:
     """Model hook that measures the validation loss of the untrained model, which Megatron's loop cannot do.
 
-    Runs once, while the run has no checkpoint yet, through Megatron's own `evaluate`.
+    Runs once, while the run has no checkpoint yet, through Megatron's own `evaluate`; not in a run without evaluations.
     """
     from megatron.core.utils import get_model_config
     from megatron.training import get_args, training
@@ -203,7 +203,7 @@ def validate_at_start(
     from nemo_ext.megatron.forward_step import LOSS, datasets
 
     arguments = get_args()
-    if run_directory.last_checkpoint(run_dir) is not None:
+    if run_directory.last_checkpoint(run_dir) is not None or not arguments.eval_iters:
         return model
     _, validation, _ = datasets(training.get_train_valid_test_num_samples())
     consumed = arguments.consumed_valid_samples
