@@ -7,7 +7,7 @@ from typing import Any
 from nemo_ext.data.blends.blend import with_blend
 from nemo_ext.data.blends.hierarchy import read_tree
 from nemo_ext.data.packs.mixed_lengths import MixedLengths
-from nemo_ext.data.packs.packed_files import with_packed
+from nemo_ext.data.packs.packed_files import check_packed, with_packed
 
 
 def with_data(config: Mapping[str, Any], *, tokens: int | None = None) -> dict[str, Any]:
@@ -27,6 +27,20 @@ def with_data(config: Mapping[str, Any], *, tokens: int | None = None) -> dict[s
     made = with_blend(config, tokens=tokens)
     MixedLengths.from_config(made)
     return made
+
+
+def check_settings(config: Mapping[str, Any]) -> None:
+    """Refuse settings that do not work with a training config's data, whether its files are there yet or not.
+
+    Raises:
+        ValueError: see `check_packed` and `MixedLengths.from_config`.
+    """
+    phases = [phase for phase in (config.get("phases") or {}).values() if isinstance(phase, Mapping)]
+    own = [{"data": phase.get("data"), "megatron": phase.get("megatron") or {}} for phase in phases]
+    for one in (config, *({**each, "megatron": {**config["megatron"], **each["megatron"]}} for each in own)):
+        if (one.get("data") or {}).get("packed") is not None:
+            check_packed(one)
+        MixedLengths.from_config(one)
 
 
 def data_sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -48,18 +48,18 @@ def build_datasets(
     In a run with phases or mixed lengths, every epoch of a stream has an order of its own (`nemo_ext.megatron.epochs`);
     `drawn` has the sequences read before, by prefix, in a run with phases.
 
-    A blend of packs (`nemo_ext.data.packs.packed_files`) is recognised by its manifests. If the trainer has set
-    `arguments.mixed_lengths` (`data.mixed_lengths` of the config), the sequences of the blend have two lengths.
+    A blend of packs (`nemo_ext.data.packs.packed_files`) is recognised by its manifests, that of each split by itself:
+    a phase of packs is validated on the run's text. If the trainer has set `arguments.mixed_lengths`
+    (`data.mixed_lengths` of the config), the sequences of the blend have two lengths.
     """
     given = getattr(arguments, "mixed_lengths", None)
     mixed = None if given is None else MixedLengths(**given)
     blend, blend_per_split = get_blend_and_blend_per_split(arguments)
-    blends = [chosen for chosen in (blend, *(blend_per_split or ())) if chosen is not None]
     kind: type = MockGPTDataset if arguments.mock_data else GPTDataset
     if drawn is not None or mixed is not None:
         kind = MockEpochs if arguments.mock_data else StreamEpochs
-    if all_packed([prefix for prefixes, _ in blends for prefix in prefixes]):
-        kind = PackedDataset
+    splits = [blend] if blend_per_split is None else list(blend_per_split)
+    kinds = [chosen and (PackedDataset if all_packed(chosen[0]) else kind) for chosen in splits]
 
     asked = getattr(arguments, "dataloader_inter_document_masking", False)  # see `versions.FEATURES`, like the field
     asked = asked or (mixed is not None and mixed.document_boundaries)
@@ -68,13 +68,26 @@ def build_datasets(
     boundaries = {"inter_document_masking": True} if asked else {}
 
     def build(samples: Sequence[int], reading: Reading) -> Sequence[Any]:
+        present = list(dict.fromkeys(filter(None, kinds))) or [kind]
+        if len(present) == 1:
+            return build_as(present[0], samples, reading, blend_per_split)
+        pairs = list(zip(kinds, splits, strict=True))
+        made = {
+            each: build_as(each, samples, reading, [split if its is each else None for its, split in pairs])
+            for each in present
+        }
+        return [its and made[its][number] for number, its in enumerate(kinds)]
+
+    def build_as(
+        kind: type, samples: Sequence[int], reading: Reading, per_split: Sequence[Any] | None
+    ) -> Sequence[Any]:
         config = StreamConfig(
             random_seed=arguments.seed,
             sequence_length=reading.length,
             documents=reading.documents,
             drawn=(drawn or {}).get(reading, {}),
             blend=blend,
-            blend_per_split=blend_per_split,
+            blend_per_split=per_split,
             split=arguments.split,
             path_to_cache=arguments.data_cache_path,
             num_dataset_builder_threads=arguments.num_dataset_builder_threads,
@@ -91,7 +104,7 @@ def build_datasets(
     if mixed is None:
         train, valid, _ = build(samples, Reading(arguments.seq_length))
         return train, valid, None
-    if kind is PackedDataset:
+    if PackedDataset in kinds:
         raise ValueError("data.mixed_lengths: the data are packs, whose sequences have their lengths already")
     train, valid, _ = mixed_rows(mixed, samples, seq_length=arguments.seq_length, build=build)
     return train, valid, None

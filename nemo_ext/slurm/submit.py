@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from nemo_ext.data.training import check_settings
 from nemo_ext.job.config import check_choice, compose, without_data
 from nemo_ext.job.files import write_text
 from nemo_ext.slurm import attempts
@@ -291,11 +292,12 @@ def by_megatron(config: Mapping[str, Any], coming: Sequence[Path]) -> list[Findi
     """
     from nemo_ext.megatron.run import Run
 
-    if coming:  # data that does not exist yet cannot be checked
-        flags = {**config["megatron"], "mock_data": True}
-        config = {**config, "data": None, "phases": without_data(config.get("phases") or {}), "megatron": flags}
-        config = _without_teacher_to_come(config, coming)
     try:
+        if coming:  # of data that does not exist yet only the settings can be checked
+            check_settings(config)
+            flags = {**config["megatron"], "mock_data": True}
+            config = {**config, "data": None, "phases": without_data(config.get("phases") or {}), "megatron": flags}
+            config = _without_teacher_to_come(config, coming)
         Run.of(config).check()
     except ValueError as error:
         return [Finding("error", str(error))]

@@ -12,6 +12,7 @@ from nemo_ext.data.packs.packed_files import PackingSettings, write_packed
 from nemo_ext.data.packs.sample_files import write_samples
 from nemo_ext.data.phases import Piece, Plan, data_paths, most_drawn, plan_of, segments, told_of_streams
 from nemo_ext.data.text.indexed_dataset import write_index
+from nemo_ext.data.training import check_settings
 from nemo_ext.job.config import compose
 
 
@@ -175,6 +176,18 @@ def test_packs_in_a_phase_want_a_loss_by_token(tmp_path: Path) -> None:
     assert paths(calculate_per_token_loss=True) == {"text": None, "packs": [str(tmp_path / "packs")]}
     with pytest.raises(ValueError, match=r"phases\.packs\.data has packs, .*set calculate_per_token_loss to true"):
         paths()
+
+
+@pytest.mark.parametrize("place", ["run", "phase"])
+@pytest.mark.parametrize(
+    "data", [{"packed": {"train": "made/later"}}, {"mixed_lengths": {"short": 16, "short_share": 0.5}}]
+)
+def test_rows_of_many_samples_are_one_to_a_micro_batch_whether_they_are_made_or_not(place: str, data: object) -> None:
+    flags = {"seq_length": 64, "global_batch_size": 4, "micro_batch_size": 2}
+    asked = {"data": data} if place == "run" else {"phases": {"packs": {"tokens": 25600, "data": data}}}
+    with pytest.raises(ValueError, match=r"data\.(packed|mixed_lengths): set megatron\.micro_batch_size=1"):
+        check_settings({**asked, "megatron": flags})
+    check_settings({**asked, "megatron": {**flags, "micro_batch_size": 1}})
 
 
 def test_a_blend_is_named() -> None:

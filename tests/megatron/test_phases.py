@@ -253,3 +253,32 @@ def test_killed_at_any_step_it_resumes_on_the_same_sample(
     for line, expected in zip(steps(run_dir), steps(folder / "run"), strict=True):
         for name in ("step", "tokens", "loss", "lr", "grad_norm"):
             assert line[name] == pytest.approx(expected[name], rel=1e-5), (line, expected)
+
+
+@pytest.mark.slow
+def test_a_phase_of_packs_follows_text_and_is_validated_on_it(
+    whole: tuple[Path, str], launched: Callable[..., str], tmp_path: Path
+) -> None:
+    from nemo_ext.data.packs.packed_files import PackingSettings, write_packed
+    from nemo_ext.data.packs.sample_files import write_samples
+
+    answers = [(np.full(40, 65 + n % 20), np.arange(40) >= 20) for n in range(200)]
+    file = write_samples(tmp_path / "answers", answers, vocab_size=257)
+    write_packed(tmp_path / "packs", [file], PackingSettings(capacity=128), vocab_size=257, progress=False)
+    words = (
+        "recipe=nemotron3_nano/quickstart",
+        "model.pattern=M*-",
+        "megatron.hidden_size=64",
+        "megatron.seq_length=128",
+    )
+    words = (*words, "megatron.micro_batch_size=1", "megatron.global_batch_size=8", "train.tokens=12288")
+    words = (*words, "megatron.eval_interval=6", "megatron.eval_iters=1", "megatron.calculate_per_token_loss=true")
+    packs = f"{{tokens: 6144, data: {{packed: {{train: {tmp_path / 'packs'}}}}}}}"
+    words = (*words, f"+phases={{text: {{tokens: 6144}}, packs: {packs}}}", f"data_root={whole[0] / 'data'}")
+
+    launched("train", *words, f"run_dir={tmp_path / 'run'}")
+
+    lines = run_directory.read_metrics(tmp_path / "run" / run_directory.METRICS)
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    assert sorted(losses) == list(range(1, 13)) and losses[12] < losses[7] - 0.3  # of constant answers
+    assert [line["step"] for line in lines if "val_loss" in line] == [0, 6, 12]

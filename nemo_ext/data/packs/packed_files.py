@@ -227,20 +227,12 @@ def with_packed(config: Mapping[str, Any]) -> dict[str, Any]:
         config: config of a training run.
 
     Raises:
-        ValueError: packs are missing, cut short, of another length than `megatron.seq_length` or of another tokenizer,
-            or an argument does not work with packs.
+        ValueError: packs are missing, cut short, of another length than `megatron.seq_length` or of another tokenizer;
+            or see `check_packed`.
     """
+    check_packed(config)
     data, megatron = config["data"], dict(config["megatron"])
-    given = data["packed"]
-    if not isinstance(given, dict):
-        raise ValueError(f"data.packed must be {{train: PREFIX, valid: PREFIX}}, not {given!r}")
-    check_keys(given, ("train", "valid"), required=("train",), where="data.packed")
-    for other in ("streams", "blend", "mixed_lengths"):
-        if data.get(other):
-            raise ValueError(f"data.packed and data.{other} are both set: remove one")
-    if given["train"] is None:
-        raise ValueError("data.packed.train=null: give the prefix of packs to train on")
-    for split, prefix in given.items():
+    for split, prefix in data["packed"].items():
         if prefix is not None:
             megatron.setdefault(f"{split}_data_path", [str(prefix)])
     found = [
@@ -257,6 +249,29 @@ def with_packed(config: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{where}: its packs are for megatron.seq_length={manifest.capacity}: set that")
         if parts > 2 and manifest.align % parts:
             raise ValueError(f"{where}: context_parallel_size={parts // 2} wants packs made with align={parts}")
+    megatron.setdefault("calculate_per_token_loss", True)
+    if not megatron.get("valid_data_path"):
+        megatron["eval_iters"] = 0
+    _use_tokenizer(data, megatron, [manifest for _, manifest in found])
+    return {**config, "megatron": megatron}
+
+
+def check_packed(config: Mapping[str, Any]) -> None:
+    """Refuse settings that do not work with `data.packed`, whether the packs are there yet or not.
+
+    Raises:
+        ValueError: names the key.
+    """
+    data, megatron = config["data"], config["megatron"]
+    given = data["packed"]
+    if not isinstance(given, dict):
+        raise ValueError(f"data.packed must be {{train: PREFIX, valid: PREFIX}}, not {given!r}")
+    check_keys(given, ("train", "valid"), required=("train",), where="data.packed")
+    for other in ("streams", "blend", "mixed_lengths"):
+        if data.get(other):
+            raise ValueError(f"data.packed and data.{other} are both set: remove one")
+    if given["train"] is None:
+        raise ValueError("data.packed.train=null: give the prefix of packs to train on")
     if int(megatron.get("micro_batch_size") or 1) != 1:
         raise ValueError("data.packed: set megatron.micro_batch_size=1; longer packs are the same as several")
     if megatron.get("mtp_num_layers"):
@@ -264,12 +279,8 @@ def with_packed(config: Mapping[str, Any]) -> dict[str, Any]:
             "data.packed: multi-token prediction would look across samples: remove megatron.mtp_num_layers"
         )
     # Packs differ in their number of trained tokens: every token of a global batch gets the same weight.
-    if megatron.setdefault("calculate_per_token_loss", True) is not True:
+    if megatron.get("calculate_per_token_loss", True) is not True:
         raise ValueError("data.packed: megatron.calculate_per_token_loss must be true: packs train unlike many tokens")
-    if not megatron.get("valid_data_path"):
-        megatron["eval_iters"] = 0
-    _use_tokenizer(data, megatron, [manifest for _, manifest in found])
-    return {**config, "megatron": megatron}
 
 
 def _prefixes(words: Sequence[object] | None) -> list[str]:
