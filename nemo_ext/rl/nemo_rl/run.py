@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.job.progress import notice
+from nemo_ext.job.run_directory import METRICS, read_metrics, truncate_metrics
 from nemo_ext.job.settings import check_keys, nearest
 from nemo_ext.rl.environments import ENVIRONMENTS
 from nemo_ext.rl.episodes import KEYS as EPISODE_KEYS
@@ -157,7 +159,7 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> 
         if level is not None:
             # Imported late: its class is NeMo-RL's.
             ready.loss_fn = importlib.import_module("nemo_ext.rl.nemo_rl.sequence_sum").SequenceSumLoss(ready.loss_fn)
-        watched = WithEnvironments(ready.logger.log_metrics, environments, judges)
+        watched = WithEnvironments(ready.logger.log_metrics, environments, judges, metrics=_metrics(master))
         ready.logger.log_metrics = watched
         with contextlib.ExitStack() as stack:
             learn = None
@@ -203,13 +205,18 @@ def _dpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, *, w
     )
     named = {"default": validation[0]} if validation else {}
     ready = compat.set_up_dpo(compat.master_config(compat.dpo(), master), tokenizer, train, named)
-    watched = WithEnvironments(ready.logger.log_metrics, {}, {})
+    watched = WithEnvironments(ready.logger.log_metrics, {}, {}, metrics=_metrics(master))
     ready.logger.log_metrics = watched
     dpo = master["dpo"]
     steps = min(dpo["max_num_steps"], dpo["max_num_epochs"] * len(ready.dataloader))
     with compat.clocks(compat.dpo()) as clocks, _as_rpo(config, ready) if with_rewards else contextlib.nullcontext():
         compat.train_dpo(ready, tokenizer)
     return _end(ready, watched.last_step, steps, clocks)
+
+
+def _metrics(master: Mapping[str, Any]) -> Path:
+    """The file beside the folder of NeMo-RL's logs (`nemo_ext.rl.nemo_rl.job`)."""
+    return Path(master["logger"]["log_dir"]).parent / METRICS
 
 
 @contextlib.contextmanager
@@ -225,18 +232,29 @@ def _as_rpo(config: Mapping[str, Any], ready: compat.Ready) -> Iterator[None]:
         yield
 
 
+FIGURES = {
+    "train": {"loss": "loss", "reward": "reward", "accuracy": "rewards/accuracies"},
+    "validation": {"accuracy": "eval_reward"},
+    "validation-default": {"accuracy": "eval_rewards/accuracies"},
+}
+"""NeMo-RL's metrics that a run's metrics.jsonl has, by the prefix they are logged under, with TRL's names."""
+
+
 class WithEnvironments:
     """Wrapper of a logger's `log_metrics` that also logs the environments' metrics, once per step.
 
-    They are logged under `train/` and `validation/`; NeMo-RL never asks an environment for metrics.
+    They are logged under `train/` and `validation/`; NeMo-RL never asks an environment for metrics. What tells how a
+    run goes is also written to its metrics.jsonl, where `status` and pipelines look for it.
 
     Attributes:
         of_step: functions that give more metrics of a training step, by prefix.
         last_step: last training step that was logged.
     """
 
-    def __init__(self, log: Any, environments: Mapping[str, Any], judges: Mapping[str, Any]) -> None:
-        self._log = log
+    def __init__(self, log: Any, environments: Mapping[str, Any], judges: Mapping[str, Any], *, metrics: Path) -> None:
+        self._log, self._metrics = log, metrics
+        earlier = read_metrics(metrics) if metrics.is_file() else []
+        self._step_before = max((int(line["step"]) for line in earlier), default=0)
         self._actors = {"train": environments, "validation": judges}
         self._logged: dict[str, int] = {}
         self.of_step: dict[str, Callable[[int], Mapping[str, float]]] = {}
@@ -244,6 +262,7 @@ class WithEnvironments:
 
     def __call__(self, metrics: Mapping[str, Any], step: int, prefix: str | None = "", **others: Any) -> None:
         self._log(metrics, step, prefix=prefix, **others)
+        self._note(metrics, step, prefix or "")
         if prefix == "train":
             self.last_step = step
         actors = self._actors.get(prefix or "")
@@ -262,6 +281,17 @@ class WithEnvironments:
         if prefix == "train":
             for name, found_of in self.of_step.items():
                 self._log(found_of(step), step, prefix=name)
+
+    def _note(self, metrics: Mapping[str, Any], step: int, prefix: str) -> None:
+        names = FIGURES.get(prefix, {})
+        found = {name: float(metrics[key]) for key, name in names.items() if metrics.get(key) is not None}
+        if not found:
+            return
+        if prefix == "train" and step <= self._step_before:  # the first step after a checkpoint, done again
+            truncate_metrics(self._metrics, step - 1)
+            self._step_before = 0
+        with self._metrics.open("a") as stream:
+            stream.write(json.dumps({"step": step, **found}) + "\n")
 
 
 def _environment_settings(

@@ -6,8 +6,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from nemo_ext.job.run_directory import METRICS, read_metrics
+from nemo_ext.pipeline.figures import figures_of
 from nemo_ext.rl.nemo_rl.run import End, WithEnvironments, _end, run
 
 TASKS = [{"id": str(n), "environment": "math", "prompt": "?", "reference": {"answer": "1"}} for n in range(4)]
@@ -98,12 +101,34 @@ def test_the_last_step_is_that_of_the_last_checkpoint(tmp_path: Path) -> None:
         _end(ended(tmp_path), 6, 6, [])  # the last step failed after it had logged something
 
 
-def test_environments_are_logged_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_tells_how_a_run_goes_is_in_its_metrics(tmp_path: Path) -> None:
+    metrics = tmp_path / METRICS
+
+    def logged(*lines: tuple[str, int, dict[str, Any]]) -> None:
+        log = WithEnvironments(lambda *given, **named: None, {}, {}, metrics=metrics)
+        for prefix, step, values in lines:
+            log(values, step, prefix=prefix)
+
+    logged(("train", 1, {"total_turns": 3}), ("train", 1, {"reward": np.float32(0.25), "loss": 0.5}))
+    logged(("validation", 1, {"accuracy": 0.5}), ("train", 2, {"reward": 0.5}), ("train", 3, {"reward": 0.0}))
+    logged(("train", 2, {"reward": 0.75}), ("timing/train", 2, {"reward": 9}))  # resumed after step 1
+
+    assert read_metrics(metrics) == [
+        {"step": 1, "loss": 0.5, "reward": 0.25},
+        {"step": 1, "eval_reward": 0.5},
+        {"step": 2, "reward": 0.75},
+    ]
+    assert figures_of("rl", tmp_path).text == "reward 0.250 -> 0.750, validation reward 0.500 -> 0.500"
+
+
+def test_environments_are_logged_once_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     logged: list[tuple[str, int, dict[str, Any]]] = []
     taken = SimpleNamespace(remote=lambda: {"correct": 0.5})
     actors = {"nemo_ext_math": SimpleNamespace(take_metrics=taken)}
     monkeypatch.setattr("ray.get", lambda found: found)
-    log = WithEnvironments(lambda metrics, step, prefix: logged.append((prefix, step, metrics)), actors, {})
+    log = WithEnvironments(
+        lambda metrics, step, prefix: logged.append((prefix, step, metrics)), actors, {}, metrics=tmp_path / METRICS
+    )
 
     for prefix, step in (("train", 1), ("train", 1), ("timing/train", 1), ("validation", 1), ("train", 2)):
         log({"loss": 1.0}, step, prefix=prefix)
