@@ -145,13 +145,18 @@ def _evaluations(pipeline: Pipeline) -> Iterator[str]:
 def _effects(pipeline: Pipeline, runs: Mapping[str, str]) -> list[list[str]]:
     """Rows of the paired differences between each evaluated stage and the nearest one that its model comes from."""
     named, rows = {stage.name: stage for stage in pipeline.every}, list[list[str]]()
-    for name in runs:
-        above = named[name].parent if name in named else None
-        while above is not None and above not in runs:
+    evaluated = dict[str, str]()  # the stage that made a model, and where it is evaluated first
+    for stage in pipeline.every:
+        label = stage.name.removeprefix(EVALUATION)
+        if stage.job == "evaluate" and stage.parent is not None and label in runs:
+            evaluated.setdefault(stage.parent, runs[label])
+    for name in evaluated:
+        above = named[name].parent
+        while above is not None and above not in evaluated:
             above = named[above].parent
         if above is None:
             continue
-        both = compared(CompareSettings(runs={above: runs[above], name: runs[name]}, draws=2000))
+        both = compared(CompareSettings(runs={above: evaluated[above], name: evaluated[name]}, draws=2000))
         entries = entries_of(both.runs)
         for pair in both.pairs[name]:
             cells = dict(zip(AGAINST, pair_row(pair, entries.get(pair.benchmark, {})), strict=True))

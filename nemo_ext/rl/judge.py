@@ -123,7 +123,7 @@ class Judge:
             if answer.answer is None:
                 return "a chat completion without text"
             value = read(answer.answer)
-            return "an answer that cannot be read" if value is None else ""
+            return f"an answer that cannot be read: {answer.answer[:100]!r}" if value is None else ""
 
         request = client.Request(body={**self.settings.sampling, "messages": list(messages)})
         try:

@@ -19,6 +19,7 @@ STAGES = {
     "sft": {"job": "train", "words": SFT, "parent": "pretrain", "paper": "section 4.1; GSM8K 77.6"},
     "export": {"job": "convert", "parent": "sft", "words": ["to=${run_dir}/hf"]},
     "grpo": {"job": "rl", "parent": "export", "words": ["preset=domyn_math_grpo", "tasks.train.path=t.jsonl"]},
+    "final": {"job": "evaluate", "parent": "grpo", "words": ["suite=domyn"]},
 }
 
 
@@ -100,6 +101,15 @@ def test_each_stage_is_compared_with_the_one_that_it_started_from(pipeline: Pipe
     assert (sft["before"], sft["after"], sft["verdict"]) == ("25.0", "75.0", "better")
     assert sft["difference"].startswith("+50.0 [")
     assert grpo["verdict"] == "no difference shown"
+
+
+@pytest.mark.parametrize("ran", [("grpo",), ("final",), ("grpo", "final")])
+def test_a_second_evaluation_of_a_model_is_no_stage_that_changed_it(ran: tuple[str, ...], pipeline: Pipeline) -> None:
+    for name in ran:
+        evaluated(pipeline.run_dir / {"grpo": "evaluate_grpo", "final": "final"}[name], 30)
+    changed = write_report(pipeline, {}).read_text().split("## What each stage changed")[1]
+
+    assert changed.count("| grpo | sft | sums |") == 1 and "| final |" not in changed
 
 
 def test_a_file_that_cannot_be_read_is_named_and_the_rest_is_told(pipeline: Pipeline) -> None:
