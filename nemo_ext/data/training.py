@@ -35,12 +35,17 @@ def check_settings(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: see `check_packed` and `MixedLengths.from_config`.
     """
-    phases = [phase for phase in (config.get("phases") or {}).values() if isinstance(phase, Mapping)]
-    own = [{"data": phase.get("data"), "megatron": phase.get("megatron") or {}} for phase in phases]
-    for one in (config, *({**each, "megatron": {**config["megatron"], **each["megatron"]}} for each in own)):
-        if (one.get("data") or {}).get("packed") is not None:
+
+    def check(data: Mapping[str, Any] | None, megatron: Mapping[str, Any]) -> None:
+        one = {"data": data or {}, "megatron": megatron}
+        if one["data"].get("packed") is not None:
             check_packed(one)
         MixedLengths.from_config(one)
+
+    check(config.get("data"), config["megatron"])
+    for phase in (config.get("phases") or {}).values():
+        if isinstance(phase, Mapping):
+            check(phase.get("data"), {**config["megatron"], **(phase.get("megatron") or {})})
 
 
 def data_sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from hydra.errors import HydraException
 from rich.console import Console
 from rich.live import Live
@@ -109,7 +108,7 @@ def run(words: Sequence[str], *, dry_run: bool) -> int:
         _refuse_queued(works)
         for work in works:  # a command that was waited for may have finished some
             work.state = state_of(work, works)
-        write_text(pipeline.run_dir / PIPELINE, yaml.safe_dump(dict(pipeline.config), sort_keys=False, width=120))
+        write_text(pipeline.run_dir / PIPELINE, pipeline.text)
         stopped: _Stopped | None = None
         try:
             with _Shown(works) as shown:

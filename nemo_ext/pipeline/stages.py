@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 import hydra_conf
@@ -94,6 +95,14 @@ class Pipeline:
     stages: tuple[Stage, ...]
     every: tuple[Stage, ...]
     config: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        """The composed config as YAML, with all stages in their order."""
+        given = self.config["stages"]
+        added = {stage.name: {"job": stage.job, "parent": stage.parent} for stage in self.every}
+        stages = {name: given.get(name, entry) for name, entry in added.items()}
+        return yaml.safe_dump({**self.config, "stages": stages}, sort_keys=False, width=120)
 
     def before(self, stage: Stage) -> list[Stage]:
         """All direct and indirect dependencies of a stage."""

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import yaml
 from hydra.errors import HydraException
 from rich.console import Console
 
@@ -79,7 +78,7 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
     if dry_run:
         console.print("not submitted: --dry-run")
         return 0
-    write_text(pipeline.run_dir / PIPELINE, yaml.safe_dump(dict(pipeline.config), sort_keys=False, width=120))
+    write_text(pipeline.run_dir / PIPELINE, pipeline.text)
     for stage in pipeline.stages:
         if jobs.get(stage.name) != "":
             continue

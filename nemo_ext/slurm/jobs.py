@@ -147,7 +147,7 @@ def inputs(job: str, config: Mapping[str, Any]) -> list[tuple[str, Path, str]]:
                 given.append((f"tasks.{split}.{key}", section.get(key), "`nemo-ext rl_tasks` writes tasks"))
             pairs = (config.get("pairs") or {}).get(split)
             given.append((f"pairs.{split}", pairs, "`nemo-ext preference_data` writes pairs"))
-    elif job == "merge_sweep":
+    elif job in ("merge", "merge_sweep"):
         given = [("from", place, first) for place in strings(config["from"])]
     elif job == "puzzle":
         given = [("puzzle.parent", config["puzzle"]["parent"], first)]

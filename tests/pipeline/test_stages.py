@@ -84,7 +84,9 @@ def test_stages_keep_their_order_but_come_after_those_they_follow(tmp_path: Path
         "tasks": {"job": "rl_tasks", "after": []},
     }
 
-    assert list(chain(tmp_path, stages)) == ["tasks", "train", "export"]
+    assert list(chain(tmp_path, stages, evaluate=["suite=laptop"])) == ["tasks", "train", "evaluate_train", "export"]
+    text = read([f"--config-dir={tmp_path}", "pipeline=mine", "run_dir=r", "skip=[export]"]).text
+    assert list(yaml.safe_load(text)["stages"]) == ["tasks", "train", "evaluate_train", "export"]
 
 
 def test_a_server_comes_before_the_stage_that_asks_it(tmp_path: Path) -> None:
