@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from hydra.errors import HydraException
 from rich.console import Console
 
+from nemo_ext.checkpoint.description import from_config
+from nemo_ext.checkpoint.formats import choose
 from nemo_ext.job.files import write_text
 from nemo_ext.pipeline.needs import needs_of
 from nemo_ext.pipeline.run import runs_here
@@ -44,6 +47,12 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
             submission = submissions[stage.name] = planned(stage.words, coming=coming(earlier))
         except (ValueError, HydraException) as error:
             raise ValueError(f"stages.{stage.name}: {error}") from error
+        if stage.job == "rl":
+            try:
+                model = _model_to_come(stage, pipeline, submissions)
+            except ValueError as error:
+                raise ValueError(f"stages.{stage.name}: the model that it starts from: {error}") from error
+            submission = submissions[stage.name] = replace(submission, model_to_come=model)
         # A stage is repeated if one that it depends on is.
         done = (
             stage.job != SERVER
@@ -63,7 +72,8 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
             jobs[stage.name] = ""
             found = [
                 *checked_submission(submission, kept=pipeline.run_dir / attempts.FOLDER / REHEARSALS),
-                *_other_tokenizers(pipeline.before(stage), submissions, submission),
+                # What is wrong with an earlier stage stands there already.
+                *([] if wrong else _other_tokenizers(pipeline.before(stage), submissions, submission)),
             ]
             console.print(f"{stage.name}:", style="bold", markup=False)
             shown = {name: f"<{name}>" for name in (*_needed(stage, jobs), *stage.beside)}
@@ -103,6 +113,19 @@ def _other_tokenizers(
     parents = [submissions[stage.name] for stage in before]
     made = [config for each in parents if each.settings.job == "tokenize" for config in each.configs]
     return [one for config in submission.configs for one in other_tokenizers(config, made)]
+
+
+def _model_to_come(stage: Stage, pipeline: Pipeline, submissions: Mapping[str, Submission]) -> Mapping[str, Any] | None:
+    """config.json of the model that a stage starts from, by the training above it; None where a search chooses it."""
+    named = {each.name: each for each in pipeline.stages}
+    while True:
+        above = stage.parent or (stage.after[0] if stage.job == "merge" else None)
+        if above not in named:
+            return None
+        stage = named[above]
+        if stage.job == "train":
+            config = submissions[stage.name].config
+            return None if config["train"].get("model_of_start") else choose(from_config(config))[1]
 
 
 def _servers_last(pipeline: Pipeline) -> list[Stage]:

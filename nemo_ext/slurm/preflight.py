@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -77,6 +78,7 @@ def findings(
     *,
     paths: bool = True,
     coming: Sequence[Path] = (),
+    model_to_come: Mapping[str, Any] | None = None,
     here: bool = False,
 ) -> list[Finding]:
     """All findings on a job; errors would make it fail.
@@ -86,6 +88,7 @@ def findings(
         settings: settings of site and queue.
         paths: if False, skip the checks of files, as for a table of recipes and sites.
         coming: paths that earlier jobs write and that need not exist yet.
+        model_to_come: config.json of the policy that they make; None if unknown.
         here: True for a job that is not queued but started on this machine.
     """
     cluster = settings.cluster
@@ -95,7 +98,7 @@ def findings(
     if settings.job == "train":
         found += [*_memory(config, cluster), *_precision(config, cluster)]
     if settings.job == "rl":
-        found += [*_reinforcement(config, settings, rehearsed=paths), *_precision(config, cluster)]
+        found += [*_reinforcement(config, settings, model_to_come, rehearsed=paths), *_precision(config, cluster)]
     if settings.job in SETTINGS:
         found += [*_settings(settings.job, config, coming)]
     if paths:
@@ -258,7 +261,9 @@ def _precision(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]
         yield Finding("error", f"{key}: a {node.gpu} has no {recipe} scaling; it has {', '.join(node.fp8)}")
 
 
-def _reinforcement(config: Mapping[str, Any], settings: Settings, *, rehearsed: bool) -> Iterator[Finding]:
+def _reinforcement(
+    config: Mapping[str, Any], settings: Settings, model_to_come: Mapping[str, Any] | None, *, rehearsed: bool
+) -> Iterator[Finding]:
     """Errors for inconsistent algorithm settings, a missing engine, or what NeMo-RL would refuse."""
     from nemo_ext.rl.job import check_steps, checked_algorithm, over_own_pairs
     from nemo_ext.rl.trl.render import check_arguments
@@ -274,13 +279,18 @@ def _reinforcement(config: Mapping[str, Any], settings: Settings, *, rehearsed: 
     if on_nemo_rl and not os.environ.get("NEMO_RL_ROOT") and find_spec("nemo_rl") is None:
         yield Finding("error", "engine=nemo_rl: NEMO_RL_ROOT is not set: name a checkout (docs/rl/nemo_rl.md)")
     elif on_nemo_rl and rehearsed and algorithm is not None and settings.cluster.node is not None:
-        if not Path(str(config["policy"])).expanduser().is_dir():
+        there = Path(str(config["policy"])).expanduser().is_dir()
+        if not there and model_to_come is None:
             yield Finding("note", "the layout is computed and checked when the job starts: the model is not there yet")
             return
-        try:
-            yield from _on_nemo_rl(config, over_own_pairs(config, algorithm), settings)
-        except ValueError as error:
-            yield Finding("error", str(error))
+        with nullcontext() if there else TemporaryDirectory() as folder:
+            if folder is not None:
+                (Path(folder) / "config.json").write_text(json.dumps(model_to_come), encoding="utf-8")
+                config = {**config, "policy": folder}
+            try:
+                yield from _on_nemo_rl(config, over_own_pairs(config, algorithm), settings)
+            except ValueError as error:
+                yield Finding("error", str(error))
 
 
 def _on_nemo_rl(config: Mapping[str, Any], algorithm: Any, settings: Settings) -> Iterator[Finding]:

@@ -42,6 +42,7 @@ class Submission:
         after: ids of jobs that must have succeeded.
         beside: ids of jobs that must have started: servers that it asks.
         coming: paths that those jobs write.
+        model_to_come: config.json of the model that those jobs make and this one starts from; None if unknown.
     """
 
     settings: Settings
@@ -53,6 +54,7 @@ class Submission:
     after: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
     coming: tuple[Path, ...] = ()
+    model_to_come: Mapping[str, Any] | None = None
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -192,7 +194,8 @@ def checked(submission: Submission, *, kept: Path | None = None) -> list[Finding
     settings, coming = submission.settings, submission.coming
     found = list(submission.notes)
     for config in submission.configs:
-        found += [one for one in findings(config, settings, coming=coming) if one not in found]
+        ours = findings(config, settings, coming=coming, model_to_come=submission.model_to_come)
+        found += [one for one in ours if one not in found]
     wanted = is_wanted(settings)  # and if so, a rehearsal has the last word on memory, after what takes seconds
     guesses = [one for one in found if wanted and one.text.startswith(MEMORY)]
     found = _checked_here(submission, [one for one in found if one not in guesses])

@@ -172,7 +172,10 @@ def stated(name: str | None, given: Mapping[str, Any], backend: str, gpu_memory_
     for key in ("nodes", "gpus_per_node"):
         wanted, is_ = getattr(found, key), changes.get(key)
         if None not in (wanted, is_) and wanted != is_:
-            raise ValueError(f"nemo_rl.layout={name} has {key} {wanted}, nemo_rl.set.{PATHS[key]} is {is_}")
+            raise ValueError(
+                f"nemo_rl.layout={name} has {key} {wanted}, nemo_rl.set.{PATHS[key]} is {is_}: nemo_rl.layout=null "
+                "computes one"
+            )
     if gpu_memory_gib is not None:
         changes["gpu_memory_gib"] = gpu_memory_gib
     of_user: Stated = checked(Stated, changes, where="nemo_rl.set, of the layout")
