@@ -288,7 +288,9 @@ def _reinforcement(
                 (Path(folder) / "config.json").write_text(json.dumps(model_to_come), encoding="utf-8")
                 config = {**config, "policy": folder}
             try:
-                yield from _on_nemo_rl(config, over_own_pairs(config, algorithm), settings)
+                if all(place.exists() for key, place, _ in inputs("rl", config) if key == "pairs.train"):
+                    algorithm = over_own_pairs(config, algorithm)  # else they are made before, or `_inputs` says so
+                yield from _on_nemo_rl(config, algorithm, settings)
             except ValueError as error:
                 yield Finding("error", str(error))
 
