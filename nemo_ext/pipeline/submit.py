@@ -49,7 +49,7 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
             raise ValueError(f"stages.{stage.name}: {error}") from error
         if stage.job == "rl":
             try:
-                model = _model_to_come(stage, pipeline, submissions)
+                model = model_to_come(stage, pipeline, submissions)
             except ValueError as error:
                 raise ValueError(f"stages.{stage.name}: the model that it starts from: {error}") from error
             submission = submissions[stage.name] = replace(submission, model_to_come=model)
@@ -115,7 +115,7 @@ def _other_tokenizers(
     return [one for config in submission.configs for one in other_tokenizers(config, made)]
 
 
-def _model_to_come(stage: Stage, pipeline: Pipeline, submissions: Mapping[str, Submission]) -> Mapping[str, Any] | None:
+def model_to_come(stage: Stage, pipeline: Pipeline, submissions: Mapping[str, Submission]) -> Mapping[str, Any] | None:
     """config.json of the model that a stage starts from, by the training above it; None where a search chooses it."""
     named = {each.name: each for each in pipeline.stages}
     while True:

@@ -1,5 +1,6 @@
 """Jobs that follow each other: what a pipeline's file becomes, and a chain on a real Slurm."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,10 @@ import hydra_conf
 from nemo_ext.job.config import compose
 from nemo_ext.job.run_directory import last_checkpoint
 from nemo_ext.pipeline.stages import read
+from nemo_ext.pipeline.submit import model_to_come
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.jobs import inputs, makes
-from nemo_ext.slurm.preflight import is_there
+from nemo_ext.slurm.preflight import Finding, findings, is_there
 from nemo_ext.slurm.settings import split
 from nemo_ext.slurm.submit import planned
 
@@ -51,6 +53,50 @@ def test_every_stage_of_every_pipeline_composes(name: str) -> None:
         different = set(split(submission.words)[1]) ^ set(stage.own)
         assert all(word.startswith("launcher.") for word in different), "as `nemo-ext pipeline` notes what it finished"
         assert f"--config-dir={REPOSITORY}" not in stage.words
+
+
+MINE = """\
+# @package _global_
+pipeline: mine
+stages:
+  a: {job: train, words: [recipe=olmo1/1b]}
+  b: {job: train, after: [], words: [recipe=olmo1/1b]}
+  soup: {job: merge, after: [a, b], words: ["from=[r/a,r/b]", to=r/soup]}
+  export: {job: convert, parent: soup, words: [to=r/hf]}
+  grpo: {job: rl, parent: export, words: &rl [preset=rl_zero, engine=nemo_rl, tasks.train.path=t, rl.schedule.steps=5]}
+  again: {job: rl, parent: grpo, words: *rl}
+  kd:
+    job: train
+    after: []
+    words: [recipe=llama_nemotron/super_kd, megatron.pretrained_checkpoint=r/c, train.model_of_start=true]
+  child: {job: convert, parent: kd, words: [to=r/child/hf]}
+  of_child: {job: rl, parent: child, words: *rl}
+"""
+
+
+def test_the_layout_of_rl_is_checked_by_the_training_above_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "mine.yaml").write_text(MINE)
+    pipeline = read([f"--config-dir={tmp_path}", "pipeline=mine", "run_dir=r", "cluster=dgx_h100"])
+    submissions = {stage.name: planned(stage.words) for stage in pipeline.stages}
+    coming = {stage.name: model_to_come(stage, pipeline, submissions) for stage in pipeline.stages if stage.job == "rl"}
+
+    assert coming["of_child"] is None, "a search chooses the model"
+    assert coming["grpo"] == coming["again"] and coming["grpo"]["num_hidden_layers"] == 16
+
+    monkeypatch.setenv("NEMO_RL_ROOT", str(tmp_path))
+    asked: list[Any] = []
+
+    def on_nemo_rl(config: Any, *others: Any) -> list[Finding]:
+        asked.append(json.loads((Path(config["policy"]) / "config.json").read_text()))
+        return []
+
+    monkeypatch.setattr("nemo_ext.slurm.preflight._on_nemo_rl", on_nemo_rl)
+    grpo = submissions["grpo"]
+    said = [findings(grpo.config, grpo.settings, model_to_come=model) for model in (coming["grpo"], None)]
+
+    assert asked == [coming["grpo"]]
+    assert ["when the job starts" in str(found) for found in said] == [False, True]
 
 
 STAGES = {
