@@ -212,7 +212,7 @@ def plot_accuracies(runs: Sequence[Run], path: Path) -> bool:
                 100 * entry["accuracy"],
                 row + (number - (len(runs) - 1) / 2) * 0.8 / len(runs),
                 xerr=_bars(entry["accuracy"], None if interval is None else tuple(interval), 100),
-                fmt="o",
+                fmt=MARKERS[number // len(COLOURS) % len(MARKERS)],
                 color=COLOURS[number % len(COLOURS)],
                 markersize=5,
                 capsize=2.5,
