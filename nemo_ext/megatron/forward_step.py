@@ -104,7 +104,7 @@ def build_datasets(
     if mixed is None:
         train, valid, _ = build(samples, Reading(arguments.seq_length))
         return train, valid, None
-    if PackedDataset in kinds:
+    if kinds[0] is PackedDataset:
         raise ValueError("data.mixed_lengths: the data are packs, whose sequences have their lengths already")
     train, valid, _ = mixed_rows(mixed, samples, seq_length=arguments.seq_length, build=build)
     return train, valid, None

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hydra.errors import HydraException
@@ -14,7 +15,7 @@ from nemo_ext.pipeline.needs import needs_of
 from nemo_ext.pipeline.run import runs_here
 from nemo_ext.pipeline.stages import SERVER, Pipeline, Stage, coming, finished, read
 from nemo_ext.slurm import attempts, beside
-from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG
+from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG, inputs, makes
 from nemo_ext.slurm.preflight import Finding, errors, other_tokenizers
 from nemo_ext.slurm.rehearse import REHEARSALS
 from nemo_ext.slurm.settings import split
@@ -47,12 +48,6 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
             submission = submissions[stage.name] = planned(stage.words, coming=coming(earlier))
         except (ValueError, HydraException) as error:
             raise ValueError(f"stages.{stage.name}: {error}") from error
-        if stage.job == "rl":
-            try:
-                model = model_to_come(stage, pipeline, submissions)
-            except ValueError as error:
-                raise ValueError(f"stages.{stage.name}: the model that it starts from: {error}") from error
-            submission = submissions[stage.name] = replace(submission, model_to_come=model)
         # A stage is repeated if one that it depends on is.
         done = (
             stage.job != SERVER
@@ -70,6 +65,11 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
             console.print(f"{stage.name}: job {waiting[0]} is {queue[waiting[0]]}", markup=False)
         else:
             jobs[stage.name] = ""
+            try:
+                made = model_to_come(submission, [submissions[each.name] for each in pipeline.before(stage)])
+            except ValueError as error:
+                raise ValueError(f"stages.{stage.name}: the model that it starts from: {error}") from error
+            submission = submissions[stage.name] = replace(submission, model_to_come=made)
             found = [
                 *checked_submission(submission, kept=pipeline.run_dir / attempts.FOLDER / REHEARSALS),
                 # What is wrong with an earlier stage stands there already.
@@ -115,17 +115,38 @@ def _other_tokenizers(
     return [one for config in submission.configs for one in other_tokenizers(config, made)]
 
 
-def model_to_come(stage: Stage, pipeline: Pipeline, submissions: Mapping[str, Submission]) -> Mapping[str, Any] | None:
-    """config.json of the model that a stage starts from, by the training above it; None where a search chooses it."""
-    named = {each.name: each for each in pipeline.stages}
-    while True:
-        above = stage.parent or (stage.after[0] if stage.job == "merge" else None)
-        if above not in named:
+def model_to_come(submission: Submission, before: Sequence[Submission]) -> Mapping[str, Any] | None:
+    """config.json of the policy of RL that earlier jobs will make, by their training; None for other jobs.
+
+    None too if the model is there, if a search chooses it, or if it is quantised.
+
+    Args:
+        submission: the job.
+        before: the jobs that it depends on.
+
+    Raises:
+        ValueError: no Hugging Face format can express the model.
+    """
+    job, config = submission.settings.job, submission.config
+    if job != "rl" or config["engine"] != "nemo_rl" or Path(str(config["policy"])).expanduser().exists():
+        return None
+    for _ in before:
+        places = [path.resolve() for key, path, _ in inputs(job, config) if key in ("model", "from")]
+        makers = [each for each in before if any(_makes(each, place) for place in places)]
+        if not makers:
             return None
-        stage = named[above]
-        if stage.job == "train":
-            config = submissions[stage.name].config
+        job, config = makers[0].settings.job, makers[0].config
+        if job == "train":
             return None if config["train"].get("model_of_start") else choose(from_config(config))[1]
+        if job not in ("rl", "convert", "merge"):
+            return None
+    return None
+
+
+def _makes(submission: Submission, place: Path) -> bool:
+    """True if a job's output is at a place, or around it."""
+    made = makes(submission.settings.job, submission.config)
+    return any(place.is_relative_to(each.resolve()) for each in made)
 
 
 def _servers_last(pipeline: Pipeline) -> list[Stage]:

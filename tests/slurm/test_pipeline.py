@@ -61,10 +61,16 @@ pipeline: mine
 stages:
   a: {job: train, words: [recipe=olmo1/1b]}
   b: {job: train, after: [], words: [recipe=olmo1/1b]}
-  soup: {job: merge, after: [a, b], words: ["from=[r/a,r/b]", to=r/soup]}
+  soup: {job: merge, after: [a, b], words: ["from=[r/a/checkpoints,r/b]", to=r/soup]}
   export: {job: convert, parent: soup, words: [to=r/hf]}
   grpo: {job: rl, parent: export, words: &rl [preset=rl_zero, engine=nemo_rl, tasks.train.path=t, rl.schedule.steps=5]}
   again: {job: rl, parent: grpo, words: *rl}
+  large: {job: train, after: [], words: [recipe=olmo1/7b]}
+  large_export: {job: convert, parent: large, words: [to=r/large_hf]}
+  own:
+    job: rl
+    parent: export
+    words: [preset=rl_zero, engine=nemo_rl, tasks.train.path=t, rl.schedule.steps=5, model=r/large_hf]
   kd:
     job: train
     after: []
@@ -79,10 +85,18 @@ def test_the_layout_of_rl_is_checked_by_the_training_above_it(monkeypatch: pytes
     (tmp_path / "pipeline" / "mine.yaml").write_text(MINE)
     pipeline = read([f"--config-dir={tmp_path}", "pipeline=mine", "run_dir=r", "cluster=dgx_h100"])
     submissions = {stage.name: planned(stage.words) for stage in pipeline.stages}
-    coming = {stage.name: model_to_come(stage, pipeline, submissions) for stage in pipeline.stages if stage.job == "rl"}
 
-    assert coming["of_child"] is None, "a search chooses the model"
-    assert coming["grpo"] == coming["again"] and coming["grpo"]["num_hidden_layers"] == 16
+    def of(name: str, *without: str) -> Any:
+        return model_to_come(
+            submissions[name], [each for key, each in submissions.items() if key not in (name, *without)]
+        )
+
+    grpo = submissions["grpo"]
+    assert of("grpo") == of("again") and of("grpo")["num_hidden_layers"] == 16
+    assert of("grpo", "a") == of("grpo"), "both of an average are alike"
+    assert [of("grpo", "a", "b"), of("again", "soup"), of("again", "grpo"), of("export")] == [None] * 4
+    assert of("of_child") is None, "a search chooses the model"
+    assert of("own")["hidden_size"] == 4096, "the user's own word is what it starts from"
 
     monkeypatch.setenv("NEMO_RL_ROOT", str(tmp_path))
     asked: list[Any] = []
@@ -92,10 +106,9 @@ def test_the_layout_of_rl_is_checked_by_the_training_above_it(monkeypatch: pytes
         return []
 
     monkeypatch.setattr("nemo_ext.slurm.preflight._on_nemo_rl", on_nemo_rl)
-    grpo = submissions["grpo"]
-    said = [findings(grpo.config, grpo.settings, model_to_come=model) for model in (coming["grpo"], None)]
+    said = [findings(grpo.config, grpo.settings, model_to_come=model) for model in (of("grpo"), None)]
 
-    assert asked == [coming["grpo"]]
+    assert asked == [of("grpo")]
     assert ["when the job starts" in str(found) for found in said] == [False, True]
 
 

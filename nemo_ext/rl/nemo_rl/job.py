@@ -10,7 +10,7 @@ from nemo_ext.checkpoint.foreign_code import may_run_code
 from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.job.made_of import flat
 from nemo_ext.job.progress import notice
-from nemo_ext.job.run_directory import CHECKPOINTS, write_config, write_versions
+from nemo_ext.job.run_directory import CHECKPOINTS, METRICS, write_config, write_versions
 from nemo_ext.job.settings import check_keys
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient
 from nemo_ext.rl.nemo_rl.checkout import Checkout
@@ -52,7 +52,7 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
             raise ValueError(f"engine=nemo_rl: {error}: docs/rl/nemo_rl.md says what it needs") from None
         (run_dir / FINISHED).unlink(missing_ok=True)
         notice(f"NeMo-RL: {algorithm.algorithm}, {run_dir}")
-        end = train({**given, "nemo_rl": master})
+        end = train({**given, "nemo_rl": master}, metrics=run_dir / METRICS)
         if end.stopped:
             saved = saved_in(Path(master["checkpointing"]["checkpoint_dir"]))
             goes_on = "the same command goes on" if saved and saved[-1].step == end.step else "it has no checkpoint"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.job.progress import notice
-from nemo_ext.job.run_directory import METRICS, read_metrics, truncate_metrics
+from nemo_ext.job.run_directory import truncate_metrics
 from nemo_ext.job.settings import check_keys, nearest
 from nemo_ext.rl.environments import ENVIRONMENTS
 from nemo_ext.rl.episodes import KEYS as EPISODE_KEYS
@@ -53,7 +53,7 @@ class End:
     stopped: bool
 
 
-def run(config: Mapping[str, Any]) -> End:
+def run(config: Mapping[str, Any], *, metrics: Path | None = None) -> End:
     """Train to the end of the run, resuming it if its checkpoint directory has a checkpoint.
 
     Args:
@@ -67,6 +67,7 @@ def run(config: Mapping[str, Any]) -> End:
 
             DPO and RPO: `pairs` with `train` and optionally `validation` (paths) and `rendered` (they hold text);
             for RPO `rpo` with `eta` and `distance`.
+        metrics: file for the lines of FIGURES; None for none.
 
     Returns:
         End of the training.
@@ -84,11 +85,11 @@ def run(config: Mapping[str, Any]) -> End:
     _start_ray()
     tokenizer = compat.tokenizer_of(master)
     if groups:
-        return _grpo(config, master, tokenizer)
-    return _dpo(config, master, tokenizer, with_rewards=algorithm == "rpo")
+        return _grpo(config, master, tokenizer, metrics)
+    return _dpo(config, master, tokenizer, metrics, with_rewards=algorithm == "rpo")
 
 
-def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> End:
+def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, metrics: Path | None) -> End:
     grpo = master["grpo"]
     if (master.get("data_plane") or {}).get("enabled"):
         raise ValueError("data_plane.enabled: rewards over groups need grpo_train without it: set it to false")
@@ -159,7 +160,7 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any) -> 
         if level is not None:
             # Imported late: its class is NeMo-RL's.
             ready.loss_fn = importlib.import_module("nemo_ext.rl.nemo_rl.sequence_sum").SequenceSumLoss(ready.loss_fn)
-        watched = WithEnvironments(ready.logger.log_metrics, environments, judges, metrics=_metrics(master))
+        watched = WithEnvironments(ready.logger.log_metrics, environments, judges, metrics=metrics)
         ready.logger.log_metrics = watched
         with contextlib.ExitStack() as stack:
             learn = None
@@ -191,7 +192,9 @@ def _level(loss: Mapping[str, Any], master: Mapping[str, Any]) -> str | None:
     return level
 
 
-def _dpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, *, with_rewards: bool) -> End:
+def _dpo(
+    config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, metrics: Path | None, *, with_rewards: bool
+) -> End:
     given = config["pairs"]
     check_keys(given, ("train", "validation", "rendered"), required=("train",), where="pairs")
     if with_rewards != (config.get("rpo") is not None):
@@ -205,18 +208,13 @@ def _dpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, *, w
     )
     named = {"default": validation[0]} if validation else {}
     ready = compat.set_up_dpo(compat.master_config(compat.dpo(), master), tokenizer, train, named)
-    watched = WithEnvironments(ready.logger.log_metrics, {}, {}, metrics=_metrics(master))
+    watched = WithEnvironments(ready.logger.log_metrics, {}, {}, metrics=metrics)
     ready.logger.log_metrics = watched
     dpo = master["dpo"]
     steps = min(dpo["max_num_steps"], dpo["max_num_epochs"] * len(ready.dataloader))
     with compat.clocks(compat.dpo()) as clocks, _as_rpo(config, ready) if with_rewards else contextlib.nullcontext():
         compat.train_dpo(ready, tokenizer)
     return _end(ready, watched.last_step, steps, clocks)
-
-
-def _metrics(master: Mapping[str, Any]) -> Path:
-    """The file beside the folder of NeMo-RL's logs (`nemo_ext.rl.nemo_rl.job`)."""
-    return Path(master["logger"]["log_dir"]).parent / METRICS
 
 
 @contextlib.contextmanager
@@ -251,10 +249,10 @@ class WithEnvironments:
         last_step: last training step that was logged.
     """
 
-    def __init__(self, log: Any, environments: Mapping[str, Any], judges: Mapping[str, Any], *, metrics: Path) -> None:
-        self._log, self._metrics = log, metrics
-        earlier = read_metrics(metrics) if metrics.is_file() else []
-        self._step_before = max((int(line["step"]) for line in earlier), default=0)
+    def __init__(
+        self, log: Any, environments: Mapping[str, Any], judges: Mapping[str, Any], *, metrics: Path | None = None
+    ) -> None:
+        self._log, self._metrics, self._begins = log, metrics, True
         self._actors = {"train": environments, "validation": judges}
         self._logged: dict[str, int] = {}
         self.of_step: dict[str, Callable[[int], Mapping[str, float]]] = {}
@@ -285,11 +283,11 @@ class WithEnvironments:
     def _note(self, metrics: Mapping[str, Any], step: int, prefix: str) -> None:
         names = FIGURES.get(prefix, {})
         found = {name: float(metrics[key]) for key, name in names.items() if metrics.get(key) is not None}
-        if not found:
+        if self._metrics is None or not found:
             return
-        if prefix == "train" and step <= self._step_before:  # the first step after a checkpoint, done again
+        if self._begins:  # after a checkpoint, at a step that is done again
             truncate_metrics(self._metrics, step - 1)
-            self._step_before = 0
+            self._begins = False
         with self._metrics.open("a") as stream:
             stream.write(json.dumps({"step": step, **found}) + "\n")
 

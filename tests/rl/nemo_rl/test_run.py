@@ -109,26 +109,28 @@ def test_what_tells_how_a_run_goes_is_in_its_metrics(tmp_path: Path) -> None:
         for prefix, step, values in lines:
             log(values, step, prefix=prefix)
 
-    logged(("train", 1, {"total_turns": 3}), ("train", 1, {"reward": np.float32(0.25), "loss": 0.5}))
-    logged(("validation", 1, {"accuracy": 0.5}), ("train", 2, {"reward": 0.5}), ("train", 3, {"reward": 0.0}))
-    logged(("train", 2, {"reward": 0.75}), ("timing/train", 2, {"reward": 9}))  # resumed after step 1
+    first = ("train", 1, {"total_turns": 3}), ("train", 1, {"reward": np.float32(0.25), "loss": 0.5})
+    logged(*first, ("validation", 1, {"accuracy": 0.5}), ("train", 2, {"reward": 0.5}), ("train", 3, {"reward": 0.0}))
+    with metrics.open("a") as stream:
+        stream.write('{"step": 4, "lo')  # killed while it wrote
+    # Resumed after step 1.
+    logged(("validation", 2, {"accuracy": 0.25}), ("train", 2, {"reward": 0.75}), ("timing/train", 2, {"reward": 9}))
 
     assert read_metrics(metrics) == [
         {"step": 1, "loss": 0.5, "reward": 0.25},
         {"step": 1, "eval_reward": 0.5},
+        {"step": 2, "eval_reward": 0.25},
         {"step": 2, "reward": 0.75},
     ]
-    assert figures_of("rl", tmp_path).text == "reward 0.250 -> 0.750, validation reward 0.500 -> 0.500"
+    assert figures_of("rl", tmp_path).text == "reward 0.250 -> 0.750, validation reward 0.500 -> 0.250"
 
 
-def test_environments_are_logged_once_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_environments_are_logged_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[tuple[str, int, dict[str, Any]]] = []
     taken = SimpleNamespace(remote=lambda: {"correct": 0.5})
     actors = {"nemo_ext_math": SimpleNamespace(take_metrics=taken)}
     monkeypatch.setattr("ray.get", lambda found: found)
-    log = WithEnvironments(
-        lambda metrics, step, prefix: logged.append((prefix, step, metrics)), actors, {}, metrics=tmp_path / METRICS
-    )
+    log = WithEnvironments(lambda metrics, step, prefix: logged.append((prefix, step, metrics)), actors, {})
 
     for prefix, step in (("train", 1), ("train", 1), ("timing/train", 1), ("validation", 1), ("train", 2)):
         log({"loss": 1.0}, step, prefix=prefix)
