@@ -290,9 +290,16 @@ def data_paths(config: Mapping[str, Any], plan: Plan) -> dict[str, list[str] | N
     """Blend of each phase as Megatron's argument, None for that of the whole run.
 
     Raises:
-        ValueError: see `nemo_ext.data.training.with_data`; or a phase has another tokenizer than the run, or packs
-            where the run's loss is not per token.
+        ValueError: see `nemo_ext.data.training.with_data`; or a phase has another tokenizer than the run, packs
+            where the run's loss is not per token, or another length than the packs that the run validates on.
     """
+    validation, length = ((config.get("data") or {}).get("packed") or {}).get("valid"), config["megatron"]["seq_length"]
+    for phase in plan.phases:
+        if validation and (own := phase.megatron.get("seq_length", length)) != length:
+            raise ValueError(
+                f"phases.{phase.name}.megatron.seq_length={own}: the run validates on packs of {length} tokens, which "
+                "have one length: set data.packed.valid=null"
+            )
     return {phase.name: None if phase.data is None else _own_path(config, phase) for phase in plan.phases}
 
 

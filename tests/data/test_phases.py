@@ -178,6 +178,15 @@ def test_packs_in_a_phase_want_a_loss_by_token(tmp_path: Path) -> None:
         paths()
 
 
+def test_packs_of_validation_have_the_length_of_every_phase(tmp_path: Path) -> None:
+    made = config(
+        {"short": {"tokens": 25600}, "long": {"tokens": 25600, "megatron": {"seq_length": 128}}}, tokens=51200
+    )
+    packed = {"train": str(tmp_path / "packs"), "valid": str(tmp_path / "packs")}
+    with pytest.raises(ValueError, match=r"phases\.long\.megatron\.seq_length=128: the run validates on packs of 64"):
+        data_paths({**made, "data": {"packed": packed}}, planned(made))
+
+
 @pytest.mark.parametrize("place", ["run", "phase"])
 @pytest.mark.parametrize(
     "data", [{"packed": {"train": "made/later"}}, {"mixed_lengths": {"short": 16, "short_share": 0.5}}]
