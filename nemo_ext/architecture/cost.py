@@ -244,9 +244,12 @@ def forward_flops_per_token(architecture: Architecture, *, seq_length: int | Non
     return sum(blocks, head_forward_flops_per_token(architecture))
 
 
-def train_flops_per_token(architecture: Architecture, *, seq_length: int | None = None) -> float:
-    """Forward and backward FLOPs per token: three times the forward pass, recomputation not counted."""
-    return TRAINING_FLOPS_FACTOR * forward_flops_per_token(architecture, seq_length=seq_length)
+def train_flops_per_token(architecture: Architecture, *, seq_length: int | None = None, frozen: bool = False) -> float:
+    """Forward and backward FLOPs per token: three times the forward pass, recomputation not counted.
+
+    A run that trains nothing (`frozen`) has the forward pass alone.
+    """
+    return (1 if frozen else TRAINING_FLOPS_FACTOR) * forward_flops_per_token(architecture, seq_length=seq_length)
 
 
 def peak_of(device: str) -> float | None:
@@ -254,12 +257,13 @@ def peak_of(device: str) -> float | None:
     return next((flops for known, flops in PEAK_FLOPS.items() if known in device), None)
 
 
-def six_n(architecture: Architecture) -> int:
+def six_n(architecture: Architecture, *, frozen: bool = False) -> int:
     """Training FLOPs per token as papers count them: 6 for each parameter that a token uses, the embedding included.
 
-    It has no term for attention's scores, so at long sequences it is far below `train_flops_per_token`.
+    It has no term for attention's scores, so at long sequences it is far below `train_flops_per_token`. A run that
+    trains nothing (`frozen`) has 2 for each.
     """
-    return 6 * active_params(architecture, with_embedding=True)
+    return (2 if frozen else 6) * active_params(architecture, with_embedding=True)
 
 
 def weight_bytes(architecture: Architecture, precision: str = "bf16") -> int:

@@ -166,13 +166,14 @@ def attach_metrics(config: Mapping[str, Any], plan: Plan | None, *, first_step: 
         return
     architecture, peak = Architecture.from_config(config), peak_flops()
     tokens_per_step = arguments.global_batch_size * arguments.seq_length
+    frozen = getattr(arguments, "freeze_all_layers", False)  # not in every version
     global_vars._GLOBAL_TENSORBOARD_WRITER = MetricsWriter(
         Path(config["run_dir"]) / run_directory.METRICS,
         first_step=first_step,
         tokens_per_step=tokens_per_step,
         tokens_at=(lambda step: step * tokens_per_step) if plan is None else plan.tokens_at_step,
-        flops_per_token=train_flops_per_token(architecture, seq_length=arguments.seq_length),
-        flops_per_token_6n=six_n(architecture),
+        flops_per_token=train_flops_per_token(architecture, seq_length=arguments.seq_length, frozen=frozen),
+        flops_per_token_6n=six_n(architecture, frozen=frozen),
         peak_flops=None if peak is None else peak * arguments.world_size,
         cpu_seconds=None if torch.cuda.is_available() else get_timers().cpu.seconds,
         tensorboard=global_vars._GLOBAL_TENSORBOARD_WRITER,

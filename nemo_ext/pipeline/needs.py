@@ -53,7 +53,8 @@ def _gpu_hours(config: Mapping[str, Any], gpu: str | None) -> float | None:
     flags, architecture = config["megatron"], Architecture.from_config(config)
     length = int(flags["seq_length"])
     tokens = float(flags["train_iters"]) * int(flags["global_batch_size"]) * length
-    return tokens * train_flops_per_token(architecture, seq_length=length) / (peak * MFU) / 3600
+    flops = train_flops_per_token(architecture, seq_length=length, frozen=bool(flags.get("freeze_all_layers")))
+    return tokens * flops / (peak * MFU) / 3600
 
 
 def _checkpoints(config: Mapping[str, Any]) -> tuple[int, float]:
