@@ -269,7 +269,9 @@ def _wanted(given: Mapping[str, Given], config: Mapping[str, Any]) -> list[str]:
     """
     names = list(given)
     skip, first, last = strings(config["skip"]), config["from"], config["to"]
-    for key, name in [*(("skip", each) for each in skip), ("from", first), ("to", last)]:
+    # A pipeline may leave out an evaluation, also where a user wants none (`evaluate=null`).
+    named = [name for name in skip if name.removeprefix(EVALUATION) not in names]
+    for key, name in [*(("skip", each) for each in named), ("from", first), ("to", last)]:
         if name is not None and name not in names:
             raise ValueError(f"{key}={name}: {nearest(str(name), names)}")
     begin = 0 if first is None else names.index(first)
