@@ -21,6 +21,9 @@ FP8_CAPABILITY = (8, 9)
 
 GPU_MISSING = "an NVIDIA GPU"
 
+PLUGINS = "vllm.general_plugins"
+"""Entry points that vLLM calls in each of its processes."""
+
 BASE = ("python", "hydra", "torch", "cuda", "fp8", "megatron-core")
 """Base that everything else builds on, listed first in the report, in this order."""
 
@@ -132,7 +135,18 @@ def _judge(engine: Engine, outcome: Outcome, findings: Mapping[str, Finding], ti
     missing, command = _lack(engine, outcome, findings, time_limit)
     no_gpu = "cuda" in findings and not findings["cuda"].usable
     note = engine.without_gpu if no_gpu and not missing else ""
+    if engine.name == "vllm" and not missing:
+        note = _vllm_lacks_plugin()
     return Finding(engine.name, outcome.version, not missing, engine.required, engine.enables, missing, command, note)
+
+
+def _vllm_lacks_plugin() -> str:
+    """Why vLLM does not know our model classes, or an empty string."""
+    if not any(point.name == "nemo_ext" for point in importlib.metadata.entry_points(group=PLUGINS)):
+        return "without nemo_ext's plug-in, as nemo_ext is not installed beside it: pip install --no-deps nemo_ext"
+    allowed = os.environ.get("VLLM_PLUGINS")
+    left_out = allowed is not None and "nemo_ext" not in allowed.split(",")
+    return f"VLLM_PLUGINS={allowed} leaves nemo_ext's plug-in out" if left_out else ""
 
 
 def _lack(engine: Engine, outcome: Outcome, findings: Mapping[str, Finding], time_limit: float) -> tuple[str, str]:

@@ -141,16 +141,16 @@ def _read(keys: Keys) -> Description:
     )
 
 
-def _remarks(description: Description) -> list[str]:
-    """Remarks on what vLLM's class for this format (nemotron_nas.py) does not support."""
+def beyond_vllm(description: Description) -> list[str]:
+    """Remarks on what vLLM's own class for this format (nemotron_nas.py) does not support."""
     blocks = description.blocks
     found = []
     if any(block.is_linear for block in blocks):
-        found.append("vLLM's DeciLM has no linear-replaced blocks: it will not load this child; transformers does")
+        found.append("vLLM's own DeciLM has no linear-replaced blocks: nemo_ext's plug-in serves this child instead")
     if any(block.kind == "*" and block.get("window") for block in blocks):
-        found.append("vLLM's DeciLM ignores window_length: beyond the window its answers differ; transformers' do not")
+        found.append("vLLM's own DeciLM ignores window_length: nemo_ext's plug-in serves this child instead")
     if blocks and blocks[0].kind != "*":
-        found.append("vLLM's DeciLM fails on a first layer without attention; transformers does not")
+        found.append("vLLM's own DeciLM fails on a first layer without attention: nemo_ext's plug-in serves it instead")
     return found
 
 
@@ -161,5 +161,5 @@ DECILM = dense_format(
     read=_read,
     linear={"*": "self_attn.linear_attn", "-": "mlp.linear_mlp"},
     code=("configuration_decilm.py", "modeling_decilm.py"),
-    remarks=_remarks,
+    remarks=beyond_vllm,
 )

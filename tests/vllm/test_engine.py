@@ -1,0 +1,59 @@
+"""What the engine does around our models changes no token: caches, chunks, preemption, ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed (tests/vllm/requirements.txt)")
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+DENSE = [
+    *("model=llama_nemotron_tiny", "megatron.kv_channels=32", "megatron.num_attention_heads=4"),
+    *(
+        "megatron.num_query_groups=2",
+        "model.pattern='-{ffn=96} *{kv=4} - *{linear} *{kv=2,window=24} -{linear} *{heads=8} -'",
+    ),
+]
+HYBRID = ["model=nemotron3_nano_tiny", "model.pattern='M-M*{kv=2} -{ffn=96} M -{ffn=100} M{linear} *{kv=6} -{ffn=40}'"]
+WAYS = {
+    "prefix cache": {"enable_prefix_caching": True, "block_size": 32, "twice": True},
+    "chunks of 16 tokens": {"enable_chunked_prefill": True, "max_num_batched_tokens": 16, "max_num_seqs": 4},
+    "one sequence at once": {"max_num_seqs": 1},
+    "too few blocks": {"num_gpu_blocks_override": 12, "block_size": 32, "max_model_len": 96},
+    "compiled": {"enforce_eager": False},
+    "two tensor ranks": {"tensor_parallel_size": 2},
+    "two pipeline ranks": {"pipeline_parallel_size": 2, "enforce_eager": False},  # vLLM's CPU runner cannot otherwise
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", ["dense", "hybrid"])
+def test_no_token_changes(model: str, way: str, reference: Callable[..., Any], in_vllm: Callable[..., Any]) -> None:
+    made = reference({"dense": DENSE, "hybrid": HYBRID}[model], "NemoExtBlocksForCausalLM")
+
+    found = in_vllm(made, **WAYS[way])
+
+    assert found["tokens"] == made.tokens
+    if way == "prefix cache":
+        assert found["cached"] > 0
+    if way == "too few blocks":
+        assert found["preemptions"] > 0
+
+
+def test_mamba_blocks_of_two_sizes_are_refused(reference: Callable[..., Any], in_vllm: Callable[..., Any]) -> None:
+    made = reference(["model=nemotron3_nano_tiny", "model.pattern='M *- M{heads=8} -'"], "NemoExtBlocksForCausalLM")
+
+    said = in_vllm(made, check=False)["said"]
+
+    assert "vLLM keeps Mamba-2 states of one shape a model" in said
+
+
+def test_no_code_of_the_folder_runs(reference: Callable[..., Any], in_vllm: Callable[..., Any], tmp_path: Path) -> None:
+    made = reference(DENSE, "NemoExtBlocksForCausalLM")
+    for code in made.folder.glob("*.py"):
+        code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n" + code.read_text())
+
+    assert in_vllm(made, trust_remote_code=True)["tokens"] == made.tokens
+    assert not (tmp_path / "ran").exists()
