@@ -18,7 +18,7 @@ from nemo_ext.checkpoint.description import from_config
 from nemo_ext.checkpoint.formats import choose
 from nemo_ext.job.config import compose
 
-PROMPTS = (7, 40, 61)
+PROMPTS = (7, 40, 161)
 """Lengths of the prompts that every model gets."""
 NEW_TOKENS = 24
 
