@@ -32,6 +32,8 @@ class BlocksConfig(NemoExtBlocksConfig):
     """`NemoExtBlocksForCausalLM`: where vLLM asks for one size of all blocks, it gets the largest."""
 
     format = "NemoExtBlocksForCausalLM"
+    chunk_size = 128
+    """Tokens of a chunk of Mamba-2's scan: Nemotron's, where vLLM's default of 2048 is for models without chunks."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)

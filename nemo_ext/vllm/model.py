@@ -36,7 +36,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.interfaces import (
     HasInnerState,
     IsHybrid,
-    SupportsMambaPrefixCaching,
     SupportsPP,
     SupportsQuant,
 )
@@ -406,7 +405,7 @@ class NemoExtBlocksForCausalLM(nn.Module, SupportsPP, SupportsQuant):
         return place, shard, _PARAMETERS.get(parameter, parameter)
 
 
-class NemoExtHybridBlocksForCausalLM(NemoExtBlocksForCausalLM, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):
+class NemoExtHybridBlocksForCausalLM(NemoExtBlocksForCausalLM, HasInnerState, IsHybrid):
     """A language model with Mamba-2 blocks, which must be of one size: vLLM keeps states of one shape."""
 
     @classmethod

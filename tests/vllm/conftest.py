@@ -18,7 +18,7 @@ from nemo_ext.checkpoint.description import from_config
 from nemo_ext.checkpoint.formats import choose
 from nemo_ext.job.config import compose
 
-PROMPTS = (7, 40, 161)
+PROMPTS = (7, 40, 61)
 """Lengths of the prompts that every model gets."""
 NEW_TOKENS = 24
 
@@ -46,7 +46,7 @@ class Reference:
 def reference(tmp_path: Path) -> Callable[..., Reference]:
     """Writes the model of a composed config with random weights, and asks transformers."""
 
-    def make(words: Sequence[str], architecture: str | None = None) -> Reference:
+    def make(words: Sequence[str], architecture: str | None = None, lengths: Sequence[int] = PROMPTS) -> Reference:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         found, config = choose(from_config(compose("describe", list(words))), architecture)
@@ -67,7 +67,7 @@ def reference(tmp_path: Path) -> Callable[..., Reference]:
                     tensor.add_(torch.randn_like(tensor) * 0.1)
         model.save_pretrained(folder)
         (folder / "config.json").write_text(json.dumps(config))  # as we write it
-        prompts = [torch.randint(3, config["vocab_size"], (1, length)) for length in PROMPTS]
+        prompts = [torch.randint(3, config["vocab_size"], (1, length)) for length in lengths]
         tokens, prompt, new = [], [], []
         for ids in prompts:
             whole = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
