@@ -324,6 +324,18 @@ def test_torchs_own_reason_is_told(install: Install) -> None:
     assert "driver is too old" in find("cuda").missing
 
 
+def test_vllm_says_where_our_plug_in_is_left_out(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(torch=torch_with((9, 0)), vllm="LLM = 1")
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    assert (find("vllm").usable, find("vllm").note) == (True, "")
+
+    monkeypatch.setenv("VLLM_PLUGINS", "lora_resolver")
+    assert find("vllm").note == "VLLM_PLUGINS=lora_resolver leaves nemo_ext's plug-in out"
+
+    monkeypatch.setattr("nemo_ext.doctor.importlib.metadata.entry_points", lambda group: [])
+    assert "nemo_ext is not installed beside it" in find("vllm").note
+
+
 def test_megatron_bridge_lacks_transformer_engine(install: Install) -> None:
     install(
         torch=torch_with((9, 0)),

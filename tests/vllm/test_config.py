@@ -1,0 +1,76 @@
+"""Configs of our formats by vLLM's names. Needs no vLLM."""
+
+import pickle
+from typing import Any
+
+import pytest
+
+from nemo_ext.checkpoint.description import from_config
+from nemo_ext.checkpoint.formats import choose
+from nemo_ext.job.config import compose
+
+
+def written(model: str, pattern: str, architecture: str) -> dict[str, Any]:
+    """config.json of a model in a format."""
+    words = [f"model={model}", f"model.pattern='{pattern}'"]
+    return choose(from_config(compose("describe", words)), architecture)[1]
+
+
+def test_a_hybrid_says_what_vllm_sizes_its_caches_by() -> None:
+    from nemo_ext.vllm.config import BlocksConfig
+
+    values = written("nemotron3_nano_tiny", "M*{kv=6}E{experts=4} M{linear} *-E{topk=3}", "NemoExtBlocksForCausalLM")
+    config = BlocksConfig.from_dict(values)
+
+    assert config.architectures == ["NemoExtHybridBlocksForCausalLM"]
+    assert config.layers_block_type == ["mamba", "attention", "moe", "linear", "attention", "mlp", "moe"]
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (6, 6, 32)
+    assert (config.n_routed_experts, config.num_experts_per_tok) == (8, 3)
+
+
+def test_a_model_without_mamba_is_no_hybrid() -> None:
+    from nemo_ext.vllm.config import BlocksConfig
+
+    config = BlocksConfig.from_dict(written("llama_nemotron_tiny", "- *- -{linear}", "NemoExtBlocksForCausalLM"))
+
+    assert config.architectures == ["NemoExtBlocksForCausalLM"]
+    assert config.n_routed_experts == 0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "architecture", "kind"),
+    [
+        ("*- *{kv=2}- -", "DeciLMForCausalLM", "nemotron-nas"),
+        ("- *{kv=2}-", "NemoExtBlocksForCausalLM", "nemo_ext_blocks"),
+        ("*- *{linear}-", "NemoExtBlocksForCausalLM", "nemo_ext_blocks"),
+        ("*- *{window=8}-", "NemoExtBlocksForCausalLM", "nemo_ext_blocks"),
+    ],
+)
+def test_vllm_keeps_its_own_class_for_what_that_can(pattern: str, architecture: str, kind: str) -> None:
+    from nemo_ext.vllm.config import DeciConfig
+
+    config = DeciConfig.from_dict(written("llama_nemotron_tiny", pattern, "DeciLMForCausalLM"))
+
+    assert (config.architectures, config.model_type) == ([architecture], kind)
+
+
+@pytest.mark.parametrize(
+    ("model", "pattern", "architecture"),
+    [
+        ("nemotron3_nano_tiny", "M*{kv=6}E M{linear}-", "NemoExtBlocksForCausalLM"),
+        ("llama_nemotron_tiny", "- *{kv=2}- *{window=8}-{linear}", "DeciLMForCausalLM"),
+    ],
+)
+def test_the_model_is_read_back_from_the_config(model: str, pattern: str, architecture: str) -> None:
+    """In another process too, and with what vLLM adds for a quantised checkpoint."""
+    from nemo_ext.vllm.config import CONFIGS, model_of
+
+    values = written(model, pattern, architecture)
+    (made,) = (each for each in CONFIGS if each.format == architecture)
+    config = pickle.loads(pickle.dumps(made.from_dict({**values, "quantization_config": {"quant_method": "modelopt"}})))
+    found, description = model_of(config)
+
+    assert found.architecture == architecture
+    assert (
+        description.blocks == from_config(compose("describe", [f"model={model}", f"model.pattern='{pattern}'"])).blocks
+    )
