@@ -20,6 +20,7 @@ ROOMS = (
         "sensitivity",
         "quantization",
         "serving",
+        "vllm",
         "generate",
         "rl",
         "evaluation",
@@ -48,7 +49,7 @@ ENGINES = {
     "nemo_gym": ("rl.gym",),
     "ray": ("rl.nemo_rl", "slurm"),
     "nemo": ("megatron",),
-    "vllm": (),
+    "vllm": ("vllm",),
 }
 """Frameworks, and the only rooms that import them."""
 

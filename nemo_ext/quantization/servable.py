@@ -35,8 +35,8 @@ def check_servable(plan: Plan, description: Description, found: Format, listed: 
         )
     if found is BLOCKS:
         raise ValueError(
-            f"{found.architecture}: no engine serves this class in FP8: vLLM has no kernels for it, and transformers "
-            "reads no ModelOpt checkpoints; quantise a model that another format can express"
+            f"{found.architecture}: FP8 of this class has not been tried with nemo_ext's plug-in of vLLM, and "
+            "transformers reads no ModelOpt checkpoints; quantise a model that another format can express"
         )
     experts = [matrix for matrix in listed if ".experts." in matrix.tensor]
     for block in {matrix.weight.block for matrix in experts}:

@@ -6,6 +6,7 @@ Modules carry the names that the checkpoint has, by which quantisation, KV-cache
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from math import prod
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -44,11 +45,13 @@ from vllm.model_executor.models.nemotron_h import NemotronHMoE
 from vllm.model_executor.models.utils import (
     AutoWeightsLoader,
     PPMissingLayer,
+    is_pp_missing_parameter,
     make_empty_intermediate_tensors_factory,
     make_layers,
     maybe_prefix,
 )
 from vllm.sequence import IntermediateTensors
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.model import CONV_KERNEL
@@ -59,6 +62,7 @@ from nemo_ext.checkpoint.formats.hybrid import GATED_NORM_EPSILON
 from nemo_ext.checkpoint.formats.rope import rope_parameters
 from nemo_ext.vllm.config import model_of
 
+Shapes = tuple[tuple[int, ...], ...]
 _PARAMETERS = {"A_log": "A"}
 """vLLM's names of parameters that it calls otherwise."""
 
@@ -206,7 +210,12 @@ def _moe(description: Description, block: Block, names: dict[str, str], vllm: Vl
         topk_group=1,
     )
     at = names["router"].rpartition(".")[0]
-    return NemotronHMoE(sizes, quant_config=vllm.quant_config, parallel_config=vllm.parallel_config, prefix=at)
+    if vllm.model_config.dtype == torch.float16 and block.size("shared") and router.scaling != 1.0:
+        raise ValueError(f"{at}: vLLM scales shared experts otherwise in float16: serve the model in bfloat16")
+    moe = NemotronHMoE(sizes, quant_config=vllm.quant_config, parallel_config=vllm.parallel_config, prefix=at)
+    if moe.shared_experts is not None:
+        moe.shared_experts.act_fn = get_act_fn(description.activation)  # vLLM's are always squared ReLU
+    return moe
 
 
 class ResidualBlock(nn.Module):
@@ -392,6 +401,8 @@ class NemoExtBlocksForCausalLM(nn.Module, SupportsPP, SupportsQuant):
                 elif (found := parameters.get(f"{place}.{parameter}")) is not None:
                     found.weight_loader(found, tensor, shard)
                     loaded.add(f"{place}.{parameter}")
+                elif not is_pp_missing_parameter(place, self):
+                    raise ValueError(f"{name}: the model has no such parameter")
 
         return AutoWeightsLoader(self).load_weights(whole()) | loaded
 
@@ -406,7 +417,7 @@ class NemoExtBlocksForCausalLM(nn.Module, SupportsPP, SupportsQuant):
 
 
 class NemoExtHybridBlocksForCausalLM(NemoExtBlocksForCausalLM, HasInnerState, IsHybrid):
-    """A language model with Mamba-2 blocks, which must be of one size: vLLM keeps states of one shape."""
+    """A language model with Mamba-2 blocks."""
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
@@ -417,29 +428,36 @@ class NemoExtHybridBlocksForCausalLM(NemoExtBlocksForCausalLM, HasInnerState, Is
         )
 
     @classmethod
-    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
-        """Shapes of a block's convolution state and SSM state.
+    def get_mamba_specs_from_config(cls, vllm_config: VllmConfig) -> list[MambaSpec]:
+        """States of every size of block, of which the largest decides how much a page of the cache holds."""
+        dtypes = cls.get_mamba_state_dtype_from_config(vllm_config)
+        return [MambaSpec(shapes=shapes, dtypes=dtypes, block_size=-1) for shapes in _state_shapes(vllm_config)]
 
-        Raises:
-            ValueError: Mamba-2 blocks differ.
-        """
-        _, description = model_of(vllm_config.model_config.hf_config)
-        blocks = {block for block in description.blocks if block.kind == "M" and not block.is_linear}
-        if len(blocks) != 1:
-            raise ValueError(f"vLLM keeps Mamba-2 states of one shape a model, this one has {len(blocks)}: {blocks}")
-        (block,) = blocks
-        heads, head, state, groups = (block.size(name) for name in ("heads", "head_dim", "state", "groups"))
-        return MambaStateShapeCalculator.mamba2_state_shape(
-            intermediate_size=heads * head,
-            tp_world_size=vllm_config.parallel_config.tensor_parallel_size,
-            n_groups=groups,
-            num_heads=heads,
-            head_dim=head,
-            state_size=state,
-            conv_kernel=CONV_KERNEL,
-        )
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> Shapes:
+        """Shapes of the largest block's convolution state and SSM state."""
+        return max(_state_shapes(vllm_config), key=lambda shapes: sum(map(prod, shapes)))
 
     @classmethod
     def get_mamba_state_copy_func(cls) -> Any:
         """Functions that copy a block's two states."""
         return MambaStateCopyFuncCalculator.mamba2_state_copy_func()
+
+
+def _state_shapes(vllm_config: VllmConfig) -> list[Shapes]:
+    """Shapes of the two states of each size of Mamba-2 block."""
+    _, description = model_of(vllm_config.model_config.hf_config)
+    blocks = dict.fromkeys(block for block in description.blocks if block.kind == "M" and not block.is_linear)
+    return [
+        MambaStateShapeCalculator.mamba2_state_shape(
+            intermediate_size=block.size("heads") * block.size("head_dim"),
+            tp_world_size=vllm_config.parallel_config.tensor_parallel_size,
+            n_groups=block.size("groups"),
+            num_heads=block.size("heads"),
+            head_dim=block.size("head_dim"),
+            state_size=block.size("state"),
+            conv_kernel=CONV_KERNEL,
+            num_spec=vllm_config.num_speculative_tokens,
+        )
+        for block in blocks
+    ]

@@ -17,10 +17,10 @@ def written(model: str, pattern: str, architecture: str) -> dict[str, Any]:
 
 
 def test_a_hybrid_says_what_vllm_sizes_its_caches_by() -> None:
-    from nemo_ext.vllm.config import BlocksConfig
+    from nemo_ext.vllm.config import NemoExtBlocksConfig
 
     values = written("nemotron3_nano_tiny", "M*{kv=6}E{experts=4} M{linear} *-E{topk=3}", "NemoExtBlocksForCausalLM")
-    config = BlocksConfig.from_dict(values)
+    config = NemoExtBlocksConfig.from_dict(values)
 
     assert config.architectures == ["NemoExtHybridBlocksForCausalLM"]
     assert config.layers_block_type == ["mamba", "attention", "moe", "linear", "attention", "mlp", "moe"]
@@ -29,9 +29,9 @@ def test_a_hybrid_says_what_vllm_sizes_its_caches_by() -> None:
 
 
 def test_a_model_without_mamba_is_no_hybrid() -> None:
-    from nemo_ext.vllm.config import BlocksConfig
+    from nemo_ext.vllm.config import NemoExtBlocksConfig
 
-    config = BlocksConfig.from_dict(written("llama_nemotron_tiny", "- *- -{linear}", "NemoExtBlocksForCausalLM"))
+    config = NemoExtBlocksConfig.from_dict(written("llama_nemotron_tiny", "- *- -{linear}", "NemoExtBlocksForCausalLM"))
 
     assert config.architectures == ["NemoExtBlocksForCausalLM"]
     assert config.n_routed_experts == 0
@@ -47,9 +47,9 @@ def test_a_model_without_mamba_is_no_hybrid() -> None:
     ],
 )
 def test_vllm_keeps_its_own_class_for_what_that_can(pattern: str, architecture: str, kind: str) -> None:
-    from nemo_ext.vllm.config import DeciConfig
+    from nemo_ext.vllm.config import DeciLMConfig
 
-    config = DeciConfig.from_dict(written("llama_nemotron_tiny", pattern, "DeciLMForCausalLM"))
+    config = DeciLMConfig.from_dict(written("llama_nemotron_tiny", pattern, "DeciLMForCausalLM"))
 
     assert (config.architectures, config.model_type) == ([architecture], kind)
 
@@ -74,3 +74,14 @@ def test_the_model_is_read_back_from_the_config(model: str, pattern: str, archit
     assert (
         description.blocks == from_config(compose("describe", [f"model={model}", f"model.pattern='{pattern}'"])).blocks
     )
+
+
+def test_vllms_own_class_gets_what_ours_cannot_read() -> None:
+    from nemo_ext.vllm.config import DeciLMConfig
+
+    values = written("llama_nemotron_tiny", "- *{kv=2}-", "DeciLMForCausalLM")
+    values["block_configs"][0]["ffn"]["hidden_act"] = "gelu"
+    config = DeciLMConfig.from_dict(values)
+
+    assert (config.architectures, config.model_type) == (["DeciLMForCausalLM"], "nemotron-nas")
+    assert config.block_configs[0].ffn.hidden_act == "gelu"

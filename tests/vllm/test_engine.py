@@ -1,5 +1,7 @@
 """What the engine does around our models changes no token: caches, chunks, preemption, ranks."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ DENSE = [
     ),
 ]
 HYBRID = ["model=nemotron3_nano_tiny", "model.pattern='M-M*{kv=2} -{ffn=96} M -{ffn=100} M{linear} *{kv=6} -{ffn=40}'"]
+DECI = [*DENSE[:-1], "model.pattern='- *{kv=1}-{ffn=256} *- *{linear}-'"]
 WAYS = {
     "chunks of 16 tokens": {"enable_chunked_prefill": True, "max_num_batched_tokens": 16, "max_num_seqs": 4},
     "one sequence at once": {"max_num_seqs": 1},
@@ -56,12 +59,31 @@ def test_preemption_changes_no_token(reference: Callable[..., Any], in_vllm: Cal
     assert found["preemptions"] > 0
 
 
-def test_mamba_blocks_of_two_sizes_are_refused(reference: Callable[..., Any], in_vllm: Callable[..., Any]) -> None:
-    made = reference(["model=nemotron3_nano_tiny", "model.pattern='M *- M{heads=8} -'"], "NemoExtBlocksForCausalLM")
+def test_mamba_blocks_have_states_of_their_own_sizes(
+    reference: Callable[..., Any], in_vllm: Callable[..., Any]
+) -> None:
+    pattern = "M *- M{heads=8} - M{heads=20,state=64,groups=4} *{kv=6}-"
+    made = reference(["model=nemotron3_nano_tiny", f"model.pattern='{pattern}'"], "NemoExtBlocksForCausalLM")
 
-    said = in_vllm(made, check=False)["said"]
+    assert in_vllm(made)["tokens"] == made.tokens
 
-    assert "vLLM keeps Mamba-2 states of one shape a model" in said
+
+@pytest.mark.parametrize(("words", "architecture"), [(HYBRID, "NemoExtBlocksForCausalLM"), (DECI, "DeciLMForCausalLM")])
+def test_transformers_loads_the_folder_beside_the_plug_in(
+    words: list[str], architecture: str, reference: Callable[..., Any]
+) -> None:
+    made = reference(words, architecture)
+    code = (
+        "from nemo_ext.vllm import register; register()\n"
+        "from transformers import AutoModelForCausalLM\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(made.folder)!r}, trust_remote_code=True)\n"
+        f"ids = model.dummy_inputs['input_ids'].new_tensor([{made.prompts[1]}])\n"
+        f"print(model.generate(ids, max_new_tokens={len(made.tokens[1])}, do_sample=False, pad_token_id=0)[0].tolist())"
+    )
+
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert ended.stdout.splitlines()[-1] == str(made.prompts[1] + made.tokens[1])
 
 
 def test_no_code_of_the_folder_runs(reference: Callable[..., Any], in_vllm: Callable[..., Any], tmp_path: Path) -> None:

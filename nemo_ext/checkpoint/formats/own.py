@@ -141,17 +141,6 @@ def _rope(keys: Keys) -> Rope | None:
     return replace(read_parameters(parameters, keys), on_windowed=keys.flag("rope_scaling_on_windowed", True))
 
 
-def _remarks(description: Description) -> list[str]:
-    found = [
-        "NemoExtBlocksForCausalLM is this project's own class: transformers loads it with trust_remote_code=True, "
-        "vLLM where nemo_ext is installed"
-    ]
-    states = {block for block in description.blocks if block.kind == "M" and not block.is_linear}
-    if len(states) > 1:
-        found.append(f"vLLM keeps Mamba-2 states of one shape a model: it refuses this one, with {len(states)} sizes")
-    return found
-
-
 BLOCKS = Format(
     architecture="NemoExtBlocksForCausalLM",
     model_type="nemo_ext_blocks",
@@ -171,5 +160,8 @@ BLOCKS = Format(
     known=frozenset(("num_hidden_layers", "routed_scaling_factor", "norm_topk_prob", "rope_scaling_on_windowed")),
     stacked_experts=True,
     code=("configuration_nemo_ext_blocks.py", "modeling_nemo_ext_blocks.py"),
-    remarks=_remarks,
+    remarks=lambda description: [
+        "NemoExtBlocksForCausalLM is this project's own class: transformers loads it with trust_remote_code=True, "
+        "vLLM where nemo_ext is installed"
+    ],
 )
