@@ -14,7 +14,7 @@ EVIL = "# @package _global_\ndata:\n  directory: x\n  tokenizer: !!python/object
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
-    for group in ("data", "pipeline"):
+    for group in ("data", "pipeline", "directory"):
         (tmp_path / group).mkdir()
     (tmp_path / "data" / "evil.yaml").write_text(EVIL)
     (tmp_path / "data" / "latin.yaml").write_bytes("# @package _global_\nkind: f\u00fcnf\n".encode("latin-1"))
@@ -35,6 +35,10 @@ def mine(tmp_path: Path) -> Path:
         (["data=latin"], "a YAML file of this config is not UTF-8"),
         (["+launcher=null"], "launcher=None: expected a section"),
         (["+phases=3"], "phases=3: expected a section"),
+        (
+            ["directory=x"],
+            "directory: tokenize has no such config group; if a key is meant, move the folder directory out",
+        ),
     ],
 )
 def test_a_config_that_cannot_be_composed_is_one_line(

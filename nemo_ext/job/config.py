@@ -353,6 +353,12 @@ def mistake(error: Exception, job: str) -> str:
                 (job, key), f"{command} has no such key; `nemo-ext {command} --help` names those it has"
             )
         return f"{unknown[0]}: {why}"
+    if group := re.match(r"Could not override '([^']+)'\. No match in the defaults list", str(error)):
+        command = COMMANDS.get(job, job)
+        return (
+            f"{group[1]}: {command} has no such config group; if a key is meant, move the folder {group[1]} out of "
+            "--config-dir, by which Hydra takes the word for one"
+        )
     return " ".join((str(error).strip() or str(error.__cause__ or error)).split())
 
 
