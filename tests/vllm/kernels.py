@@ -1,0 +1,78 @@
+"""What vLLM has no kernels for on a CPU, written out in torch: experts without gates, and rounding to FP8.
+
+Everything around them stays vLLM's: routing, scaling, shared experts, loading.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, silu
+
+ACTIVATIONS = {"relu2_no_mul": lambda up: up.relu().square(), "silu_no_mul": silu, "gelu_no_mul": gelu}
+LARGEST = 448.0
+"""Largest number of float8_e4m3fn."""
+
+
+def install() -> None:
+    """Puts them where vLLM looks for its own."""
+    import vllm._custom_ops as ops
+    from vllm.model_executor.layers.fused_moe import config
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.quantization import modelopt
+
+    ops.scaled_fp8_quant = to_fp8
+    modelopt.ModelOptFp8Config.get_supported_act_dtypes = lambda _: [torch.float32]
+    modelopt.select_fp8_moe_backend = lambda **_: (Fp8MoeBackend.EMULATION, Experts)
+    config.current_platform = _WithExperts(config.current_platform)
+    Experts._supports_no_act_and_mul = staticmethod(lambda: True)  # type: ignore[method-assign]
+    Experts._supports_activation = staticmethod(lambda kind: kind.value in ACTIVATIONS)  # type: ignore[method-assign]
+    Experts.process_weights_after_loading = lambda *_: None  # type: ignore[method-assign]
+    Experts.apply = _apply  # type: ignore[method-assign]
+
+
+class _WithExperts:
+    """The platform; it says that it runs experts without gates, which vLLM asks before it asks for kernels."""
+
+    def __init__(self, platform: Any) -> None:
+        self._platform = platform
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._platform, name)
+
+    def is_xpu(self) -> bool:
+        return True
+
+
+def _apply(
+    self: Any,
+    *,
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: Any,
+    **more: Any,
+) -> None:
+    output.zero_()
+    for expert in topk_ids.unique().tolist():
+        token, place = torch.where(topk_ids == expert)
+        made = _linear(hidden_states[token], w1[expert], self.w1_scale, self.a1_scale, expert)
+        made = _linear(ACTIVATIONS[activation.value](made), w2[expert], self.w2_scale, self.a2_scale, expert)
+        output.index_add_(0, token, (made * topk_weights[token, place, None]).to(output.dtype))
+
+
+def _linear(inputs: Tensor, weight: Tensor, scales: Tensor | None, of_inputs: Tensor | None, expert: int) -> Tensor:
+    if scales is None or of_inputs is None:
+        return inputs @ weight.T
+    rounded, scale = to_fp8(inputs, of_inputs)
+    return ((rounded.float() * scale) @ (weight.float() * scales[expert]).T).to(inputs.dtype)
+
+
+def to_fp8(values: Tensor, scale: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """Numbers of one scale in FP8, and the scale."""
+    assert scale.numel() == 1
+    return (values.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale
