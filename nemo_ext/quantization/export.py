@@ -77,13 +77,14 @@ def _own_types(
     model: "PreTrainedModel", source: SafetensorsReader, listed: Sequence[Matrix], names: Mapping[str, str]
 ) -> dict[str, "Tensor"]:
     """Tensors that transformers reads into another type than the checkpoint's, by their names in the model."""
-    low = {matrix.tensor for matrix in listed if matrix.precision == "fp8"}
+    # Experts that are stacked, here or by transformers alone, share one type; `check` reports a mismatch.
+    left = {matrix.tensor for matrix in listed if matrix.precision == "fp8"}
+    left |= {stacked for stacked, _ in _single_experts(listed).values()}
     read = model.state_dict()
     return {
         name: source.read(tensor)
         for tensor, name in names.items()
-        # Experts that transformers stacks share one type; `check` reports a mismatch.
-        if tensor not in low
+        if tensor not in left
         and read[name].shape == source.tensors[tensor].shape
         and str(read[name].dtype).removeprefix("torch.") != source.tensors[tensor].dtype
     }
@@ -128,7 +129,7 @@ def check(
         where = "is missing" if wrong[0] in wanted else "is not in the checkpoint that it was made from"
         raise CheckpointError(f"{folder}: {wrong[0]} {where} ({len(wrong)} such tensors)")
     sizes: dict[str, dict[str, int]] = {"before": {}, "after": {}}
-    with progress_of("checking", len(tensors), unit="tensors") as advance:
+    with progress_of("checking", len(wanted), unit="tensors") as advance:
         for name, stored in made.tensors.items():
             tensor = made.read(name)
             origin, expert = single.get(name, (name, None))

@@ -46,10 +46,10 @@ def check_servable(plan: Plan, description: Description, found: Format, listed: 
             "precision_plan.recipe=blockwise: vLLM has no experts with ModelOpt's blocks of 128x128: use tensorwise or "
             "mxfp8, or the rules E.fc1 bf16 and E.fc2 bf16"
         )
-    wrong = _misfits(low, RECIPES[plan.recipe])
+    wrong = _misfits(low, RECIPES[plan.recipe], description)
     if wrong and plan.recipe in ("blockwise", "mxfp8"):
         raise ValueError(f"precision_plan.recipe={plan.recipe}: {wrong[0]} ({len(wrong)} such): use tensorwise")
-    remarks = [*found.remarks(description)]
+    remarks = [*found.remarks(description), "transformers reads no checkpoints of ModelOpt: this one is for vLLM"]
     if wrong:
         remarks.append(f"vLLM's FP8 kernels may pad such sizes or refuse them: {wrong[0]} ({len(wrong)} such)")
     if plan.recipe == "delayed":
@@ -62,10 +62,18 @@ def check_servable(plan: Plan, description: Description, found: Format, listed: 
     return remarks
 
 
-def _misfits(low: Sequence[Matrix], step: int) -> list[str]:
-    """Descriptions of matrices whose sizes are not multiples of `step`; q, k and v are separate matrices here."""
-    return [
-        f"{matrix.tensor} is {'x'.join(map(str, matrix.shape[-2:]))}, no multiple of {step}"
-        for matrix in low
-        if any(size % step for size in matrix.shape[-2:])
-    ]
+def _misfits(low: Sequence[Matrix], step: int, description: Description) -> list[str]:
+    """Descriptions of matrices whose sizes are not multiples of `step`; those that vLLM fuses are separate here."""
+    wrong = []
+    for matrix in low:
+        *_, rows, columns = matrix.shape
+        parts = [rows]
+        # Blocks of scales begin anew in each part of Mamba-2's input projection.
+        if step == RECIPES["blockwise"] and matrix.weight.part == "in_proj" and matrix.weight.block is not None:
+            block = description.blocks[matrix.weight.block]
+            heads, head, state, groups = (block.size(name) for name in ("heads", "head_dim", "state", "groups"))
+            parts = [heads * head] * 2 + [groups * state] * 2 + [heads]
+        if any(size % step for size in (*parts, columns)):
+            told = f"{rows} ({' + '.join(map(str, parts))})" if len(parts) > 1 else f"{rows}"
+            wrong.append(f"{matrix.tensor} is {told}x{columns}, no multiple of {step}")
+    return wrong

@@ -28,22 +28,25 @@ pytestmark = [
 
 SCALES = export.SCALES
 FEW = ["calibration.samples=12", "calibration.held_out=4", "calibration.max_length=48", "device=cpu"]
+FP8 = ["precision=fp8_current"]
+SOME = [*FP8, "precision_plan.rules=['1 bf16', '2.in_proj bf16', '3.qkv bf16', 'head bf16']"]
 CASES = {
-    "hybrid": ("nemotron3_nano_tiny", "MEM*E-", "nemotron3_selective", {"0", "1", "4", "5"}),
-    "dense": ("domyn_small_tiny", "*-*-", "fp8_current", {"0", "1"}),
+    "hybrid": ("nemotron3_nano_tiny", "MEM*E-", ["precision=nemotron3_selective"], {"0", "1", "4", "5"}),
+    "dense": ("domyn_small_tiny", "*-*-", FP8, {"0", "1"}),
     "deci_no_op_first": (
         "llama_nemotron_tiny",
         "-*{kv=1,head_dim=32}-{ffn=96}*{linear}*{head_dim=32}",
-        "fp8_current",
+        FP8,
         {"0", "1", "3"},
     ),
     "own": (
         "llama_nemotron_tiny",
         "-*{kv=1,head_dim=32}-{ffn=96}*{linear}*{heads=4,kv=2,head_dim=32}",
-        "fp8_current",
+        FP8,
         {"0", "1", "2", "4"},
     ),
-    "own_hybrid": ("nemotron3_nano_tiny", "MEM{heads=4}*-", "fp8_current", {"0", "1", "2", "3", "4"}),
+    "own_mixed": ("nemotron3_nano_tiny", "MEM{heads=4}*E-", SOME, {"0", "2", "3", "4", "5"}),
+    "own_hybrid": ("nemotron3_nano_tiny", "MEM{heads=4}*-", FP8, {"0", "1", "2", "3", "4"}),
 }
 
 
@@ -96,6 +99,8 @@ def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             name.removesuffix(f"{group[0]}.weight") for name in tensors if name.endswith(f"{group[0]}.weight")
         ]:
             parts = [f"{first}{part}" for part in group]
+            if f"{parts[0]}.weight_scale" not in tensors:
+                continue
             largest = torch.stack([tensors[f"{part}.weight_scale"] for part in parts]).amax()
             for part in parts:
                 values = tensors[f"{part}.weight"].float() * tensors[f"{part}.weight_scale"] / largest
@@ -162,7 +167,7 @@ def test_the_exported_checkpoint_is_the_fake_quantised_model(
 ) -> None:
     name, pattern, precision, low_layers = CASES[case]
     source, to, data = folder_of(name, pattern, torch.float32), tmp_path / "fp8", conversations(40)
-    words = [f"from={source}", f"to={to}", f"precision={precision}", f"calibration.data={data}", *FEW]
+    words = [f"from={source}", f"to={to}", *precision, f"calibration.data={data}", *FEW]
     words += ["precision_plan.kv_cache=fp8"]
     work = job.prepare(compose("quantize", ["++precision_plan.kv_cache=fp8", *words[:-1]]))
     kept: dict[str, Any] = {}
@@ -184,12 +189,13 @@ def test_the_exported_checkpoint_is_the_fake_quantised_model(
         after = with_exported_scales(exported(to, work), source, work)(ids, use_cache=False).logits
     values = dequantised(exported(to, work))
     for tensor, wanted in kept["weights"].items():
-        torch.testing.assert_close(values[tensor], wanted, rtol=1e-6, atol=1e-7)
+        other = ~torch.isclose(values[tensor], wanted, rtol=1e-6, atol=1e-7)
+        assert other.float().mean() < 1e-4, tensor  # halfway between two FP8 numbers a last bit decides
     changed = (kept["logits"] - before).abs().mean()
     assert changed > 1e-3
     # Where an input lies between two FP8 numbers, a last bit decides; Mamba carries that on to all later tokens.
     same = (after - kept["logits"]).abs().amax(-1) < 1e-4
-    assert same.all() if "hybrid" not in case else same[:, :8].all()
+    assert same.all() if "M" not in pattern else same[:, :8].all()
 
     made, old = exported(to, work), load_file(source / "model.safetensors")
     low = {tensor for tensor, value in made.items() if value.dtype == torch.float8_e4m3fn}
@@ -333,6 +339,12 @@ def test_a_run_of_megatron_is_converted_first(
             ["precision=fp8_current", 'precision_plan.rules=["E.fc2 bf16", "head bf16"]'],
             "block 1 has experts' fc1 and fc2",
         ),
+        (
+            "nemotron3_nano_tiny",
+            "M{heads=16,head_dim=8,state=56,groups=1}M{heads=8}*-",
+            ["precision=fp8_blockwise"],
+            r"in_proj.weight is 384 \(128 \+ 128 \+ 56 \+ 56 \+ 16\)x",
+        ),
         ("domyn_small_tiny", "*-", ["precision=fp8_blockwise"], "q_proj.weight is 192x128, no multiple of 128"),
     ],
 )
@@ -392,7 +404,7 @@ def test_a_tensor_that_changed_is_found(
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (tests/vllm/requirements.txt)")
-@pytest.mark.parametrize("case", ["dense", "deci_no_op_first", "own", "own_hybrid"])
+@pytest.mark.parametrize("case", ["dense", "deci_no_op_first", "own", "own_hybrid", "own_mixed"])
 def test_vllm_computes_what_the_fake_quantised_model_computes(
     case: str,
     folder_of: Callable[..., Path],
@@ -402,7 +414,7 @@ def test_vllm_computes_what_the_fake_quantised_model_computes(
 ) -> None:
     name, pattern, precision, _ = CASES[case]
     source, to = folder_of(name, pattern, torch.float32), tmp_path / "fp8"
-    words = [f"from={source}", f"to={to}", f"precision={precision}", f"calibration.data={conversations(40)}", *FEW]
+    words = [f"from={source}", f"to={to}", *precision, f"calibration.data={conversations(40)}", *FEW]
     work = job.prepare(compose("quantize", words))
     code, told = quantize(*words)
     assert code == 0, told

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,10 +90,22 @@ def test_vllm_has_in_fp8_what_the_plan_has(architecture: str, described: Callabl
             assert should_ignore_layer(served(matrix, packed), ignore=ignored, fused_mapping=packed) == high
 
 
-def test_scales_of_the_cache_go_to_the_attention() -> None:
+def test_scales_of_the_cache_go_to_the_attention(described: Callable[..., Any]) -> None:
     from vllm.model_executor.model_loader.weight_utils import maybe_remap_kv_scale_name
 
     for inside in ("layers.3.mixer", "layers.3.self_attn"):
         for what in "kv":
             wanted = f"model.{inside}.attn.{what}_scale"
             assert maybe_remap_kv_scale_name(f"model.{inside}.{what}_proj.{what}_scale", {wanted: None}) == wanted
+
+    from nemo_ext.vllm.model import NemoExtBlocksForCausalLM, places
+
+    for name, pattern, layer in (
+        ("llama_nemotron_tiny", "-*-", "1.self_attn"),
+        ("nemotron3_nano_tiny", "MM{heads=4}*", "2.mixer"),
+    ):
+        description, found, _ = described(name, pattern)
+        model = SimpleNamespace(places=places(found, description))
+        for what in "kv":
+            place = NemoExtBlocksForCausalLM._place(model, f"model.layers.{layer}.{what}_proj.{what}_scale")
+            assert place == (f"model.layers.{2 if 'mixer' in layer else 1}.mixer.attn", None, f"{what}_scale")

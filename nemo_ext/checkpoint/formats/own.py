@@ -161,7 +161,7 @@ BLOCKS = Format(
     stacked_experts=True,
     code=("configuration_nemo_ext_blocks.py", "modeling_nemo_ext_blocks.py"),
     remarks=lambda description: [
-        "NemoExtBlocksForCausalLM is this project's own class: transformers loads it with trust_remote_code=True, "
-        "vLLM where nemo_ext is installed"
+        "NemoExtBlocksForCausalLM is this project's own class: transformers needs trust_remote_code=True for it, "
+        "vLLM an installed nemo_ext"
     ],
 )

@@ -1,0 +1,176 @@
+"""Puzzle children against their parent in vLLM: tokens a second, beside what the cost model foretells.
+
+    python benchmarks/vllm_children.py [--batch 8] [--prompt 128] [--new-tokens 64] [--rounds 3] [--json FILE]
+
+Wants vLLM and nemo_ext in one environment (`make vllm` makes one for CPUs). A Llama of 130 M parameters with random
+weights and children of it, all as NemoExtBlocksForCausalLM, which our plug-in serves, answer in float32 without
+compilation, each engine in a process of its own, turn by turn.
+The cost model (`nemo_ext.puzzle.cost`) gets the FLOP/s of a matrix product and the bandwidth of reading a large tensor,
+both measured here before the engines run, and counts every new token at full context, as Puzzle's search does.
+Speed-ups over the parent are compared, found and foretold.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+SIZES = {
+    **{"hidden_size": 1024, "ffn_hidden_size": 3584, "num_attention_heads": 16, "num_query_groups": 4},
+    **{"kv_channels": 64, "padded_vocab_size": 8192},
+}
+PARENT = "*-" * 8
+CHILDREN = {
+    "1 KV head": "*{kv=1}-" * 8,
+    "half of the attention": "*--" * 4,
+    "FFNs of half the width": "*-{ffn=1792}" * 8,
+    "as Super's: no-ops, narrow FFNs": "*- *-{ffn=1792} - *-{ffn=1792} *{kv=2}-{ffn=896} -{ffn=1792} *- -",
+    "the same, FFNs fused": "*- *-{ffn=5376} *-{ffn=1792} *{kv=2}-{ffn=2688} *-{ffn=7168}",
+    "attention replaced by a linear": "*- *{linear}-" * 4,
+}
+
+
+def described(pattern: str) -> Any:
+    """The description of a model with this pattern."""
+    from nemo_ext.checkpoint.description import from_config
+    from nemo_ext.job.config import compose
+
+    sizes = [f"megatron.{name}={size}" for name, size in SIZES.items()]
+    words = ["model=llama_nemotron_tiny", f"model.pattern='{pattern}'", *sizes]
+    return from_config(compose("describe", words))
+
+
+def write_model(pattern: str, folder: Path) -> None:
+    """Writes a Hugging Face folder with random weights."""
+    import torch
+    from safetensors.torch import save_file
+
+    from nemo_ext.checkpoint.formats import choose
+
+    description = described(pattern)
+    found, config = choose(description, "NemoExtBlocksForCausalLM")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    tensors = {
+        name: torch.randn(shape) * 0.02 if len(shape) > 1 else torch.ones(shape)
+        for row in found.entries(description)
+        for name, shape in zip(row.names, row.shapes, strict=True)
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def machine_rates() -> tuple[float, float]:
+    """FLOP/s of a matrix product in float32, and bytes/s of reading a large tensor."""
+    import torch
+    from torch.utils.benchmark import Timer
+
+    def seconds(statement: str, **names: Any) -> float:
+        timer = Timer(statement, globals=names, num_threads=torch.get_num_threads())
+        return timer.blocked_autorange(min_run_time=2).median
+
+    weight, inputs, one = torch.randn(4096, 4096), torch.randn(1024, 4096), torch.randn(4096)
+    flops = 2 * inputs.numel() * weight.shape[0] / seconds("inputs @ weight", inputs=inputs, weight=weight)
+    large = torch.randn(4 * 4096, 4096)
+    return flops, large.nbytes / seconds("large @ one", large=large, one=one)
+
+
+def foretold(pattern: str, given: argparse.Namespace, rates: tuple[float, float]) -> dict[str, float]:
+    """Seconds of a batch's prompts and of one more token of each of its sequences, by the cost model."""
+    from nemo_ext.puzzle.cost import Serving, block_costs, outside_costs, request_seconds
+
+    context = given.prompt + given.new_tokens
+    sizes = {"batch": given.batch, "prompt": given.prompt, "context": context}
+    precision = {"precision": "fp32", "cache_precision": "fp32"}
+    serving = Serving(**sizes, **precision, flops=rates[0], bandwidth=rates[1])
+    description = described(pattern)
+    costs = [block_costs(description.architecture, block, serving) for block in description.blocks]
+    costs.append(outside_costs(description.architecture, serving))
+    found = {name: sum(cost[name] for cost in costs) for name in ("parameters", "prefill_seconds", "decode_seconds")}
+    return found | {"request_seconds": request_seconds(found, new_tokens=given.new_tokens)}
+
+
+def serve(folder: str, given: argparse.Namespace) -> None:
+    """Prints the seconds of prompts and of a token, medians of the rounds, as JSON."""
+    from vllm import LLM, SamplingParams
+
+    context = given.prompt + given.new_tokens
+    engine = {"dtype": "float32", "enforce_eager": True, "enable_prefix_caching": False, "max_model_len": context}
+    engine |= {"max_num_seqs": given.batch, "max_num_batched_tokens": given.batch * given.prompt}
+    model = LLM(folder, skip_tokenizer_init=True, disable_log_stats=True, **engine)
+    prompts = [
+        {"prompt_token_ids": [(step * 7 + row * 131) % 8000 for step in range(given.prompt)]}
+        for row in range(given.batch)
+    ]
+
+    def seconds(tokens: int) -> float:
+        asked = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        began = time.perf_counter()
+        model.generate(prompts, asked, use_tqdm=False)
+        return time.perf_counter() - began
+
+    seconds(2)
+    prompt, whole = (statistics.median(seconds(tokens) for _ in range(3)) for tokens in (1, given.new_tokens))
+    found = {
+        "prefill_seconds": prompt,
+        "decode_seconds": (whole - prompt) / (given.new_tokens - 1),
+        "request_seconds": whole,
+    }
+    print(json.dumps(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, size in (("batch", 8), ("prompt", 128), ("new-tokens", 64), ("rounds", 3)):
+        parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.folder:
+        return serve(given.folder, given)
+
+    patterns = {"parent": PARENT, **CHILDREN}
+    rates = machine_rates()
+    print(f"{rates[0] / 1e9:.0f} GFLOP/s, {rates[1] / 1e9:.1f} GB/s", file=sys.stderr)
+    told = {name: foretold(pattern, given, rates) for name, pattern in patterns.items()}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in patterns}
+    quiet = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with tempfile.TemporaryDirectory() as made:
+        for number, pattern in enumerate(patterns.values()):
+            write_model(pattern, Path(made) / str(number))
+        for turn in range(given.rounds):
+            for number, name in enumerate(patterns):
+                words = [sys.executable, __file__, *sys.argv[1:], "--folder", f"{made}/{number}"]
+                ended = subprocess.run(words, env={**os.environ, **quiet}, capture_output=True, text=True, check=False)
+                if ended.returncode:
+                    sys.exit(f"{name}: {ended.stderr[-3000:]}")
+                found[name].append(json.loads(ended.stdout.splitlines()[-1]))
+                print(f"round {turn + 1}: {name}: {found[name][-1]}", file=sys.stderr)
+    seconds = {
+        name: {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+        for name, rounds in found.items()
+    }
+    print(table(told, seconds))
+    if given.json:
+        given.json.write_text(json.dumps({"rates": rates, "foretold": told, "rounds": found}, indent=2) + "\n")
+
+
+def table(told: dict[str, Any], found: dict[str, Any]) -> str:
+    """Markdown: parameters as a share of the parent's, and speed-ups over it, found / foretold."""
+    lines = ["| child | parameters | prompts | new tokens | tokens a second |", "|:--|--:|--:|--:|--:|"]
+    for name in list(told)[1:]:
+        cells = [f"{told[name]['parameters'] / told['parent']['parameters']:.2f}"]
+        for key in ("prefill_seconds", "decode_seconds", "request_seconds"):
+            cells.append(" / ".join(f"{side['parent'][key] / side[name][key]:.2f}" for side in (found, told)))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
