@@ -57,16 +57,16 @@ FREE = (
 WITH_PRECISION_PLAN = ("train", "puzzle", "sensitivity", "describe", "quantize", "rl")
 """Jobs that read `precision_plan`, whose keys may be new there: it is null without `precision=`."""
 
-WITH_STREAMS = ("train", "puzzle", "sensitivity", "tokenize", "blend")
+WITH_STREAMS = ("train", "puzzle", "sensitivity", "tokenize", "train_tokenizer", "blend")
 """Jobs that read `streams`, training data in place of the recipe's."""
 
 MODEL = {"rl": "policy"} | dict.fromkeys(("serve", "generate", "evaluate", "rollouts", "online"), "served")
 """Jobs whose `model` is a folder or a name, by the key that holds it."""
 
-TEXTS = ("generate.template", "generate.system")
-"""Keys whose values are texts, in which braces, commas and the like mean nothing to Hydra."""
+TEXTS = {"generate": ("generate.template", "generate.system"), "train_tokenizer": ("split", "end")}
+"""Keys of a job whose values are texts, in which braces, commas and the like mean nothing to Hydra."""
 
-PRESETS = {"preference_data": "preference_data", "rl": "rl", "online": "rl", "sft_data": "sft_data"}
+PRESETS = {"rl": "rl", "online": "rl"} | {job: job for job in ("preference_data", "sft_data", "train_tokenizer")}
 """Jobs with presets, and the folder of hydra_conf that has them."""
 
 
@@ -283,7 +283,7 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
             spelled += [word, "~rl.environments"]
         elif name == "model.pattern" and value[:1] not in ("'", '"'):
             spelled.append(f'{name}="{value}"')
-        elif name in TEXTS and value not in ("", "null") and not _QUOTED.fullmatch(value):
+        elif name in TEXTS.get(job, ()) and value not in ("", "null") and not _QUOTED.fullmatch(value):
             spelled.append(f"{name}={hydra_value(value)}")
         else:
             spelled.append(word)

@@ -79,6 +79,11 @@ class HuggingFaceTokenizer:
         options = f"{self.eod_token}\0{parse_special_tokens}".encode()
         self.identity = "huggingface-" + hashlib.sha256(content + b"\0" + options).hexdigest()[:16]
 
+    @property
+    def rust(self) -> "RustTokenizer":
+        """The `tokenizers` library's own object."""
+        return self._tokenizer
+
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Encode each text, without eod and other special tokens."""
         # Batches of one use one core: the caller chooses the number of cores by its number of processes.

@@ -102,7 +102,7 @@ class Language(Filter):
             piece = _NOT_PROSE.sub(" ", prose[start : start + 2 * self.characters])[: self.characters]
             if sum(map(str.isalpha, piece)) * _weight(piece) < self.min_letters:
                 continue
-            code = "en" if "en" in likely and _is_english(piece) else _identifier().classify(piece)[0]
+            code = "en" if "en" in likely and _is_english(piece) else identifier().classify(piece)[0]
             # Dialects share the probability: what counts is how little is left for the allowed languages.
             if code not in likely and _probability(piece, likely) <= 1 - self.confidence:
                 others.append(code)
@@ -121,7 +121,7 @@ def _is_english(piece: str) -> bool:
 
 
 def _probability(piece: str, codes: frozenset[str]) -> float:
-    return sum(probability for code, probability in _identifier().rank(piece) if code in codes)
+    return sum(probability for code, probability in identifier().rank(piece) if code in codes)
 
 
 def _weight(piece: str) -> int:
@@ -136,11 +136,12 @@ def _with_confusable(allowed: frozenset[str]) -> frozenset[str]:
 
 @lru_cache(maxsize=1)
 def _known() -> frozenset[str]:
-    return frozenset(_identifier().labels)
+    return frozenset(identifier().labels)
 
 
 @lru_cache(maxsize=1)
-def _identifier() -> Any:
+def identifier() -> Any:
+    """py3langid's identifier, whose probabilities add up to 1."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

@@ -1,0 +1,109 @@
+"""Checked settings of `nemo-ext train_tokenizer`."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from nemo_ext.data.blends.hierarchy import read_tree
+from nemo_ext.data.streams import blend_to_tokenize
+from nemo_ext.data.text.documents import Source
+from nemo_ext.data.text.sources import load_source
+from nemo_ext.job.settings import STRICT, Count, Strings, StringsOrNone, checked
+
+BYTES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighted:
+    """A stream of text: its name, its source, and its share of the sample."""
+
+    name: str
+    source: Source
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Settings:
+    """Settings of the job but for its text.
+
+    Attributes:
+        preset: name of the preset, for the report.
+        output: folder to write.
+        vocab: number of tokens, special ones included.
+        split: regular expression of the pieces that no token crosses.
+        normalizer: Unicode form that text is brought to first; None to leave it.
+        special_tokens: tokens with ids of their own at the end of the vocabulary.
+        end: the one of them that ends a document, `eos_token`.
+        template: chat template, whose control tokens are added; None for none.
+        longest: most bytes of a token; None for any.
+        min_frequency: least number of times that a pair is seen before it is merged.
+        sample: bytes of text to train on.
+        held_out: bytes of each stream, which training does not see, that the report is about.
+        compare: other tokenizers that the report has beside it.
+        seed: seed of what is sampled.
+    """
+
+    preset: str | None
+    output: Annotated[str, Field(min_length=1)]
+    vocab: Annotated[PositiveInt, Field(gt=BYTES)]
+    split: Annotated[str, Field(min_length=1)]
+    normalizer: Literal["NFC", "NFKC"] | None
+    special_tokens: Strings
+    end: str
+    template: str | None
+    longest: Annotated[int, Field(gt=1)] | None
+    min_frequency: PositiveInt
+    sample: Count
+    held_out: Count
+    compare: StringsOrNone
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.end not in self.special_tokens:
+            raise ValueError(f"end={self.end}: not among special_tokens ({', '.join(self.special_tokens) or 'none'})")
+        if len(set(self.special_tokens)) != len(self.special_tokens) or "" in self.special_tokens:
+            raise ValueError(f"special_tokens={list(self.special_tokens)}: each once, and none empty")
+
+    @property
+    def folder(self) -> Path:
+        """Folder to write."""
+        return Path(self.output).expanduser()
+
+
+def read_settings(config: Mapping[str, Any]) -> tuple[Settings, list[Weighted]]:
+    """Settings and streams of a composed config.
+
+    Raises:
+        ValueError: a setting is wrong, or there is no text.
+    """
+    # A data file also has what training reads.
+    given = {each.name: config[each.name] for each in dataclasses.fields(Settings)}
+    for key, what in (("output", "name a folder"), ("vocab", "say how many tokens"), ("split", "choose a preset")):
+        if given[key] is None:
+            raise ValueError(f"{key}=null: {what}")
+    settings = checked(Settings, given)
+    # A folder's name is enough for a blend of one's own files, which names its stream by where its files would go.
+    prefix = settings.folder / "text" if config["input"] is not None else None
+    blend = blend_to_tokenize(
+        {**config, "output": prefix and str(prefix), "tokenizer": None, "validation_share": None, "workers": None}
+    )
+    if config["data"].get("blend") is not None:
+        raise ValueError("a tree of streams (data.blend) has no weights before its sizes are known: give streams")
+    blend.setdefault("directory", str(settings.folder))
+    leaves = [leaf for leaf in read_tree(blend).leaves() if leaf.source is not None]
+    amounts = [float(leaf.amount or 0) for leaf in leaves]
+    if not sum(amounts):
+        raise ValueError(f"the weights of the {len(leaves)} streams with a source are all 0")
+    found = []
+    for leaf, amount in zip(leaves, amounts, strict=True):
+        try:
+            source = load_source(leaf.source)  # type: ignore[arg-type]
+            source.check()
+        except ValueError as error:
+            raise ValueError(f"stream {leaf.name!r}: {error}") from error
+        found.append(Weighted(name=leaf.name, source=source, share=amount / sum(amounts)))
+    return settings, [each for each in found if each.share]

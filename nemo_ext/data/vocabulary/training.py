@@ -1,0 +1,121 @@
+"""Byte-level BPE by the `tokenizers` library, as a Hugging Face folder."""
+
+import json
+import re
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import batched
+from typing import TYPE_CHECKING
+
+from nemo_ext.chat.template import Template
+from nemo_ext.data.vocabulary.settings import BYTES, Settings
+from nemo_ext.job.files import write_text
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_CONTROL = re.compile(r"<\|[^<>|\s]+\|>")
+
+
+def special_tokens(settings: Settings) -> list[str]:
+    """Special tokens in the order of their ids: those of the settings, then the chat template's control tokens.
+
+    Raises:
+        ValueError: there is no such template, or no room beside the bytes for so many.
+    """
+    control = _CONTROL.findall(Template.load(settings.template).source) if settings.template else []
+    found = list(dict.fromkeys([*settings.special_tokens, *control]))
+    if settings.vocab < BYTES + len(found):
+        raise ValueError(
+            f"vocab={settings.vocab}: {BYTES} bytes and {len(found)} special tokens are {BYTES + len(found)}"
+        )
+    return found
+
+
+def untrained(settings: Settings) -> "Tokenizer":
+    """A tokenizer whose tokens are the bytes, with the pieces of `settings.split`.
+
+    Raises:
+        ValueError: the library does not read the regular expression.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE())
+    try:
+        pieces = pre_tokenizers.Split(Regex(settings.split), behavior="isolated")
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"split={settings.split}: no regular expression of Oniguruma ({error})") from error
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    if settings.normalizer is not None:
+        tokenizer.normalizer = getattr(normalizers, settings.normalizer)()
+    return tokenizer
+
+
+def train(settings: Settings, texts: Iterator[str]) -> "Tokenizer":
+    """A trained tokenizer; it has fewer tokens than `settings.vocab` where the text has no more pairs to merge.
+
+    Args:
+        settings: the job's settings.
+        texts: the sample.
+    """
+    from tokenizers import AddedToken, pre_tokenizers, trainers
+
+    tokenizer, special = untrained(settings), special_tokens(settings)
+    trainer = trainers.BpeTrainer(
+        vocab_size=settings.vocab - len(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        min_frequency=settings.min_frequency,
+        max_token_length=settings.longest,
+        show_progress=sys.stderr.isatty(),
+    )
+    with _ended_by_ctrl_c():
+        tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in special])
+    return tokenizer
+
+
+@contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """Lets Ctrl-C end the process at once: the library would merge on for minutes before Python hears of it."""
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def write(tokenizer: "Tokenizer", settings: Settings) -> None:
+    """Writes tokenizer.json, tokenizer_config.json and, with a template, chat_template.jinja."""
+    folder = settings.folder
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": settings.end,
+        "clean_up_tokenization_spaces": False,
+    }
+    if settings.template:
+        write_text(folder / "chat_template.jinja", Template.load(settings.template).source)
+    write_text(folder / "tokenizer_config.json", json.dumps(about, indent=1) + "\n")
+    write_text(folder / "tokenizer.json", tokenizer.to_str())
+
+
+def longest(tokenizer: "Tokenizer", count: int) -> list[str]:
+    """The longest tokens as text, without the special ones."""
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    names = sorted(set(tokenizer.get_vocab()) - special, key=lambda name: (-len(name), name))[:count]
+    return [tokenizer.decoder.decode([name]) for name in names]
+
+
+def unused(tokenizer: "Tokenizer", texts: Iterable[str]) -> list[str]:
+    """Tokens that no text has, without the bytes and the special ones."""
+    seen: set[int] = set()
+    for batch in batched(texts, 1000):
+        for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+            seen.update(encoding.ids)
+    left = {number: name for name, number in tokenizer.get_vocab().items()}
+    for number in seen.union(tokenizer.get_added_tokens_decoder()):
+        left.pop(number, None)
+    return [tokenizer.decoder.decode([left[number]]) for number in sorted(left) if len(left[number]) > 1]
