@@ -167,6 +167,10 @@ def inputs(job: str, config: Mapping[str, Any]) -> list[tuple[str, Path, str]]:
         given = [("model", None if config.get("endpoint") else config["served"], "`nemo-ext convert` writes one")]
         wanted = [word for word in strings(config.get("input")) if not glob.glob(os.path.expanduser(word))]
         given += [("input", word, "name a file") for word in wanted]
+    elif job == "train_tokenizer":
+        wanted = [word for word in strings(config["input"]) if not glob.glob(os.path.expanduser(word))]
+        given = [("input", word, "name a file") for word in wanted]
+        given += [("compare", place, "name a tokenizer's folder") for place in strings(config["compare"])]
     elif job == "convert":
         given = [("from", config["from"], "name a checkpoint"), ("files_from", config["files_from"], name)]
     elif job == "quantize":

@@ -41,6 +41,7 @@ from nemo_ext.slurm.settings import Settings
 GIB = 1 << 30
 SETTINGS = {
     "tokenize": ("nemo_ext.data.streams", "blend_to_tokenize"),
+    "train_tokenizer": ("nemo_ext.data.vocabulary.job", "check"),
     "sft_data": ("nemo_ext.data.sft.settings", "read_settings"),
     "preference_data": ("nemo_ext.data.preference.job", "settings"),
     "curriculum": ("nemo_ext.data.curriculum.job", "settings"),

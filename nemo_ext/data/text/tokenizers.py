@@ -66,7 +66,7 @@ class HuggingFaceTokenizer:
     def __init__(self, path: str | Path, *, eod: str | None = None, parse_special_tokens: bool = False) -> None:
         given = Path(path).expanduser()
         self.path = given / "tokenizer.json" if given.is_dir() else given
-        self._tokenizer, content = _read_tokenizer(self.path)
+        self._tokenizer, content = read_tokenizer(self.path)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = not parse_special_tokens
@@ -78,11 +78,6 @@ class HuggingFaceTokenizer:
         self.eod = vocabulary[self.eod_token]
         options = f"{self.eod_token}\0{parse_special_tokens}".encode()
         self.identity = "huggingface-" + hashlib.sha256(content + b"\0" + options).hexdigest()[:16]
-
-    @property
-    def rust(self) -> "RustTokenizer":
-        """The `tokenizers` library's own object."""
-        return self._tokenizer
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Encode each text, without eod and other special tokens."""
@@ -175,8 +170,12 @@ def megatron_arguments(tokenizer: Tokenizer, *, ids_only: bool = False) -> dict[
     return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(directory)}
 
 
-def _read_tokenizer(path: Path) -> tuple["RustTokenizer", bytes]:
-    """Read the tokenizer in a file; returns it and the file's bytes."""
+def read_tokenizer(path: Path) -> tuple["RustTokenizer", bytes]:
+    """Read the tokenizer in a file as the library's own object, and the file's bytes.
+
+    Raises:
+        ValueError: The file is missing, or none that the library reads.
+    """
     try:
         from tokenizers import Tokenizer as RustTokenizer
     except ImportError as error:

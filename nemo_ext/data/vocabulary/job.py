@@ -4,11 +4,12 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer
+from nemo_ext.chat.template import Template
+from nemo_ext.data.text.tokenizers import read_tokenizer
 from nemo_ext.data.vocabulary import report
-from nemo_ext.data.vocabulary.sample import draw, texts
+from nemo_ext.data.vocabulary.sample import Sample, draw, texts
 from nemo_ext.data.vocabulary.settings import BYTES, Settings, Weighted, read_settings
 from nemo_ext.data.vocabulary.training import longest, special_tokens, train, untrained, unused, write
 from nemo_ext.job.files import only_run_in, write_text
@@ -17,66 +18,91 @@ from nemo_ext.job.progress import notice
 from nemo_ext.job.report import write_page
 from nemo_ext.job.run_directory import OWN, REPORT
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 RESULTS = "report.json"
 _LONGEST = 25
 
 
+def check(config: Mapping[str, Any]) -> tuple[Settings, list[Weighted]]:
+    """Settings and streams of a composed config, whose files need not be there yet.
+
+    Raises:
+        ValueError: a setting is wrong.
+    """
+    settings, streams = read_settings(config)
+    special_tokens(settings)
+    untrained(settings)
+    return settings, streams
+
+
 def run(config: Mapping[str, Any]) -> None:
-    """Train the tokenizer that the composed config describes, and report on it.
+    """Train the tokenizer that the composed config describes, unless it is there, and report on it.
 
     Raises:
         ValueError: a setting or a file is at fault, or the folder has a tokenizer of other settings.
     """
-    settings, streams = read_settings(config)
-    special = special_tokens(settings)
-    untrained(settings)
-    others = {_name(path, settings): HuggingFaceTokenizer(path, eod=None) for path in settings.compare}
+    settings, streams = check(config)
+    for stream in streams:
+        stream.source.check()
+    others = {_name(path, settings): _compared(path) for path in settings.compare}
     folder = settings.folder
     with only_run_in(folder, "output"):
         record, made_of = folder / OWN / "settings.json", _made_of(settings, streams)
-        if (folder / "tokenizer.json").exists():
-            before = json.loads(record.read_text()) if record.exists() else None
-            if before == made_of and (folder / REPORT).exists():
-                notice(f"{folder}: is there already: {folder / REPORT}")
-                return
-            if before is None or (changed := differing(before, made_of)):
-                why = told(changed) if before is not None else "nobody knows of what"
-                raise ValueError(f"output={folder}: has a tokenizer already ({why}): choose another folder")
-        note(record, made_of)
-        _make(settings, streams, special, others)
+        reported = {"compare": list(settings.compare), "held_out": settings.held_out}
+        before = json.loads(record.read_text()) if record.exists() else {}
+        there = (folder / "tokenizer.json").exists()
+        if there and not before:
+            raise ValueError(f"output={folder}: has a tokenizer that was not made here: choose another folder")
+        if there and (changed := differing(before.get("made_of", {}), made_of)):
+            raise ValueError(f"output={folder}: has a tokenizer already ({told(changed)}): choose another folder")
+        if there and before.get("reported") == reported:
+            notice(f"{folder}: is there already: {(folder / REPORT).with_suffix('.html')}")
+            return
+        note(record, {"made_of": made_of})
+        samples = [_drawn(stream, settings) for stream in streams]
+        if not there:
+            write(_trained(settings, samples), settings)
+        page = _report(settings, samples, others)
+        note(record, {"made_of": made_of, "reported": reported})
+    notice(f"{folder}: {page}")
 
 
-def _make(
-    settings: Settings, streams: list[Weighted], special: list[str], others: dict[str, HuggingFaceTokenizer]
-) -> None:
-    folder, samples = settings.folder, []
-    for stream in streams:
-        notice(f"reading {stream.name}")
-        wanted = round(settings.sample * stream.share)
-        samples.append(draw(stream, train=wanted, held_out=settings.held_out, seed=settings.seed))
-        if (got := samples[-1].train_bytes) < 0.9 * wanted:
-            notice(f"{stream.name}: has {got:,} of the {wanted:,} bytes that its weight asks for: all of it is taken")
+def _drawn(stream: Weighted, settings: Settings) -> Sample:
+    notice(f"reading {stream.name}")
+    wanted = round(settings.sample * stream.share)
+    sample = draw(stream, train=wanted, held_out=settings.held_out, seed=settings.seed)
+    if sample.train_bytes < wanted:
+        notice(f"{stream.name}: {sample.train_bytes:,} of the {wanted:,} bytes that its weight asks for: that is all")
+    return sample
+
+
+def _trained(settings: Settings, samples: list[Sample]) -> "Tokenizer":
     size = sum(sample.train_bytes for sample in samples)
     if not size:
         raise ValueError("none of the streams has text to train on")
-    notice(f"training on {size / 1e6:,.1f} MB")
+    notice(f"training on {size / 1e6:,.1f} MB; Ctrl-C ends it at once")
     tokenizer = train(settings, texts(samples))
-    write(tokenizer, settings)
-    tokenizer.encode_special_tokens = True  # text that spells one is text
-    made = tokenizer.get_vocab_size()
-    if made < settings.vocab:
+    if (made := tokenizer.get_vocab_size()) < settings.vocab:
         notice(f"vocab={settings.vocab}: the sample has pairs for {made} tokens alone; give it more text")
+    return tokenizer
+
+
+def _report(settings: Settings, samples: list[Sample], others: Mapping[str, "Tokenizer"]) -> Path:
+    """Writes the report; returns its page."""
     notice("measuring")
-    tokenizers = {report.OURS: tokenizer} | {name: each.rust for name, each in others.items()}
-    counts = report.measured(tokenizers, samples)
+    folder = settings.folder
+    tokenizer, special = _compared(str(folder)), special_tokens(settings)
+    counts = report.measured({report.OURS: tokenizer, **others}, samples)
+    made = tokenizer.get_vocab_size()
     about = [
         ("preset", settings.preset or "none"),
         ("tokens", f"{made:,}: {BYTES} bytes, {made - BYTES - len(special):,} merges, {len(special)} special"),
         ("ends a document", f"`{settings.end}`, id {tokenizer.token_to_id(settings.end)}"),
-        ("trained on", f"{size:,} bytes"),
+        ("trained on", f"{sum(sample.train_bytes for sample in samples):,} bytes"),
     ]
     left = unused(tokenizer, texts(samples))
-    longest_tokens = longest(tokenizer, _LONGEST)
     if counts["stream"]:
         report.picture(counts["stream"], folder / report.PICTURE)
     as_json = {
@@ -84,9 +110,16 @@ def _make(
         for kind, by in counts.items()
     }
     write_text(folder / RESULTS, json.dumps({"tokens": made, **as_json, "unused": len(left)}, indent=1) + "\n")
-    write_text(folder / REPORT, report.markdown(about, counts, samples, longest=longest_tokens, unused=left))
-    page = write_page(folder / REPORT)
-    notice(f"{folder}: {made:,} tokens: {page}")
+    told_longest = longest(tokenizer, _LONGEST)
+    write_text(folder / REPORT, report.markdown(about, counts, samples, longest=told_longest, unused=left))
+    return write_page(folder / REPORT)
+
+
+def _compared(path: str) -> "Tokenizer":
+    """A tokenizer to which text that spells a special token is text."""
+    tokenizer, _ = read_tokenizer(_folder(path) / "tokenizer.json")
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def _name(path: str, settings: Settings) -> str:
@@ -101,9 +134,10 @@ def _folder(path: str) -> Path:
 
 
 def _made_of(settings: Settings, streams: list[Weighted]) -> dict[str, Any]:
-    asked = {
-        key: value for key, value in dataclasses.asdict(settings).items() if key not in ("output", "compare", "preset")
-    }
+    """What the tokenizer depends on."""
+    left = ("output", "preset", "compare", "held_out", "template")
+    asked = {key: value for key, value in dataclasses.asdict(settings).items() if key not in left}
+    template = Template.load(settings.template).source if settings.template else None
     sources = {
         each.name: {
             "share": each.share,
@@ -112,5 +146,5 @@ def _made_of(settings: Settings, streams: list[Weighted]) -> dict[str, Any]:
         }
         for each in streams
     }
-    found: dict[str, Any] = json.loads(json.dumps(asked | {"streams": sources}, default=str))
+    found: dict[str, Any] = json.loads(json.dumps(asked | {"template": template, "streams": sources}, default=str))
     return found

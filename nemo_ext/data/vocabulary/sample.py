@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from nemo_ext.data.text.documents import ReadReport, readable, split_position
+from nemo_ext.data.text.documents import Admission, ReadReport, document_digest, readable, split_position
 from nemo_ext.data.vocabulary.settings import Weighted
 
 HELD_OUT = 0.02
@@ -21,8 +21,8 @@ class Sample:
 
     Attributes:
         stream: the stream.
-        train: texts to train on, `train_bytes` in all.
-        held_out: texts of other documents, `held_out_bytes` in all.
+        train: pieces of documents to train on, `train_bytes` in all.
+        held_out: other pieces, `held_out_bytes` in all.
         report: what the reader skipped.
     """
 
@@ -35,9 +35,9 @@ class Sample:
 
 
 def draw(stream: Weighted, *, train: int, held_out: int, seed: int) -> Sample:
-    """Texts of a stream, from parts of it in an order by the seed until there are enough.
+    """Pieces of a stream's documents, from parts of it in an order by the seed until there are enough.
 
-    A hash of seed, document and place decides whether a piece of a document is held out.
+    A hash of seed and text decides whether a piece is held out, so that none of the same text is trained on.
 
     Args:
         stream: the stream.
@@ -51,20 +51,26 @@ def draw(stream: Weighted, *, train: int, held_out: int, seed: int) -> Sample:
     found = Sample(stream)
     parts = list(stream.source.parts(max_documents=1000, max_size=PART))
     random.Random(f"{seed} {stream.name}").shuffle(parts)
-    for document, _ in (each for part in parts for each in readable(stream.source, part, found.report)):
+    admission = Admission(stream.source)
+    for document, data in (each for part in parts for each in readable(stream.source, part, found.report)):
+        if not admission.admit(document_digest(data), len(data), found.report):
+            if admission.full:
+                break
+            continue
         for start in range(0, len(document.text), PIECE):
             piece = document.text[start : start + PIECE]
-            if split_position(seed, f"{document.id}\0{start}") < HELD_OUT * 2**64:
+            data = piece.encode()
+            if split_position(seed, document_digest(data).hex()) < HELD_OUT * 2**64:
                 if found.held_out_bytes < held_out:
                     found.held_out.append(piece)
-                    found.held_out_bytes += len(piece.encode())
+                    found.held_out_bytes += len(data)
             elif found.train_bytes < train:
                 # A character that does not fit is left out, and counted, so that this ends.
-                data = piece.encode()[: train - found.train_bytes]
+                data = data[: train - found.train_bytes]
                 found.train.append(data.decode(errors="ignore"))
                 found.train_bytes += len(data)
         if found.train_bytes >= train and found.held_out_bytes >= held_out:
-            return found
+            break
     stream.source.finish(found.report)
     return found
 

@@ -5,14 +5,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.data.blends.hierarchy import read_tree
 from nemo_ext.data.streams import blend_to_tokenize
 from nemo_ext.data.text.documents import Source
 from nemo_ext.data.text.sources import load_source
-from nemo_ext.job.settings import STRICT, Count, Strings, StringsOrNone, checked
+from nemo_ext.job.run_directory import OWN
+from nemo_ext.job.settings import STRICT, Count, StringsOrNone, checked
 
 BYTES = 256
 
@@ -37,8 +38,8 @@ class Settings:
         split: regular expression of the pieces that no token crosses.
         normalizer: Unicode form that text is brought to first; None to leave it.
         special_tokens: tokens with ids of their own at the end of the vocabulary.
-        end: the one of them that ends a document, `eos_token`.
-        template: chat template, whose control tokens are added; None for none.
+        end: the one of them, or of the template's, that ends a document: `eos_token`.
+        template: chat template, whose `<|...|>` tokens are added; None for none.
         longest: most bytes of a token; None for any.
         min_frequency: least number of times that a pair is seen before it is merged.
         sample: bytes of text to train on.
@@ -49,24 +50,18 @@ class Settings:
 
     preset: str | None
     output: Annotated[str, Field(min_length=1)]
-    vocab: Annotated[PositiveInt, Field(gt=BYTES)]
+    vocab: Annotated[int, Field(gt=BYTES, le=1 << 24)]
     split: Annotated[str, Field(min_length=1)]
     normalizer: Literal["NFC", "NFKC"] | None
-    special_tokens: Strings
+    special_tokens: tuple[Annotated[str, Field(min_length=2)], ...]
     end: str
     template: str | None
-    longest: Annotated[int, Field(gt=1)] | None
-    min_frequency: PositiveInt
+    longest: Annotated[int, Field(gt=1, le=1 << 16)] | None
+    min_frequency: Annotated[int, Field(ge=1, le=1 << 31)]
     sample: Count
     held_out: Count
     compare: StringsOrNone
     seed: int
-
-    def __post_init__(self) -> None:
-        if self.end not in self.special_tokens:
-            raise ValueError(f"end={self.end}: not among special_tokens ({', '.join(self.special_tokens) or 'none'})")
-        if len(set(self.special_tokens)) != len(self.special_tokens) or "" in self.special_tokens:
-            raise ValueError(f"special_tokens={list(self.special_tokens)}: each once, and none empty")
 
     @property
     def folder(self) -> Path:
@@ -75,10 +70,10 @@ class Settings:
 
 
 def read_settings(config: Mapping[str, Any]) -> tuple[Settings, list[Weighted]]:
-    """Settings and streams of a composed config.
+    """Settings and streams of a composed config; whether the streams' files are there is not looked at.
 
     Raises:
-        ValueError: a setting is wrong, or there is no text.
+        ValueError: a setting is wrong, or no text is named.
     """
     # A data file also has what training reads.
     given = {each.name: config[each.name] for each in dataclasses.fields(Settings)}
@@ -86,8 +81,8 @@ def read_settings(config: Mapping[str, Any]) -> tuple[Settings, list[Weighted]]:
         if given[key] is None:
             raise ValueError(f"{key}=null: {what}")
     settings = checked(Settings, given)
-    # A folder's name is enough for a blend of one's own files, which names its stream by where its files would go.
-    prefix = settings.folder / "text" if config["input"] is not None else None
+    # A blend of one's own files names its stream by where their tokens would go.
+    prefix = settings.folder / OWN / "text" if config["input"] is not None else None
     blend = blend_to_tokenize(
         {**config, "output": prefix and str(prefix), "tokenizer": None, "validation_share": None, "workers": None}
     )
@@ -102,7 +97,6 @@ def read_settings(config: Mapping[str, Any]) -> tuple[Settings, list[Weighted]]:
     for leaf, amount in zip(leaves, amounts, strict=True):
         try:
             source = load_source(leaf.source)  # type: ignore[arg-type]
-            source.check()
         except ValueError as error:
             raise ValueError(f"stream {leaf.name!r}: {error}") from error
         found.append(Weighted(name=leaf.name, source=source, share=amount / sum(amounts)))

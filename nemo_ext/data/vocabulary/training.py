@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import batched
@@ -20,13 +21,15 @@ _CONTROL = re.compile(r"<\|[^<>|\s]+\|>")
 
 
 def special_tokens(settings: Settings) -> list[str]:
-    """Special tokens in the order of their ids: those of the settings, then the chat template's control tokens.
+    """Special tokens in the order of their ids: those of the settings, then the chat template's.
 
     Raises:
-        ValueError: there is no such template, or no room beside the bytes for so many.
+        ValueError: there is no such template, no room beside the bytes for so many, or `end` is none of them.
     """
     control = _CONTROL.findall(Template.load(settings.template).source) if settings.template else []
     found = list(dict.fromkeys([*settings.special_tokens, *control]))
+    if settings.end not in found:
+        raise ValueError(f"end={settings.end}: not among the special tokens ({', '.join(found) or 'none'})")
     if settings.vocab < BYTES + len(found):
         raise ValueError(
             f"vocab={settings.vocab}: {BYTES} bytes and {len(found)} special tokens are {BYTES + len(found)}"
@@ -61,6 +64,9 @@ def train(settings: Settings, texts: Iterator[str]) -> "Tokenizer":
     Args:
         settings: the job's settings.
         texts: the sample.
+
+    Raises:
+        ValueError: a special token came out as an ordinary one too.
     """
     from tokenizers import AddedToken, pre_tokenizers, trainers
 
@@ -74,6 +80,8 @@ def train(settings: Settings, texts: Iterator[str]) -> "Tokenizer":
     )
     with _ended_by_ctrl_c():
         tokenizer.train_from_iterator(texts, trainer)
+    if ordinary := [name for name in special if tokenizer.token_to_id(name) is not None]:
+        raise ValueError(f"special_tokens: {ordinary[0]!r} is an ordinary token of this text too: choose another name")
     tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in special])
     return tokenizer
 
@@ -81,7 +89,11 @@ def train(settings: Settings, texts: Iterator[str]) -> "Tokenizer":
 @contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
     """Lets Ctrl-C end the process at once: the library would merge on for minutes before Python hears of it."""
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
@@ -96,8 +108,10 @@ def write(tokenizer: "Tokenizer", settings: Settings) -> None:
         "eos_token": settings.end,
         "clean_up_tokenization_spaces": False,
     }
+    chat = folder / "chat_template.jinja"
+    chat.unlink(missing_ok=True)
     if settings.template:
-        write_text(folder / "chat_template.jinja", Template.load(settings.template).source)
+        write_text(chat, Template.load(settings.template).source)
     write_text(folder / "tokenizer_config.json", json.dumps(about, indent=1) + "\n")
     write_text(folder / "tokenizer.json", tokenizer.to_str())
 

@@ -1,5 +1,6 @@
 """`nemo-ext train_tokenizer` as a user meets it: tokenizers that others load, and a report that counts right."""
 
+import hashlib
 import json
 import random
 from collections.abc import Callable
@@ -10,8 +11,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from nemo_ext.chat.template import Template
+from nemo_ext.data.text.documents import split_position
 from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer
+from nemo_ext.data.text.user_files import JsonlSource
 from nemo_ext.data.vocabulary.job import run
+from nemo_ext.data.vocabulary.sample import draw
+from nemo_ext.data.vocabulary.settings import Weighted
 from nemo_ext.job.config import compose
 
 WORDS = (
@@ -89,40 +94,68 @@ def test_the_folder_is_one_that_data_megatron_and_transformers_load(train: Calla
     assert loaded(text_of(3), add_special_tokens=False)["input_ids"] == list(ours.encode([text_of(3)])[0])
 
 
-def test_the_report_counts_what_was_held_out_and_nothing_else(
-    train: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_counts_what_was_held_out_and_nothing_else(train: Callable[..., Path], text: Path) -> None:
     other = train(vocab=260, name="other")
     folder = train(f"compare=[{other}]", "held_out=1e5")
 
-    found = json.loads((folder / "report.json").read_text())
-    counts = found["stream"]["text"]
+    counts = json.loads((folder / "report.json").read_text())["stream"]["text"]
     assert counts["this one"]["bytes"] == counts["other"]["bytes"] > 0
     assert counts["this one"]["tokens"] < counts["other"]["tokens"] <= counts["other"]["bytes"]
-    # The same pieces, found by the rule that the sample's documentation gives.
-    from nemo_ext.data.text.documents import split_position
-    from nemo_ext.data.text.user_files import JsonlSource
-    from nemo_ext.data.vocabulary.sample import HELD_OUT, draw
-    from nemo_ext.data.vocabulary.settings import Weighted
-
-    sample = draw(
-        Weighted(name="text", source=JsonlSource(path=(str(tmp_path / "text.jsonl"),)), share=1.0),
-        train=10**9,
-        held_out=10**5,
-        seed=1234,
-    )
-    assert sum(len(each.encode()) for each in sample.held_out) == counts["this one"]["bytes"]
-    assert not set(sample.held_out) & set(sample.train) and len(sample.held_out) + len(sample.train) == 300
+    # 2 % of the documents, by the hash that the documentation tells of.
+    documents = [json.loads(line)["text"] for line in text.read_text().splitlines()]
+    held_out = [
+        each
+        for each in documents
+        if split_position(1234, hashlib.blake2b(each.encode(), digest_size=16).hexdigest()) < 0.02 * 2**64
+    ]
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    assert sum(len(tokenizer.encode(each).ids) for each in sample.held_out) == counts["this one"]["tokens"]
-    assert sum(len(each.split()) for each in sample.held_out) == counts["this one"]["words"]
-    assert split_position(1234, "x") < 2**64 and HELD_OUT < 0.1
-    assert "By language" in (folder / "report.md").read_text() and (folder / "report.html").is_file()
+    assert 1 < len(held_out) < 20
+    assert sum(len(each.encode()) for each in held_out) == counts["this one"]["bytes"]
+    assert sum(len(each.split()) for each in held_out) == counts["this one"]["words"]
+    assert sum(len(tokenizer.encode(each).ids) for each in held_out) == counts["this one"]["tokens"]
+    report = (folder / "report.md").read_text()
+    left = sum(len(each.encode()) for each in documents if each not in held_out)
+    assert f"| text | 100.0% | {left:,} | {counts['this one']['bytes']:,} |" in report
+    assert (folder / "report.html").is_file()
+
+
+def test_the_longest_tokens_and_those_that_the_sample_lacks(train: Callable[..., Path], text: Path) -> None:
+    folder = train("preset=olmo1", vocab=450)
+
+    report = (folder / "report.md").read_text()
+    assert "Longest: `'HTTPServer'`, " in report or "Longest: `' HTTPServer'`, " in report
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    documents = [json.loads(line)["text"] for line in text.read_text().splitlines()]
+    used = {number for each in documents for number in tokenizer.encode(each).ids}
+    unused = [name for name, number in tokenizer.get_vocab().items() if number not in used and 1 < len(name) < 12]
+    # The report's are of the sample, which lacks what is held out, so that it has a few more.
+    assert len(unused) <= json.loads((folder / "report.json").read_text())["unused"] <= len(unused) + 10
+
+
+@pytest.mark.parametrize("deduplicate", [True, False])
+def test_what_is_held_out_is_never_trained_on(deduplicate: bool, tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text_of(number % 200)}) + "\n" for number in range(800)))
+    stream = Weighted(name="a", source=JsonlSource(path=(str(path),), deduplicate=deduplicate), share=1.0)
+
+    sample = draw(stream, train=10**8, held_out=10**6, seed=1)
+
+    assert sample.held_out and not set(sample.held_out) & set(sample.train)
+    assert len(sample.train) + len(sample.held_out) == (200 if deduplicate else 800)
+
+
+def test_a_source_ends_where_it_says(tmp_path: Path, text: Path) -> None:
+    stream = Weighted(name="a", source=JsonlSource(path=(str(text),), max_bytes=20_000), share=1.0)
+
+    sample = draw(stream, train=10**8, held_out=10**6, seed=1)
+
+    assert 15_000 < sample.train_bytes + sample.held_out_bytes <= 20_000
 
 
 def test_weights_are_shares_of_the_sample(tmp_path: Path) -> None:
     for name, letter in (("a", "abc "), ("b", "xyz ")):
-        (tmp_path / f"{name}.jsonl").write_text((json.dumps({"text": letter * 500}) + "\n") * 200)
+        lines = [json.dumps({"text": f"{number} {letter * 500}"}) + "\n" for number in range(200)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     streams = ",".join(
         f"{{name: {name}, weight: {weight}, source: {{kind: jsonl, path: {tmp_path / name}.jsonl}}}}"
         for name, weight in (("a", 3), ("b", 1))
@@ -139,15 +172,33 @@ def test_weights_are_shares_of_the_sample(tmp_path: Path) -> None:
 def test_the_same_again_does_nothing_and_other_settings_are_refused(
     train: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = train()
+    folder = train("template=domyn")
     before = (folder / "tokenizer.json").read_bytes()
-    train()
+    capsys.readouterr()
+    train("template=domyn")
     assert "is there already" in capsys.readouterr().err
 
-    with pytest.raises(ValueError, match=r"has a tokenizer already \(vocab: 400 -> 500\)"):
-        train(vocab=500)
-    assert (folder / "tokenizer.json").read_bytes() == before
-    assert (train(name="twin") / "tokenizer.json").read_bytes() == before
+    for words, vocab, message in ((("template=domyn",), 500, "vocab: 400 -> 500"), ((), 400, "template: ")):
+        with pytest.raises(ValueError, match=rf"has a tokenizer already \({message}"):
+            train(*words, vocab=vocab)
+    (folder / "report.html").unlink()
+    train("template=domyn", f"compare=[{folder}]")
+    assert "training" not in capsys.readouterr().err
+    assert json.loads((folder / "report.json").read_text())["stream"]["text"].keys() == {"this one", "made"}
+    assert (folder / "report.html").is_file() and (folder / "tokenizer.json").read_bytes() == before
+    assert (train("template=domyn", name="twin") / "tokenizer.json").read_bytes() == before
+
+
+def test_text_that_spells_a_special_token_is_text(tmp_path: Path) -> None:
+    texts = [f"{text_of(number)} <|endoftext|> more" for number in range(100)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
+
+    run(compose("train_tokenizer", [f"input={tmp_path}/text.jsonl", "vocab=400", f"output={tmp_path / 'made'}"]))
+
+    tokenizer = HuggingFaceTokenizer(tmp_path / "made")
+    (ids,) = tokenizer.encode([texts[0]])
+    assert tokenizer.eod not in ids and tokenizer.decode(ids) == texts[0]
+    assert "does not give back" not in (tmp_path / "made" / "report.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -156,10 +207,13 @@ def test_the_same_again_does_nothing_and_other_settings_are_refused(
         (["vocab=200"], "vocab"),
         (["vocab=257", "template=domyn"], "256 bytes and 3 special tokens are 259"),
         (["split=(unclosed"], "no regular expression"),
-        (["end=<|nothing|>"], "not among special_tokens"),
+        (["end=<|nothing|>"], "not among the special tokens"),
         (["template=nobody"], "nobody"),
         (["compare=[/no/where]"], "/no/where"),
         (["sample=0"], "sample"),
+        (["vocab=5000000000"], "vocab"),
+        (["min_frequency=1e30"], "min_frequency"),
+        (['special_tokens=["a","<|endoftext|>"]'], "special_tokens"),
         (["normalizer=NFX"], "normalizer"),
     ],
 )
