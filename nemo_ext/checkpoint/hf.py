@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_ext.checkpoint.beside import (
+    TOKEN_IDS,
     config_beside,
     copy_extras,
     extra_files,
@@ -29,6 +30,7 @@ from nemo_ext.checkpoint.beside import (
 from nemo_ext.checkpoint.description import Description, differences, from_config, megatron_arguments, to_config
 from nemo_ext.checkpoint.formats import Entry, Format, choose, ignored, read
 from nemo_ext.checkpoint.parameters import Piece
+from nemo_ext.checkpoint.retokenize import TOKENIZER, NewRows, Retokenized, token_ids, vocabulary
 from nemo_ext.checkpoint.safetensors_files import CONFIG, SafetensorsReader
 from nemo_ext.checkpoint.storage import CheckpointError, check_tensors, files_identity, fingerprint, torch_dtype
 from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
@@ -48,6 +50,10 @@ if TYPE_CHECKING:
 
 DEFAULT_SHARD = 5.0
 LONGEST = "max_position_embeddings"
+TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Megatron's names of the embedding and the output layer."""
+PADDED = 128
+"""Multiple up to which Megatron pads the rows of a vocabulary (its `make_vocab_size_divisible_by`)."""
 ROPE_KEYS = ("rotary_base", "rotary_percent", "rotary_scaling_factor", "rope_scaling_factor", "use_rope_scaling")
 
 
@@ -65,6 +71,9 @@ class Settings:
         verify: read everything again at the end and compare checksums.
         iteration: iteration of the run's checkpoint to read; None for the newest.
         to_format: format to write, `huggingface` or `megatron`; None for the one that the source is not.
+        tokenizer: folder of another tokenizer, for which the vocabulary's rows are made; its files go along.
+        old_tokenizer: folder of the checkpoint's own; None for the one beside it.
+        new_rows: row of a token that the old tokenizer lacks: `pieces`, `mean` or `zero` (`retokenize.vocabulary`).
     """
 
     architecture: str | None = None
@@ -76,8 +85,19 @@ class Settings:
     verify: bool = True
     iteration: int | None = None
     to_format: str | None = None
+    tokenizer: Path | None = None
+    old_tokenizer: Path | None = None
+    new_rows: NewRows = "pieces"
 
     def __post_init__(self) -> None:
+        for key in ("tokenizer", "old_tokenizer"):
+            folder = getattr(self, key)
+            if folder is not None and not (folder / TOKENIZER).is_file():
+                raise ValueError(f"{key}={folder}: a folder with a {TOKENIZER} is wanted")
+        if self.tokenizer is None and (self.old_tokenizer is not None or self.new_rows != "pieces"):
+            raise ValueError("old_tokenizer and new_rows are for tokenizer=FOLDER: give that too")
+        if self.tokenizer is not None and self.files_from is not None:
+            raise ValueError("tokenizer and files_from exclude each other: the new tokenizer's files go along")
         if self.dtype is not None:
             torch_dtype(self.dtype)
         if self.to_format not in (None, HUGGING_FACE, MEGATRON):
@@ -104,7 +124,7 @@ class Plan:
         remarks: notes for the user.
     """
 
-    reader: SafetensorsReader | TorchDistReader
+    reader: SafetensorsReader | TorchDistReader | Retokenized
     to: Path
     to_format: str
     description: Description
@@ -147,11 +167,16 @@ def _plan_from_hf(source: Path, to: Path, settings: Settings, config: Mapping[st
         raise ValueError(
             f"iteration={settings.iteration} is for a run of Megatron, {source} is Hugging Face's: leave it out"
         )
-    reader = SafetensorsReader(source)
     given = read_json(source / CONFIG)
     found, description = read(given)
     off = ignored(given)
     remarks = [f"config.json: {', '.join(off)}: switched off and known to nothing here, so ignored"] if off else []
+    tables = [f"{found.outside[role]}.weight" for role in ("embedding", "head")]
+    pad = settings.to_format != HUGGING_FACE
+    reader, description, more = _with_tokenizer(
+        SafetensorsReader(source), tables, description, settings, beside=source, pad=pad
+    )
+    remarks += more
     wanted = _with_changes(to_config(description), config)
     if wanted is not None:
         description = _agreed(description, from_config(wanted), settings)
@@ -171,7 +196,7 @@ def _plan_from_hf(source: Path, to: Path, settings: Settings, config: Mapping[st
         format=found,
         config={},
         work=[_work(reader, entry, entry.pieces, settings) for entry in entries],
-        extras=settings.files_from or source,
+        extras=settings.tokenizer or settings.files_from or source,
         remarks=[*remarks, *_padding(description)],
     )
 
@@ -180,7 +205,6 @@ def _plan_from_megatron(source: Path, to: Path, settings: Settings, config: Mapp
     folder = checkpoint_folder(source, settings.iteration)
     if settings.iteration is not None and folder.name != f"iter_{settings.iteration:07d}":
         raise ValueError(f"iteration={settings.iteration}: {source} is one checkpoint, not a run: leave it out")
-    reader = TorchDistReader(folder)
     if settings.to_format == MEGATRON:
         raise ValueError("to_format=megatron: the checkpoint is Megatron's already")
     beside = config_beside(source, folder)
@@ -192,12 +216,50 @@ def _plan_from_megatron(source: Path, to: Path, settings: Settings, config: Mapp
     description = from_config(beside or wanted or {})
     if beside is not None and wanted is not None:
         description = _agreed(description, from_config(wanted), settings)
+    extras = settings.files_from or extras_beside(source, folder)
+    reader, description, remarks = _with_tokenizer(
+        TorchDistReader(folder), TABLES, description, settings, beside=extras, pad=False
+    )
     entries = list(choose(description, settings.architecture)[0].entries(description))
     check_tensors(reader, {piece.key: piece.whole for entry in entries for piece in entry.pieces})
-    return _plan_to_hf(reader, entries, to, settings, description, settings.files_from or extras_beside(source, folder))
+    made = _plan_to_hf(reader, entries, to, settings, description, extras)
+    return replace(made, remarks=[*remarks, *made.remarks])
 
 
-def _harmless(reader: SafetensorsReader, description: Description, found: Format) -> list[str]:
+def _with_tokenizer(
+    reader: SafetensorsReader | TorchDistReader,
+    tables: Sequence[str],
+    description: Description,
+    settings: Settings,
+    *,
+    beside: Path | None,
+    pad: bool,
+) -> tuple[SafetensorsReader | TorchDistReader | Retokenized, Description, list[str]]:
+    """The checkpoint and its description with the vocabulary of `settings.tokenizer`, if there is one, and a remark.
+
+    Args:
+        reader: the checkpoint.
+        tables: names of its embedding and output layer.
+        description: its description.
+        settings: settings of the conversion.
+        beside: folder that has the checkpoint's tokenizer, if any.
+        pad: whether Megatron gets rows of padding up to a multiple of `PADDED`.
+    """
+    if settings.tokenizer is None:
+        return reader, description, []
+    old = settings.old_tokenizer or beside
+    if old is None or not (old / TOKENIZER).is_file():
+        raise ValueError("tokenizer: the checkpoint's own tokenizer is not beside it: name it, old_tokenizer=FOLDER")
+    made = vocabulary(old, settings.tokenizer, tokens=description.vocab_size, new_rows=settings.new_rows)
+    rows = -(-made.size // PADDED) * PADDED if pad else made.size
+    architecture = replace(description.architecture, vocab_size=rows)
+    changed = replace(description, vocab_size=made.size, architecture=architecture)
+    return Retokenized(reader, tables, made), changed, [made.told()]
+
+
+def _harmless(
+    reader: SafetensorsReader | TorchDistReader | Retokenized, description: Description, found: Format
+) -> list[str]:
     """Tensors of older checkpoints that may be ignored: RoPE's frequencies, a copy of a tied output layer."""
     names = [name for name in reader.tensors if name.endswith(".rotary_emb.inv_freq")]
     head, table = (f"{found.outside[role]}.weight" for role in ("head", "embedding"))
@@ -248,7 +310,7 @@ def check_effect(config: Mapping[str, Mapping[str, Any]], section: str, keys: Ma
 
 
 def _plan_to_hf(
-    reader: SafetensorsReader | TorchDistReader,
+    reader: SafetensorsReader | TorchDistReader | Retokenized,
     entries: Sequence[Entry],
     to: Path,
     settings: Settings,
@@ -262,13 +324,16 @@ def _plan_to_hf(
     pairs = zip(entries, targets, strict=True)
     work = [_work(reader, entry, _named(target), settings, to=target) for entry, target in pairs]
     kept = kept_keys(extras, found)
+    if settings.tokenizer is not None:
+        kept |= dict.fromkeys(TOKEN_IDS) | token_ids(settings.tokenizer)
+        extras = settings.tokenizer
     config = {**kept, **config, "dtype": _main_type(work)}
     config["torch_dtype"] = config["dtype"]  # the name before transformers 4.56
     # A run on shorter sequences than the model knows does not make it forget the longer ones.
     config[LONGEST] = max(config[LONGEST], int(kept.get(LONGEST) or 0))
     scaled = _yarn_length(description)
     config[LONGEST] = max(config[LONGEST], scaled)
-    left_out = reader.left_out if isinstance(reader, TorchDistReader) else 0
+    left_out = getattr(reader, "left_out", 0)
     remarks = [*found.remarks(description), *_padding(description)]
     if scaled and config[LONGEST] != scaled:
         remarks.append(
@@ -342,7 +407,7 @@ def _named(entry: Entry) -> tuple[Piece, ...]:
 
 
 def _work(
-    reader: SafetensorsReader | TorchDistReader,
+    reader: SafetensorsReader | TorchDistReader | Retokenized,
     source: Entry,
     made: tuple[Piece, ...],
     settings: Settings,
@@ -358,7 +423,7 @@ def _work(
         settings: settings of the conversion, for the type.
         to: the row in the Hugging Face target; None makes Megatron's pieces.
     """
-    from_hf = isinstance(reader, SafetensorsReader)
+    from_hf = isinstance(reader.reader if isinstance(reader, Retokenized) else reader, SafetensorsReader)
     given = _named(source) if from_hf else source.pieces
     types = {reader.tensors[piece.key].dtype for piece in given}
     if len(types) > 1:
@@ -424,6 +489,7 @@ def _identity(plan: Plan, settings: Settings, source: list[list[object]]) -> dic
         "model": to_config(plan.description),
         "dtype": settings.dtype,
         "shard_gigabytes": settings.shard_gigabytes,
+        **({"new_rows": settings.new_rows, "old_tokenizer": str(settings.old_tokenizer)} if settings.tokenizer else {}),
     }
 
 

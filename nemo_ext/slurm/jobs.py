@@ -172,7 +172,8 @@ def inputs(job: str, config: Mapping[str, Any]) -> list[tuple[str, Path, str]]:
         given = [("input", word, "name a file") for word in wanted]
         given += [("compare", place, "name a tokenizer's folder") for place in strings(config["compare"])]
     elif job == "convert":
-        given = [("from", config["from"], "name a checkpoint"), ("files_from", config["files_from"], name)]
+        given = [("from", config["from"], "name a checkpoint")]
+        given += [(key, config[key], name) for key in ("files_from", "tokenizer", "old_tokenizer")]
     elif job == "quantize":
         data = str(config["calibration"]["data"] or "")
         # Packs are named by a prefix, which is no file, and globs are expanded when they are read.

@@ -56,7 +56,7 @@ def write(folder: Path, template: str = TEMPLATE, control: Sequence[str] = (), *
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.BPE({letter: byte for byte, letter in enumerate(_letters())}, []))
+    tokenizer = Tokenizer(models.BPE({letter: byte for byte, letter in enumerate(letters())}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     names = dict.fromkeys([EOD, *control])
@@ -68,7 +68,7 @@ def write(folder: Path, template: str = TEMPLATE, control: Sequence[str] = (), *
     return folder
 
 
-def _letters() -> list[str]:
+def letters() -> list[str]:
     """The letter by which a byte-level tokenizer writes each byte (GPT-2's `bytes_to_unicode`)."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(0x100, 0x200))

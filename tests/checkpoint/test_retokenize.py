@@ -1,0 +1,233 @@
+"""`nemo-ext convert tokenizer=NEW`: rows of the vocabulary for another tokenizer."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from nemo_ext.checkpoint.convert import run
+from nemo_ext.checkpoint.retokenize import vocabulary
+from nemo_ext.checkpoint.storage import CheckpointError
+from nemo_ext.job.config import compose
+
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def text(seed: int) -> list[str]:
+    chance = random.Random(seed)
+    words = ["".join(chance.choices("abcdeé日", k=chance.randint(1, 5))) for _ in range(60)]
+    return [" ".join(chance.choices(words, k=30)) for _ in range(50)]
+
+
+def byte_level(folder: Path, size: int, seed: int, special: tuple[str, ...]) -> Path:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(text(seed), trainer)
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in special])
+    return saved(tokenizer, folder, special[0])
+
+
+def sentencepiece(folder: Path, special: tuple[str, ...]) -> Path:
+    """As converted SentencePiece models are: characters, a mark for the space, bytes as `<0x41>`."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdeé", "ab", "▁ab"]
+    vocabulary_ = {piece: number for number, piece in enumerate(pieces)}
+    merges = [("a", "b"), ("▁", "ab")]
+    tokenizer = Tokenizer(models.BPE(vocabulary_, merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never")])
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in special])
+    return saved(tokenizer, folder, special[0])
+
+
+def saved(tokenizer: Tokenizer, folder: Path, end: str) -> Path:
+    folder.mkdir(exist_ok=True, parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Callable[..., Path]:
+    """A Llama with random weights beside the tokenizer that is given."""
+
+    def make(write: Callable[..., Path], tied: bool = False, rows: int = 0) -> Path:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        folder = write(tmp_path / "model")
+        size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size() + rows
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = LlamaConfig(vocab_size=size, tie_word_embeddings=tied, eos_token_id=size - 1, **sizes)
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        return folder
+
+    return make
+
+
+def convert(source: Path, to: Path, *words: str) -> dict[str, torch.Tensor]:
+    run(compose("convert", [f"from={source}", f"to={to}", *words]))
+    return load_file(to / "model.safetensors") if (to / "model.safetensors").is_file() else {}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_with_all_old_tokens_and_more_answers_as_before(
+    tied: bool, model: Callable[..., Path], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = model(lambda folder: byte_level(folder, 300, 1, ("<|end|>",)), tied, rows=5)
+    longer: Any = AutoTokenizer.from_pretrained(source)
+    longer.add_tokens(["abcde", "日日"])
+    longer.add_special_tokens({"additional_special_tokens": ["<|more|>"]})
+    longer.save_pretrained(tmp_path / "longer")
+
+    made = convert(source, tmp_path / "made", "to_format=huggingface", f"tokenizer={tmp_path / 'longer'}")
+
+    old = load_file(source / "model.safetensors")
+    before: Any = AutoTokenizer.from_pretrained(source)
+    ids = before("ab cde éa", return_tensors="pt").input_ids
+    models_ = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (source, tmp_path / "made")]
+    logits = [each(ids).logits for each in models_]
+    known = len(before)
+    assert models_[1].config.vocab_size == known + 3
+    assert torch.equal(logits[0][..., :known], logits[1][..., :known])
+    assert made.keys() == old.keys()
+    for name in TABLES[: 2 - tied]:
+        assert torch.equal(made[name][:known], old[name][:known])
+        for word in ("abcde", "日日"):
+            pieces = before(word, add_special_tokens=False).input_ids
+            row = old[name][pieces].float().mean(0).bfloat16()
+            assert len(pieces) > 1 and torch.equal(made[name][longer.convert_tokens_to_ids(word)], row)
+        # The five rows beyond the tokenizer stand for tokens that it may get: they count for the mean.
+        mean = old[name].float().mean(0).bfloat16()
+        assert torch.equal(made[name][longer.convert_tokens_to_ids("<|more|>")], mean)
+    others = old.keys() - set(TABLES)
+    assert all(torch.equal(made[name], old[name]) for name in others)
+    config = json.loads((tmp_path / "made" / "config.json").read_text())
+    assert config["eos_token_id"] == longer.convert_tokens_to_ids("<|end|>")
+    loaded: Any = AutoTokenizer.from_pretrained(tmp_path / "made")
+    assert loaded("abcde<|more|>").input_ids == longer("abcde<|more|>").input_ids
+
+
+@pytest.mark.parametrize("kinds", ["byte to byte", "sentencepiece to byte", "byte to sentencepiece"])
+def test_every_row_is_what_the_two_tokenizers_say(kinds: str, model: Callable[..., Path], tmp_path: Path) -> None:
+    special = ("<|end|>", "<|old|>")
+    first = kinds.startswith("byte")
+
+    def old_tokenizer(folder: Path) -> Path:
+        return byte_level(folder, 300, 1, special) if first else sentencepiece(folder, special)
+
+    source = model(old_tokenizer)
+    new = tmp_path / "new"
+    if kinds.endswith("byte"):
+        byte_level(new, 320, 2, ("<|new|>", "<|end|>"))
+    else:
+        sentencepiece(new, ("<|new|>", "<|end|>"))
+    before, after = (Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (source, new))
+
+    made = convert(source, tmp_path / "made", "to_format=huggingface", f"tokenizer={new}")
+
+    table, old = made[TABLES[0]].float(), load_file(source / "model.safetensors")[TABLES[0]].float()
+    assert len(table) == after.get_vocab_size()
+    kept = 0
+    for name, number in after.get_vocab().items():
+        told = after.decode([number], skip_special_tokens=False)
+        if name == "<|end|>":
+            assert torch.equal(table[number], old[before.token_to_id(name)])
+        elif name == "<|new|>":
+            torch.testing.assert_close(table[number], old.mean(0), rtol=0.01, atol=1e-4)
+        elif told and "\ufffd" not in told and not name.startswith("<"):
+            same = [each for each in before.get_vocab().values() if before.decode([each]) == told]
+            pieces = before.encode(told, add_special_tokens=False).ids
+            candidates = [old[each] for each in same] or [old[pieces].mean(0).bfloat16().float()]
+            assert any(torch.equal(table[number], each) for each in candidates), (name, told)
+            kept += bool(same)
+    assert kept > 5
+
+
+def test_megatron_gets_padding_and_gives_it_back(model: Callable[..., Path], tmp_path: Path) -> None:
+    source = model(lambda folder: byte_level(folder, 300, 1, ("<|end|>",)))
+    new = byte_level(tmp_path / "new", 310, 2, ("<|end|>", "<|more|>"))
+
+    direct = convert(source, tmp_path / "direct", "to_format=huggingface", f"tokenizer={new}")
+    convert(source, tmp_path / "megatron", f"tokenizer={new}")
+    back = convert(tmp_path / "megatron", tmp_path / "back")
+    convert(source, tmp_path / "plain")
+    later = convert(tmp_path / "plain", tmp_path / "later", f"tokenizer={new}")
+
+    model_file = next((tmp_path / "megatron" / "model").glob("*.yaml")).read_text()
+    assert "padded_vocab_size: 384" in model_file and "vocab_size: 312" in model_file
+    for made in (back, later):
+        assert made.keys() == direct.keys()
+        assert all(torch.equal(made[name], direct[name]) for name in made)
+    for folder in ("back", "later"):
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        assert config["vocab_size"] == 312
+        assert (tmp_path / folder / "tokenizer.json").read_bytes() == (new / "tokenizer.json").read_bytes()
+    assert json.loads((tmp_path / "later" / "config.json").read_text())["eos_token_id"] == 310
+
+
+@pytest.mark.parametrize("rows", ["mean", "zero"])
+def test_other_rows_for_new_tokens(rows: str, model: Callable[..., Path], tmp_path: Path) -> None:
+    source = model(lambda folder: byte_level(folder, 300, 1, ("<|end|>",)))
+    new = byte_level(tmp_path / "new", 310, 2, ("<|end|>",))
+
+    made = convert(source, tmp_path / "made", "to_format=huggingface", f"tokenizer={new}", f"new_rows={rows}")
+
+    before, after = (Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab() for folder in (source, new))
+    lacking = [number for name, number in after.items() if name not in before]
+    old = load_file(source / "model.safetensors")[TABLES[1]]
+    wanted = old.float().mean(0).bfloat16() if rows == "mean" else torch.zeros(32, dtype=torch.bfloat16)
+    assert lacking and all(torch.equal(made[TABLES[1]][number], wanted) for number in lacking)
+
+
+def test_the_same_again_is_made_already_and_another_choice_is_not(
+    model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = model(lambda folder: byte_level(folder, 300, 1, ("<|end|>",)))
+    new = byte_level(tmp_path / "new", 310, 2, ("<|end|>",))
+    words = ("to_format=huggingface", f"tokenizer={new}")
+    convert(source, tmp_path / "made", *words)
+    assert "rows are old ones" in capsys.readouterr().err
+
+    convert(source, tmp_path / "made", *words)
+    with pytest.raises(ValueError, match="made"):
+        convert(source, tmp_path / "made", *words, "new_rows=zero")
+
+
+def test_what_is_missing_is_said(model: Callable[..., Path], tmp_path: Path) -> None:
+    source = model(lambda folder: byte_level(folder, 300, 1, ("<|end|>",)))
+    new = byte_level(tmp_path / "new", 310, 2, ("<|end|>",))
+    large = byte_level(tmp_path / "large", 400, 3, ("<|end|>",))
+    for words, message in (
+        ([f"tokenizer={tmp_path / 'none'}"], "a folder with a tokenizer.json"),
+        (["new_rows=zero"], "give that too"),
+        ([f"tokenizer={new}", f"files_from={new}"], "exclude each other"),
+        ([f"tokenizer={new}", f"old_tokenizer={large}"], "name the checkpoint's own"),
+        ([f"tokenizer={new}", "new_rows=some"], "new_rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            convert(source, tmp_path / "made", "to_format=huggingface", *words)
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="old_tokenizer=FOLDER"):
+        convert(source, tmp_path / "made", "to_format=huggingface", f"tokenizer={new}")
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_tokenizer_of_more_tokens_than_rows_is_not_the_checkpoints(tmp_path: Path) -> None:
+    old = byte_level(tmp_path / "old", 300, 1, ("<|end|>",))
+
+    with pytest.raises(CheckpointError, match="ids up to 300, the checkpoint 300 rows"):
+        vocabulary(old, old, tokens=300)
+    assert vocabulary(old, old, tokens=301).counts == [1] * 301
