@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_ext.checkpoint.beside import (
-    TOKEN_IDS,
+    EXTRAS,
     config_beside,
     copy_extras,
     extra_files,
@@ -30,7 +30,7 @@ from nemo_ext.checkpoint.beside import (
 from nemo_ext.checkpoint.description import Description, differences, from_config, megatron_arguments, to_config
 from nemo_ext.checkpoint.formats import Entry, Format, choose, ignored, read
 from nemo_ext.checkpoint.parameters import Piece
-from nemo_ext.checkpoint.retokenize import TOKENIZER, NewRows, Retokenized, token_ids, vocabulary
+from nemo_ext.checkpoint.retokenize import TOKENIZER, NewRows, Retokenized, Vocabulary, replace_files, vocabulary
 from nemo_ext.checkpoint.safetensors_files import CONFIG, SafetensorsReader
 from nemo_ext.checkpoint.storage import CheckpointError, check_tensors, files_identity, fingerprint, torch_dtype
 from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
@@ -96,8 +96,6 @@ class Settings:
                 raise ValueError(f"{key}={folder}: a folder with a {TOKENIZER} is wanted")
         if self.tokenizer is None and (self.old_tokenizer is not None or self.new_rows != "pieces"):
             raise ValueError("old_tokenizer and new_rows are for tokenizer=FOLDER: give that too")
-        if self.tokenizer is not None and self.files_from is not None:
-            raise ValueError("tokenizer and files_from exclude each other: the new tokenizer's files go along")
         if self.dtype is not None:
             torch_dtype(self.dtype)
         if self.to_format not in (None, HUGGING_FACE, MEGATRON):
@@ -121,6 +119,7 @@ class Plan:
         config: config.json to write, for Hugging Face.
         work: work of every row of the mapping.
         extras: folder with tokenizer and other files, if any.
+        tokenizer: folder of another tokenizer, whose files take the place of those of `extras`; None for none.
         remarks: notes for the user.
     """
 
@@ -133,6 +132,7 @@ class Plan:
     work: Sequence[Work]
     extras: Path | None
     remarks: Sequence[str]
+    tokenizer: Path | None = None
 
     @property
     def bytes(self) -> int:
@@ -167,24 +167,24 @@ def _plan_from_hf(source: Path, to: Path, settings: Settings, config: Mapping[st
         raise ValueError(
             f"iteration={settings.iteration} is for a run of Megatron, {source} is Hugging Face's: leave it out"
         )
+    whole = SafetensorsReader(source)
     given = read_json(source / CONFIG)
     found, description = read(given)
     off = ignored(given)
     remarks = [f"config.json: {', '.join(off)}: switched off and known to nothing here, so ignored"] if off else []
-    tables = [f"{found.outside[role]}.weight" for role in ("embedding", "head")]
-    pad = settings.to_format != HUGGING_FACE
-    reader, description, more = _with_tokenizer(
-        SafetensorsReader(source), tables, description, settings, beside=source, pad=pad
-    )
-    remarks += more
     wanted = _with_changes(to_config(description), config)
     if wanted is not None:
         description = _agreed(description, from_config(wanted), settings)
+    expected = {n: s for e in found.entries(description) for n, s in zip(e.names, e.shapes, strict=True)}
+    check_tensors(whole, expected, ignored=_harmless(whole, description, found))
+    extras = settings.files_from or source
+    tables = [f"{found.outside[role]}.weight" for role in ("embedding", "head")]
+    pad = settings.to_format != HUGGING_FACE
+    reader, description, more = _with_tokenizer(whole, tables, description, settings, beside=extras, pad=pad)
+    remarks += more
     entries = list(found.entries(description))
-    expected = {n: s for e in entries for n, s in zip(e.names, e.shapes, strict=True)}
-    check_tensors(reader, expected, ignored=_harmless(reader, description, found))
     if settings.to_format == HUGGING_FACE:
-        made = _plan_to_hf(reader, entries, to, settings, description, settings.files_from or source)
+        made = _plan_to_hf(reader, entries, to, settings, description, extras)
         return replace(made, remarks=[*remarks, *made.remarks])
     if settings.architecture is not None:
         raise ValueError(f"architecture={settings.architecture} is for writing Hugging Face checkpoints: leave it out")
@@ -196,7 +196,8 @@ def _plan_from_hf(source: Path, to: Path, settings: Settings, config: Mapping[st
         format=found,
         config={},
         work=[_work(reader, entry, entry.pieces, settings) for entry in entries],
-        extras=settings.tokenizer or settings.files_from or source,
+        extras=extras,
+        tokenizer=settings.tokenizer,
         remarks=[*remarks, *_padding(description)],
     )
 
@@ -216,12 +217,13 @@ def _plan_from_megatron(source: Path, to: Path, settings: Settings, config: Mapp
     description = from_config(beside or wanted or {})
     if beside is not None and wanted is not None:
         description = _agreed(description, from_config(wanted), settings)
-    extras = settings.files_from or extras_beside(source, folder)
-    reader, description, remarks = _with_tokenizer(
-        TorchDistReader(folder), TABLES, description, settings, beside=extras, pad=False
-    )
+    whole = TorchDistReader(folder)
     entries = list(choose(description, settings.architecture)[0].entries(description))
-    check_tensors(reader, {piece.key: piece.whole for entry in entries for piece in entry.pieces})
+    check_tensors(whole, {piece.key: piece.whole for entry in entries for piece in entry.pieces})
+    extras = settings.files_from or extras_beside(source, folder)
+    reader, description, remarks = _with_tokenizer(whole, TABLES, description, settings, beside=extras, pad=False)
+    if remarks:
+        entries = list(choose(description, settings.architecture)[0].entries(description))
     made = _plan_to_hf(reader, entries, to, settings, description, extras)
     return replace(made, remarks=[*remarks, *made.remarks])
 
@@ -250,7 +252,7 @@ def _with_tokenizer(
     old = settings.old_tokenizer or beside
     if old is None or not (old / TOKENIZER).is_file():
         raise ValueError("tokenizer: the checkpoint's own tokenizer is not beside it: name it, old_tokenizer=FOLDER")
-    made = vocabulary(old, settings.tokenizer, tokens=description.vocab_size, new_rows=settings.new_rows)
+    made = vocabulary(old, settings.tokenizer, rows=description.vocab_size, new_rows=settings.new_rows)
     rows = -(-made.size // PADDED) * PADDED if pad else made.size
     architecture = replace(description.architecture, vocab_size=rows)
     changed = replace(description, vocab_size=made.size, architecture=architecture)
@@ -324,16 +326,15 @@ def _plan_to_hf(
     pairs = zip(entries, targets, strict=True)
     work = [_work(reader, entry, _named(target), settings, to=target) for entry, target in pairs]
     kept = kept_keys(extras, found)
-    if settings.tokenizer is not None:
-        kept |= dict.fromkeys(TOKEN_IDS) | token_ids(settings.tokenizer)
-        extras = settings.tokenizer
+    if isinstance(reader, Retokenized):
+        kept |= reader.rows.new_ids(kept)
     config = {**kept, **config, "dtype": _main_type(work)}
     config["torch_dtype"] = config["dtype"]  # the name before transformers 4.56
     # A run on shorter sequences than the model knows does not make it forget the longer ones.
     config[LONGEST] = max(config[LONGEST], int(kept.get(LONGEST) or 0))
     scaled = _yarn_length(description)
     config[LONGEST] = max(config[LONGEST], scaled)
-    left_out = getattr(reader, "left_out", 0)
+    left_out = 0 if isinstance(reader, SafetensorsReader) else reader.left_out
     remarks = [*found.remarks(description), *_padding(description)]
     if scaled and config[LONGEST] != scaled:
         remarks.append(
@@ -355,6 +356,7 @@ def _plan_to_hf(
         config=config,
         work=work,
         extras=extras,
+        tokenizer=settings.tokenizer,
         remarks=remarks,
     )
 
@@ -489,8 +491,12 @@ def _identity(plan: Plan, settings: Settings, source: list[list[object]]) -> dic
         "model": to_config(plan.description),
         "dtype": settings.dtype,
         "shard_gigabytes": settings.shard_gigabytes,
-        **({"new_rows": settings.new_rows, "old_tokenizer": str(settings.old_tokenizer)} if settings.tokenizer else {}),
+        **({"rows": rows.identity, "new_rows": settings.new_rows} if (rows := _rows(plan)) else {}),
     }
+
+
+def _rows(plan: Plan) -> Vocabulary | None:
+    return plan.reader.rows if isinstance(plan.reader, Retokenized) else None
 
 
 def _finish_hf(plan: Plan, folder: Path) -> None:
@@ -498,6 +504,7 @@ def _finish_hf(plan: Plan, folder: Path) -> None:
     if plan.extras is not None:
         original = read_json(plan.extras / CONFIG) if (plan.extras / CONFIG).is_file() else {}
         copy_extras(plan.extras, folder, code=original.get("architectures") == [plan.format.architecture])
+    _replace_tokenizer(plan, folder)
     (folder / CONFIG).write_text(json.dumps(plan.config, indent=2) + "\n")
     for name in plan.format.code:
         source = importlib.resources.files("nemo_ext.checkpoint.remote_code") / name
@@ -509,3 +516,11 @@ def _finish_megatron(plan: Plan, folder: Path) -> None:
     comment = f"Made from {plan.reader.path.name} ({plan.format.architecture})."
     write_model_file(folder, to_config(plan.description), name=plan.to.name, comment=comment)
     keep_extras(plan.extras, folder)
+    _replace_tokenizer(plan, folder / EXTRAS)
+
+
+def _replace_tokenizer(plan: Plan, folder: Path) -> None:
+    rows = _rows(plan)
+    if rows is not None and plan.tokenizer is not None:
+        folder.mkdir(exist_ok=True)
+        replace_files(folder, plan.tokenizer, rows)

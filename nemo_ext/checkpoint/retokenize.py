@@ -2,18 +2,22 @@
 
         two tokenizers -> tokens as bytes -> for each new token the old rows that its row is the mean of
         a reader       -> the same reader with tables of these rows
+        files beside   -> the same files with the new tokenizer's, and its ids
 
 A token that both have keeps its row bit for bit. A new one gets the mean of the rows of the pieces that the old
 tokenizer cuts its text into; special tokens, which have no text, the mean of all.
 """
 
+import hashlib
 import json
+import re
+import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from nemo_ext.checkpoint.safetensors_files import SafetensorsReader
+from nemo_ext.checkpoint.safetensors_files import CONFIG, SafetensorsReader
 from nemo_ext.checkpoint.storage import CheckpointError, Stored
 from nemo_ext.checkpoint.torch_dist import TorchDistReader
 from nemo_ext.data.text.byte_tokenizer import letters
@@ -25,10 +29,21 @@ if TYPE_CHECKING:
 
     from nemo_ext.checkpoint.parameters import Piece
 
-TOKENIZER, ABOUT = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER, ABOUT, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+FILES = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
+    *("vocab.*", "merges.txt", "*.model", "*.tiktoken"),
+)
+"""Files of a tokenizer, which go when another takes its place."""
 NewRows = Literal["pieces", "mean", "zero"]
+ROLES = ("bos", "eos", "pad")
 _SPECIAL = b"\xff special "
 """Beginning of a special token among tokens as bytes: no text has it."""
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_ROWS = 4096
+"""Rows that are there in float32 at a time."""
+_LONGEST = 64
+"""Most bytes of an old token that a token without a text is cut into."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +53,18 @@ class Vocabulary:
     Attributes:
         old: numbers of old rows, of all new rows one after the other.
         starts: where each new row's begin in them; a row without any is the mean of all, or zero.
-        tokens: number of old rows that stand for tokens.
+        tokens: number of the old tokenizer's tokens, whose rows come first.
         zero: True if a row without old ones is zero.
+        ids: new ids of the tokens that begin, end and pad a text, by their keys of config.json.
+        identity: digest of both tokenizers.
     """
 
     old: Sequence[int]
     starts: Sequence[int]
     tokens: int
     zero: bool = False
+    ids: Mapping[str, int] = field(default_factory=dict)
+    identity: str = ""
 
     @property
     def size(self) -> int:
@@ -65,12 +84,13 @@ class Vocabulary:
 
         counts = torch.tensor(self.counts)
         made = old.new_zeros(self.size, old.shape[1])
-        if not self.zero:
-            made[counts == 0] = old[: self.tokens].float().mean(0).to(old.dtype)
+        if not self.zero and (counts == 0).any():
+            parts = old[: self.tokens].split(_ROWS)
+            made[counts == 0] = (sum(part.float().sum(0) for part in parts) / self.tokens).to(old.dtype)
         first, several = torch.tensor(self.starts), torch.where(counts > 1)[0]
         rows = torch.tensor(self.old, dtype=torch.long)
         made[counts == 1] = old[rows[first[counts == 1]]]
-        for some in several.split(4096) if len(several) else ():  # so that no more than some rows are there in float32
+        for some in several.split(_ROWS) if len(several) else ():
             parts = [rows[first[row] : first[row] + counts[row]] for row in some.tolist()]
             used, place = torch.cat(parts).unique(return_inverse=True)
             offsets = torch.tensor([0, *map(len, parts[:-1])]).cumsum(0)
@@ -79,88 +99,151 @@ class Vocabulary:
 
     def told(self) -> str:
         """One line for the user."""
-        counts = self.counts
-        kept, several, none = (sum(map(test, counts)) for test in (_is_one, _is_several, _is_none))
+        kept, none = (self.counts.count(number) for number in (1, 0))
         rest = "zero" if self.zero else "the mean of all"
+        several = self.size - kept - none
         return f"vocabulary: {kept:,} of {self.size:,} rows are old ones, {several:,} means of pieces, {none:,} {rest}"
 
+    def new_ids(self, kept: Mapping[str, Any]) -> dict[str, Any]:
+        """The ids of a config.json or generation_config.json in the new vocabulary.
 
-def _is_one(count: int) -> bool:
-    return count == 1
+        Args:
+            kept: the file's keys; an id that the new tokenizer has no token for goes.
+        """
+        pairs = zip(self.starts, self.counts, strict=True)
+        now = {self.old[start]: row for row, (start, count) in enumerate(pairs) if count == 1}
+        found: dict[str, Any] = {}
+        for key in (f"{role}_token_id" for role in ROLES):
+            before = kept.get(key)
+            several = before if isinstance(before, list) else [before]
+            after = [now[each] for each in several if each in now]
+            if key in self.ids and (key.startswith("eos") or not after):
+                after = list(dict.fromkeys([self.ids[key], *after]))
+            if key in kept or after:
+                found[key] = after if len(after) > 1 else after[0] if after else None
+        return found
 
 
-def _is_several(count: int) -> bool:
-    return count > 1
-
-
-def _is_none(count: int) -> bool:
-    return count == 0
-
-
-def vocabulary(old: Path, new: Path, *, tokens: int, new_rows: NewRows = "pieces") -> Vocabulary:
+def vocabulary(old: Path, new: Path, *, rows: int, new_rows: NewRows = "pieces") -> Vocabulary:
     """Rows for the tokens of another tokenizer.
 
     Args:
         old: folder of the checkpoint's tokenizer.
         new: folder of the tokenizer that the new tables are for.
-        tokens: number of rows that the checkpoint has for tokens.
+        rows: number of rows that the checkpoint has.
         new_rows: row of a token that the old tokenizer lacks: mean of its old pieces' rows, mean of all, or zero.
 
     Raises:
         CheckpointError: the old tokenizer has more tokens than the checkpoint has rows.
-        ValueError: a folder has no tokenizer.
+        ValueError: a folder has no tokenizer, or one whose tokens are no pieces of text.
     """
-    before, after = (read_tokenizer(folder / TOKENIZER)[0] for folder in (old, new))
-    row_of = {data: number for number, data in sorted(_as_bytes(before).items(), reverse=True)}
-    if max(row_of.values()) >= tokens:
+    before, after = _tokens(old), _tokens(new)
+    tokens = max(before.number.values()) + 1
+    if tokens > rows:
         raise CheckpointError(
-            f"{old}: its tokenizer has ids up to {max(row_of.values())}, the checkpoint {tokens} rows: name the "
-            "checkpoint's own, old_tokenizer=FOLDER"
+            f"{old}: its tokenizer has ids up to {tokens - 1}, the checkpoint {rows} rows: name the checkpoint's own, "
+            "old_tokenizer=FOLDER"
         )
-    before.encode_special_tokens = True
-    wanted = _as_bytes(after)
-    rows: list[list[int]] = [[] for _ in range(max(wanted) + 1)]
-    for number, data in wanted.items():
+    row_of = before.by_bytes()
+    found: list[list[int]] = [[] for _ in range(max(after.number.values()) + 1)]
+    for name, number in after.number.items():
+        data = after.data[name]
         special = data.startswith(_SPECIAL)
         # The same token may be special in one tokenizer and an added word in the other.
         other = data.removeprefix(_SPECIAL) if special else _SPECIAL + data
-        if (row := row_of.get(data, row_of.get(other))) is not None:
-            rows[number] = [row]
+        same = before.number[name] if before.data.get(name) == data else row_of.get(data, row_of.get(other))
+        if same is not None:
+            found[number] = [same]
         elif new_rows == "pieces" and not special:
-            rows[number] = _pieces(before, data, row_of)
+            found[number] = _pieces(before.tokenizer, data, row_of)
+    # A token that ends a text takes over from the one that did, whatever its name.
+    ids, ids_before = token_ids(new), token_ids(old)
+    for key, number in ids.items():
+        if not found[number] and key in ids_before:
+            found[number] = [ids_before[key]]
     starts = [0]
-    for each in rows[:-1]:
+    for each in found[:-1]:
         starts.append(starts[-1] + len(each))
-    return Vocabulary([one for each in rows for one in each], starts, tokens, zero=new_rows == "zero")
+    identity = hashlib.sha256(b"".join((folder / TOKENIZER).read_bytes() for folder in (old, new))).hexdigest()
+    return Vocabulary([one for each in found for one in each], starts, tokens, new_rows == "zero", ids, identity)
 
 
 def _pieces(tokenizer: "Tokenizer", data: bytes, row_of: Mapping[bytes, int]) -> list[int]:
-    """Old rows of a text; bytes that are no text are looked up one by one."""
+    """Old rows of a text; bytes that are no text are cut into the longest old tokens from left to right."""
     try:
-        text = data.decode()
+        ids: list[int] = tokenizer.encode(data.decode(), add_special_tokens=False).ids
     except UnicodeDecodeError:
-        return [row_of[byte] for byte in (data[place : place + 1] for place in range(len(data))) if byte in row_of]
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        ids, place = [], 0
+        while place < len(data):
+            ends = range(min(len(data), place + _LONGEST), place, -1)
+            end = next((end for end in ends if data[place:end] in row_of), None)
+            ids += [] if end is None else [row_of[data[place:end]]]
+            place = end or place + 1
     return ids
 
 
-def _as_bytes(tokenizer: "Tokenizer") -> dict[int, bytes]:
-    """The text of each token as bytes, so that tokenizers of different kinds can be compared."""
-    byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
-    added = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()}
+@dataclass(frozen=True)
+class _Tokens:
+    """A tokenizer that cuts texts without adding to them; its tokens' ids and bytes by name."""
+
+    tokenizer: "Tokenizer"
+    number: Mapping[str, int]
+    data: Mapping[str, bytes]
+
+    def by_bytes(self) -> dict[bytes, int]:
+        """Id of each token's bytes: the lowest, of a single byte's `<0x41>` only where there is no `A`."""
+        order = sorted(self.number, key=lambda name: (_BYTE.fullmatch(name) is None, -self.number[name]))
+        return {self.data[name]: self.number[name] for name in order}
+
+
+def _tokens(folder: Path) -> _Tokens:
+    from tokenizers import Tokenizer
+
+    written = json.loads(read_tokenizer(folder / TOKENIZER)[0].to_str())
+    if written["model"]["type"] not in ("BPE", "Unigram"):
+        raise ValueError(
+            f"{folder}: {written['model']['type']}: tokens that are no pieces of a text have no rows to share"
+        )
+    byte_level = '"ByteLevel"' in json.dumps(written["decoder"])
+    tokenizer = Tokenizer.from_str(json.dumps(_adding_nothing(written)))
+    tokenizer.encode_special_tokens = True
+    added = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     byte_of = {letter: bytes([byte]) for byte, letter in enumerate(letters())}
-    found = {}
-    for name, number in tokenizer.get_vocab(with_added_tokens=True).items():
-        if number in added:
-            special = tokenizer.get_added_tokens_decoder()[number].special
-            found[number] = (_SPECIAL if special else b"") + added[number].encode()
-        elif byte_level:
-            found[number] = b"".join(byte_of.get(letter) or letter.encode() for letter in name)
-        elif len(name) == 6 and name.startswith("<0x"):
-            found[number] = bytes([int(name[3:5], 16)])
+    number = tokenizer.get_vocab(with_added_tokens=True)
+    data = {}
+    for name in number:
+        if byte_level and name not in added:
+            data[name] = b"".join(byte_of.get(letter) or letter.encode() for letter in name)
+        elif _BYTE.fullmatch(name) and not byte_level:
+            data[name] = bytes([int(name[3:5], 16)])
         else:
-            found[number] = name.replace("\u2581", " ").encode()
-    return found
+            data[name] = (name if byte_level else name.replace("\u2581", " ")).encode()
+        if name in added and added[name].special:
+            data[name] = _SPECIAL + data[name]
+    return _Tokens(tokenizer, number, data)
+
+
+def _adding_nothing(part: Any) -> Any:
+    """A part of a tokenizer.json without padding, truncation, chance, and spaces before a text."""
+    if isinstance(part, list):
+        return [
+            _adding_nothing(each) for each in part if not (isinstance(each, dict) and each.get("type") == "Prepend")
+        ]
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") == "Prepend":
+        return None
+    without = {
+        "prepend_scheme": "never",
+        "add_prefix_space": False,
+        "dropout": None,
+        "truncation": None,
+        "padding": None,
+    }
+    return {
+        key: without[key] if key in without else value if key == "vocab" else _adding_nothing(value)
+        for key, value in part.items()
+    }
 
 
 def token_ids(folder: Path) -> dict[str, int]:
@@ -168,12 +251,32 @@ def token_ids(folder: Path) -> dict[str, int]:
     about = json.loads((folder / ABOUT).read_text()) if (folder / ABOUT).is_file() else {}
     known = read_tokenizer(folder / TOKENIZER)[0]
     found = {}
-    for which in ("bos", "eos", "pad"):
-        name = about.get(f"{which}_token")
+    for role in ROLES:
+        name = about.get(f"{role}_token")
         number = known.token_to_id(name["content"] if isinstance(name, dict) else name) if name else None
         if number is not None:
-            found[f"{which}_token_id"] = number
+            found[f"{role}_token_id"] = number
     return found
+
+
+def replace_files(folder: Path, tokenizer: Path, rows: Vocabulary) -> None:
+    """Put a tokenizer's files in place of another's, and its ids into the configs beside them.
+
+    Args:
+        folder: folder with the old tokenizer's files, which go.
+        tokenizer: folder of the new tokenizer.
+        rows: the vocabulary.
+    """
+    for pattern in FILES:
+        for file in folder.glob(pattern):
+            file.unlink()
+        for file in tokenizer.glob(pattern):
+            if file.is_file() and file.suffix != ".py":
+                shutil.copyfile(file, folder / file.name)
+    for name in (CONFIG, GENERATION):
+        if (folder / name).is_file():
+            keys = json.loads((folder / name).read_text())
+            (folder / name).write_text(json.dumps(keys | rows.new_ids(keys), indent=2) + "\n")
 
 
 class Retokenized:
@@ -183,10 +286,13 @@ class Retokenized:
         reader: the checkpoint as it is.
         tensors: name -> shape and type.
         path: its folder.
+        rows: rows of the tables.
+        left_out: number of tensors that are not the model's.
     """
 
     def __init__(self, reader: SafetensorsReader | TorchDistReader, tables: Sequence[str], rows: Vocabulary) -> None:
-        self.reader, self.path, self._rows = reader, reader.path, rows
+        self.reader, self.path, self.rows = reader, reader.path, rows
+        self.left_out = getattr(reader, "left_out", 0)
         self._tables = [name for name in tables if name in reader.tensors]
         self.tensors = dict(reader.tensors)
         for name in self._tables:
@@ -196,7 +302,7 @@ class Retokenized:
     def read(self, name: str) -> "Tensor":
         """One whole tensor."""
         tensor = self.reader.read(name)
-        return self._rows.table(tensor) if name in self._tables else tensor
+        return self.rows.table(tensor) if name in self._tables else tensor
 
     def read_piece(self, piece: "Piece") -> "Tensor":
         """A part of a tensor; tables are always whole."""
