@@ -206,6 +206,7 @@ def _plan_from_megatron(source: Path, to: Path, settings: Settings, config: Mapp
     folder = checkpoint_folder(source, settings.iteration)
     if settings.iteration is not None and folder.name != f"iter_{settings.iteration:07d}":
         raise ValueError(f"iteration={settings.iteration}: {source} is one checkpoint, not a run: leave it out")
+    whole = TorchDistReader(folder)
     if settings.to_format == MEGATRON:
         raise ValueError("to_format=megatron: the checkpoint is Megatron's already")
     beside = config_beside(source, folder)
@@ -217,7 +218,6 @@ def _plan_from_megatron(source: Path, to: Path, settings: Settings, config: Mapp
     description = from_config(beside or wanted or {})
     if beside is not None and wanted is not None:
         description = _agreed(description, from_config(wanted), settings)
-    whole = TorchDistReader(folder)
     entries = list(choose(description, settings.architecture)[0].entries(description))
     check_tensors(whole, {piece.key: piece.whole for entry in entries for piece in entry.pieces})
     extras = settings.files_from or extras_beside(source, folder)
