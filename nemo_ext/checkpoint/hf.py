@@ -259,9 +259,7 @@ def _with_tokenizer(
     return Retokenized(reader, tables, made), changed, [made.told()]
 
 
-def _harmless(
-    reader: SafetensorsReader | TorchDistReader | Retokenized, description: Description, found: Format
-) -> list[str]:
+def _harmless(reader: SafetensorsReader, description: Description, found: Format) -> list[str]:
     """Tensors of older checkpoints that may be ignored: RoPE's frequencies, a copy of a tied output layer."""
     names = [name for name in reader.tensors if name.endswith(".rotary_emb.inv_freq")]
     head, table = (f"{found.outside[role]}.weight" for role in ("head", "embedding"))

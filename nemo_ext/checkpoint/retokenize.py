@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from nemo_ext.checkpoint.beside import read_json
 from nemo_ext.checkpoint.safetensors_files import CONFIG, SafetensorsReader
 from nemo_ext.checkpoint.storage import CheckpointError, Stored
 from nemo_ext.checkpoint.torch_dist import TorchDistReader
@@ -248,7 +249,7 @@ def _adding_nothing(part: Any) -> Any:
 
 def token_ids(folder: Path) -> dict[str, int]:
     """Ids of the tokens that begin, end and pad a text, by their keys of config.json; those that a tokenizer names."""
-    about = json.loads((folder / ABOUT).read_text()) if (folder / ABOUT).is_file() else {}
+    about = read_json(folder / ABOUT) if (folder / ABOUT).is_file() else {}
     known = read_tokenizer(folder / TOKENIZER)[0]
     found = {}
     for role in ROLES:
@@ -275,7 +276,7 @@ def replace_files(folder: Path, tokenizer: Path, rows: Vocabulary) -> None:
                 shutil.copyfile(file, folder / file.name)
     for name in (CONFIG, GENERATION):
         if (folder / name).is_file():
-            keys = json.loads((folder / name).read_text())
+            keys = read_json(folder / name)
             (folder / name).write_text(json.dumps(keys | rows.new_ids(keys), indent=2) + "\n")
 
 

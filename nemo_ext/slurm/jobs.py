@@ -16,17 +16,8 @@ SERVING = ("serve", "generate", "evaluate", "rollouts")
 MEANWHILE = ("online", "merge_sweep")
 """Jobs that serve one model after another by themselves, on one node."""
 TASKS = (
-    *(
-        "byte_tokenizer",
-        "train_tokenizer",
-        "tokenize",
-        "sft_data",
-        "preference_data",
-        "rl_tasks",
-        "curriculum",
-        "blend",
-        "merge",
-    ),
+    *("byte_tokenizer", "train_tokenizer", "tokenize", "sft_data", "preference_data"),
+    *("rl_tasks", "curriculum", "blend", "merge"),
     *("quantize", "sensitivity", *SERVING, *MEANWHILE),
 )
 """Jobs that share slurm/task.sbatch: one node, and no GPU except for the last eight."""
