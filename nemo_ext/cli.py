@@ -17,6 +17,8 @@ JOBS = {
     "cancel": "cancel a run's job on Slurm; its ranks save first",
     "pipeline": "run jobs that follow each other on this machine, a table of them, one report; resumable",
     "byte_tokenizer": "write the byte tokenizer as a Hugging Face folder, with a chat template",
+    "curate": "filter and deduplicate raw documents: stages as blocks, every document that left counted",
+    "curate_classifier": "train a classifier of quality on two sets of documents, for curation",
     "train_tokenizer": "train a byte-level BPE tokenizer on text, with a report beside other tokenizers",
     "tokenize": "turn text, JSONL, Parquet or source trees into Megatron's .bin/.idx",
     "sft_data": "turn conversations into packed sequences with loss masks: filters, chat templates, reasoning",

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nemo_ext.data.blends.blend import flattened
 from nemo_ext.data.blends.hierarchy import read_tree
@@ -20,6 +21,8 @@ _KIND_OF_SUFFIX = {
     ".txt": "text",
     ".md": "text",
     ".rst": "text",
+    ".warc": "warc",
+    ".wet": "warc",
 }
 _OVER_BLEND = ("tokenizer", "validation_share", "workers")
 
@@ -106,6 +109,35 @@ def blend_to_tokenize(config: Mapping[str, object]) -> dict[str, object]:
     return {key: value for key, value in blend.items() if value is not None}
 
 
+def sources_of(config: Mapping[str, Any], directory: Path, *, own: Path) -> dict[str, tuple[Source, float]]:
+    """Sources of the streams that a config names by `input` or `data`, each with its weight, of which one is positive.
+
+    Args:
+        config: composed config.
+        directory: folder of a blend that names none.
+        own: where tokens of `input` would go.
+
+    Raises:
+        ValueError: no text is named, a source is wrong, or a tree has no weights before its sizes are known.
+    """
+    # A blend of one's own files names its stream by where their tokens would go.
+    blend = blend_to_tokenize({**config, "output": None if config["input"] is None else str(own)})
+    if config["data"].get("blend") is not None:
+        raise ValueError("a tree of streams (data.blend) has no weights before its sizes are known: give streams")
+    blend.setdefault("directory", str(directory))
+    found = {}
+    for leaf in read_tree(blend).leaves():
+        if leaf.source is None:
+            continue
+        try:
+            found[leaf.name] = load_source(leaf.source), float(leaf.amount or 0)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ValueError(f"stream {leaf.name!r}: {error}") from error
+    if not sum(amount for _, amount in found.values()):
+        raise ValueError(f"the weights of the {len(found)} streams with a source are all 0")
+    return found
+
+
 def _blend_of_files(given: object, output: object, *, kind: object, text_key: object) -> dict[str, object]:
     """Make `directory` and `streams` of a blend of one stream."""
     paths = [given] if isinstance(given, str) else given
@@ -140,8 +172,11 @@ def _kind_of(paths: Sequence[str]) -> str:
             kinds.add("tree")
         else:
             kind = _KIND_OF_SUFFIX.get(Path(re.sub(r"\.(gz|zst)$", "", path.name)).suffix)
-            if kind is None or (kind != "jsonl" and path.suffix in (".gz", ".zst")):
-                raise ValueError(f"input={path}: its name does not tell what it is: set kind to jsonl, parquet or text")
+            packed = {"jsonl": (".gz", ".zst"), "warc": (".gz",)}.get(kind or "", ())
+            if kind is None or (path.suffix in (".gz", ".zst") and path.suffix not in packed):
+                raise ValueError(
+                    f"input={path}: its name does not tell what it is: set kind to jsonl, parquet, text or warc"
+                )
             kinds.add(kind)
     if len(kinds) > 1:
         raise ValueError(f"input has files of different kinds ({', '.join(sorted(kinds))}): use a command for each")

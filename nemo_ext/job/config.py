@@ -41,6 +41,7 @@ OPEN = (
 FREE = (
     "megatron.",
     "filters.",
+    "curate.blocks.",
     "rl.",
     "trl.",
     "nemo_rl.set.",
@@ -57,7 +58,7 @@ FREE = (
 WITH_PRECISION_PLAN = ("train", "puzzle", "sensitivity", "describe", "quantize", "rl")
 """Jobs that read `precision_plan`, whose keys may be new there: it is null without `precision=`."""
 
-WITH_STREAMS = ("train", "puzzle", "sensitivity", "tokenize", "train_tokenizer", "blend")
+WITH_STREAMS = ("train", "puzzle", "sensitivity", "curate", "tokenize", "train_tokenizer", "blend")
 """Jobs that read `streams`, training data in place of the recipe's."""
 
 MODEL = {"rl": "policy"} | dict.fromkeys(("serve", "generate", "evaluate", "rollouts", "online"), "served")
@@ -66,7 +67,9 @@ MODEL = {"rl": "policy"} | dict.fromkeys(("serve", "generate", "evaluate", "roll
 TEXTS = {"generate": ("generate.template", "generate.system"), "train_tokenizer": ("split", "end")}
 """Keys of a job whose values are texts, in which braces, commas and the like mean nothing to Hydra."""
 
-PRESETS = {"rl": "rl", "online": "rl"} | {job: job for job in ("preference_data", "sft_data", "train_tokenizer")}
+PRESETS = {"rl": "rl", "online": "rl"} | {
+    job: job for job in ("curate", "preference_data", "sft_data", "train_tokenizer")
+}
 """Jobs with presets, and the folder of hydra_conf that has them."""
 
 

@@ -17,7 +17,7 @@ from nemo_ext.slurm.training import Training
 
 
 def own_words(job: str, words: Sequence[str], slurm: Mapping[str, str]) -> list[str]:
-    """Arguments of this array task: a sweep's point or a shard of Puzzle's distillation; otherwise `words` unchanged.
+    """Arguments of this array task: a sweep's point or a job's shard; otherwise `words` unchanged.
 
     Raises:
         ValueError: if a sweep is not started as an array, or has no point of the task's number.
@@ -30,6 +30,8 @@ def own_words(job: str, words: Sequence[str], slurm: Mapping[str, str]) -> list[
         return found[int(number)]
     if number is not None and job == "puzzle":
         return [*words, f"puzzle.shard={number}/{slurm['SLURM_ARRAY_TASK_COUNT']}", "puzzle.stages=[distill]"]
+    if number is not None and job == "curate":
+        return [*words, f"shard={number}/{slurm['SLURM_ARRAY_TASK_COUNT']}"]
     if number is not None and job in SERVING:
         return [*words, f"serving.replica={number}"]
     return list(words)

@@ -16,7 +16,7 @@ SERVING = ("serve", "generate", "evaluate", "rollouts")
 MEANWHILE = ("online", "merge_sweep")
 """Jobs that serve one model after another by themselves, on one node."""
 TASKS = (
-    *("byte_tokenizer", "train_tokenizer", "tokenize", "sft_data", "preference_data"),
+    *("byte_tokenizer", "curate", "curate_classifier", "train_tokenizer", "tokenize", "sft_data", "preference_data"),
     *("rl_tasks", "curriculum", "blend", "merge"),
     *("quantize", "sensitivity", *SERVING, *MEANWHILE),
 )
@@ -62,6 +62,9 @@ def record_of(job: str, config: Mapping[str, Any], settings: Settings) -> Path:
     Raises:
         ValueError: if the run directory is null.
     """
+    if job == "curate" and config["shard"] is not None:
+        whole = record_of(job, {**config, "shard": None}, settings)
+        return shard_record(whole, int(str(config["shard"]).partition("/")[0]))
     section, key = ("serving", "replica") if job in SERVING else ("puzzle", "shard")
     number = config[section].get(key) if job in ("puzzle", *SERVING) else None
     if number is not None:
@@ -81,8 +84,22 @@ def record_of(job: str, config: Mapping[str, Any], settings: Settings) -> Path:
 
 
 def tasks_of(job: str, config: Mapping[str, Any], settings: Settings) -> int:
-    """Number of array tasks that do a job together: shards of Puzzle's distillation, replicas of a server."""
+    """Number of array tasks that do a job together: shards of Puzzle's distillation or of curation, a server's replicas."""
     return int(config["serving"]["replicas"]) if job in SERVING else settings.slurm.shards
+
+
+def rounds_of(job: str, config: Mapping[str, Any], settings: Settings) -> int:
+    """Number of arrays, one after the other, that do a job: passes of curation in shards; else 1.
+
+    Raises:
+        ValueError: a setting of curation is wrong.
+    """
+    if job != "curate" or settings.slurm.shards == 1:
+        return 1
+    from nemo_ext.data.curation.passes import passes_of
+    from nemo_ext.data.curation.settings import read_plan
+
+    return len(passes_of(read_plan(config).stages))
 
 
 def shard_record(record: Path, number: int) -> Path:
@@ -158,11 +175,14 @@ def inputs(job: str, config: Mapping[str, Any]) -> list[tuple[str, Path, str]]:
         given = [("model", None if config.get("endpoint") else config["served"], "`nemo-ext convert` writes one")]
         wanted = [word for word in strings(config.get("input")) if not glob.glob(os.path.expanduser(word))]
         given += [("input", word, "name a file") for word in wanted]
-    elif job == "train_tokenizer":
-        wanted = [word for word in strings(config["input"]) if not glob.glob(os.path.expanduser(word))]
-        given = [("input", word, "name a file") for word in wanted]
+    elif job in ("curate", "curate_classifier", "train_tokenizer"):
+        keys = ("positives", "negatives") if job == "curate_classifier" else ("input",)
+        for key in keys:
+            wanted = [word for word in strings(config[key]) if not glob.glob(os.path.expanduser(word))]
+            given += [(key, word, "name a file") for word in wanted]
+    if job == "train_tokenizer":
         given += [("compare", place, "name a tokenizer's folder") for place in strings(config["compare"])]
-    elif job == "convert":
+    if job == "convert":
         given = [("from", config["from"], "name a checkpoint")]
         given += [(key, config[key], name) for key in ("files_from", "tokenizer", "old_tokenizer")]
     elif job == "quantize":

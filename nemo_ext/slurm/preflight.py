@@ -41,6 +41,8 @@ from nemo_ext.slurm.settings import Settings
 GIB = 1 << 30
 SETTINGS = {
     "tokenize": ("nemo_ext.data.streams", "blend_to_tokenize"),
+    "curate": ("nemo_ext.data.curation.job", "check"),
+    "curate_classifier": ("nemo_ext.data.curation.training", "check"),
     "train_tokenizer": ("nemo_ext.data.vocabulary.job", "check"),
     "sft_data": ("nemo_ext.data.sft.settings", "read_settings"),
     "preference_data": ("nemo_ext.data.preference.job", "settings"),
@@ -342,6 +344,8 @@ def _settings(job: str, config: Mapping[str, Any], coming: Sequence[Path]) -> It
     more: dict[str, bool] = {}
     if job == "serve" and config["serving"]["host"] in LOOPBACK:
         config = {**config, "serving": {**config["serving"], "host": "NODE"}}  # as the task will have it
+    if job == "curate":
+        more["files"] = not coming
     if job == "online":
         more["tasks"] = all(path.exists() for _, path, _ in inputs(job, config))  # else `_inputs` says so
     if job == "merge_sweep":

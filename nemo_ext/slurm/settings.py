@@ -61,8 +61,10 @@ class Settings:
                 )
         if self.slurm.folder is not None and self.job == "train":
             raise ValueError(f"slurm.folder={self.slurm.folder}: training notes its starts in its run_dir")
-        if self.slurm.shards > 1 and self.job != "puzzle":
-            raise ValueError(f"slurm.shards={self.slurm.shards}: only job=puzzle has shards, of its distillation")
+        if self.slurm.shards > 1 and self.job not in ("puzzle", "curate"):
+            raise ValueError(
+                f"slurm.shards={self.slurm.shards}: only job=puzzle has shards, of its distillation, and job=curate"
+            )
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ from typing import Any
 from rich.console import Console
 
 from nemo_ext.data.training import check_settings
-from nemo_ext.job.config import check_choice, compose, without_data
+from nemo_ext.job.config import check_choice, compose, hydra_value, without_data
 from nemo_ext.job.files import write_text
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.cluster import call
-from nemo_ext.slurm.jobs import nodes_and_gpus, record_of, script_name, shard_record, tasks_of
+from nemo_ext.slurm.jobs import nodes_and_gpus, record_of, rounds_of, script_name, shard_record, tasks_of
 from nemo_ext.slurm.preflight import MEMORY, Finding, errors, findings, is_there
 from nemo_ext.slurm.rehearse import REHEARSALS, is_wanted, with_rehearsals
 from nemo_ext.slurm.settings import Settings, settings_of, split
@@ -26,6 +26,9 @@ from nemo_ext.slurm.sweep import MULTIRUN, points
 
 SCRIPTS = Path(__file__).parent / "scripts"
 """Folder of batch scripts: links to `slurm/` in a checkout, files in an installed package."""
+
+ROUNDS = "rounds"
+"""Folder below a record with those of all but the last of several arrays."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,7 @@ class Submission:
         configs: composed configs of the job; several for a sweep.
         base: folder of the job's output.
         shards: number of array tasks that divide one run; 1 without an array.
+        rounds: number of such arrays, each after the one before.
         notes: findings on choices made for the user.
         after: ids of jobs that must have succeeded.
         beside: ids of jobs that must have started: servers that it asks.
@@ -50,6 +54,7 @@ class Submission:
     configs: tuple[Mapping[str, Any], ...]
     base: Path
     shards: int = 1
+    rounds: int = 1
     notes: tuple[Finding, ...] = ()
     after: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
@@ -155,6 +160,8 @@ def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
     if several:
         base = base.parent
         notes.append(Finding("note", f"{len(runs)} runs: {', '.join(run[-1].partition('=')[2] for run in runs)}"))
+    if (rounds := rounds_of(job, configs[0], settings)) > 1:
+        notes.append(Finding("note", f"{rounds} arrays of {settings.slurm.shards} tasks, each after the one before"))
     # The script takes the launcher's values from the allocation.
     own = [word for word in theirs if job != "train" or not word.startswith("launcher.")]
     both = dict.fromkeys([*([MULTIRUN] if several else []), *ours, *own])  # a --config-dir is in both
@@ -164,6 +171,7 @@ def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
         configs=tuple(configs),
         base=base,
         shards=tasks_of(job, configs[0], settings),
+        rounds=rounds,
         notes=tuple(notes),
         coming=tuple(coming),
     )
@@ -269,6 +277,13 @@ def hand_over(submission: Submission) -> str:
     Raises:
         ValueError: if Slurm refuses the job.
     """
+    if submission.rounds > 1:  # the last one has the record of the whole
+        own, record = [word for word in submission.words if not word.startswith("slurm.folder=")], submission.base
+        for number in range(1, submission.rounds):
+            base = record / ROUNDS / str(number)
+            words = (*own, f"slurm.folder={hydra_value(str(base))}")
+            job = hand_over(replace(submission, base=base, words=words, rounds=1))
+            submission = replace(submission, after=(job,))
     (submission.base / attempts.FOLDER).mkdir(parents=True, exist_ok=True)
     # Ctrl-C waits until the queued job is recorded.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -9,10 +9,10 @@ Records that do not become a document are counted with a reason in a `ReadReport
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import PositiveInt
 
@@ -23,10 +23,14 @@ BAD = ("malformed", "schema")
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text and its id, which is unique in its source and does not hold the machine's paths."""
+    """One text and its id, which is unique in its source and does not hold the machine's paths.
+
+    `about` is what else the source says of it, such as its `url`.
+    """
 
     id: str
     text: str
+    about: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

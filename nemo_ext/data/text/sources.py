@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from nemo_ext.data.text.corpora import DocstringsSource, PackageDocsSource, PythonStdlibSource
 from nemo_ext.data.text.documents import Source
 from nemo_ext.data.text.user_files import JsonlSource, ParquetSource, TextSource, TreeSource
+from nemo_ext.data.text.web_archives import WarcSource
 from nemo_ext.job.settings import checked, nearest
 
 KINDS: dict[str, type[Source]] = {
@@ -14,6 +15,7 @@ KINDS: dict[str, type[Source]] = {
         ParquetSource,
         TextSource,
         TreeSource,
+        WarcSource,
         PythonStdlibSource,
         DocstringsSource,
         PackageDocsSource,

@@ -54,6 +54,19 @@ class RecordSource(Source):
         """Place of a record, for messages."""
         raise NotImplementedError
 
+    def text_of(self, record: Mapping[str, Any], part: Part, number: int, report: ReadReport) -> str | None:
+        """Text of a record; None if it has none, which is counted."""
+        text = record.get(self.text_key)
+        if isinstance(text, str):
+            return text
+        problem = f"no key {self.text_key!r}, there are {sorted(record)}: set text_key"
+        if self.text_key in record:
+            problem = f"{self.text_key!r} is " + (
+                "null" if text is None else f"not a string but a {type(text).__name__}"
+            )
+        report.skip("malformed", f"{self.place(part, number)}: {problem}")
+        return None
+
     def finish(self, report: ReadReport) -> None:
         report.check_bad_share(f"{self.kind} source", self.max_bad_share)
 
@@ -115,14 +128,8 @@ class JsonlSource(RecordSource):
 
     def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
         for number, record in self.records(part, report):
-            text = record.get(self.text_key)
-            if isinstance(text, str):
+            if (text := self.text_of(record, part, number, report)) is not None:
                 yield Document(f"{part.name}:{number}", text)
-                continue
-            problem = f"no key {self.text_key!r}, there are {sorted(record)}: set text_key"
-            if self.text_key in record:
-                problem = f"{self.text_key!r} is not a string but a {type(text).__name__}"
-            report.skip("malformed", f"{self.place(part, number)}: {problem}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,10 +173,7 @@ class ParquetSource(RecordSource):
 
     def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
         for number, row in self.records(part, report, columns=[self.text_key]):
-            text = row[self.text_key]
-            if text is None:
-                report.skip("malformed", f"{self.place(part, number)}: {self.text_key!r} is null")
-            else:
+            if (text := self.text_of(row, part, number, report)) is not None:
                 yield Document(f"{part.name}:{number}", text)
 
     def _schema(self, path: Path) -> Any:

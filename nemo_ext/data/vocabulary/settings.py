@@ -8,10 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.data.blends.hierarchy import read_tree
-from nemo_ext.data.streams import blend_to_tokenize
+from nemo_ext.data.streams import sources_of
 from nemo_ext.data.text.documents import Source
-from nemo_ext.data.text.sources import load_source
 from nemo_ext.job.run_directory import OWN
 from nemo_ext.job.settings import STRICT, Count, StringsOrNone, checked
 
@@ -81,23 +79,8 @@ def read_settings(config: Mapping[str, Any]) -> tuple[Settings, list[Weighted]]:
         if given[key] is None:
             raise ValueError(f"{key}=null: {what}")
     settings = checked(Settings, given)
-    # A blend of one's own files names its stream by where their tokens would go.
-    prefix = settings.folder / OWN / "text" if config["input"] is not None else None
-    blend = blend_to_tokenize(
-        {**config, "output": prefix and str(prefix), "tokenizer": None, "validation_share": None, "workers": None}
-    )
-    if config["data"].get("blend") is not None:
-        raise ValueError("a tree of streams (data.blend) has no weights before its sizes are known: give streams")
-    blend.setdefault("directory", str(settings.folder))
-    leaves = [leaf for leaf in read_tree(blend).leaves() if leaf.source is not None]
-    amounts = [float(leaf.amount or 0) for leaf in leaves]
-    if not sum(amounts):
-        raise ValueError(f"the weights of the {len(leaves)} streams with a source are all 0")
-    found = []
-    for leaf, amount in zip(leaves, amounts, strict=True):
-        try:
-            source = load_source(leaf.source)  # type: ignore[arg-type]
-        except ValueError as error:
-            raise ValueError(f"stream {leaf.name!r}: {error}") from error
-        found.append(Weighted(name=leaf.name, source=source, share=amount / sum(amounts)))
-    return settings, [each for each in found if each.share]
+    given = {**config, "tokenizer": None, "validation_share": None, "workers": None}
+    found = sources_of(given, settings.folder, own=settings.folder / OWN / "text")
+    whole = sum(amount for _, amount in found.values())
+    shares = {name: amount / whole for name, (_, amount) in found.items() if amount}
+    return settings, [Weighted(name=name, source=found[name][0], share=share) for name, share in shares.items()]

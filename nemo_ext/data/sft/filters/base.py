@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from nemo_ext.chat.sample import Sample
-from nemo_ext.data.sft.filters.words import Words
+from nemo_ext.data.text.words import Words
 
 
 class Drop(NamedTuple):

@@ -17,7 +17,7 @@ import yaml
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.data.sft.filters.base import Drop, Filter, Texts
-from nemo_ext.data.sft.filters.words import Hashes, ngram_hashes, word_hashes, words_of
+from nemo_ext.data.text.words import Hashes, ngram_hashes, word_hashes, words_of
 from nemo_ext.job.settings import STRICT, Strings, StringsOrNone
 
 PAPER = (r"\bour\s+(?:great\s+|beloved\s+)?(?:nation|party)\b", r"\bour\s+values\b")

@@ -13,12 +13,12 @@ from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
-import rensa
 from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.data.sft.filters.base import Texts
-from nemo_ext.data.sft.filters.words import ngram_hashes
+from nemo_ext.data.text.minhash import sketches
+from nemo_ext.data.text.words import ngram_hashes
 from nemo_ext.job.seeds import digest
 from nemo_ext.job.settings import STRICT
 
@@ -78,22 +78,10 @@ class NearDuplicates:
     def sketch(self, samples: Sequence[Texts]) -> Sketches:
         """Make the sketches of samples, best a few hundred at a time."""
         grams = [self._grams(texts) for texts in samples]
-        ends = np.cumsum([0, *map(len, grams)], dtype=np.uint64)
-        if not grams or not ends[-1]:
-            empty = np.zeros((len(grams), self.bands), np.uint32), np.zeros((len(grams), self.slots), np.uint8)
-            return Sketches(*empty)
-        matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(np.concatenate(grams), ends, self.slots, self.seed)
-        digests = np.array(matrix.to_rows(), dtype=np.uint64)
-        joined = digests[:, : self.bands * self.rows].reshape(len(grams), self.bands, self.rows)
-        mixed = np.zeros(joined.shape[:2], dtype=np.uint64)
-        for row in range(self.rows):
-            mixed = (mixed ^ joined[:, :, row]) * np.uint64(0x9E3779B97F4A7C15)
-            mixed ^= mixed >> np.uint64(29)
-        bands = (mixed >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
-        slots = (digests & np.uint64(255)).astype(np.uint8)
-        silent = np.array([not len(row) for row in grams])
-        bands[silent], slots[silent] = 0, 0
-        return Sketches(bands, slots)
+        bands, slots = sketches(grams, slots=self.slots, rows=self.rows, seed=self.seed)
+        short = (bands >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
+        short[[not len(row) for row in grams]] = 0
+        return Sketches(short, slots)
 
     def _grams(self, texts: Texts) -> npt.NDArray[np.uint64]:
         chosen = [index for index, text in enumerate(texts.spoken) if text.role == "user" or not self.prompts]

@@ -12,7 +12,7 @@ from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.data.sft.filters.base import Drop, Filter, Texts
-from nemo_ext.data.sft.filters.words import Hashes, words_of
+from nemo_ext.data.text.words import Hashes, words_of
 from nemo_ext.job.settings import STRICT
 
 _LONGEST_PERIOD = 8

@@ -10,7 +10,8 @@ import pytest
 
 from nemo_ext.chat.sample import Sample
 from nemo_ext.data.sft.filters.base import Texts
-from nemo_ext.data.sft.filters.decontamination import Decontamination, index_of
+from nemo_ext.data.sft.filters.decontamination import Decontamination
+from nemo_ext.data.text.test_sets import index_of
 from nemo_ext.job.settings import checked
 
 Make = Callable[..., Sample]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from nemo_ext.chat.sample import Sample
 from nemo_ext.data.sft.filters.base import Texts
 from nemo_ext.data.sft.filters.repetition import Repetition, longest_run, repeated
-from nemo_ext.data.sft.filters.words import ngram_hashes
+from nemo_ext.data.text.words import ngram_hashes
 
 Make = Callable[..., Sample]
 Prose = Callable[..., str]

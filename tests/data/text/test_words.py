@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.data.sft.filters import words as module
-from nemo_ext.data.sft.filters.words import Words, ngram_hashes, word_hashes, words_of
+from nemo_ext.data.text import words as module
+from nemo_ext.data.text.words import Words, ngram_hashes, word_hashes, words_of
 
 ANY = st.text(st.sampled_from("aAbß_1 .,-é大小ไ\u0301\n\ufb01"), max_size=40)
 
@@ -65,7 +65,7 @@ def test_a_long_text_is_hashed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_hashes_are_the_same_in_every_process() -> None:
-    code = "from nemo_ext.data.sft.filters.words import word_hashes; print(word_hashes('a Große model').tolist())"
+    code = "from nemo_ext.data.text.words import word_hashes; print(word_hashes('a Große model').tolist())"
     runs = [
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         for _ in range(2)

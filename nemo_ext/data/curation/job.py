@@ -1,0 +1,226 @@
+"""Job `nemo-ext curate`: passes over raw documents by any number of shards and workers, and the funnel of it all."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock
+
+from nemo_ext.data.curation import report
+from nemo_ext.data.curation.documents import SUFFIX
+from nemo_ext.data.curation.funnel import Counts
+from nemo_ext.data.curation.passes import (
+    DOCUMENTS,
+    READ,
+    Pass,
+    Unit,
+    Work,
+    cut_units,
+    decide,
+    passes_of,
+    read_units,
+    run_unit,
+    write_units,
+)
+from nemo_ext.data.curation.settings import Plan, read_plan
+from nemo_ext.data.curation.stages.buckets import BUCKET, Buckets
+from nemo_ext.job.files import write_text
+from nemo_ext.job.made_of import differing, note, told
+from nemo_ext.job.progress import notice, progress_of
+from nemo_ext.job.report import write_page
+from nemo_ext.job.run_directory import REPORT
+from nemo_ext.job.workers import in_workers
+
+RESULTS = "funnel.json"
+STREAMS = Path("conf", "data", "curated.yaml")
+"""The streams as a data file, for `--config-dir=OUTPUT/conf data=curated`."""
+_LOCK = ".lock"
+
+
+def check(config: Mapping[str, Any], *, files: bool = True) -> Plan:
+    """Settings, stages and sources of a composed config, whose input need not be there yet.
+
+    Args:
+        config: composed config.
+        files: whether what stages need, such as models and lists, must be there.
+
+    Raises:
+        ValueError: a setting is wrong, or a file or library that a stage needs is missing.
+    """
+    plan = read_plan(config)
+    for name, stage in plan.stages.items() if files else ():
+        try:
+            stage.check()
+        except ValueError as error:
+            raise ValueError(f"curate.blocks.{name}: {error}") from error
+    return plan
+
+
+def run(config: Mapping[str, Any]) -> None:
+    """Curate what the composed config describes, as far as this shard can, going on with what is there.
+
+    Raises:
+        ValueError: a setting, a file or the input is at fault, or the folder has the output of other settings.
+        RuntimeError: a worker process died.
+    """
+    plan = check(config)
+    settings, passes = plan.settings, passes_of(plan.stages)
+    units = _begin(plan)
+    if (settings.folder / RESULTS).exists():
+        notice(f"{settings.folder}: is there already: {(settings.folder / REPORT).with_suffix('.html')}")
+        return
+    as_json = json.dumps(config, default=str)
+    for each in passes:
+        work = Work(as_json, each.number)
+        _run_pass(plan, each, work, units)
+        if left := [unit for unit in units if not work.counts_file(unit.number).exists()]:
+            notice(
+                f"{_named(each, passes)}: shard {settings.shard} is done; {len(left)} of {len(units)} units belong to "
+                "others: when these are done, run any shard again"
+            )
+            return
+        with FileLock(settings.own / _LOCK):
+            decide(work, units)
+            if each.number:  # what the pass before made is needed no more
+                _remove(Work(as_json, each.number - 1), units)
+    with FileLock(settings.own / _LOCK):
+        if not (settings.folder / RESULTS).exists():
+            page = _finish(plan, Work(as_json, passes[-1].number), units)
+            notice(f"{settings.folder}: {page}")
+
+
+def _begin(plan: Plan) -> list[Unit]:
+    """The units of the input, cut by the first process that comes."""
+    settings = plan.settings
+    for source in plan.streams.values():
+        source.check()
+    settings.own.mkdir(parents=True, exist_ok=True)
+    record, made_of = settings.own / "settings.json", _made_of(plan)
+    with FileLock(settings.own / _LOCK):
+        if record.exists() and (changed := differing(json.loads(record.read_text()), made_of)):
+            raise ValueError(f"output={settings.folder}: was begun otherwise ({told(changed)}): choose another folder")
+        if not record.exists() and any(path.name != settings.own.name for path in settings.folder.iterdir()):
+            raise ValueError(f"output={settings.folder}: has files that were not made here: choose another folder")
+        note(record, made_of)
+        units = read_units(settings.own)
+        if units is None:
+            notice("looking through the input")
+            units = list(cut_units(plan))
+            if not units:
+                raise ValueError("the input is empty: there is no document in it")
+            write_units(settings.own, units)
+    return units
+
+
+def _run_pass(plan: Plan, this: Pass, work: Work, units: Sequence[Unit]) -> None:
+    number, count = plan.settings.part
+    mine = [unit for unit in units if unit.number % count == number]
+    left = [unit for unit in mine if not work.counts_file(unit.number).exists()]
+    if not left:
+        return
+    label = f"{_named(this, passes_of(plan.stages))}:"
+    workers = min(plan.settings.processes, len(left))
+    done = in_workers(partial(run_unit, work), left, workers=workers)
+    with progress_of(label, sum(unit.size for unit in left)) as advance, closing(done):
+        for unit, _ in done:
+            advance(unit.size)
+
+
+def _named(this: Pass, passes: Sequence[Pass]) -> str:
+    names = [*([this.begin] if this.begin else ["read"]), *this.names]
+    more = "" if this.end is None else f", to {this.end}"
+    return f"pass {this.number + 1} of {len(passes)} ({names[0]}{f' to {names[-1]}' if names[1:] else ''}{more})"
+
+
+def _remove(work: Work, units: Sequence[Unit]) -> None:
+    for unit in units:
+        for file in (
+            work.documents_file(unit.number),
+            work.verdicts_file(unit.number),
+            *work.folder.glob(f"{unit.number:06d}.[ve]*"),
+        ):
+            file.unlink(missing_ok=True)
+
+
+def _finish(plan: Plan, last: Work, units: Sequence[Unit]) -> Path:
+    """Write the funnel, the report and the data file; returns the report's page."""
+    folder, passes = plan.settings.folder, passes_of(plan.stages)
+    counts = {stream: Counts() for stream in plan.streams}
+    for each in passes:
+        for unit in units:
+            counts[unit.stream].add(Work(last.config, each.number).counts(unit.number))
+    for stream, own in counts.items():
+        _check_sums(stream, own, list(plan.stages))
+    for left in folder.rglob(".*.tmp"):  # of workers that were killed
+        with suppress(OSError):
+            left.unlink()
+    _remove(last, units)
+    write_text(folder / STREAMS, _data_file(plan, counts))
+    about = [
+        ("preset", plan.settings.preset or "none"),
+        ("stages", ", ".join(plan.stages)),
+        ("passes", str(len(passes))),
+    ]
+    report.picture(counts, list(plan.stages), folder / report.PICTURE)
+    write_text(folder / REPORT, report.markdown(about, counts, list(plan.stages)))
+    page = write_page(folder / REPORT)
+    write_text(folder / RESULTS, json.dumps({name: own.as_json() for name, own in counts.items()}, indent=1) + "\n")
+    return page
+
+
+def _check_sums(stream: str, counts: Counts, names: Sequence[str]) -> None:
+    """Raises ValueError if documents came or went between two stages without being counted."""
+    before = counts.of(READ).kept
+    for name in names:
+        through = counts.of(name)
+        left = sum(reason.amount.documents for reason in through.dropped.values())
+        if through.came.documents != before.documents or through.kept.documents + left != before.documents:
+            raise ValueError(
+                f"stream {stream!r}: {before.documents:,} documents come to {name!r}, which counted "
+                f"{through.came.documents:,}, kept {through.kept.documents:,} and dropped {left:,}: files of the "
+                "folder were changed; remove it and run again"
+            )
+        before = through.kept
+    if (written := sum(amount.documents for amount in counts.written.values())) != before.documents:
+        raise ValueError(f"stream {stream!r}: {before.documents:,} documents were kept, but {written:,} written")
+
+
+def _data_file(plan: Plan, counts: Mapping[str, Counts]) -> str:
+    """The output's streams, weighted by their bytes and their buckets' rates, as a file of `hydra_conf/data`."""
+    folder = plan.settings.folder.absolute()
+    buckets = next((stage for stage in plan.stages.values() if isinstance(stage, Buckets)), None)
+    streams: list[dict[str, Any]] = []
+    for own in counts.values():
+        for place, amount in own.written.items():
+            bucketed = buckets is not None and plan.curate.divide[-1:] == (BUCKET,)
+            rate = buckets.rates()[int(place.rpartition("/")[2])] if buckets is not None and bucketed else 1.0
+            path = f"{folder / DOCUMENTS / place}/*{SUFFIX}"
+            source = {"kind": "jsonl", "path": path, "deduplicate": False}
+            streams.append({"name": place.replace("/", "_"), "weight": round(amount.bytes * rate), "source": source})
+    data = {"directory": str(folder / "tokens"), "streams": streams}
+    heading = "# @package _global_\n# What `nemo-ext curate` wrote; weights are bytes"
+    heading += ", times the rates of the buckets.\n" if buckets is not None else ".\n"
+    return heading + yaml.safe_dump({"data": data}, sort_keys=False)
+
+
+def _made_of(plan: Plan) -> dict[str, Any]:
+    """What the output depends on: not on shards, workers or memory."""
+    curate = dataclasses.asdict(plan.curate)
+    del curate["memory"]
+    curate["blocks"] = {name: curate["blocks"][name] for name in plan.stages}
+    files = {}
+    for name, stage in plan.stages.items():
+        for path in stage.reads():
+            status = path.stat()
+            files[f"{name}: {path}"] = [status.st_size, status.st_mtime_ns]
+    streams = {
+        name: {**source.describe(), "files": source.fingerprint(source.inputs())}
+        for name, source in plan.streams.items()
+    }
+    found: dict[str, Any] = json.loads(json.dumps({"curate": curate, "files": files, "streams": streams}, default=str))
+    return found

@@ -1,0 +1,345 @@
+"""Passes over the documents: runs of stages, each ended by a barrier that needs all documents before the next begins.
+
+The input is cut into units, which depend on it alone. A pass over a unit is a file of documents, the barrier's features
+of them, and its counts, written last, which mark it as done. So who does which unit, and how often work is cut off,
+does not change a byte.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from datatrove.data import Document
+
+from nemo_ext.data.curation.documents import SUFFIX, documents, line_of, read_lines, writer
+from nemo_ext.data.curation.funnel import Amount, Counts
+from nemo_ext.data.curation.settings import Plan, read_plan
+from nemo_ext.data.curation.stage import Barrier, Features, Judge, Stage
+from nemo_ext.data.sft.filters.base import Drop
+from nemo_ext.data.text.documents import Part, ReadReport
+from nemo_ext.data.text.shards import cut
+from nemo_ext.data.text.tokenizers import Tokenizer, load_tokenizer, named_tokenizer
+from nemo_ext.data.text.user_files import value_at
+from nemo_ext.job.files import complete_file, write_text
+from nemo_ext.job.seeds import uniform
+
+READ = "read"
+DOCUMENTS = "documents"
+"""Folder of the output."""
+SAMPLE = 0.01
+"""Share of the dropped documents that `keep_dropped=sample` keeps."""
+_UNITS = "units.json"
+_MANY = 1 << 62
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece of the input: its number, its stream, and the parts of the stream's source."""
+
+    number: int
+    stream: str
+    parts: tuple[Part, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of input."""
+        return sum(part.size for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A run of stages over all documents.
+
+    Attributes:
+        number: number of the pass, from 0.
+        begin: name of the barrier whose decisions are applied first; None in the first pass.
+        names: names of the stages that judge one document at a time.
+        end: name of the barrier that notes features; None in the last pass.
+    """
+
+    number: int
+    begin: str | None
+    names: tuple[str, ...]
+    end: str | None
+
+
+def passes_of(stages: Mapping[str, Stage]) -> list[Pass]:
+    """Passes that stages take."""
+    found, begin, names = list[Pass](), None, list[str]()
+    for name, stage in stages.items():
+        if isinstance(stage, Barrier):
+            found.append(Pass(len(found), begin, tuple(names), name))
+            begin, names = name, []
+        else:
+            names.append(name)
+    return [*found, Pass(len(found), begin, tuple(names), None)]
+
+
+def cut_units(plan: Plan) -> Iterator[Unit]:
+    """Cut the input into units."""
+    number = 0
+    for stream, source in plan.streams.items():
+        for parts in cut(source, max_documents=_MANY, max_size=plan.curate.unit):
+            yield Unit(number, stream, tuple(parts))
+            number += 1
+
+
+def write_units(own: Path, units: Sequence[Unit]) -> None:
+    """Write the list of units."""
+    write_text(own / _UNITS, json.dumps([asdict(unit) for unit in units]))
+
+
+def read_units(own: Path) -> list[Unit] | None:
+    """The list of units; None if it was not written yet."""
+    if not (own / _UNITS).exists():
+        return None
+    found = json.loads((own / _UNITS).read_text())
+    return [Unit(each["number"], each["stream"], tuple(Part(**part) for part in each["parts"])) for each in found]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A pass, in a form that is cheap to send to a worker: the composed config as JSON, and the pass's number."""
+
+    config: str
+    number: int
+
+    @property
+    def plan(self) -> Plan:
+        """Settings, stages and sources."""
+        return _plan(self.config)
+
+    @property
+    def folder(self) -> Path:
+        """Folder of what the pass makes."""
+        return self.plan.settings.own / str(self.number)
+
+    def counts_file(self, unit: int) -> Path:
+        """File that marks a unit as done."""
+        return self.folder / f"{unit:06d}.json"
+
+    def documents_file(self, unit: int) -> Path:
+        """File of a unit's documents, but in the last pass."""
+        return self.folder / f"{unit:06d}{SUFFIX}"
+
+    def counts(self, unit: int) -> Counts:
+        """Counts of a unit that is done."""
+        return Counts.from_json(json.loads(self.counts_file(unit).read_text()))
+
+    def features(self, unit: int) -> Features:
+        """What the barrier noted of a unit that is done."""
+        values, ends = self.folder / f"{unit:06d}.values", self.folder / f"{unit:06d}.ends.npy"
+        try:
+            found = Features(_mapped(values, np.uint64), np.load(ends))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{ends} is damaged ({error}): remove {self.folder.parent} and run again") from error
+        if len(found.values) != found.ends[-1]:
+            raise ValueError(f"{values} is damaged: remove {self.folder.parent} and run again")
+        return found
+
+    def verdicts_file(self, unit: int) -> Path:
+        """File of the barrier's decisions on a unit."""
+        return self.folder / f"{unit:06d}.verdicts"
+
+
+@lru_cache(maxsize=1)
+def _plan(config: str) -> Plan:
+    return read_plan(json.loads(config))
+
+
+@lru_cache(maxsize=1)
+def _judges(config: str, names: tuple[str, ...]) -> list[tuple[str, Judge]]:
+    stages = _plan(config).stages
+    return [(name, stages[name].start()) for name in names]
+
+
+@lru_cache(maxsize=1)
+def _counter(config: str) -> Callable[[str], int]:
+    given = _plan(config).curate.tokenizer
+    if given is None:
+        return lambda text: 0
+    tokenizer: Tokenizer = load_tokenizer(named_tokenizer(given) if isinstance(given, str) else given)
+    return lambda text: len(tokenizer.encode([text])[0])
+
+
+def _mapped(path: Path, kind: type[np.uint64] | type[np.uint8]) -> Any:
+    return np.memmap(path, dtype=kind, mode="r") if path.stat().st_size else np.empty(0, dtype=kind)
+
+
+def decide(work: Work, units: Sequence[Unit]) -> None:
+    """Let a pass's barrier decide, when all units are done.
+
+    Raises:
+        ValueError: a file is damaged, or too many records of a stream were malformed.
+    """
+    this = passes_of(work.plan.stages)[work.number]
+    if work.number == 0:
+        check_read(work, units)
+    if this.end is None or (work.folder / this.end).exists():
+        return
+    barrier = work.plan.stages[this.end]
+    assert isinstance(barrier, Barrier)
+    features = [work.features(unit.number) for unit in units]
+    sizes = [len(each.values) if barrier.verdict_of_values else len(each.ends) - 1 for each in features]
+    verdicts = []
+    for unit, size in zip(units, sizes, strict=True):
+        unnamed = work.verdicts_file(unit.number)
+        unnamed.unlink(missing_ok=True)
+        with open(unnamed, "wb") as file:
+            file.truncate(size)
+        verdicts.append(np.memmap(unnamed, dtype=np.uint8, mode="r+") if size else np.empty(0, np.uint8))
+    barrier.decide(features, verdicts, work.plan.curate.memory)
+    for verdict in verdicts:
+        if isinstance(verdict, np.memmap):
+            verdict.flush()
+    write_text(work.folder / this.end, "")
+
+
+def check_read(work: Work, units: Sequence[Unit]) -> None:
+    """Raises ValueError if too many of a stream's records were malformed."""
+    for stream, source in work.plan.streams.items():
+        report = ReadReport()
+        for unit in units:
+            if unit.stream == stream:
+                report.add(work.counts(unit.number).read)
+        try:
+            source.finish(report)
+        except ValueError as error:
+            raise ValueError(f"stream {stream!r}: {error}") from error
+
+
+def run_unit(work: Work, unit: Unit) -> None:
+    """Do a pass over one unit.
+
+    Raises:
+        ValueError: the input cannot be read, or a file of the pass before is short or damaged.
+    """
+    plan, this = work.plan, passes_of(work.plan.stages)[work.number]
+    judges, size = _judges(work.config, this.names), _Size(_counter(work.config))
+    work.folder.mkdir(parents=True, exist_ok=True)
+    counts = Counts()
+    end = plan.stages[this.end] if this.end is not None else None
+    note = end.noting() if isinstance(end, Barrier) else None
+    dropped = plan.settings.folder / "dropped"
+    with writer() as out, _noted(work, unit) as noted:
+
+        def drops(name: str, drop: Drop | None, document: Document, before: Amount) -> bool:
+            """Count what a stage did to a document; True if it is dropped."""
+            through = counts.of(name)
+            through.came.add(before)
+            if drop is None:
+                after = size.of(document)
+                through.kept.add(after)
+                through.changed += after is not before
+                return False
+            through.drop(drop.reason, before, document.id, drop.detail)
+            keep = plan.curate.keep_dropped
+            if keep == "all" or (keep == "sample" and uniform(0, "dropped", document.id) < SAMPLE):
+                path = dropped / name / f"{unit.number:06d}{SUFFIX}"
+                out.write(path, line_of(document, dropped=drop.reason, why=drop.detail))
+            return True
+
+        for document, decided in _documents(work, unit, counts.read):
+            before = size.of(document)
+            if this.begin is None:
+                counts.of(READ).came.add(before)
+                counts.of(READ).kept.add(before)
+            elif drops(this.begin, decided(document), document, before):
+                continue
+            for name, judge in judges:
+                before = size.of(document)
+                drop = judge(document)
+                if drop is None and not document.text.strip():
+                    drop = Drop("nothing-left")
+                if drops(name, drop, document, before):
+                    break
+            else:
+                if note is not None:
+                    noted(note(document))
+                    out.write(work.documents_file(unit.number), line_of(document))
+                    continue
+                place = _place(plan, unit, document)
+                counts.written.setdefault(place, Amount()).add(size.of(document))
+                out.write(plan.settings.folder / DOCUMENTS / place / f"{unit.number:06d}{SUFFIX}", line_of(document))
+    for through in counts.stages.values():
+        through.finish()
+    write_text(work.counts_file(unit.number), json.dumps(counts.as_json()))
+
+
+class _Size:
+    """Size of the last document, taken again when its text is another."""
+
+    def __init__(self, tokens: Callable[[str], int]) -> None:
+        self._tokens = tokens
+        self._text: str | None = None
+        self._amount = Amount()
+
+    def of(self, document: Document) -> Amount:
+        if document.text != self._text:
+            self._text = document.text
+            data = self._text.encode(errors="replace")
+            self._amount = Amount(1, len(data), self._tokens(self._text))
+        return self._amount
+
+
+def _documents(
+    work: Work, unit: Unit, report: ReadReport
+) -> Iterator[tuple[Document, Callable[[Document], Drop | None]]]:
+    """Documents of a unit before a pass, each with what the barrier before decided on it."""
+    if work.number == 0:
+        for document in documents(work.plan.streams[unit.stream], unit.parts, unit.stream, report):
+            yield document, lambda document: None
+        return
+    before = Work(work.config, work.number - 1)
+    begin = passes_of(work.plan.stages)[work.number].begin
+    barrier = work.plan.stages[begin or ""]
+    assert isinstance(barrier, Barrier)
+    features, verdicts = before.features(unit.number), _mapped(before.verdicts_file(unit.number), np.uint8)
+    expected, path = len(features.ends) - 1, before.documents_file(unit.number)
+    number = 0
+    for document in read_lines(path) if expected else ():
+        if number == expected:
+            raise ValueError(f"{path}: more than the {expected:,} documents that were counted: remove {work.folder}")
+        start, end = features.ends[number], features.ends[number + 1]
+        mine = verdicts[start:end] if barrier.verdict_of_values else verdicts[number : number + 1]
+        yield document, partial(barrier.apply, verdicts=mine)
+        number += 1
+    if number < expected:
+        raise ValueError(
+            f"{path}: {number:,} documents, but {expected:,} were counted: remove {before.folder} and run again"
+        )
+
+
+class _noted:
+    """Files of the features of a unit's documents, which get their names at the end."""
+
+    def __init__(self, work: Work, unit: Unit) -> None:
+        self._work, self._unit = work, unit
+        self._ends = [0]
+
+    def __enter__(self) -> Callable[[Any], None]:
+        self._file = complete_file(self._work.folder / f"{self._unit.number:06d}.values")
+        out: IO[bytes] = self._file.__enter__()
+
+        def note(values: Any) -> None:
+            out.write(values.tobytes())
+            self._ends.append(self._ends[-1] + len(values))
+
+        return note
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.__exit__(*error)
+        if error[0] is None:
+            with complete_file(self._work.folder / f"{self._unit.number:06d}.ends.npy") as file:
+                np.save(file, np.array(self._ends, dtype=np.int64))
+
+
+def _place(plan: Plan, unit: Unit, document: Document) -> str:
+    """Folder of the output that a document belongs in."""
+    values = [str(value_at(document.metadata, key)) for key in plan.curate.divide]
+    names = ["".join(c if c.isalnum() or c in "-_." else "_" for c in value).strip(".") or "_" for value in values]
+    return "/".join([unit.stream, *names])

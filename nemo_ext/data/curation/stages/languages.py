@@ -1,0 +1,97 @@
+"""Languages of documents: py3langid, or a fastText model of the user's such as lid.176.bin."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from datatrove.data import Document
+from pydantic import Field, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from nemo_ext.data.curation.stage import Judge, Stage, shown
+from nemo_ext.data.sft.filters.base import Drop
+from nemo_ext.data.sft.filters.language import identifier
+from nemo_ext.job.settings import STRICT, Share, StringsOrNone, nearest
+
+Identify = Callable[[str], tuple[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Language(Stage):
+    """Language of a document: notes `language` and `language_score`, and drops those of others.
+
+    Attributes:
+        languages: codes (ISO 639-1) to keep; empty for any.
+        least: least probability of the language.
+        by_language: code -> least probability, in place of `least`.
+        model: a fastText model's file; null for py3langid.
+        characters: number of characters that are examined, from the middle of the text.
+    """
+
+    kind: ClassVar[str] = "language"
+    languages: StringsOrNone = ()
+    least: Share = 0.5
+    by_language: dict[str, Share] = Field(default_factory=dict)
+    model: str | None = None
+    characters: PositiveInt = 2000
+
+    def check(self) -> None:
+        if self.model is not None:
+            fasttext_model(self.model)
+            return
+        known = frozenset(identifier().labels)
+        for code in (*self.languages, *self.by_language):
+            if code not in known:
+                raise ValueError(f"language: {code!r}: {nearest(code, known)}")
+
+    def reads(self) -> list[Path]:
+        return [] if self.model is None else [Path(self.model).expanduser()]
+
+    def start(self) -> Judge:
+        identify = _by_py3langid if self.model is None else _by_fasttext(fasttext_model(self.model))
+
+        def judge(document: Document) -> Drop | None:
+            start = max(0, (len(document.text) - self.characters) // 2)
+            piece = document.text[start : start + self.characters]
+            code, score = identify(piece)
+            document.metadata["language"], document.metadata["language_score"] = code, round(score, 4)
+            if self.languages and code not in self.languages:
+                return Drop(code, shown(piece))
+            if score < self.by_language.get(code, self.least):
+                return Drop("unsure", f"{code} {score:.2f}: {shown(piece)}")
+            return None
+
+        return judge
+
+
+def _by_py3langid(text: str) -> tuple[str, float]:
+    code, score = identifier().classify(text)
+    return str(code), float(score)
+
+
+def _by_fasttext(model: Any) -> Identify:
+    def identify(text: str) -> tuple[str, float]:
+        labels, scores = model.predict(" ".join(text.split()))
+        return labels[0].removeprefix("__label__"), min(1.0, float(scores[0]))
+
+    return identify
+
+
+def fasttext_model(path: str) -> Any:
+    """A fastText model, whose file holds numbers alone.
+
+    Raises:
+        ValueError: the library or the file is missing, or it is no model.
+    """
+    place = Path(path).expanduser()
+    try:
+        import fasttext
+    except ImportError as error:
+        raise ValueError(f"{path}: a fastText model needs `pip install fasttext-numpy2-wheel` ({error})") from error
+    if not place.is_file():
+        raise ValueError(f"{path}: no such file")
+    try:
+        fasttext.FastText.eprint = lambda *_, **__: None  # a notice about an old interface
+        return fasttext.load_model(str(place))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

@@ -1,0 +1,142 @@
+"""Stages that ask a model of the user's: perplexity by KenLM, classifiers; and test sets that must not be there."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from datatrove.data import Document
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from nemo_ext.data.curation.classifier import Scorer, load_scorer
+from nemo_ext.data.curation.stage import Judge, Stage, language_of, shown
+from nemo_ext.data.sft.filters.base import Drop
+from nemo_ext.data.text.test_sets import TestSets, index_of
+from nemo_ext.data.text.words import Words
+from nemo_ext.job.settings import STRICT, Share
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Perplexity(Stage):
+    """Perplexity a word by a KenLM model of the document's language: notes `perplexity`, drops what is out of bounds.
+
+    Attributes:
+        models: code of a language -> its model (.bin or .arpa); documents of others are kept.
+        sentencepiece: code -> SentencePiece model whose pieces the KenLM model is of; none where it is of words.
+        least: least perplexity.
+        most: largest one.
+    """
+
+    kind: ClassVar[str] = "perplexity"
+    models: dict[str, str] = Field(min_length=1)
+    sentencepiece: dict[str, str] = Field(default_factory=dict)
+    least: float = 0.0
+    most: float = math.inf
+
+    def check(self) -> None:
+        for name, path in (*self.models.items(), *self.sentencepiece.items()):
+            if not Path(path).expanduser().is_file():
+                raise ValueError(f"perplexity: {name}: {path}: no such file")
+        for language in self.models:
+            self._scorer(language)
+
+    def reads(self) -> list[Path]:
+        return [Path(path).expanduser() for path in (*self.models.values(), *self.sentencepiece.values())]
+
+    def _scorer(self, language: str) -> Callable[[str], float]:
+        try:
+            import kenlm
+
+            model: Any = kenlm.Model(str(Path(self.models[language]).expanduser()))
+            pieces: Any = None
+            if path := self.sentencepiece.get(language):
+                import sentencepiece
+
+                pieces = sentencepiece.SentencePieceProcessor(model_file=str(Path(path).expanduser()))
+        except (ImportError, OSError) as error:
+            raise ValueError(f"perplexity: {self.models[language]}: {error}") from error
+
+        def perplexity(text: str) -> float:
+            score, number = 0.0, 0
+            for line in text.splitlines():
+                line = line if pieces is None else " ".join(pieces.encode(line, out_type=str))
+                if line.strip():
+                    score += model.score(line)
+                    number += len(line.split()) + 1
+            return 10 ** min(300.0, -score / number) if number else math.inf
+
+        return perplexity
+
+    def start(self) -> Judge:
+        scorers = {language: self._scorer(language) for language in self.models}
+
+        def judge(document: Document) -> Drop | None:
+            scorer = scorers.get(language_of(document) or next(iter(scorers)))
+            if scorer is None:
+                return None
+            found = scorer(document.text)
+            document.metadata["perplexity"] = round(found, 2)
+            if self.least <= found <= self.most:
+                return None
+            return Drop("too-low" if found < self.least else "too-high", f"{found:.1f}: {shown(document.text)}")
+
+        return judge
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Classifier(Stage):
+    """A classifier's probability: notes it, and drops documents by it.
+
+    Attributes:
+        model: folder that `nemo-ext curate_classifier` wrote, or a fastText model's file.
+        label: label of a fastText model whose probability counts, without `__label__`.
+        key: key of the document that holds the probability.
+        least: least probability; `recommended` for what the classifier's folder says.
+        most: largest one: for classifiers of what is not wanted.
+    """
+
+    kind: ClassVar[str] = "classifier"
+    model: str
+    label: str | None = None
+    key: str = "quality"
+    least: Share | Literal["recommended"] = 0.0
+    most: Share = 1.0
+
+    def check(self) -> None:
+        self._loaded()
+
+    def reads(self) -> list[Path]:
+        return self._loaded().files
+
+    def _loaded(self) -> Scorer:
+        return load_scorer(self.model, self.label)
+
+    def start(self) -> Judge:
+        scorer = self._loaded()
+        least = scorer.recommended if self.least == "recommended" else float(self.least)
+
+        def judge(document: Document) -> Drop | None:
+            score = scorer(document.text)
+            document.metadata[self.key] = round(score, 5)
+            if least <= score <= self.most:
+                return None
+            return Drop("too-low" if score < least else "too-high", f"{score:.4f}: {shown(document.text)}")
+
+        return judge
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Decontamination(TestSets, Stage):
+    """Documents that share word n-grams with test sets (`nemo_ext.data.text.test_sets`)."""
+
+    kind: ClassVar[str] = "decontamination"
+
+    def start(self) -> Judge:
+        index = index_of(self)
+
+        def judge(document: Document) -> Drop | None:
+            item = index.found_in(Words([document.text]), share=self.share)
+            return None if item is None else Drop("benchmark", f"{item}: {shown(document.text)}")
+
+        return judge

@@ -1,0 +1,216 @@
+"""Rules of C4, Gopher and FineWeb: datatrove's own filters, with words and thresholds of each language."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache, lru_cache
+from typing import Any, ClassVar, Literal
+
+from datatrove.data import Document
+from datatrove.pipeline.filters import (
+    C4ParagraphFilter,
+    C4QualityFilter,
+    FineWebQualityFilter,
+    GopherQualityFilter,
+    GopherRepetitionFilter,
+)
+from datatrove.pipeline.filters.base_filter import BaseFilter, get_filter_result
+from datatrove.utils.word_tokenizers import WhitespaceTokenizer, load_word_tokenizer
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from nemo_ext.data.curation.stage import Judge, Stage, language_of, shown
+from nemo_ext.data.sft.filters.base import Drop
+from nemo_ext.data.text.words import words_of
+from nemo_ext.job.settings import STRICT, nearest
+
+WordsOf = Literal["spaces", "characters", "datatrove"]
+_NOT_SETTINGS = ("exclusion_writer", "language")
+
+
+class _Spaces(WhitespaceTokenizer):
+    """Words between white space, as in Gopher and Dolma."""
+
+    def word_tokenize(self, text: str) -> list[str]:
+        return text.split()
+
+
+class _Characters(WhitespaceTokenizer):
+    """Words without punctuation; of scripts without spaces each character."""
+
+    def word_tokenize(self, text: str) -> list[str]:
+        return words_of(text)
+
+
+@cache
+def _tokenizer(words: str) -> WhitespaceTokenizer:
+    return _Spaces() if words == "spaces" else _Characters()
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class _Rules(Stage):
+    """A filter of datatrove's.
+
+    Attributes:
+        words: how texts become words: `spaces` between white space; `characters` for any script; `datatrove` by its
+            tokenizer of the language (spaCy and others).
+        language: code of documents of which no language is known.
+        rules: arguments of the filter by name; what is left out is as in datatrove.
+        by_language: code -> arguments in place of these.
+    """
+
+    block: ClassVar[type[BaseFilter]]
+
+    words: WordsOf = "spaces"
+    language: str = "en"
+    rules: dict[str, Any] = Field(default_factory=dict)
+    by_language: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+    def check(self) -> None:
+        known = [name for name in inspect.signature(self.block).parameters if name not in _NOT_SETTINGS]
+        for where, rules in [("rules", self.rules), *((f"by_language.{k}", v) for k, v in self.by_language.items())]:
+            for name in rules:
+                if name not in known:
+                    raise ValueError(f"{where}: unknown key {name!r}: {nearest(name, known)}")
+        for language in {self.language, *self.by_language}:
+            self._made(language)
+
+    def _made(self, language: str) -> BaseFilter:
+        arguments = {**self.rules, **self.by_language.get(language, {})}
+        if "language" in inspect.signature(self.block).parameters:
+            arguments["language"] = _words_for(language) if self.words == "datatrove" else _tokenizer(self.words)
+        try:
+            return self.block(**arguments)
+        except (TypeError, ImportError) as error:
+            raise ValueError(f"{type(self).kind}: {error}") from error
+
+    def start(self) -> Judge:
+        made = lru_cache(maxsize=None)(self._made)
+
+        def judge(document: Document) -> Drop | None:
+            block = made(language_of(document) or self.language)
+            # Words of an empty or silent document are none, which some of the rules divide by.
+            try:
+                kept, reason = get_filter_result(block.filter(document))
+            except ZeroDivisionError:
+                return Drop("no-words", shown(document.text))
+            return None if kept else Drop(str(reason or "dropped").replace("_", "-"), shown(document.text))
+
+        return judge
+
+
+def _words_for(language: str) -> WhitespaceTokenizer:
+    """datatrove's tokenizer of a language."""
+    try:
+        made = load_word_tokenizer(language)
+        made.word_tokenize("a b")
+    except ImportError as error:
+        raise ValueError(f"words=datatrove: {error}: or choose words=spaces or words=characters") from error
+    except ValueError:
+        return load_word_tokenizer("xx") if language != "xx" else _tokenizer("characters")
+    return made
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class C4(_Rules):
+    """C4's rules: drops lines that are no sentences, and documents with few sentences, braces or lorem ipsum."""
+
+    kind: ClassVar[str] = "c4"
+    block: ClassVar[type[BaseFilter]] = C4QualityFilter
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class C4Paragraphs(_Rules):
+    """mC4's rule: at least three lines of 200 characters."""
+
+    kind: ClassVar[str] = "c4_paragraphs"
+    block: ClassVar[type[BaseFilter]] = C4ParagraphFilter
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GopherQuality(_Rules):
+    """Gopher's rules of quality: numbers and lengths of words, symbols, bullets, stop words."""
+
+    kind: ClassVar[str] = "gopher_quality"
+    block: ClassVar[type[BaseFilter]] = GopherQualityFilter
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GopherRepetition(_Rules):
+    """Gopher's rules of repetition: lines, paragraphs and n-grams that come again."""
+
+    kind: ClassVar[str] = "gopher_repetition"
+    block: ClassVar[type[BaseFilter]] = GopherRepetitionFilter
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class FineWeb(_Rules):
+    """FineWeb's rules: lines that end in punctuation, short lines, lines that come again, lists."""
+
+    kind: ClassVar[str] = "fineweb"
+    block: ClassVar[type[BaseFilter]] = FineWebQualityFilter
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Length(Stage):
+    """Documents that are too short or too long.
+
+    Attributes:
+        least: least number of characters.
+        most: largest number of characters.
+    """
+
+    kind: ClassVar[str] = "length"
+    least: int = 0
+    most: int = 1 << 62
+
+    def start(self) -> Judge:
+        def judge(document: Document) -> Drop | None:
+            length = len(document.text)
+            if self.least <= length <= self.most:
+                return None
+            return Drop("too-short" if length < self.least else "too-long", f"{length:,} characters")
+
+        return judge
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Encoding(Stage):
+    """Broken encodings: mends what was decoded wrongly, by ftfy, and drops what is left.
+
+    Attributes:
+        mend: whether to mend.
+        most: share of replacement and control characters above which a document is dropped.
+    """
+
+    kind: ClassVar[str] = "encoding"
+    mend: bool = True
+    most: float = 0.001
+
+    def start(self) -> Judge:
+        fix = _fixer() if self.mend else None
+
+        def judge(document: Document) -> Drop | None:
+            text = document.text
+            bad = 0 if text.isascii() and text.isprintable() else sum(map(text.count, _BROKEN))
+            if bad > self.most * len(text):
+                return Drop("broken-characters", f"{bad:,} of {len(text):,}: {shown(text)}")
+            if fix is not None:
+                document.text = fix(text)
+            return None
+
+        return judge
+
+
+_BROKEN = ["\ufffd", *(chr(code) for code in (*range(9), *range(14, 32), *range(127, 160)) if code != 0x85)]
+
+
+def _fixer() -> Callable[[str], str]:
+    from datatrove.pipeline.formatters import FTFYFormatter
+
+    fix: Callable[[str], str] = FTFYFormatter().format
+    return fix
+
+
+RULES: Mapping[str, type[Stage]] = {
+    each.kind: each for each in (Length, Encoding, C4, C4Paragraphs, GopherQuality, GopherRepetition, FineWeb)
+}

@@ -1,0 +1,276 @@
+"""Job `nemo-ext curate_classifier`: a classifier of quality from two sets of documents, and how good it is."""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass as plain_dataclass
+from dataclasses import field, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from nemo_ext.data.curation.classifier import ABOUT, FASTTEXT, WANTED, WEIGHTS, features, load_scorer, one_line
+from nemo_ext.data.streams import sources_of
+from nemo_ext.data.text.documents import Admission, ReadReport, Source, document_digest, readable, split_position
+from nemo_ext.job.files import complete_file, only_run_in, write_text
+from nemo_ext.job.made_of import differing, note, told
+from nemo_ext.job.progress import notice
+from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy, write_page
+from nemo_ext.job.run_directory import OWN, REPORT
+from nemo_ext.job.settings import STRICT, Count, Share, Strings, checked
+
+PICTURE = "calibration.png"
+_NAMES = ("positives", "negatives")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Settings:
+    """Settings of the job.
+
+    Attributes:
+        positives: files of documents that are like what is wanted.
+        negatives: files of other documents, such as a sample of the web.
+        kind: kind of the files; null to tell it by their names.
+        text_key: key of a record's text; null for `text`.
+        output: folder to write.
+        engine: `fasttext`, or `hashed` words and pairs of words; null for fastText where it is installed.
+        share: share of the negatives that the recommended threshold keeps.
+        most: documents of each set that are read.
+        held_out: share of the documents that training does not see.
+        bits: logarithm of the number of weights of `hashed`.
+        seed: seed of what is held out.
+    """
+
+    positives: Strings
+    negatives: Strings
+    kind: str | None
+    text_key: str | None
+    output: Annotated[str, Field(min_length=1)]
+    engine: Literal["fasttext", "hashed"] | None
+    share: Annotated[Share, Field(gt=0, lt=1)]
+    most: Count
+    held_out: Annotated[Share, Field(gt=0, le=0.5)]
+    bits: Annotated[int, Field(ge=10, le=28)]
+    seed: int
+
+    @property
+    def folder(self) -> Path:
+        """Folder to write."""
+        return Path(self.output).expanduser()
+
+
+@plain_dataclass
+class _Set:
+    train: list[str] = field(default_factory=list)
+    held_out: list[str] = field(default_factory=list)
+    report: ReadReport = field(default_factory=ReadReport)
+
+
+def check(config: Mapping[str, Any]) -> Settings:
+    """Settings of a composed config, whose files need not be there yet.
+
+    Raises:
+        ValueError: a setting is wrong.
+    """
+    for key, what in (("positives", "name files"), ("negatives", "name files"), ("output", "name a folder")):
+        if config[key] is None:
+            raise ValueError(f"{key}=null: {what}")
+    settings = checked(Settings, {each.name: config[each.name] for each in fields(Settings)})  # type: ignore[arg-type]
+    if settings.engine == "fasttext" and find_spec("fasttext") is None:
+        raise ValueError("engine=fasttext: `pip install fasttext-numpy2-wheel`, or engine=hashed")
+    return settings
+
+
+def run(config: Mapping[str, Any]) -> None:
+    """Train the classifier that the composed config describes, unless it is there, and report on it.
+
+    Raises:
+        ValueError: a setting or a file is at fault, or the folder has a classifier of other settings.
+    """
+    settings = check(config)
+    engine = settings.engine or ("fasttext" if find_spec("fasttext") else "hashed")
+    sources = {name: _source(config, name, settings) for name in _NAMES}
+    for source in sources.values():
+        source.check()
+    folder, made_of = settings.folder, _made_of(settings, engine, sources)
+    with only_run_in(folder, "output"):
+        record = folder / OWN / "settings.json"
+        if record.exists() and (changed := differing(json.loads(record.read_text()), made_of)):
+            raise ValueError(f"output={folder}: has a classifier already ({told(changed)}): choose another folder")
+        if (folder / REPORT).exists():
+            notice(f"{folder}: is there already: {(folder / REPORT).with_suffix('.html')}")
+            return
+        note(record, made_of)
+        sets = {name: _read(name, sources[name], settings) for name in _NAMES}
+        _train(engine, sets, settings)
+        write_text(folder / ABOUT, json.dumps({"engine": engine, "bits": settings.bits, "threshold": 0.5}) + "\n")
+        scorer = load_scorer(str(folder))
+        notice("measuring")
+        scores = {name: np.array([scorer(text) for text in sets[name].held_out]) for name in _NAMES}
+        threshold = float(np.quantile(scores["negatives"], 1 - settings.share))
+        write_text(folder / ABOUT, json.dumps({"engine": engine, "bits": settings.bits, "threshold": threshold}) + "\n")
+        page = _report(settings, engine, sets, scores, threshold)
+    notice(f"{folder}: {page}")
+
+
+def _source(config: Mapping[str, Any], name: str, settings: Settings) -> Source:
+    given = {"input": config[name], "data": {}, "tokenizer": None, "validation_share": None, "workers": None}
+    own = settings.folder / OWN / name
+    return sources_of({**given, "kind": settings.kind, "text_key": settings.text_key}, settings.folder, own=own)[name][
+        0
+    ]
+
+
+def _read(name: str, source: Source, settings: Settings) -> _Set:
+    notice(f"reading {name}")
+    found, admission = _Set(), Admission(source)
+    parts = source.parts(max_documents=1000, max_size=1 << 20)
+    for document, data in (each for part in parts for each in readable(source, part, found.report)):
+        digest = document_digest(data)
+        if not admission.admit(digest, len(data), found.report):
+            continue
+        held_out = split_position(settings.seed, digest.hex()) < settings.held_out * 2**64
+        (found.held_out if held_out else found.train).append(document.text)
+        if len(found.train) + len(found.held_out) >= settings.most:
+            break
+    source.finish(found.report)
+    if len(found.train) < 2 or len(found.held_out) < 2:
+        raise ValueError(
+            f"{name}: {len(found.train)} documents to train on and {len(found.held_out)} held out: too few"
+        )
+    return found
+
+
+def _train(engine: str, sets: Mapping[str, _Set], settings: Settings) -> None:
+    numbers = " and ".join(f"{len(sets[name].train):,} {name}" for name in _NAMES)
+    notice(f"training on {numbers} ({engine})")
+    (_by_fasttext if engine == "fasttext" else _by_hashes)(sets, settings)
+
+
+def _by_fasttext(sets: Mapping[str, _Set], settings: Settings) -> None:
+    import fasttext
+
+    texts = [
+        (label, text) for label, name in ((WANTED, "positives"), ("other", "negatives")) for text in sets[name].train
+    ]
+    order = np.random.default_rng(settings.seed).permutation(len(texts))
+    with tempfile.TemporaryDirectory(dir=settings.folder) as place:
+        file = Path(place) / "train.txt"
+        with open(file, "w", encoding="utf-8") as out:
+            for number in order:
+                label, text = texts[number]
+                out.write(f"__label__{label} {one_line(text)}\n")
+        # One thread, as several do not give the same weights twice; the rest is DCLM's.
+        model = fasttext.train_supervised(str(file), wordNgrams=2, thread=1, seed=settings.seed, verbose=0)
+        model.save_model(str(Path(place) / FASTTEXT))
+        (Path(place) / FASTTEXT).rename(settings.folder / FASTTEXT)
+
+
+def _by_hashes(sets: Mapping[str, _Set], settings: Settings) -> None:
+    from scipy.sparse import csr_matrix
+    from sklearn.linear_model import LogisticRegression
+
+    rows = [features(text, settings.bits) for name in _NAMES for text in sets[name].train]
+    ends = np.cumsum([0, *(len(numbers) for numbers, _ in rows)])
+    values, columns = np.concatenate([row[1] for row in rows]), np.concatenate([row[0] for row in rows])
+    matrix = csr_matrix((values, columns, ends), shape=(len(rows), 1 << settings.bits))
+    wanted = np.repeat([1, 0], [len(sets[name].train) for name in _NAMES])
+    model = LogisticRegression(C=10.0, max_iter=300, class_weight="balanced").fit(matrix, wanted)
+    with complete_file(settings.folder / WEIGHTS) as out:
+        np.savez_compressed(out, weights=model.coef_[0].astype(np.float32), bias=model.intercept_[0])
+
+
+def _report(
+    settings: Settings,
+    engine: str,
+    sets: Mapping[str, _Set],
+    scores: Mapping[str, npt.NDArray[np.float64]],
+    least: float,
+) -> Path:
+    """Writes the report; returns its page."""
+    positives, negatives = (scores[name] for name in _NAMES)
+    about = [
+        ("engine", engine),
+        *((name, f"{len(sets[name].train):,} to train on, {len(sets[name].held_out):,} held out") for name in _NAMES),
+        ("recommended threshold", f"{least:.5f}, which keeps {settings.share:.0%} of held-out negatives"),
+        ("area under the ROC curve", f"{_area(positives, negatives):.4f}"),
+        ("Brier score", f"{(np.sum((1 - positives) ** 2) + np.sum(negatives**2)) / len([*positives, *negatives]):.4f}"),
+    ]
+    thresholds = {"recommended": least, **{f"{value:g}": value for value in (0.1, 0.25, 0.5, 0.75, 0.9)}}
+    rows = [(name, *_at(value, positives, negatives)) for name, value in thresholds.items()]
+    bins = _reliability(positives, negatives)
+    lines = [
+        *("# Classifier", "", markdown_table(("", ""), about), "", f"![calibration]({PICTURE})", ""),
+        *("## By threshold", "", "Of held-out documents, as many positives as negatives being taken to be there.", ""),
+        *(markdown_table(("threshold", "precision", "recall", "negatives kept"), rows), ""),
+        *("## Calibration", "", "Share of positives among held-out documents by their score.", ""),
+        markdown_table(
+            ("score", "documents", "mean score", "positives"),
+            [(f"{low:.1f}-{low + 0.1:.1f}", f"{n:,}", f"{mean:.3f}", f"{share:.3f}") for low, n, mean, share in bins],
+        ),
+        *("", "## Input", ""),
+        *(f"Skipped of {name}: {sets[name].report.summary(examples=2)}.\n" for name in _NAMES),
+    ]
+    _picture(scores, bins, settings.folder / PICTURE)
+    write_text(settings.folder / REPORT, "\n".join(lines))
+    return write_page(settings.folder / REPORT)
+
+
+def _area(positives: npt.NDArray[np.float64], negatives: npt.NDArray[np.float64]) -> float:
+    from scipy.stats import mannwhitneyu
+
+    return float(mannwhitneyu(positives, negatives).statistic) / (len(positives) * len(negatives))
+
+
+def _at(least: float, positives: npt.NDArray[np.float64], negatives: npt.NDArray[np.float64]) -> tuple[str, str, str]:
+    """Precision, recall, and share of the negatives that are kept at a threshold."""
+    recall, kept = float((positives >= least).mean()), float((negatives >= least).mean())
+    precision = recall / (recall + kept) if recall + kept else 0.0
+    return f"{precision:.3f}", f"{recall:.3f}", f"{kept:.3f}"
+
+
+def _reliability(
+    positives: npt.NDArray[np.float64], negatives: npt.NDArray[np.float64]
+) -> list[tuple[float, int, float, float]]:
+    """Lower edge, number of documents, mean score and share of positives of each tenth of the scores."""
+    scores = np.concatenate([positives, negatives])
+    wanted = np.concatenate([np.ones(len(positives)), np.zeros(len(negatives))])
+    tenth = np.minimum((scores * 10).astype(int), 9)
+    found = []
+    for number in np.unique(tenth).tolist():
+        mine = tenth == number
+        found.append((number / 10, int(mine.sum()), float(scores[mine].mean()), float(wanted[mine].mean())))
+    return found
+
+
+def _picture(
+    scores: Mapping[str, npt.NDArray[np.float64]], bins: list[tuple[float, int, float, float]], path: Path
+) -> None:
+    figure = new_figure(figsize=(9, 3.5))
+    left, right = figure.subplots(1, 2)
+    for name, values in scores.items():
+        left.hist(values, bins=np.linspace(0, 1, 41), alpha=0.6, label=name, density=True)
+    left.set_xlabel("score of held-out documents")
+    left.legend()
+    right.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
+    right.plot([mean for _, _, mean, _ in bins], [share for *_, share in bins], marker="o")
+    right.set_xlabel("mean score")
+    right.set_ylabel("share of positives")
+    for axes in (left, right):
+        tidy(axes)
+    save_figure(figure, path)
+
+
+def _made_of(settings: Settings, engine: str, sources: Mapping[str, Source]) -> dict[str, Any]:
+    """What the classifier depends on."""
+    own = {each: getattr(settings, each) for each in ("share", "most", "held_out", "bits", "seed")}
+    files = {
+        name: {**source.describe(), "files": source.fingerprint(source.inputs())} for name, source in sources.items()
+    }
+    found: dict[str, Any] = json.loads(json.dumps({"engine": engine, **own, **files}, default=str))
+    return found

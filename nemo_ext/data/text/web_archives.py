@@ -1,0 +1,93 @@
+"""Source that reads web archives: pages of WARC files, whose main text trafilatura finds, and texts of WET files."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from nemo_ext.data.text.documents import Document, Part, ReadReport, Source
+from nemo_ext.data.text.user_files import find_files
+from nemo_ext.job.settings import Share, Strings
+
+_NEEDS = "web archives need: pip install 'nemo_ext[curate]'"
+_LARGEST = 1 << 26
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarcSource(Source):
+    """Pages of WARC files (`response` records of HTML or plain text) and texts of WET files (`conversion` records).
+
+    A document's id is its record's; `about` has its `url` and `date`. Other records are counted by their type, pages
+    without a main text as `no text`, and records whose bytes are damaged as malformed.
+
+    path: Paths and globs of .warc, .wet, and the same with .gz.
+    precise: Whether trafilatura favours precision, as FineWeb does, over recall.
+    """
+
+    kind: ClassVar[str] = "warc"
+    path: Strings
+    precise: bool = True
+    max_bad_share: Share = 0.01
+
+    def inputs(self) -> list[tuple[str, Path]]:
+        return [(path.name, path) for path in find_files(self.path, f"{self.kind} source")]
+
+    def check(self) -> list[tuple[str, Path]]:
+        _archives()
+        return self.inputs()
+
+    def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
+        iterator, error = _archives()
+        try:
+            with open(part.path, "rb") as file:
+                for record in iterator(file, no_record_parse=False):
+                    if (document := self._document(record, part, report)) is not None:
+                        yield document
+        except (error, EOFError, OSError) as problem:
+            raise ValueError(f"{part.path}: cannot be read to its end ({problem}): copy it again") from problem
+
+    def _document(self, record: Any, part: Part, report: ReadReport) -> Document | None:
+        report.records += 1
+        headers = record.rec_headers
+        name = str(headers.get_header("WARC-Record-ID") or f"{part.name}:{report.records}").strip("<>")
+        if record.rec_type not in ("response", "conversion"):
+            report.skip(f"{record.rec_type} record")
+            return None
+        kind = headers.get_header("Content-Type") or ""
+        if record.rec_type == "response":
+            kind = (record.http_headers and record.http_headers.get_header("Content-Type")) or ""
+            if record.http_headers is not None and record.http_headers.get_statuscode() not in ("200", ""):
+                report.skip(f"status {record.http_headers.get_statuscode()}")
+                return None
+            if not kind.startswith(("text/html", "application/xhtml", "text/plain")):
+                report.skip("not text")
+                return None
+        data = record.content_stream().read(_LARGEST + 1)
+        if len(data) > _LARGEST:
+            report.skip("too large", f"{part.path}: {name}")
+            return None
+        text = _page(data, precise=self.precise) if "html" in kind else data.decode(errors="replace")
+        if not text:
+            report.skip("no text", f"{part.path}: {name}")
+            return None
+        about = {"url": headers.get_header("WARC-Target-URI"), "date": headers.get_header("WARC-Date")}
+        return Document(name, text, {key: value for key, value in about.items() if value})
+
+    def finish(self, report: ReadReport) -> None:
+        report.check_bad_share(f"{self.kind} source", self.max_bad_share)
+
+
+def _page(data: bytes, *, precise: bool) -> str | None:
+    from trafilatura import extract
+
+    text: str | None = extract(data, favor_precision=precise, include_comments=False, deduplicate=True)
+    return text
+
+
+def _archives() -> tuple[Any, type[Exception]]:
+    try:
+        from warcio.archiveiterator import ArchiveIterator
+        from warcio.exceptions import ArchiveLoadFailed
+    except ImportError as error:
+        raise ValueError(f"{_NEEDS} ({error})") from error
+    return ArchiveIterator, ArchiveLoadFailed
