@@ -14,9 +14,12 @@ def main() -> None:
     def job(config: dict[str, object]) -> None:
         from nemo_ext.data.curation.job import run
 
-        run(config)
+        try:
+            run(config)
+        except RuntimeError as error:  # a worker died, which is nothing that a traceback would explain
+            sys.exit(f"error: {error}")
 
-    run_job("curate", job)
+    run_job("curate", job, resumable=True)
 
 
 if __name__ == "__main__":

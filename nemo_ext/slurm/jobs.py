@@ -84,7 +84,7 @@ def record_of(job: str, config: Mapping[str, Any], settings: Settings) -> Path:
 
 
 def tasks_of(job: str, config: Mapping[str, Any], settings: Settings) -> int:
-    """Number of array tasks that do a job together: shards of Puzzle's distillation or of curation, a server's replicas."""
+    """Number of array tasks that do a job together: shards of Puzzle's distillation or of curation, or replicas."""
     return int(config["serving"]["replicas"]) if job in SERVING else settings.slurm.shards
 
 

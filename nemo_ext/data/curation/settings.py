@@ -126,6 +126,8 @@ def read_plan(config: Mapping[str, Any]) -> Plan:
     if config["output"] is None:
         raise ValueError("output=null: name a folder")
     settings = checked(Settings, {field.name: config[field.name] for field in dataclasses.fields(Settings)})
+    if not config["curate"]["stages"]:
+        raise ValueError("curate.stages is empty: choose a preset (dolma, dolma3, fineweb, domyn), or name blocks")
     curate = checked(Curate, config["curate"], where="curate")
     if len(set(curate.stages)) < len(curate.stages):
         raise ValueError("curate.stages: names a stage twice: give it a second block under another name")

@@ -80,7 +80,7 @@ def check(config: Mapping[str, Any]) -> Settings:
     for key, what in (("positives", "name files"), ("negatives", "name files"), ("output", "name a folder")):
         if config[key] is None:
             raise ValueError(f"{key}=null: {what}")
-    settings = checked(Settings, {each.name: config[each.name] for each in fields(Settings)})  # type: ignore[arg-type]
+    settings = checked(Settings, {each.name: config[each.name] for each in fields(Settings)})
     if settings.engine == "fasttext" and find_spec("fasttext") is None:
         raise ValueError("engine=fasttext: `pip install fasttext-numpy2-wheel`, or engine=hashed")
     return settings
@@ -120,10 +120,8 @@ def run(config: Mapping[str, Any]) -> None:
 
 def _source(config: Mapping[str, Any], name: str, settings: Settings) -> Source:
     given = {"input": config[name], "data": {}, "tokenizer": None, "validation_share": None, "workers": None}
-    own = settings.folder / OWN / name
-    return sources_of({**given, "kind": settings.kind, "text_key": settings.text_key}, settings.folder, own=own)[name][
-        0
-    ]
+    given |= {"kind": settings.kind, "text_key": settings.text_key}
+    return sources_of(given, settings.folder, own=settings.folder / OWN / name)[name][0]
 
 
 def _read(name: str, source: Source, settings: Settings) -> _Set:
@@ -155,9 +153,8 @@ def _train(engine: str, sets: Mapping[str, _Set], settings: Settings) -> None:
 def _by_fasttext(sets: Mapping[str, _Set], settings: Settings) -> None:
     import fasttext
 
-    texts = [
-        (label, text) for label, name in ((WANTED, "positives"), ("other", "negatives")) for text in sets[name].train
-    ]
+    labels = zip((WANTED, "other"), _NAMES, strict=True)
+    texts = [(label, text) for label, name in labels for text in sets[name].train]
     order = np.random.default_rng(settings.seed).permutation(len(texts))
     with tempfile.TemporaryDirectory(dir=settings.folder) as place:
         file = Path(place) / "train.txt"

@@ -40,9 +40,15 @@ class WarcSource(Source):
         iterator, error = _archives()
         try:
             with open(part.path, "rb") as file:
-                for record in iterator(file, no_record_parse=False):
+                record = None
+                for record in iterator(file):
                     if (document := self._document(record, part, report)) is not None:
                         yield document
+                if record is not None:  # warcio ends at a cut without a word
+                    while record.raw_stream.read(1 << 20):
+                        pass
+                    if record.raw_stream.limit:
+                        raise EOFError(f"the last record lacks {record.raw_stream.limit:,} bytes")
         except (error, EOFError, OSError) as problem:
             raise ValueError(f"{part.path}: cannot be read to its end ({problem}): copy it again") from problem
 

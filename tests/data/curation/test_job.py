@@ -1,0 +1,178 @@
+"""`nemo-ext curate` and `nemo-ext curate_classifier` as a user meets them: broken input, settings, second runs."""
+
+import gzip
+import json
+import os
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_ext.data.curation.classifier import load_scorer
+from nemo_ext.data.curation.training import run as train_classifier
+from nemo_ext.data.streams import blend_to_tokenize
+from nemo_ext.data.tokenize import tokenize_blend
+from nemo_ext.job.config import compose
+
+Write = Callable[..., Path]
+Curate = Callable[..., Path]
+Lines = Callable[[Path], list[dict[str, Any]]]
+LENGTH = {"length": "{kind: length, least: 3}"}
+
+
+def test_records_keep_what_they_hold_and_what_is_no_document_is_counted(
+    tmp_path: Path, curate: Curate, lines: Lines
+) -> None:
+    source = tmp_path / "raw.jsonl"
+    good = {"id": 7, "text": "a text", "url": "u", "nested": {"key": [1, None]}, "big": 1 << 70}
+    source.write_bytes(
+        b"\n".join([json.dumps(good).encode(), b'{"text": "half', b'{"text": 5}', b'{"other": "x"}', b'{"text": " "}'])
+        + b'\n{"text": "\\ud800 half a character"}\n'
+        + b"".join(b'{"text": "document %d"}\n' % number for number in range(500))
+    )
+    out = curate(source, LENGTH)
+    first, second, *_ = lines(out / "documents")
+    assert first == {**good, "id": "7", "source": "text"}
+    assert second["id"] == "text/raw.jsonl:7"
+    read = json.loads((out / "funnel.json").read_text())["text"]["read"]
+    assert read["records"] == 506 and read["skipped"] == {"malformed": 4, "empty": 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (gzip.compress(b'{"text": "abcdef"}\n' * 9999)[:-20], "cannot be read to its end"),
+        (gzip.compress(b'{"content": "abc"}\n' * 99), "no key 'text'"),
+        (b"", "no document"),
+    ],
+)
+def test_broken_files_are_one_line(tmp_path: Path, curate: Curate, content: bytes, said: str) -> None:
+    source = tmp_path / ("raw.jsonl.gz" if content else "raw.jsonl")
+    source.write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        curate(source, LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("stages", "words", "said"),
+    [
+        ({}, (), "curate.stages is empty: choose a preset"),
+        (LENGTH, ("curate.stages=[lengths]",), r"curate.stages: 'lengths': did you mean 'length'"),
+        ({"length": "{kind: lenght}"}, (), "curate.blocks.length: kind: 'lenght': did you mean 'length'"),
+        ({"length": "{least: 3, mots: 4}"}, (), "curate.blocks.length: unknown key 'mots': did you mean 'most'"),
+        ({"c4": "{rules: {min_sentences: 3}}"}, (), "curate.blocks.c4: rules: unknown key 'min_sentences'"),
+        ({"language": "{languages: [english]}"}, (), "curate.blocks.language: language: 'english'"),
+        ({"personal": "{kinds: [mail]}"}, (), "did you mean 'email'"),
+        ({"classifier": "{model: /nowhere}"}, (), "/nowhere: no such file"),
+        ({"listed": "{domains: /nowhere}"}, (), "no such file: /nowhere"),
+        ({"buckets": "{key: quality}"}, (), "a stage before must score documents"),
+        (LENGTH, ("shard=2/2",), "there are shards 0/2 to 1/2"),
+    ],
+)
+def test_mistakes_are_named(
+    write: Write, curate: Curate, stages: dict[str, str], words: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        curate(write([{"text": "a text"}]), stages, *words)
+
+
+def test_a_second_run_does_nothing_and_other_settings_are_refused(
+    tmp_path: Path, write: Write, curate: Curate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write([{"text": f"text {number}"} for number in range(9)])
+    out = curate(source, LENGTH)
+    before = (out / "report.md").stat().st_mtime_ns
+    capsys.readouterr()
+    curate(source, LENGTH)
+    assert (out / "report.md").stat().st_mtime_ns == before and "is there already" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="least: 3 -> 4"):
+        curate(source, {"length": "{kind: length, least: 4}"})
+    os.utime(source, (1, 1))
+    with pytest.raises(ValueError, match="choose another folder"):
+        curate(source, LENGTH)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("notes")
+    with pytest.raises(ValueError, match="has files that were not made here"):
+        curate(source, LENGTH, name="mine")
+
+
+def test_a_file_that_is_short_stops_the_job(tmp_path: Path, write: Write, curate: Curate, lines: Lines) -> None:
+    source = write([{"text": f"text {number}"} for number in range(50)])
+    stages = {"same": "{kind: same_text}", "buckets": "{kind: buckets, key: nothing}"}
+    with pytest.raises(ValueError, match="must score documents"):
+        curate(source, stages)
+    middle = tmp_path / "out" / ".job" / "0" / "000000.jsonl.zst"
+    whole = lines(middle.parent)
+    assert len(whole) == 50
+    import zstandard
+
+    middle.write_bytes(zstandard.compress(b"".join(json.dumps(line).encode() + b"\n" for line in whole[:40])))
+    with pytest.raises(ValueError, match=r"must score documents|40 documents, but 50 were counted"):
+        curate(source, stages)
+
+
+def test_languages_and_streams_become_folders_that_tokenize_reads(tmp_path: Path, write: Write, curate: Curate) -> None:
+    for name in ("web", "wiki"):
+        records = [{"text": f"text {name} {number}", "lang": "a/.." if number % 2 else "en"} for number in range(20)]
+        write(records, f"{name}.jsonl")
+    sources = {name: f"{{kind: jsonl, path: {tmp_path / name}.jsonl}}" for name in ("web", "wiki")}
+    streams = ", ".join(f"{{name: {name}, weight: 1, source: {source}}}" for name, source in sources.items())
+    out = curate(Path("null"), LENGTH, "input=null", f"streams=[{streams}]", "curate.divide=[lang]")
+    assert sorted(str(path.relative_to(out / "documents")) for path in (out / "documents").glob("*/*")) == [
+        *("web/a_", "web/en", "wiki/a_", "wiki/en")
+    ]
+    config = compose("tokenize", [f"--config-dir={out / 'conf'}", "data=curated", "workers=1", "tokenizer=byte"])
+    tokenize_blend(blend_to_tokenize(config))
+    assert (out / "tokens" / "web_en_train.idx").exists()
+
+
+def test_web_archives_give_pages_with_their_address(tmp_path: Path, curate: Curate, lines: Lines) -> None:
+    from warcio.statusandheaders import StatusAndHeaders
+    from warcio.warcwriter import WARCWriter
+
+    sentences = " ".join(f"This is sentence number {n} of an article about the sea and its fish." for n in range(12))
+    page = f"<html><body><nav>Home | Login</nav><article><p>{sentences}</p></article></body></html>".encode()
+    path = tmp_path / "crawl.warc.gz"
+    with open(path, "wb") as file:
+        writer = WARCWriter(file, gzip=True)
+        for status, kind, body in (
+            *(("200 OK", "text/html", page), ("404 Not Found", "text/html", page)),
+            *(("200 OK", "image/png", b"png"), ("200 OK", "text/html", b"<html></html>")),
+        ):
+            headers = StatusAndHeaders(status, [("Content-Type", kind)], protocol="HTTP/1.0")
+            url = f"http://example.com/{len(body)}"
+            writer.write_record(writer.create_warc_record(url, "response", payload=BytesIO(body), http_headers=headers))
+    out = curate(path, LENGTH)
+    (document,) = lines(out / "documents")
+    assert document["text"] == sentences and document["url"] == f"http://example.com/{len(page)}"
+    skipped = json.loads((out / "funnel.json").read_text())["text"]["read"]["skipped"]
+    assert skipped == {"status 404": 1, "not text": 1, "no text": 1}
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(ValueError, match="cannot be read to its end"):
+        curate(path, LENGTH, name="cut")
+
+
+@pytest.mark.parametrize("engine", ["hashed", "fasttext"])
+def test_a_classifier_tells_its_two_sets_apart(
+    tmp_path: Path, write: Write, curate: Curate, engine: str, lines: Lines
+) -> None:
+    proofs = ({"text": f"the theorem follows from lemma {n} and the proof is short"} for n in range(300))
+    offers = ({"text": f"click here for {n} cheap offers and subscribe to the newsletter"} for n in range(300))
+    good, web = write(proofs, "good.jsonl"), write(offers, "web.jsonl")
+    words = [f"positives={good}", f"negatives={web}", f"output={tmp_path / 'quality'}", f"engine={engine}", "bits=14"]
+    train_classifier(compose("curate_classifier", words))
+    report = (tmp_path / "quality" / "report.md").read_text()
+    assert "| area under the ROC curve | 1.0000 |" in report
+    scorer = load_scorer(str(tmp_path / "quality"))
+    assert scorer("a proof of the lemma") > 0.6 > 0.4 > scorer("cheap offers in the newsletter")
+    mixed = write(
+        [{"id": "g", "text": "the proof of the theorem"}, {"id": "w", "text": "subscribe to cheap offers"}],
+        "mixed.jsonl",
+    )
+    block = f"{{kind: classifier, model: {tmp_path / 'quality'}, least: 0.5}}"
+    assert [line["id"] for line in lines(curate(mixed, {"quality": block}) / "documents")] == ["g"]
+    (tmp_path / "quality" / "classifier.json").write_text("{}")
+    with pytest.raises(ValueError, match="no classifier"):
+        load_scorer(str(tmp_path / "quality"))

@@ -1,0 +1,216 @@
+"""Stages by themselves, beside independent ways to the same answers."""
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.filters import (
+    C4QualityFilter,
+    FineWebQualityFilter,
+    GopherQualityFilter,
+    GopherRepetitionFilter,
+)
+from datatrove.utils.word_tokenizers import WhitespaceTokenizer
+
+from nemo_ext.data.curation.settings import KINDS
+from nemo_ext.data.curation.stages.buckets import Buckets
+from nemo_ext.data.curation.stages.personal import Personal
+from nemo_ext.data.text.user_files import TreeSource
+from nemo_ext.data.text.words import words_of
+
+Write = Callable[..., Path]
+Curate = Callable[..., Path]
+Lines = Callable[[Path], list[dict[str, Any]]]
+
+
+class Spaces(WhitespaceTokenizer):
+    """Words between white space."""
+
+    def word_tokenize(self, text: str) -> list[str]:
+        return text.split()
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """Texts of files of the standard library, and of what is made of them."""
+    files = sorted(Path(json.__file__).parents[1].glob("*.py"))[:60]
+    code = [text for path in files if (text := path.read_text(errors="ignore")).strip()]
+    chance = random.Random(0)
+    prose = ["\n".join(" ".join(chance.choices(text.split(), k=12)) + "." for _ in range(9)) for text in code]
+    return [*(text[:4000] for text in code), *prose]
+
+
+@pytest.mark.parametrize(
+    ("kind", "block"),
+    [
+        ("c4", C4QualityFilter),
+        ("gopher_quality", GopherQualityFilter),
+        ("gopher_repetition", GopherRepetitionFilter),
+        ("fineweb", FineWebQualityFilter),
+    ],
+)
+def test_rules_decide_as_datatrove_does(
+    kind: str, block: type, texts: list[str], write: Write, curate: Curate, lines: Lines
+) -> None:
+    kept = []
+    for number, text in enumerate(texts):
+        document = Document(text=text, id=str(number))
+        if block(language=Spaces()).filter(document) is True:
+            kept.append((document.id, document.text))
+    source = write({"id": str(number), "text": text} for number, text in enumerate(texts))
+    out = curate(source, {kind: f"{{kind: {kind}}}"})
+    assert [(line["id"], line["text"]) for line in lines(out / "documents")] == kept
+    assert 0 < len(kept) < len(texts)
+
+
+def test_thresholds_of_a_language_are_taken_for_its_documents(write: Write, curate: Curate, lines: Lines) -> None:
+    text = "many words that have been said of the pages " * 8
+    records = [{"id": code, "text": text, "language": code} for code in ("en", "de", "it")]
+    block = "{kind: gopher_quality, rules: {min_doc_words: 10}, by_language: {de: {min_doc_words: 100}}}"
+    assert [line["id"] for line in lines(curate(write(records), {"quality": block}) / "documents")] == ["en", "it"]
+
+
+def test_same_texts_urls_and_paragraphs_are_those_that_came_before(write: Write, curate: Curate, lines: Lines) -> None:
+    chance = random.Random(1)
+    paragraphs = [f"paragraph {number} of a page" for number in range(40)]
+    records = [
+        {"id": str(n), "url": f"https://a.b/{chance.randrange(60)}", "text": "\n".join(chance.choices(paragraphs, k=3))}
+        for n in range(200)
+    ]
+    seen_urls, seen_texts, seen, expected = set[str](), set[str](), set[str](), []
+    for record in records:
+        if record["url"] in seen_urls:
+            continue
+        seen_urls.add(record["url"])
+        if record["text"] in seen_texts:
+            continue
+        seen_texts.add(record["text"])
+        left = [part for part in record["text"].split("\n") if not (part in seen or seen.add(part))]  # type: ignore[func-returns-value]
+        if left:
+            expected.append((record["id"], "\n".join(left)))
+    stages = {name: f"{{kind: {name}}}" for name in ("same_url", "same_text", "same_paragraphs")}
+    # Memory for a few values at a time must not matter.
+    out = curate(write(records), stages, "curate.unit=3000", "curate.memory=400")
+    assert [(line["id"], line["text"]) for line in lines(out / "documents")] == expected
+
+
+def test_same_passages_are_all_runs_of_words_that_came_before(write: Write, curate: Curate, lines: Lines) -> None:
+    chance = random.Random(2)
+    pool = [" ".join(chance.choices("abcdefghij", k=chance.randint(3, 9))) for _ in range(12)]
+    records = [{"id": str(n), "text": " ".join(chance.choices(pool, k=6))} for n in range(40)]
+    run, seen, expected = 8, set[tuple[str, ...]](), []
+    for record in records:
+        words, out = record["text"].split(" "), set[int]()
+        for start in range(len(words) - run + 1):
+            gram = tuple(words[start : start + run])
+            if gram in seen:
+                out.update(range(start, start + run))
+            seen.add(gram)
+        if left := [word for number, word in enumerate(words) if number not in out]:
+            expected.append((record["id"], left))
+    out = curate(write(records), {"passages": f"{{kind: same_passages, words: {run}}}"}, "curate.memory=2000")
+    assert [(line["id"], line["text"].split()) for line in lines(out / "documents")] == expected
+
+
+def test_near_duplicates_are_those_of_high_jaccard_similarity(write: Write, curate: Curate, lines: Lines) -> None:
+    chance = random.Random(3)
+    texts = []
+    for _ in range(60):
+        base = chance.choices([f"w{n}" for n in range(3000)], k=300)
+        texts.append(base)
+        for share in (0.003, 0.01, 0.1):
+            texts.append([f"x{chance.randrange(9999)}" if chance.random() < share else word for word in base])
+    grams = [{tuple(words[n : n + 5]) for n in range(296)} for words in texts]
+    records = [{"id": str(n), "text": " ".join(words)} for n, words in enumerate(texts)]
+    block = "{kind: near_duplicates, bands: 26, rows: 11, threshold: 0.8}"
+    kept = {
+        int(line["id"]) for line in lines(curate(write(records), {"near": block}, "curate.memory=5000") / "documents")
+    }
+    for first in range(0, len(texts), 4):
+        assert first in kept
+        for other in range(first + 1, first + 4):
+            similarity = len(grams[first] & grams[other]) / len(grams[first] | grams[other])
+            if similarity > 0.9 or similarity < 0.7:
+                assert (other in kept) == (similarity < 0.7), similarity
+
+
+def test_buckets_have_equal_bytes_and_rates_of_the_wanted_mean(write: Write, curate: Curate, lines: Lines) -> None:
+    chance = random.Random(4)
+    records = [{"id": str(n), "text": "x" * chance.randint(1, 99), "score": chance.random()} for n in range(500)]
+    block = "{kind: buckets, key: score, buckets: 5, rate: 1.5, most: 4, throwaway: 0.2}"
+    out = curate(write(records), {"buckets": block}, "curate.divide=[bucket]", "curate.unit=5000")
+    rates = Buckets(key="score", buckets=5, rate=1.5, most=4, throwaway=0.2).rates()
+    assert rates[0] == 0 and all(one < other for one, other in pairwise(rates[1:]))
+    assert np.mean(rates) == pytest.approx(1.5) and rates[-1] <= 4
+    sizes = {n: sum(len(line["text"]) for line in lines(out / "documents" / "text" / str(n))) for n in range(1, 5)}
+    assert max(sizes.values()) - min(sizes.values()) < 250
+    kept = {n: [line["score"] for line in lines(out / "documents" / "text" / str(n))] for n in sizes}
+    assert all(max(kept[n]) <= min(kept[n + 1]) for n in range(1, 4))
+    streams = (out / "conf" / "data" / "curated.yaml").read_text()
+    assert f"weight: {round(sizes[4] * rates[4])}" in streams
+    with pytest.raises(ValueError, match="raise most"):
+        Buckets(rate=3, most=4, throwaway=0.5).rates()
+
+
+def test_personal_data_is_replaced_and_much_of_it_drops_a_document() -> None:
+    judge = Personal(regions=("US",), most=3).start()
+    text = "Call +39 06 6982 1234 or write to a.b@c.it from 8.8.8.8; see 192.168.0.1, version 1.2.3 and 2024-01-02."
+    document = Document(text=text, id="a")
+    assert judge(document) is None
+    assert document.text == (
+        "Call |||PHONE_NUMBER||| or write to |||EMAIL_ADDRESS||| from |||IP_ADDRESS|||; see 192.168.0.1, version 1.2.3 "
+        "and 2024-01-02."
+    )
+    dropped = judge(Document(text=f"{text} Also x@y.de, please.", id="b"))
+    assert dropped is not None and dropped.reason == "much-of-it" and "2 email" in dropped.detail
+
+
+def test_lists_know_domains_below_and_robots(tmp_path: Path, write: Write, curate: Curate, lines: Lines) -> None:
+    (tmp_path / "domains").write_text("# bad ones\nBad.com\n")
+    robots = "User-agent: GPTBot\nDisallow: /private/\n"
+    (tmp_path / "robots.jsonl").write_text(json.dumps({"domain": "news.org", "robots": robots}) + "\n")
+    (tmp_path / "urls").write_text("https://www.site.net/page/\n")
+    urls = {
+        "kept": "https://notbad.com/",
+        "below": "http://a.b.bad.com:80/x",
+        "plain": "site.net/page",
+        "robots": "https://www.news.org/private/1",
+        "allowed": "https://news.org/public",
+        "none": "",
+    }
+    records = [{"id": name, "text": "text", "metadata": {"url": url}} for name, url in urls.items()]
+    given = {"domains": "domains", "urls": "urls", "robots": "robots.jsonl"}
+    block = f"{{kind: listed, {', '.join(f'{key}: {tmp_path / name}' for key, name in given.items())}}}"
+    out = curate(write(records), {"lists": block}, "curate.keep_dropped=all")
+    assert [line["id"] for line in lines(out / "documents")] == ["kept", "allowed", "none"]
+    reasons = {line["id"]: line["dropped"] for line in lines(out / "dropped")}
+    assert reasons == {"below": "domain", "plain": "url", "robots": "robots"}
+
+
+def test_perplexity_is_kenlms(tmp_path: Path, write: Write, curate: Curate, lines: Lines) -> None:
+    kenlm = pytest.importorskip("kenlm", reason="pip install kenlm")
+    arpa = "\\data\\\nngram 1=5\nngram 2=1\n\n\\1-grams:\n-1.0\t<unk>\n0\t<s>\t0\n-0.5\t</s>\n-0.4\tgood\t-0.1\n-0.6\tword\t0\n\n\\2-grams:\n-0.2\tgood word\n\n\\end\\\n"
+    (tmp_path / "en.arpa").write_text(arpa)
+    texts = ["good word", "good good good", "strange things here", "good\nword"]
+    records = [{"id": str(n), "text": text, "language": "en"} for n, text in enumerate(texts)]
+    out = curate(write(records), {"lm": f"{{kind: perplexity, models: {{en: {tmp_path / 'en.arpa'}}}, most: 5}}"})
+    model = kenlm.Model(str(tmp_path / "en.arpa"))
+    found = {line["id"]: line["perplexity"] for line in lines(out / "documents")}
+    assert set(found) == {"0", "1", "3"}
+    for number in ("0", "1"):
+        assert found[number] == pytest.approx(model.perplexity(texts[int(number)]), abs=0.01)
+
+
+def test_every_kind_is_named_in_the_help() -> None:
+    command = [sys.executable, "-m", "nemo_ext", "curate", "--help"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert all(kind in words_of(told) for kind in KINDS)
+    assert TreeSource.kind  # the sources of `tokenize`
