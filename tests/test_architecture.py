@@ -50,6 +50,7 @@ ENGINES = {
     "ray": ("rl.nemo_rl", "slurm"),
     "nemo": ("megatron",),
     "vllm": ("vllm",),
+    "datatrove": ("data.curation",),
 }
 """Frameworks, and the only rooms that import them."""
 

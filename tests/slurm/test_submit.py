@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import yaml
 import hydra_conf
 from launchers.submit import main
 from nemo_ext.job.config import compose
+from nemo_ext.slurm import submit as submit_module
 from nemo_ext.slurm.jobs import JOBS
 from nemo_ext.slurm.preflight import Finding, findings
 from nemo_ext.slurm.settings import settings_of
-from nemo_ext.slurm.submit import SCRIPTS, by_megatron, checked, planned, submit
+from nemo_ext.slurm.submit import SCRIPTS, by_megatron, checked, hand_over, planned, submit
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = sorted(
@@ -192,6 +194,7 @@ def test_a_site_of_ones_own(tmp_path: Path) -> None:
         (["recipe=olmo1/7", "cluster=leonardo"], "no such recipe: did you mean 'olmo1/7b'"),
         (["job=trian", "cluster=leonardo"], "job=trian: did you mean 'train'"),
         (["slurm.shards=4", "cluster=leonardo"], "slurm.shards=4: only job=puzzle has shards"),
+        (["job=curate", "slurm.shards=4", "input=a.jsonl", "output=o"], "curate.stages is empty: choose a preset"),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], said: str) -> None:
@@ -275,3 +278,25 @@ def test_a_teacher_that_an_earlier_job_makes_need_not_be_there(key: str, tmp_pat
     assert by_megatron(config, [tmp_path / "teacher"]) == []
     (found,) = by_megatron(config, [tmp_path / "other"])
     assert f"{key}={tmp_path}/teacher: no such directory" in found.text
+
+
+def test_passes_of_curation_are_arrays_that_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def call(command: list[str]) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, f"{40 + len(asked)}\n", "")
+
+    monkeypatch.setattr(submit_module, "call", call)
+    monkeypatch.chdir(tmp_path)
+    words = ["job=curate", "slurm.shards=3", "input=a.jsonl", "output=o", "preset=dolma", "cluster=leonardo"]
+    submission = planned(words)
+    job = hand_over(submission)
+    assert job == "44" and submission.rounds == 4
+    waits = [[word for word in command if word.startswith("--dependency")] for command in asked]
+    assert waits == [[], *([f"--dependency=afterok:{number}"] for number in (41, 42, 43))]
+    assert all("--array=0-2" in command for command in asked)
+    records = [word for command in asked for word in command if word.startswith("slurm.folder=")]
+    assert records == [f"slurm.folder=runs/slurm/curate-o/rounds/{number}" for number in (1, 2, 3)]
+    assert (tmp_path / "runs/slurm/curate-o/rounds/2/shards/1/slurm/job").read_text() == "42_1\n"
+    assert (tmp_path / "runs/slurm/curate-o/shards/2/slurm/job").read_text() == "44_2\n"

@@ -49,6 +49,8 @@ def test_a_task_of_an_array_has_words_of_its_own() -> None:
         own_words("train", sweep, {})
     shard = own_words("puzzle", ["run_dir=r"], {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "8"})
     assert shard == ["run_dir=r", "puzzle.shard=3/8", "puzzle.stages=[distill]"]
+    shard = own_words("curate", ["output=o"], {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "8"})
+    assert shard == ["output=o", "shard=3/8"]
 
 
 def outputs(folder: Path) -> str:

@@ -13,7 +13,7 @@ from filelock import FileLock
 
 from nemo_ext.data.curation import report
 from nemo_ext.data.curation.documents import SUFFIX
-from nemo_ext.data.curation.funnel import Counts
+from nemo_ext.data.curation.funnel import Amount, Counts
 from nemo_ext.data.curation.passes import (
     DOCUMENTS,
     READ,
@@ -90,8 +90,7 @@ def run(config: Mapping[str, Any]) -> None:
                 _remove(Work(as_json, each.number - 1), units)
     with FileLock(settings.own / _LOCK):
         if not (settings.folder / RESULTS).exists():
-            page = _finish(plan, Work(as_json, passes[-1].number), units)
-            notice(f"{settings.folder}: {page}")
+            _finish(plan, Work(as_json, passes[-1].number), units)
 
 
 def _begin(plan: Plan) -> list[Unit]:
@@ -147,8 +146,8 @@ def _remove(work: Work, units: Sequence[Unit]) -> None:
             file.unlink(missing_ok=True)
 
 
-def _finish(plan: Plan, last: Work, units: Sequence[Unit]) -> Path:
-    """Write the funnel, the report and the data file; returns the report's page."""
+def _finish(plan: Plan, last: Work, units: Sequence[Unit]) -> None:
+    """Write the funnel, the report and the data file, and say what is left."""
     folder, passes = plan.settings.folder, passes_of(plan.stages)
     counts = {stream: Counts() for stream in plan.streams}
     for each in passes:
@@ -170,7 +169,15 @@ def _finish(plan: Plan, last: Work, units: Sequence[Unit]) -> Path:
     write_text(folder / REPORT, report.markdown(about, counts, list(plan.stages)))
     page = write_page(folder / REPORT)
     write_text(folder / RESULTS, json.dumps({name: own.as_json() for name, own in counts.items()}, indent=1) + "\n")
-    return page
+    first, left = Amount(), Amount()
+    for own in counts.values():
+        first.add(own.of(READ).kept)
+        for amount in own.written.values():
+            left.add(amount)
+    print(
+        f"{left.documents:,} of {first.documents:,} documents are left, {left.bytes / 1e6:,.1f} of "
+        f"{first.bytes / 1e6:,.1f} MB: {page}"
+    )
 
 
 def _check_sums(stream: str, counts: Counts, names: Sequence[str]) -> None:

@@ -92,6 +92,7 @@ def _page(data: bytes, *, precise: bool) -> str | None:
 
 def _archives() -> tuple[Any, type[Exception]]:
     try:
+        import trafilatura  # noqa: F401
         from warcio.archiveiterator import ArchiveIterator
         from warcio.exceptions import ArchiveLoadFailed
     except ImportError as error:

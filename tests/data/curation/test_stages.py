@@ -197,7 +197,9 @@ def test_lists_know_domains_below_and_robots(tmp_path: Path, write: Write, curat
 
 def test_perplexity_is_kenlms(tmp_path: Path, write: Write, curate: Curate, lines: Lines) -> None:
     kenlm = pytest.importorskip("kenlm", reason="pip install kenlm")
-    arpa = "\\data\\\nngram 1=5\nngram 2=1\n\n\\1-grams:\n-1.0\t<unk>\n0\t<s>\t0\n-0.5\t</s>\n-0.4\tgood\t-0.1\n-0.6\tword\t0\n\n\\2-grams:\n-0.2\tgood word\n\n\\end\\\n"
+    grams = {1: ["-1.0\t<unk>", "0\t<s>\t0", "-0.5\t</s>", "-0.4\tgood\t-0.1", "-0.6\tword\t0"], 2: ["-0.2\tgood word"]}
+    arpa = "\\data\\\n" + "".join(f"ngram {n}={len(entries)}\n" for n, entries in grams.items())
+    arpa += "".join(f"\n\\{n}-grams:\n" + "\n".join(entries) + "\n" for n, entries in grams.items()) + "\n\\end\\\n"
     (tmp_path / "en.arpa").write_text(arpa)
     texts = ["good word", "good good good", "strange things here", "good\nword"]
     records = [{"id": str(n), "text": text, "language": "en"} for n, text in enumerate(texts)]

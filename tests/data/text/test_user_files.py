@@ -145,7 +145,7 @@ def test_too_many_malformed_lines_are_an_error(tmp_path: Path, read_all: Read) -
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "good"}] * 98 + [{"text": None}] * 2)
     config = {"kind": "jsonl", "path": str(path)}
 
-    with pytest.raises(ValueError, match=r"2 of 100 records .* max_bad_share=0.01: .*a\.jsonl:99: 'text' is not a str"):
+    with pytest.raises(ValueError, match=r"2 of 100 records .* max_bad_share=0.01: .*a\.jsonl:99: 'text' is null"):
         read_all(load_source(config))
     assert len(read_all(load_source(config | {"max_bad_share": 0.02, "deduplicate": False}))[0]) == 98
 

@@ -186,6 +186,12 @@ class Encoding(Stage):
     mend: bool = True
     most: float = 0.001
 
+    def check(self) -> None:
+        try:
+            self.start()
+        except ImportError as error:
+            raise ValueError(f"encoding: pip install 'nemo_ext[curate]' ({error}), or mend=false") from error
+
     def start(self) -> Judge:
         fix = _fixer() if self.mend else None
 

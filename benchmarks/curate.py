@@ -1,0 +1,193 @@
+"""`nemo-ext curate` beside plain datatrove on the same rules and MinHash: ratios of time and memory, in one run.
+
+    python benchmarks/curate.py FOLDER [--documents 100000] [--rounds 3] [--workers 2] [--text-dedup PYTHON]
+
+Wants xxhash<4, for datatrove. Documents are sentences of docstrings in paragraphs; a tenth are near copies. Both sides read one JSONL file, apply
+Gopher's, C4's and FineWeb's rules on words between white space (datatrove's own filters), then MinHash (5-grams, 14
+bands of 8), and write compressed JSONL. Sides take turns; the medians of their times are compared, and the largest
+process of each. `rules` and `minhash` are timed alone as well. With `--text-dedup`, the interpreter of an environment
+that has text-dedup, its MinHash reads the same documents.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+RULES = ("gopher_repetition", "gopher_quality", "c4", "fineweb")
+
+
+def make(path: Path, documents: int) -> None:
+    """Write the documents."""
+    from curate_faults import sentences
+
+    chance, known = random.Random(0), sentences()
+    made: list[str] = []
+    with open(path, "w", encoding="utf-8") as out:
+        for number in range(documents):
+            if made and chance.random() < 0.1:
+                words = chance.choice(made).split(" ")
+                words[chance.randrange(len(words))] = "another"
+                text = " ".join(words)
+            else:
+                lines = (" ".join(chance.choice(known) for _ in range(4)) for _ in range(chance.randint(2, 8)))
+                text = "\n".join(lines)
+                made.append(text)
+                made = made[-1000:]
+            out.write(json.dumps({"id": str(number), "text": text}) + "\n")
+
+
+def ours(source: Path, output: Path, what: str, workers: int) -> None:
+    """Run `nemo-ext curate`."""
+    from nemo_ext.data.curation.job import run
+    from nemo_ext.job.config import compose
+
+    names = [*(RULES if what != "minhash" else ()), *(["near_duplicates"] if what != "rules" else [])]
+    blocks = [f"+curate.blocks.{name}={{kind: {name}}}" for name in names]
+    words = [f"input={source}", f"output={output}", f"workers={workers}", f"curate.stages=[{','.join(names)}]", *blocks]
+    run(compose("curate", [*words, "curate.keep_dropped=none", "curate.unit=16e6"]))
+
+
+def theirs(source: Path, output: Path, what: str, workers: int) -> None:
+    """Run datatrove's own pipeline and executor on the documents, in files of the same size as our units."""
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.dedup import (
+        MinhashDedupBuckets,
+        MinhashDedupCluster,
+        MinhashDedupFilter,
+        MinhashDedupSignature,
+    )
+    from datatrove.pipeline.dedup.minhash import MinhashConfig
+    from datatrove.pipeline.filters import (
+        C4QualityFilter,
+        FineWebQualityFilter,
+        GopherQualityFilter,
+        GopherRepetitionFilter,
+    )
+    from datatrove.pipeline.readers import JsonlReader
+    from datatrove.pipeline.writers import JsonlWriter
+
+    from nemo_ext.data.curation.stages.rules import _Spaces as Spaces
+
+    tasks = len(list((source.parent / "cut").glob("*.jsonl")))
+    words = Spaces()
+    rules = [
+        GopherRepetitionFilter(language=words),
+        GopherQualityFilter(language=words),
+        C4QualityFilter(language=words),
+        FineWebQualityFilter(language=words),
+    ]
+
+    def run(pipeline: list[object], number: int) -> None:
+        logs = output / "logs" / str(time.monotonic_ns())
+        LocalPipelineExecutor(pipeline, tasks=number, workers=workers, logging_dir=str(logs)).run()
+
+    def writer(place: str) -> JsonlWriter:
+        return JsonlWriter(str(output / place), output_filename="${rank}.jsonl.zst", compression="zstd")
+
+    first = JsonlReader(str(source.parent / "cut"))
+    if what != "minhash":
+        run([first, *rules, writer("rules")], tasks)
+        first = JsonlReader(str(output / "rules"), compression="zstd")
+    if what != "rules":
+        config = MinhashConfig()
+        signatures, buckets, removed = (str(output / name) for name in ("signatures", "buckets", "removed"))
+        run([first, MinhashDedupSignature(signatures, config=config, language=words)], tasks)
+        run([MinhashDedupBuckets(signatures, buckets, config=config)], config.num_buckets)
+        run([MinhashDedupCluster(buckets, removed, config=config)], 1)
+        run([first, MinhashDedupFilter(removed), writer("kept")], tasks)
+
+
+def cut(source: Path) -> None:
+    """Cut the documents into files of 16 MB for datatrove, whose tasks read whole files."""
+    (source.parent / "cut").mkdir()
+    with open(source, "rb") as lines:
+        for number in itertools.count():
+            if not (piece := lines.readlines(16_000_000)):
+                return
+            (source.parent / "cut" / f"{number:04}.jsonl").write_bytes(b"".join(piece))
+
+
+def text_dedup(source: Path, output: Path, python: str) -> list[str]:
+    """Command of text-dedup's MinHash on the same documents."""
+    return [
+        *(python, "-m", "text_dedup.minhash", "--path", "json", "--data_files", str(source), "--split", "train"),
+        *("--column", "text", "--ngram", "5", "--b", "14", "--r", "8", "--num_perm", "112", "--num_proc", "2"),
+        *("--cache_dir", str(output / "cache"), "--output", str(output / "kept"), "--batch_size", "10000"),
+    ]
+
+
+def kept(output: Path) -> int:
+    """Number of documents that a side wrote."""
+    import zstandard
+
+    place = next(place for place in (output / "documents", output / "kept", output / "rules") if place.exists())
+    number = 0
+    for path in place.rglob("*.zst"):
+        with (
+            open(path, "rb") as file,
+            zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True) as text,
+        ):
+            while data := text.read(1 << 20):
+                number += data.count(b"\n")
+    return number
+
+
+def main() -> None:
+    """Time both sides in turns and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--documents", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--text-dedup")
+    parser.add_argument("--side", nargs=3, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    source = given.folder.absolute() / "documents.jsonl"
+    if given.side:
+        side, what, output = given.side
+        {"ours": ours, "theirs": theirs}[side](source, Path(output), what, given.workers)
+        print(
+            resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        )
+        return
+    given.folder.mkdir(parents=True)
+    make(source, given.documents)
+    cut(source)
+    print("| | ours, s | datatrove, s | ours / datatrove | kept | MB of the largest process |")
+    print("|---|---|---|---|---|---|")
+    for what in ("rules", "minhash", "all"):
+        seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
+        memory, numbers = dict[str, float](), dict[str, int]()
+        for turn in range(given.rounds):
+            for side in ("ours", "theirs") if turn % 2 else ("theirs", "ours"):
+                output = given.folder.absolute() / side
+                shutil.rmtree(output, ignore_errors=True)
+                again = ["--side", side, what, str(output), "--workers", str(given.workers)]
+                began = time.monotonic()
+                command = [sys.executable, __file__, str(given.folder), *again]
+                done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+                seconds[side].append(time.monotonic() - began)
+                memory[side] = max(map(int, done.stdout.split()[-2:])) / 1024
+                numbers[side] = kept(output)
+        one, other = (statistics.median(seconds[side]) for side in ("ours", "theirs"))
+        row = [what, f"{one:.1f}", f"{other:.1f}", f"{one / other:.2f}"]
+        row += [f"{numbers['ours']:,} / {numbers['theirs']:,}", f"{memory['ours']:.0f} / {memory['theirs']:.0f}"]
+        print(f"| {' | '.join(row)} |", flush=True)
+    if given.text_dedup:
+        output = given.folder.absolute() / "text_dedup"
+        began = time.monotonic()
+        done = subprocess.run(text_dedup(source, output, given.text_dedup), capture_output=True, text=True, check=False)
+        said = f"{time.monotonic() - began:.1f} s" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+        print(f"text-dedup's MinHash: {said}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Curation in shards on a real Slurm: arrays that follow each other, and the same bytes as in one process."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_ext.data.curation.job import run
+from nemo_ext.job.config import compose
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+def test_shards_are_arrays_that_make_the_same_bytes(slurm: Any, nemo_ext: Callable[..., str], tmp_path: Path) -> None:
+    texts = [f"a text that is number {number % 70}\nwith one line of its own {number}" for number in range(100)]
+    (tmp_path / "raw.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    words = [
+        *("+curate.blocks.lines={kind: same_paragraphs}", "+curate.blocks.near={kind: near_duplicates}"),
+        *("curate.stages=[lines,near]", "curate.unit=2000", "workers=1"),
+    ]
+    place = ["job=curate", "slurm.shards=2", "cluster=testbed", f"input={tmp_path / 'raw.jsonl'}"]
+
+    nemo_ext("submit", *place, f"output={tmp_path / 'shards'}", "slurm.folder=record", *words)
+
+    slurm.wait(lambda: not slurm.call("squeue", "-h"), what="three arrays")
+    assert nemo_ext("status", "record").count("finished") == 6
+    run(compose("curate", [f"input={tmp_path / 'raw.jsonl'}", f"output={tmp_path / 'one'}", *words]))
+    files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one" / "documents").rglob("*.zst"))
+    assert len(files) > 3
+    for file in files:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "shards" / file).read_bytes()
