@@ -34,7 +34,7 @@ def only_run_in(directory: Path, key: str = "run_dir", *, wait: float = 0.0) -> 
 def write_text(path: Path, text: str) -> None:
     """Writes a file under a temporary name and renames it, so that no reader sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = unfinished(path)
     temporary.write_text(text)
     temporary.replace(path)
 

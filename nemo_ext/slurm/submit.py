@@ -73,6 +73,17 @@ class Submission:
             return [shard_record(self.base, number) for number in range(self.shards)]
         return [record_of(self.settings.job, config, self.settings) for config in self.configs]
 
+    @property
+    def every_round(self) -> "list[Submission]":
+        """A submission for each round; the last has the record of the whole."""
+        own = [word for word in self.words if not word.startswith("slurm.folder=")]
+        earlier = []
+        for number in range(1, self.rounds):
+            base = self.base / ROUNDS / str(number)
+            words = (*own, f"slurm.folder={hydra_value(str(base))}")
+            earlier.append(replace(self, base=base, words=words, rounds=1))
+        return [*earlier, replace(self, rounds=1)]
+
     def command(self) -> list[str]:
         """The whole sbatch command."""
         settings, job = self.settings, self.settings.job
@@ -224,7 +235,8 @@ def _checked_here(submission: Submission, found: list[Finding]) -> list[Finding]
     if syntax.returncode:
         found.append(Finding("error", f"bash -n {script}: {syntax.stderr.strip()}"))
     if not errors(found):
-        jobs = {record: job for record in submission.records if (job := job_of(record))}
+        records = [record for each in submission.every_round for record in each.records]
+        jobs = {record: job for record in records if (job := job_of(record))}
         queue = queued() if jobs else {}
         for record, job in jobs.items():
             if job in queue:
@@ -272,18 +284,25 @@ def tell(console: Console, submission: Submission, found: Sequence[Finding]) -> 
 
 
 def hand_over(submission: Submission) -> str:
-    """Submit to Slurm and return the job id, which is also written beside the record of starts.
+    """Submit to Slurm, in as many arrays as there are rounds, and return the id of the last.
 
     Raises:
-        ValueError: if Slurm refuses the job.
+        ValueError: if Slurm refuses one; those before it are cancelled.
     """
-    if submission.rounds > 1:  # the last one has the record of the whole
-        own, record = [word for word in submission.words if not word.startswith("slurm.folder=")], submission.base
-        for number in range(1, submission.rounds):
-            base = record / ROUNDS / str(number)
-            words = (*own, f"slurm.folder={hydra_value(str(base))}")
-            job = hand_over(replace(submission, base=base, words=words, rounds=1))
-            submission = replace(submission, after=(job,))
+    jobs: list[str] = []
+    for each in submission.every_round:
+        try:
+            jobs.append(_hand_over(replace(each, after=(jobs[-1],)) if jobs else each))
+        except ValueError as error:
+            if jobs:
+                call(["scancel", *reversed(jobs)])
+                raise ValueError(f"{error} (jobs {', '.join(jobs)} before it were cancelled)") from error
+            raise
+    return jobs[-1]
+
+
+def _hand_over(submission: Submission) -> str:
+    """Submit one job and return its id, which is also written beside the record of starts."""
     (submission.base / attempts.FOLDER).mkdir(parents=True, exist_ok=True)
     # Ctrl-C waits until the queued job is recorded.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -11,7 +11,7 @@ import orjson
 import zstandard
 from datatrove.data import Document
 
-from nemo_ext.data.text.documents import Part, ReadReport, Source
+from nemo_ext.data.text.documents import Part, ReadReport, Source, encodable
 from nemo_ext.data.text.user_files import RecordSource
 from nemo_ext.job.files import complete_file
 
@@ -24,18 +24,10 @@ def documents(source: Source, parts: Sequence[Part], stream: str, report: ReadRe
     """Documents of some parts of a source, with what else their records hold as metadata, and `source`.
 
     Empty and unencodable ones are only counted. A record's own `id` is kept; its `text` is kept as `text_` if another
-    key holds the text.
+    key holds the text. Numbers that JSON does not have (NaN) become null.
     """
     for part in parts:
-        for document in _read(source, part, stream, report):
-            try:
-                document.text.encode()
-            except UnicodeEncodeError as error:
-                report.skip("malformed", f"{document.id}: {error.reason} at character {error.start}")
-                continue
-            if document.text.isspace() or not document.text:
-                report.skip("empty", document.id)
-                continue
+        for document, _ in encodable(_read(source, part, stream, report), report):
             yield document
 
 
@@ -50,15 +42,26 @@ def _read(source: Source, part: Part, stream: str, report: ReadReport) -> Iterat
             continue
         about = {key: value for key, value in record.items() if key != source.text_key}
         own = about.pop("id", None)
-        if "text" in about:
-            about["text_"] = about.pop("text")
+        _make_room(about, "text")
         name = f"{stream}/{part.name}:{number}" if own is None else str(own)
         yield Document(text=text, id=name, metadata={"source": stream, **about})
 
 
+def _make_room(about: dict[str, Any], key: str) -> None:
+    """Give a record's own value of a key that we need another name."""
+    if key in about:
+        other = f"{key}_"
+        while other in about:
+            other += "_"
+        about[other] = about.pop(key)
+
+
 def line_of(document: Document, **more: Any) -> bytes:
-    """A document as a line of JSON."""
-    record = {"id": document.id, "text": document.text, **document.metadata, **more}
+    """A document as a line of JSON, with more keys, for which a record's own make room."""
+    about = dict(document.metadata)
+    for key in more:
+        _make_room(about, key)
+    record = {"id": document.id, "text": document.text, **about, **more}
     try:
         return orjson.dumps(record, default=str, option=orjson.OPT_APPEND_NEWLINE)
     except TypeError:  # numbers beyond 64 bits, half characters
@@ -81,6 +84,10 @@ def read_lines(path: Path) -> Iterator[Document]:
         raise ValueError(f"{path} cannot be read ({error}): remove its folder and run again") from error
 
 
+MOST_FILES = 200
+"""Files that a unit may be divided into."""
+
+
 class Writer:
     """Compressed files of documents, which get their names together at the end; the same documents, the same bytes."""
 
@@ -91,6 +98,10 @@ class Writer:
     def write(self, path: Path, line: bytes) -> None:
         """Write a line of JSON to one of the files."""
         if (file := self._open.get(path)) is None:
+            if len(self._open) == MOST_FILES:
+                raise ValueError(
+                    f"curate.divide: more than {MOST_FILES} folders for one unit: choose keys of fewer values"
+                )
             path.parent.mkdir(parents=True, exist_ok=True)
             raw = self._stack.enter_context(complete_file(path))
             compressed = zstandard.ZstdCompressor(level=_LEVEL).stream_writer(raw, closefd=False)

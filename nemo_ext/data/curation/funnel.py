@@ -53,6 +53,7 @@ class Through:
         """Count a document that leaves."""
         own = self.dropped.setdefault(reason, Reason())
         own.amount.add(amount)
+        document, detail = (text.encode(errors="replace").decode() for text in (document, detail))
         entry = (digest(0, document, detail), document, detail)
         if len(own.examples) < EXAMPLES:
             heapq.heappush(own.examples, _turned(entry))

@@ -28,8 +28,8 @@ from nemo_ext.data.curation.passes import (
     write_units,
 )
 from nemo_ext.data.curation.settings import Plan, read_plan
-from nemo_ext.data.curation.stages.buckets import BUCKET, Buckets
-from nemo_ext.job.files import write_text
+from nemo_ext.data.curation.stages.buckets import Buckets
+from nemo_ext.job.files import only_run_in, write_text
 from nemo_ext.job.made_of import differing, note, told
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.report import write_page
@@ -39,6 +39,8 @@ from nemo_ext.job.workers import in_workers
 RESULTS = "funnel.json"
 STREAMS = Path("conf", "data", "curated.yaml")
 """The streams as a data file, for `--config-dir=OUTPUT/conf data=curated`."""
+SLURM = "slurm"
+"""Folder of the record of a job's starts, which `slurm.folder` may put into the output."""
 _LOCK = ".lock"
 
 
@@ -53,12 +55,34 @@ def check(config: Mapping[str, Any], *, files: bool = True) -> Plan:
         ValueError: a setting is wrong, or a file or library that a stage needs is missing.
     """
     plan = read_plan(config)
-    for name, stage in plan.stages.items() if files else ():
+    if not files:
+        return plan
+    for name, stage in plan.stages.items():
         try:
             stage.check()
         except ValueError as error:
             raise ValueError(f"curate.blocks.{name}: {error}") from error
+    for name, source in plan.streams.items():
+        try:
+            source.check()
+        except ValueError as error:
+            raise ValueError(f"stream {name!r}: {error}") from error
+    _check_folder(plan, _made_of(plan))
     return plan
+
+
+def _check_folder(plan: Plan, made_of: Mapping[str, Any]) -> None:
+    """Raises ValueError if the output's folder has something else in it."""
+    folder, record = plan.settings.folder, _record(plan)
+    if record.exists() and (changed := differing(json.loads(record.read_text()), made_of)):
+        raise ValueError(f"output={folder}: was begun otherwise ({told(changed)}): choose another folder")
+    others = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    if not record.exists() and set(others) - {plan.settings.own.name, SLURM}:
+        raise ValueError(f"output={folder}: has files that were not made here: choose another folder")
+
+
+def _record(plan: Plan) -> Path:
+    return plan.settings.own / "settings.json"
 
 
 def run(config: Mapping[str, Any]) -> None:
@@ -69,8 +93,14 @@ def run(config: Mapping[str, Any]) -> None:
         RuntimeError: a worker process died.
     """
     plan = check(config)
-    settings, passes = plan.settings, passes_of(plan.stages)
     units = _begin(plan)
+    number, count = plan.settings.part
+    with only_run_in(plan.settings.own / f"shard_{number}_of_{count}", "shard"):
+        _run(config, plan, units)
+
+
+def _run(config: Mapping[str, Any], plan: Plan, units: Sequence[Unit]) -> None:
+    settings, passes = plan.settings, passes_of(plan.stages)
     if (settings.folder / RESULTS).exists():
         notice(f"{settings.folder}: is there already: {(settings.folder / REPORT).with_suffix('.html')}")
         return
@@ -85,6 +115,8 @@ def run(config: Mapping[str, Any]) -> None:
             )
             return
         with FileLock(settings.own / _LOCK):
+            if not each.number:
+                _check_folder(plan, _made_of(plan))  # the input may have changed while it was read
             decide(work, units)
             if each.number:  # what the pass before made is needed no more
                 _remove(Work(as_json, each.number - 1), units)
@@ -95,17 +127,11 @@ def run(config: Mapping[str, Any]) -> None:
 
 def _begin(plan: Plan) -> list[Unit]:
     """The units of the input, cut by the first process that comes."""
-    settings = plan.settings
-    for source in plan.streams.values():
-        source.check()
+    settings, made_of = plan.settings, _made_of(plan)
     settings.own.mkdir(parents=True, exist_ok=True)
-    record, made_of = settings.own / "settings.json", _made_of(plan)
     with FileLock(settings.own / _LOCK):
-        if record.exists() and (changed := differing(json.loads(record.read_text()), made_of)):
-            raise ValueError(f"output={settings.folder}: was begun otherwise ({told(changed)}): choose another folder")
-        if not record.exists() and any(path.name != settings.own.name for path in settings.folder.iterdir()):
-            raise ValueError(f"output={settings.folder}: has files that were not made here: choose another folder")
-        note(record, made_of)
+        _check_folder(plan, made_of)
+        note(_record(plan), made_of)
         units = read_units(settings.own)
         if units is None:
             notice("looking through the input")
@@ -138,12 +164,8 @@ def _named(this: Pass, passes: Sequence[Pass]) -> str:
 
 def _remove(work: Work, units: Sequence[Unit]) -> None:
     for unit in units:
-        for file in (
-            work.documents_file(unit.number),
-            work.verdicts_file(unit.number),
-            *work.folder.glob(f"{unit.number:06d}.[ve]*"),
-        ):
-            file.unlink(missing_ok=True)
+        for file in (work.documents_file, work.values_file, work.ends_file, work.verdicts_file):
+            file(unit.number).unlink(missing_ok=True)
 
 
 def _finish(plan: Plan, last: Work, units: Sequence[Unit]) -> None:
@@ -169,13 +191,13 @@ def _finish(plan: Plan, last: Work, units: Sequence[Unit]) -> None:
     write_text(folder / REPORT, report.markdown(about, counts, list(plan.stages)))
     page = write_page(folder / REPORT)
     write_text(folder / RESULTS, json.dumps({name: own.as_json() for name, own in counts.items()}, indent=1) + "\n")
-    first, left = Amount(), Amount()
+    first, kept = Amount(), Amount()
     for own in counts.values():
         first.add(own.of(READ).kept)
-        for amount in own.written.values():
-            left.add(amount)
+        for written in own.written.values():
+            kept.add(written)
     print(
-        f"{left.documents:,} of {first.documents:,} documents are left, {left.bytes / 1e6:,.1f} of "
+        f"{kept.documents:,} of {first.documents:,} documents are left, {kept.bytes / 1e6:,.1f} of "
         f"{first.bytes / 1e6:,.1f} MB: {page}"
     )
 
@@ -200,15 +222,15 @@ def _check_sums(stream: str, counts: Counts, names: Sequence[str]) -> None:
 def _data_file(plan: Plan, counts: Mapping[str, Counts]) -> str:
     """The output's streams, weighted by their bytes and their buckets' rates, as a file of `hydra_conf/data`."""
     folder = plan.settings.folder.absolute()
-    buckets = next((stage for stage in plan.stages.values() if isinstance(stage, Buckets)), None)
+    made = (stage for stage in plan.stages.values() if isinstance(stage, Buckets) and stage.rate is not None)
+    buckets = next(made, None)
     streams: list[dict[str, Any]] = []
     for own in counts.values():
         for place, amount in own.written.items():
-            bucketed = buckets is not None and plan.curate.divide[-1:] == (BUCKET,)
-            rate = buckets.rates()[int(place.rpartition("/")[2])] if buckets is not None and bucketed else 1.0
+            rate = buckets.rates()[int(place.rpartition("/")[2])] if buckets is not None else 1.0
             path = f"{folder / DOCUMENTS / place}/*{SUFFIX}"
             source = {"kind": "jsonl", "path": path, "deduplicate": False}
-            streams.append({"name": place.replace("/", "_"), "weight": round(amount.bytes * rate), "source": source})
+            streams.append({"name": place.replace("/", "."), "weight": round(amount.bytes * rate), "source": source})
     data = {"directory": str(folder / "tokens"), "streams": streams}
     heading = "# @package _global_\n# What `nemo-ext curate` wrote; weights are bytes"
     heading += ", times the rates of the buckets.\n" if buckets is not None else ".\n"

@@ -6,11 +6,13 @@ does not change a byte.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from datatrove.data import Document
@@ -18,13 +20,13 @@ from datatrove.data import Document
 from nemo_ext.data.curation.documents import SUFFIX, documents, line_of, read_lines, writer
 from nemo_ext.data.curation.funnel import Amount, Counts
 from nemo_ext.data.curation.settings import Plan, read_plan
-from nemo_ext.data.curation.stage import Barrier, Features, Judge, Stage
+from nemo_ext.data.curation.stage import Barrier, Features, Judge, Stage, shown
 from nemo_ext.data.sft.filters.base import Drop
 from nemo_ext.data.text.documents import Part, ReadReport
 from nemo_ext.data.text.shards import cut
 from nemo_ext.data.text.tokenizers import Tokenizer, load_tokenizer, named_tokenizer
 from nemo_ext.data.text.user_files import value_at
-from nemo_ext.job.files import complete_file, write_text
+from nemo_ext.job.files import complete_file, publish, unfinished, write_text
 from nemo_ext.job.seeds import uniform
 
 READ = "read"
@@ -32,7 +34,12 @@ DOCUMENTS = "documents"
 """Folder of the output."""
 SAMPLE = 0.01
 """Share of the dropped documents that `keep_dropped=sample` keeps."""
+DECIDED = "decided"
+"""File in a pass's folder that says that its barrier has decided."""
 _UNITS = "units.json"
+_NOT_IN_NAMES = re.compile("[^A-Za-z0-9_-]")
+_LONGEST = 100
+"""Characters of a folder's name."""
 _MANY = 1 << 62
 
 
@@ -132,14 +139,24 @@ class Work:
 
     def features(self, unit: int) -> Features:
         """What the barrier noted of a unit that is done."""
-        values, ends = self.folder / f"{unit:06d}.values", self.folder / f"{unit:06d}.ends.npy"
+        path = self.values_file(unit)
         try:
-            found = Features(_mapped(values, np.uint64), np.load(ends))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{ends} is damaged ({error}): remove {self.folder.parent} and run again") from error
-        if len(found.values) != found.ends[-1]:
-            raise ValueError(f"{values} is damaged: remove {self.folder.parent} and run again")
+            ends = np.load(self.ends_file(unit), mmap_mode="r")
+            found = Features(path, int(ends[-1]), len(ends) - 1)
+            sound = path.stat().st_size == 8 * found.number
+        except (ValueError, FileNotFoundError) as error:
+            raise ValueError(f"{path} is damaged ({error}): remove {self.folder.parent} and run again") from error
+        if not sound:
+            raise ValueError(f"{path} is damaged: remove {self.folder.parent} and run again")
         return found
+
+    def values_file(self, unit: int) -> Path:
+        """File of the values that the barrier noted of a unit."""
+        return self.folder / f"{unit:06d}.values"
+
+    def ends_file(self, unit: int) -> Path:
+        """File of the places where the values of each document end."""
+        return self.folder / f"{unit:06d}.ends.npy"
 
     def verdicts_file(self, unit: int) -> Path:
         """File of the barrier's decisions on a unit."""
@@ -166,10 +183,6 @@ def _counter(config: str) -> Callable[[str], int]:
     return lambda text: len(tokenizer.encode([text])[0])
 
 
-def _mapped(path: Path, kind: type[np.uint64] | type[np.uint8]) -> Any:
-    return np.memmap(path, dtype=kind, mode="r") if path.stat().st_size else np.empty(0, dtype=kind)
-
-
 def decide(work: Work, units: Sequence[Unit]) -> None:
     """Let a pass's barrier decide, when all units are done.
 
@@ -179,24 +192,26 @@ def decide(work: Work, units: Sequence[Unit]) -> None:
     this = passes_of(work.plan.stages)[work.number]
     if work.number == 0:
         check_read(work, units)
-    if this.end is None or (work.folder / this.end).exists():
+    if this.end is None or (work.folder / DECIDED).exists():
         return
     barrier = work.plan.stages[this.end]
     assert isinstance(barrier, Barrier)
     features = [work.features(unit.number) for unit in units]
-    sizes = [len(each.values) if barrier.verdict_of_values else len(each.ends) - 1 for each in features]
-    verdicts = []
-    for unit, size in zip(units, sizes, strict=True):
-        unnamed = work.verdicts_file(unit.number)
-        unnamed.unlink(missing_ok=True)
-        with open(unnamed, "wb") as file:
-            file.truncate(size)
-        verdicts.append(np.memmap(unnamed, dtype=np.uint8, mode="r+") if size else np.empty(0, np.uint8))
-    barrier.decide(features, verdicts, work.plan.curate.memory)
-    for verdict in verdicts:
-        if isinstance(verdict, np.memmap):
-            verdict.flush()
-    write_text(work.folder / this.end, "")
+    files = [work.verdicts_file(unit.number) for unit in units]
+    for file, each in zip(files, features, strict=True):
+        with open(unfinished(file), "wb") as out:
+            out.truncate(each.number if barrier.verdict_of_values else each.documents)
+
+    def mark(unit: int, places: Any, values: Any) -> None:
+        if unfinished(files[unit]).stat().st_size:
+            verdicts = np.memmap(unfinished(files[unit]), dtype=np.uint8, mode="r+")
+            verdicts[places] = values
+            verdicts.flush()
+
+    barrier.decide(features, mark, work.plan.curate.memory)
+    for file in files:
+        publish(unfinished(file), file)
+    write_text(work.folder / DECIDED, "")
 
 
 def check_read(work: Work, units: Sequence[Unit]) -> None:
@@ -298,48 +313,49 @@ def _documents(
     begin = passes_of(work.plan.stages)[work.number].begin
     barrier = work.plan.stages[begin or ""]
     assert isinstance(barrier, Barrier)
-    features, verdicts = before.features(unit.number), _mapped(before.verdicts_file(unit.number), np.uint8)
-    expected, path = len(features.ends) - 1, before.documents_file(unit.number)
+    path, damaged = before.documents_file(unit.number), f"remove {before.folder.parent} and run again"
+    try:
+        ends = np.load(before.ends_file(unit.number))
+        verdicts = np.fromfile(before.verdicts_file(unit.number), dtype=np.uint8)
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"{path}: what was decided on it is not there ({error}): {damaged}") from error
+    expected = len(ends) - 1
+    if len(verdicts) != (ends[-1] if barrier.verdict_of_values else expected):
+        raise ValueError(f"{before.verdicts_file(unit.number)} is damaged: {damaged}")
     number = 0
     for document in read_lines(path) if expected else ():
         if number == expected:
-            raise ValueError(f"{path}: more than the {expected:,} documents that were counted: remove {work.folder}")
-        start, end = features.ends[number], features.ends[number + 1]
+            raise ValueError(f"{path}: more than the {expected:,} documents that were counted: {damaged}")
+        start, end = ends[number], ends[number + 1]
         mine = verdicts[start:end] if barrier.verdict_of_values else verdicts[number : number + 1]
         yield document, partial(barrier.apply, verdicts=mine)
         number += 1
     if number < expected:
-        raise ValueError(
-            f"{path}: {number:,} documents, but {expected:,} were counted: remove {before.folder} and run again"
-        )
+        raise ValueError(f"{path}: {number:,} documents, but {expected:,} were counted: {damaged}")
 
 
-class _noted:
-    """Files of the features of a unit's documents, which get their names at the end."""
-
-    def __init__(self, work: Work, unit: Unit) -> None:
-        self._work, self._unit = work, unit
-        self._ends = [0]
-
-    def __enter__(self) -> Callable[[Any], None]:
-        self._file = complete_file(self._work.folder / f"{self._unit.number:06d}.values")
-        out: IO[bytes] = self._file.__enter__()
+@contextmanager
+def _noted(work: Work, unit: Unit) -> Iterator[Callable[[Any], None]]:
+    """A function that notes the features of a document, into files that get their names at the end."""
+    ends = [0]
+    with complete_file(work.values_file(unit.number)) as file:
 
         def note(values: Any) -> None:
-            out.write(values.tobytes())
-            self._ends.append(self._ends[-1] + len(values))
+            file.write(values.tobytes())
+            ends.append(ends[-1] + len(values))
 
-        return note
-
-    def __exit__(self, *error: Any) -> None:
-        self._file.__exit__(*error)
-        if error[0] is None:
-            with complete_file(self._work.folder / f"{self._unit.number:06d}.ends.npy") as file:
-                np.save(file, np.array(self._ends, dtype=np.int64))
+        yield note
+    with complete_file(work.ends_file(unit.number)) as file:
+        np.save(file, np.array(ends, dtype=np.int64))
 
 
 def _place(plan: Plan, unit: Unit, document: Document) -> str:
     """Folder of the output that a document belongs in."""
     values = [str(value_at(document.metadata, key)) for key in plan.curate.divide]
-    names = ["".join(c if c.isalnum() or c in "-_." else "_" for c in value).strip(".") or "_" for value in values]
+    for key, value in zip(plan.curate.divide, values, strict=True):
+        if len(value) > _LONGEST:
+            raise ValueError(
+                f"curate.divide: {key} of {document.id} is too long for a folder's name: {shown(value)}..."
+            )
+    names = [_NOT_IN_NAMES.sub("_", value) or "_" for value in values]
     return "/".join([unit.stream, *names])

@@ -1,6 +1,7 @@
 """Checked settings of `nemo-ext curate`, and the kinds of stages."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from nemo_ext.data.curation.stage import Stage
 from nemo_ext.data.curation.stages.addresses import Listed
-from nemo_ext.data.curation.stages.buckets import Buckets
+from nemo_ext.data.curation.stages.buckets import BUCKET, Buckets
 from nemo_ext.data.curation.stages.duplicates import NearDuplicates, SameParagraphs, SamePassages, SameText, SameUrl
 from nemo_ext.data.curation.stages.languages import Language
 from nemo_ext.data.curation.stages.models import Classifier, Decontamination, Perplexity
@@ -22,6 +23,7 @@ from nemo_ext.job.run_directory import OWN
 from nemo_ext.job.settings import STRICT, Count, StringsOrNone, checked, nearest
 from nemo_ext.job.workers import usable_cores
 
+_NAME = re.compile("[A-Za-z0-9][A-Za-z0-9_-]*")
 KINDS: dict[str, type[Stage]] = {
     **RULES,
     **{
@@ -131,11 +133,19 @@ def read_plan(config: Mapping[str, Any]) -> Plan:
     curate = checked(Curate, config["curate"], where="curate")
     if len(set(curate.stages)) < len(curate.stages):
         raise ValueError("curate.stages: names a stage twice: give it a second block under another name")
-    stages = {}
+    stages = dict[str, Stage]()
     for name in curate.stages:
+        if not _NAME.fullmatch(name) or name == "read":
+            raise ValueError(f"curate.stages: {name!r} cannot be a name: write letters, digits, - and _, but not read")
         if name not in curate.blocks:
             raise ValueError(f"curate.stages: {name!r}: {nearest(name, curate.blocks)}")
         stages[name] = _stage(name, curate.blocks[name])
+    buckets = {name: stage for name, stage in stages.items() if isinstance(stage, Buckets)}
+    if len(buckets) > 1:
+        raise ValueError(f"curate.stages: {' and '.join(buckets)} both make buckets: leave one out")
+    for name, bucket in buckets.items():
+        if bucket.rate is not None and curate.divide[-1:] != (BUCKET,):
+            raise ValueError(f"curate.blocks.{name}.rate: wants a stream of each bucket: 'curate.divide=[{BUCKET}]'")
     given = {**config, "tokenizer": None, "validation_share": None, "workers": None}
     found = sources_of(given, settings.folder, own=settings.own / "text")
     streams = {name: source for name, (source, _) in found.items()}

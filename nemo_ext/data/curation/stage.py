@@ -4,10 +4,10 @@ A `Stage` looks at one document at a time. A `Barrier` needs all of them: it not
 when all are there, and applies what was decided in the next pass over them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -46,17 +46,31 @@ class Stage:
         raise NotImplementedError
 
 
+Mark = Callable[[int, npt.NDArray[np.int64] | slice, npt.NDArray[np.uint8] | int], None]
+"""Sets verdicts: number of the unit, places, and the verdicts; all are 0 at first."""
+_BLOCK = 1 << 22
+
+
 @dataclass(frozen=True)
 class Features:
-    """What a barrier noted of the documents of a unit.
+    """What a barrier noted of the documents of a unit, in a file.
 
     Attributes:
-        values: [values] of all documents, one after the other.
-        ends: [documents + 1] where each document's begin; the last is the number of values.
+        path: file of the values of all documents, one after the other.
+        number: number of values.
+        documents: number of documents.
     """
 
-    values: Values
-    ends: npt.NDArray[np.int64]
+    path: Path
+    number: int
+    documents: int
+
+    def blocks(self, width: int = 1) -> Iterator[Values]:
+        """The values in blocks of some MB, as rows of so many: [rows, width]."""
+        step = max(1, _BLOCK // width) * width
+        with open(self.path, "rb") as file:
+            while len(values := np.fromfile(file, dtype=np.uint64, count=step)):
+                yield values.reshape(-1, width)
 
 
 class Barrier(Stage):
@@ -69,12 +83,12 @@ class Barrier(Stage):
         """A function that gives the features of a document, made once in each process."""
         raise NotImplementedError
 
-    def decide(self, units: Sequence[Features], verdicts: Sequence[Verdicts], memory: int) -> None:
+    def decide(self, units: Sequence[Features], mark: Mark, memory: int) -> None:
         """Decide on all documents.
 
         Args:
             units: features of every unit, in order.
-            verdicts: arrays of zeros to fill, one for each unit.
+            mark: function that sets verdicts.
             memory: bytes that may be used, about.
         """
         raise NotImplementedError
@@ -106,9 +120,3 @@ def language_of(document: Document) -> str | None:
 def shown(text: str, length: int = 100) -> str:
     """The beginning of a text, in one line."""
     return " ".join(text[: 2 * length].split())[:length]
-
-
-def by_language(settings: Mapping[str, Any], language: str | None) -> Mapping[str, Any]:
-    """Settings for a language: those of `by_language` before the others."""
-    own = settings.get("by_language") or {}
-    return {**{key: value for key, value in settings.items() if key != "by_language"}, **own.get(language or "", {})}

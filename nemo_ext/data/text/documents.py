@@ -9,10 +9,10 @@ Records that do not become a document are counted with a reason in a `ReadReport
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from pydantic import PositiveInt
 
@@ -178,9 +178,22 @@ class Admission:
         return True
 
 
+class _WithText(Protocol):
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def text(self) -> str: ...
+
+
 def readable(source: Source, part: Part, report: ReadReport) -> Iterator[tuple[Document, bytes]]:
     """Yield the documents of a part with their UTF-8 bytes; blank and unencodable ones are only counted."""
-    for document in source.read(part, report):
+    return encodable(source.read(part, report), report)
+
+
+def encodable[D: _WithText](documents: Iterable[D], report: ReadReport) -> Iterator[tuple[D, bytes]]:
+    """Yield documents, of any kind, with their UTF-8 bytes; blank and unencodable ones are only counted."""
+    for document in documents:
         try:
             data = document.text.encode()
         except UnicodeEncodeError as error:

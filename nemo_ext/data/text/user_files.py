@@ -125,6 +125,8 @@ class JsonlSource(RecordSource):
                         yield number, record
                 if part.stop and position >= part.stop:
                     return
+        if part.size and position < part.stop:
+            raise ValueError(f"{part.path}: is shorter than it was: it changed during the work; begin again")
 
     def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
         for number, record in self.records(part, report):
@@ -198,7 +200,7 @@ class ParquetSource(RecordSource):
                         else:
                             yield number, row
                         number += 1
-        except (OSError, pyarrow.ArrowInvalid) as error:
+        except (OSError, OverflowError, pyarrow.ArrowInvalid) as error:
             raise ValueError(f"{part.path}: cannot be read to its end ({error}): copy or make it again") from error
 
 

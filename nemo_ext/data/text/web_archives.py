@@ -18,7 +18,7 @@ class WarcSource(Source):
     """Pages of WARC files (`response` records of HTML or plain text) and texts of WET files (`conversion` records).
 
     A document's id is its record's; `about` has its `url` and `date`. Other records are counted by their type, pages
-    without a main text as `no text`, and records whose bytes are damaged as malformed.
+    without a main text as `no text`.
 
     path: Paths and globs of .warc, .wet, and the same with .gz.
     precise: Whether trafilatura favours precision, as FineWeb does, over recall.
@@ -86,7 +86,7 @@ class WarcSource(Source):
 def _page(data: bytes, *, precise: bool) -> str | None:
     from trafilatura import extract
 
-    text: str | None = extract(data, favor_precision=precise, include_comments=False, deduplicate=True)
+    text: str | None = extract(data, favor_precision=precise, include_comments=False)
     return text
 
 

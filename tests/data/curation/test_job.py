@@ -3,16 +3,19 @@
 import gzip
 import json
 import os
+import resource
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 
 from nemo_ext.data.curation.classifier import load_scorer
 from nemo_ext.data.curation.training import run as train_classifier
 from nemo_ext.data.streams import blend_to_tokenize
+from nemo_ext.data.text.user_files import JsonlSource
 from nemo_ext.data.tokenize import tokenize_blend
 from nemo_ext.job.config import compose
 
@@ -69,13 +72,18 @@ def test_broken_files_are_one_line(tmp_path: Path, curate: Curate, content: byte
         ({"listed": "{domains: /nowhere}"}, (), "no such file: /nowhere"),
         ({"buckets": "{key: quality}"}, (), "a stage before must score documents"),
         (LENGTH, ("shard=2/2",), "there are shards 0/2 to 1/2"),
+        ({"read": "{kind: length}"}, (), "'read' cannot be a name"),
+        ({"a": "{kind: buckets}", "b": "{kind: buckets}"}, (), "a and b both make buckets"),
+        ({"buckets": "{rate: 1}"}, (), "wants a stream of each bucket"),
+        (LENGTH, ("curate.divide=[long]",), "long of text/raw.jsonl:1 is too long"),
+        (LENGTH, ("streams=[{name: web, weight: 1, source: {kind: jsonl, path: /nowhere.jsonl}}]",), "exclude"),
     ],
 )
 def test_mistakes_are_named(
     write: Write, curate: Curate, stages: dict[str, str], words: tuple[str, ...], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        curate(write([{"text": "a text"}]), stages, *words)
+        curate(write([{"text": "a text", "long": "x" * 200}]), stages, *words)
 
 
 def test_a_second_run_does_nothing_and_other_settings_are_refused(
@@ -98,19 +106,69 @@ def test_a_second_run_does_nothing_and_other_settings_are_refused(
         curate(source, LENGTH, name="mine")
 
 
-def test_a_file_that_is_short_stops_the_job(tmp_path: Path, write: Write, curate: Curate, lines: Lines) -> None:
-    source = write([{"text": f"text {number}"} for number in range(50)])
-    stages = {"same": "{kind: same_text}", "buckets": "{kind: buckets, key: nothing}"}
-    with pytest.raises(ValueError, match="must score documents"):
-        curate(source, stages)
-    middle = tmp_path / "out" / ".job" / "0" / "000000.jsonl.zst"
-    whole = lines(middle.parent)
-    assert len(whole) == 50
-    import zstandard
+@pytest.mark.parametrize("file", ["000000.jsonl.zst", "000000.values", "000000.verdicts", "000000.ends.npy"])
+@pytest.mark.parametrize("short", [True, False])
+def test_a_file_that_is_short_or_gone_stops_the_job(
+    tmp_path: Path, write: Write, curate: Curate, lines: Lines, file: str, short: bool
+) -> None:
+    source = write([{"text": f"text {number % 70}"} for number in range(100)])
+    stages, words = {"same": "{kind: same_text}"}, ("curate.unit=1000",)
+    curate(source, stages, *words, "shard=0/2")
+    if file != "000000.values":  # which the decision reads, the others are of the pass after it
+        curate(source, stages, *words, "shard=1/2")
+    middle = tmp_path / "out" / ".job" / "0" / file
+    if not short:
+        middle.unlink()
+    elif file.endswith(".zst"):
+        whole = list(lines(middle.parent))[:20]
+        middle.write_bytes(zstandard.compress(b"".join(json.dumps(line).encode() + b"\n" for line in whole)))
+    else:
+        middle.write_bytes(middle.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"damaged|20 documents, but \d+|is not there|cannot be read"):
+        curate(source, stages, *words)
 
-    middle.write_bytes(zstandard.compress(b"".join(json.dumps(line).encode() + b"\n" for line in whole[:40])))
-    with pytest.raises(ValueError, match=r"must score documents|40 documents, but 50 were counted"):
-        curate(source, stages)
+
+def test_input_that_changes_during_the_work_is_an_error(tmp_path: Path, write: Write, curate: Curate) -> None:
+    source = write([{"text": f"text {number}"} for number in range(1000)])
+    curate(source, LENGTH, "curate.unit=5000", "shard=0/2")
+    own = tmp_path / "out" / ".job"
+    before = source.stat()
+    with open(source, "r+b") as file:
+        file.truncate(before.st_size // 2)
+    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
+    record = json.loads((own / "settings.json").read_text())
+    (digest,) = (stream["files"] for stream in record["streams"].values())
+    now = JsonlSource(path=(str(source),)).fingerprint([("raw.jsonl", source)])
+    (own / "settings.json").write_text(json.dumps(record).replace(digest, now))
+    with pytest.raises(ValueError, match="it changed during the work"):
+        curate(source, LENGTH, "curate.unit=5000", "shard=1/2")
+
+
+def test_odd_records_neither_stop_the_job_nor_go_unsaid(tmp_path: Path, write: Write, curate: Curate) -> None:
+    (tmp_path / "domains").write_text("bad.com\n")
+    odd = [
+        {"id": "\ud83dx", "text": "ab"},
+        {"text": "no address", "url": "http://[bad"},
+        {"text": "no address", "url": "http://[::1/x?y"},
+        {"text": "no words", "url": "x" * 100_000},
+        {"text": "kept", "url": "https://good.com", "dropped": "mine", "text_": "too"},
+    ]
+    out = curate(write(odd), {"lists": f"{{kind: listed, domains: {tmp_path / 'domains'}}}", **LENGTH})
+    (own,) = json.loads((out / "funnel.json").read_text()).values()
+    assert own["stages"]["length"]["dropped"]["too-short"]["amount"]["documents"] == 1
+    assert own["stages"]["length"]["kept"]["documents"] == 4
+
+
+def test_many_units_do_not_take_many_files(tmp_path: Path, write: Write, curate: Curate, lines: Lines) -> None:
+    source = write([{"text": f"text {number % 200}"} for number in range(400)])
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 30, before[1]))
+    try:
+        stages = {"same": "{kind: same_text}", "near": "{kind: near_duplicates, threshold: 0.8}"}
+        out = curate(source, stages, "curate.unit=60")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert len(lines(out / "documents")) == 200
 
 
 def test_languages_and_streams_become_folders_that_tokenize_reads(tmp_path: Path, write: Write, curate: Curate) -> None:
@@ -121,11 +179,11 @@ def test_languages_and_streams_become_folders_that_tokenize_reads(tmp_path: Path
     streams = ", ".join(f"{{name: {name}, weight: 1, source: {source}}}" for name, source in sources.items())
     out = curate(Path("null"), LENGTH, "input=null", f"streams=[{streams}]", "curate.divide=[lang]")
     assert sorted(str(path.relative_to(out / "documents")) for path in (out / "documents").glob("*/*")) == [
-        *("web/a_", "web/en", "wiki/a_", "wiki/en")
+        *("web/a___", "web/en", "wiki/a___", "wiki/en")
     ]
     config = compose("tokenize", [f"--config-dir={out / 'conf'}", "data=curated", "workers=1", "tokenizer=byte"])
     tokenize_blend(blend_to_tokenize(config))
-    assert (out / "tokens" / "web_en_train.idx").exists()
+    assert (out / "tokens" / "web.en_train.idx").exists()
 
 
 def test_web_archives_give_pages_with_their_address(tmp_path: Path, curate: Curate, lines: Lines) -> None:

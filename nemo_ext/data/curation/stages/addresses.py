@@ -91,7 +91,10 @@ def _entries(paths: tuple[str, ...]) -> Iterator[str]:
 
 def _plain(url: str) -> str:
     """An address without what does not matter to which page it is."""
-    parts = urlsplit(url if "://" in url else f"//{url}")
+    try:
+        parts = urlsplit(url if "://" in url else f"//{url}")
+    except ValueError:  # crawls have such
+        return url.lower()
     host = (parts.netloc.rpartition("@")[2]).lower().removeprefix("www.")
     query = f"?{parts.query}" if parts.query else ""
     return f"{host}{parts.path.rstrip('/')}{query}"
@@ -119,6 +122,13 @@ def _robots(paths: tuple[str, ...]) -> Iterator[tuple[str, str]]:
                     yield "", ""
 
 
+def _may(parser: RobotFileParser, agent: str, url: str) -> bool:
+    try:
+        return parser.can_fetch(agent, url)
+    except ValueError:  # no address
+        return True
+
+
 def _refused(texts: dict[str, str], agents: tuple[str, ...]) -> Callable[[str], Callable[[str], bool] | None]:
     """A function from a domain to whether its robots.txt refuses one of the agents an address; None without one."""
 
@@ -128,6 +138,6 @@ def _refused(texts: dict[str, str], agents: tuple[str, ...]) -> Callable[[str], 
             return None
         parser = RobotFileParser()
         parser.parse(text.splitlines())
-        return lambda url: not all(parser.can_fetch(agent, url) for agent in agents)
+        return lambda url: not all(_may(parser, agent, url) for agent in agents)
 
     return of

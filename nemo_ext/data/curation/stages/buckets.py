@@ -1,6 +1,8 @@
 """Buckets of documents by quality, and how often each is repeated: the quality-aware up-sampling of Dolma 3."""
 
+import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -9,7 +11,7 @@ from datatrove.data import Document
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.data.curation.stage import Barrier, Features, Values, Verdicts
+from nemo_ext.data.curation.stage import Barrier, Features, Mark, Values, Verdicts
 from nemo_ext.data.sft.filters.base import Drop
 from nemo_ext.data.text.documents import document_digest
 from nemo_ext.data.text.user_files import value_at
@@ -57,6 +59,9 @@ class Buckets(Barrier):
         Raises:
             ValueError: no curve has this mean and largest rate.
         """
+        return _rates(self)
+
+    def _rates(self) -> list[float]:
         if self.rate is None:
             return [1.0] * self.buckets
         x = (np.arange(self.buckets * _POINTS) + 0.5) / (self.buckets * _POINTS) - self.throwaway
@@ -83,7 +88,11 @@ class Buckets(Barrier):
     def noting(self) -> Callable[[Document], Values]:
         def note(document: Document) -> Values:
             score = value_at(document.metadata, self.key)
-            if isinstance(score, bool) or not isinstance(score, int | float):
+            try:
+                sound = not isinstance(score, bool) and isinstance(score, int | float) and math.isfinite(score)
+            except OverflowError:
+                sound = False
+            if not sound:
                 raise ValueError(
                     f"buckets: {document.id}: {self.key!r} is {score!r}: a stage before must score documents"
                 )
@@ -95,19 +104,23 @@ class Buckets(Barrier):
 
         return note
 
-    def decide(self, units: Sequence[Features], verdicts: Sequence[Verdicts], memory: int) -> None:
-        rows = np.concatenate([np.empty((0, 3), np.uint64), *(unit.values.reshape(-1, 3) for unit in units)])
-        scores, sizes = np.ascontiguousarray(rows[:, 0]).view(np.float64), rows[:, 1].astype(np.float64)
-        found = np.zeros(len(rows), dtype=np.uint8)
-        for group in np.unique(rows[:, 2]):
-            mine = np.flatnonzero(rows[:, 2] == group)
+    def decide(self, units: Sequence[Features], mark: Mark, memory: int) -> None:
+        rows = [np.empty((0, 3), np.uint64), *(block for unit in units for block in unit.blocks(3))]
+        scores = np.concatenate([block[:, 0] for block in rows]).view(np.float64)
+        sizes = np.concatenate([block[:, 1] for block in rows]).astype(np.float64)
+        groups = np.concatenate([block[:, 2] for block in rows])
+        del rows
+        found = np.zeros(len(scores), dtype=np.uint8)
+        for group in np.unique(groups):
+            mine = np.flatnonzero(groups == group)
             order = mine[np.argsort(scores[mine], kind="stable")]
             middle = np.cumsum(sizes[order]) - sizes[order] / 2
             share = middle / sizes[order].sum()
             found[order] = np.minimum(share * self.buckets, self.buckets - 1).astype(np.uint8)
-        firsts = np.cumsum([0, *map(len, verdicts)])
-        for unit, verdict in enumerate(verdicts):
-            verdict[:] = found[firsts[unit] : firsts[unit + 1]]
+        first = 0
+        for number, unit in enumerate(units):
+            mark(number, slice(None), found[first : first + unit.documents])
+            first += unit.documents
 
     def apply(self, document: Document, verdicts: Verdicts) -> Drop | None:
         bucket = int(verdicts[0])
@@ -115,3 +128,8 @@ class Buckets(Barrier):
         if self.rates()[bucket] > 0:
             return None
         return Drop("worst", f"{self.key} {value_at(document.metadata, self.key)}, bucket {bucket}")
+
+
+@lru_cache(maxsize=8)
+def _rates(settings: Buckets) -> list[float]:
+    return settings._rates()

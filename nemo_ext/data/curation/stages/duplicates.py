@@ -16,7 +16,7 @@ from datatrove.data import Document
 from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.data.curation.stage import Barrier, Features, Values, Verdicts, shown, url_of
+from nemo_ext.data.curation.stage import Barrier, Features, Mark, Values, Verdicts, shown, url_of
 from nemo_ext.data.sft.filters.base import Drop
 from nemo_ext.data.text.documents import document_digest
 from nemo_ext.data.text.minhash import sketches
@@ -24,6 +24,7 @@ from nemo_ext.data.text.words import Words, ngram_hashes, span_hashes, words_of
 from nemo_ext.job.settings import STRICT, Share
 
 _NONE = np.empty(0, dtype=np.uint64)
+_NO_LINKS = np.empty((0, 2), dtype=np.int64)
 _BYTES_A_VALUE = 40
 """Memory that sorting takes for a value."""
 _PIECE = 1 << 22
@@ -47,8 +48,8 @@ class SameUrl(Barrier):
 
         return note
 
-    def decide(self, units: Sequence[Features], verdicts: Sequence[Verdicts], memory: int) -> None:
-        mark_repeats(units, verdicts, memory)
+    def decide(self, units: Sequence[Features], mark: Mark, memory: int) -> None:
+        mark_repeats(units, mark, memory)
 
     def apply(self, document: Document, verdicts: Verdicts) -> Drop | None:
         return Drop("same-url", str(url_of(document))) if verdicts.any() else None
@@ -67,13 +68,14 @@ class SameText(Barrier):
 
     def noting(self) -> Callable[[Document], Values]:
         def note(document: Document) -> Values:
-            text = document.text if self.exactly else " ".join(words_of(document.text))
+            # A text without words is compared as it is.
+            text = document.text if self.exactly else " ".join(words_of(document.text)) or document.text
             return np.array([_digest(text.encode())], dtype=np.uint64)
 
         return note
 
-    def decide(self, units: Sequence[Features], verdicts: Sequence[Verdicts], memory: int) -> None:
-        mark_repeats(units, verdicts, memory)
+    def decide(self, units: Sequence[Features], mark: Mark, memory: int) -> None:
+        mark_repeats(units, mark, memory)
 
     def apply(self, document: Document, verdicts: Verdicts) -> Drop | None:
         return Drop("same-text", shown(document.text)) if verdicts.any() else None
@@ -98,8 +100,8 @@ class SameParagraphs(Barrier):
 
         return note
 
-    def decide(self, units: Sequence[Features], verdicts: Sequence[Verdicts], memory: int) -> None:
-        mark_repeats(units, verdicts, memory)
+    def decide(self, units: Sequence[Features], mark: Mark, memory: int) -> None:
+        mark_repeats(units, mark, memory)
 
     def apply(self, document: Document, verdicts: Verdicts) -> Drop | None:
         if not verdicts.any():
@@ -153,8 +155,8 @@ class SamePassages(Barrier):
                 yield span_hashes(data[start:end], starts - start, ends - start), starts, ends
             start = end
 
-    def decide(self, units: Sequence[Features], verdicts: Sequence[Verdicts], memory: int) -> None:
-        mark_repeats(units, verdicts, memory)
+    def decide(self, units: Sequence[Features], mark: Mark, memory: int) -> None:
+        mark_repeats(units, mark, memory)
 
     def apply(self, document: Document, verdicts: Verdicts) -> Drop | None:
         if not verdicts.any():
@@ -216,49 +218,45 @@ class NearDuplicates(Barrier):
 
         return note
 
-    def decide(self, units: Sequence[Features], verdicts: Sequence[Verdicts], memory: int) -> None:
+    def decide(self, units: Sequence[Features], mark: Mark, memory: int) -> None:
         width = self.bands + self._slots // 8
-        tables = [unit.values.reshape(-1, width) for unit in units]
-        firsts = np.cumsum([0, *map(len, tables)])
-        one, other = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        firsts = np.cumsum([0, *(unit.documents for unit in units)])
+        links, found = _NO_LINKS, [_NO_LINKS]
         for band in range(self.bands):
-            columns = [np.asarray(table[:, band]) for table in tables]
-            for keys, numbers in _parts(columns, firsts, memory):
+            for keys, documents in _parts(units, memory, width=width, column=band):
                 there = keys != 0  # a document without words has none
                 order = np.argsort(keys[there], kind="stable")
-                sorted_keys, documents = keys[there][order], numbers[there][order]
+                sorted_keys, documents = keys[there][order], documents[there][order]
                 new = np.concatenate([[True], sorted_keys[1:] != sorted_keys[:-1]])[: len(sorted_keys)]
                 start = np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))
                 again = np.flatnonzero(~new)
                 for left in (start[again], again - 1):  # the first with the band, and the one before
-                    pairs = documents[left], documents[again]
-                    if self.threshold is not None:
-                        alike = self._similarity(tables, firsts, *pairs) >= self.threshold
-                        pairs = pairs[0][alike], pairs[1][alike]
-                    one.append(pairs[0])
-                    other.append(pairs[1])
-        for number in _not_first(np.concatenate(one), np.concatenate(other)):
-            unit = int(np.searchsorted(firsts, number, side="right")) - 1
-            verdicts[unit][number - firsts[unit]] = 1
+                    pairs = np.stack([documents[left], documents[again]], axis=1)
+                    if self.threshold is not None and len(pairs):
+                        pairs = pairs[self._similarity(units, firsts, pairs) >= self.threshold]
+                    found.append(pairs)
+            # Bands find the same pairs again and again: each document keeps one link, to the first of its group.
+            links, found = _to_firsts(np.concatenate([links, *found])), []
+        later = np.sort(links[:, 1])
+        edges = np.searchsorted(later, firsts)
+        for number in range(len(units)):
+            mark(number, later[edges[number] : edges[number + 1]] - firsts[number], 1)
 
     def _similarity(
-        self,
-        tables: Sequence[Values],
-        firsts: npt.NDArray[np.int64],
-        one: npt.NDArray[np.int64],
-        other: npt.NDArray[np.int64],
+        self, units: Sequence[Features], firsts: npt.NDArray[np.int64], pairs: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float64]:
         """Estimated Jaccard similarity of pairs of documents."""
-        found = np.empty(len(one))
-        for start in range(0, len(one), 1 << 16):
-            both = []
-            for numbers in (one[start : start + (1 << 16)], other[start : start + (1 << 16)]):
-                rows = np.empty((len(numbers), self._slots // 8), dtype=np.uint64)
-                unit = np.searchsorted(firsts, numbers, side="right") - 1
-                for each in np.unique(unit):
-                    rows[unit == each] = tables[each][numbers[unit == each] - firsts[each], self.bands :]
-                both.append(rows.view(np.uint8))
-            equal = (both[0] == both[1]).mean(axis=1)
+        width = self.bands + self._slots // 8
+        found = np.empty(len(pairs))
+        for start in range(0, len(pairs), 1 << 16):
+            numbers = pairs[start : start + (1 << 16)]
+            rows = np.empty((*numbers.shape, self._slots // 8), dtype=np.uint64)
+            unit = np.searchsorted(firsts, numbers, side="right") - 1
+            for each in np.unique(unit).tolist():
+                table = np.memmap(units[each].path, dtype=np.uint64, mode="r").reshape(-1, width)
+                rows[unit == each] = table[numbers[unit == each] - firsts[each], self.bands :]
+            low = rows.view(np.uint8)
+            equal = (low[:, 0] == low[:, 1]).mean(axis=1)
             found[start : start + len(equal)] = (equal - 1 / 256) / (1 - 1 / 256)  # some bytes are equal by chance
         return found
 
@@ -266,50 +264,50 @@ class NearDuplicates(Barrier):
         return Drop("near-duplicate", shown(document.text)) if verdicts.any() else None
 
 
-def mark_repeats(units: Sequence[Features], verdicts: Sequence[Verdicts], memory: int) -> None:
+def mark_repeats(units: Sequence[Features], mark: Mark, memory: int) -> None:
     """Set the verdict of every value that came before in the order of the units."""
-    firsts = np.cumsum([0, *(len(unit.values) for unit in units)])
-    for keys, numbers in _parts([unit.values for unit in units], firsts, memory):
+    firsts = np.cumsum([0, *(unit.number for unit in units)])
+    for keys, numbers in _parts(units, memory):
         order = np.argsort(keys, kind="stable")
         sorted_keys = keys[order]
         repeated = np.sort(numbers[order[1:][sorted_keys[1:] == sorted_keys[:-1]]])
         edges = np.searchsorted(repeated, firsts)
-        for unit, verdict in enumerate(verdicts):
-            verdict[repeated[edges[unit] : edges[unit + 1]] - firsts[unit]] = 1
+        for unit in np.flatnonzero(np.diff(edges)).tolist():
+            mark(unit, repeated[edges[unit] : edges[unit + 1]] - firsts[unit], 1)
 
 
 def _parts(
-    columns: Sequence[Values], firsts: npt.NDArray[np.int64], memory: int
+    units: Sequence[Features], memory: int, *, width: int = 1, column: int = 0
 ) -> Iterator[tuple[Values, npt.NDArray[np.int64]]]:
-    """Values and their numbers, ascending, in parts of the values' range that fit in memory."""
-    number = max(1, -(-int(firsts[-1]) * _BYTES_A_VALUE // memory))
+    """A column of the units' rows, with the rows' numbers, ascending, in parts of its range that fit in memory."""
+    rows = sum(unit.number for unit in units) // width
+    number = max(1, -(-rows * _BYTES_A_VALUE // memory))
     for part in range(number):
-        keys, places = [_NONE], [np.empty(0, np.int64)]
-        for unit, column in enumerate(columns):
-            if number == 1:
-                keys.append(np.asarray(column))
-                places.append(np.arange(firsts[unit], firsts[unit + 1]))
-                continue
-            # The low half of a hash says which part it is in.
-            mine = np.flatnonzero((column & np.uint64(0xFFFFFFFF)) * np.uint64(number) >> np.uint64(32) == part)
-            keys.append(column[mine])
-            places.append(mine + firsts[unit])
+        keys, places, first = [_NONE], [np.empty(0, np.int64)], 0
+        for unit in units:
+            for block in unit.blocks(width):
+                values = block[:, column]
+                # The low half of a hash says which part it is in.
+                here = (values & np.uint64(0xFFFFFFFF)) * np.uint64(number) >> np.uint64(32) == part
+                keys.append(values[here])
+                places.append(np.flatnonzero(here) + first)
+                first += len(values)
         yield np.concatenate(keys), np.concatenate(places)
 
 
-def _not_first(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> list[int]:
-    """Documents that links join to an earlier one."""
+def _to_firsts(links: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Links [links, 2] of each document that others lead to, to the first of them."""
     from scipy.sparse import coo_matrix
     from scipy.sparse.csgraph import connected_components
 
-    if not len(one):
-        return []
-    documents, number = np.unique(np.concatenate([one, other]), return_inverse=True)
-    links = coo_matrix((np.ones(len(one), dtype=np.int8), (number[: len(one)], number[len(one) :])))
-    links.resize((len(documents), len(documents)))
-    _, group = connected_components(links, directed=False)
+    if not len(links):
+        return _NO_LINKS
+    documents, number = np.unique(links, return_inverse=True)
+    number = number.reshape(links.shape)
+    shape = (len(documents), len(documents))
+    matrix = coo_matrix((np.ones(len(links), dtype=np.int8), (number[:, 0], number[:, 1])), shape=shape)
+    _, group = connected_components(matrix, directed=False)
     _, first = np.unique(group, return_index=True)
-    later = np.ones(len(documents), dtype=bool)
-    later[first] = False
-    found: list[int] = documents[later].tolist()
+    both = np.stack([documents[first[group]], documents], axis=1)
+    found: npt.NDArray[np.int64] = both[both[:, 0] != both[:, 1]]
     return found

@@ -64,7 +64,7 @@ class Perplexity(Stage):
                 if line.strip():
                     score += model.score(line)
                     number += len(line.split()) + 1
-            return 10 ** min(300.0, -score / number) if number else math.inf
+            return 10 ** min(300.0, -score / number) if number else 1e300
 
         return perplexity
 
