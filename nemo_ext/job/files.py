@@ -54,9 +54,13 @@ def publish(complete: Path, path: Path) -> None:
 
 @contextmanager
 def complete_file(path: Path) -> Iterator[IO[bytes]]:
-    """File open for writing bytes, which gets its name at the end."""
-    with open(unfinished(path), "wb") as file:
-        yield file
+    """File open for writing bytes, which gets its name at the end; what was written is removed after an error."""
+    try:
+        with open(unfinished(path), "wb") as file:
+            yield file
+    except BaseException:
+        unfinished(path).unlink(missing_ok=True)
+        raise
     publish(unfinished(path), path)
 
 

@@ -41,6 +41,7 @@ _NOT_IN_NAMES = re.compile("[^A-Za-z0-9_-]")
 _LONGEST = 100
 """Characters of a folder's name."""
 _MANY = 1 << 62
+_ZEROS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -199,8 +200,10 @@ def decide(work: Work, units: Sequence[Unit]) -> None:
     features = [work.features(unit.number) for unit in units]
     files = [work.verdicts_file(unit.number) for unit in units]
     for file, each in zip(files, features, strict=True):
-        with open(unfinished(file), "wb") as out:
-            out.truncate(each.number if barrier.verdict_of_values else each.documents)
+        size = each.number if barrier.verdict_of_values else each.documents
+        with open(unfinished(file), "wb") as out:  # written, not truncated: a full disk ends a process at a map
+            for start in range(0, size, _ZEROS):
+                out.write(bytes(min(_ZEROS, size - start)))
 
     def mark(unit: int, places: Any, values: Any) -> None:
         if unfinished(files[unit]).stat().st_size:

@@ -13,6 +13,7 @@ import pytest
 import zstandard
 
 from nemo_ext.data.curation.classifier import load_scorer
+from nemo_ext.data.curation.job import run
 from nemo_ext.data.curation.training import run as train_classifier
 from nemo_ext.data.streams import blend_to_tokenize
 from nemo_ext.data.text.user_files import JsonlSource
@@ -184,6 +185,26 @@ def test_languages_and_streams_become_folders_that_tokenize_reads(tmp_path: Path
     config = compose("tokenize", [f"--config-dir={out / 'conf'}", "data=curated", "workers=1", "tokenizer=byte"])
     tokenize_blend(blend_to_tokenize(config))
     assert (out / "tokens" / "web.en_train.idx").exists()
+
+
+@pytest.mark.parametrize("preset", ["dolma", "dolma3", "fineweb", "domyn"])
+def test_presets_start_and_keep_prose(tmp_path: Path, write: Write, lines: Lines, preset: str) -> None:
+    sentences = [
+        *(
+            "The harbour was quiet when the first boats came back with their nets.",
+            "Nobody had seen the old man since.",
+        ),
+        *("They talked about the weather and of the price that the fish would have.", "A dog slept in the shade."),
+        *("By noon the market was full, and the children ran between the tables.", "It smelled of salt and bread."),
+        *("Later that day a storm was said to be on its way from the north.", "So they pulled the boats up the beach."),
+    ]
+    prose = [
+        " ".join(sentences[(number + step) % 8] for step in range(8)) + f" It was day {number}." for number in range(3)
+    ]
+    source = write({"id": str(n), "text": text} for n, text in enumerate([*prose, prose[0], "spam " * 500]))
+    run(compose("curate", [f"input={source}", f"output={tmp_path / 'out'}", f"preset={preset}", "workers=1"]))
+    kept = [line["id"] for line in lines(tmp_path / "out" / "documents")]
+    assert kept and set(kept) <= {"0", "1", "2"}
 
 
 def test_web_archives_give_pages_with_their_address(tmp_path: Path, curate: Curate, lines: Lines) -> None:

@@ -104,7 +104,8 @@ def _words_for(language: str) -> WhitespaceTokenizer:
         made = load_word_tokenizer(language)
         made.word_tokenize("a b")
     except ImportError as error:
-        raise ValueError(f"words=datatrove: {error}: or choose words=spaces or words=characters") from error
+        told = str(error).rstrip(".: ")
+        raise ValueError(f"words=datatrove: {told}; or choose words=spaces or words=characters") from error
     except ValueError:
         return load_word_tokenizer("xx") if language != "xx" else _tokenizer("characters")
     return made
