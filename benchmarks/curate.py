@@ -1,10 +1,10 @@
 """`nemo-ext curate` beside plain datatrove on the same rules and MinHash: ratios of time and memory, in one run.
 
-    python benchmarks/curate.py FOLDER [--documents 100000] [--rounds 3] [--workers 2] [--text-dedup PYTHON]
+    python benchmarks/curate.py FOLDER [--documents 100000] [--rounds 3] [--only rules] [--text-dedup PYTHON]
 
-Wants xxhash<4, for datatrove. Documents are sentences of docstrings in paragraphs; a tenth are near copies. Both sides read one JSONL file, apply
-Gopher's, C4's and FineWeb's rules on words between white space (datatrove's own filters), then MinHash (5-grams, 14
-bands of 8), and write compressed JSONL. Sides take turns; the medians of their times are compared, and the largest
+Wants xxhash<4, for datatrove. Documents are sentences of docstrings in paragraphs; a tenth are near copies. Both sides
+apply Gopher's, C4's and FineWeb's rules on words between white space (datatrove's own filters), then MinHash (5-grams,
+14 bands of 8), and write compressed JSONL. Sides take turns; the medians of their times are compared, and the largest
 process of each. `rules` and `minhash` are timed alone as well. With `--text-dedup`, the interpreter of an environment
 that has text-dedup, its MinHash reads the same documents.
 """
@@ -147,6 +147,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--only", choices=("rules", "minhash", "all"))
     parser.add_argument("--text-dedup")
     parser.add_argument("--side", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -163,7 +164,7 @@ def main() -> None:
     cut(source)
     print("| | ours, s | datatrove, s | ours / datatrove | kept | MB of the largest process |")
     print("|---|---|---|---|---|---|")
-    for what in ("rules", "minhash", "all"):
+    for what in (given.only,) if given.only else ("rules", "minhash", "all"):
         seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
         memory, numbers = dict[str, float](), dict[str, int]()
         for turn in range(given.rounds):

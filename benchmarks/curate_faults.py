@@ -162,12 +162,12 @@ def make(folder: Path, *, each: int, line: float, seed: int = 0) -> Planted:
         add(f"symbols-{number}", hashes, fault="symbols")
         broken = "".join(c if chance.random() > 0.02 else "\ufffd" for c in clean())
         add(f"broken-{number}", broken, fault="broken characters")
-        words = clean().split(" ")
-        share = chance.uniform(0.004, 0.1)
-        copied = chance.choice(first)
-        words = [chance.choice(words) if chance.random() < share else word for word in copied["text"].split(" ")]
-        name = add(f"near-{number}", " ".join(words))
-        planted.copies[name] = (copied["id"], jaccard(copied["text"], made[-1]["text"]))
+        for copy in range(3):
+            words, share, copied = clean().split(" "), chance.uniform(0.001, 0.06), chance.choice(first)
+            words = [chance.choice(words) if chance.random() < share else word for word in copied["text"].split(" ")]
+            words[chance.randrange(len(words))] = "another"
+            name = add(f"near-{number}-{copy}", " ".join(words))
+            planted.copies[name] = (copied["id"], jaccard(copied["text"], made[-1]["text"]))
         there = chance.sample(PERSONAL, 3)
         parts = clean().split("\n")
         planted.personal[
