@@ -82,6 +82,7 @@ HARMLESS = (
         "pages 212-736",
         "the @decorator",
     ),
+    *("06.07.2021", "600.000.000 euro", "ISBN 0-306-40615-2", "3 5 7 9 11 13 15 17 19", "0.30123456"),
     *("ISBN 978-3-16-148410-0", "DE89 3704 0044 0532 0130 01", "1.000.000,50 EUR", "sha 0123456789ab"),
 )
 BOILERPLATE = "We use cookies to make this page better; by reading on you agree to our terms of use and privacy policy."
@@ -215,7 +216,7 @@ def words(folder: Path, name: str, workers: int) -> list[str]:
         "gopher_repetition": "{kind: gopher_repetition}",
         "gopher_quality": "{kind: gopher_quality}",
         "decontamination": f"{{kind: decontamination, test_sets: [{{name: items, path: [{folder / 'items.jsonl'}]}}]}}",
-        "personal": "{kind: personal, regions: [US]}",
+        "personal": "{kind: personal, regions: [US, GB, IT, DE, FR, ES]}",
         "near_duplicates": "{kind: near_duplicates, bands: 26, rows: 11, threshold: 0.8}",
         "same_paragraphs": "{kind: same_paragraphs}",
         "same_passages": "{kind: same_passages}",

@@ -5,7 +5,6 @@ wanted and documents of the web, and a threshold that keeps a share of the web.
 """
 
 import json
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,8 +52,8 @@ def features(text: str, bits: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[n
 
 
 def one_line(text: str) -> str:
-    """The beginning of a text as fastText reads it."""
-    return " ".join(text[: 20 * MOST_WORDS].split())
+    """The beginning of a text as fastText reads it, without what it would take for a label."""
+    return " ".join(text[: 20 * MOST_WORDS].split()).replace("__label__", "label")
 
 
 def load_scorer(path: str, label: str | None = None) -> Scorer:
@@ -70,13 +69,14 @@ def load_scorer(path: str, label: str | None = None) -> Scorer:
         about = json.loads((place / ABOUT).read_text())
         recommended = float(about["threshold"])
         if about["engine"] == "fasttext":
-            return replace(_by_fasttext(place / FASTTEXT, WANTED), recommended=recommended)
+            made = _by_fasttext(place / FASTTEXT, WANTED)
+            return replace(made, recommended=recommended, files=[*made.files, place / ABOUT])
+        bits = int(about["bits"])
         with np.load(place / WEIGHTS, allow_pickle=False) as stored:
             weights, bias = stored["weights"].astype(np.float64), float(stored["bias"])
-        bits = int(about["bits"])
-        if weights.shape != (1 << bits,):
-            raise ValueError(f"{weights.shape} weights for {bits} bits")
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        if weights.shape != (1 << bits,) or not np.isfinite(weights).all():
+            raise ValueError(f"{weights.shape} weights for {bits} bits, or no numbers")
+    except Exception as error:  # numpy has many for files that are damaged
         raise ValueError(f"{path}: no classifier of `nemo-ext curate_classifier` ({error})") from error
 
     def score(text: str) -> float:

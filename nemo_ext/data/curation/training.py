@@ -1,6 +1,7 @@
 """Job `nemo-ext curate_classifier`: a classifier of quality from two sets of documents, and how good it is."""
 
 import json
+import random
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass as plain_dataclass
@@ -112,7 +113,7 @@ def run(config: Mapping[str, Any]) -> None:
         scorer = load_scorer(str(folder))
         notice("measuring")
         scores = {name: np.array([scorer(text) for text in sets[name].held_out]) for name in _NAMES}
-        threshold = float(np.quantile(scores["negatives"], 1 - settings.share))
+        threshold = _threshold(scores["negatives"], settings.share)
         write_text(folder / ABOUT, json.dumps({"engine": engine, "bits": settings.bits, "threshold": threshold}) + "\n")
         page = _report(settings, engine, sets, scores, threshold)
     notice(f"{folder}: {page}")
@@ -127,7 +128,8 @@ def _source(config: Mapping[str, Any], name: str, settings: Settings) -> Source:
 def _read(name: str, source: Source, settings: Settings) -> _Set:
     notice(f"reading {name}")
     found, admission = _Set(), Admission(source)
-    parts = source.parts(max_documents=1000, max_size=1 << 20)
+    parts = list(source.parts(max_documents=1000, max_size=1 << 20))
+    random.Random(f"{settings.seed} {name}").shuffle(parts)  # not the first files alone
     for document, data in (each for part in parts for each in readable(source, part, found.report)):
         digest = document_digest(data)
         if not admission.admit(digest, len(data), found.report):
@@ -194,7 +196,7 @@ def _report(
     about = [
         ("engine", engine),
         *((name, f"{len(sets[name].train):,} to train on, {len(sets[name].held_out):,} held out") for name in _NAMES),
-        ("recommended threshold", f"{least:.5f}, which keeps {settings.share:.0%} of held-out negatives"),
+        ("recommended threshold", f"{least:.5f}, which keeps {np.mean(negatives >= least):.1%} of held-out negatives"),
         ("area under the ROC curve", f"{_area(positives, negatives):.4f}"),
         ("Brier score", f"{(np.sum((1 - positives) ** 2) + np.sum(negatives**2)) / len([*positives, *negatives]):.4f}"),
     ]
@@ -216,6 +218,13 @@ def _report(
     _picture(scores, bins, settings.folder / PICTURE)
     write_text(settings.folder / REPORT, "\n".join(lines))
     return write_page(settings.folder / REPORT)
+
+
+def _threshold(negatives: npt.NDArray[np.float64], share: float) -> float:
+    """Least threshold that keeps at most a share of the negatives."""
+    above = np.sort(negatives)[::-1]
+    first_out = above[min(int(share * len(above)), len(above) - 1)]
+    return float(np.nextafter(first_out, np.inf))
 
 
 def _area(positives: npt.NDArray[np.float64], negatives: npt.NDArray[np.float64]) -> float:

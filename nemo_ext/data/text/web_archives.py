@@ -10,7 +10,8 @@ from nemo_ext.data.text.user_files import find_files
 from nemo_ext.job.settings import Share, Strings
 
 _NEEDS = "web archives need: pip install 'nemo_ext[curate]'"
-_LARGEST = 1 << 26
+_LARGEST = 1 << 22
+"""Bytes of a page; trafilatura takes the square of the number of a page's links."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,7 @@ class WarcSource(Source):
             if record.http_headers is not None and record.http_headers.get_statuscode() not in ("200", ""):
                 report.skip(f"status {record.http_headers.get_statuscode()}")
                 return None
+            kind = kind.lower()
             if not kind.startswith(("text/html", "application/xhtml", "text/plain")):
                 report.skip("not text")
                 return None
@@ -72,7 +74,11 @@ class WarcSource(Source):
         if len(data) > _LARGEST:
             report.skip("too large", f"{part.path}: {name}")
             return None
-        text = _page(data, precise=self.precise) if "html" in kind else data.decode(errors="replace")
+        try:
+            text = _page(data, precise=self.precise) if "html" in kind else _decoded(data, kind)
+        except Exception as error:  # one odd page must not stop a crawl
+            report.skip("unreadable page", f"{part.path}: {name}: {error}")
+            return None
         if not text:
             report.skip("no text", f"{part.path}: {name}")
             return None
@@ -81,6 +87,14 @@ class WarcSource(Source):
 
     def finish(self, report: ReadReport) -> None:
         report.check_bad_share(f"{self.kind} source", self.max_bad_share)
+
+
+def _decoded(data: bytes, kind: str) -> str:
+    charset = kind.partition("charset=")[2].partition(";")[0].strip(" \"'")
+    try:
+        return data.decode(charset or "utf-8", errors="replace")
+    except LookupError:
+        return data.decode(errors="replace")
 
 
 def _page(data: bytes, *, precise: bool) -> str | None:

@@ -252,6 +252,6 @@ def test_a_classifier_tells_its_two_sets_apart(
     )
     block = f"{{kind: classifier, model: {tmp_path / 'quality'}, least: 0.5}}"
     assert [line["id"] for line in lines(curate(mixed, {"quality": block}) / "documents")] == ["g"]
-    (tmp_path / "quality" / "classifier.json").write_text("{}")
+    (tmp_path / "quality" / "classifier.json").write_text('{"bits": 60, "threshold": 0.5, "engine": "hashed"}')
     with pytest.raises(ValueError, match="no classifier"):
         load_scorer(str(tmp_path / "quality"))

@@ -173,26 +173,60 @@ def test_personal_data_is_replaced_and_much_of_it_drops_a_document() -> None:
     assert dropped is not None and dropped.reason == "much-of-it" and "2 email" in dropped.detail
 
 
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("on 06.07.2021, 06-07-2021 or 2024-11-26 10:30", None),
+        ("for 600 000 000 or 600.000.000 euro, 0.30123456", None),
+        ("ISBN 0-306-40615-2, P.IVA 01234567890, pages 31 32 33 34 35", None),
+        ("3 5 7 9 11 13 15 17 19 and 4 8 12 16 20 24 28 32", None),
+        ("+33 (0)1 42 68 53 00", "|||PHONE_NUMBER|||"),
+        ("(212) 736-5000 (212) 736-5001", "|||PHONE_NUMBER||| |||PHONE_NUMBER|||"),
+        ("+39\u00a006\u00a069821234", "|||PHONE_NUMBER|||"),
+        ("06 69821234, 00187 Roma", "|||PHONE_NUMBER|||, 00187 Roma"),
+        ("4111 1111 1111 1111 12/25", "|||CARD_NUMBER||| 12/25"),
+        ("2221 0000 0000 0009", "|||CARD_NUMBER|||"),
+        ("ES91 2100 0418 4502 0005 1332 BIC: CAIXESBB", "|||BANK_ACCOUNT||| BIC: CAIXESBB"),
+        ("RSSMRA85T10A562S", "|||TAX_NUMBER|||"),
+        ("a." * 100 + "b@" + "c." * 3 + "org", None),
+    ],
+)
+def test_personal_data_is_told_from_other_numbers(text: str, left: str | None) -> None:
+    document = Document(text=f"see {text} there", id="a")
+    assert Personal(regions=("IT", "FR", "DE", "ES", "US")).start()(document) is None
+    assert document.text == f"see {text if left is None else left} there" or "b@" in text
+
+
 def test_lists_know_domains_below_and_robots(tmp_path: Path, write: Write, curate: Curate, lines: Lines) -> None:
-    (tmp_path / "domains").write_text("# bad ones\nBad.com\n")
-    robots = "User-agent: GPTBot\nDisallow: /private/\n"
-    (tmp_path / "robots.jsonl").write_text(json.dumps({"domain": "news.org", "robots": robots}) + "\n")
+    (tmp_path / "domains").write_text("# bad ones\nhttps://www.Bad.com\nmüller.de\n")
+    robots = "\ufeffUser-agent: GPTBot\nAllow: /\nDisallow: /private/\nDisallow: /*.pdf$\n"
+    broken = "User-agent: *\nDisallow: //[x"
+    told = [{"domain": "news.org", "robots": robots}, {"domain": "odd.org", "robots": broken}]
+    (tmp_path / "robots.jsonl").write_text("".join(json.dumps(each) + "\n" for each in told))
     (tmp_path / "urls").write_text("https://www.site.net/page/\n")
     urls = {
         "kept": "https://notbad.com/",
         "below": "http://a.b.bad.com:80/x",
         "plain": "site.net/page",
         "robots": "https://www.news.org/private/1",
+        "pdf": "news.org/a/b.pdf",
+        "query": "http://bad.com?x=1",
+        "unicode": "https://xn--mller-kva.de:443/",
+        "odd": "https://odd.org/page",
         "allowed": "https://news.org/public",
+        "other host": "https://open.news.org/private/1",
         "none": "",
     }
     records = [{"id": name, "text": "text", "metadata": {"url": url}} for name, url in urls.items()]
     given = {"domains": "domains", "urls": "urls", "robots": "robots.jsonl"}
     block = f"{{kind: listed, {', '.join(f'{key}: {tmp_path / name}' for key, name in given.items())}}}"
     out = curate(write(records), {"lists": block}, "curate.keep_dropped=all")
-    assert [line["id"] for line in lines(out / "documents")] == ["kept", "allowed", "none"]
+    assert [line["id"] for line in lines(out / "documents")] == ["kept", "odd", "allowed", "other host", "none"]
     reasons = {line["id"]: line["dropped"] for line in lines(out / "dropped")}
-    assert reasons == {"below": "domain", "plain": "url", "robots": "robots"}
+    assert reasons == {
+        **{"below": "domain", "plain": "url", "robots": "robots"},
+        **{"pdf": "robots", "query": "domain", "unicode": "domain"},
+    }
 
 
 def test_perplexity_is_kenlms(tmp_path: Path, write: Write, curate: Curate, lines: Lines) -> None:
@@ -209,6 +243,13 @@ def test_perplexity_is_kenlms(tmp_path: Path, write: Write, curate: Curate, line
     assert set(found) == {"0", "1", "3"}
     for number in ("0", "1"):
         assert found[number] == pytest.approx(model.perplexity(texts[int(number)]), abs=0.01)
+
+
+def test_broken_encodings_are_mended_before_they_are_counted(write: Write, curate: Curate, lines: Lines) -> None:
+    text = "It’s a “quoted” café text – of the town. " * 20
+    records = [{"id": "mended", "text": text.encode().decode("latin-1")}, {"id": "lost", "text": "a\ufffdb" * 30}]
+    (document,) = lines(curate(write(records), {"encoding": "{kind: encoding}"}) / "documents")
+    assert document["id"] == "mended" and "café" in document["text"]
 
 
 def test_every_kind_is_named_in_the_help() -> None:

@@ -4,9 +4,8 @@ import json
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, ClassVar
-from urllib.parse import urlsplit
-from urllib.robotparser import RobotFileParser
+from typing import Annotated, Any, ClassVar
+from urllib.parse import SplitResult, urlsplit
 
 from datatrove.data import Document
 from pydantic import Field
@@ -27,7 +26,7 @@ class Listed(Stage):
         urls: files of addresses, compared without scheme, `www.`, fragment and a slash at the end.
         ids: files of ids.
         words: files of words that an address must not have between its punctuation.
-        robots: JSONL files of `{"domain": ..., "robots": text of its robots.txt}`.
+        robots: JSONL files of `{"domain": host, "robots": text of its robots.txt}`, read as RFC 9309 says.
         agents: names of crawlers that a robots.txt may refuse.
         without_url: what comes of a document that has no address.
     """
@@ -38,12 +37,14 @@ class Listed(Stage):
     ids: StringsOrNone = ()
     words: StringsOrNone = ()
     robots: StringsOrNone = ()
-    agents: Annotated[StringsOrNone, Field(min_length=1)] = ("CCBot", "GPTBot", "Google-Extended", "anthropic-ai")
+    agents: Annotated[StringsOrNone, Field(min_length=1)] = ("CCBot", "GPTBot", "Google-Extended", "ClaudeBot")
     without_url: Annotated[str, Field(pattern="^(keep|drop)$")] = "keep"
 
     def check(self) -> None:
         if not self.reads():
             raise ValueError(f"{self.kind}: no list is given: set domains, urls, ids, words or robots")
+        if self.robots:
+            _parser()
         for place, _ in _robots(self.robots):
             if not place:
                 raise ValueError(f"{self.kind}: robots: a line is not {{'domain': ..., 'robots': ...}}")
@@ -53,9 +54,10 @@ class Listed(Stage):
         return [path for paths in named if paths for path in find_files(paths, self.kind)]
 
     def start(self) -> Judge:
-        domains, words = (frozenset(map(str.lower, _entries(paths))) for paths in (self.domains, self.words))
-        ids = frozenset(_entries(self.ids))
-        urls = frozenset(map(_plain, _entries(self.urls)))
+        domains = frozenset(_host(entry) for entry in _entries(self.domains))
+        urls, ids = frozenset(map(_plain, _entries(self.urls))), frozenset(_entries(self.ids))
+        words = frozenset(map(str.lower, _entries(self.words)))
+        whole = [word for word in words if not word.isalnum()]  # such as words with a hyphen
         refused = _refused(dict(_robots(self.robots)), self.agents)
 
         def judge(document: Document) -> Drop | None:
@@ -64,16 +66,15 @@ class Listed(Stage):
             url = url_of(document)
             if url is None:
                 return Drop("no-url") if self.without_url == "drop" else None
-            plain = _plain(url)
+            plain, host = _plain(url), _host(url)
             if plain in urls:
                 return Drop("url", url)
-            host = plain.partition("/")[0].partition(":")[0]
             for domain in _above(host):
                 if domain in domains:
                     return Drop("domain", url)
-                if (robots := refused(domain)) is not None and robots(url):
-                    return Drop("robots", url)
-            if words and not words.isdisjoint(_pieces(plain)):
+            if refused(host)(url):
+                return Drop("robots", url)
+            if words and (not words.isdisjoint(_pieces(plain)) or any(word in plain.lower() for word in whole)):
                 return Drop("word", url)
             return None
 
@@ -89,15 +90,32 @@ def _entries(paths: tuple[str, ...]) -> Iterator[str]:
                     yield entry
 
 
-def _plain(url: str) -> str:
-    """An address without what does not matter to which page it is."""
+def _split(url: str) -> SplitResult | None:
+    """An address in its parts; None if it is none, as some of a crawl's are."""
     try:
         parts = urlsplit(url if "://" in url else f"//{url}")
-    except ValueError:  # crawls have such
+        return parts if parts.hostname else None
+    except ValueError:
+        return None
+
+
+def _host(url: str) -> str:
+    """Host of an address, or of a list's entry, without `www.`, in letters of ASCII."""
+    parts = _split(url.strip().lstrip("."))
+    host = (parts.hostname or "" if parts else "").strip(".").removeprefix("www.")
+    try:
+        return host.encode("idna").decode()
+    except UnicodeError:
+        return host
+
+
+def _plain(url: str) -> str:
+    """An address without what does not matter to which page it is."""
+    parts = _split(url)
+    if parts is None:
         return url.lower()
-    host = (parts.netloc.rpartition("@")[2]).lower().removeprefix("www.")
     query = f"?{parts.query}" if parts.query else ""
-    return f"{host}{parts.path.rstrip('/')}{query}"
+    return f"{_host(url)}{parts.path.rstrip('/')}{query}"
 
 
 def _above(host: str) -> Iterator[str]:
@@ -117,27 +135,38 @@ def _robots(paths: tuple[str, ...]) -> Iterator[tuple[str, str]]:
             for line in file:
                 try:
                     record = json.loads(line)
-                    yield str(record["domain"]).lower().removeprefix("www."), str(record["robots"])
+                    yield _host(str(record["domain"])), str(record["robots"])
                 except (ValueError, LookupError, TypeError):
                     yield "", ""
 
 
-def _may(parser: RobotFileParser, agent: str, url: str) -> bool:
-    try:
-        return parser.can_fetch(agent, url)
-    except ValueError:  # no address
-        return True
-
-
-def _refused(texts: dict[str, str], agents: tuple[str, ...]) -> Callable[[str], Callable[[str], bool] | None]:
-    """A function from a domain to whether its robots.txt refuses one of the agents an address; None without one."""
+def _refused(texts: dict[str, str], agents: tuple[str, ...]) -> Callable[[str], Callable[[str], bool]]:
+    """A function from a host to whether its robots.txt refuses one of the agents an address."""
 
     @lru_cache(maxsize=10_000)
-    def of(domain: str) -> Callable[[str], bool] | None:
-        if (text := texts.get(domain)) is None:
-            return None
-        parser = RobotFileParser()
-        parser.parse(text.splitlines())
-        return lambda url: not all(_may(parser, agent, url) for agent in agents)
+    def of(host: str) -> Callable[[str], bool]:
+        if (text := texts.get(host)) is None:
+            return lambda url: False
+        try:
+            parser = _parser()(text.removeprefix("\ufeff"))
+        except (ValueError, RecursionError):  # what cannot be read is taken as a refusal
+            return lambda url: True
+        return lambda url: not all(_may(parser, url, agent) for agent in agents)
 
     return of
+
+
+def _may(parser: Any, url: str, agent: str) -> bool:
+    try:
+        return bool(parser.can_fetch(url if "://" in url else f"https://{url}", agent))
+    except ValueError:
+        return False
+
+
+def _parser() -> Callable[[str], Any]:
+    try:
+        from protego import Protego
+    except ImportError as error:
+        raise ValueError(f"listed: robots: pip install 'nemo_ext[curate]' ({error})") from error
+    parse: Callable[[str], Any] = Protego.parse
+    return parse

@@ -1,5 +1,6 @@
 """Languages of documents: py3langid, or a fastText model of the user's such as lid.176.bin."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,6 +14,8 @@ from nemo_ext.data.sft.filters.base import Drop
 from nemo_ext.data.sft.filters.language import identifier
 from nemo_ext.job.settings import STRICT, Share, StringsOrNone, nearest
 
+_NO_LETTERS = re.compile(r"[\W\d_]+")
+_MOST = 1_000_000
 Identify = Callable[[str], tuple[str, float]]
 
 
@@ -25,7 +28,7 @@ class Language(Stage):
         least: least probability of the language.
         by_language: code -> least probability, in place of `least`.
         model: a fastText model's file; null for py3langid.
-        characters: number of characters that are examined, from the middle of the text.
+        characters: number of characters that are examined, from the middle of the text's words.
     """
 
     kind: ClassVar[str] = "language"
@@ -51,8 +54,9 @@ class Language(Stage):
         identify = _by_py3langid if self.model is None else _by_fasttext(fasttext_model(self.model))
 
         def judge(document: Document) -> Drop | None:
-            start = max(0, (len(document.text) - self.characters) // 2)
-            piece = document.text[start : start + self.characters]
+            letters = _NO_LETTERS.sub(" ", document.text[:_MOST])
+            start = max(0, (len(letters) - self.characters) // 2)
+            piece = letters[start : start + self.characters]
             code, score = identify(piece)
             document.metadata["language"], document.metadata["language_score"] = code, round(score, 4)
             if self.languages and code not in self.languages:
@@ -72,6 +76,8 @@ def _by_py3langid(text: str) -> tuple[str, float]:
 def _by_fasttext(model: Any) -> Identify:
     def identify(text: str) -> tuple[str, float]:
         labels, scores = model.predict(" ".join(text.split()))
+        if not labels:
+            return "und", 0.0
         return labels[0].removeprefix("__label__"), min(1.0, float(scores[0]))
 
     return identify

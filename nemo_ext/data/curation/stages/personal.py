@@ -3,6 +3,8 @@
 import ipaddress
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from itertools import pairwise
 from typing import Annotated, ClassVar
 
 from datatrove.data import Document
@@ -20,13 +22,19 @@ _DOMAIN = re.compile(r"@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}
 _LOCAL = re.compile(r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+(?:\.[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+)*\Z")
 _LONGEST_LOCAL = 64
 _IP = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?!\w|\.\d)")
-_PHONE = re.compile(r"(?<![\w.,/+-])\+?\(?\d[\d ()./\u2010-\u2015-]{6,18}\d(?![\w])")
-_IBAN = re.compile(r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?\b")
-_CARD = re.compile(r"(?<![\d-])(?:\d[ -]?){12,18}\d(?![\d-])")
+_PHONE = re.compile(r"(?<![\w,/-])\+?\(?\d[\d ()./\u00a0\u2010-\u2015-]{6,40}\d(?!\w)")
+_IBAN = re.compile(r"\b[A-Z]{2}\d{2}(?:[ \u00a0]?[A-Z0-9]{4}){2,7}(?:[ \u00a0]?[A-Z0-9]{1,3})?\b")
+_CARD = re.compile(  # Visa, Mastercard, Discover, JCB; American Express
+    r"(?<![\d-])(?:(?:4\d{3}|5[1-5]\d\d|2[2-7]\d\d|6(?:011|5\d\d)|35\d\d)(?:[ -]?\d{4}){3}"
+    r"|3[47]\d\d[ -]?\d{6}[ -]?\d{5})(?!\d)"
+)
 _CODICE_FISCALE = re.compile(r"\b[A-Z]{6}\d[0-9A-Z]{2}[A-Z]?\d[0-9A-Z][A-Z]\d[0-9A-Z]{2}[A-Z]\b")
 _SSN = re.compile(r"(?<![\d-])\d{3}-\d{2}-\d{4}(?![\d-])")
 _DIGITS = re.compile(r"\d+")
-_AROUND, _MOST_GROUPS = 20, 6
+_NO_PHONE = re.compile(r"\d{1,2}([./ -])\d{1,2}\1(?:\d\d|\d{4})|\d+\.\d+|\d{1,3}(?:[ .]000){2,}")
+"""A date, a decimal, a round number."""
+_OTHER_NUMBER = re.compile(r"(?:IS[BS]N|doi|DOI|VAT|IVA|#|№|https?:\S*)[\W\d]*\Z")
+_AROUND, _MOST_GROUPS, _MOST_MISSES = 20, 14, 300
 _DNI = re.compile(r"\b[0-9XYZ]\d{7}-?[A-Z]\b")
 
 
@@ -100,23 +108,34 @@ def _finders(kinds: tuple[str, ...], regions: tuple[str, ...]) -> Mapping[str, l
         if region not in phonenumbers.SUPPORTED_REGIONS:
             raise ValueError(f"personal: regions: {region!r}: {nearest(region, phonenumbers.SUPPORTED_REGIONS)}")
 
-    def is_phone(match: re.Match[str]) -> bool:
-        number = match.group()
-        if len(_DIGITS.findall(number)) > _MOST_GROUPS:  # tables of numbers
-            return False
-        around = match.string[max(0, match.start() - _AROUND) : match.end() + _AROUND]
-        start = min(match.start(), _AROUND)
-        for region in (None,) if "+" in number else regions:
-            try:
-                if not phonenumbers.is_valid_number(phonenumbers.parse(number, region)):
-                    continue
-            except phonenumbers.NumberParseException:
+    @lru_cache(maxsize=10_000)
+    def phones_in(around: str) -> tuple[tuple[int, int], ...]:
+        regions_too = (None, *regions) if "+" in around else regions
+        found = {
+            (each.start, each.end)
+            for region in regions_too
+            for each in phonenumbers.PhoneNumberMatcher(around, region)
+            if not _NO_PHONE.fullmatch(each.raw_string) and not _counts(each.raw_string)
+        }
+        return tuple(sorted(found))
+
+    def phones(text: str) -> Iterator[tuple[int, int]]:
+        last, misses = 0, 0
+        for match in _PHONE.finditer(text):
+            groups = _DIGITS.findall(match.group())
+            if len(groups) > _MOST_GROUPS or not any(len(group) > 1 for group in groups) or misses > _MOST_MISSES:
+                continue  # tables of numbers
+            first = max(last, match.start() - _AROUND)
+            before = text[first : match.start()]
+            if _NO_PHONE.fullmatch(match.group()) or _OTHER_NUMBER.search(before):
                 continue
-            # The library's matcher, which takes longer, looks around the number, to tell it from dates and times.
-            for found in phonenumbers.PhoneNumberMatcher(around, region):
-                if found.start < start + len(number) and found.end > start:
-                    return True
-        return False
+            # The library's matcher looks around a number, to tell it from dates and times.
+            spans = [span for span in phones_in(text[first : match.end() + _AROUND]) if first + span[1] > match.start()]
+            misses = 0 if spans else misses + 1
+            for start, end in spans:
+                if first + start >= last and first + start < match.end():
+                    last = first + end
+                    yield first + start, last
 
     def found(pattern: re.Pattern[str], is_one: Callable[[re.Match[str]], bool]) -> Find:
         return lambda text: (match.span() for match in pattern.finditer(text) if is_one(match))
@@ -127,16 +146,32 @@ def _finders(kinds: tuple[str, ...], regions: tuple[str, ...]) -> Mapping[str, l
     every: dict[str, list[Find]] = {
         "email": [_emails],
         "ip": [valid(_IP, _is_public)],
-        "iban": [valid(_IBAN, iban.is_valid)],
-        "card": [valid(_CARD, lambda text: luhn.is_valid(re.sub("[ -]", "", text)) and text[0] in "3456")],
+        "iban": [lambda text: _ibans(text, iban.is_valid)],
+        "card": [valid(_CARD, lambda text: luhn.is_valid(re.sub("[ -]", "", text)))],
         "tax": [
             valid(_CODICE_FISCALE, codicefiscale.is_valid),
             valid(_SSN, ssn.is_valid),
             valid(_DNI, lambda text: dni.is_valid(text) or nie.is_valid(text)),
         ],
-        "phone": [found(_PHONE, is_phone)],
+        "phone": [phones],
     }
     return {name: every[name] for name in every if name in kinds}
+
+
+def _ibans(text: str, is_valid: Callable[[str], bool]) -> Iterator[tuple[int, int]]:
+    for match in _IBAN.finditer(text):
+        found = match.group()
+        while len(found) > 14:  # a BIC may follow
+            if is_valid(found.replace("\u00a0", " ")):
+                yield match.start(), match.start() + len(found)
+                break
+            found = re.sub(r"[ \u00a0]?[A-Z0-9]+\Z", "", found)
+
+
+def _counts(text: str) -> bool:
+    """True for numbers that follow each other, such as 31 32 33 34 35."""
+    groups = [int(group) for group in _DIGITS.findall(text)]
+    return len(groups) > 3 and all(after - before == 1 for before, after in pairwise(groups))
 
 
 def _emails(text: str) -> Iterator[tuple[int, int]]:

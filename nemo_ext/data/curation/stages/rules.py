@@ -52,7 +52,7 @@ class _Rules(Stage):
 
     Attributes:
         words: how texts become words: `spaces` between white space; `characters` for any script; `datatrove` by its
-            tokenizer of the language (spaCy and others).
+            tokenizer of the language (spaCy and others), as `characters` for languages that it has none of.
         language: code of documents of which no language is known.
         rules: arguments of the filter by name; what is left out is as in datatrove.
         by_language: code -> arguments in place of these.
@@ -77,7 +77,9 @@ class _Rules(Stage):
     def _made(self, language: str) -> BaseFilter:
         arguments = {**self.rules, **self.by_language.get(language, {})}
         if "language" in inspect.signature(self.block).parameters:
-            arguments["language"] = _words_for(language) if self.words == "datatrove" else _tokenizer(self.words)
+            named = language in (self.language, *self.by_language)
+            by_datatrove = self.words == "datatrove"
+            arguments["language"] = _words_for(language, named=named) if by_datatrove else _tokenizer(self.words)
         try:
             return self.block(**arguments)
         except (TypeError, ImportError) as error:
@@ -98,16 +100,16 @@ class _Rules(Stage):
         return judge
 
 
-def _words_for(language: str) -> WhitespaceTokenizer:
-    """datatrove's tokenizer of a language."""
+def _words_for(language: str, *, named: bool) -> WhitespaceTokenizer:
+    """datatrove's tokenizer of a language; of characters where it has none, unless the settings name the language."""
     try:
         made = load_word_tokenizer(language)
         made.word_tokenize("a b")
-    except ImportError as error:
-        told = str(error).rstrip(".: ")
-        raise ValueError(f"words=datatrove: {told}; or choose words=spaces or words=characters") from error
-    except ValueError:
-        return load_word_tokenizer("xx") if language != "xx" else _tokenizer("characters")
+    except (ImportError, ValueError) as error:
+        if named:
+            told = str(error).rstrip(".: ")
+            raise ValueError(f"words=datatrove: {told}; or choose words=spaces or words=characters") from error
+        return _tokenizer("characters")
     return made
 
 
@@ -197,12 +199,11 @@ class Encoding(Stage):
         fix = _fixer() if self.mend else None
 
         def judge(document: Document) -> Drop | None:
-            text = document.text
-            bad = 0 if text.isascii() and text.isprintable() else sum(map(text.count, _BROKEN))
+            text = document.text if fix is None else fix(document.text)
+            bad = sum(map(text.count, _BROKEN))
             if bad > self.most * len(text):
                 return Drop("broken-characters", f"{bad:,} of {len(text):,}: {shown(text)}")
-            if fix is not None:
-                document.text = fix(text)
+            document.text = text
             return None
 
         return judge
