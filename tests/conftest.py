@@ -2,6 +2,7 @@
 rank, models built from composed configs, runs under torchrun, and an endpoint over HTTP that also misbehaves."""
 
 import asyncio
+import builtins
 import email
 import functools
 import gc
@@ -722,3 +723,12 @@ def letter_tasks(tmp_path: Path) -> Path:
     )
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
+
+
+_PRINT = builtins.print
+
+
+@pytest.fixture
+def own_print(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's print, which nemo_gym replaces by another when it is imported."""
+    monkeypatch.setattr(builtins, "print", _PRINT)

@@ -238,6 +238,7 @@ def test_no_run_sees_what_another_left_without_namespaces() -> None:
     sandbox.close()
 
 
+@pytest.mark.usefixtures("own_print")
 @pytest.mark.parametrize(
     ("source", "reused"),
     [
