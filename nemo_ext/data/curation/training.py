@@ -27,6 +27,8 @@ from nemo_ext.job.settings import STRICT, Count, Share, Strings, checked
 
 PICTURE = "calibration.png"
 _NAMES = ("positives", "negatives")
+_LEAST_STEPS = 500_000
+"""Documents that fastText sees in all its epochs, of which there are 5 to 100."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -164,8 +166,11 @@ def _by_fasttext(sets: Mapping[str, _Set], settings: Settings) -> None:
             for number in order:
                 label, text = texts[number]
                 out.write(f"__label__{label} {one_line(text)}\n")
-        # One thread, as several do not give the same weights twice; the rest is DCLM's.
-        model = fasttext.train_supervised(str(file), wordNgrams=2, thread=1, seed=settings.seed, verbose=0)
+        # One thread, as several do not give the same weights twice; the rest is DCLM's, but for small sets, which five
+        # epochs teach nothing.
+        epochs = max(5, min(100, _LEAST_STEPS // len(texts)))
+        settings_of_it = {"wordNgrams": 2, "epoch": epochs, "thread": 1, "seed": settings.seed, "verbose": 0}
+        model = fasttext.train_supervised(str(file), **settings_of_it)
         model.save_model(str(Path(place) / FASTTEXT))
         (Path(place) / FASTTEXT).rename(settings.folder / FASTTEXT)
 
