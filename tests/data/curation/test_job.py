@@ -51,6 +51,7 @@ def test_records_keep_what_they_hold_and_what_is_no_document_is_counted(
         (gzip.compress(b'{"content": "abc"}\n' * 99), "no key 'text'"),
         (b"", "no document"),
     ],
+    ids=["cut", "other keys", "empty"],  # gzip has the time in it
 )
 def test_broken_files_are_one_line(tmp_path: Path, curate: Curate, content: bytes, said: str) -> None:
     source = tmp_path / ("raw.jsonl.gz" if content else "raw.jsonl")
