@@ -180,9 +180,9 @@ def inputs(job: str, config: Mapping[str, Any]) -> list[tuple[str, Path, str]]:
         for key in keys:
             wanted = [word for word in strings(config[key]) if not glob.glob(os.path.expanduser(word))]
             given += [(key, word, "name a file") for word in wanted]
-    if job == "train_tokenizer":
-        given += [("compare", place, "name a tokenizer's folder") for place in strings(config["compare"])]
-    if job == "convert":
+        if job == "train_tokenizer":
+            given += [("compare", place, "name a tokenizer's folder") for place in strings(config["compare"])]
+    elif job == "convert":
         given = [("from", config["from"], "name a checkpoint")]
         given += [(key, config[key], name) for key in ("files_from", "tokenizer", "old_tokenizer")]
     elif job == "quantize":

@@ -25,6 +25,7 @@ from nemo_ext.data.curation.passes import (
     passes_of,
     read_units,
     run_unit,
+    tokenizer_of,
     write_units,
 )
 from nemo_ext.data.curation.settings import Plan, read_plan
@@ -67,6 +68,7 @@ def check(config: Mapping[str, Any], *, files: bool = True) -> Plan:
             source.check()
         except ValueError as error:
             raise ValueError(f"stream {name!r}: {error}") from error
+    tokenizer_of(plan.curate)
     _check_folder(plan, _made_of(plan))
     return plan
 

@@ -19,7 +19,7 @@ from datatrove.data import Document
 
 from nemo_ext.data.curation.documents import SUFFIX, documents, line_of, read_lines, writer
 from nemo_ext.data.curation.funnel import Amount, Counts
-from nemo_ext.data.curation.settings import Plan, read_plan
+from nemo_ext.data.curation.settings import Curate, Plan, read_plan
 from nemo_ext.data.curation.stage import Barrier, Features, Judge, Stage, shown
 from nemo_ext.data.sft.filters.base import Drop
 from nemo_ext.data.text.documents import Part, ReadReport
@@ -175,13 +175,16 @@ def _judges(config: str, names: tuple[str, ...]) -> list[tuple[str, Judge]]:
     return [(name, stages[name].start()) for name in names]
 
 
+def tokenizer_of(curate: Curate) -> Tokenizer | None:
+    """The tokenizer that counts tokens; raises ValueError if it cannot be read."""
+    given = curate.tokenizer
+    return None if given is None else load_tokenizer(named_tokenizer(given) if isinstance(given, str) else given)
+
+
 @lru_cache(maxsize=1)
 def _counter(config: str) -> Callable[[str], int]:
-    given = _plan(config).curate.tokenizer
-    if given is None:
-        return lambda text: 0
-    tokenizer: Tokenizer = load_tokenizer(named_tokenizer(given) if isinstance(given, str) else given)
-    return lambda text: len(tokenizer.encode([text])[0])
+    tokenizer = tokenizer_of(_plan(config).curate)
+    return lambda text: 0 if tokenizer is None else len(tokenizer.encode([text])[0])
 
 
 def decide(work: Work, units: Sequence[Unit]) -> None:

@@ -133,6 +133,8 @@ def read_plan(config: Mapping[str, Any]) -> Plan:
     curate = checked(Curate, config["curate"], where="curate")
     if len(set(curate.stages)) < len(curate.stages):
         raise ValueError("curate.stages: names a stage twice: give it a second block under another name")
+    for name, block in curate.blocks.items():  # those too that are left alone: a name may be mistyped
+        _kind(name, block)
     stages = dict[str, Stage]()
     for name in curate.stages:
         if not _NAME.fullmatch(name) or name == "read":
@@ -155,9 +157,13 @@ def read_plan(config: Mapping[str, Any]) -> Plan:
     return Plan(settings, curate, stages, streams)
 
 
-def _stage(name: str, block: Mapping[str, Any]) -> Stage:
-    where = f"curate.blocks.{name}"
+def _kind(name: str, block: Mapping[str, Any]) -> type[Stage]:
     kind = block.get("kind", name)
     if kind not in KINDS:
-        raise ValueError(f"{where}: kind: {kind!r}: {nearest(str(kind), KINDS)}")
-    return checked(KINDS[kind], {key: value for key, value in block.items() if key != "kind"}, where=where)
+        raise ValueError(f"curate.blocks.{name}: kind: {kind!r}: {nearest(str(kind), KINDS)}")
+    return KINDS[kind]
+
+
+def _stage(name: str, block: Mapping[str, Any]) -> Stage:
+    given = {key: value for key, value in block.items() if key != "kind"}
+    return checked(_kind(name, block), given, where=f"curate.blocks.{name}")

@@ -24,6 +24,8 @@ from nemo_ext.data.text.words import words_of
 from nemo_ext.job.settings import STRICT, nearest
 
 WordsOf = Literal["spaces", "characters", "datatrove"]
+_SAMPLE = "One of the lines that the rules are tried on, with words that are there and have an end.\n" * 3 + "The end."
+"""Text that gets as far as the rules go, to find values of the wrong kind before the work."""
 _NOT_SETTINGS = ("exclusion_writer", "language")
 
 
@@ -72,7 +74,10 @@ class _Rules(Stage):
                 if name not in known:
                     raise ValueError(f"{where}: unknown key {name!r}: {nearest(name, known)}")
         for language in {self.language, *self.by_language}:
-            self._made(language)
+            try:
+                self._made(language).filter(Document(text=_SAMPLE, id="sample"))
+            except (TypeError, AttributeError) as error:
+                raise ValueError(f"rules or by_language.{language}: a value is of the wrong kind: {error}") from error
 
     def _made(self, language: str) -> BaseFilter:
         arguments = {**self.rules, **self.by_language.get(language, {})}
