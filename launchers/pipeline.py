@@ -22,7 +22,7 @@ goes on: finished stages are left alone, an unfinished one resumes. `nemo-ext su
   from, to          the first stage and the last one; those outside are taken to be done
   skip              stages that are done elsewhere: skip=[tokenize]
   evaluate          words of `nemo-ext evaluate` for a stage evaluate_STAGE after each stage that makes a model:
-                    'evaluate=[suite=quick,evaluate.limit=10]' (default: none, or what the twin says)
+                    evaluate='suite=quick evaluate.limit=10' (default: none, or what the twin says)
   STAGE.key=value   changes one stage; JOB.key=value all stages of a job; other words are the pipeline's own keys
   --report          write report.md and report.html of what has been run, here or by `submit`, and start nothing
   --dry-run         check the configs of all stages and show their commands, but start nothing

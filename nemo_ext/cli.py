@@ -24,6 +24,7 @@ JOBS = {
     "sft_data": "turn conversations into packed sequences with loss masks: filters, chat templates, reasoning",
     "preference_data": "turn generations into DPO pairs and reward model samples, for TRL and NeMo-RL",
     "blend": "show what each stream of a blend gets: shares, epochs, warnings; files for trainers",
+    "mixture": "shares of streams by small runs on sampled mixtures: losses fitted, and the best one trained",
     "rollouts": "ask for answers to RL tasks and verify them: pass rates for curricula",
     "curriculum": "order RL prompts from easy to hard, by measured pass rates",
     "rl_tasks": "generate RL tasks: mathematics, code, instructions, tools and more",

@@ -8,6 +8,7 @@ like one line and exit code 1.
 import math
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ OPEN = (
     *("puzzle.search.shares", "puzzle.search.limits", "puzzle.heal.megatron"),
     *("reasoning", "thinking_shares", "sampling", "packing", "near_duplicates", "generate.extra", "serving.vllm"),
     *("rollouts.extra", "rollouts.environments", "online.extra", "online.environments"),
-    *("sweep.objectives", "sweep.at_least"),
+    *("sweep.objectives", "sweep.at_least", "mixture.at_least", "mixture.at_most", "mixture.weights"),
 )
 """Sections beside `megatron` whose keys the user chooses."""
 
@@ -66,6 +67,9 @@ MODEL = {"rl": "policy"} | dict.fromkeys(("serve", "generate", "evaluate", "roll
 
 TEXTS = {"generate": ("generate.template", "generate.system"), "train_tokenizer": ("split", "end")}
 """Keys of a job whose values are texts, in which braces, commas and the like mean nothing to Hydra."""
+
+WORDS = {"pipeline": ("evaluate",), "mixture": ("train", "evaluate")}
+"""Keys of a job whose values are words of another job, written as on its command line, or as a list."""
 
 PRESETS = {"rl": "rl", "online": "rl"} | {
     job: job for job in ("curate", "preference_data", "sft_data", "train_tokenizer")
@@ -250,7 +254,7 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
     The sections of `OPEN` are open too. One given whole (`puzzle.search.shares={parameters: 0.6}`) replaces what the
     recipe has there, where Hydra would merge the two; `filters` given whole keep the filters that they do not name.
     `streams` given whole replaces that of a file, too, as do `sources` of preference data.
-    The value of `model.pattern` is quoted: our notation's braces and parentheses mean something else to Hydra. So are
+    Those of `WORDS` become lists. The value of `model.pattern` is quoted: our notation's braces and parentheses mean something else to Hydra. So are
     those of `TEXTS`.
 
     Raises:
@@ -288,9 +292,23 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
             spelled.append(f'{name}="{value}"')
         elif name in TEXTS.get(job, ()) and value not in ("", "null") and not _QUOTED.fullmatch(value):
             spelled.append(f"{name}={hydra_value(value)}")
+        elif name in WORDS.get(job, ()) and value not in ("", "null") and value[:1] not in ("[", "$"):
+            spelled.append(f"{name}=[{','.join(map(hydra_value, _split(name, value)))}]")
         else:
             spelled.append(word)
     return spelled
+
+
+def _split(key: str, text: str) -> list[str]:
+    """Words as a shell divides them.
+
+    Raises:
+        ValueError: a quotation mark is not closed.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"{key}={text}: {error}: write words as on a command line") from error
 
 
 _QUOTED = re.compile(r"""(["'])(?:\\.|(?!\1)[^\\])*\1""", re.DOTALL)

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from nemo_ext.job.config import mistakes_are_one_line
 from nemo_ext.slurm.jobs import SERVING, script_name
-from nemo_ext.slurm.settings import settings_of, split
+from nemo_ext.slurm.settings import SHARDED, settings_of, split
 from nemo_ext.slurm.sweep import MULTIRUN, points
 from nemo_ext.slurm.task import Task
 from nemo_ext.slurm.training import Training
@@ -30,7 +30,7 @@ def own_words(job: str, words: Sequence[str], slurm: Mapping[str, str]) -> list[
         return found[int(number)]
     if number is not None and job == "puzzle":
         return [*words, f"puzzle.shard={number}/{slurm['SLURM_ARRAY_TASK_COUNT']}", "puzzle.stages=[distill]"]
-    if number is not None and job == "curate":
+    if number is not None and job in SHARDED:
         return [*words, f"shard={number}/{slurm['SLURM_ARRAY_TASK_COUNT']}"]
     if number is not None and job in SERVING:
         return [*words, f"serving.replica={number}"]

@@ -9,7 +9,7 @@ from typing import Any
 from nemo_ext.data.blends.hierarchy import read_tree
 from nemo_ext.job.run_directory import CHECKPOINTS, last_checkpoint
 from nemo_ext.job.settings import nearest, strings
-from nemo_ext.slurm.settings import Settings
+from nemo_ext.slurm.settings import SHARDED, Settings
 
 SERVING = ("serve", "generate", "evaluate", "rollouts")
 """Jobs with servers of a model, an array of them where there are several."""
@@ -18,9 +18,9 @@ MEANWHILE = ("online", "merge_sweep")
 TASKS = (
     *("byte_tokenizer", "curate", "curate_classifier", "train_tokenizer", "tokenize", "sft_data", "preference_data"),
     *("rl_tasks", "curriculum", "blend", "merge"),
-    *("quantize", "sensitivity", *SERVING, *MEANWHILE),
+    *("quantize", "sensitivity", "mixture", *SERVING, *MEANWHILE),
 )
-"""Jobs that share slurm/task.sbatch: one node, and no GPU except for the last eight."""
+"""Jobs that share slurm/task.sbatch: one node, and no GPU except for the last nine."""
 ON_TRAINING_CONFIG = ("train", "puzzle", "sensitivity")
 """Jobs whose config is a training run's, with its data and `launcher`."""
 JOBS = ("train", "rl", "puzzle", "convert", *TASKS)
@@ -62,7 +62,7 @@ def record_of(job: str, config: Mapping[str, Any], settings: Settings) -> Path:
     Raises:
         ValueError: if the run directory is null.
     """
-    if job == "curate" and config["shard"] is not None:
+    if job in SHARDED and config["shard"] is not None:
         whole = record_of(job, {**config, "shard": None}, settings)
         return shard_record(whole, int(str(config["shard"]).partition("/")[0]))
     section, key = ("serving", "replica") if job in SERVING else ("puzzle", "shard")
@@ -84,18 +84,20 @@ def record_of(job: str, config: Mapping[str, Any], settings: Settings) -> Path:
 
 
 def tasks_of(job: str, config: Mapping[str, Any], settings: Settings) -> int:
-    """Number of array tasks that do a job together: shards of Puzzle's distillation or of curation, or replicas."""
+    """Number of array tasks that do a job together: its shards, or replicas."""
     return int(config["serving"]["replicas"]) if job in SERVING else settings.slurm.shards
 
 
 def rounds_of(job: str, config: Mapping[str, Any], settings: Settings) -> int:
-    """Number of arrays, one after the other, that do a job: passes of curation in shards; else 1.
+    """Number of arrays, one after the other, that do a job: passes of curation in shards, a mixture's runs and optimum.
 
     Raises:
         ValueError: a setting of curation is wrong.
     """
-    if job != "curate" or settings.slurm.shards == 1:
+    if job not in SHARDED or settings.slurm.shards == 1:
         return 1
+    if job == "mixture":
+        return 2
     from nemo_ext.data.curation.passes import passes_of
     from nemo_ext.data.curation.settings import read_plan
 
@@ -121,6 +123,10 @@ def nodes_and_gpus(job: str, config: Mapping[str, Any], settings: Settings) -> t
         serving = config["serving"]
         cpu = serving["device"] == "cpu" or not config["served"] or bool(config.get("endpoint"))
         return int(serving["nodes"]), 0 if cpu else int(serving["gpus"])
+    if job == "mixture":
+        from nemo_ext.mixture.settings import training_of
+
+        return nodes_and_gpus("train", training_of(config), settings)
     if job in MEANWHILE:
         return 1, 0 if config["serving"]["device"] == "cpu" else int(config["serving"]["gpus"])
     if job != "rl":

@@ -25,6 +25,7 @@ from nemo_ext.data.phases import plan_of
 from nemo_ext.data.streams import blend_to_tokenize
 from nemo_ext.data.text.tokenizers import load_tokenizer
 from nemo_ext.data.training import data_sections, with_data
+from nemo_ext.mixture.settings import runs_of
 from nemo_ext.serving.settings import LOOPBACK
 from nemo_ext.slurm.cluster import Cluster, Limit, duration
 from nemo_ext.slurm.jobs import (
@@ -36,12 +37,13 @@ from nemo_ext.slurm.jobs import (
     nodes_and_gpus,
     record_of,
 )
-from nemo_ext.slurm.settings import Settings
+from nemo_ext.slurm.settings import SHARDED, Settings
 
 GIB = 1 << 30
 SETTINGS = {
     "tokenize": ("nemo_ext.data.streams", "blend_to_tokenize"),
     "curate": ("nemo_ext.data.curation.job", "check"),
+    "mixture": ("nemo_ext.mixture.job", "check"),
     "curate_classifier": ("nemo_ext.data.curation.training", "check"),
     "train_tokenizer": ("nemo_ext.data.vocabulary.job", "check"),
     "sft_data": ("nemo_ext.data.sft.settings", "read_settings"),
@@ -110,6 +112,12 @@ def findings(
         found += [*_data(config, coming, tokenised=settings.job == "train" and not here), *_offline(config, cluster)]
     if paths and settings.job in ON_TRAINING_CONFIG and not _tokenizer_missing(found):
         found += _tokenizers(config, coming)
+    if settings.job == "mixture" and not errors(found):
+        for job, part in runs_of(config):
+            ours = findings(
+                part, replace(settings, job=job), paths=paths, coming=[*coming, *makes("mixture", config)], here=True
+            )
+            found += [one for one in ours if one not in found]
     if paths and settings.job in ("puzzle", "sensitivity") and not coming and not errors(found):
         try:
             with_data(config)
@@ -344,7 +352,7 @@ def _settings(job: str, config: Mapping[str, Any], coming: Sequence[Path]) -> It
     more: dict[str, bool] = {}
     if job == "serve" and config["serving"]["host"] in LOOPBACK:
         config = {**config, "serving": {**config["serving"], "host": "NODE"}}  # as the task will have it
-    if job == "curate":
+    if job in SHARDED:
         more["files"] = not coming
     if job == "online":
         more["tasks"] = all(path.exists() for _, path, _ in inputs(job, config))  # else `_inputs` says so

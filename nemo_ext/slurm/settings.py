@@ -11,6 +11,8 @@ from nemo_ext.job.config import check_choice, compose, config_folders
 from nemo_ext.job.settings import STRICT, checked
 from nemo_ext.slurm.cluster import Cluster, duration
 
+SHARDED = ("curate", "mixture")
+"""Jobs whose `shard` is the part of an array's task."""
 OWN = ("job", "account", "time")
 _NAMES = re.compile(r"[A-Za-z0-9_.@+][A-Za-z0-9_.@+-]*(,[A-Za-z0-9_.@+][A-Za-z0-9_.@+-]*)*")
 
@@ -61,9 +63,10 @@ class Settings:
                 )
         if self.slurm.folder is not None and self.job == "train":
             raise ValueError(f"slurm.folder={self.slurm.folder}: training notes its starts in its run_dir")
-        if self.slurm.shards > 1 and self.job not in ("puzzle", "curate"):
+        if self.slurm.shards > 1 and self.job not in ("puzzle", *SHARDED):
             raise ValueError(
-                f"slurm.shards={self.slurm.shards}: only job=puzzle has shards, of its distillation, and job=curate"
+                f"slurm.shards={self.slurm.shards}: only job=puzzle has shards, of its distillation, and those of "
+                f"{' and '.join(SHARDED)}"
             )
 
 

@@ -1,0 +1,208 @@
+"""What a swarm of small runs found: the report, its picture, and the numbers as JSON."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from nemo_ext.job.files import write_text
+from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy, write_page
+from nemo_ext.job.run_directory import REPORT
+from nemo_ext.mixture.law import Law, Quality, quality
+from nemo_ext.mixture.sampling import Shares
+
+RESULT, PICTURE = "mixture.json", "mixture.png"
+_BLUE, _ORANGE, _GREY = "#1f77b4", "#d95f02", "#999999"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Runs, laws and the optimum.
+
+    Attributes:
+        streams, tasks, names: names of streams, benchmarks and runs, of which the first is the prior's.
+        sizes, prior, best, highest: tokens, prior share, best share and most share of each stream.
+        weights: weights of the benchmarks in their mean.
+        shares, values: mixtures [runs, streams] and bits per byte [runs, tasks].
+        laws, quality: of each benchmark.
+        tokens, target: tokens of a small run, and of the run that the mixture is for.
+        run: folder of the run on the optimum.
+        measured: bits per byte of that run, [tasks]; None before it.
+    """
+
+    streams: Sequence[str]
+    sizes: Shares
+    prior: Shares
+    best: Shares
+    highest: Shares
+    tasks: Sequence[str]
+    weights: Shares
+    names: Sequence[str]
+    shares: Shares
+    values: Shares
+    laws: Sequence[Law]
+    quality: Sequence[Quality]
+    tokens: int
+    target: float | None
+    run: str
+    measured: Shares | None = None
+
+    @property
+    def predicted(self) -> Shares:
+        """Bits per byte on the optimum by the laws, [tasks]."""
+        return np.array([float(law.at(self.best)) for law in self.laws])
+
+    @property
+    def mean_quality(self) -> Quality:
+        """How well the mean of the benchmarks is foreseen."""
+        predicted = np.stack([each.predicted for each in self.quality], axis=1)
+        return quality(predicted @ self.weights, self.values @ self.weights)
+
+
+def measured(found: Found, values: Shares) -> Found:
+    """With what the run on the optimum measured."""
+    return replace(found, measured=values)
+
+
+def verdict(found: Found) -> str:
+    """Predicted and measured mean loss in one line."""
+    before, after = float(found.values[0] @ found.weights), float(found.predicted @ found.weights)
+    text = f"Mean bits per byte of small runs: {before:.4f} on the prior, {after:.4f} predicted for the optimum"
+    if found.measured is not None:
+        text += f", {float(found.measured @ found.weights):.4f} measured"
+    return f"{text} (error of predictions {found.mean_quality.error:.4f})"
+
+
+def write(found: Found, folder: Path) -> Path:
+    """Write the report and what it is made of; returns the page."""
+    assert found.measured is not None
+    write_text(folder / RESULT, json.dumps(_as_json(found), indent=1) + "\n")
+    _picture(found, folder / PICTURE)
+    write_text(folder / REPORT, _markdown(found))
+    return write_page(folder / REPORT)
+
+
+def _as_json(found: Found) -> dict[str, object]:
+    assert found.measured is not None
+    best = dict(zip(found.tasks, np.stack([found.values[0], found.predicted, found.measured], axis=1), strict=True))
+    return {
+        "mixture": dict(zip(found.streams, found.best.tolist(), strict=True)),
+        "prior": dict(zip(found.streams, found.prior.tolist(), strict=True)),
+        "tokens": dict(zip(found.streams, found.sizes.tolist(), strict=True)),
+        "bits_per_byte": {
+            task: dict(zip(("prior", "predicted", "measured"), map(float, three), strict=True))
+            for task, three in best.items()
+        },
+        "laws": {
+            task: {"constant": law.constant, "slopes": law.slopes.tolist(), "held_out_error": each.error}
+            for task, law, each in zip(found.tasks, found.laws, found.quality, strict=True)
+        },
+        "runs": {
+            name: {
+                "mixture": dict(zip(found.streams, shares.tolist(), strict=True)),
+                "bits_per_byte": dict(zip(found.tasks, values.tolist(), strict=True)),
+            }
+            for name, shares, values in zip(found.names, found.shares, found.values, strict=True)
+        },
+    }
+
+
+def _markdown(found: Found) -> str:
+    assert found.measured is not None
+    length = found.target or found.tokens
+    streams = [
+        [
+            name,
+            f"{found.sizes[place]:,.0f}",
+            f"{100 * found.prior[place]:.2f}",
+            f"{100 * found.best[place]:.2f}",
+            f"{100 * found.highest[place]:.1f}",
+            f"{found.best[place] * length / found.sizes[place]:.3g}",
+        ]
+        for place, name in enumerate(found.streams)
+    ]
+    rows = [
+        _row(task, found.values[0, place], found.predicted[place], found.measured[place], found.quality[place])
+        for place, task in enumerate(found.tasks)
+    ]
+    means = (float(each @ found.weights) for each in (found.values[0], found.predicted, found.measured))
+    rows.append(_row("mean", *means, found.mean_quality))
+    heading = (
+        "benchmark",
+        "prior",
+        "optimum, predicted",
+        "optimum, measured",
+        "change",
+        "error",
+        "spread",
+        "rank correlation",
+    )
+    of = "the run that it is for" if found.target else "a small run"
+    weighed = (
+        ""
+        if np.ptp(found.weights) == 0
+        else (
+            " Weights in the mean: "
+            + ", ".join(f"{task} {weight:.3g}" for task, weight in zip(found.tasks, found.weights, strict=True))
+            + "."
+        )
+    )
+    return (
+        f"# Mixture of {len(found.streams)} streams\n\n{verdict(found)}.\n\n"
+        f"{len(found.names)} runs of {found.tokens:,} tokens, the prior's among them, and one on the optimum "
+        f"([{found.run}]({found.run}/report.md)).\n\n![shares, predictions and slopes]({PICTURE})\n\n## Shares\n\n"
+        + markdown_table(("stream", "tokens", "prior %", "optimum %", "at most %", "passes"), streams)
+        + f"\n\nPasses are those of {of}, {length:,.0f} tokens. As a data file: "
+        "`--config-dir=OUTPUT/conf data=mixture`.\n\n## Bits per byte\n\n"
+        + markdown_table(heading, rows)
+        + "\n\nError is the root of the mean squared error of predictions for runs that the law was not fitted to, "
+        "spread the standard deviation of the runs themselves: a law is of use where its error is much smaller. A "
+        f"change smaller than the error may be chance.{weighed}\n"
+    )
+
+
+def _row(name: str, prior: float, predicted: float, measured: float, of: Quality) -> list[str]:
+    values = [f"{value:.4f}" for value in (prior, predicted, measured)]
+    return [name, *values, f"{measured - prior:+.4f}", f"{of.error:.4f}", f"{of.spread:.4f}", f"{of.rank:.2f}"]
+
+
+def _picture(found: Found, path: Path) -> None:
+    """Shares before and after, predicted against measured means, and slopes by stream and benchmark."""
+    assert found.measured is not None
+    count = len(found.streams)
+    figure = new_figure(figsize=(15, max(4.5, 1.5 + 0.28 * max(count, len(found.tasks)))))
+    left, middle, right = figure.subplots(1, 3)
+    places = np.arange(count)
+    left.barh(places - 0.2, 100 * found.prior, 0.4, color=_GREY, label="prior")
+    left.barh(places + 0.2, 100 * found.best, 0.4, color=_BLUE, label="optimum")
+    left.set_yticks(places, found.streams)
+    left.invert_yaxis()
+    left.set_xlabel("share (%)")
+    left.set_title("shares", loc="left", fontsize=10)
+    left.legend(frameon=False, fontsize=8)
+    tidy(left, grid="x")
+    own, values = found.mean_quality.predicted, found.values @ found.weights
+    best = float(found.predicted @ found.weights), float(found.measured @ found.weights)
+    ends = [min(*own, *values, *best), max(*own, *values, *best)]
+    middle.plot(ends, ends, "--", color=_GREY, linewidth=1)
+    middle.plot(own[1:], values[1:], "o", color=_BLUE, markersize=4, label="samples")
+    middle.plot(own[0], values[0], "s", color="black", markersize=6, label="prior")
+    middle.plot(*best, "*", color=_ORANGE, markersize=12, label="optimum")
+    middle.set_xlabel("predicted by laws of other runs (bits per byte)")
+    middle.set_ylabel("measured")
+    middle.set_title("mean of the benchmarks", loc="left", fontsize=10)
+    middle.legend(frameon=False, fontsize=8)
+    tidy(middle)
+    # What a benchmark loses or gains, near the prior, by more of a stream in place of the average of all.
+    slopes = np.stack(
+        [(law.slopes - found.prior @ law.slopes) * np.exp(found.prior @ law.slopes) for law in found.laws]
+    )
+    most = float(np.abs(slopes).max()) or 1.0
+    image = right.imshow(slopes, cmap="RdBu_r", vmin=-most, vmax=most, aspect="auto")
+    right.set_xticks(places, found.streams, rotation=45, ha="right", fontsize=8)
+    right.set_yticks(range(len(found.tasks)), found.tasks, fontsize=8)
+    right.set_title("bits per byte by a stream's share, at the prior (blue: less)", loc="left", fontsize=10)
+    figure.colorbar(image, ax=right)
+    save_figure(figure, path)

@@ -1,0 +1,161 @@
+"""Checked settings of `nemo-ext mixture`."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from nemo_ext.job.config import compose, hydra_value
+from nemo_ext.job.run_directory import OWN
+from nemo_ext.job.settings import STRICT, Count, Strings, checked, nearest
+
+RUNS_A_STREAM = 5
+"""Runs for each stream where their number is not given (OLMo 3)."""
+_OF_CHECKS = Path(OWN, "run")
+"""Folder of a run that is only checked."""
+_Share = Annotated[float, Field(ge=0, le=1)]
+_Positive = Annotated[float, Field(gt=0)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Mixture:
+    """Section `mixture` of the config.
+
+    Attributes:
+        runs: number of sampled mixtures, beside the prior; null for five for each stream.
+        prior: centre of the samples: by the streams' tokens (`sizes`) or as the training's data weigh them (`weights`).
+        strengths: ends of the range of concentrations of the Dirichlet distribution, from which each sample draws its
+            own on a logarithmic scale: low ones give few streams, high ones mixtures near the prior.
+        least: share below which a stream is left out.
+        repeats: most passes over a stream, in the small runs and in the run that the mixture is for.
+        tokens: tokens of that run; null to limit nothing there.
+        kl: weight of the mixture's divergence from the prior, in bits per byte a nat.
+        at_least, at_most: limits of shares, by stream.
+        weights: weight of benchmarks in the mean that is minimised, by name; those not named weigh 1.
+        seed: seed of the samples.
+    """
+
+    runs: Count | None
+    prior: Literal["sizes", "weights"]
+    strengths: tuple[_Positive, _Positive]
+    least: Annotated[float, Field(ge=0, lt=1)]
+    repeats: _Positive
+    tokens: _Positive | None
+    kl: Annotated[float, Field(ge=0)]
+    at_least: dict[str, _Share]
+    at_most: dict[str, _Share]
+    weights: dict[str, Annotated[float, Field(ge=0)]]
+    seed: int
+
+    def check_names(self, streams: Iterable[str]) -> None:
+        """Refuse limits of streams that are not there.
+
+        Raises:
+            ValueError: naming the nearest stream.
+        """
+        known = list(streams)
+        for key, given in (("at_least", self.at_least), ("at_most", self.at_most)):
+            for name in given.keys() - set(known):
+                raise ValueError(f"mixture.{key}: no stream {name!r}: {nearest(name, known)}")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Settings:
+    """Settings of the job but for the section `mixture`.
+
+    Attributes:
+        train: words of `nemo-ext train` of a small model, with the streams to mix as its data.
+        evaluate: words of `nemo-ext evaluate`, with benchmarks in bits per byte.
+        output: folder to write.
+        shard: this process's share of the runs, as 0/40; null for all of them.
+    """
+
+    train: Annotated[Strings, Field(min_length=1)]
+    evaluate: Annotated[Strings, Field(min_length=1)]
+    output: Annotated[str, Field(min_length=1)]
+    shard: Annotated[str, Field(pattern=r"^\d+/\d+$")] | None
+
+    def __post_init__(self) -> None:
+        number, count = self.part
+        if number >= count:
+            raise ValueError(f"shard={self.shard}: shards of {count} are 0/{count} to {count - 1}/{count}")
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Number of this shard, and how many there are."""
+        number, count = (self.shard or "0/1").split("/")
+        return int(number), int(count)
+
+    @property
+    def folder(self) -> Path:
+        """Folder to write."""
+        return Path(self.output).expanduser()
+
+    @property
+    def own(self) -> Path:
+        """Folder of records in it."""
+        return self.folder / OWN
+
+
+def read_settings(config: Mapping[str, Any]) -> tuple[Settings, Mixture]:
+    """Settings of a composed config; data and models are not looked at.
+
+    Raises:
+        ValueError: a setting is wrong.
+    """
+    settings = checked(Settings, {each.name: config[each.name] for each in dataclasses.fields(Settings)})
+    mixture = checked(Mixture, config["mixture"], where="mixture")
+    for key, words, taken in (
+        ("train", settings.train, ("run_dir",)),
+        ("evaluate", settings.evaluate, ("run_dir", "model", "served", "endpoint")),
+    ):
+        for word in words:
+            if (name := word.partition("=")[0]) in taken:
+                raise ValueError(f"{key}: {word}: each run has its own {name}: take the word away")
+    return settings, mixture
+
+
+def runs_of(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Jobs and composed configs of one small run: its training and its evaluation.
+
+    Raises:
+        ValueError: words are wrong.
+    """
+    return [("train", training_of(config)), ("evaluate", evaluation_of(config))]
+
+
+def training_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Composed config of a small training.
+
+    Raises:
+        ValueError: its words are wrong, it takes several nodes, or its length is not in tokens.
+    """
+    settings, _ = read_settings(config)
+    try:
+        found = compose("train", [f"run_dir={hydra_value(str(settings.folder / _OF_CHECKS))}", *settings.train])
+    except ValueError as error:
+        raise ValueError(f"train: {error}") from error
+    if int(found["launcher"]["nodes"]) != 1:
+        raise ValueError(f"train: launcher.nodes={found['launcher']['nodes']}: a small run takes one node")
+    data = found.get("data") or {}
+    if data.get("packed") or not (data.get("blend") or data.get("streams")):
+        raise ValueError("train: no streams to mix: add data=NAME, or 'streams=[{name: web, weight: 1}, ...]'")
+    return found
+
+
+def evaluation_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Composed config of the evaluation of a small model.
+
+    Raises:
+        ValueError: its words are wrong.
+    """
+    settings, _ = read_settings(config)
+    place = settings.folder / _OF_CHECKS
+    own = [f"model={place}", f"run_dir={hydra_value(str(place))}"]
+    try:
+        return compose("evaluate", [*own, *settings.evaluate])
+    except ValueError as error:
+        raise ValueError(f"evaluate: {error}") from error
