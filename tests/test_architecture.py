@@ -28,6 +28,7 @@ ROOMS = (
         "rehearsal",
         "slurm",
         "pipeline",
+        "mixture",
         "memory_profile",
         "engines",
         "install",

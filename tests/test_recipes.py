@@ -56,6 +56,7 @@ PUBLISHED = {
     "llama_nemotron_ultra_253b": 253.4e9,  # the published checkpoint
     "olmo1_1b": 1.18e9,  # the published checkpoint
     "olmo1_7b": 6.89e9,  # the published checkpoint
+    "olmo3_30m": 54.75e6,  # OLMo-core, olmo2_30M: 29.1 M without the input embedding
     "olmo3_7b": 7.30e9,  # the published checkpoint
     "olmo3_32b": 32.23e9,  # the published checkpoint
 }

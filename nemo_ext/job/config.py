@@ -254,8 +254,8 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
     The sections of `OPEN` are open too. One given whole (`puzzle.search.shares={parameters: 0.6}`) replaces what the
     recipe has there, where Hydra would merge the two; `filters` given whole keep the filters that they do not name.
     `streams` given whole replaces that of a file, too, as do `sources` of preference data.
-    Those of `WORDS` become lists. The value of `model.pattern` is quoted: our notation's braces and parentheses mean something else to Hydra. So are
-    those of `TEXTS`.
+    The value of `model.pattern` is quoted: our notation's braces and parentheses mean something else to Hydra. So are
+    those of `TEXTS`. Those of `WORDS` become lists.
 
     Raises:
         ValueError: both `streams` and `data.directory`, from which streams are not read.

@@ -19,7 +19,9 @@ import yaml
 from nemo_ext.data.blends.blend import tokens_of_run
 from nemo_ext.data.blends.hierarchy import Leaf
 from nemo_ext.data.blends.plan import plan_blend
+from nemo_ext.evaluation.job import chosen
 from nemo_ext.evaluation.runs import BITS
+from nemo_ext.evaluation.settings import EvaluateSettings
 from nemo_ext.evaluation.store import RESULTS
 from nemo_ext.job.config import INTERRUPTED, hydra_value
 from nemo_ext.job.files import only_run_in, write_text
@@ -84,7 +86,10 @@ def check(config: Mapping[str, Any], *, files: bool = True) -> None:
     """
     settings, mixture = read_settings(config)
     training = training_of(config)
-    evaluation_of(config)
+    benchmarks = chosen(EvaluateSettings.of(evaluation_of(config)["evaluate"]))
+    if not any(each.kind in ("bits", "harness") for each in benchmarks):
+        names = ", ".join(each.name for each in benchmarks)
+        raise ValueError(f"evaluate: none of {names} is in bits per byte: suite=olmo3_base_easy has some that are")
     if files:
         streams = _streams(training, mixture)
         mixtures = _mixtures(streams, mixture)
@@ -239,7 +244,7 @@ def _losses(settings: Settings, name: str) -> dict[str, float]:
     results = json.loads(path.read_text())
     if missing := results.get("missing"):
         raise ValueError(f"{path}: {', '.join(missing)} was not evaluated: its report says why")
-    entries = {key: entry for key, entry in results["benchmarks"].items() if entry["metric"] == BITS}
+    entries = {key: entry for key, entry in results["benchmarks"].items() if BITS in entry["metric"]}
     if not entries:
         raise ValueError(f"{path}: no benchmark in bits per byte: suite=olmo3_base_easy has some")
     if bad := [key for key, entry in entries.items() if not 0 < (entry["accuracy"] or 0) < float("inf")]:

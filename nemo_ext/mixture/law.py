@@ -162,7 +162,7 @@ def optimum(
         small = (shares < least) & (lowest == 0) & (highest > 0)
         if not small.any():
             return shares / shares.sum()
-        highest = np.where(small, 0, highest)
+        highest = np.where(small & (shares == shares[small].min()), 0, highest)
 
 
 def _within(shares: Shares, lowest: Shares, highest: Shares) -> Shares:

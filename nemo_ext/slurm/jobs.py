@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.data.blends.hierarchy import read_tree
+from nemo_ext.job.config import compose
 from nemo_ext.job.run_directory import CHECKPOINTS, last_checkpoint
 from nemo_ext.job.settings import nearest, strings
 from nemo_ext.slurm.settings import SHARDED, Settings
@@ -124,9 +125,7 @@ def nodes_and_gpus(job: str, config: Mapping[str, Any], settings: Settings) -> t
         cpu = serving["device"] == "cpu" or not config["served"] or bool(config.get("endpoint"))
         return int(serving["nodes"]), 0 if cpu else int(serving["gpus"])
     if job == "mixture":
-        from nemo_ext.mixture.settings import training_of
-
-        return nodes_and_gpus("train", training_of(config), settings)
+        return nodes_and_gpus("train", compose("train", strings(config["train"])), settings)
     if job in MEANWHILE:
         return 1, 0 if config["serving"]["device"] == "cpu" else int(config["serving"]["gpus"])
     if job != "rl":

@@ -25,7 +25,6 @@ from nemo_ext.data.phases import plan_of
 from nemo_ext.data.streams import blend_to_tokenize
 from nemo_ext.data.text.tokenizers import load_tokenizer
 from nemo_ext.data.training import data_sections, with_data
-from nemo_ext.mixture.settings import runs_of
 from nemo_ext.serving.settings import LOOPBACK
 from nemo_ext.slurm.cluster import Cluster, Limit, duration
 from nemo_ext.slurm.jobs import (
@@ -61,6 +60,8 @@ SETTINGS = {
     "train": ("nemo_ext.evaluation.live", "check"),
 }
 """Module and function that read each job's settings."""
+RUNS = {"mixture": ("nemo_ext.mixture.settings", "runs_of")}
+"""Module and function that say what other jobs a job starts, with their configs."""
 TIGHT = 0.9
 """Share of a GPU's memory above which a warning says that fragments and buffers may not fit."""
 
@@ -112,10 +113,15 @@ def findings(
         found += [*_data(config, coming, tokenised=settings.job == "train" and not here), *_offline(config, cluster)]
     if paths and settings.job in ON_TRAINING_CONFIG and not _tokenizer_missing(found):
         found += _tokenizers(config, coming)
-    if settings.job == "mixture" and not errors(found):
-        for job, part in runs_of(config):
+    if settings.job in RUNS and not errors(found):
+        module, name = RUNS[settings.job]
+        for job, part in getattr(import_module(module), name)(config):
             ours = findings(
-                part, replace(settings, job=job), paths=paths, coming=[*coming, *makes("mixture", config)], here=True
+                part,
+                replace(settings, job=job, slurm=replace(settings.slurm, folder=None, shards=1)),
+                paths=paths,
+                coming=[*coming, *makes(settings.job, config)],
+                here=True,
             )
             found += [one for one in ours if one not in found]
     if paths and settings.job in ("puzzle", "sensitivity") and not coming and not errors(found):

@@ -63,8 +63,12 @@ def write(folder: Path, template: str = TEMPLATE, control: Sequence[str] = (), *
     tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in names])
     assert tokenizer.token_to_id(EOD) == ByteTokenizer.eod
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "chat_template": template}
-    write_text(folder / "tokenizer.json", tokenizer.to_str())
-    write_text(folder / "tokenizer_config.json", json.dumps(about, indent=1) + "\n")
+    texts = {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": json.dumps(about, indent=1) + "\n"}
+    for name, text in texts.items():
+        if (
+            not (path := folder / name).is_file() or path.read_text() != text
+        ):  # an export knows its files by their times
+            write_text(path, text)
     return folder
 
 

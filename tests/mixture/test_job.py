@@ -1,0 +1,207 @@
+"""`nemo-ext mixture`: runs in shards, the optimum, its data file and report; real small runs where marked slow."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from nemo_ext.data.streams import blend_to_tokenize
+from nemo_ext.data.tokenize import tokenize_blend
+from nemo_ext.job.config import FAILED, INTERRUPTED, compose
+from nemo_ext.mixture import job
+from nemo_ext.mixture.law import Law
+from nemo_ext.slurm import attempts
+from nemo_ext.slurm.preflight import findings
+from nemo_ext.slurm.submit import planned
+
+LAWS = {"code_bits": Law(np.log(0.5), np.array([0.6, -0.7])), "web_bits": Law(np.log(0.4), np.array([-0.1, 0.3]))}
+EVALUATE = "evaluate=suite=quick evaluate.benchmarks=[python_bits,docstring_bits] serving.device=cpu"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two streams, tokenised: web of 60,000 tokens and code of 20,000."""
+    folder = tmp_path_factory.mktemp("data")
+    for name, line, count in (
+        ("web", "a page with words, number {}", 2000),
+        ("code", "def f{0}(x): return {0} + x", 800),
+    ):
+        (folder / f"{name}.txt").write_text("\n\n".join(line.format(number) for number in range(count)))
+        words = [f"input={folder}/{name}.txt", f"output={folder}/{name}", "tokenizer=byte", "workers=1"]
+        tokenize_blend(blend_to_tokenize(compose("tokenize", words)), progress=False)
+    return folder
+
+
+@pytest.fixture
+def words(data: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """Words of the job, with more of its own."""
+
+    def made(*more: str, tokens: str = "2e4") -> list[str]:
+        streams = "streams=[{name: web, weight: 1}, {name: code, weight: 1}]"
+        train = (
+            f"train=model=olmo3_tiny scale=laptop data_root={data} data.tokenizer={{kind:byte}} train.tokens={tokens}"
+        )
+        return [f"{train} '{streams}'", EVALUATE, f"output={tmp_path}/mix", *more]
+
+    return made
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of runs, whose losses are computed by laws in place of training."""
+    names: list[str] = []
+
+    def run(given: Sequence[str], *, dry_run: bool) -> int:
+        found = dict(word.split("=", 1) for word in given)
+        folder, name = Path(found["run_dir"]), found["pipeline"]
+        names.append(name)
+        file = yaml.safe_load((Path(found["--config-dir"]) / "pipeline" / f"{name}.yaml").read_text())
+        config = compose("train", file["stages"]["train"]["words"])
+        weights = {each["name"]: each["weight"] for each in config["data"]["streams"]}
+        shares = np.array([weights.get(each, 0) for each in ("web", "code")])
+        benchmarks = {
+            task: {"metric": "bits_per_byte", "accuracy": float(law.at(shares))} for task, law in LAWS.items()
+        }
+        benchmarks["accuracy"] = {"metric": "accuracy", "accuracy": 0.1}
+        (folder / "evaluate_train").mkdir(parents=True)
+        (folder / "evaluate_train" / "results.json").write_text(json.dumps({"benchmarks": benchmarks}))
+        attempts.finish(folder / "evaluate_train", step=None, words=[])
+        return 0
+
+    monkeypatch.setattr(job, "run_pipeline", run)
+    return names
+
+
+def test_the_optimum_is_found_trained_and_written(
+    words: Callable[..., list[str]], ran: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.run(compose("mixture", words("mixture.runs=12", "mixture.kl=0.01")))
+
+    assert ran[:-1] == ["prior", *(f"sample_{number:03d}" for number in range(1, 13))]
+    assert ran[-1].startswith("best_")
+    found = json.loads((tmp_path / "mix" / "mixture.json").read_text())
+    assert found["prior"]["web"] == pytest.approx(found["tokens"]["web"] / sum(found["tokens"].values()))
+    shares = np.linspace(0, 1, 1001)
+    pairs = np.stack([shares, 1 - shares], axis=1)
+    prior = np.array([found["prior"]["web"], found["prior"]["code"]])
+    goal = sum(law.at(pairs) for law in LAWS.values()) / 2
+    with np.errstate(divide="ignore", invalid="ignore"):
+        goal = goal + 0.01 * np.nan_to_num(pairs * np.log(pairs / prior)).sum(axis=1)
+    assert found["mixture"]["web"] == pytest.approx(shares[goal.argmin()], abs=0.02)
+    for task, law in LAWS.items():
+        own = found["bits_per_byte"][task]
+        assert own["measured"] == pytest.approx(float(law.at(np.array(list(found["mixture"].values())))))
+        assert own["predicted"] == pytest.approx(own["measured"], abs=0.01)
+    data = yaml.safe_load(text := (tmp_path / "mix" / "conf" / "data" / "mixture.yaml").read_text())["data"]
+    assert "measured" in text.splitlines()[1]
+    assert {each["name"]: each["weight"] for each in data["streams"]} == pytest.approx(found["mixture"], abs=1e-5)
+    trained = compose(
+        "train", [f"--config-dir={tmp_path}/mix/conf", "model=olmo3_tiny", "scale=laptop", "data=mixture"]
+    )
+    assert trained["data"]["tokenizer"] == {"kind": "byte"}
+    assert [Path(each["prefix"]).name for each in trained["data"]["streams"]] == ["web", "code"]
+    assert "measured" in capsys.readouterr().out
+    assert (tmp_path / "mix" / "report.html").exists()
+
+
+def test_shards_share_the_runs_and_the_first_ends_the_work(
+    words: Callable[..., list[str]], ran: list[str], tmp_path: Path
+) -> None:
+    job.run(compose("mixture", words("mixture.runs=5", "shard=0/2")))
+
+    assert ran == ["prior", "sample_002", "sample_004"]
+    job.run(compose("mixture", words("mixture.runs=5", "shard=1/2")))
+    assert sorted(ran[3:]) == ["sample_001", "sample_003", "sample_005"]
+    assert not (tmp_path / "mix" / "mixture.json").exists()
+    job.run(compose("mixture", words("mixture.runs=5", "shard=0/2")))
+    assert (tmp_path / "mix" / "mixture.json").exists()
+
+
+def test_a_second_run_does_what_is_new(words: Callable[..., list[str]], ran: list[str], tmp_path: Path) -> None:
+    job.run(compose("mixture", words("mixture.runs=6")))
+    before = len(ran)
+
+    job.run(compose("mixture", words("mixture.runs=6")))
+    assert len(ran) == before
+    job.run(compose("mixture", words("mixture.runs=8", "mixture.kl=0.5", "mixture.at_least.code=0.6")))
+    assert ran[before : before + 2] == ["sample_007", "sample_008"]
+    assert len(ran) == before + 3
+    assert json.loads((tmp_path / "mix" / "mixture.json").read_text())["mixture"]["code"] >= 0.6
+    with pytest.raises(ValueError, match=r"was begun otherwise \(mixture\.seed: 1234 -> 7\)"):
+        job.run(compose("mixture", words("mixture.seed=7")))
+
+
+@pytest.mark.parametrize(("code", "error"), [(FAILED, ValueError), (INTERRUPTED, KeyboardInterrupt)])
+def test_a_run_that_does_not_end_ends_the_job(
+    words: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, code: int, error: type[BaseException]
+) -> None:
+    monkeypatch.setattr(job, "run_pipeline", lambda given, *, dry_run: code)
+
+    with pytest.raises(error):
+        job.run(compose("mixture", words()))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["mixture.at_most.cod=0.1"], r"mixture\.at_most: no stream 'cod': .*'code'"),
+        (
+            ["mixture.at_least.code=0.6", "mixture.tokens=1e6"],
+            r"mixture\.at_least\.code=0\.6: at most 0\.0\d+ of 1,000,000",
+        ),
+        (["mixture.tokens=1e6"], r"at most 0\.\d+ together cannot sum to 1"),
+        (["mixture.strengths=[0,1]"], r"mixture: strengths\.0=0"),
+        (["shard=3/2"], "shard=3/2"),
+        (["evaluate=suite=nothing"], "nothing"),
+        (["evaluate=suite=quick model=x"], "evaluate: model=x: each run has its own model"),
+        (["evaluate=suite=quick evaluate.benchmarks=[letters]"], "evaluate: none of letters is in bits per byte"),
+        (["train=model=olmo3_tiny scale=laptop data=mock"], "train: no streams to mix"),
+        (
+            ["train=model=olmo3_tiny scale=laptop data=local_text data_root=/nowhere"],
+            "_train.idx is not there; `nemo-ext",
+        ),
+        (["train=model=olmo3_tiny scale=laptop launcher.nodes=2 data=local_text"], r"train: launcher\.nodes=2"),
+        (["train=model=olmo3_tony"], "train: .*olmo3_tony"),
+    ],
+)
+def test_mistakes_are_found_before_the_first_run(
+    words: Callable[..., list[str]], ran: list[str], more: list[str], message: str
+) -> None:
+    kept = [word for word in words() if word.partition("=")[0] not in {each.partition("=")[0] for each in more}]
+
+    with pytest.raises(ValueError, match=message):
+        job.run(compose("mixture", [*kept, *more]))
+    assert not ran
+
+
+def test_submit_checks_the_run_and_makes_two_arrays(
+    words: Callable[..., list[str]], data: Path, tmp_path: Path
+) -> None:
+    site = ["job=mixture", "slurm.shards=3", "cluster=leonardo", "account=x", f"slurm.folder={tmp_path}/record"]
+
+    submission = planned([*site, *words()])
+
+    assert [len(each.records) for each in submission.every_round] == [3, 3]
+    assert "--gpus-per-node=1" in submission.command()
+    assert not [one for one in findings(submission.config, submission.settings) if one.kind == "error"]
+    broken = planned([*site, *words("evaluate=suite=quick evaluate.benchmarks=[nothing]")])
+    assert [one.text for one in findings(broken.config, broken.settings) if one.kind == "error"]
+
+
+@pytest.mark.slow
+def test_real_runs_train_evaluate_and_choose(words: Callable[..., list[str]], tmp_path: Path) -> None:
+    small = "megatron.seq_length=64 megatron.global_batch_size=4 megatron.micro_batch_size=4"
+    given = [f"{words(tokens='2e3')[0]} {small}", f"{EVALUATE} evaluate.limit=2 evaluate.draws=50"]
+
+    job.run(compose("mixture", [*given, f"output={tmp_path}/mix", "mixture.runs=3"]))
+
+    found: dict[str, Any] = json.loads((tmp_path / "mix" / "mixture.json").read_text())
+    losses = [run["bits_per_byte"] for run in found["runs"].values()]
+    assert len(losses) == 4
+    assert all(0 < value < 20 for each in losses for value in each.values())
+    assert len({each["python_bits"] for each in losses}) == 4
+    assert found["bits_per_byte"]["python_bits"]["measured"] > 0
