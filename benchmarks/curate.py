@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import random
+import re
 import resource
 import shutil
 import statistics
@@ -115,13 +116,40 @@ def cut(source: Path) -> None:
             (source.parent / "cut" / f"{number:04}.jsonl").write_bytes(b"".join(piece))
 
 
-def text_dedup(source: Path, output: Path, python: str) -> list[str]:
-    """Command of text-dedup's MinHash on the same documents."""
-    return [
-        *(python, "-m", "text_dedup.minhash", "--path", "json", "--data_files", str(source), "--split", "train"),
-        *("--column", "text", "--ngram", "5", "--b", "14", "--r", "8", "--num_perm", "112", "--num_proc", "2"),
-        *("--cache_dir", str(output / "cache"), "--output", str(output / "kept"), "--batch_size", "10000"),
-    ]
+def text_dedup(source: Path, output: Path, python: str, workers: int) -> str:
+    """Seconds, documents kept and memory of text-dedup's MinHash (0.4) on the same documents, or its last words."""
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "config.toml").write_text(
+        f"""[input]
+input_type = "local_files"
+file_type = "json"
+[input.read_arguments]
+path = "json"
+data_files = "{source}"
+split = "train"
+cache_dir = "{output / "cache"}"
+[algorithm]
+algorithm_name = "minhash"
+text_column = "text"
+num_perm = 112
+bands = 14
+rows = 8
+ngram_size = 5
+threshold = 0.8
+num_proc = {workers}
+[output]
+output_dir = "{output / "kept"}"
+[debug]
+logging_level = 30
+"""
+    )
+    began = time.monotonic()
+    command = [python, "-m", "text_dedup.minhash"]
+    done = subprocess.run(command, cwd=output, capture_output=True, text=True, check=False)
+    said = (done.stdout + done.stderr).strip().splitlines()
+    kept = next((found[1] for line in said if (found := re.search(r"After\W+(\d+)", line))), "?")
+    most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    return f"{time.monotonic() - began:.1f} s, {kept} kept, {most:.0f} MB" if not done.returncode else said[-1]
 
 
 def kept(output: Path) -> int:
@@ -184,10 +212,7 @@ def main() -> None:
         print(f"| {' | '.join(row)} |", flush=True)
     if given.text_dedup:
         output = given.folder.absolute() / "text_dedup"
-        began = time.monotonic()
-        done = subprocess.run(text_dedup(source, output, given.text_dedup), capture_output=True, text=True, check=False)
-        said = f"{time.monotonic() - began:.1f} s" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
-        print(f"text-dedup's MinHash: {said}")
+        print(f"text-dedup's MinHash: {text_dedup(source, output, given.text_dedup, given.workers)}")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ def activation_bytes(
     Bytes kept per block (`block_activation_bytes`) times the micro-batches in flight: PP - rank with 1F1B, and
     (PP - rank - 1) * 2 + (virtual stages - 1) * PP + 1 model chunks with Megatron's interleaved schedule. Full
     recomputation keeps each group's input only, plus one group's activations while it is recomputed. The last
-    stage adds the output layer's input, its norm's and the logits, as the layer makes them and in fp32; all these
-    end before anything is recomputed. Without training nothing is kept: one block's at a time.
+    stage adds the output layer's input, its norm's and the logits, as the layer makes them and in fp32, with z-loss
+    also its slope; all these end before anything is recomputed. Without training nothing is kept: one block's at
+    a time.
     """
     stages = stage_ranges(architecture.pattern, layout)
     pipeline, chunks = layout.pipeline_parallel, layout.virtual_stages
@@ -51,7 +52,8 @@ def activation_bytes(
     head = 0.0
     if rank == pipeline - 1:
         size = BYTES[layout.precision]
-        logits = tokens * (4 + (size if size < 4 else 0)) * architecture.vocab_size / layout.tensor_parallel
+        copies = 4 + (size if size < 4 else 0) + (size if layout.z_loss else 0)
+        logits = tokens * copies * architecture.vocab_size / layout.tensor_parallel
         head = 2 * residual + logits
     return round(total + max(head, working))
 

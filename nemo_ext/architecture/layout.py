@@ -37,6 +37,7 @@ class Layout:
         recompute_num_layers: Blocks recomputed together, for `full`.
         frozen: Whether no weight is trained, as where a teacher saves its log-probabilities: forward passes alone.
         fused_attention: Whether attention never writes its score matrix (flash attention, torch SDPA).
+        z_loss: Whether the loss has a z-loss, which keeps its slope by logits.
 
     Raises:
         ValueError: A size that is not positive, or GPUs that expert parallelism does not divide.
@@ -59,6 +60,7 @@ class Layout:
     recompute_num_layers: int = 1
     frozen: bool = False
     fused_attention: bool = True
+    z_loss: bool = False
 
     def __post_init__(self) -> None:
         for part in fields(self):
@@ -155,6 +157,7 @@ class Layout:
             recompute_modules=tuple(map(str, modules)),
             recompute_num_layers=flags.integer("recompute_num_layers") or 1,
             frozen=flags.flag("freeze_all_layers"),
+            z_loss=bool(section(config, "stability").get("z_loss")) if "stability" in config else False,
         )
 
 

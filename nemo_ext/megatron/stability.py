@@ -102,16 +102,27 @@ def squared_log_denominator(logits: Tensor, group: torch.distributed.ProcessGrou
 class _SquaredLogDenominator(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
-        wide = logits.float()
-        log = logsumexp(wide, group)
         # In the logits' own dtype, like their gradient: see `divergence`.
-        ctx.save_for_backward((2 * log * (wide - log).exp()).to(logits.dtype))
-        return log.squeeze(-1).square()
+        slope, logs = torch.empty_like(logits), []
+        for part, kept in zip(_parts(logits), _parts(slope), strict=True):
+            wide = part.float()
+            logs.append(log := logsumexp(wide, group))
+            kept.copy_((wide - log).exp_().mul_(2 * log))
+        ctx.save_for_backward(slope)
+        return torch.cat(logs).squeeze(-1).square()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (slope,) = ctx.saved_tensors
-        return (slope * gradients[0].unsqueeze(-1)).to(slope.dtype), None
+        result = torch.empty_like(slope)
+        for part, kept, gradient in zip(_parts(slope), _parts(result), _parts(gradients[0]), strict=True):
+            kept.copy_(part * gradient.unsqueeze(-1))
+        return result, None
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Parts along the first axis, so that float32 copies of logits are small."""
+    return tensor.split(-(-len(tensor) // 16)) if len(tensor) else (tensor,)
 
 
 class Outliers:

@@ -294,6 +294,8 @@ def _choose(settings: Settings, mixture: Mixture, streams: Streams, mixtures: Ma
     found = report.measured(found, np.array([measured[task] for task in tasks]))
     write_text(settings.folder / CONF / "data" / f"{DATA}.yaml", _data_file(streams, found))
     page = report.write(found, settings.folder)
+    if (why := report.doubt(found)) is not None:
+        notice(f"warning: {why}")
     print(f"{report.verdict(found)}: {page}")
 
 

@@ -14,6 +14,8 @@ from nemo_ext.mixture.law import Law, Quality, quality
 from nemo_ext.mixture.sampling import Shares
 
 RESULT, PICTURE = "mixture.json", "mixture.png"
+_GOOD = 0.5
+"""Share of the runs' spread below which an error of predictions is small."""
 _BLUE, _ORANGE, _GREY = "#1f77b4", "#d95f02", "#999999"
 
 
@@ -73,6 +75,17 @@ def verdict(found: Found) -> str:
     if found.measured is not None:
         text += f", {float(found.measured @ found.weights):.4f} measured"
     return f"{text} (error of predictions {found.mean_quality.error:.4f})"
+
+
+def doubt(found: Found) -> str | None:
+    """Why the optimum is not to be trusted; None if predictions are much better than the mean of the runs."""
+    error, spread = found.mean_quality.error, found.mean_quality.spread
+    if error < _GOOD * spread:
+        return None
+    return (
+        f"The laws foresee runs hardly better than the mean of all does (error {error:.4f}, spread {spread:.4f}): the "
+        "optimum is a guess. Longer runs, more of them or larger benchmarks help"
+    )
 
 
 def write(found: Found, folder: Path) -> Path:
@@ -149,8 +162,10 @@ def _markdown(found: Found) -> str:
             + "."
         )
     )
+    why = doubt(found)
+    doubted = "" if why is None else f"**{why}.**\n\n"
     return (
-        f"# Mixture of {len(found.streams)} streams\n\n{verdict(found)}.\n\n"
+        f"# Mixture of {len(found.streams)} streams\n\n{verdict(found)}.\n\n{doubted}"
         f"{len(found.names)} runs of {found.tokens:,} tokens, the prior's among them, and one on the optimum "
         f"([{found.run}]({found.run}/report.md)).\n\n![shares, predictions and slopes]({PICTURE})\n\n## Shares\n\n"
         + markdown_table(("stream", "tokens", "prior %", "optimum %", "at most %", "passes"), streams)
@@ -181,7 +196,7 @@ def _picture(found: Found, path: Path) -> None:
     left.invert_yaxis()
     left.set_xlabel("share (%)")
     left.set_title("shares", loc="left", fontsize=10)
-    left.legend(frameon=False, fontsize=8)
+    left.legend(frameon=False, fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
     tidy(left, grid="x")
     own, values = found.mean_quality.predicted, found.values @ found.weights
     best = float(found.predicted @ found.weights), float(found.measured @ found.weights)
