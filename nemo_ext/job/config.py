@@ -119,7 +119,8 @@ def compose(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """
     register_resolvers()
     folders, words = config_folders(overrides)
-    search = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"] if folders else []
+    places = ",".join(hydra_value(f"file://{folder}") for folder in folders)
+    search = [f"hydra.searchpath=[{places}]"] if folders else []
     overrides = [*search, *hydra_words(words, config_name)]
     running, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # that of a job which composes another
     try:
@@ -326,6 +327,16 @@ def hydra_value(text: str) -> str:
     # In quotes a backslash is one, except before a quote.
     doubled = re.sub(r'(\\+)("|$)', r"\1\1\2", text)
     return '"' + doubled.replace('"', r"\"") + '"'
+
+
+def check_place(key: str, place: object) -> None:
+    """Refuses a folder whose name cannot stand in words of jobs.
+
+    Raises:
+        ValueError: naming the characters.
+    """
+    if wrong := set(",=(){}[]'\"") & set(str(place)):
+        raise ValueError(f"{key}={place}: choose one without {' '.join(sorted(wrong))}: it stands in words")
 
 
 def check_choice(group: str, words: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """The job `nemo-ext mixture`: small models on sampled mixtures, their losses, and the mixture that follows from them.
 
-conf/pipeline/NAME.yaml   each run as a pipeline of two stages, train and evaluate, which can be run by hand too
+conf/pipeline/NAME.yaml   each run as a pipeline of two stages, training and evaluation, which can be run by hand too
 runs/NAME                 its folder: prior, sample_001 and so on, and best_HASH, trained on the optimum
 conf/data/mixture.yaml    the optimum as a data file
 mixture.json, report.md, report.html, mixture.png
@@ -8,38 +8,43 @@ mixture.json, report.md, report.html, mixture.png
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
+from filelock import FileLock
 
 from nemo_ext.data.blends.blend import tokens_of_run
 from nemo_ext.data.blends.hierarchy import Leaf
 from nemo_ext.data.blends.plan import plan_blend
-from nemo_ext.evaluation.job import chosen
+from nemo_ext.evaluation.benchmark import Benchmark
+from nemo_ext.evaluation.job import chosen, prepare
 from nemo_ext.evaluation.runs import BITS
 from nemo_ext.evaluation.settings import EvaluateSettings
 from nemo_ext.evaluation.store import RESULTS
-from nemo_ext.job.config import INTERRUPTED, hydra_value
+from nemo_ext.job.config import FAILED, INTERRUPTED, USER_ERROR, hydra_value
 from nemo_ext.job.files import only_run_in, write_text
-from nemo_ext.job.made_of import differing, note, told
+from nemo_ext.job.made_of import differing, digest, note, told
 from nemo_ext.job.progress import notice
 from nemo_ext.mixture import report
 from nemo_ext.mixture.law import fit, foreseen, optimum
 from nemo_ext.mixture.sampling import Shares, sample
 from nemo_ext.mixture.settings import RUNS_A_STREAM, Mixture, Settings, evaluation_of, read_settings, training_of
 from nemo_ext.pipeline.run import run as run_pipeline
+from nemo_ext.pipeline.stages import EVALUATION
 from nemo_ext.slurm import attempts
 
 CONF, RUNS, PRIOR = "conf", "runs", "prior"
 DATA = "mixture"
 """Name of the data file."""
-_STAGE = "train"
-_EVALUATION = f"evaluate_{_STAGE}"
-_RECORD = "settings.json"
+_TRAIN = "train"
+_RECORD, _MIXTURES, _LOCK = "settings.json", "mixtures.json", ".lock"
+_DIGITS = 6
+"""Digits of the optimum's shares."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +55,7 @@ class Streams:
         leaves: the streams.
         sizes: tokens of each, [streams].
         prior: share of each that mixtures are sampled around, [streams].
+        repeats: most passes over each, [streams].
         tokens: tokens of a small run.
         data: the data section that they stand in.
     """
@@ -57,6 +63,7 @@ class Streams:
     leaves: Sequence[Leaf]
     sizes: Shares
     prior: Shares
+    repeats: Shares
     tokens: int
     data: Mapping[str, Any]
 
@@ -73,6 +80,50 @@ class Streams:
             if share > 0
         ]
 
+    def told(self, shares: Shares) -> str:
+        """Streams with a share in one line."""
+        return ", ".join(f"{name} {share:.3f}" for name, share in zip(self.names, shares, strict=True) if share > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All that is known before the first run.
+
+    Attributes:
+        settings, mixture: the config's.
+        streams: what is mixed.
+        mixtures: name of each run -> its shares, [streams]; the prior's first.
+        benchmarks: those in bits per byte.
+    """
+
+    settings: Settings
+    mixture: Mixture
+    streams: Streams
+    mixtures: Mapping[str, Shares]
+    benchmarks: Sequence[str]
+
+    @property
+    def made_of(self) -> dict[str, Any]:
+        """What runs depend on: more of them, other benchmarks and another optimum go on with what is there."""
+        streams = zip(self.streams.names, self.streams.sizes.tolist(), self.streams.prior.tolist(), strict=True)
+        found: dict[str, Any] = json.loads(
+            json.dumps({"train": self.settings.train, "streams": list(streams), "tokens": self.streams.tokens})
+        )
+        return found
+
+    @property
+    def evaluation(self) -> str:
+        """Name of the stage that evaluates a run with the benchmarks asked for."""
+        return f"{EVALUATION}{digest(self.settings.evaluate)[:8]}"
+
+    def results(self, name: str) -> Path:
+        """File with the results of a run."""
+        return self.settings.folder / RUNS / name / self.evaluation / RESULTS
+
+    def is_done(self, name: str) -> bool:
+        """Whether a run is trained and evaluated."""
+        return attempts.finished(self.results(name).parent) is not None
+
 
 def check(config: Mapping[str, Any], *, files: bool = True) -> None:
     """Refuse what the job would refuse before its first run.
@@ -82,46 +133,83 @@ def check(config: Mapping[str, Any], *, files: bool = True) -> None:
         files: whether the streams' tokens must be there.
 
     Raises:
-        ValueError: a setting is wrong, streams are not tokenised, or there are no such mixtures.
+        ValueError: a setting is wrong, streams are not tokenised, benchmarks cannot be asked, or there are no mixtures.
     """
-    settings, mixture = read_settings(config)
-    training = training_of(config)
-    benchmarks = chosen(EvaluateSettings.of(evaluation_of(config)["evaluate"]))
-    if not any(each.kind in ("bits", "harness") for each in benchmarks):
-        names = ", ".join(each.name for each in benchmarks)
-        raise ValueError(f"evaluate: none of {names} is in bits per byte: suite=olmo3_base_easy has some that are")
     if files:
-        streams = _streams(training, mixture)
-        mixtures = _mixtures(streams, mixture)
-        _limits(streams, mixture)
-        _check_made_of(settings, _made_of(settings, mixture, streams), len(mixtures))
+        _planned(config)
+        return
+    settings, mixture = read_settings(config)
+    training_of(config)
+    mixture.weights_of(_in_bits(chosen(EvaluateSettings.of(evaluation_of(config)["evaluate"])), settings))
 
 
 def run(config: Mapping[str, Any]) -> None:
     """Do this shard's runs, and with all of them done fit, choose and measure; goes on with what is there.
 
     Raises:
-        ValueError: a setting is wrong, a run failed, or the folder has runs of other settings.
+        ValueError: a setting is wrong, or the folder has runs of other settings.
+        SystemExit: a run failed.
         KeyboardInterrupt: a run was interrupted; it has saved.
     """
-    check(config)
-    settings, mixture = read_settings(config)
-    streams = _streams(training_of(config), mixture)
-    mixtures = dict(zip(_names(mixture, streams), _mixtures(streams, mixture), strict=True))
+    settings, _ = read_settings(config)
     number, count = settings.part
     with only_run_in(settings.own / f"shard_{number}_of_{count}", "shard"):
-        note(settings.own / _RECORD, _made_of(settings, mixture, streams))
-        mine = list(mixtures)[number::count]
+        with FileLock(settings.own / _LOCK):
+            plan = _planned(config)
+            note(settings.own / _RECORD, plan.made_of)
+            note(settings.own / _MIXTURES, {name: shares.tolist() for name, shares in plan.mixtures.items()})
+        mine = list(plan.mixtures)[number::count]
         for place, name in enumerate(mine, 1):
-            if not _is_done(settings, name):
-                notice(f"run {place} of {len(mine)}: {name}: {_told(streams, mixtures[name])}")
-                _train_and_evaluate(settings, streams, name, mixtures[name])
-        if left := [name for name in mixtures if not _is_done(settings, name)]:
-            notice(
-                f"shard {settings.shard} is done; {len(left)} of {len(mixtures)} runs are not: shard 0 ends the work"
-            )
+            if not plan.is_done(name):
+                notice(f"run {place} of {len(mine)}: {name}: {plan.streams.told(plan.mixtures[name])}")
+                _train_and_evaluate(plan, name, plan.mixtures[name])
+            _losses(plan, name)
+        if left := [name for name in plan.mixtures if not plan.is_done(name)]:
+            notice(f"shard {settings.shard} is done, {len(left)} of {len(plan.mixtures)} runs are not; shard 0 goes on")
         elif number == 0:
-            _choose(settings, mixture, streams, mixtures)
+            _choose(plan)
+
+
+def _planned(config: Mapping[str, Any]) -> Plan:
+    """All that is known before the first run.
+
+    Raises:
+        ValueError: see `check`.
+    """
+    settings, mixture = read_settings(config)
+    streams = _streams(training_of(config), mixture)
+    evaluate = EvaluateSettings.of(evaluation_of(config)["evaluate"])
+    benchmarks = chosen(evaluate)
+    names = _in_bits(benchmarks, settings)
+    mixture.weights_of(names)
+    _limits(streams, mixture)
+    plan = Plan(settings=settings, mixture=mixture, streams=streams, mixtures={}, benchmarks=names)
+    record = settings.own / _RECORD
+    if record.exists() and (changed := differing(json.loads(record.read_text()), plan.made_of)):
+        raise ValueError(f"output={settings.folder}: was begun otherwise ({told(changed)}): choose another folder")
+    plan = replace(plan, mixtures=_mixtures(plan))
+    if not all(plan.is_done(name) for name in plan.mixtures):
+        prepared = prepare(evaluate, Path(evaluate.data_root).expanduser(), benchmarks)
+        for scorer in prepared.scorers.values():
+            scorer.close()
+        if missing := [why for name, why in prepared.missing.items() if name in names]:
+            why = "; ".join(missing)
+            raise ValueError(f"evaluate: {why}: mend it, or name the benchmarks to ask with evaluate.benchmarks=[...]")
+    return plan
+
+
+def _in_bits(benchmarks: Sequence[Benchmark], settings: Settings) -> list[str]:
+    """Names of the benchmarks in bits per byte.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = [each.name for each in benchmarks if each.kind == "bits" or each.settings.get("headline") == BITS]
+    if not found:
+        raise ValueError(
+            f"evaluate={' '.join(settings.evaluate)}: no benchmark is in bits per byte; take suite=olmo3_base_easy"
+        )
+    return found
 
 
 def _streams(training: Mapping[str, Any], mixture: Mixture) -> Streams:
@@ -144,31 +232,47 @@ def _streams(training: Mapping[str, Any], mixture: Mixture) -> Streams:
     mixture.check_names(leaf.name for leaf in leaves)
     sizes = np.array([float(plan.sizes[leaf.name].tokens) for leaf in leaves])
     weights = np.array([float(plan.shares[leaf.name]) for leaf in leaves])
-    prior = sizes / sizes.sum() if mixture.prior == "sizes" else weights
-    return Streams(leaves=leaves, sizes=sizes, prior=prior, tokens=tokens, data=training["data"])
+    most = min(mixture.repeats, float(training["data"].get("refuse_epochs") or mixture.repeats))
+    found = Streams(
+        leaves=leaves,
+        sizes=sizes,
+        prior=sizes / sizes.sum() if mixture.prior == "sizes" else weights,
+        repeats=np.array([min(most, float(leaf.cap_epochs or most)) for leaf in leaves]),
+        tokens=tokens,
+        data=training["data"],
+    )
+    for name, passes, limit in zip(found.names, found.prior * tokens / sizes, found.repeats, strict=True):
+        if passes > limit + 1e-9:
+            raise ValueError(
+                f"mixture.prior={mixture.prior}: a run of {tokens:,} tokens reads {name} {passes:.3g} times, above "
+                f"{limit:g}: raise mixture.repeats, or lower train.tokens"
+            )
+    return found
 
 
-def _mixtures(streams: Streams, mixture: Mixture) -> list[Shares]:
-    return sample(
-        mixture.runs or RUNS_A_STREAM * len(streams.leaves),
-        dict(zip(streams.names, streams.prior.tolist(), strict=True)),
+def _mixtures(plan: Plan) -> dict[str, Shares]:
+    """Shares of each run by its name; those of runs that were begun stay as they are."""
+    mixture, streams, record = plan.mixture, plan.streams, plan.settings.own / _MIXTURES
+    count = mixture.runs or RUNS_A_STREAM * len(streams.leaves)
+    before = json.loads(record.read_text()) if record.exists() else {}
+    found = sample(
+        count,
+        streams.prior,
         strengths=mixture.strengths,
         least=mixture.least,
-        most=mixture.repeats * streams.sizes / streams.tokens,
+        most=streams.repeats * streams.sizes / streams.tokens,
         seed=mixture.seed,
+        before=[np.array(shares) for shares in before.values()],
     )
-
-
-def _names(mixture: Mixture, streams: Streams) -> list[str]:
-    count = mixture.runs or RUNS_A_STREAM * len(streams.leaves)
-    return [PRIOR, *(f"sample_{number:03d}" for number in range(1, count + 1))]
+    names = [PRIOR, *(f"sample_{number:03d}" for number in range(1, len(found)))]
+    return dict(zip(names, found, strict=True))
 
 
 def _limits(streams: Streams, mixture: Mixture) -> tuple[Shares, Shares]:
     """Least and most share of each stream in the optimum, which is trained small and for the run that it is for."""
     lowest = np.array([mixture.at_least.get(name, 0.0) for name in streams.names])
     longest = max(streams.tokens, mixture.tokens or 0)
-    often = np.minimum(1, mixture.repeats * streams.sizes / longest)
+    often = np.minimum(1, streams.repeats * streams.sizes / longest)
     highest = np.minimum(often, [mixture.at_most.get(name, 1.0) for name in streams.names])
     for name, low, high in zip(streams.names, lowest, highest, strict=True):
         if low > high:
@@ -176,7 +280,7 @@ def _limits(streams: Streams, mixture: Mixture) -> tuple[Shares, Shares]:
                 f"mixture.at_least.{name}={low:g}: at most {high:.3g} of {longest:,.0f} tokens can be of it "
                 "(mixture.at_most, or mixture.repeats passes)"
             )
-    if highest.sum() < 1 or lowest.sum() > 1:
+    if highest.sum() < 1 - 1e-9 or lowest.sum() > 1 + 1e-9:
         raise ValueError(
             f"mixture: shares of at least {lowest.sum():.3g} and at most {highest.sum():.3g} together cannot sum to 1: "
             "mend mixture.at_least, at_most, tokens or repeats"
@@ -184,100 +288,84 @@ def _limits(streams: Streams, mixture: Mixture) -> tuple[Shares, Shares]:
     return lowest, highest
 
 
-def _made_of(settings: Settings, mixture: Mixture, streams: Streams) -> dict[str, Any]:
-    """What runs depend on: more of them, and another optimum, go on with what is there."""
-    own = {key: getattr(mixture, key) for key in ("prior", "strengths", "least", "repeats", "seed")}
-    sizes = dict(zip(streams.names, streams.sizes.tolist(), strict=True))
-    found: dict[str, Any] = json.loads(
-        json.dumps({"train": settings.train, "evaluate": settings.evaluate, "mixture": own, "streams": sizes})
-    )
-    return found
-
-
-def _check_made_of(settings: Settings, made_of: Mapping[str, Any], count: int) -> None:
-    record = settings.own / _RECORD
-    if record.exists() and (changed := differing(json.loads(record.read_text()), made_of)):
-        raise ValueError(f"output={settings.folder}: was begun otherwise ({told(changed)}): choose another folder")
-
-
-def _train_and_evaluate(settings: Settings, streams: Streams, name: str, shares: Shares) -> None:
+def _train_and_evaluate(plan: Plan, name: str, shares: Shares) -> None:
     """A run of its own as a pipeline.
 
     Raises:
-        ValueError: it failed.
+        ValueError: its words are wrong.
+        SystemExit: it failed.
         KeyboardInterrupt: it was interrupted.
     """
-    conf = settings.folder / CONF
+    conf, run_dir = plan.settings.folder / CONF, plan.settings.folder / RUNS / name
     mixed = ", ".join(
-        f"{{name: {each['name']}, weight: {each['weight']!r}, prefix: {hydra_value(each['prefix'])}}}"
-        for each in streams.written(shares)
+        f"{{name: {hydra_value(each['name'])}, weight: {each['weight']!r}, prefix: {hydra_value(each['prefix'])}}}"
+        for each in plan.streams.written(shares)
     )
-    words = [*(word for word in settings.train if not word.startswith("streams=")), f"streams=[{mixed}]"]
-    pipeline = {
-        "pipeline": name,
-        "evaluate": list(settings.evaluate),
-        "stages": {_STAGE: {"job": "train", "words": words}},
+    given = [word for word in plan.settings.train if word.partition("=")[0] not in ("streams", "data.directory")]
+    stages = {
+        _TRAIN: {"job": "train", "words": [*given, f"streams=[{mixed}]"]},
+        plan.evaluation: {"job": "evaluate", "parent": _TRAIN, "words": list(plan.settings.evaluate)},
     }
-    write_text(
-        conf / "pipeline" / f"{name}.yaml",
-        "# @package _global_\n" + yaml.safe_dump(pipeline, sort_keys=False, width=1000),
-    )
-    run_dir = settings.folder / RUNS / name
-    code = run_pipeline([f"--config-dir={conf}", f"pipeline={name}", f"run_dir={run_dir}"], dry_run=False)
+    text = yaml.safe_dump({"pipeline": name, "stages": stages}, sort_keys=False, width=1000)
+    write_text(conf / "pipeline" / f"{name}.yaml", f"# @package _global_\n{text}")
+    words = [f"--config-dir={conf}", f"pipeline={name}", f"run_dir={hydra_value(str(run_dir))}"]
+    code = run_pipeline(words, dry_run=False)
     if code == INTERRUPTED:
         raise KeyboardInterrupt
+    if code == USER_ERROR:
+        raise ValueError(f"{run_dir}: nothing was started, for the reason above")
     if code:
-        raise ValueError(f"{run_dir}: this run failed, as said above: mend it, and the same command goes on")
+        print(f"error: {run_dir}: this run failed, as said above; the same command goes on", file=sys.stderr)
+        sys.exit(FAILED)
 
 
-def _is_done(settings: Settings, name: str) -> bool:
-    return attempts.finished(settings.folder / RUNS / name / _EVALUATION) is not None
-
-
-def _losses(settings: Settings, name: str) -> dict[str, float]:
+def _losses(plan: Plan, name: str) -> list[float]:
     """Bits per byte of a run's benchmarks.
 
     Raises:
-        ValueError: some were not evaluated, or none is in bits per byte.
+        ValueError: some have not all of their answers.
     """
-    path = settings.folder / RUNS / name / _EVALUATION / RESULTS
-    results = json.loads(path.read_text())
-    if missing := results.get("missing"):
-        raise ValueError(f"{path}: {', '.join(missing)} was not evaluated: its report says why")
-    entries = {key: entry for key, entry in results["benchmarks"].items() if BITS in entry["metric"]}
-    if not entries:
-        raise ValueError(f"{path}: no benchmark in bits per byte: suite=olmo3_base_easy has some")
-    if bad := [key for key, entry in entries.items() if not 0 < (entry["accuracy"] or 0) < float("inf")]:
-        raise ValueError(f"{path}: {bad[0]} has no value: its report says why")
-    return {key: float(entry["accuracy"]) for key, entry in entries.items()}
+    path = plan.results(name)
+    entries, found = json.loads(path.read_text())["benchmarks"], list[float]()
+    for benchmark in plan.benchmarks:
+        entry = entries.get(benchmark) or {}
+        value = entry.get("accuracy")
+        short = sum(int(entry.get(key) or 0) for key in ("failed", "unscored", "missing"))
+        if value is None or not 0 < value < float("inf") or short:
+            raise ValueError(
+                f"{path.parent}: {benchmark} has {f'{short} problems without a score' if short else 'no value'}: "
+                f"report.md there says why; remove the folder, and the same command asks again"
+            )
+        found.append(float(value))
+    return found
 
 
-def _choose(settings: Settings, mixture: Mixture, streams: Streams, mixtures: Mapping[str, Shares]) -> None:
+def _choose(plan: Plan) -> None:
     """Fit the laws, find the optimum, train on it, and write all of it."""
-    losses = {name: _losses(settings, name) for name in mixtures}
-    tasks = list(losses[PRIOR])
-    if unknown := mixture.weights.keys() - set(tasks):
-        raise ValueError(f"mixture.weights: {', '.join(unknown)}: not among {', '.join(tasks)}")
-    weights = np.array([mixture.weights.get(task, 1.0) for task in tasks])
-    if not weights.sum():
-        raise ValueError("mixture.weights: all are 0")
-    weights /= weights.sum()
-    shares = np.stack(list(mixtures.values()))
-    values = np.array([[losses[name][task] for task in tasks] for name in mixtures])
-    laws = [fit(shares, values[:, place]) for place in range(len(tasks))]
-    quality = [foreseen(shares, values[:, place]) for place in range(len(tasks))]
+    streams, mixture = plan.streams, plan.mixture
+    weights = mixture.weights_of(plan.benchmarks)
+    shares = np.stack(list(plan.mixtures.values()))
+    values = np.array([_losses(plan, name) for name in plan.mixtures])
     lowest, highest = _limits(streams, mixture)
-    best = optimum(laws, weights, streams.prior, kl=mixture.kl, lowest=lowest, highest=highest, least=mixture.least)
-    name = f"best_{hashlib.sha256(np.round(best, 6).tobytes()).hexdigest()[:8]}"
+    laws = [fit(shares, each) for each in values.T]
+    quality = [foreseen(shares, each) for each in values.T]
+
+    def best_of(laws: Sequence[Any]) -> Shares:
+        within = {"lowest": lowest, "highest": highest}
+        return optimum(laws, weights, streams.prior, kl=mixture.kl, least=mixture.least, **within)
+
+    best = _rounded(best_of(laws), highest)
+    name = f"best_{hashlib.sha256(best.tobytes()).hexdigest()[:8]}"
     found = report.Found(
         streams=streams.names,
         sizes=streams.sizes,
         prior=streams.prior,
         best=best,
         highest=highest,
-        tasks=tasks,
+        others=np.stack([best_of(each) for each in zip(*(one.laws for one in quality), strict=True)]),
+        tasks=plan.benchmarks,
         weights=weights,
-        names=list(mixtures),
+        names=list(plan.mixtures),
         shares=shares,
         values=values,
         laws=laws,
@@ -286,27 +374,34 @@ def _choose(settings: Settings, mixture: Mixture, streams: Streams, mixtures: Ma
         target=mixture.tokens,
         run=f"{RUNS}/{name}",
     )
-    write_text(settings.folder / CONF / "data" / f"{DATA}.yaml", _data_file(streams, found))
-    if not _is_done(settings, name):
-        notice(f"the optimum: {_told(streams, best)}")
-        _train_and_evaluate(settings, streams, name, best)
-    measured = _losses(settings, name)
-    found = report.measured(found, np.array([measured[task] for task in tasks]))
-    write_text(settings.folder / CONF / "data" / f"{DATA}.yaml", _data_file(streams, found))
-    page = report.write(found, settings.folder)
+    file = plan.settings.folder / CONF / "data" / f"{DATA}.yaml"
+    write_text(file, _data_file(streams, found))
+    if not plan.is_done(name):
+        notice(f"the optimum: {streams.told(best)}")
+        _train_and_evaluate(plan, name, best)
+    found = replace(found, measured=np.array(_losses(plan, name)))
+    write_text(file, _data_file(streams, found))
+    page = report.write(found, plan.settings.folder)
     if (why := report.doubt(found)) is not None:
         notice(f"warning: {why}")
     print(f"{report.verdict(found)}: {page}")
+
+
+def _rounded(shares: Shares, highest: Shares) -> Shares:
+    """Shares of a few digits with sum 1, none above its limit."""
+    found: Shares = np.floor(shares * 10**_DIGITS) / 10**_DIGITS
+    place = int(np.argmax(np.where(found > 0, highest - found, -1)))
+    found[place] = round(found[place] + 1 - found.sum(), _DIGITS)
+    return found
 
 
 def _data_file(streams: Streams, found: report.Found) -> str:
     """The optimum as a file of `hydra_conf/data`."""
     kept = {key: value for key, value in streams.data.items() if key not in ("streams", "blend") and value is not None}
     kept["directory"] = str(Path(str(streams.data["directory"])).absolute())
-    data = {"data": {**kept, "streams": streams.written(np.round(found.best, 6))}}
+    path = Path(str(streams.data["tokenizer"].get("path") or "")).expanduser()
+    if path.name and path.exists():
+        kept["tokenizer"] = {**streams.data["tokenizer"], "path": str(path.absolute())}
+    data = {"data": {**kept, "streams": streams.written(found.best)}}
     about = f"# The mixture that `nemo-ext mixture` chose. {report.verdict(found)}.\n"
     return f"# @package _global_\n{about}{yaml.safe_dump(data, sort_keys=False)}"
-
-
-def _told(streams: Streams, shares: Shares) -> str:
-    return ", ".join(f"{name} {share:.3f}" for name, share in zip(streams.names, shares, strict=True) if share > 0)

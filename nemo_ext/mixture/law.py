@@ -1,8 +1,8 @@
 """Loss as a function of shares: one law a benchmark, and the mixture that minimises their mean.
 
 A benchmark's bits per byte at shares p are taken to be exp(c) + exp(t p), with a constant c and a slope t for each
-stream, as in OLMo 3. Their mean is convex in p, so that its minimum within limits of shares is found exactly, where
-OLMo 3 looks for it among random mixtures.
+stream, as in OLMo 3. Their mean is convex in p, so that its minimum within limits of shares is found by a solver, as
+olmix does, where OLMo 3's report averages the best of many random mixtures.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from nemo_ext.mixture.sampling import Shares
 
 DELTA = 0.02
 """Residual, in bits per byte, above which Huber's loss is linear (OLMo 3)."""
-_FLOORS = (0.05, 0.3, 0.6, 0.9)
+_FLOORS = (0.3, 0.8)
 """Shares of the least loss at which fits start to look for the constant."""
-_RIDGE = 1e-5
+_RIDGE = 0.01
 """Weight of the slopes' squared distance from their mean, so that streams without data of their own are average."""
 FOLDS = 5
 
@@ -51,12 +51,14 @@ class Quality:
         error: root of the mean squared error.
         spread: standard deviation of the values themselves, which is the error of their mean.
         rank: Spearman's rank correlation of the two; NaN if one is constant.
+        laws: the laws of the folds.
     """
 
     predicted: Shares
     error: float
     spread: float
     rank: float
+    laws: Sequence[Law] = ()
 
 
 def fit(shares: Shares, values: Shares) -> Law:
@@ -68,20 +70,25 @@ def fit(shares: Shares, values: Shares) -> Law:
     """
 
     def loss(given: Shares) -> tuple[float, Shares]:
+        """In units of DELTA's square, for the solver's tolerances."""
         constant, slopes = np.exp(given[0]), given[1:]
         moved = np.exp(np.clip(shares @ slopes, -50, 50))
-        residuals = constant + moved - values
+        residuals = (constant + moved - values) / DELTA
         away = slopes - slopes.mean()
-        pull = np.clip(residuals, -DELTA, DELTA) / len(values)
+        pull = np.clip(residuals, -1, 1) / DELTA / len(values)
         gradient = np.concatenate([[pull.sum() * constant], shares.T @ (pull * moved) + 2 * _RIDGE * away])
-        return float(huber(DELTA, residuals).mean() + _RIDGE * (away**2).sum()), gradient
+        return float(huber(1, residuals).mean() + _RIDGE * (away**2).sum()), gradient
 
     best = None
     for floor in _FLOORS:
         constant = floor * values.min()
         slopes = np.linalg.lstsq(shares, np.log(values - constant), rcond=None)[0]
         found = minimize(
-            loss, np.concatenate([[np.log(constant)], slopes]), jac=True, method="L-BFGS-B", options={"maxiter": 5000}
+            loss,
+            np.concatenate([[np.log(constant)], slopes]),
+            jac=True,
+            method="L-BFGS-B",
+            options={"maxiter": 2000, "ftol": 1e-10, "gtol": 1e-6},
         )
         if best is None or found.fun < best.fun:
             best = found
@@ -98,20 +105,22 @@ def foreseen(shares: Shares, values: Shares, *, folds: int = FOLDS) -> Quality:
         folds: number of parts; run i is in part i modulo this.
     """
     part = np.arange(len(values)) % folds
+    laws = [fit(shares[part != each], values[part != each]) for each in range(folds)]
     predicted = np.empty_like(values)
-    for each in range(folds):
-        predicted[part == each] = fit(shares[part != each], values[part != each]).at(shares[part == each])
-    return quality(predicted, values)
+    for each, law in enumerate(laws):
+        predicted[part == each] = law.at(shares[part == each])
+    return quality(predicted, values, laws)
 
 
-def quality(predicted: Shares, values: Shares) -> Quality:
-    """Error and rank correlation of predictions."""
+def quality(predicted: Shares, values: Shares, laws: Sequence[Law] = ()) -> Quality:
+    """Error and rank correlation of predictions by laws."""
     constant = np.ptp(predicted) == 0 or np.ptp(values) == 0
     return Quality(
         predicted=predicted,
         error=float(np.sqrt(np.mean((predicted - values) ** 2))),
         spread=float(values.std()),
         rank=float("nan") if constant else float(spearmanr(predicted, values).statistic),
+        laws=laws,
     )
 
 
@@ -126,7 +135,7 @@ def optimum(
         prior: shares that the divergence is from, with sum 1.
         kl: weight of the divergence.
         lowest, highest: limits of each share.
-        least: share below which a stream is left out, unless its limit wants it.
+        least: share below which a stream is left out, one after the other, unless its limit wants it.
 
     Raises:
         ValueError: no mixture is within the limits, or none was found.

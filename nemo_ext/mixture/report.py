@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ class Found:
     Attributes:
         streams, tasks, names: names of streams, benchmarks and runs, of which the first is the prior's.
         sizes, prior, best, highest: tokens, prior share, best share and most share of each stream.
+        others: the optima of laws fitted to parts of the runs, [folds, streams].
         weights: weights of the benchmarks in their mean.
         shares, values: mixtures [runs, streams] and bits per byte [runs, tasks].
         laws, quality: of each benchmark.
@@ -39,6 +40,7 @@ class Found:
     prior: Shares
     best: Shares
     highest: Shares
+    others: Shares
     tasks: Sequence[str]
     weights: Shares
     names: Sequence[str]
@@ -61,11 +63,6 @@ class Found:
         """How well the mean of the benchmarks is foreseen."""
         predicted = np.stack([each.predicted for each in self.quality], axis=1)
         return quality(predicted @ self.weights, self.values @ self.weights)
-
-
-def measured(found: Found, values: Shares) -> Found:
-    """With what the run on the optimum measured."""
-    return replace(found, measured=values)
 
 
 def verdict(found: Found) -> str:
@@ -109,7 +106,11 @@ def _as_json(found: Found) -> dict[str, object]:
             for task, three in best.items()
         },
         "laws": {
-            task: {"constant": law.constant, "slopes": law.slopes.tolist(), "held_out_error": each.error}
+            task: {
+                "constant": law.constant,
+                "slopes": dict(zip(found.streams, law.slopes.tolist(), strict=True)),
+                "held_out_error": each.error,
+            }
             for task, law, each in zip(found.tasks, found.laws, found.quality, strict=True)
         },
         "runs": {
@@ -131,6 +132,7 @@ def _markdown(found: Found) -> str:
             f"{found.sizes[place]:,.0f}",
             f"{100 * found.prior[place]:.2f}",
             f"{100 * found.best[place]:.2f}",
+            f"{100 * found.others[:, place].min():.1f} to {100 * found.others[:, place].max():.1f}",
             f"{100 * found.highest[place]:.1f}",
             f"{found.best[place] * length / found.sizes[place]:.3g}",
         ]
@@ -140,8 +142,10 @@ def _markdown(found: Found) -> str:
         _row(task, found.values[0, place], found.predicted[place], found.measured[place], found.quality[place])
         for place, task in enumerate(found.tasks)
     ]
-    means = (float(each @ found.weights) for each in (found.values[0], found.predicted, found.measured))
-    rows.append(_row("mean", *means, found.mean_quality))
+    before, predicted, after = (
+        float(each @ found.weights) for each in (found.values[0], found.predicted, found.measured)
+    )
+    rows.append(_row("mean", before, predicted, after, found.mean_quality))
     heading = (
         "benchmark",
         "prior",
@@ -167,8 +171,10 @@ def _markdown(found: Found) -> str:
     return (
         f"# Mixture of {len(found.streams)} streams\n\n{verdict(found)}.\n\n{doubted}"
         f"{len(found.names)} runs of {found.tokens:,} tokens, the prior's among them, and one on the optimum "
-        f"([{found.run}]({found.run}/report.md)).\n\n![shares, predictions and slopes]({PICTURE})\n\n## Shares\n\n"
-        + markdown_table(("stream", "tokens", "prior %", "optimum %", "at most %", "passes"), streams)
+        f"([{found.run}]({found.run}/report.md)). {_best_sample(found)}\n\n![shares]({PICTURE})\n\n## Shares\n\n"
+        + markdown_table(
+            ("stream", "tokens", "prior %", "optimum %", "by parts of the runs", "at most %", "passes"), streams
+        )
         + f"\n\nPasses are those of {of}, {length:,.0f} tokens. As a data file: "
         "`--config-dir=OUTPUT/conf data=mixture`.\n\n## Bits per byte\n\n"
         + markdown_table(heading, rows)
@@ -176,6 +182,15 @@ def _markdown(found: Found) -> str:
         "spread the standard deviation of the runs themselves: a law is of use where its error is much smaller. A "
         f"change smaller than the error may be chance.{weighed}\n"
     )
+
+
+def _best_sample(found: Found) -> str:
+    """The best of the sampled mixtures, which the optimum has to beat."""
+    means = found.values @ found.weights
+    place = int(means.argmin())
+    shares = zip(found.streams, found.shares[place], strict=True)
+    told = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares if share)
+    return f"The best of the others is {found.names[place]} with {means[place]:.4f} ({told})."
 
 
 def _row(name: str, prior: float, predicted: float, measured: float, of: Quality) -> list[str]:

@@ -1,6 +1,6 @@
 """Mixtures sampled around a prior, each by its own number."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,14 @@ Shares = npt.NDArray[np.float64]
 
 
 def sample(
-    count: int, prior: Mapping[str, float], *, strengths: Sequence[float], least: float, most: Shares, seed: int
+    count: int,
+    prior: Shares,
+    *,
+    strengths: Sequence[float],
+    least: float,
+    most: Shares,
+    seed: int,
+    before: Sequence[Shares] = (),
 ) -> list[Shares]:
     """Mixtures of streams; the first is the prior, and more of them begin with the same ones.
 
@@ -24,22 +31,23 @@ def sample(
 
     Args:
         count: number of mixtures beside the prior.
-        prior: shares of the streams, with sum 1.
+        prior: shares of the streams, [streams], with sum 1.
         strengths: ends of the range of concentrations.
         least: share below which a stream is left out.
-        most: most of each stream, in the prior's order.
+        most: most of each stream, [streams].
         seed: seed of all draws.
+        before: mixtures that are there already, the prior among them, which stay.
 
     Raises:
         ValueError: ten thousand draws gave no further mixture.
     """
-    centre = np.array(list(prior.values()))
-    found, seen = [centre], {_rounded(centre)}
+    found = list(before) or [prior]
+    seen = {_rounded(each) for each in found}
     low, high = np.log(strengths)
-    for number in range(1, count + 1):
+    for number in range(len(found), count + 1):
         random = generator(seed, "mixture", number)
         for _ in range(_TRIES):
-            drawn = random.dirichlet(centre * np.exp(random.uniform(low, high)))
+            drawn = random.dirichlet(prior * np.exp(random.uniform(low, high)))
             drawn = np.where(drawn < least, 0, drawn)
             if not drawn.sum() > 0:
                 continue

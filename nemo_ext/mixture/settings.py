@@ -1,22 +1,23 @@
 """Checked settings of `nemo-ext mixture`."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.job.config import compose, hydra_value
+from nemo_ext.job.config import check_place, compose, hydra_value
 from nemo_ext.job.run_directory import OWN
-from nemo_ext.job.settings import STRICT, Count, Strings, checked, nearest
+from nemo_ext.job.settings import STRICT, Count, Share, Strings, checked, nearest
 
 RUNS_A_STREAM = 5
 """Runs for each stream where their number is not given (OLMo 3)."""
 _OF_CHECKS = Path(OWN, "run")
 """Folder of a run that is only checked."""
-_Share = Annotated[float, Field(ge=0, le=1)]
 _Positive = Annotated[float, Field(gt=0)]
 
 
@@ -45,8 +46,8 @@ class Mixture:
     repeats: _Positive
     tokens: _Positive | None
     kl: Annotated[float, Field(ge=0)]
-    at_least: dict[str, _Share]
-    at_most: dict[str, _Share]
+    at_least: dict[str, Share]
+    at_most: dict[str, Share]
     weights: dict[str, Annotated[float, Field(ge=0)]]
     seed: int
 
@@ -60,6 +61,19 @@ class Mixture:
         for key, given in (("at_least", self.at_least), ("at_most", self.at_most)):
             for name in given.keys() - set(known):
                 raise ValueError(f"mixture.{key}: no stream {name!r}: {nearest(name, known)}")
+
+    def weights_of(self, benchmarks: Sequence[str]) -> npt.NDArray[np.float64]:
+        """Weights of benchmarks in their mean, with sum 1.
+
+        Raises:
+            ValueError: one that has a weight is not among them, or none weighs anything.
+        """
+        for name in self.weights.keys() - set(benchmarks):
+            raise ValueError(f"mixture.weights: no benchmark {name!r} in bits per byte: {nearest(name, benchmarks)}")
+        found = np.array([self.weights.get(name, 1.0) for name in benchmarks])
+        if not found.sum():
+            raise ValueError("mixture.weights: all are 0")
+        return found / found.sum()
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -92,7 +106,7 @@ class Settings:
     @property
     def folder(self) -> Path:
         """Folder to write."""
-        return Path(self.output).expanduser()
+        return Path(self.output).expanduser().absolute()
 
     @property
     def own(self) -> Path:
@@ -106,6 +120,7 @@ def read_settings(config: Mapping[str, Any]) -> tuple[Settings, Mixture]:
     Raises:
         ValueError: a setting is wrong.
     """
+    check_place("output", config["output"])
     settings = checked(Settings, {each.name: config[each.name] for each in dataclasses.fields(Settings)})
     mixture = checked(Mixture, config["mixture"], where="mixture")
     for key, words, taken in (
@@ -140,6 +155,13 @@ def training_of(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"train: {error}") from error
     if int(found["launcher"]["nodes"]) != 1:
         raise ValueError(f"train: launcher.nodes={found['launcher']['nodes']}: a small run takes one node")
+    if own := [name for name, phase in (found.get("phases") or {}).items() if phase.get("data")]:
+        raise ValueError(
+            f"train: phases.{own[0]}.data: a small run has one mixture: choose a recipe without such phases"
+        )
+    flags = found["megatron"]
+    if own := [key for key in ("data_path", "train_data_path", "data_args_path") if flags.get(key)]:
+        raise ValueError(f"train: megatron.{own[0]}: each run has its own mixture: give the streams as data")
     data = found.get("data") or {}
     if data.get("packed") or not (data.get("blend") or data.get("streams")):
         raise ValueError("train: no streams to mix: add data=NAME, or 'streams=[{name: web, weight: 1}, ...]'")

@@ -10,7 +10,7 @@ import yaml
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 import hydra_conf
-from nemo_ext.job.config import check_choice, compose, config_folders, hydra_value
+from nemo_ext.job.config import check_choice, check_place, compose, config_folders, hydra_value
 from nemo_ext.job.run_directory import CHECKPOINTS
 from nemo_ext.job.settings import STRICT, checked, nearest, strings
 from nemo_ext.puzzle.workspace import MODEL
@@ -139,10 +139,7 @@ def read(words: Sequence[str]) -> Pipeline:
             raise ValueError(f"{word}: no stage or job of that name: {nearest(name, known)}")
     if config["run_dir"] is None:
         raise ValueError("run_dir=null: name a directory")
-    if wrong := set(",=(){}[]'\"") & set(str(config["run_dir"])):
-        raise ValueError(
-            f"run_dir={config['run_dir']}: choose one without {' '.join(sorted(wrong))}: it stands in words"
-        )
+    check_place("run_dir", config["run_dir"])
     for word in site:
         if word.startswith(("job=", "slurm.shards=", "slurm.folder=")):
             raise ValueError(f"{word}: is of one stage: write STAGE.{word}")

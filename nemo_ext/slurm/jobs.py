@@ -85,7 +85,9 @@ def record_of(job: str, config: Mapping[str, Any], settings: Settings) -> Path:
 
 
 def tasks_of(job: str, config: Mapping[str, Any], settings: Settings) -> int:
-    """Number of array tasks that do a job together: its shards, or replicas."""
+    """Number of array tasks that do a job, or end it, together: its shards, or replicas; one ends a mixture."""
+    if job == "mixture":
+        return 1
     return int(config["serving"]["replicas"]) if job in SERVING else settings.slurm.shards
 
 
@@ -125,7 +127,9 @@ def nodes_and_gpus(job: str, config: Mapping[str, Any], settings: Settings) -> t
         cpu = serving["device"] == "cpu" or not config["served"] or bool(config.get("endpoint"))
         return int(serving["nodes"]), 0 if cpu else int(serving["gpus"])
     if job == "mixture":
-        return nodes_and_gpus("train", compose("train", strings(config["train"])), settings)
+        train = compose("train", strings(config["train"]))
+        evaluate = compose("evaluate", ["model=small", *strings(config["evaluate"])])
+        return 1, max(nodes_and_gpus(*each, settings)[1] for each in (("train", train), ("evaluate", evaluate)))
     if job in MEANWHILE:
         return 1, 0 if config["serving"]["device"] == "cpu" else int(config["serving"]["gpus"])
     if job != "rl":

@@ -113,9 +113,8 @@ def findings(
         found += [*_data(config, coming, tokenised=settings.job == "train" and not here), *_offline(config, cluster)]
     if paths and settings.job in ON_TRAINING_CONFIG and not _tokenizer_missing(found):
         found += _tokenizers(config, coming)
-    if settings.job in RUNS and not errors(found):
-        module, name = RUNS[settings.job]
-        for job, part in getattr(import_module(module), name)(config):
+    if not errors(found):
+        for job, part in started(settings.job, config):
             ours = findings(
                 part,
                 replace(settings, job=job, slurm=replace(settings.slurm, folder=None, shards=1)),
@@ -129,6 +128,15 @@ def findings(
             with_data(config)
         except ValueError as error:
             found.append(Finding("error", str(error)))
+    return found
+
+
+def started(job: str, config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Other jobs that a job starts, with their composed configs."""
+    if job not in RUNS:
+        return []
+    module, name = RUNS[job]
+    found: list[tuple[str, Mapping[str, Any]]] = getattr(import_module(module), name)(config)
     return found
 
 

@@ -18,7 +18,7 @@ from nemo_ext.job.files import write_text
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.cluster import call
 from nemo_ext.slurm.jobs import nodes_and_gpus, record_of, rounds_of, script_name, shard_record, tasks_of
-from nemo_ext.slurm.preflight import MEMORY, Finding, errors, findings, is_there
+from nemo_ext.slurm.preflight import MEMORY, Finding, errors, findings, is_there, started
 from nemo_ext.slurm.rehearse import REHEARSALS, is_wanted, with_rehearsals
 from nemo_ext.slurm.settings import Settings, settings_of, split
 from nemo_ext.slurm.status import JOB, job_of, queued
@@ -42,6 +42,7 @@ class Submission:
         base: folder of the job's output.
         shards: number of array tasks that divide one run; 1 without an array.
         rounds: number of such arrays, each after the one before.
+        shards_before: number of array tasks of those before the last.
         notes: findings on choices made for the user.
         after: ids of jobs that must have succeeded.
         beside: ids of jobs that must have started: servers that it asks.
@@ -55,6 +56,7 @@ class Submission:
     base: Path
     shards: int = 1
     rounds: int = 1
+    shards_before: int = 1
     notes: tuple[Finding, ...] = ()
     after: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
@@ -81,7 +83,7 @@ class Submission:
         for number in range(1, self.rounds):
             base = self.base / ROUNDS / str(number)
             words = (*own, f"slurm.folder={hydra_value(str(base))}")
-            earlier.append(replace(self, base=base, words=words, rounds=1))
+            earlier.append(replace(self, base=base, words=words, rounds=1, shards=self.shards_before))
         return [*earlier, replace(self, rounds=1)]
 
     def command(self) -> list[str]:
@@ -172,7 +174,9 @@ def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
         base = base.parent
         notes.append(Finding("note", f"{len(runs)} runs: {', '.join(run[-1].partition('=')[2] for run in runs)}"))
     if (rounds := rounds_of(job, configs[0], settings)) > 1:
-        notes.append(Finding("note", f"{rounds} arrays of {settings.slurm.shards} tasks, each after the one before"))
+        last = "" if tasks_of(job, configs[0], settings) > 1 else ", the last one task"
+        arrays = f"{rounds} arrays of {settings.slurm.shards} tasks, each after the one before{last}"
+        notes.append(Finding("note", arrays))
     # The script takes the launcher's values from the allocation.
     own = [word for word in theirs if job != "train" or not word.startswith("launcher.")]
     both = dict.fromkeys([*([MULTIRUN] if several else []), *ours, *own])  # a --config-dir is in both
@@ -183,6 +187,7 @@ def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
         base=base,
         shards=tasks_of(job, configs[0], settings),
         rounds=rounds,
+        shards_before=settings.slurm.shards,
         notes=tuple(notes),
         coming=tuple(coming),
     )
@@ -227,8 +232,11 @@ def checked(submission: Submission, *, kept: Path | None = None) -> list[Finding
 def _checked_here(submission: Submission, found: list[Finding]) -> list[Finding]:
     """The findings, and if there is no error among them those of Megatron, bash and Slurm."""
     settings, coming = submission.settings, submission.coming
-    if settings.job == "train" and not errors(found) and find_spec("megatron") and find_spec("torch"):
-        for config in submission.configs:
+    if not errors(found) and find_spec("megatron") and find_spec("torch"):
+        every = [
+            each for config in submission.configs for each in (*started(settings.job, config), (settings.job, config))
+        ]
+        for config in [config for job, config in every if job == "train"]:
             found += [one for one in by_megatron(config, coming) if one not in found]
     script = script_of(settings.job)
     syntax = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False)

@@ -9,14 +9,13 @@ from scipy.special import rel_entr
 from nemo_ext.mixture.law import Law, fit, foreseen, optimum
 from nemo_ext.mixture.sampling import sample
 
-PRIOR = {"web": 0.6, "code": 0.25, "books": 0.1, "maths": 0.05}
-CENTRE = np.array(list(PRIOR.values()))
+CENTRE = np.array([0.6, 0.25, 0.1, 0.05])
 TRUE = [
     Law(np.log(0.5), np.array([0.1, -0.9, 0.3, -0.2])),
     Law(np.log(0.7), np.array([-0.2, 0.4, -0.8, 0.1])),
     Law(np.log(0.2), np.array([0.2, 0.0, 0.1, -1.5])),
 ]
-SHARES = np.stack(sample(24, PRIOR, strengths=(0.5, 5), least=0.002, most=np.ones(4), seed=3))
+SHARES = np.stack(sample(24, CENTRE, strengths=(0.5, 5), least=0.002, most=np.ones(4), seed=3))
 
 
 @pytest.mark.parametrize("law", TRUE)

@@ -5,7 +5,7 @@ import pytest
 
 from nemo_ext.mixture.sampling import sample
 
-PRIOR = {"web": 0.7, "code": 0.2, "books": 0.1}
+PRIOR = np.array([0.7, 0.2, 0.1])
 OPEN = np.ones(3)
 
 
