@@ -70,9 +70,15 @@ class WarcSource(Source):
             if not kind.startswith(("text/html", "application/xhtml", "text/plain")):
                 report.skip("not text")
                 return None
-        data = record.content_stream().read(_LARGEST + 1)
+        stream = record.content_stream()
+        data = stream.read(_LARGEST + 1)
         if len(data) > _LARGEST:
             report.skip("too large", f"{part.path}: {name}")
+            return None
+        if not getattr(
+            getattr(stream, "decompressor", None), "eof", True
+        ):  # warcio ends at damage and at a cut without an error
+            report.skip("damaged page", f"{part.path}: {name}")
             return None
         try:
             text = _page(data, precise=self.precise) if "html" in kind else _decoded(data, kind)

@@ -224,15 +224,21 @@ def test_web_archives_give_pages_with_their_address(tmp_path: Path, curate: Cura
         for status, kind, body in (
             *(("200 OK", "text/html", page), ("404 Not Found", "text/html", page)),
             *(("200 OK", "image/png", b"png"), ("200 OK", "text/html", b"<html></html>")),
+            *(
+                ("200 OK", "text/html; gzip", gzip.compress(page)),
+                ("200 OK", "text/html; gzip", gzip.compress(page)[:-40]),
+            ),
         ):
-            headers = StatusAndHeaders(status, [("Content-Type", kind)], protocol="HTTP/1.0")
+            encoding = [("Content-Encoding", "gzip")] if "gzip" in kind else []
+            headers = StatusAndHeaders(status, [("Content-Type", kind), *encoding], protocol="HTTP/1.0")
             url = f"http://example.com/{len(body)}"
             writer.write_record(writer.create_warc_record(url, "response", payload=BytesIO(body), http_headers=headers))
     out = curate(path, LENGTH)
-    (document,) = lines(out / "documents")
+    document, packed = lines(out / "documents")
     assert document["text"] == sentences and document["url"] == f"http://example.com/{len(page)}"
+    assert packed["text"] == sentences
     skipped = json.loads((out / "funnel.json").read_text())["text"]["read"]["skipped"]
-    assert skipped == {"status 404": 1, "not text": 1, "no text": 1}
+    assert skipped == {"status 404": 1, "not text": 1, "no text": 1, "damaged page": 1}
     path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(ValueError, match="cannot be read to its end"):
         curate(path, LENGTH, name="cut")

@@ -243,6 +243,10 @@ def test_perplexity_is_kenlms(tmp_path: Path, write: Write, curate: Curate, line
     assert set(found) == {"0", "1", "3"}
     for number in ("0", "1"):
         assert found[number] == pytest.approx(model.perplexity(texts[int(number)]), abs=0.01)
+    shouted = write([{"id": "1", "text": "GÓOD word", "language": "en"}], "shouted.jsonl")
+    block = f"{{kind: perplexity, models: {{en: {tmp_path / 'en.arpa'}}}, normalize: ccnet}}"
+    (document,) = lines(curate(shouted, {"lm": block}, name="ccnet") / "documents")
+    assert document["perplexity"] == pytest.approx(model.perplexity("good word"), abs=0.01)
 
 
 def test_broken_encodings_are_mended_before_they_are_counted(write: Write, curate: Curate, lines: Lines) -> None:

@@ -24,6 +24,8 @@ class Perplexity(Stage):
     Attributes:
         models: code of a language -> its model (.bin or .arpa); documents of others are kept.
         sentencepiece: code -> SentencePiece model whose pieces the KenLM model is of; none where it is of words.
+        normalize: `ccnet` brings lines to the form that CCNet's models are of: lower case, digits as 0, no accents,
+            ASCII punctuation.
         least: least perplexity.
         most: largest one.
     """
@@ -31,6 +33,7 @@ class Perplexity(Stage):
     kind: ClassVar[str] = "perplexity"
     models: dict[str, str] = Field(min_length=1)
     sentencepiece: dict[str, str] = Field(default_factory=dict)
+    normalize: Literal["none", "ccnet"] = "none"
     least: float = 0.0
     most: float = math.inf
 
@@ -57,9 +60,15 @@ class Perplexity(Stage):
         except (ImportError, OSError) as error:
             raise ValueError(f"perplexity: {self.models[language]}: {error}") from error
 
+        normal: Callable[[str], str] = str
+        if self.normalize == "ccnet":
+            from datatrove.utils.perplexity import KenlmModel
+
+            normal = KenlmModel("", language).normalize  # what it would download is not asked for
+
         def perplexity(text: str) -> float:
             score, number = 0.0, 0
-            for line in text.splitlines():
+            for line in map(normal, text.splitlines()):
                 line = line if pieces is None else " ".join(pieces.encode(line, out_type=str))
                 if line.strip():
                     score += model.score(line)
