@@ -21,6 +21,7 @@ from datatrove.pipeline.filters import (
 from datatrove.utils.word_tokenizers import WhitespaceTokenizer
 
 from nemo_ext.data.curation.settings import KINDS
+from nemo_ext.data.curation.stage import Features
 from nemo_ext.data.curation.stages.buckets import Buckets
 from nemo_ext.data.curation.stages.personal import Personal
 from nemo_ext.data.text.user_files import TreeSource
@@ -140,6 +141,31 @@ def test_near_duplicates_are_those_of_high_jaccard_similarity(write: Write, cura
             similarity = len(grams[first] & grams[other]) / len(grams[first] | grams[other])
             if similarity > 0.9 or similarity < 0.7:
                 assert (other in kept) == (similarity < 0.7), similarity
+
+
+@pytest.mark.parametrize("memory", [10**9, 60_000, 9_000])
+def test_buckets_are_the_same_in_any_memory(tmp_path: Path, memory: int) -> None:
+    chance = np.random.default_rng(0)
+    scores = chance.choice([-1e300, -2.5, -0.0, 0.0, 0.25, 0.5, 7.0], 3000).astype(np.float64)
+    scores[::3] = chance.normal(size=1000)
+    sizes, groups = (chance.integers(*ends, 3000).astype(np.uint64) for ends in ((1, 9000), (0, 3)))
+    groups *= np.uint64(1 << 62)
+    rows, units, first = np.stack([scores.view(np.uint64), sizes, groups], axis=1), [], 0
+    for number, count in enumerate((0, 1000, 1, 1999)):
+        rows[first : first + count].tofile(tmp_path / str(number))
+        units.append(Features(tmp_path / str(number), 3 * count, count))
+        first += count
+    found = [np.full(unit.documents, 255, np.uint8) for unit in units]
+
+    Buckets(buckets=7).decide(units, lambda unit, places, values: found[unit].__setitem__(places, values), memory)
+
+    wanted = np.empty(3000, np.uint8)
+    for group in np.unique(groups):
+        mine = np.flatnonzero(groups == group)
+        order = mine[np.argsort(scores[mine], kind="stable")]
+        middle = np.cumsum(sizes[order].astype(float)) - sizes[order] / 2
+        wanted[order] = np.minimum(7 * middle / sizes[order].sum(), 6).astype(np.uint8)
+    assert (np.concatenate(found) == wanted).all()
 
 
 def test_buckets_have_equal_bytes_and_rates_of_the_wanted_mean(write: Write, curate: Curate, lines: Lines) -> None:

@@ -1,7 +1,7 @@
 """Buckets of documents by quality, and how often each is repeated: the quality-aware up-sampling of Dolma 3."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Annotated, ClassVar
 
@@ -22,6 +22,10 @@ BUCKET = "bucket"
 _POWERS = np.linspace(2.0, 0.01, 20)
 _STEEPEST = 64.0
 _POINTS = 512
+_BYTES_A_DOCUMENT = 120
+"""Memory that deciding takes for a document of a part."""
+_SAMPLE = 256
+"""Documents of a sample for each part."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -105,22 +109,29 @@ class Buckets(Barrier):
         return note
 
     def decide(self, units: Sequence[Features], mark: Mark, memory: int) -> None:
-        rows = [np.empty((0, 3), np.uint64), *(block for unit in units for block in unit.blocks(3))]
-        scores = np.concatenate([block[:, 0] for block in rows]).view(np.float64)
-        sizes = np.concatenate([block[:, 1] for block in rows]).astype(np.float64)
-        groups = np.concatenate([block[:, 2] for block in rows])
-        del rows
-        found = np.zeros(len(scores), dtype=np.uint8)
-        for group in np.unique(groups):
-            mine = np.flatnonzero(groups == group)
-            order = mine[np.argsort(scores[mine], kind="stable")]
-            middle = np.cumsum(sizes[order]) - sizes[order] / 2
-            share = middle / sizes[order].sum()
-            found[order] = np.minimum(share * self.buckets, self.buckets - 1).astype(np.uint8)
-        first = 0
-        for number, unit in enumerate(units):
-            mark(number, slice(None), found[first : first + unit.documents])
-            first += unit.documents
+        totals, documents = _totals(units)
+        parts = max(1, -(-documents * _BYTES_A_DOCUMENT // memory))
+        ends = [*_ends(units, documents, parts), None]
+        before: dict[int, float] = {}  # bytes of each group that are worse than this part
+        start: tuple[int, ...] | None = None
+        for end in ends:
+            chosen = (_between(rows, start, end) for rows in _rows(units))
+            rows = np.concatenate([np.empty((0, 4), np.uint64), *chosen])
+            order = np.lexsort((rows[:, 3], rows[:, 1], rows[:, 0]))  # by group, score and place in the input
+            found = np.empty(len(rows), np.uint8)
+            for mine in np.split(order, np.flatnonzero(np.diff(rows[order, 0])) + 1 if len(rows) else []):
+                if len(mine):
+                    group, sizes = int(rows[mine[0], 0]), rows[mine, 2].astype(np.float64)
+                    middle = before.get(group, 0.0) + np.cumsum(sizes) - sizes / 2
+                    before[group] = before.get(group, 0.0) + float(sizes.sum())
+                    share = middle / totals[group]
+                    found[mine] = np.minimum(share * self.buckets, self.buckets - 1).astype(np.uint8)
+            first = np.cumsum([0, *(unit.documents for unit in units)])
+            numbers = np.searchsorted(first, rows[:, 3], side="right") - 1
+            for number in np.unique(numbers):
+                mine = np.flatnonzero(numbers == number)
+                mark(int(number), rows[mine, 3].astype(np.int64) - first[number], found[mine])
+            start = end
 
     def apply(self, document: Document, verdicts: Verdicts) -> Drop | None:
         bucket = int(verdicts[0])
@@ -133,3 +144,55 @@ class Buckets(Barrier):
 @lru_cache(maxsize=8)
 def _rates(settings: Buckets) -> list[float]:
     return settings._rates()
+
+
+def _rows(units: Sequence[Features]) -> Iterator[Values]:
+    """Group, score as a whole number of the same order, bytes, and place in the input of documents: [documents, 4]."""
+    first = 0
+    for unit in units:
+        for block in unit.blocks(3):
+            bits = (block[:, 0].view(np.float64) + 0.0).view(np.uint64)  # there is one zero
+            key = np.where(bits >> np.uint64(63), ~bits, bits | np.uint64(1 << 63))
+            places = np.arange(first, first + len(block), dtype=np.uint64)
+            first += len(block)
+            yield np.stack([block[:, 2], key, block[:, 1], places], axis=1)
+
+
+def _totals(units: Sequence[Features]) -> tuple[dict[int, float], int]:
+    """Bytes of each group, and the number of all documents."""
+    totals, documents = dict[int, float](), 0
+    for rows in _rows(units):
+        groups, inverse = np.unique(rows[:, 0], return_inverse=True)
+        for group, size in zip(groups.tolist(), np.bincount(inverse, weights=rows[:, 2].astype(float)), strict=True):
+            totals[group] = totals.get(group, 0.0) + float(size)
+        documents += len(rows)
+    return totals, documents
+
+
+def _ends(units: Sequence[Features], documents: int, parts: int) -> list[tuple[int, ...]]:
+    """Where parts of about the same number of documents end, by a sample: group, score and place, in this order."""
+    if parts == 1:
+        return []
+    step = max(1, documents // (_SAMPLE * parts))
+    sample = np.concatenate([rows[rows[:, 3] % np.uint64(step) == 0][:, [0, 1, 3]] for rows in _rows(units)])
+    sample = sample[np.lexsort((sample[:, 2], sample[:, 1], sample[:, 0]))]
+    return [tuple(map(int, sample[len(sample) * part // parts])) for part in range(1, parts)]
+
+
+def _between(rows: Values, start: tuple[int, ...] | None, end: tuple[int, ...] | None) -> Values:
+    """Rows from one end of a part to the next."""
+    wanted = np.ones(len(rows), bool)
+    if start is not None:
+        wanted &= ~_below(rows, start)
+    if end is not None:
+        wanted &= _below(rows, end)
+    return rows[wanted]
+
+
+def _below(rows: Values, end: tuple[int, ...]) -> npt.NDArray[np.bool_]:
+    group, score, place = (np.uint64(each) for each in end)
+    same = rows[:, 0] == group
+    below: npt.NDArray[np.bool_] = (rows[:, 0] < group) | (
+        same & ((rows[:, 1] < score) | ((rows[:, 1] == score) & (rows[:, 3] < place)))
+    )
+    return below
