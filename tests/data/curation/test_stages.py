@@ -209,6 +209,7 @@ def test_personal_data_is_replaced_and_much_of_it_drops_a_document() -> None:
         ("+33 (0)1 42 68 53 00", "|||PHONE_NUMBER|||"),
         ("(212) 736-5000 (212) 736-5001", "|||PHONE_NUMBER||| |||PHONE_NUMBER|||"),
         ("+39\u00a006\u00a069821234", "|||PHONE_NUMBER|||"),
+        ("BE68 5390 0754 7034 GEBABEBB", "|||BANK_ACCOUNT||| GEBABEBB"),
         ("06 69821234, 00187 Roma", "|||PHONE_NUMBER|||, 00187 Roma"),
         ("4111 1111 1111 1111 12/25", "|||CARD_NUMBER||| 12/25"),
         ("2221 0000 0000 0009", "|||CARD_NUMBER|||"),
