@@ -117,7 +117,7 @@ def cut(source: Path) -> None:
 
 
 def text_dedup(source: Path, output: Path, python: str, workers: int) -> str:
-    """Seconds, documents kept and memory of text-dedup's MinHash (0.4) on the same documents, or its last words."""
+    """Seconds and documents kept of text-dedup's MinHash (0.4) on the same documents, or its last words."""
     output.mkdir(parents=True, exist_ok=True)
     (output / "config.toml").write_text(
         f"""[input]
@@ -148,8 +148,7 @@ logging_level = 30
     done = subprocess.run(command, cwd=output, capture_output=True, text=True, check=False)
     said = (done.stdout + done.stderr).strip().splitlines()
     kept = next((found[1] for line in said if (found := re.search(r"After\W+(\d+)", line))), "?")
-    most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    return f"{time.monotonic() - began:.1f} s, {kept} kept, {most:.0f} MB" if not done.returncode else said[-1]
+    return f"{time.monotonic() - began:.1f} s, {kept} kept" if not done.returncode else said[-1]
 
 
 def kept(output: Path) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Annotated, Any, cast
 
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from nemo_ext.job.words import nearest
 
@@ -36,6 +36,23 @@ Whole = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 """Whole number from 0 that may be written as 4e3."""
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 """The same from 1."""
+
+
+def _shard(value: str) -> str:
+    number, count = part_of(value)
+    if number >= count:
+        raise ValueError(f"{value}: expected I/N with I below N, such as 0/4 for the first of four")
+    return value
+
+
+Shard = Annotated[str, Field(pattern=r"^\d+/\d+$"), AfterValidator(_shard)]
+"""Part of the work of one process: 3/64 is the fourth of 64."""
+
+
+def part_of(shard: str | None) -> tuple[int, int]:
+    """Number of a shard, and how many there are; 0 of 1 for None."""
+    number, _, count = (shard or "0/1").partition("/")
+    return int(number), int(count)
 
 
 def strings(value: object) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from nemo_ext.job.files import only_run_in, write_text
 from nemo_ext.job.made_of import differing, digest, note, told
 from nemo_ext.job.progress import notice
 from nemo_ext.mixture import report
-from nemo_ext.mixture.law import fit, foreseen, optimum
+from nemo_ext.mixture.law import Law, fit, foreseen, optimum
 from nemo_ext.mixture.sampling import Shares, sample
 from nemo_ext.mixture.settings import RUNS_A_STREAM, Mixture, Settings, evaluation_of, read_settings, training_of
 from nemo_ext.pipeline.run import run as run_pipeline
@@ -136,7 +136,7 @@ def check(config: Mapping[str, Any], *, files: bool = True) -> None:
         ValueError: a setting is wrong, streams are not tokenised, benchmarks cannot be asked, or there are no mixtures.
     """
     if files:
-        _planned(config)
+        _check_benchmarks(_planned(config), config)
         return
     settings, mixture = read_settings(config)
     training_of(config)
@@ -158,6 +158,7 @@ def run(config: Mapping[str, Any]) -> None:
             plan = _planned(config)
             note(settings.own / _RECORD, plan.made_of)
             note(settings.own / _MIXTURES, {name: shares.tolist() for name, shares in plan.mixtures.items()})
+        _check_benchmarks(plan, config)
         mine = list(plan.mixtures)[number::count]
         for place, name in enumerate(mine, 1):
             if not plan.is_done(name):
@@ -178,24 +179,31 @@ def _planned(config: Mapping[str, Any]) -> Plan:
     """
     settings, mixture = read_settings(config)
     streams = _streams(training_of(config), mixture)
-    evaluate = EvaluateSettings.of(evaluation_of(config)["evaluate"])
-    benchmarks = chosen(evaluate)
-    names = _in_bits(benchmarks, settings)
+    names = _in_bits(chosen(EvaluateSettings.of(evaluation_of(config)["evaluate"])), settings)
     mixture.weights_of(names)
     _limits(streams, mixture)
     plan = Plan(settings=settings, mixture=mixture, streams=streams, mixtures={}, benchmarks=names)
     record = settings.own / _RECORD
     if record.exists() and (changed := differing(json.loads(record.read_text()), plan.made_of)):
         raise ValueError(f"output={settings.folder}: was begun otherwise ({told(changed)}): choose another folder")
-    plan = replace(plan, mixtures=_mixtures(plan))
-    if not all(plan.is_done(name) for name in plan.mixtures):
-        prepared = prepare(evaluate, Path(evaluate.data_root).expanduser(), benchmarks)
-        for scorer in prepared.scorers.values():
-            scorer.close()
-        if missing := [why for name, why in prepared.missing.items() if name in names]:
-            why = "; ".join(missing)
-            raise ValueError(f"evaluate: {why}: mend it, or name the benchmarks to ask with evaluate.benchmarks=[...]")
-    return plan
+    return replace(plan, mixtures=_mixtures(plan))
+
+
+def _check_benchmarks(plan: Plan, config: Mapping[str, Any]) -> None:
+    """Refuse benchmarks whose data are missing, where they are still to be asked.
+
+    Raises:
+        ValueError: naming them.
+    """
+    if all(plan.is_done(name) for name in plan.mixtures):
+        return
+    evaluate = EvaluateSettings.of(evaluation_of(config)["evaluate"])
+    prepared = prepare(evaluate, Path(evaluate.data_root).expanduser(), chosen(evaluate))
+    for scorer in prepared.scorers.values():
+        scorer.close()
+    if missing := [why for name, why in prepared.missing.items() if name in plan.benchmarks]:
+        why = "; ".join(missing)
+        raise ValueError(f"evaluate: {why}: mend it, or name the benchmarks to ask with evaluate.benchmarks=[...]")
 
 
 def _in_bits(benchmarks: Sequence[Benchmark], settings: Settings) -> list[str]:
@@ -350,7 +358,7 @@ def _choose(plan: Plan) -> None:
     laws = [fit(shares, each) for each in values.T]
     quality = [foreseen(shares, each) for each in values.T]
 
-    def best_of(laws: Sequence[Any]) -> Shares:
+    def best_of(laws: Sequence[Law]) -> Shares:
         within = {"lowest": lowest, "highest": highest}
         return optimum(laws, weights, streams.prior, kl=mixture.kl, least=mixture.least, **within)
 
@@ -389,7 +397,7 @@ def _choose(plan: Plan) -> None:
 
 def _rounded(shares: Shares, highest: Shares) -> Shares:
     """Shares of a few digits with sum 1, none above its limit."""
-    found: Shares = np.floor(shares * 10**_DIGITS) / 10**_DIGITS
+    found: Shares = np.floor(shares * 10**_DIGITS + 1e-3) / 10**_DIGITS  # 0.29 is a little less than that
     place = int(np.argmax(np.where(found > 0, highest - found, -1)))
     found[place] = round(found[place] + 1 - found.sum(), _DIGITS)
     return found

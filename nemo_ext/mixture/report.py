@@ -157,15 +157,8 @@ def _markdown(found: Found) -> str:
         "rank correlation",
     )
     of = "the run that it is for" if found.target else "a small run"
-    weighed = (
-        ""
-        if np.ptp(found.weights) == 0
-        else (
-            " Weights in the mean: "
-            + ", ".join(f"{task} {weight:.3g}" for task, weight in zip(found.tasks, found.weights, strict=True))
-            + "."
-        )
-    )
+    weights = ", ".join(f"{task} {weight:.3g}" for task, weight in zip(found.tasks, found.weights, strict=True))
+    weighed = f" Weights in the mean: {weights}." if np.ptp(found.weights) else ""
     why = doubt(found)
     doubted = "" if why is None else f"**{why}.**\n\n"
     return (

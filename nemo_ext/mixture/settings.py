@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from nemo_ext.job.config import check_place, compose, hydra_value
 from nemo_ext.job.run_directory import OWN
-from nemo_ext.job.settings import STRICT, Count, Share, Strings, checked, nearest
+from nemo_ext.job.settings import STRICT, Count, Shard, Share, Strings, checked, nearest, part_of
 
 RUNS_A_STREAM = 5
 """Runs for each stream where their number is not given (OLMo 3)."""
@@ -90,18 +90,12 @@ class Settings:
     train: Annotated[Strings, Field(min_length=1)]
     evaluate: Annotated[Strings, Field(min_length=1)]
     output: Annotated[str, Field(min_length=1)]
-    shard: Annotated[str, Field(pattern=r"^\d+/\d+$")] | None
-
-    def __post_init__(self) -> None:
-        number, count = self.part
-        if number >= count:
-            raise ValueError(f"shard={self.shard}: shards of {count} are 0/{count} to {count - 1}/{count}")
+    shard: Shard | None
 
     @property
     def part(self) -> tuple[int, int]:
         """Number of this shard, and how many there are."""
-        number, count = (self.shard or "0/1").split("/")
-        return int(number), int(count)
+        return part_of(self.shard)
 
     @property
     def folder(self) -> Path:
@@ -155,7 +149,7 @@ def training_of(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"train: {error}") from error
     if int(found["launcher"]["nodes"]) != 1:
         raise ValueError(f"train: launcher.nodes={found['launcher']['nodes']}: a small run takes one node")
-    if own := [name for name, phase in (found.get("phases") or {}).items() if phase.get("data")]:
+    if own := [name for name, phase in (found.get("phases") or {}).items() if (phase or {}).get("data")]:
         raise ValueError(
             f"train: phases.{own[0]}.data: a small run has one mixture: choose a recipe without such phases"
         )
@@ -172,12 +166,18 @@ def evaluation_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Composed config of the evaluation of a small model.
 
     Raises:
-        ValueError: its words are wrong.
+        ValueError: its words are wrong, or want more than one server.
     """
     settings, _ = read_settings(config)
     place = settings.folder / _OF_CHECKS
     own = [f"model={place}", f"run_dir={hydra_value(str(place))}"]
     try:
-        return compose("evaluate", [*own, *settings.evaluate])
+        found = compose("evaluate", [*own, *settings.evaluate])
     except ValueError as error:
         raise ValueError(f"evaluate: {error}") from error
+    for key in ("replicas", "nodes"):
+        if (number := found["serving"][key]) != 1:
+            raise ValueError(
+                f"evaluate: serving.{key}={number}: a small model is served once, on one node: leave it at 1"
+            )
+    return found

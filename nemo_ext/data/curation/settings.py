@@ -20,7 +20,7 @@ from nemo_ext.data.curation.stages.rules import RULES
 from nemo_ext.data.streams import sources_of
 from nemo_ext.data.text.documents import Source
 from nemo_ext.job.run_directory import OWN
-from nemo_ext.job.settings import STRICT, Count, StringsOrNone, checked, nearest
+from nemo_ext.job.settings import STRICT, Count, Shard, StringsOrNone, checked, nearest, part_of
 from nemo_ext.job.workers import usable_cores
 
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -73,18 +73,12 @@ class Settings:
     preset: str | None
     output: Annotated[str, Field(min_length=1)]
     workers: Count | None
-    shard: Annotated[str, Field(pattern=r"^\d+/\d+$")] | None
-
-    def __post_init__(self) -> None:
-        number, count = self.part
-        if number >= count:
-            raise ValueError(f"shard={self.shard}: there are shards 0/{count} to {count - 1}/{count}")
+    shard: Shard | None
 
     @property
     def part(self) -> tuple[int, int]:
         """Number of the shard, and of all shards."""
-        number, _, count = (self.shard or "0/1").partition("/")
-        return int(number), int(count)
+        return part_of(self.shard)
 
     @property
     def folder(self) -> Path:

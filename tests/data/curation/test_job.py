@@ -73,7 +73,7 @@ def test_broken_files_are_one_line(tmp_path: Path, curate: Curate, content: byte
         ({"classifier": "{model: /nowhere}"}, (), "/nowhere: no such file"),
         ({"listed": "{domains: /nowhere}"}, (), "no such file: /nowhere"),
         ({"buckets": "{key: quality}"}, (), "a stage before must score documents"),
-        (LENGTH, ("shard=2/2",), "there are shards 0/2 to 1/2"),
+        (LENGTH, ("shard=2/2",), "shard: 2/2: expected I/N with I below N"),
         (LENGTH, ("+curate.blocks.langage.least=0.9",), "did you mean 'language'"),
         (LENGTH, ("curate.tokenizer=/nowhere",), "/nowhere"),
         ({"c4": "{rules: {min_words_per_line: few}}"}, (), "curate.blocks.c4: rules.*wrong kind"),
