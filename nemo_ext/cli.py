@@ -33,6 +33,7 @@ JOBS = {
     "gym": "write NeMo Gym servers for the RL environments",
     "serve": "serve a model behind an OpenAI-compatible endpoint, on this machine or with vLLM",
     "generate": "send rows to an endpoint, keep the answers; any number of workers, resumable",
+    "synthesize": "make training data with models, by a recipe of steps: answers, verdicts, judges, filters",
     "evaluate": "evaluate a model or an endpoint: benchmarks with intervals, tokens and every answer",
     "compare": "compare evaluations side by side, with paired tests and the papers' values",
     "merge": "average checkpoints: a weighted soup, or points on the line between two",

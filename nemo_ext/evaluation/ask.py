@@ -1,7 +1,6 @@
 """What is asked of a model, and the asking: answers, conversations with worlds, log-likelihoods."""
 
 import asyncio
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,11 +9,11 @@ from nemo_ext.chat.sample import openai_messages
 from nemo_ext.endpoint.client import REFUSED, Answer, Client, Request
 from nemo_ext.evaluation.benchmark import PLAIN, Benchmark
 from nemo_ext.evaluation.likelihood import Likelihoods
+from nemo_ext.evaluation.play import Playing
 from nemo_ext.evaluation.problems import Problem
 from nemo_ext.evaluation.score import Scorer, said
 from nemo_ext.evaluation.store import Key, Sample, Score, Store, digest_of
 from nemo_ext.job.seeds import digest
-from nemo_ext.rl.episodes import Episode
 
 _AHEAD = 64
 """Samples in work beyond the client's limit: those that are being scored."""
@@ -166,25 +165,19 @@ class Asking:
 
     async def _conversed(self, question: Question, number: int, scorer: Scorer) -> Sample:
         assert scorer.episodes is not None
-        episode = Episode(task=question.problem.task(question.prompt), thinking_opened=False)
-        turns: list[dict[str, Any]] = []
-        answers: list[Answer] = []
-        while True:
-            answer = await self._answer(question, number, len(answers), [*question.shown["messages"], *turns])
-            answers.append(answer)
-            if answer.problem:
-                return self._sample(question, number, answer)
-            one = said(answer.answer or "", answer.reasoning, answer.tool_calls)
-            turn = await scorer.episodes.turn(episode, one.response, one.unreadable)
-            turns.append(_message(answer))
-            if turn.verdict is not None or turn.following is None:
-                break
-            turns += openai_messages(turn.answers, arguments_as_text=True)
-            episode = turn.following
+
+        async def answer(messages: Sequence[Mapping[str, Any]], turn: int) -> Answer:
+            return await self._answer(question, number, turn, messages)
+
+        playing = Playing(episodes=scorer.episodes, answer=answer)
+        play = await playing.play(question.problem.task(question.prompt), question.shown["messages"])
+        answers = play.answers
+        if answers[-1].problem:
+            return self._sample(question, number, answers[-1])
         last = self._sample(question, number, answers[-1])
         return replace(
             last,
-            turns=turns,
+            turns=list(play.turns),
             prompt_tokens=_sum([each.prompt_tokens for each in answers]),
             completion_tokens=_sum([each.completion_tokens for each in answers]),
             reasoning_tokens=_sum([self._reasoning(each) for each in answers]),
@@ -244,15 +237,6 @@ async def _some(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
     for task in done:
         task.result()
     return left
-
-
-def _message(answer: Answer) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": answer.answer or ""}
-    if answer.reasoning is not None:
-        message["reasoning_content"] = answer.reasoning
-    if answer.tool_calls:
-        message["tool_calls"] = [json.loads(json.dumps(call)) for call in answer.tool_calls]
-    return message
 
 
 def _sum(counts: Sequence[int | None]) -> int | None:

@@ -1,14 +1,11 @@
 """Problems of a benchmark: rows of its files or of a generator, turned into what is asked and what is right."""
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import orjson
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nemo_ext.chat.sample import Message
 from nemo_ext.data.text.documents import ReadReport
@@ -16,7 +13,7 @@ from nemo_ext.data.text.user_files import pyarrow_module, record_source, without
 from nemo_ext.evaluation.benchmark import PLAIN, Benchmark
 from nemo_ext.evaluation.expressions import FILTERS, FUNCTIONS
 from nemo_ext.evaluation.store import digest_of
-from nemo_ext.job.settings import nearest
+from nemo_ext.job.templates import Templates
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.plan import TaskFile
 from nemo_ext.rl.task import Task
@@ -306,27 +303,7 @@ def _arrow(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ValueError(f"{path}: no Arrow stream ({error}): copy or make it again") from None
 
 
-def _said(value: Any) -> Any:
-    """A value that a template writes."""
-    if value is None:
-        raise ValueError("a value is null")
-    return value
-
-
-# Benchmark files are downloaded too, and rows may be anybody's.
-_JINJA = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, finalize=_said)
-_JINJA.globals.update(FUNCTIONS)
-_JINJA.filters.update(FILTERS)
-
-
-@functools.cache
-def _template(source: str) -> jinja2.Template:
-    return _JINJA.from_string(source)
-
-
-@functools.cache
-def _expression(source: str) -> Any:
-    return _JINJA.compile_expression(source, undefined_to_none=False)
+_TEMPLATES = Templates(FUNCTIONS, FILTERS)
 
 
 def _names(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -335,31 +312,8 @@ def _names(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(benchmark: Benchmark, key: str, source: str, row: Mapping[str, Any], where: str) -> str:
-    return _guarded(benchmark, key, row, where, lambda: _template(source).render(_names(row)))
+    return _TEMPLATES.text(source, _names(row), f"benchmark {benchmark.name}: {key}", where)
 
 
 def _value(benchmark: Benchmark, key: str, source: str, row: Mapping[str, Any], where: str) -> Any:
-    def value() -> Any:
-        found = _expression(source)(_names(row))
-        if isinstance(found, jinja2.Undefined):
-            str(found)  # raises
-        return list(found) if isinstance(found, Iterator) else found  # as of `map` and `select`
-
-    return _guarded(benchmark, key, row, where, value)
-
-
-def _guarded(benchmark: Benchmark, key: str, row: Mapping[str, Any], where: str, work: Any) -> Any:
-    place = f"{where}: benchmark {benchmark.name}: {key}"
-    try:
-        return work()
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"benchmark {benchmark.name}: {key}, line {error.lineno}: {error.message}") from None
-    except jinja2.UndefinedError as error:
-        columns = ", ".join(map(str, row))
-        missing = str(error).partition("'")[2].partition("'")[0]
-        advice = nearest(missing, list(row)) if missing and missing not in row else ""
-        raise ValueError(
-            f"{place}: {error}: the row's columns are {columns[:300]}; are these the benchmark's data? {advice}".strip()
-        ) from None
-    except Exception as error:  # templates raise whatever they like
-        raise ValueError(f"{place}: {type(error).__name__}: {error}") from None
+    return _TEMPLATES.value(source, _names(row), f"benchmark {benchmark.name}: {key}", where)

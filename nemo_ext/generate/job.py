@@ -7,39 +7,26 @@ import json
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from nemo_ext import __version__
-from nemo_ext.checkpoint.storage import files_identity
-from nemo_ext.endpoint.address import Address
-from nemo_ext.endpoint.client import Answer, Client, EndpointGone
-from nemo_ext.generate import report
-from nemo_ext.generate.columns import renamed
-from nemo_ext.generate.output import Output
+from nemo_ext.endpoint.client import Client, EndpointGone
+from nemo_ext.generate.batch import Asks, answer_all
 from nemo_ext.generate.prompts import Prompts
 from nemo_ext.generate.rows import Index, Rows, is_batch
 from nemo_ext.generate.settings import GenerateSettings
-from nemo_ext.generate.work import TooManyDead, Work
+from nemo_ext.generate.work import TooManyDead
 from nemo_ext.job.config import FAILED
-from nemo_ext.job.files import only_run_in, write_text
-from nemo_ext.job.leases import Leases
-from nemo_ext.job.made_of import differing, note, told
-from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.run_directory import OWN
 from nemo_ext.job.settings import STRICT, Count, Strings, checked
 from nemo_ext.serving.meanwhile import endpoint_of
 from nemo_ext.serving.model import check as check_model
 from nemo_ext.serving.settings import ServingSettings
 
-_MADE_OF, _INDEX = "made_of.json", "index.json"
-_A_DAY = 86400.0
 _SHOWN, _TRIED = 3, 20
 _CHARACTERS = 4
 
@@ -94,7 +81,13 @@ def run(config: Mapping[str, Any]) -> None:
     try:
         with endpoint_of(config, folder / OWN) as (endpoint, model, _):
             client = Client(endpoint, settings.client, model=model, key_variable=given.key_variable)
-            asyncio.run(_run(given, settings, rows, folder, client))
+
+            def asks(index: Index) -> Asks:
+                prompts = _prompts(settings, index, given.seed)
+                _try(prompts, rows.read(index.ranges[0]))
+                return Asks(prompts=prompts, made_of=_made_of(given, settings, prompts))
+
+            asyncio.run(answer_all(client, rows, asks, folder, samples=given.samples, settings=settings))
     except TooManyDead as error:
         _fail(
             f"{folder}: more than generate.max_dead={settings.max_dead:g} of the answers failed, last: {error}; "
@@ -152,131 +145,12 @@ def _fail(text: str) -> None:
     sys.exit(FAILED)
 
 
-async def _run(given: _Given, settings: GenerateSettings, rows: Rows, folder: Path, client: Client) -> None:
-    async with client:
-        await client.check()
-        index = _index(folder, rows, settings)
-        if index.repeated:
-            notice(f"input: {index.repeated:,} rows equal an earlier one, and are answered once")
-        prompts = _prompts(settings, index, given.seed)
-        _try(prompts, rows.read(index.ranges[0]))
-        with only_run_in(folder / OWN, "output", wait=_A_DAY):
-            _check_made_of(folder, _made_of(given, settings, index, prompts, client.address))
-        output = Output(
-            folder=folder,
-            format=settings.format,
-            schema=index.arrow_schema(),
-            names=renamed(index.columns, settings.key),
-            leases=Leases(folder / OWN / "leases", settings.lease),
-            retry_dead=settings.retry_dead,
-        )
-        output.set_aside_damaged(index.ranges)
-        total = index.rows * given.samples
-        began, speed = time.monotonic(), _Speed()
-        with _progress(total, _done(output, index), speed) as seen:
-            while True:
-                work = Work(
-                    index=index,
-                    rows=rows,
-                    prompts=prompts,
-                    output=output,
-                    samples=given.samples,
-                    most_dead=settings.max_dead * total,
-                    seen=seen,
-                    dead=output.failed(index.ranges),
-                )
-                await work.run(client)
-                if not output.set_aside_damaged(index.ranges):
-                    break
-    with only_run_in(folder / OWN, "output", wait=_A_DAY):
-        output.clear()
-        counted = {"seconds": time.monotonic() - began, "answers": speed.answers, "tokens": speed.tokens}
-        found = report.make(output, index, given.samples, client.address, counted)
-    notice(found)
-    if sum(len(output.failures(range_)) for range_ in index.ranges) > settings.max_dead * total:
-        raise TooManyDead("those of all starts")
-
-
-def _index(folder: Path, rows: Rows, settings: GenerateSettings) -> Index:
-    """What the first worker has found in the input; it is read again if it has changed since."""
-    place = folder / OWN / _INDEX
-    with only_run_in(folder / OWN, "output", wait=_A_DAY):
-        files = files_identity(path for _, path in rows.source.inputs())
-        if place.is_file():
-            held = json.loads(place.read_text())
-            if held["files"] == files and (held["key"], held["part_rows"]) == (settings.key, settings.part_rows):
-                return Index.from_json(held["index"])
-        index = rows.index(settings.part_rows)
-        if not (folder / OWN / _MADE_OF).exists():  # else the settings decide first whether this may go on
-            held = {"files": files, "key": settings.key, "part_rows": settings.part_rows, "index": index.as_json()}
-            write_text(place, json.dumps(held))
-        return index
-
-
-def _made_of(
-    given: _Given, settings: GenerateSettings, index: Index, prompts: Prompts, address: Address
-) -> dict[str, Any]:
+def _made_of(given: _Given, settings: GenerateSettings, prompts: Prompts) -> dict[str, Any]:
     return {
-        "input": index.digest,
         "samples": given.samples,
-        "model": address.model,
-        "checkpoint": address.digest,
         "seed": given.seed,
         "generate": {"format": settings.format, "part_rows": settings.part_rows, **prompts.made_of()},
-        "nemo_ext": __version__,
     }
-
-
-def _check_made_of(folder: Path, made_of: Mapping[str, Any]) -> None:
-    """Refuses an output of other settings; a newer version of this package is said."""
-    record = folder / OWN / _MADE_OF
-    if not record.exists():
-        note(record, made_of)
-        return
-    before = json.loads(record.read_text())
-    changed = differing(before, made_of)
-    version = changed.pop("nemo_ext", None)
-    if changed:
-        raise ValueError(
-            f"output={folder}: was begun otherwise ({told(changed)}): name another folder, or go back to that"
-        )
-    if version is not None:
-        notice(f"{folder}: was begun by another version of nemo_ext ({version})")
-
-
-def _done(output: Output, index: Index) -> tuple[int, int]:
-    """Numbers of answers and of failures that are there already."""
-    answers = sum(len(output.answered(range_)) for range_ in index.ranges)
-    return answers, sum(len(output.failures(range_)) for range_ in index.ranges)
-
-
-@dataclass
-class _Speed:
-    """What has come in this start."""
-
-    answers: int = 0
-    tokens: int = 0
-
-
-@contextmanager
-def _progress(total: int, done: tuple[int, int], speed: _Speed) -> Iterator[Callable[[Answer], None]]:
-    """Function that takes account of an answer in what is shown: answers, tokens a second, failures."""
-    began, failed = time.monotonic(), done[1]
-
-    def detail() -> str:
-        return f"{speed.tokens / max(time.monotonic() - began, 1e-9):,.0f} tokens/s, {failed:,} failed"
-
-    with progress_of("generate:", total, unit="answers", detail=detail) as advance:
-        advance(sum(done))
-
-        def seen(answer: Answer) -> None:
-            nonlocal failed
-            speed.answers += not answer.problem
-            speed.tokens += answer.completion_tokens or 0
-            failed += bool(answer.problem)
-            advance(1)
-
-        yield seen
 
 
 def _show(index: Index, rows: Rows, prompts: Prompts, given: _Given, settings: GenerateSettings) -> None:

@@ -2,16 +2,23 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from nemo_ext.endpoint.client import Answer, Client, Request
 from nemo_ext.generate.output import OpenRange, Output, Pair
-from nemo_ext.generate.prompts import Prompts
 from nemo_ext.generate.rows import Index, Range, Rows, row_key
 
 _LONGEST_BEAT = 5.0
 _IDLE = 1.0
+
+
+class Requests(Protocol):
+    """What makes requests of rows."""
+
+    def request(self, row: Mapping[str, Any], sample: int) -> Request:
+        """One of the requests of a row; ValueError if it has none."""
 
 
 class TooManyDead(Exception):
@@ -34,7 +41,7 @@ class Work:
 
     index: Index
     rows: Rows
-    prompts: Prompts
+    prompts: Requests
     output: Output
     samples: int
     most_dead: float

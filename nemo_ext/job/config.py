@@ -53,6 +53,9 @@ FREE = (
     "online.environments.",
     "sweep.",
     "online.group.",
+    "roles.",
+    "steps.",
+    "outputs.",
 )
 """Prefixes of keys that may be new: the code that reads them knows which exist."""
 
@@ -62,7 +65,7 @@ WITH_PRECISION_PLAN = ("train", "puzzle", "sensitivity", "describe", "quantize",
 WITH_STREAMS = ("train", "puzzle", "sensitivity", "curate", "tokenize", "train_tokenizer", "blend")
 """Jobs that read `streams`, training data in place of the recipe's."""
 
-MODEL = {"rl": "policy"} | dict.fromkeys(("serve", "generate", "evaluate", "rollouts", "online"), "served")
+MODEL = {"rl": "policy"} | dict.fromkeys(("serve", "generate", "synthesize", "evaluate", "rollouts", "online"), "served")
 """Jobs whose `model` is a folder or a name, by the key that holds it."""
 
 TEXTS = {"generate": ("generate.template", "generate.system"), "train_tokenizer": ("split", "end")}
@@ -75,6 +78,9 @@ PRESETS = {"rl": "rl", "online": "rl"} | {
     job: job for job in ("curate", "preference_data", "sft_data", "train_tokenizer")
 }
 """Jobs with presets, and the folder of hydra_conf that has them."""
+
+RECIPES = {"synthesize": "synthesize"}
+"""The same of jobs whose `recipe` is no training run's."""
 
 
 def iterations(tokens: float | None, seq_length: int, global_batch_size: int) -> int | None:
@@ -271,7 +277,9 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
         tokenizer = name == "data.tokenizer" and value.startswith("{") and job in WITH_STREAMS
         source = name.startswith("sources.") and job == "preference_data"
         free = source or name == "filters" or name.startswith(FREE)
-        if tokenizer or (equals and (free or section in OPEN or planned)):
+        if equals and name.startswith(("steps.", "outputs.")) and job in RECIPES:
+            spelled.append(f"++{name}={value if _PLAIN.match(value) else hydra_value(value)}")
+        elif tokenizer or (equals and (free or section in OPEN or planned)):
             spelled.append(f"++{word}")
         elif equals and name == "sources" and job == "preference_data":
             spelled += ["~sources", f"+{word}"]
@@ -279,6 +287,8 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
             spelled += ["streams=null", word]
         elif equals and name in OPEN:
             spelled += [f"~{name}", f"+{word}"]
+        elif name == "recipe" and job in RECIPES:
+            spelled.append(f"{RECIPES[job]}={value}")
         elif name == "preset" and job in PRESETS:
             spelled += [f"{PRESETS[job]}={value}", f"preset={value}"]
         elif name == "model" and job in MODEL:
@@ -311,6 +321,9 @@ def _split(key: str, text: str) -> list[str]:
     except ValueError as error:
         raise ValueError(f"{key}={text}: {error}: write words as on a command line") from error
 
+
+_PLAIN = re.compile(r"""\[|\{(?!\{)|["']|(?:null|true|false|-?[\d.]+(?:e-?\d+)?)?$""")
+"""A value of a recipe's step that is a list, a mapping, in quotes, no text or empty; all others are texts."""
 
 _QUOTED = re.compile(r"""(["'])(?:\\.|(?!\1)[^\\])*\1""", re.DOTALL)
 """A text in quotes, as Hydra reads it."""

@@ -1,0 +1,84 @@
+"""Conversations of a model with a world of tools, and with a user: played until they end."""
+
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nemo_ext.chat.sample import openai_messages
+from nemo_ext.endpoint.client import Answer
+from nemo_ext.evaluation.score import said
+from nemo_ext.rl.episodes import Episode, Episodes
+from nemo_ext.rl.task import Task
+from nemo_ext.rl.verdict import Verdict
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Play:
+    """A conversation.
+
+    Attributes:
+        turns: messages after the first ones.
+        answers: the model's answers; the last one has a problem if it ended the conversation.
+        verdict: verdict on the state at the end; None after a problem.
+    """
+
+    turns: Messages
+    answers: Sequence[Answer]
+    verdict: Verdict | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Playing:
+    """How a conversation is played.
+
+    Attributes:
+        episodes: the world.
+        answer: function of the messages so far and the turn's number; returns the model's answer.
+        user: function of the turns so far that returns what the user says next, or None where there is nothing left to
+            say; None for a user who only says what the task has.
+    """
+
+    episodes: Episodes
+    answer: Callable[[Messages, int], Awaitable[Answer]]
+    user: Callable[[Messages], Awaitable[str | None]] = field(default=lambda turns: _nothing())
+
+    async def play(self, task: Task, messages: Messages) -> Play:
+        """Play a task that begins with these messages."""
+        episode = self.episodes.begun(Episode(task=task, thinking_opened=False))
+        turns: list[Mapping[str, Any]] = []
+        answers: list[Answer] = []
+        while True:
+            answer = await self.answer([*messages, *turns], len(answers))
+            answers.append(answer)
+            if answer.problem:
+                return Play(turns=turns, answers=answers)
+            one = said(answer.answer or "", answer.reasoning, answer.tool_calls)
+            turn = await self.episodes.turn(episode, one.response, one.unreadable)
+            turns.append(message_of(answer))
+            if turn.following is not None:
+                turns += openai_messages(turn.answers, arguments_as_text=True)
+                episode = turn.following
+                continue
+            over = len(answers) >= self.episodes.environment.max_turns or answer.tool_calls
+            text = None if over else await self.user(turns)
+            if text is None:
+                return Play(turns=turns, answers=answers, verdict=turn.verdict)
+            turns.append({"role": "user", "content": text})
+            episode = replace(episode, turn=episode.turn + 1)
+
+
+def message_of(answer: Answer) -> dict[str, Any]:
+    """A model's answer as a message."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.answer or ""}
+    if answer.reasoning is not None:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["tool_calls"] = [json.loads(json.dumps(call)) for call in answer.tool_calls]
+    return message
+
+
+async def _nothing() -> None:
+    return None

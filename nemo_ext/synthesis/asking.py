@@ -1,0 +1,476 @@
+"""Steps that ask: answers to rows, and conversations, in the folder of a batch job (`nemo_ext.generate`)."""
+
+import asyncio
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from nemo_ext.chat.sample import openai_messages
+from nemo_ext.data.text.user_files import pyarrow_module, without_nulls
+from nemo_ext.endpoint.client import Answer, Client, Request
+from nemo_ext.evaluation.play import Messages, Playing
+from nemo_ext.evaluation.score import said
+from nemo_ext.generate.batch import A_DAY, Asks, answer_all
+from nemo_ext.generate.output import Output
+from nemo_ext.generate.rows import Index, Range, Rows
+from nemo_ext.generate.settings import GenerateSettings
+from nemo_ext.job.files import only_run_in
+from nemo_ext.job.made_of import note
+from nemo_ext.job.run_directory import OWN
+from nemo_ext.job.seeds import digest, uniform
+from nemo_ext.rl.episodes import Episodes
+from nemo_ext.rl.task import Task
+from nemo_ext.rl.verifiers.refusal import refuses
+from nemo_ext.synthesis.context import Context
+from nemo_ext.synthesis.plain import others_of
+from nemo_ext.synthesis.rows import ID, Row, line, written
+from nemo_ext.synthesis.settings import Ask, Canaries, Converse, Verify, WorkSettings
+
+CANARY = "/canary"
+_ASKED, _ANSWERS = "asked.jsonl", "answers"
+_TRIED = 20
+_SAMPLING = ("temperature", "top_p", "max_tokens", "stop", "extra")
+_REQUEST = {
+    Ask: ("role", "prompt", "messages", "system", "tools", "complete", "samples", *_SAMPLING),
+    Converse: ("role", "environment", "settings", "samples", "user", *_SAMPLING),
+}
+"""Settings that answers depend on: others may change without a new question."""
+
+
+class Fooled(Exception):
+    """A judge took too many planted faults for right."""
+
+
+@dataclass(kw_only=True)
+class Asking:
+    """An asking step at work.
+
+    Attributes:
+        step: its settings.
+        context: its rows, folder and counts.
+        clients: client of each role, made anew for every step.
+        work: how the work is done.
+        models: name and checkpoint of each role's model.
+    """
+
+    step: Ask | Converse
+    context: Context
+    clients: Mapping[str, Client]
+    work: WorkSettings
+    models: Mapping[str, Mapping[str, Any]]
+    _episodes: dict[str, Episodes] = field(default_factory=dict)
+    _unreadable: ValueError | None = None
+    _readable: int = 0
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the answers."""
+        return self.context.folder / _ANSWERS
+
+    def prepare(self, identity: str) -> int:
+        """Write the rows that are asked about, canaries among them, unless they are there; returns how many.
+
+        Args:
+            identity: digest of all that the rows depend on.
+        """
+        record, file = self.context.folder / OWN / "asked.json", self.context.folder / _ASKED
+        if file.exists() and record.exists() and (held := json.loads(record.read_text()))["identity"] == identity:
+            return int(held["rows"])
+        record.unlink(missing_ok=True)
+        number = 0
+        with written(file) as write:
+            for row, asked in with_canaries(self.context, self.canaries, self.step.when):
+                if asked:
+                    write({"key": row[ID], "row": line(row).decode()})
+                    number += 1
+        note(record, {"identity": identity, "rows": number})
+        return number
+
+    @property
+    def canaries(self) -> Canaries | None:
+        """Canaries of the step."""
+        return canaries_of(self.step, self.work) if isinstance(self.step, Ask) else None
+
+    async def ask(self) -> tuple[Output, Index]:
+        """Answers to all of them; see `answer_all`."""
+        settings = GenerateSettings(
+            key="key",
+            part_rows=self.work.part_rows,
+            max_dead=self.work.max_dead,
+            retry_dead=self.work.retry_dead,
+            lease=self.work.lease,
+        )
+        rows = Rows.of((str(self.context.folder / _ASKED),), "key")
+
+        def asks(index: Index) -> Asks:
+            self._try(rows.read(index.ranges[0])[:_TRIED])
+            given = {name: getattr(self.step, name) for name in _REQUEST[type(self.step)]}
+            made_of = {self.context.name: json.loads(json.dumps(given, default=asdict)), "seed": self.context.seed}
+            return Asks(prompts=self, made_of=made_of)
+
+        client = self.clients[self.step.role]
+        if isinstance(self.step, Converse) and self.step.user is not None:
+            async with self.clients[self.step.user.role] as user:
+                await user.check()
+                return await self._answered(Conversing(client, self, user), rows, asks, settings)
+        if isinstance(self.step, Converse):
+            client = Conversing(client, self, None)
+        return await self._answered(client, rows, asks, settings)
+
+    async def _answered(
+        self, client: Client, rows: Rows, asks: Any, settings: GenerateSettings
+    ) -> tuple[Output, Index]:
+        try:
+            return await answer_all(
+                client,
+                rows,
+                asks,
+                self.folder,
+                samples=self.step.samples or 1,
+                settings=settings,
+                label=self.context.name,
+                otherwise=f"go back to that, name another output, or remove {self.folder} to ask again",
+            )
+        finally:
+            for episodes in self._episodes.values():
+                episodes.shutdown()
+
+    def _try(self, asked: list[dict[str, Any]]) -> None:
+        """Refuses templates that fit none of the first rows: that costs nothing yet."""
+        problems = []
+        for row in asked:
+            try:
+                self.request(row, 0)
+                return
+            except ValueError as error:
+                problems.append(error)
+        if problems:
+            raise problems[0]
+
+    def request(self, row: Mapping[str, Any], sample: int) -> Request:
+        """One of the requests of a row; see `Requests`."""
+        key, columns = str(row["key"]), orjson.loads(row["row"])
+        seed = digest(self.context.seed, "synthesize", self.context.name, key, sample) >> 33  # 31 bits, as some take
+        body = self.step.sampling.body() | {"seed": seed}
+        if isinstance(self.step, Converse):
+            task = self._task(columns)
+            self.episodes(task.environment).reference(task)  # refuses what cannot be verified
+            return _Play(key=key, sample=sample, body=body, task=task, row=columns)
+        prompt, tools = self.prompt_of(columns), self._tools(columns)
+        if self.step.complete:
+            if not isinstance(prompt, str):
+                raise ValueError(f"steps.{self.context.name}.complete: {key}: messages are no text")
+            return Request(key=key, sample=sample, path="completions", body=body | {"prompt": prompt})
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        more = {"tools": tools} if tools else {}
+        return Request(key=key, sample=sample, body=body | more | {"messages": messages})
+
+    def prompt_of(self, row: Row) -> Any:
+        """Text or messages that a row's request asks.
+
+        Raises:
+            ValueError: the template fails, or gives neither.
+        """
+        assert isinstance(self.step, Ask)
+        names = self.context.names(row)
+        if self.step.prompt is not None:
+            found: Any = self.context.text("prompt", self.step.prompt, names)
+        else:
+            found = without_nulls(self.context.value("messages", str(self.step.messages), names))
+        if not isinstance(found, str) and not (
+            isinstance(found, list) and found and all(isinstance(each, Mapping) for each in found)
+        ):
+            raise ValueError(f"steps.{self.context.name}: {str(found)[:60]!r}: expected a text or messages")
+        system = self.context.text("system", self.step.system, names) if self.step.system else ""
+        if not system:
+            return found
+        if self.step.complete:
+            return f"{system}\n\n{found}"
+        return [
+            {"role": "system", "content": system},
+            *([{"role": "user", "content": found}] if isinstance(found, str) else found),
+        ]
+
+    def _tools(self, row: Row) -> Any:
+        assert isinstance(self.step, Ask)
+        if self.step.tools is None:
+            return None
+        return without_nulls(self.context.value("tools", self.step.tools, self.context.names(row)))
+
+    def _task(self, row: Row) -> Task:
+        assert isinstance(self.step, Converse)
+        names = ("prompt", "reference", "tools")
+        environment = self.step.environment or row.get("environment")
+        record = {ID: row[ID], "environment": environment, **{name: row[name] for name in names if row.get(name)}}
+        return Task.of(without_nulls(record), f"steps.{self.context.name}: row {row[ID]}")
+
+    def episodes(self, environment: str) -> Episodes:
+        """The world of a name."""
+        assert isinstance(self.step, Converse)
+        if environment not in self._episodes:
+            found = Episodes({"name": environment, "settings": self.step.settings})
+            if found.environment.begin is None:
+                raise ValueError(f"steps.{self.context.name}.environment={environment}: is no world with tools")
+            self._episodes[environment] = found
+        return self._episodes[environment]
+
+    def rows(self, answers: tuple[Output, Index] | None) -> Iterator[Row]:
+        """Rows with their answers, in the order of those before.
+
+        Args:
+            answers: what `answered` has returned.
+
+        Raises:
+            Fooled: too many canaries were taken for right.
+        """
+        found, planted, fooled = _answers(*answers) if answers else iter(()), 0, 0
+        canaries, numbers = self.canaries, self.context.counts.numbers
+        numbers |= {"answers": 0, "prompt_tokens": 0, "completion_tokens": 0}
+        for row, asked in with_canaries(self.context, canaries, self.step.when):
+            is_canary = str(row[ID]).endswith(CANARY)
+            self.context.counts.rows += not is_canary
+            if not asked:
+                yield row
+                continue
+            key, own = next(found)
+            assert key == row[ID], (key, row[ID])
+            for answer in own:
+                numbers["answers"] += 1
+                numbers["prompt_tokens"] += answer.get("prompt_tokens") or 0
+                numbers["completion_tokens"] += answer.get("completion_tokens") or 0
+                if is_canary and canaries is not None:
+                    if not answer["problem"]:
+                        planted += 1
+                        fooled += self._fooled(canaries, row, answer)
+                elif (made := self._made(row, answer)) is not None:
+                    yield made
+        if self._unreadable is not None and not self._readable:
+            raise self._unreadable
+        numbers |= told(canaries, planted, fooled, self.context)
+
+    def _fooled(self, canaries: Canaries, row: Row, answer: Mapping[str, Any]) -> bool:
+        assert isinstance(self.step, Ask)
+        names = self._names(row, answer)
+        try:
+            columns = self.context.columns("columns", self.step.columns, names)
+        except ValueError:
+            return False
+        return bool(self.context.value("canaries.fooled", canaries.fooled, names | columns))
+
+    def _names(self, row: Row, answer: Mapping[str, Any]) -> dict[str, Any]:
+        model = self.models[self.step.role]["model"]
+        return self.context.names(row, **_parts(answer), model=model, sample=answer["sample"])
+
+    def _made(self, row: Row, answer: Mapping[str, Any]) -> Row | None:
+        """The row with its answer; None if it leaves, which is counted."""
+        made = dict(row)
+        if self.step.samples is not None:
+            made[ID] = f"{row[ID]}/{self.context.name}.{answer['sample']}"
+        if answer["problem"]:
+            self.context.drop(made, "no answer", answer["problem"])
+            return None
+        if isinstance(self.step, Converse):
+            return {**made, **orjson.loads(answer["answer"]), "tokens": answer["completion_tokens"]}
+        if answer["finish_reason"] == "length" and not self.step.truncated:
+            self.context.drop(made, "truncated")
+            return None
+        names = self._names(made, answer)
+        if not names["answer"] and not names["tool_calls"]:
+            self.context.drop(made, "empty answer")
+            return None
+        if not self.step.refusals and refuses(names["answer"]):
+            self.context.drop(made, "refusal", " ".join(names["answer"][:80].split()))
+            return None
+        try:
+            made |= self.context.columns("columns", self.step.columns, names)
+        except ValueError as error:  # a model may say anything
+            self._unreadable = self._unreadable or error
+            self.context.drop(made, "unreadable answer", str(error))
+            return None
+        self._readable += 1
+        return made if self.context.satisfies(made, self.step.require, names | made) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Play(Request):
+    """A conversation that is wanted."""
+
+    task: Task
+    row: Row
+
+
+class Conversing(Client):
+    """A client whose answer is a whole conversation, as JSON: `messages`, `correct`, `score`, `why`."""
+
+    def __init__(self, client: Client, asking: Asking, user: Client | None) -> None:
+        self.__dict__ = client.__dict__
+        self._asking, self._user = asking, user
+
+    async def ask(self, request: Request, **more: Any) -> Answer:
+        """Play one conversation; see `Client.ask`."""
+        if not isinstance(request, _Play):
+            return await super().ask(request, **more)
+        asking, task, step = self._asking, request.task, self._asking.step
+        assert isinstance(step, Converse)
+        first = openai_messages(task.prompt, arguments_as_text=True)
+        more = {"tools": list(task.tools)} if task.tools else {}
+
+        async def answer(messages: Messages, turn: int) -> Answer:
+            seed = digest(request.body["seed"], turn) >> 33
+            return await super(Conversing, self).ask(
+                Request(body={**request.body, **more, "seed": seed, "messages": list(messages)})
+            )
+
+        problems, spoken = list[str](), 0
+
+        async def user(turns: Messages) -> str | None:
+            nonlocal spoken
+            assert step.user is not None and self._user is not None
+            spoken += 1
+            if spoken > step.user.max_turns:
+                return None
+            names = asking.context.names(request.row, request=first[-1]["content"])
+            system = asking.context.text("user.system", step.user.system, names)
+            seed = digest(request.body["seed"], "user", spoken) >> 33
+            said_to = [{"role": "system", "content": system}, *_from_the_other_side(turns)]
+            found = await self._user.ask(Request(body={"seed": seed, "messages": said_to}))
+            if found.problem:
+                problems.append(f"user: {found.problem}")
+                return None
+            text = said(found.answer or "", found.reasoning, ()).response.answer
+            return None if not text or step.user.end in text else text
+
+        playing = Playing(episodes=asking.episodes(task.environment), answer=answer)
+        if step.user is not None:
+            opening = await user([])
+            if opening is None:
+                why = problems[0] if problems else "user: has nothing to say"
+                return Answer(key=request.key, sample=request.sample, problem=why)
+            first = [*first[:-1], {"role": "user", "content": opening}]
+            playing = Playing(episodes=playing.episodes, answer=answer, user=user)
+        play = await playing.play(task, first)
+        last, verdict = play.answers[-1], play.verdict
+        problem = last.problem or next(iter(problems), "")
+        if not problem and (verdict is None or verdict.outcome == "error"):
+            problem = f"world: {verdict.reason if verdict else 'no verdict'}"
+        if problem or verdict is None:
+            return Answer(key=request.key, sample=request.sample, problem=problem, status=last.status)
+        whole = {
+            "messages": [*first, *play.turns],
+            "correct": verdict.outcome == "correct",
+            "score": verdict.score,
+            "why": verdict.reason,
+        }
+        return Answer(
+            key=request.key,
+            sample=request.sample,
+            answer=line(whole).decode(),
+            finish_reason="stop",
+            prompt_tokens=sum(each.prompt_tokens or 0 for each in play.answers),
+            completion_tokens=sum(each.completion_tokens or 0 for each in play.answers),
+            seed=request.body["seed"],
+            seconds=sum(each.seconds for each in play.answers),
+            status=200,
+        )
+
+
+def _from_the_other_side(turns: Messages) -> list[dict[str, str]]:
+    """The texts of a conversation as the user's model sees them: its own as the assistant's."""
+    names = {"user": "assistant", "assistant": "user"}
+    spoken = [
+        {"role": names[turn["role"]], "content": str(turn["content"])}
+        for turn in turns
+        if turn["role"] in names and turn.get("content") and not turn.get("tool_calls")
+    ]
+    return spoken or [{"role": "user", "content": "Hello, what can I do for you?"}]
+
+
+def _parts(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """What expressions see of an answer."""
+    calls = answer["tool_calls"] or []
+    calls = json.loads(calls) if isinstance(calls, str) else calls
+    finished = answer["finish_reason"] != "length"
+    response = said(answer["answer"] or "", answer["reasoning"], [], finished=finished).response
+    return {
+        "answer": response.answer,
+        "reasoning": response.thinking,
+        "tool_calls": calls,
+        "finish_reason": answer["finish_reason"],
+        "tokens": answer["completion_tokens"],
+    }
+
+
+def _answers(output: Output, index: Index) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Answers and failures of each row, in the order of the rows."""
+    parquet = pyarrow_module().parquet
+    for range_ in index.ranges:
+        found: dict[str, list[dict[str, Any]]] = {}
+        for part in output.parts(range_):
+            for answer in parquet.read_table(part, page_checksum_verification=True, partitioning=None).to_pylist():
+                found.setdefault(answer["key"], []).append({**answer, "problem": ""})
+        for failure in output.failures(range_):
+            found.setdefault(failure["key"], []).append(failure)
+        for key in _keys(output, range_):
+            yield key, sorted(found.get(key, []), key=lambda answer: answer["sample"])
+
+
+def _keys(output: Output, range_: Range) -> Iterator[str]:
+    """Keys of a range's rows, in order."""
+    rows = Rows.of((range_.part.path,), "key")
+    for number, row in enumerate(rows.read(range_)):
+        if number not in range_.repeated:
+            yield str(row["key"])
+
+
+def canaries_of(step: Ask | Verify, work: WorkSettings) -> Canaries | None:
+    """Canaries of a step, by the recipe or as the user wants them."""
+    if step.canaries is None or work.canaries == 0:
+        return None
+    if work.canaries is None:
+        return step.canaries
+    given = step.canaries
+    return Canaries(columns=given.columns, fooled=given.fooled, most=given.most, share=work.canaries)
+
+
+def with_canaries(context: Context, canaries: Canaries | None, when: str | None) -> Iterator[tuple[Row, bool]]:
+    """The rows, each with whether the step is for it; some of these are followed by a copy with a planted fault."""
+    total, planted = len(context.rows), 0.0
+    if canaries is not None and total > 1:
+        planted = max(math.ceil(canaries.share * total), min(total, canaries.LEAST)) / total
+    for number, row in enumerate(context.rows):
+        applies = context.applies(when, row)
+        yield row, applies
+        if applies and canaries is not None and uniform(context.seed, context.name, "canary", str(row[ID])) < planted:
+            other = next(others_of(number, total, 1, context.seed, context.name, "canary", row[ID]))
+            names = context.names(row, other=context.rows[other])
+            planted_columns = context.columns("canaries.columns", canaries.columns, names)
+            yield {**row, **planted_columns, ID: f"{row[ID]}{CANARY}"}, True
+
+
+def told(canaries: Canaries | None, planted: int, fooled: int, context: Context) -> dict[str, Any]:
+    """What is said of canaries.
+
+    Raises:
+        Fooled: too many were taken for right.
+    """
+    if canaries is None or not planted:
+        return {}
+    if fooled > canaries.most * planted:
+        raise Fooled(
+            f"steps.{context.name}: {fooled} of {planted} planted faults were taken for right, more than "
+            f"canaries.most={canaries.most:g}: this judge cannot be trusted. Take another, or mend its prompt"
+        )
+    return {"canaries": planted, "canaries_fooled": fooled}
+
+
+def answered(asking: Asking, identity: str) -> tuple[Output, Index] | None:
+    """Answers of an asking step, by this worker and others; None if there is nothing to ask."""
+    with only_run_in(asking.context.folder / OWN, "output", wait=A_DAY):
+        if not asking.prepare(identity):
+            return None
+    return asyncio.run(asking.ask())

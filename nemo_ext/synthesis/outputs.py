@@ -1,0 +1,119 @@
+"""Files of the output: records of a step's rows, each checked as the job that reads them will."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.chat.formats import to_sample
+from nemo_ext.data.preference.records import RecordKeys, to_group
+from nemo_ext.data.text.user_files import without_nulls
+from nemo_ext.job.made_of import digest
+from nemo_ext.rl.environments import Environment, make
+from nemo_ext.rl.task import Task
+from nemo_ext.synthesis.context import Context
+from nemo_ext.synthesis.expressions import TEMPLATES, words
+from nemo_ext.synthesis.rows import ID, Row, written
+from nemo_ext.synthesis.settings import OutputKind, OutputSettings
+
+READERS: Mapping[OutputKind, str] = {
+    "conversations": "nemo-ext sft_data 'sources=[{{name: {name}, path: {path}}}]'",
+    "generations": "nemo-ext preference_data 'sources={{{name}: {{kind: judged, path: {path}}}}}'",
+    "tasks": "nemo-ext rl tasks.train.path={path}",
+    "documents": "nemo-ext curate input={path}",
+    "prompts": "nemo-ext synthesize recipe=verified_traces input={path}",
+}
+"""Command that reads the files of each kind."""
+
+
+def write(name: str, settings: OutputSettings, context: Context, path: Path) -> int:
+    """Write a file; records that do not fit are counted as dropped. Returns the number of words in it.
+
+    Raises:
+        ValueError: an expression fails, or no record fits.
+    """
+    check, seen, said, size = _checker(settings.kind), set[str](), "", 0
+    with written(path) as put:
+        for row in context.each():
+            names = context.names(row)
+
+            def value(key: str, source: str, names: Mapping[str, Any] = names) -> Any:
+                return TEMPLATES.value(source, names, f"outputs.{name}.{key}", f"row {names['row'][ID]}")
+
+            if settings.where is not None and not value("where", settings.where):
+                context.drop(row, "not where")
+                continue
+            record = {key: value(f"record.{key}", source) for key, source in settings.record.items()}
+            record = {key: each for key, each in record.items() if each is not None}
+            if settings.once is not None:
+                once = digest(value("once", settings.once))
+                if once in seen:
+                    context.drop(row, "not the first")
+                    continue
+            try:
+                check(record)
+            except ValueError as error:
+                said = said or f"row {row[ID]}: {error}"
+                context.drop(row, f"no {settings.kind}", str(error))
+                continue
+            if settings.once is not None:
+                seen.add(once)
+            put(record)
+            size += _words(record)
+            context.counts.made += 1
+    if said and not context.counts.made:
+        raise ValueError(f"outputs.{name}: no record is one of {settings.kind}: {said}")
+    return size
+
+
+def _words(value: Any) -> int:
+    if isinstance(value, Mapping):
+        return sum(map(_words, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_words, value))
+    return words(value) if isinstance(value, str) else 0
+
+
+def _checker(kind: OutputKind) -> Callable[[Row], None]:
+    checkers: Mapping[OutputKind, Callable[[Row], None]] = {
+        "conversations": _conversation,
+        "generations": _generations,
+        "tasks": _Tasks(),
+        "documents": _document,
+        "prompts": _prompt,
+    }
+    return checkers[kind]
+
+
+def _conversation(record: Row) -> None:
+    sample = to_sample(without_nulls(record), id=str(record.get(ID, "")))
+    if not any(message.role == "assistant" for message in sample.messages):
+        raise ValueError("no message is the assistant's")
+
+
+def _generations(record: Row) -> None:
+    pair = "chosen" in record
+    if len(to_group(record, RecordKeys(), pairs=pair).generations) < 2 and "generations" in record:
+        raise ValueError("generations: expected two or more")
+
+
+def _document(record: Row) -> None:
+    if not isinstance(record.get("text"), str) or not record["text"].strip():
+        raise ValueError("text: expected a text that is not empty")
+
+
+def _prompt(record: Row) -> None:
+    if not record.get("question") and not record.get("prompt"):
+        raise ValueError("question: expected a text that is not empty")
+
+
+class _Tasks:
+    """Checks tasks as their environments do."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Environment] = {}
+
+    def __call__(self, record: Row) -> None:
+        task = Task.of(without_nulls(record))
+        if task.environment not in self._known:
+            self._known[task.environment] = make(task.environment)
+        self._known[task.environment].check(task.reference)

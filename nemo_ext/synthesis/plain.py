@@ -1,0 +1,203 @@
+"""Steps that ask nobody: columns, filters, groups, draws, duplicates."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from nemo_ext.chat.formats import FormatError, to_sample
+from nemo_ext.chat.sample import Message, Sample
+from nemo_ext.data.sft.filters.base import Texts
+from nemo_ext.data.sft.filters.near_duplicates import NearDuplicates, Sketches
+from nemo_ext.data.sft.filters.screen import load_filters
+from nemo_ext.data.text.user_files import without_nulls
+from nemo_ext.job.made_of import digest
+from nemo_ext.job.seeds import generator
+from nemo_ext.synthesis.context import Context
+from nemo_ext.synthesis.rows import ID, Row, source_of
+from nemo_ext.synthesis.settings import Draw, Expand, Group, Keep, Screen, Set, Step, Unique
+
+_AT_ONCE = 500
+
+
+def made(step: Step, context: Context) -> Iterator[Row]:
+    """Rows that the step makes of those before it.
+
+    Raises:
+        ValueError: an expression fails, or gives what the step cannot take; names step, key and row.
+    """
+    match step:
+        case Set():
+            return _set(step, context)
+        case Keep():
+            return _keep(step, context)
+        case Expand():
+            return _expanded(step, context)
+        case Group():
+            return _grouped(step, context)
+        case Draw():
+            return _drawn(step, context)
+        case Unique():
+            return _unique(step, context)
+        case Screen():
+            return _screened(step, context)
+    raise AssertionError(step)
+
+
+def _set(step: Set, context: Context) -> Iterator[Row]:
+    for row in context.each():
+        if context.applies(step.when, row):
+            new = context.columns("columns", step.columns, context.names(row))
+            for name, source in step.templates.items():
+                new[name] = context.text(f"templates.{name}", source, context.names(row | new))
+            row |= new
+        yield row
+
+
+def _keep(step: Keep, context: Context) -> Iterator[Row]:
+    for row in context.each():
+        if not context.applies(step.when, row) or context.satisfies(row, step.require, context.names(row)):
+            yield row
+
+
+def _expanded(step: Expand, context: Context) -> Iterator[Row]:
+    for row in context.each():
+        if not context.applies(step.when, row):
+            yield row
+            continue
+        entries = context.value("rows", step.rows, context.names(row))
+        if not isinstance(entries, list | tuple):
+            raise ValueError(f"steps.{context.name}.rows: row {row[ID]}: {str(entries)[:60]!r}: expected a list")
+        if not entries:
+            context.drop(row, "nothing to expand")
+        for number, entry in enumerate(entries):
+            columns = entry if isinstance(entry, Mapping) else {context.name: entry}
+            named = f"{row[ID]}/{context.name}.{number}"
+            yield {**row, **columns, "part": number, "parts": len(entries), ID: named}
+
+
+def _grouped(step: Group, context: Context) -> Iterator[Row]:
+    numbers = {"groups": 0}
+    for name, rows in itertools.groupby(context.each(), key=lambda row: source_of(row[ID], step.by)):
+        group = list(rows)
+        numbers["groups"] += 1
+        names = context.names(group[0] | {ID: name}, group=group)
+        new = context.columns("columns", step.columns, names)
+        if not context.satisfies(group[0], step.require, names | new):
+            for row in group[1:]:
+                context.drop(row, "its group left")
+            continue
+        kept, all_names = group, [context.names(row | new, group=group) for row in group]
+        if step.where is not None:
+            chosen = [bool(context.value("where", step.where, names)) for names in all_names]
+            for row, stays in zip(group, chosen, strict=True):
+                if not stays:
+                    context.drop(row, "not where")
+            kept = [row for row, stays in zip(group, chosen, strict=True) if stays]
+            all_names = [names for names, stays in zip(all_names, chosen, strict=True) if stays]
+        if step.order is not None:
+            keys = [context.value("order", step.order, names) for names in all_names]
+            try:
+                kept = [kept[place] for place in sorted(range(len(kept)), key=keys.__getitem__)]
+            except TypeError as error:
+                raise ValueError(f"steps.{context.name}.order: row {name}: {error}") from None
+        if step.into == "one":
+            if kept:
+                yield {**kept[0], **new, ID: name}
+            continue
+        for row in kept[step.most :] if step.most is not None else ():
+            context.drop(row, "more than most")
+        for row in kept[: step.most]:
+            yield {**row, **new}
+    context.counts.numbers |= numbers
+
+
+def _drawn(step: Draw, context: Context) -> Iterator[Row]:
+    total = len(context.rows)
+    for number, row in enumerate(context.each()):
+        if context.applies(step.when, row):
+            others = list(others_of(number, total, step.count, context.seed, context.name, row[ID]))
+            row[step.column] = [
+                context.value("value", step.value, context.names(context.rows[other])) for other in others
+            ]
+        yield row
+
+
+def others_of(number: int, total: int, count: int, *names: Any) -> Iterator[int]:
+    """Numbers of other rows, all different; fewer where there are not so many."""
+    if total > 1:
+        drawn = generator(0, *map(str, names)).choice(total - 1, size=min(count, total - 1), replace=False)
+        yield from (int(other) + (int(other) >= number) for other in drawn)
+
+
+def _unique(step: Unique, context: Context) -> Iterator[Row]:
+    finder, sketched = NearDuplicates(threshold=step.near or 1.0), list[Sketches]()
+    first: dict[str, int] = {}
+    judged, same = list[bool](), list[bool]()
+    for batch in itertools.batched(context.rows, _AT_ONCE):
+        texts = list[str]()
+        for row in batch:
+            judged.append(context.applies(step.when, row))
+            texts.append(str(context.value("text", step.text, context.names(row))) if judged[-1] else "")
+            place = len(same)
+            same.append(judged[-1] and first.setdefault(digest(texts[-1]), place) != place)
+        if step.near is not None:
+            sketched.append(finder.sketch([Texts(_sample(text)) for text in texts]))
+    near = finder.duplicate_of(Sketches.joined(sketched)) if sketched else np.full(len(same), -1)
+    for place, row in enumerate(context.each()):
+        if same[place]:
+            context.drop(row, "duplicate")
+        elif judged[place] and near[place] >= 0:
+            context.drop(row, "near duplicate", f"of {context.rows[int(near[place])][ID]}")
+        else:
+            yield row
+
+
+def _screened(step: Screen, context: Context) -> Iterator[Row]:
+    screen = screen_of(step, f"steps.{context.name}")
+    for row in context.each():
+        if not context.applies(step.when, row):
+            yield row
+            continue
+        names = context.names(row)
+        given = context.value("messages", step.messages, names)
+        code = context.value("language", step.language, names) if step.language else None
+        tools = context.value("tools", step.tools, names) if step.tools else None
+        if isinstance(given, str):
+            sample = _sample(given, str(row[ID]), code or "")
+        else:
+            try:
+                sample = to_sample(
+                    {"messages": without_nulls(given), "tools": tools},
+                    id=str(row[ID]),
+                    format="openai",
+                    language=code or "",
+                )
+            except FormatError as error:
+                context.drop(row, "no conversation", str(error))
+                continue
+        for judge in screen.filters:
+            if (dropped := judge.drop(Texts(sample))) is not None:
+                context.drop(row, f"{judge.name}/{dropped.reason}", dropped.detail)
+                break
+        else:
+            yield row
+
+
+def screen_of(step: Screen, where: str) -> Any:
+    """The filters of a step, checked.
+
+    Raises:
+        ValueError: a filter is unknown, or cannot be used.
+    """
+    try:
+        screen = load_filters(step.filters)
+        screen.check()
+    except ValueError as error:
+        raise ValueError(f"{where}.{error}") from None
+    return screen
+
+
+def _sample(text: str, name: str = "", language: str = "") -> Sample:
+    return Sample(id=name, messages=(Message(role="user", content=text),), language=language)

@@ -1,0 +1,168 @@
+"""Steps that verify: verdicts of environments on the rows' answers, each kept in a journal as it comes."""
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_ext.data.text.user_files import without_nulls
+from nemo_ext.evaluation.score import said
+from nemo_ext.job.made_of import note
+from nemo_ext.job.progress import progress_of
+from nemo_ext.job.records import read_records
+from nemo_ext.job.run_directory import OWN
+from nemo_ext.rl.environments import settings_of
+from nemo_ext.rl.episodes import Episode, Episodes
+from nemo_ext.rl.task import Task
+from nemo_ext.rl.verdict import Verdict
+from nemo_ext.synthesis.asking import CANARY, canaries_of, told, with_canaries
+from nemo_ext.synthesis.context import Context
+from nemo_ext.synthesis.rows import ID, Row, line
+from nemo_ext.synthesis.settings import Verify, WorkSettings
+
+_AT_ONCE = 64
+
+
+@dataclass(kw_only=True)
+class Verifying:
+    """A verifying step at work.
+
+    Attributes:
+        step: its settings.
+        context: its rows, folder and counts.
+        judge: settings of the judge (`nemo_ext.rl.judge.JudgeSettings`); None for none.
+        work: how the work is done.
+    """
+
+    step: Verify
+    context: Context
+    judge: Mapping[str, Any] | None
+    work: WorkSettings
+    _episodes: dict[str, Episodes] = field(default_factory=dict)
+
+    def rows(self, identity: str) -> Iterator[Row]:
+        """Rows with their verdicts.
+
+        Args:
+            identity: digest of all that the verdicts depend on.
+
+        Raises:
+            ValueError: an environment is unknown, or its judge cannot be reached.
+            Fooled: a judge took too many canaries for right.
+        """
+        record, journal = (self.context.folder / OWN / name for name in ("verified.json", "verdicts.jsonl"))
+        if not record.exists() or json.loads(record.read_text())["identity"] != identity:
+            journal.unlink(missing_ok=True)
+            note(record, {"identity": identity})
+        known = {each[ID]: each for each in read_records(journal, dict, what="a verdict")}
+        try:
+            asyncio.run(self._verify(journal, known))
+        finally:
+            for episodes in self._episodes.values():
+                episodes.shutdown()
+        planted = fooled = 0
+        canaries = canaries_of(self.step, self.work)
+        for row, applies in with_canaries(self.context, canaries, self.step.when):
+            is_canary = str(row[ID]).endswith(CANARY)
+            self.context.counts.rows += not is_canary
+            if not applies:
+                yield row
+                continue
+            verdict = known[row[ID]]
+            made = {**row, **{name: verdict[name] for name in ("correct", "score", "why")}}
+            if is_canary and canaries is not None:
+                if not verdict["error"]:
+                    planted += 1
+                    fooled += bool(self.context.value("canaries.fooled", canaries.fooled, self.context.names(made)))
+            elif verdict["error"]:
+                self.context.drop(row, "no verdict", verdict["why"])
+            else:
+                yield made
+        self.context.counts.numbers |= told(canaries, planted, fooled, self.context)
+
+    async def _verify(self, journal: Any, known: dict[str, dict[str, Any]]) -> None:
+        """Verdicts on what has none yet."""
+        canaries, running = canaries_of(self.step, self.work), set[asyncio.Task[dict[str, Any]]]()
+        total = len(self.context.rows)
+        with (
+            open(journal, "ab") as file,
+            progress_of(f"{self.context.name}:", total, unit="verdicts") as advance,
+        ):
+            file.truncate(_whole(journal))
+
+            async def some(most: int) -> None:
+                nonlocal running
+                while len(running) > most:
+                    done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        found = task.result()
+                        file.write(line(found))
+                        known[found[ID]] = found
+                        advance(1)
+                    file.flush()
+
+            advance(len(known))
+            try:
+                for row, applies in with_canaries(self.context, canaries, self.step.when):
+                    if applies and row[ID] not in known:
+                        await some(_AT_ONCE - 1)
+                        running.add(asyncio.create_task(self._one(row)))
+                await some(0)
+            finally:
+                for task in running:
+                    task.cancel()
+                await asyncio.gather(*running, return_exceptions=True)
+
+    async def _one(self, row: Row) -> dict[str, Any]:
+        verdict = await self._verdict(row)
+        return {
+            ID: row[ID],
+            "correct": verdict.outcome == "correct",
+            "score": verdict.score,
+            "why": verdict.reason,
+            "error": verdict.outcome == "error",
+        }
+
+    async def _verdict(self, row: Row) -> Verdict:
+        names = self.context.names(row)
+        name = self.step.environment or row.get("environment")
+        if not isinstance(name, str):
+            raise ValueError(f"steps.{self.context.name}: row {row[ID]}: has no environment, and the step names none")
+        episodes = await self._of(name)
+        reference = row.get("reference")
+        if self.step.reference is not None:
+            reference = self.context.columns("reference", self.step.reference, names)
+        value = {
+            key: self.context.value(key, getattr(self.step, key), names)
+            for key in ("answer", "reasoning", "tool_calls", "tools")
+        }
+        try:
+            given = {ID: str(row[ID]), "environment": name, "prompt": "-", "reference": without_nulls(reference)}
+            task = Task.of(given | ({"tools": value["tools"]} if value["tools"] else {}))
+            episodes.check(task)
+        except ValueError as error:
+            return Verdict.error(f"reference: {error}")
+        one = said(str(value["answer"] or ""), value["reasoning"], value["tool_calls"] or [])
+        turn = await episodes.turn(Episode(task=task, thinking_opened=False), one.response, one.unreadable)
+        return turn.verdict or Verdict.error("the environment holds conversations: use a step of kind converse")
+
+    async def _of(self, name: str) -> Episodes:
+        if name not in self._episodes:
+            settings = dict(self.step.settings)
+            if self.step.environment is None:
+                settings = dict(settings.get(name) or {})
+            if self.judge is not None and "judge" in settings_of(name):
+                settings["judge"] = dict(self.judge)
+            try:
+                self._episodes[name] = Episodes({"name": name, "settings": settings})
+            except ValueError as error:
+                raise ValueError(f"steps.{self.context.name}: {error}") from None
+            if (reach := self._episodes[name].environment.reach) is not None:
+                await reach()
+        return self._episodes[name]
+
+
+def _whole(journal: Any) -> int:
+    """Bytes of a journal's complete lines."""
+    return journal.read_bytes().rfind(b"\n") + 1
