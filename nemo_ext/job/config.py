@@ -278,7 +278,8 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
         source = name.startswith("sources.") and job == "preference_data"
         free = source or name == "filters" or name.startswith(FREE)
         if equals and name.startswith(("steps.", "outputs.")) and job in RECIPES:
-            spelled.append(f"++{name}={value if _PLAIN.match(value) else hydra_value(value)}")
+            listed = value.startswith("[") and (name.endswith(".stop") or ".filters." in name)
+            spelled.append(f"++{name}={value if listed or _PLAIN.match(value) else hydra_value(value)}")
         elif tokenizer or (equals and (free or section in OPEN or planned)):
             spelled.append(f"++{word}")
         elif equals and name == "sources" and job == "preference_data":
@@ -322,8 +323,8 @@ def _split(key: str, text: str) -> list[str]:
         raise ValueError(f"{key}={text}: {error}: write words as on a command line") from error
 
 
-_PLAIN = re.compile(r"""\[|\{(?!\{)|["']|(?:null|true|false|-?[\d.]+(?:e-?\d+)?)?$""")
-"""A value of a recipe's step that is a list, a mapping, in quotes, no text or empty; all others are texts."""
+_PLAIN = re.compile(r"""\{(?!\{)|["']|(?:null|true|false|-?[\d.]+(?:e-?\d+)?)?$""")
+"""A value of a recipe's step that is a mapping, in quotes, no text or empty; most others are expressions."""
 
 _QUOTED = re.compile(r"""(["'])(?:\\.|(?!\1)[^\\])*\1""", re.DOTALL)
 """A text in quotes, as Hydra reads it."""
@@ -352,14 +353,20 @@ def check_place(key: str, place: object) -> None:
         raise ValueError(f"{key}={place}: choose one without {' '.join(sorted(wrong))}: it stands in words")
 
 
-def check_choice(group: str, words: Sequence[str]) -> None:
+def check_choice(group: str, words: Sequence[str], job: str = "") -> None:
     """Refuses a choice for a config group that has no file, naming the nearest; Hydra would list one folder level only.
+
+    Args:
+        group: the group.
+        words: words of a command line.
+        job: the job, where it has recipes of its own.
 
     Raises:
         ValueError: if neither the package nor a folder of --config-dir has the file.
     """
     folders, words = config_folders(words)
-    places = [Path(hydra_conf.__file__).parent / group, *(folder / group for folder in folders)]
+    own = RECIPES.get(job, group) if group == "recipe" else group
+    places = [Path(hydra_conf.__file__).parent / own, *(folder / own for folder in folders)]
     known = {str(file.relative_to(place).with_suffix("")) for place in places for file in place.rglob("*.yaml")}
     for word in words:
         name = word.removeprefix(f"{group}=").strip("\"'").removesuffix(".yaml")
@@ -447,7 +454,7 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
     """
     register_resolvers()
     with mistakes_are_one_line():
-        check_choice("recipe", sys.argv[1:])
+        check_choice("recipe", sys.argv[1:], config_name)
         sys.argv = [sys.argv[0], *hydra_words(sys.argv[1:], config_name)]
 
     composed = False

@@ -334,10 +334,11 @@ class Conversing(Client):
             spoken += 1
             if spoken > step.user.max_turns:
                 return None
-            names = asking.context.names(request.row, request=first[-1]["content"])
+            names = asking.context.names(request.row, request=task.prompt[-1].content)
             system = asking.context.text("user.system", step.user.system, names)
             seed = digest(request.body["seed"], "user", spoken) >> 33
-            said_to = [{"role": "system", "content": system}, *_from_the_other_side(turns)]
+            before = [first[-1]] if turns else []
+            said_to = [{"role": "system", "content": system}, *_from_the_other_side([*before, *turns])]
             found = await self._user.ask(Request(body={"seed": seed, "messages": said_to}))
             if found.problem:
                 problems.append(f"user: {found.problem}")

@@ -29,6 +29,10 @@ class Counts:
     examples: dict[str, list[str]] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
 
+    def record(self) -> dict[str, Any]:
+        """What `of` reads back."""
+        return {**vars(self), "dropped": dict(self.dropped.most_common())}
+
     @classmethod
     def of(cls, held: Mapping[str, Any]) -> "Counts":
         """Counts as a step's record holds them."""

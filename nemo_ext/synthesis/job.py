@@ -258,7 +258,7 @@ class _Run:
                     else:
                         found = plain.made(step, context)
                     counts = self._kept(found, context, file.path)
-                    note(record, {"identity": identity, "counts": asdict(counts)})
+                    note(record, {"identity": identity, "counts": counts.record()})
         return file, identity, counts
 
     def _kept(self, rows: Iterator[Row], context: Context, path: Path) -> Counts:

@@ -91,9 +91,7 @@ def _conversation(record: Row) -> None:
 
 
 def _generations(record: Row) -> None:
-    pair = "chosen" in record
-    if len(to_group(record, RecordKeys(), pairs=pair).generations) < 2 and "generations" in record:
-        raise ValueError("generations: expected two or more")
+    to_group(record, RecordKeys(), pairs="chosen" in record)
 
 
 def _document(record: Row) -> None:

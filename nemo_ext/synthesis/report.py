@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,8 @@ def write(
         "recipe": recipe.name,
         **about,
         "models": models,
-        "steps": {name: asdict(counts) for name, counts in steps.items()},
-        "outputs": {name: asdict(counts) for name, counts in outputs.items()},
+        "steps": {name: counts.record() for name, counts in steps.items()},
+        "outputs": {name: counts.record() for name, counts in outputs.items()},
     }
     write_text(folder / DATA, json.dumps(data, indent=1, default=str) + "\n")
     _picture(about["rows"], steps, folder / PICTURE)

@@ -1,10 +1,11 @@
 """Settings of `nemo-ext synthesize`: roles, steps and outputs of a recipe."""
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import BeforeValidator, Field, JsonValue
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.endpoint.client import ClientSettings, Seconds
@@ -12,8 +13,15 @@ from nemo_ext.generate.settings import Sampling
 from nemo_ext.job.settings import STRICT, Count, Share, checked, nearest
 from nemo_ext.synthesis.expressions import TEMPLATES
 
-Expression = str
-Named = Mapping[str, Expression]
+
+
+def _spelled(value: object) -> object:
+    """A number or a truth value that YAML has read, as an expression."""
+    return json.dumps(value) if isinstance(value, bool | int | float) else value
+
+
+Expression = Annotated[str, BeforeValidator(_spelled)]
+Named = Mapping[str, Annotated[Expression, BeforeValidator(lambda value: "none" if value is None else value)]]
 """Expressions by the names of columns, or of reasons."""
 
 

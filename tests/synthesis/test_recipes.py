@@ -1,0 +1,498 @@
+"""Every recipe against models that answer by rule, whose right outcome is known, and its files read by the next job."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_ext.chat.formats import to_sample
+from nemo_ext.job.config import compose
+from nemo_ext.rl.tasks import generate
+from nemo_ext.rl.worlds.world import solution_calls
+from nemo_ext.synthesis.settings import Recipe
+
+Run = Callable[..., tuple[int, str]]
+Read = Callable[..., list[dict[str, Any]]]
+FOLDER = Path(__file__).parents[2] / "hydra_conf" / "synthesize"
+
+
+def sum_of(asked: str) -> int:
+    return sum(map(int, re.findall(r"\d+", asked)))
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.yaml")))
+def test_recipes_are_read_and_say_where_they_are_from(name: str) -> None:
+    recipe = Recipe.of(compose("synthesize", [f"recipe={name}", "input=x", "output=y"]))
+
+    assert recipe.name == name and recipe.about and recipe.roles
+
+
+def test_traces_are_verified_and_the_shortest_stay(
+    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+) -> None:
+    def solve(asked: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        right = payload["seed"] % 4 != 0
+        return {
+            "reasoning_content": "step " * (payload["seed"] % 5 + 1),
+            "content": f"The sum is \\boxed{{{sum_of(asked) + (not right)}}}.",
+        }
+
+    rows = [{"id": f"q{number}", "question": f"What is {number} + 5?", "answer": number + 5} for number in range(12)]
+    teacher = model(solve)
+
+    code, said = synthesize("recipe=verified_traces", f"input={written(rows)}", f"endpoint={teacher.url}")
+
+    assert code == 0, said
+    found = records("conversations")
+    assert found
+    for record in found:
+        sample = to_sample(record, id=record["id"])
+        assert str(sum_of(sample.messages[0].content)) in sample.messages[-1].content
+        assert sample.messages[-1].reasoning and record["thinking"] is True
+    per_question = [sum(record["id"].startswith(f"{row['id']}/") for record in found) for row in rows]
+    assert max(per_question) <= 2
+    rate = report()["steps"]["rate"]
+    assert rate["dropped"]["not where"] == 96 - sum(
+        payload["seed"] % 4 != 0 for payload in teacher.requests if "seed" in payload
+    )
+    tasks = records("tasks")
+    assert {task["id"] for task in tasks} <= {row["id"] for row in rows}
+    assert all(task["reference"] == {"answer": str(sum_of(task["prompt"]))} for task in tasks)
+
+
+def test_without_a_reference_answers_vote(
+    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+) -> None:
+    def solve(asked: str, payload: Mapping[str, Any]) -> str:
+        if "hopeless" in asked:
+            return f"\\boxed{{{payload['seed']}}}"
+        return f"So it is \\boxed{{{sum_of(asked) + (payload['seed'] % 5 == 0)}}}."
+
+    rows = [{"id": "a", "question": "What is 2 + 2?"}, {"id": "b", "question": "A hopeless one"}]
+
+    code, said = synthesize("recipe=verified_traces", f"input={written(rows)}", f"endpoint={model(solve).url}")
+
+    assert code == 0, said
+    assert {record["id"].partition("/")[0] for record in records("conversations")} == {"a"}
+    assert all("{4}" in record["messages"][-1]["content"] for record in records("conversations"))
+    assert report()["steps"]["vote"]["dropped"]["no majority"] == 1
+
+
+def test_other_environments_verify_too(
+    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read
+) -> None:
+    import importlib
+
+    tasks, solutions = [], {}
+    for name in ("programs", "tables", "schemas", "instructions"):
+        module = importlib.import_module(f"nemo_ext.rl.tasks.{name}")
+        for task in generate(name, 2, seed=3):
+            tasks.append(task.record())
+            solutions[task.prompt[-1].content] = module.solution(task)
+
+    def solve(asked: str, payload: Mapping[str, Any]) -> str:
+        return str(solutions[asked]) if payload["seed"] % 2 else "I do not know."
+
+    code, said = synthesize(
+        "recipe=verified_traces",
+        f"input={written(tasks)}",
+        f"endpoint={model(solve).url}",
+        "steps.difficulty=null",
+        "outputs.tasks.of=rate",
+    )
+
+    assert code == 0, said
+    assert {record["task"] for record in records("conversations")} == {task["environment"] for task in tasks}
+
+
+def test_modes_come_in_pairs(
+    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read
+) -> None:
+    def solve(asked: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        on = payload["chat_template_kwargs"]["enable_thinking"]
+        wrong = "7" in asked and not on
+        answer = f"\\boxed{{{sum_of(asked) + wrong}}}"
+        return {"content": answer} | ({"reasoning_content": "hm"} if on else {})
+
+    rows = [{"question": f"What is {number} + 1?", "answer": number + 1} for number in (1, 2, 7)]
+
+    code, said = synthesize("recipe=paired_modes", f"input={written(rows)}", f"endpoint={model(solve).url}")
+
+    assert code == 0, said
+    found = records("conversations")
+    assert [record["thinking"] for record in found] == [True, False] * 2
+    assert ["reasoning_content" in record["messages"][-1] for record in found] == [True, False] * 2
+    assert not any("7" in record["messages"][0]["content"] for record in found)
+
+
+def test_the_strong_answer_is_preferred_to_the_weak_one(
+    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any, tmp_path: Path
+) -> None:
+    def strong(asked: str, payload: Mapping[str, Any]) -> str:
+        if "what the same user says next" in asked:
+            return "<message>And why is that?</message>"
+        return f"A careful answer about {asked.split()[-1]} with all that is to be said."
+
+    def weak(asked: str, payload: Mapping[str, Any]) -> str:
+        return "word " * 500 if "9" in asked else f"No idea about {asked.split()[-1]}, really none at all, ask others."
+
+    rows = [{"question": f"Tell me something new about matter number {number * 1111}"} for number in range(10)]
+
+    code, said = synthesize(
+        "recipe=delta_pairs",
+        f"input={written(rows)}",
+        f"roles.strong.endpoint={model(strong, 'big').url}",
+        f"roles.weak.endpoint={model(weak, 'small').url}",
+        "steps.task.columns.talk=id | chance(seed, 'talk') < 0.5",
+        "steps.unique.near=null",
+    )
+
+    assert code == 0, said
+    found = records("pairs")
+    assert {(record["chosen_model"], record["rejected_model"]) for record in found} == {("big", "small")}
+    assert all("careful" in record["chosen"]["content"] for record in found)
+    assert {len(record["messages"]) for record in found} == {1, 3}
+    assert all(
+        record["messages"][-1]["content"] == "And why is that?" for record in found if len(record["messages"]) > 1
+    )
+    assert report()["steps"]["differ"]["dropped"] == {"lengths differ": 1}
+    from nemo_ext.data.preference.job import run as preference_data
+
+    preference_data(
+        compose(
+            "preference_data",
+            [f"sources={{mine: {{kind: pairs, path: {tmp_path}/out/pairs.jsonl}}}}", f"output={tmp_path}/pairs"],
+        )
+    )
+    assert (tmp_path / "pairs" / "trl_train.jsonl").read_text()
+
+
+def test_pools_are_judged_and_judges_too(
+    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+) -> None:
+    def judge(asked: str, payload: Mapping[str, Any]) -> str:
+        topic = re.search(r"matter (\d+)", asked)
+        good = topic is not None and asked.count(topic[0]) == 2
+        return f"<score>{9 if good and 'fine' in asked else 2}</score>"
+
+    teacher = model(lambda asked, payload: f"A fine answer about {asked}", "big")
+    weak = model(lambda asked, payload: f"Bad answer about {asked}", "small")
+    rows = [{"question": f"matter {number}"} for number in range(30)]
+    words = [f"input={written(rows)}", f"roles.teacher.endpoint={teacher.url}", f"roles.weak.endpoint={weak.url}"]
+    words += ["recipe=judged_pairs", "steps.unique.near=null"]
+
+    code, said = synthesize(*words, f"roles.judge.endpoint={model(judge).url}")
+
+    assert code == 0, said
+    assert all(
+        sorted(each["score"] for each in record["generations"]) == [2, 9, 9, 9]
+        and next(each["model"] for each in record["generations"] if each["score"] == 2) == "small"
+        for record in records("pairs")
+    )
+    assert len(records("pairs")) == 30
+    numbers = report()["steps"]["score"]["numbers"]
+    assert numbers["canaries"] >= 10 and numbers["canaries_fooled"] == 0
+
+    yes = model(lambda asked, payload: "<score>10</score>")
+    code, said = synthesize(*words, f"roles.judge.endpoint={yes.url}", f"output={written([], 'x').parent / 'other'}")
+    assert code == 1 and "planted faults were taken for right" in said and "steps.score" in said
+
+
+def test_questions_on_documents(
+    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read
+) -> None:
+    def teacher(asked: str, payload: Mapping[str, Any]) -> str:
+        name = re.search(r"town of (\w+)", asked.rpartition("[Passage]")[2])
+        if "[Passage]" in asked:
+            assert name
+            return f"<question>In what year was the town of {name[1]} founded?</question><answer>{1000 + len(name[1])}</answer>"
+        if "[Expected answer]" in asked:
+            expected, answer = (asked.partition(f"[{part}]")[2].split()[0] for part in ("Expected answer", "Answer"))
+            return f"<verdict>{'yes' if expected == answer else 'no'}</verdict>"
+        town = re.search(r"the town of (\w+) founded", asked)
+        assert town
+        return str(1000 + len(town[1]))
+
+    texts = [
+        f"The town of {'A' + 'b' * number} lies by a river. "
+        + "It has many old houses and streets that wind about. " * 8
+        for number in range(1, 9)
+    ]
+
+    code, said = synthesize(
+        "recipe=document_qa",
+        f"input={written([{'text': text} for text in texts])}",
+        f"endpoint={model(teacher).url}",
+        "steps.unique.text=[style, question] | tojson",
+        "steps.unique.near=null",
+        "steps.document.columns.words_wanted=400",
+    )
+
+    assert code == 0, said
+    documents = records("documents")
+    by_style = {
+        style: [each for each in documents if each["style"] == style] for style in ("reasoning", "short", "long")
+    }
+    assert all(len(found) == 8 for found in by_style.values())
+    assert all(each["text"].startswith("Question:") for each in by_style["reasoning"])
+    assert all(each["text"].count("lies by a river") == 1 for each in by_style["short"])
+    assert all(each["text"].count("lies by a river") > 2 for each in by_style["long"])
+    tasks = records("tasks")
+    assert len(tasks) == 8 and all(task["reference"]["answers"][0].isdigit() for task in tasks)
+
+
+def test_texts_in_five_styles(
+    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+) -> None:
+    text = "The quick brown fox jumps over the lazy dog while the old farmer watches from his house by the road. " * 3
+
+    def write(asked: str, payload: Mapping[str, Any]) -> str:
+        if "as connected prose" in asked:
+            return "<nothing>nothing</nothing>"
+        if "shorter and clearer" in asked:
+            return f"<result>{text}</result>"
+        if "Markdown" in asked:
+            return "<result>Eine kurze Liste auf Deutsch, die sehr viele Worte enthält und die niemand hier haben wollte, weil der Text englisch ist.</result>"
+        return "<result>Question: who jumps here, and over whom does he jump?\n\nAnswer: a fox jumps, and the dog lies under him.</result>"
+
+    code, said = synthesize("recipe=rephrase", f"input={written([{'text': text}])}", f"endpoint={model(write).url}")
+
+    assert code == 0, said
+    steps = report()["steps"]
+    assert steps["write"]["dropped"] == {"nothing to learn": 1, "a copy": 1}
+    assert steps["language"]["dropped"] == {"another language": 1}
+    assert steps["unique"]["dropped"] == {"duplicate": 1}
+    assert [(each["style"], each["text"].startswith(text)) for each in records("documents")] == [("questions", True)]
+
+
+def test_code_is_run(
+    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+) -> None:
+    row = {
+        "id": "double",
+        "code": "def double(x):\n    y = x\n    return y + x\n",
+        "reference": {
+            "language": "python",
+            "style": "function",
+            "function": "double",
+            "tests": [{"args": [2], "expected": 4}],
+        },
+    }
+    broken = {**row, "id": "broken"}
+
+    def write(asked: str, payload: Mapping[str, Any]) -> str:
+        if "Explain the program" in asked:
+            return "<explanation>A function `double` takes one number and returns a number that is twice as large as it, for all numbers.</explanation>"
+        if "as it is explained" in asked:
+            return "```python\ndef double(number):\n    return number * 3\n```"
+        return '```python\ndef double(number: float) -> float:\n    """Twice the number."""\n    return 2 * number\n```'
+
+    code, said = synthesize("recipe=rewrite_code", f"input={written([row, broken])}", f"endpoint={model(write).url}")
+
+    assert code == 0, said
+    assert report()["steps"]["right"]["dropped"] == {"fails its tests": 2}
+    assert sorted(each["style"] for each in records("documents")) == ["explain", "rewrite"]
+    assert len(records("conversations")) == 1
+
+
+def test_lines_are_translated_and_the_rest_is_left_alone(
+    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+) -> None:
+    german = {
+        "Please look at ⟦0⟧ and tell me what you think about the weather.": "Bitte schau dir ⟦0⟧ an und sag mir, was du über das Wetter denkst.",
+        "The answer is ⟦0⟧, as everybody knows who has been there.": "Die Antwort ist ⟦0⟧, wie jeder weiß, der dort gewesen ist.",
+    }
+
+    def translate(asked: str, payload: Mapping[str, Any]) -> str:
+        line = asked.rpartition("\n")[2]
+        if "lost" in line:
+            return "<translation>Die Marke ist verloren gegangen, wie man leider sehen kann.</translation>"
+        return f"<translation>{german[line]}</translation>"
+
+    def chat(answer: str) -> dict[str, Any]:
+        asked = "Please look at https://example.org/a?b=1 and tell me what you think about the weather."
+        return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
+
+    whole = (
+        "  The answer is $x^2$, as everybody knows who has been there.\n\n```python\nprint('The code')\n```\n$$\ny\n$$"
+    )
+    rows = [chat(whole), chat("The mark of `this` is lost.")]
+
+    code, said = synthesize(
+        "recipe=translate",
+        f"input={written(rows)}",
+        f"endpoint={model(translate).url}",
+        "steps.target.rows=[{'code': 'de', 'name': 'German'}]",
+    )
+
+    assert code == 0, said
+    (record,) = records("conversations")
+    assert record["language"] == "de"
+    assert (
+        record["messages"][0]["content"]
+        == "Bitte schau dir https://example.org/a?b=1 an und sag mir, was du über das Wetter denkst."
+    )
+    assert record["messages"][1]["content"] == whole.replace(
+        "The answer is $x^2$, as everybody knows who has been there.",
+        "Die Antwort ist $x^2$, wie jeder weiß, der dort gewesen ist.",
+    )
+    assert report()["steps"]["translate"]["dropped"] == {"marks are lost": 1}
+    assert (
+        report()["steps"]["whole"]["dropped"] == {"a line was not translated": 1}
+        or report()["steps"]["together"]["dropped"]
+    )
+
+
+def test_conversations_with_tools_end_in_the_right_database(
+    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+) -> None:
+    tasks = [task for task in generate("workplace", 12, seed=1) if not task.reference.get("answer")][:5]
+    calls = {task.prompt[-1].content: solution_calls(task.reference) for task in tasks}
+
+    def user(asked: str, payload: Mapping[str, Any]) -> str:
+        (wanted,) = (text for text in calls if text in payload["messages"][0]["content"])
+        return f"Hello! {wanted}" if len(payload["messages"]) == 2 else "[done]"
+
+    def agent(asked: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        messages = payload["messages"]
+        if "tools" not in payload:
+            if payload["seed"] % 2:
+                return {"content": '<tool_call>{"name": "send_email", "arguments": {}}</tool_call>'}
+            return {"content": "There are no tools here, so I can only say how you would do it yourself."}
+        first = next(message["content"] for message in messages if message["role"] == "user")
+        if payload["seed"] % 3 == 0:
+            return {"content": "Done!"}
+        done = sum(message["role"] == "tool" for message in messages)
+        wanted = calls[first.removeprefix("Hello! ")]
+        if done == len(wanted):
+            return {"content": "It is done."}
+        call = {
+            "id": f"c{done}",
+            "type": "function",
+            "function": {"name": wanted[done].name, "arguments": json.dumps(wanted[done].arguments)},
+        }
+        return {"content": "", "tool_calls": [call]}
+
+    code, said = synthesize(
+        "recipe=tool_trajectories",
+        f"input={written([task.record() for task in tasks])}",
+        f"roles.teacher.endpoint={model(agent).url}",
+        f"roles.user.endpoint={model(user).url}",
+        "steps.talk.samples=8",
+    )
+
+    assert code == 0, said
+    talked = report()["steps"]["talk"]
+    assert talked["made"] == 40 and not talked["dropped"]
+    found = records("conversations")
+    assert found and all(record["messages"][1]["content"].startswith("Hello! ") for record in found)
+    assert all(record["messages"][-1]["content"] == "It is done." for record in found)
+    assert all(task["environment"] == "workplace" for task in records("tasks"))
+    rejected = [record["generations"][0] for record in records("hallucinations")]
+    assert {each["correct"] for each in rejected} == {True, False}
+    assert all(("tool_call" in each["message"]["content"]) != each["correct"] for each in rejected)
+
+
+def test_the_right_solution_is_selected(
+    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+) -> None:
+    def teacher(asked: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        if "[Solution 1]" in asked:
+            solutions = re.findall(r"\[Solution (\d)\]\n(.*)", asked)
+            right = next(
+                number
+                for number, text in solutions
+                if f"{{{sum_of(asked.partition('[Problem]')[2].splitlines()[1])}}}" in text
+            )
+            return {
+                "content": f"I compare. <best>{right if payload['seed'] % 3 else 9}</best>",
+                "reasoning_content": "so",
+            }
+        return {"content": f"\\boxed{{{sum_of(asked) + payload['seed'] % 3}}}"}
+
+    rows = [{"id": f"q{number}", "question": f"What is {number} + 5?", "answer": number + 5} for number in range(10)]
+
+    code, said = synthesize("recipe=genselect", f"input={written(rows)}", f"endpoint={model(teacher).url}")
+
+    assert code == 0, said
+    found = records("conversations")
+    assert found and report()["steps"]["select"]["dropped"]["a wrong choice"]
+    for record in found:
+        best = re.search(r"<best>(\d)</best>", record["messages"][-1]["content"])
+        assert best
+        problem = record["messages"][0]["content"]
+        chosen = re.findall(r"\[Solution \d\]\n(.*)", problem)[int(best[1]) - 1]
+        assert f"{{{sum_of(problem.partition('[Problem]')[2].splitlines()[1])}}}" in chosen
+    pairs = records("comparisons")
+    assert len({pair["id"] for pair in pairs}) == len(pairs)
+
+
+def test_harm_is_refused_and_harmlessness_is_not(
+    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+) -> None:
+    def anyone(asked: str, payload: Mapping[str, Any]) -> str:
+        system = payload["messages"][0]["content"] if payload["messages"][0]["role"] == "system" else ""
+        if "in other clothes" in asked:
+            return f"<message>In a story, {asked.rpartition(chr(10))[2]}</message>"
+        if "[Answer]" in asked:
+            answer = asked.rpartition("[Answer]")[2]
+            label = "refusal" if "cannot" in answer else "unsafe" if "bad thing" in answer else "safe"
+            return f"<label>{label}</label>"
+        if "could do harm" in system or "as if it were harmful" in system:
+            return "I cannot help with that, as somebody could be hurt."
+        return f"Of course, here is how: {asked}"
+
+    rows = [
+        {"id": f"h{number}", "prompt": f"do the bad thing number {number * 777} today", "harmful": True}
+        for number in range(3)
+    ]
+    rows += [{"id": "s", "prompt": "bake a cake for my friends tomorrow", "harmful": False}]
+
+    code, said = synthesize(
+        "recipe=safety", f"input={written(rows)}", f"endpoint={model(anyone).url}", "steps.unique.near=null"
+    )
+
+    assert code == 0, said
+    chats = records("conversations")
+    assert len(chats) == 3 * 2 + 1  # two wrappings give the same message
+    assert all(
+        ("cannot" in chat["messages"][-1]["content"]) == ("bad" in chat["messages"][0]["content"]) for chat in chats
+    )
+    pairs = records("pairs")
+    assert {(pair["prompt_label"], *(each["label"] for each in pair["generations"])) for pair in pairs} == {
+        ("harmful", "safe", "unsafe"),
+        ("safe", "safe", "refusal"),
+    }
+
+
+def test_prompts_evolve(
+    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+) -> None:
+    def anyone(asked: str, payload: Mapping[str, Any]) -> str:
+        if "Judge the task" in asked:
+            task = asked.rpartition("[Task]")[2].strip()
+            whole = task.endswith("?")
+            return f"<clear>{5 if whole else 1}</clear><hard>4</hard><new>4</new>"
+        task = asked.rpartition("[Task]")[2].strip().partition("\n")[0]
+        if "widen" in asked or "seldom about" in asked:
+            return f"<task>{task}</task>"
+        return f"<task>Number {payload['seed']}: how would {payload['seed'] * 7} people of {payload['seed'] % 99} lands solve this?</task>"
+
+    rows = [
+        {"id": f"q{number}", "question": f"How many apples do {number} boys and {number * 3} girls eat?"}
+        for number in range(8)
+    ]
+
+    code, said = synthesize(
+        "recipe=evolve", f"input={written(rows)}", f"endpoint={model(anyone).url}", "steps.unique.near=null"
+    )
+
+    assert code == 0, said
+    assert report()["steps"]["write"]["dropped"] == {"hardly new": 16}
+    found = records("prompts")
+    assert len(found) == 8 * 4
+    assert {each["way"] for each in found} == {"deepen", "constrain", "obfuscate", "complicate"}
+    assert report()["steps"]["critic"]["numbers"]["canaries_fooled"] == 0
