@@ -24,6 +24,7 @@ ROOMS = (
         "generate",
         "rl",
         "evaluation",
+        "synthesis",
         "online",
         "rehearsal",
         "slurm",

@@ -12,7 +12,7 @@ from nemo_ext.job.run_directory import CHECKPOINTS, last_checkpoint
 from nemo_ext.job.settings import nearest, strings
 from nemo_ext.slurm.settings import SHARDED, Settings
 
-SERVING = ("serve", "generate", "evaluate", "rollouts")
+SERVING = ("serve", "generate", "synthesize", "evaluate", "rollouts")
 """Jobs with servers of a model, an array of them where there are several."""
 MEANWHILE = ("online", "merge_sweep")
 """Jobs that serve one model after another by themselves, on one node."""
@@ -21,7 +21,7 @@ TASKS = (
     *("rl_tasks", "curriculum", "blend", "merge"),
     *("quantize", "sensitivity", "mixture", *SERVING, *MEANWHILE),
 )
-"""Jobs that share slurm/task.sbatch: one node, and no GPU except for the last nine."""
+"""Jobs that share slurm/task.sbatch: one node, and no GPU except for the last ten."""
 ON_TRAINING_CONFIG = ("train", "puzzle", "sensitivity")
 """Jobs whose config is a training run's, with its data and `launcher`."""
 JOBS = ("train", "rl", "puzzle", "convert", *TASKS)

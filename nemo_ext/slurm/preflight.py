@@ -52,6 +52,7 @@ SETTINGS = {
     "sensitivity": ("nemo_ext.sensitivity.settings", "read_settings"),
     "serve": ("nemo_ext.serving.model", "checked_settings"),
     "generate": ("nemo_ext.generate.job", "check"),
+    "synthesize": ("nemo_ext.synthesis.job", "check"),
     "evaluate": ("nemo_ext.evaluation.job", "check"),
     "rollouts": ("nemo_ext.evaluation.rollouts", "check"),
     "online": ("nemo_ext.online.job", "check"),

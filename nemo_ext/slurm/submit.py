@@ -154,7 +154,7 @@ def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
     settings = settings_of(ours)
     job = settings.job
     script_of(job)
-    check_choice("recipe", theirs)
+    check_choice("recipe", theirs, job)
     several = MULTIRUN in words
     runs = [split(point)[1] for point in points(job, theirs)] if several else [theirs]
     configs = [compose(job, run) for run in runs]

@@ -363,9 +363,9 @@ def test_conversations_with_tools_end_in_the_right_database(
                 return {"content": '<tool_call>{"name": "send_email", "arguments": {}}</tool_call>'}
             return {"content": "There are no tools here, so I can only say how you would do it yourself."}
         first = next(message["content"] for message in messages if message["role"] == "user")
-        if payload["seed"] % 3 == 0:
-            return {"content": "Done!"}
         done = sum(message["role"] == "tool" for message in messages)
+        if not done and payload["seed"] % 3 == 0:
+            return {"content": "It is done."}
         wanted = calls[first.removeprefix("Hello! ")]
         if done == len(wanted):
             return {"content": "It is done."}
