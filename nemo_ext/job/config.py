@@ -65,7 +65,9 @@ WITH_PRECISION_PLAN = ("train", "puzzle", "sensitivity", "describe", "quantize",
 WITH_STREAMS = ("train", "puzzle", "sensitivity", "curate", "tokenize", "train_tokenizer", "blend")
 """Jobs that read `streams`, training data in place of the recipe's."""
 
-MODEL = {"rl": "policy"} | dict.fromkeys(("serve", "generate", "synthesize", "evaluate", "rollouts", "online"), "served")
+MODEL = {"rl": "policy"} | dict.fromkeys(
+    ("serve", "generate", "synthesize", "evaluate", "rollouts", "online"), "served"
+)
 """Jobs whose `model` is a folder or a name, by the key that holds it."""
 
 TEXTS = {"generate": ("generate.template", "generate.system"), "train_tokenizer": ("split", "end")}

@@ -36,7 +36,7 @@ _ASKED, _ANSWERS = "asked.jsonl", "answers"
 _TRIED = 20
 _SAMPLING = ("temperature", "top_p", "max_tokens", "stop", "extra")
 _REQUEST = {
-    Ask: ("role", "prompt", "messages", "system", "tools", "complete", "samples", *_SAMPLING),
+    Ask: ("role", "prompt", "messages", "system", "tools", "thinking", "complete", "samples", *_SAMPLING),
     Converse: ("role", "environment", "settings", "samples", "user", *_SAMPLING),
 }
 """Settings that answers depend on: others may change without a new question."""
@@ -168,6 +168,11 @@ class Asking:
             return Request(key=key, sample=sample, path="completions", body=body | {"prompt": prompt})
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         more = {"tools": tools} if tools else {}
+        if self.step.thinking is not None:
+            mode = self.context.value("thinking", self.step.thinking, self.context.names(columns))
+            if mode is not None:
+                given = body.get("chat_template_kwargs") or {}
+                more["chat_template_kwargs"] = {**given, "enable_thinking": bool(mode)}
         return Request(key=key, sample=sample, body=body | more | {"messages": messages})
 
     def prompt_of(self, row: Row) -> Any:

@@ -14,7 +14,6 @@ from nemo_ext.job.settings import STRICT, Count, Share, checked, nearest
 from nemo_ext.synthesis.expressions import TEMPLATES
 
 
-
 def _spelled(value: object) -> object:
     """A number or a truth value that YAML has read, as an expression."""
     return json.dumps(value) if isinstance(value, bool | int | float) else value
@@ -96,6 +95,7 @@ class Ask(Step):
         messages: expression in place of it: a text, or messages.
         system: template of a system message before it; nothing is put there where it gives no text.
         tools: expression of declared tools.
+        thinking: expression of the mode, for models with modes: true or false; null leaves it to the endpoint.
         complete: whether the prompt goes to /v1/completions, without a chat template.
         samples: number of answers, each a row of its own; None for one in the row itself.
         temperature, top_p, max_tokens, stop, extra: see `nemo_ext.generate.settings.Sampling`.
@@ -112,6 +112,7 @@ class Ask(Step):
     messages: Expression | None = None
     system: str | None = None
     tools: Expression | None = None
+    thinking: Expression | None = None
     complete: bool = False
     samples: Count | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
@@ -136,11 +137,11 @@ class Ask(Step):
         return Sampling(**{each.name: getattr(self, each.name) for each in fields(Sampling)})
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        yield from ((key, text) for key in ("prompt", "system") if (text := getattr(self, key)) is not None)
+        yield from _given(self, "prompt", "system")
 
     def values(self) -> Iterator[tuple[str, str]]:
         yield from super().values()
-        yield from ((key, text) for key in ("messages", "tools") if (text := getattr(self, key)) is not None)
+        yield from _given(self, "messages", "tools", "thinking")
         yield from _named(columns=self.columns, require=self.require)
         if self.canaries is not None:
             yield from _named(**{"canaries.columns": self.canaries.columns})
@@ -319,7 +320,7 @@ class Group(Step):
 
     def values(self) -> Iterator[tuple[str, str]]:
         yield from _named(columns=self.columns, require=self.require)
-        yield from ((key, text) for key in ("where", "order") if (text := getattr(self, key)) is not None)
+        yield from _given(self, "where", "order")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -379,9 +380,7 @@ class Screen(Step):
 
     def values(self) -> Iterator[tuple[str, str]]:
         yield from super().values()
-        yield from (
-            (key, text) for key in ("messages", "language", "tools") if (text := getattr(self, key)) is not None
-        )
+        yield from _given(self, "messages", "language", "tools")
 
 
 KINDS: Mapping[str, type[Step]] = {
@@ -413,7 +412,7 @@ class OutputSettings:
     def values(self) -> Iterator[tuple[str, str]]:
         """The expressions, each with its key."""
         yield from _named(record=self.record)
-        yield from ((key, text) for key in ("where", "once") if (text := getattr(self, key)) is not None)
+        yield from _given(self, "where", "once")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -540,6 +539,10 @@ def _step(name: str, section: Any) -> Step:
     if kind not in KINDS:
         raise ValueError(f"steps.{name}.kind={kind}: {nearest(str(kind), KINDS)}")
     return checked(KINDS[kind], own, where=f"steps.{name}")
+
+
+def _given(section: Any, *keys: str) -> Iterator[tuple[str, str]]:
+    yield from ((key, text) for key in keys if (text := getattr(section, key)) is not None)
 
 
 def _named(**sections: Named) -> Iterator[tuple[str, str]]:
