@@ -21,7 +21,12 @@ def _spelled(value: object) -> object:
 
 Expression = Annotated[str, BeforeValidator(_spelled)]
 Named = Mapping[str, Annotated[Expression, BeforeValidator(lambda value: "none" if value is None else value)]]
-"""Expressions by the names of columns, or of reasons."""
+"""Expressions by the names of columns."""
+Reasons = Annotated[
+    Mapping[str, Expression],
+    BeforeValidator(lambda given: {key: each for key, each in given.items() if each is not None} if given else {}),
+]
+"""Conditions by the reasons for which what does not satisfy them leaves; null leaves one out."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -121,7 +126,7 @@ class Ask(Step):
     stop: str | tuple[str, ...] | None = None
     extra: Mapping[str, JsonValue] = Field(default_factory=dict)
     columns: Named = Field(default_factory=lambda: {"answer": "answer", "reasoning": "reasoning", "tokens": "tokens"})
-    require: Named = Field(default_factory=dict)
+    require: Reasons = Field(default_factory=dict)
     truncated: bool = False
     refusals: bool = False
     canaries: Canaries | None = None
@@ -269,7 +274,7 @@ class Keep(Step):
     """Rows that satisfy all of `require`, by the reason for which others leave."""
 
     kind: ClassVar[str] = "keep"
-    require: Named
+    require: Reasons
 
     def values(self) -> Iterator[tuple[str, str]]:
         yield from super().values()
@@ -308,7 +313,7 @@ class Group(Step):
     kind: ClassVar[str] = "group"
     by: str
     columns: Named = Field(default_factory=dict)
-    require: Named = Field(default_factory=dict)
+    require: Reasons = Field(default_factory=dict)
     where: Expression | None = None
     order: Expression | None = None
     most: Count | None = None

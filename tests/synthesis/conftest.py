@@ -60,7 +60,8 @@ def synthesize(
     def run(*words: str) -> tuple[int, str]:
         from launchers.synthesize import main
 
-        monkeypatch.setattr(sys, "argv", ["nemo-ext synthesize", f"output={tmp_path / 'out'}", *QUICK, *words])
+        given = sorted([f"output={tmp_path / 'out'}", *QUICK, *words], key=lambda word: word.startswith("--"))
+        monkeypatch.setattr(sys, "argv", ["nemo-ext synthesize", *given])
         try:
             main()
         except SystemExit as ended:

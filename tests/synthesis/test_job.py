@@ -1,0 +1,290 @@
+"""The job: resuming, sharing, counting, refusing."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Callable[..., tuple[int, str]]
+RECIPE = """\
+# @package _global_
+recipe: mine
+about: own
+roles: {teacher: {}, judge: {like: teacher}}
+steps:
+  first: {kind: ask, prompt: "Say {{ n }}.", columns: {first: answer}}
+  second: {kind: ask, role: judge, prompt: "Judge {{ first }}.", columns: {second: answer}}
+  keep: {kind: keep, require: {odd: "n % 2 == 0"}}
+outputs:
+  documents: {kind: documents, record: {id: id, text: second}}
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, written: Callable[..., Path]) -> Callable[..., list[str]]:
+    """Words of a recipe of the user's own, with rows."""
+
+    def words(text: str = RECIPE, rows: int = 40) -> list[str]:
+        folder = tmp_path / "conf" / "synthesize"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "mine.yaml").write_text(text)
+        file = written([{"id": f"r{number}", "n": number} for number in range(rows)])
+        return [f"--config-dir={tmp_path / 'conf'}", "recipe=mine", f"input={file}"]
+
+    return words
+
+
+def echo(asked: str, payload: Mapping[str, Any]) -> str:
+    return f"said {asked}"
+
+
+def asked(served: Any) -> list[str]:
+    return [payload["messages"][-1]["content"] for payload in served.requests]
+
+
+def test_a_recipe_of_the_users_own_is_one_file(
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], records: Any, report: Any
+) -> None:
+    served = model(echo)
+
+    code, said = synthesize(*own(), f"endpoint={served.url}", "license=cc-by-4.0")
+
+    assert code == 0, said
+    assert [each["id"] for each in records("documents")] == [f"r{number}" for number in range(0, 40, 2)]
+    assert records("documents")[1]["text"] == "said Judge said Say 2.."
+    assert report()["models"]["judge"] == {"model": "m", "checkpoint": None}
+    assert report()["steps"]["first"]["numbers"]["prompt_tokens"] == 80
+    again = len(served.requests)
+    assert synthesize(*own(), f"endpoint={served.url}", "license=cc-by-4.0")[0] == 0
+    assert len(served.requests) == again
+
+
+def test_the_card_says_what_was_done(
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    synthesize(*own(), f"endpoint={model(echo).url}", "license=cc-by-4.0")
+
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("---\nlicense: cc-by-4.0\n")
+    assert "| keep | keep | 40 | 20 | 20 odd |" in card and "| teacher | m |" in card
+    assert (tmp_path / "out" / "rows.png").stat().st_size > 1000
+
+
+def test_later_steps_are_made_again_and_answers_are_not(
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], records: Any, tmp_path: Path
+) -> None:
+    served = model(echo)
+    words = [*own(), f"endpoint={served.url}"]
+    synthesize(*words)
+    before = len(served.requests)
+
+    assert synthesize(*words, "steps.keep.require.odd=null", "steps.keep.require={few: 'n < 3'}")[0] == 0
+    assert len(records("documents")) == 3
+    assert synthesize(*words, "steps.second.columns={second: answer | upper}")[0] == 0
+    assert records("documents")[0]["text"].startswith("SAID")
+    assert len(served.requests) == before
+
+    code, said = synthesize(*words, "steps.second.temperature=1")
+    assert code == 2 and "second" in said and "temperature" in said and "remove" in said
+    assert len(served.requests) == before
+
+
+def test_garbage_is_counted_by_reason(
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], report: Any, tmp_path: Path
+) -> None:
+    def garbage(asked: str, payload: Mapping[str, Any]) -> Any:
+        number = int((re.findall(r"\d+", asked) or ["0"])[0])
+        kinds = [
+            "",
+            "I'm sorry, but I cannot help with that.",
+            {"content": "half", "finish_reason": "length"},
+            "no json",
+        ]
+        return kinds[number] if number < len(kinds) else '{"a": 1}'
+
+    recipe = RECIPE.replace("columns: {first: answer}", 'columns: {first: "(answer | json_of).a"}')
+
+    code, said = synthesize(
+        *own(recipe, 10),
+        f"endpoint={model(garbage).url}",
+        "steps.second=null",
+        "steps.keep=null",
+        "outputs.documents.record.text=first | string",
+    )
+
+    assert code == 0, said
+    first = report()["steps"]["first"]
+    assert first["dropped"] == {"empty answer": 1, "refusal": 1, "truncated": 1, "unreadable answer": 1}
+    assert first["rows"] == 10 and first["made"] == 6
+    assert first["examples"]["truncated"] == ["r2"]
+
+
+def test_an_expression_that_never_fits_is_an_error(
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]]
+) -> None:
+    recipe = RECIPE.replace("columns: {first: answer}", "columns: {first: anser}")
+
+    code, said = synthesize(*own(recipe), f"endpoint={model(echo).url}")
+
+    assert code == 2 and "steps.first.columns.first" in said and "anser" in said
+
+
+def test_rows_that_fail_are_named_and_may_be_tried_again(
+    model: Callable[..., Any],
+    synthesize: Run,
+    own: Callable[..., list[str]],
+    report: Any,
+    reply: type[Any],
+    records: Any,
+) -> None:
+    broken = True
+
+    def rule(asked: str, payload: Mapping[str, Any]) -> Any:
+        return reply(status=400, body=b"no") if broken and asked == "Say 4." else f"said {asked}"
+
+    words = [*own(), f"endpoint={model(rule).url}"]
+    assert synthesize(*words)[0] == 0
+    assert report()["steps"]["first"]["dropped"] == {"no answer": 1}
+    assert "r4" in report()["steps"]["first"]["examples"]["no answer"][0]
+
+    broken = False
+    code, said = synthesize(*words, "synthesize.retry_dead=true")
+    assert code == 0, said
+    assert len(records("documents")) == 19  # of the finished step nothing is asked again
+
+
+WRONG = {
+    "steps.first.kind=aks": "steps.first.kind=aks: did you mean 'ask'",
+    "steps.first.role=techer": "steps.first: unknown role 'techer': did you mean 'teacher'",
+    "steps.first.temprature=1": "steps.first: unknown key 'temprature'",
+    "steps.first.prompt={{ n": "steps.first.prompt, line 1",
+    "steps.first.prompt={{ m }}": "steps.first.prompt: 'm' is undefined",
+    "steps.first.messages=n": "steps.first: prompt: give a template here",
+    "steps.first.samples=0": "steps.first: samples=0",
+    "steps.keep.require={odd: n %}": "steps.keep.require.odd, line 1",
+    "steps.keep=5": "steps.keep=5",
+    "steps.keep={kind: group, by: first}": "steps.keep.by=first",
+    "steps.check={kind: verify, environment: maths}": "steps.check: environment: unknown name 'maths': did you mean 'math'",
+    "steps.check={kind: verify, environment: judge}": "steps.check: judge: judge wants one",
+    "steps.check={kind: screen, messages: first, filters: {lenght: {}}}": "steps.check.filters: unknown filter 'lenght'",
+    "outputs.documents.of=kep": "outputs.documents.of=kep: unknown step",
+    "outputs.documents.kind=docs": "outputs.documents: kind='docs'",
+    "outputs.documents=null": "outputs: there are none",
+    "roles.judge.like=teach": "roles.judge.like=teach",
+    "synthesize.max_ded=1": "max_ded",
+    "recipe=verified_trace": "recipe=verified_trace: no such recipe: did you mean 'verified_traces'",
+}
+
+
+@pytest.mark.parametrize("word", WRONG)
+def test_wrong_settings_are_one_line(
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], word: str
+) -> None:
+    served = model(echo)
+
+    code, said = synthesize(*own(), f"endpoint={served.url}", word)
+
+    assert code == 2 and WRONG[word] in said and "Traceback" not in said
+    assert not served.requests
+
+
+def test_a_role_without_an_endpoint_is_named(synthesize: Run, own: Callable[..., list[str]]) -> None:
+    code, said = synthesize(*own(), "roles.teacher.endpoint=http://127.0.0.1:9/v1", "roles.judge.like=null")
+
+    assert code == 2 and "roles.judge.endpoint" in said
+
+
+def test_a_dry_run_shows_the_first_requests(
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    served = model(echo)
+
+    code, said = synthesize(*own(), f"endpoint={served.url}", "synthesize.dry_run=true")
+
+    assert code == 0 and "1. first: ask teacher" in said and "Say 0." in said
+    assert not served.requests and not (tmp_path / "out").exists()
+
+
+def test_rows_equal_or_of_one_name(
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], written: Callable[..., Path], report: Any
+) -> None:
+    words = own()
+    file = written([{"id": "a", "n": 0}, {"id": "a", "n": 0}, {"id": "a", "n": 2}])
+    code, said = synthesize(*words, f"input={file}", f"endpoint={model(echo).url}")
+    assert code == 2 and "rows.jsonl:3" in said and "'a'" in said
+
+    file = written([{"n": 0}, {"n": 0}, {"n": 2}])
+    assert synthesize(*words, f"input={file}", f"endpoint={model(echo).url}")[0] == 0
+    assert report()["rows"] == 2 and report()["repeated"] == 1
+
+
+def test_templates_reach_nothing(model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]]) -> None:
+    recipe = RECIPE.replace("Say {{ n }}.", "{{ ''.__class__.__mro__ }}")
+
+    code, said = synthesize(*own(recipe), f"endpoint={model(echo).url}")
+
+    assert code == 2 and "steps.first.prompt" in said and "unsafe" in said
+
+
+@pytest.mark.slow
+def test_nothing_is_asked_twice_beyond_what_was_in_flight(
+    model: Callable[..., Any],
+    own: Callable[..., list[str]],
+    tmp_path: Path,
+    reply: type[Any],
+    synthesize: Run,
+    records: Any,
+) -> None:
+    import os
+    import signal
+    import subprocess
+    import sys
+    import time
+
+    def slow(asked: str, payload: Mapping[str, Any]) -> Any:
+        body = {"choices": [{"message": {"role": "assistant", "content": f"said {asked}"}, "finish_reason": "stop"}]}
+        return reply(body=json.dumps(body).encode(), seconds=0.05)
+
+    served = model(slow)
+    words = [*own(rows=120), f"endpoint={served.url}", f"output={tmp_path / 'out'}", "synthesize.concurrency=4"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", "nemo_ext.cli", "synthesize", *words]
+    for kill_at in (60, 150, 180):
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+        while len(served.requests) < kill_at and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+    subprocess.run(command, env=environment, check=True, stderr=subprocess.DEVNULL)
+
+    assert len(set(asked(served))) == 240
+    assert len(served.requests) <= 240 + 3 * 5
+    assert [each["id"] for each in records("documents")] == [f"r{number}" for number in range(0, 120, 2)]
+
+
+@pytest.mark.slow
+def test_two_share_the_work(
+    model: Callable[..., Any], own: Callable[..., list[str]], tmp_path: Path, reply: type[Any], records: Any
+) -> None:
+    import os
+    import subprocess
+    import sys
+
+    def slow(asked: str, payload: Mapping[str, Any]) -> Any:
+        body = {"choices": [{"message": {"role": "assistant", "content": f"said {asked}"}, "finish_reason": "stop"}]}
+        return reply(body=json.dumps(body).encode(), seconds=0.1)
+
+    served = model(slow)
+    words = [*own(rows=100), f"endpoint={served.url}", f"output={tmp_path / 'out'}", "synthesize.concurrency=4"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", "nemo_ext.cli", "synthesize", *words, "synthesize.part_rows=10"]
+    workers = [subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) for _ in range(2)]
+
+    assert [worker.wait() for worker in workers] == [0, 0]
+    assert [each["id"] for each in records("documents")] == [f"r{number}" for number in range(0, 100, 2)]
+    assert served.most > 4
+    assert len(served.requests) <= 200 + 2 * 2 * 10
