@@ -269,7 +269,9 @@ class Asking:
 
     def _names(self, row: Row, answer: Mapping[str, Any]) -> dict[str, Any]:
         model = self.models[self.step.role]["model"]
-        return self.context.names(row, **_parts(answer), model=model, sample=answer["sample"])
+        return self.context.names(
+            row, **_parts(answer), model=model, sample=answer["sample"], samples=self.step.samples or 1
+        )
 
     def _made(self, row: Row, answer: Mapping[str, Any]) -> Row | None:
         """The row with its answer; None if it leaves, which is counted."""
@@ -280,7 +282,8 @@ class Asking:
             self.context.drop(made, "no answer", answer["problem"])
             return None
         if isinstance(self.step, Converse):
-            return {**made, **orjson.loads(answer["answer"]), "tokens": answer["completion_tokens"]}
+            more = {"tokens": answer["completion_tokens"], "samples": self.step.samples}
+            return {**made, **orjson.loads(answer["answer"]), **more}
         if answer["finish_reason"] == "length" and not self.step.truncated:
             self.context.drop(made, "truncated")
             return None

@@ -105,7 +105,7 @@ class Ask(Step):
         samples: number of answers, each a row of its own; None for one in the row itself.
         temperature, top_p, max_tokens, stop, extra: see `nemo_ext.generate.settings.Sampling`.
         columns: what is kept of the answer, over the row and `answer`, `reasoning`, `tool_calls`, `finish_reason`,
-            `tokens`, `model`, `sample`.
+            `tokens`, `model`, `sample` (its number), `samples` (how many were asked for).
         require: what an answer must satisfy, over the same and the new columns, by the reason for which it leaves.
         truncated, refusals: whether answers that the limit cut off, and those that begin like refusals, stay.
         canaries: see there.
@@ -177,7 +177,7 @@ class User:
 class Converse(Step):
     """Whole conversations with the tools of a world (`nemo_ext.rl.worlds`), judged by how its database ends.
 
-    Adds `messages`, `correct`, `score`, `why` and `tokens`; the row is a task: prompt, tools, reference.
+    Adds `messages`, `correct`, `score`, `why`, `tokens` and `samples`; the row is a task: prompt, tools, reference.
 
     Attributes:
         environment: name of the world; None for the row's column `environment`.

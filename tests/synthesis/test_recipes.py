@@ -496,3 +496,11 @@ def test_prompts_evolve(
     assert len(found) == 8 * 4
     assert {each["way"] for each in found} == {"deepen", "constrain", "obfuscate", "complicate"}
     assert report()["steps"]["critic"]["numbers"]["canaries_fooled"] == 0
+
+
+def test_every_recipe_is_on_the_page_and_in_the_help() -> None:
+    root = FOLDER.parents[1]
+    page, told = (root / "docs" / "synthetic.md").read_text(), (root / "hydra_conf" / "synthesize.yaml").read_text()
+
+    for path in FOLDER.glob("*.yaml"):
+        assert f"| `{path.stem}` |" in page and re.search(rf"\b{path.stem}[,;]", told), path.stem
