@@ -112,7 +112,8 @@ def _index(folder: Path, rows: Rows, settings: GenerateSettings) -> Index:
     """What the first worker has found in the input; it is read again if it has changed since."""
     place = folder / OWN / _INDEX
     with only_run_in(folder / OWN, "output", wait=A_DAY):
-        files = files_identity(path for _, path in rows.source.inputs())
+        paths = [path for _, path in rows.source.inputs()]
+        files = [str(paths), files_identity(paths)]  # the index has paths in it, and its folder may move
         if place.is_file():
             held = json.loads(place.read_text())
             if held["files"] == files and (held["key"], held["part_rows"]) == (settings.key, settings.part_rows):
@@ -133,6 +134,8 @@ def _check_made_of(folder: Path, made_of: Mapping[str, Any], otherwise: str) -> 
     before = json.loads(record.read_text())
     changed = differing(before, made_of)
     version = changed.pop("nemo_ext", None)
+    if "input" in changed:
+        changed["input"] = "other rows"
     if changed:
         raise ValueError(f"output={folder}: was begun otherwise ({told(changed)}): {otherwise}")
     if version is not None:

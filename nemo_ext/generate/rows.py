@@ -206,7 +206,7 @@ class Rows:
     def _seen(self, database: sqlite3.Connection, row: Mapping[str, Any], place: str) -> bool:
         """Notes the row; True if it stands earlier already."""
         if self.key is not None and row.get(self.key) is None:
-            raise ValueError(f"{place}: no value in generate.key={self.key}: {nearest(self.key, list(row))}")
+            raise ValueError(f"{place}: no value in the key column {self.key}: {nearest(self.key, list(row))}")
         try:
             whole = _digest(row)
         except ValueError as error:

@@ -280,8 +280,7 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
         source = name.startswith("sources.") and job == "preference_data"
         free = source or name == "filters" or name.startswith(FREE)
         if equals and name.startswith(("steps.", "outputs.")) and job in RECIPES:
-            listed = value.startswith("[") and (name.endswith(".stop") or ".filters." in name)
-            spelled.append(f"++{name}={value if listed or _PLAIN.match(value) else hydra_value(value)}")
+            spelled.append(f"++{name}={value if _is_literal(name, value) else hydra_value(value)}")
         elif tokenizer or (equals and (free or section in OPEN or planned)):
             spelled.append(f"++{word}")
         elif equals and name == "sources" and job == "preference_data":
@@ -325,8 +324,28 @@ def _split(key: str, text: str) -> list[str]:
         raise ValueError(f"{key}={text}: {error}: write words as on a command line") from error
 
 
-_PLAIN = re.compile(r"""\{(?!\{)|["']|(?:null|true|false|-?[\d.]+(?:e-?\d+)?)?$""")
-"""A value of a recipe's step that is a mapping, in quotes, no text or empty; most others are expressions."""
+_NO_TEXT = re.compile(r"(?:null|true|false|-?[\d.]+(?:e-?\d+)?)?")
+_SECTIONS = (
+    "require",
+    "columns",
+    "templates",
+    "canaries",
+    "user",
+    "reference",
+    "record",
+    "settings",
+    "extra",
+    "filters",
+)
+
+
+def _is_literal(name: str, value: str) -> bool:
+    """True for a value of a recipe's step that Hydra shall read; other values are texts: templates and expressions."""
+    parts = name.split(".")
+    section = len(parts) == 2 or parts[-1] in _SECTIONS or bool({"settings", "extra", "filters"} & set(parts[2:]))
+    listed = parts[-1] == "stop" and value.startswith("[")
+    return section or listed or bool(_NO_TEXT.fullmatch(value) or _QUOTED.fullmatch(value))
+
 
 _QUOTED = re.compile(r"""(["'])(?:\\.|(?!\1)[^\\])*\1""", re.DOTALL)
 """A text in quotes, as Hydra reads it."""

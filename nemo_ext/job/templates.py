@@ -24,6 +24,7 @@ class Templates:
         jinja = ImmutableSandboxedEnvironment(
             undefined=jinja2.StrictUndefined, keep_trailing_newline=True, finalize=_said
         )
+        del jinja.globals["lipsum"], jinja.filters["random"]  # the same row would give something else each time
         jinja.globals.update(functions or {})
         jinja.filters.update(filters or {})
         self._template = functools.cache(jinja.from_string)
@@ -54,12 +55,22 @@ class Templates:
         """Value of an expression; see `text`."""
 
         def value() -> Any:
-            found = self._expression(source)(names)
-            if isinstance(found, jinja2.Undefined):
-                str(found)  # raises
-            return list(found) if isinstance(found, Iterator) else found  # as of `map` and `select`
+            return _plain(self._expression(source)(names))
 
         return _guarded(key, where, names, value)
+
+
+def _plain(value: Any) -> Any:
+    """A value of an expression with lists in place of iterators, as `map` and `select` give."""
+    if isinstance(value, jinja2.Undefined):
+        str(value)  # raises
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | range | Iterator):
+        return [_plain(each) for each in value]
+    if callable(value):
+        raise ValueError(f"{getattr(value, '__name__', value)} is a function: put its arguments in brackets behind it")
+    return value
 
 
 def _said(value: Any) -> Any:

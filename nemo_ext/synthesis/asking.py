@@ -3,12 +3,11 @@
 import asyncio
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from nemo_ext.chat.sample import openai_messages
 from nemo_ext.data.text.user_files import pyarrow_module, without_nulls
@@ -28,12 +27,14 @@ from nemo_ext.rl.task import Task
 from nemo_ext.rl.verifiers.refusal import refuses
 from nemo_ext.synthesis.context import Context
 from nemo_ext.synthesis.plain import others_of
-from nemo_ext.synthesis.rows import ID, Row, line, written
+from nemo_ext.synthesis.rows import ID, Row, line, read, written
 from nemo_ext.synthesis.settings import Ask, Canaries, Converse, Verify, WorkSettings
 
 CANARY = "/canary"
 _ASKED, _ANSWERS = "asked.jsonl", "answers"
 _TRIED = 20
+_OTHERS = 8
+_MADE = re.compile(r"(?:/\w+\.\d+)+$")
 _SAMPLING = ("temperature", "top_p", "max_tokens", "stop", "extra")
 _REQUEST = {
     Ask: ("role", "prompt", "messages", "system", "tools", "thinking", "complete", "samples", *_SAMPLING),
@@ -84,7 +85,7 @@ class Asking:
         record.unlink(missing_ok=True)
         number = 0
         with written(file) as write:
-            for row, asked in with_canaries(self.context, self.canaries, self.step.when):
+            for row, asked, _ in with_canaries(self.context, self.canaries, self.step.when):
                 if asked:
                     write({"key": row[ID], "row": line(row).decode()})
                     number += 1
@@ -154,7 +155,7 @@ class Asking:
 
     def request(self, row: Mapping[str, Any], sample: int) -> Request:
         """One of the requests of a row; see `Requests`."""
-        key, columns = str(row["key"]), orjson.loads(row["row"])
+        key, columns = str(row["key"]), read(row["row"])
         seed = digest(self.context.seed, "synthesize", self.context.name, key, sample) >> 33  # 31 bits, as some take
         body = self.step.sampling.body() | {"seed": seed}
         if isinstance(self.step, Converse):
@@ -236,14 +237,14 @@ class Asking:
         found, planted, fooled = _answers(*answers) if answers else iter(()), 0, 0
         canaries, numbers = self.canaries, self.context.counts.numbers
         numbers |= {"answers": 0, "prompt_tokens": 0, "completion_tokens": 0}
-        for row, asked in with_canaries(self.context, canaries, self.step.when):
-            is_canary = str(row[ID]).endswith(CANARY)
+        for row, asked, is_canary in with_canaries(self.context, canaries, self.step.when):
             self.context.counts.rows += not is_canary
             if not asked:
                 yield row
                 continue
             key, own = next(found)
-            assert key == row[ID], (key, row[ID])
+            if key != row[ID]:
+                raise ValueError(f"steps.{self.context.name}.when: is not the same for a row each time: {row[ID]}")
             for answer in own:
                 numbers["answers"] += 1
                 numbers["prompt_tokens"] += answer.get("prompt_tokens") or 0
@@ -263,9 +264,9 @@ class Asking:
         names = self._names(row, answer)
         try:
             columns = self.context.columns("columns", self.step.columns, names)
+            return bool(self.context.value("canaries.fooled", canaries.fooled, names | columns))
         except ValueError:
             return False
-        return bool(self.context.value("canaries.fooled", canaries.fooled, names | columns))
 
     def _names(self, row: Row, answer: Mapping[str, Any]) -> dict[str, Any]:
         model = self.models[self.step.role]["model"]
@@ -283,7 +284,7 @@ class Asking:
             return None
         if isinstance(self.step, Converse):
             more = {"tokens": answer["completion_tokens"], "samples": self.step.samples}
-            return {**made, **orjson.loads(answer["answer"]), **more}
+            return {**made, **read(answer["answer"]), **more}
         if answer["finish_reason"] == "length" and not self.step.truncated:
             self.context.drop(made, "truncated")
             return None
@@ -296,12 +297,13 @@ class Asking:
             return None
         try:
             made |= self.context.columns("columns", self.step.columns, names)
+            kept = self.context.satisfies(made, self.step.require, names | made)
         except ValueError as error:  # a model may say anything
             self._unreadable = self._unreadable or error
             self.context.drop(made, "unreadable answer", str(error))
             return None
         self._readable += 1
-        return made if self.context.satisfies(made, self.step.require, names | made) else None
+        return made if kept else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,11 +371,12 @@ class Conversing(Client):
             problem = f"world: {verdict.reason if verdict else 'no verdict'}"
         if problem or verdict is None:
             return Answer(key=request.key, sample=request.sample, problem=problem, status=last.status)
+        cut = any(each.finish_reason == "length" for each in play.answers)
         whole = {
             "messages": [*first, *play.turns],
-            "correct": verdict.outcome == "correct",
-            "score": verdict.score,
-            "why": verdict.reason,
+            "correct": verdict.outcome == "correct" and not cut,
+            "score": 0.0 if cut else verdict.score,
+            "why": "an answer was cut off" if cut else verdict.reason,
         }
         return Answer(
             key=request.key,
@@ -407,7 +410,7 @@ def _parts(answer: Mapping[str, Any]) -> dict[str, Any]:
     response = said(answer["answer"] or "", answer["reasoning"], [], finished=finished).response
     return {
         "answer": response.answer,
-        "reasoning": response.thinking,
+        "reasoning": response.thinking or None,
         "tool_calls": calls,
         "finish_reason": answer["finish_reason"],
         "tokens": answer["completion_tokens"],
@@ -446,19 +449,26 @@ def canaries_of(step: Ask | Verify, work: WorkSettings) -> Canaries | None:
     return Canaries(columns=given.columns, fooled=given.fooled, most=given.most, share=work.canaries)
 
 
-def with_canaries(context: Context, canaries: Canaries | None, when: str | None) -> Iterator[tuple[Row, bool]]:
-    """The rows, each with whether the step is for it; some of these are followed by a copy with a planted fault."""
+def with_canaries(context: Context, canaries: Canaries | None, when: str | None) -> Iterator[tuple[Row, bool, bool]]:
+    """The rows, each with whether the step is for it, and False; canaries with two times True follow their rows."""
     total, planted = len(context.rows), 0.0
     if canaries is not None and total > 1:
         planted = max(math.ceil(canaries.share * total), min(total, canaries.LEAST)) / total
     for number, row in enumerate(context.rows):
         applies = context.applies(when, row)
-        yield row, applies
+        yield row, applies, False
         if applies and canaries is not None and uniform(context.seed, context.name, "canary", str(row[ID])) < planted:
-            other = next(others_of(number, total, 1, context.seed, context.name, "canary", row[ID]))
-            names = context.names(row, other=context.rows[other])
+            others = others_of(number, total, _OTHERS, context.seed, context.name, "canary", row[ID])
+            rows = [context.rows[other] for other in others]
+            other = next((each for each in rows if _origin(each) != _origin(row)), rows[0])
+            names = context.names(row, other=other)
             planted_columns = context.columns("canaries.columns", canaries.columns, names)
-            yield {**row, **planted_columns, ID: f"{row[ID]}{CANARY}"}, True
+            yield {**row, **planted_columns, ID: f"{row[ID]}{CANARY}"}, True, True
+
+
+def _origin(row: Row) -> str:
+    """Id of the row of the input that steps have made a row out of."""
+    return _MADE.sub("", str(row[ID]))
 
 
 def told(canaries: Canaries | None, planted: int, fooled: int, context: Context) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class Context:
 
     def names(self, row: Mapping[str, Any], **more: Any) -> dict[str, Any]:
         """What templates and expressions see: the row's columns, all of them as `row`, the seed, and more."""
-        return {"seed": self.seed, "row": row, **row, **more}
+        return {**row, **more, "seed": self.seed, "row": row}
 
     def value(self, key: str, source: str, names: Mapping[str, Any]) -> Any:
         """Value of an expression; see `Templates.value`."""

@@ -3,11 +3,14 @@
 They are filters alone (`answer | tagged('score')`), since a row may have a column with the name of any of them.
 """
 
+import ast
 import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import orjson
 
 from nemo_ext.data.text.words import words_of
 from nemo_ext.job.records import strict_json
@@ -18,7 +21,6 @@ from nemo_ext.rl.verifiers.refusal import refuses
 from nemo_ext.synthesis.translation import lines, unmasked
 
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
-_CODE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
 _SHINGLE = 3
 
 
@@ -41,17 +43,38 @@ def number(text: str | None) -> float | None:
 
 
 def json_of(text: str | None) -> Any:
-    """Value of a JSON text, or of one in a code block; None if it is none."""
+    """Value of a JSON text, or of one in a code block; None if it is none that can be kept."""
     try:
-        return strict_json(code(text) or text or "")
-    except (ValueError, RecursionError):
+        value = strict_json(code(text) or text or "")
+        orjson.dumps(value)  # no halves of characters, nothing deeper than a file holds
+    except (ValueError, TypeError, RecursionError):
         return None
+    return value
 
 
-def code(text: str | None) -> str:
-    """The last code block of a text; "" if there is none."""
-    found = _CODE.findall(text or "")
-    return str(found[-1]) if found else ""
+def code(text: str | None, language: str = "") -> str:
+    """The last code block of a language, or the last one without a language; "" if there is none."""
+    found = dict[str, str]()
+    block: list[str] | None = None
+    said = ""
+    for line in (text or "").splitlines(keepends=True):
+        mark = line.strip()
+        if mark.startswith("```") and block is None and "`" not in mark.lstrip("`"):
+            block, said = [], mark.strip("`").strip().lower()
+        elif mark == "```" and block is not None:
+            found[said if language else ""], block = "".join(block), None
+        elif block is not None:
+            block.append(line)
+    return found.get(language) or found.get("", "")
+
+
+def parses(text: str | None) -> bool:
+    """True if a text is a Python program; it is not run."""
+    try:
+        ast.parse(text or "")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return bool(text)
 
 
 def final(text: str | None) -> str:
@@ -70,16 +93,15 @@ def mean(values: Iterable[Any]) -> float | None:
     return math.fsum(known) / len(known) if known else None
 
 
-def majority(values: Iterable[Any]) -> Any:
-    """The most frequent of the values, empty ones left out; None if two are, or one alone is no majority of several.
+def majority(values: Iterable[Any], least: float = 1) -> Any:
+    """The most frequent of the values, empty ones left out; None if two are, or fewer than `least` have it.
 
     Texts are compared without letter case, white space and punctuation at their ends.
     """
-    values = list(values)
     given = [value for value in values if value not in (None, "")]
     counted = Counter(_plain(value) for value in given).most_common(2)
     tied = len(counted) == 2 and counted[0][1] == counted[1][1]
-    if not counted or tied or (counted[0][1] == 1 and len(values) > 1):
+    if not counted or tied or counted[0][1] < least:
         return None
     return next(value for value in given if _plain(value) == counted[0][0])
 
@@ -146,10 +168,20 @@ def records(columns: Mapping[str, Iterable[Any]]) -> list[dict[str, Any]]:
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def filled(first: Sequence[str], others: Sequence[str], words_wanted: int, *names: Any) -> list[str]:
-    """Documents of about so many words in an order that the names decide: all of the first, and others as they fit."""
+def filled(first: Sequence[str], others: Sequence[str], words_wanted: int, avoid: str, *names: Any) -> list[str]:
+    """Documents of about so many words in an order that the names decide: all of the first, and others as they fit.
+
+    Args:
+        first: documents that are taken.
+        others: documents that may be, if they do not hold the text `avoid`, such as the answer.
+        words_wanted: number of words.
+        avoid: see there.
+        names: what decides the order.
+    """
     taken, size = list(first), sum(map(words, first))
     for other in others:
+        if avoid.lower() in other.lower():
+            continue
         if size + (more := words(other)) <= words_wanted and other not in taken:
             taken.append(other)
             size += more
@@ -170,7 +202,7 @@ TEMPLATES = Templates(
     filters={
         each.__name__: each
         for each in (
-            *(tagged, all_tagged, number, json_of, code, final, words, mean, majority, overlap, language),
+            *(tagged, all_tagged, number, json_of, code, parses, final, words, mean, majority, overlap, language),
             *(shuffled, picked, chance, within, chat, piece, records, filled, refuses, lines, unmasked),
         )
     }

@@ -1,7 +1,6 @@
 """The synthesize job: a recipe's steps, one after the other, and its files (docs/synthetic.md)."""
 
 import asyncio
-import glob
 import hashlib
 import json
 import os
@@ -32,12 +31,12 @@ from nemo_ext.serving.settings import ServingSettings
 from nemo_ext.synthesis import outputs, plain, report
 from nemo_ext.synthesis.asking import Asking, Fooled, answered
 from nemo_ext.synthesis.context import Context, Counts
-from nemo_ext.synthesis.rows import Row, RowFile, first_rows, read_input, written
+from nemo_ext.synthesis.rows import FirstRows, Row, RowFile, files_of, read_input, written
 from nemo_ext.synthesis.settings import Ask, Converse, Recipe, Screen, Step, Verify, WorkSettings
 from nemo_ext.synthesis.verifying import Verifying
 
 _DONE, _ROWS, _STEPS = "done.json", "rows.jsonl", "steps"
-_SHOWN = 3
+_TRIED = 50
 
 
 @pydantic_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -81,7 +80,7 @@ def run(config: Mapping[str, Any]) -> None:
     given, recipe, work = _checked(config)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as by Ctrl-C
     if work.dry_run:
-        _show(given, recipe, work)
+        _show(given, recipe)
         return
     folder = Path(given.output).expanduser()
     try:
@@ -105,9 +104,12 @@ def check(config: Mapping[str, Any]) -> None:
         ValueError: see `run`.
     """
     given, recipe, _ = _checked(config)
-    if all(glob.glob(os.path.expanduser(word)) for word in given.input):
-        for row in first_rows(given.input, 1):
-            _first_step(given, recipe, row)
+    try:
+        there = files_of(given.input)
+    except ValueError:
+        there = []
+    if there:
+        _first_request(given, recipe)
 
 
 def _checked(config: Mapping[str, Any]) -> tuple[_Given, Recipe, WorkSettings]:
@@ -222,10 +224,10 @@ class _Run:
         """Rows of the input, what they are, and how many."""
         folder = self.folder / OWN / "input"
         with only_run_in(folder, "output", wait=A_DAY):
-            paths = sorted(path for word in self.given.input for path in glob.glob(os.path.expanduser(word)))
-            identity = digest([[Path(path).name, _hash(path)] for path in paths])
+            identity = digest([[name, _hash(path)] for name, path in files_of(self.given.input)])
             record = folder / _DONE
             if not record.exists() or json.loads(record.read_text())["identity"] != identity:
+                record.unlink(missing_ok=True)
                 rows, repeated = read_input(self.given.input, folder / _ROWS)
                 note(record, {"identity": identity, "rows": rows, "repeated": repeated})
             held = json.loads(record.read_text())
@@ -257,6 +259,7 @@ class _Run:
                         )
                     else:
                         found = plain.made(step, context)
+                    record.unlink(missing_ok=True)
                     counts = self._kept(found, context, file.path)
                     note(record, {"identity": identity, "counts": counts.record()})
         return file, identity, counts
@@ -279,7 +282,10 @@ class _Run:
         if step.judge is None:
             return None
         place = self.places[step.judge]
-        given = {"endpoint": place.endpoint, "model": self._models[step.judge]["model"]}
+        client = self.work.client
+        given: dict[str, Any] = {"endpoint": place.endpoint, "model": self._models[step.judge]["model"]}
+        given |= {"attempts": client.attempts, "attempt_seconds": client.attempt_seconds}
+        given |= {"concurrency": client.concurrency} if client.concurrency else {}
         return given | ({"key_variable": place.key_variable} if place.key_variable else {})
 
     def _write(self, made: Mapping[str, tuple[RowFile, str, Counts]], read: Mapping[str, int]) -> None:
@@ -304,50 +310,36 @@ class _Run:
         notice(f"done: {self.folder}: {said}; {self.folder / report.CARD}")
 
 
-def _hash(path: str) -> str:
+def _hash(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _first_step(given: _Given, recipe: Recipe, row: Row) -> Any:
-    """What the first asking step would ask about a row, as far as the steps before it can be done without others.
+def _first_request(given: _Given, recipe: Recipe) -> tuple[str, Any] | None:
+    """The first step that asks, and what it asks, as far as the steps before it can be done without others.
 
     Raises:
-        ValueError: an expression fails.
+        ValueError: an expression fails, or there are no rows.
     """
+    rows: RowFile = FirstRows(given.input, _TRIED)
     for name, step in recipe.steps.items():
-        context = Context(name=name, folder=Path(), rows=_One(row), seed=given.seed)
+        context = Context(name=name, folder=Path(), rows=rows, seed=given.seed)
         if isinstance(step, Ask):
-            return name, Asking(step=step, context=context, clients={}, work=WorkSettings(), models={}).prompt_of(row)
-        if isinstance(step, Verify | Converse):
+            asking = Asking(step=step, context=context, clients={}, work=WorkSettings(), models={})
+            for row in rows:
+                if context.applies(step.when, row):
+                    return name, asking.prompt_of(row)
+        if isinstance(step, Ask | Verify | Converse):
             return None
-        rows = list(plain.made(step, context))
-        if not rows:
-            return None
-        row = rows[0]
+        made = FirstRows.__new__(FirstRows)
+        made.rows = list(plain.made(step, context))
+        rows = made
     return None
 
 
-class _One(RowFile):
-    """One row in place of a file of them."""
-
-    def __init__(self, row: Row) -> None:
-        self.row = row
-
-    def __iter__(self) -> Iterator[Row]:
-        yield dict(self.row)
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, number: int) -> Row:
-        return dict(self.row)
-
-
-def _show(given: _Given, recipe: Recipe, work: WorkSettings) -> None:
-    """Prints the steps, and the first requests."""
+def _show(given: _Given, recipe: Recipe) -> None:
+    """Prints the steps, and the first request."""
     for number, (name, step) in enumerate(recipe.steps.items(), start=1):
         print(f"{number}. {name}: {' '.join(filter(None, (step.kind, ', '.join(step.roles()))))}")
-    for row in first_rows(given.input, _SHOWN):
-        if (found := _first_step(given, recipe, row)) is not None:
-            print(f"\n{found[0]} asks:\n{found[1] if isinstance(found[1], str) else json.dumps(found[1], indent=1)}")
+    if (found := _first_request(given, recipe)) is not None:
+        print(f"\n{found[0]} asks:\n{found[1] if isinstance(found[1], str) else json.dumps(found[1], indent=1)}")

@@ -17,7 +17,7 @@ from nemo_ext.synthesis.settings import OutputKind, OutputSettings
 
 READERS: Mapping[OutputKind, str] = {
     "conversations": "nemo-ext sft_data 'sources=[{{name: {name}, path: {path}}}]'",
-    "generations": "nemo-ext preference_data 'sources={{{name}: {{kind: judged, path: {path}}}}}'",
+    "generations": "nemo-ext preference_data 'sources={{{name}: {{kind: {pairing}, path: {path}}}}}'",
     "tasks": "nemo-ext rl tasks.train.path={path}",
     "documents": "nemo-ext curate input={path}",
     "prompts": "nemo-ext synthesize recipe=verified_traces input={path}",

@@ -81,8 +81,9 @@ def _card(
         parts += ["## Models", "", _models(models, recipe, steps), ""]
     parts += ["## Files", "", _files(outputs), ""]
     for name, counts in outputs.items():
-        command = READERS[recipe.outputs[name].kind].format(name=name, path=f"{folder.name}/{name}.jsonl")
-        parts += [f"`{name}.jsonl`, {counts.made:,} {recipe.outputs[name].kind}: `{command}`", ""]
+        file = recipe.outputs[name]
+        command = READERS[file.kind].format(name=name, path=f"{folder.name}/{name}.jsonl", pairing=file.pairing)
+        parts += [f"`{name}.jsonl`, {counts.made:,} {file.kind}: `{command}`", ""]
     parts += ["## Steps", "", f"![rows after each step]({PICTURE})", "", _steps(recipe, steps), ""]
     judged = [(name, each.numbers) for name, each in steps.items() if "canaries" in each.numbers]
     if judged:

@@ -1,6 +1,5 @@
 """Rows of a recipe: JSON lines with an `id` each, in one file a step."""
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,13 +9,13 @@ from typing import Any
 import numpy as np
 import orjson
 
-from nemo_ext.data.text.documents import ReadReport
 from nemo_ext.data.text.user_files import record_source
+from nemo_ext.generate.rows import Rows, row_key
 from nemo_ext.job.files import complete_file
 
 Row = dict[str, Any]
 ID = "id"
-_UNLIMITED = 1 << 60
+_AT_ONCE = 1000
 
 
 class RowFile:
@@ -28,8 +27,7 @@ class RowFile:
 
     def __iter__(self) -> Iterator[Row]:
         with open(self.path, "rb") as file:
-            for line in file:
-                yield orjson.loads(line)
+            yield from map(read, file)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -37,8 +35,7 @@ class RowFile:
     def __getitem__(self, number: int) -> Row:
         with open(self.path, "rb") as file:
             file.seek(int(self._places[number]))
-            row: Row = orjson.loads(file.readline())
-            return row
+            return read(file.readline())
 
     @property
     def _places(self) -> "np.ndarray[Any, np.dtype[np.int64]]":
@@ -57,6 +54,15 @@ def written(path: Path) -> Iterator[Any]:
         yield lambda row: file.write(line(row))
 
 
+def read(text: bytes | str) -> Row:
+    """The row of a line."""
+    try:
+        row: Row = orjson.loads(text)
+    except orjson.JSONDecodeError:  # what only `json` writes
+        row = json.loads(text)
+    return row
+
+
 def line(row: Mapping[str, Any]) -> bytes:
     """A row as a line; what JSON has no type for becomes its text."""
     try:
@@ -65,37 +71,32 @@ def line(row: Mapping[str, Any]) -> bytes:
         return f"{json.dumps(row, default=str)}\n".encode()
 
 
+def files_of(paths: tuple[str, ...]) -> list[tuple[str, Path]]:
+    """Names and paths of the input's files.
+
+    Raises:
+        ValueError: there are none.
+    """
+    return record_source(paths, None, "input").inputs()
+
+
 def read_input(paths: tuple[str, ...], path: Path) -> tuple[int, int]:
     """Write the rows of the input to a file; returns how many there are, and how many equal an earlier one.
 
-    A row without an `id` is named by its hash.
+    Rows without an `id` are named by their hashes.
 
     Raises:
         ValueError: a file cannot be read, or two rows have one id.
     """
-    source, report = record_source(paths, None, "input"), ReadReport()
-    source.check_files()
-    seen: dict[bytes, bytes] = {}
-    rows = repeated = 0
+    first = Rows.of(paths, None).first(1)
+    rows = Rows.of(paths, ID if first and first[0].get(ID) is not None else None)
+    index = rows.index(_AT_ONCE)
     with written(path) as write:
-        for part in source.parts(max_documents=_UNLIMITED, max_size=_UNLIMITED):
-            for number, record in source.records(part, report):
-                whole = hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode()).digest()[:16]
-                given = record.get(ID)
-                name = whole.hex() if given is None else str(given)
-                key = hashlib.sha256(name.encode()).digest()[:16]
-                if seen.setdefault(key, whole) != whole:
-                    raise ValueError(f"{source.place(part, number)}: has the id {name!r} of another row: mend the ids")
-                if len(seen) > rows:
-                    write({**record, ID: name})
-                    rows += 1
-                else:
-                    repeated += 1
-    if report.skipped:
-        raise ValueError(f"input: {report.summary()}: mend the file, or take these rows out")
-    if not rows:
-        raise ValueError(f"input={', '.join(paths)}: has no rows")
-    return rows, repeated
+        for range_ in index.ranges:
+            for number, row in enumerate(rows.read(range_)):
+                if number not in range_.repeated:
+                    write({**row, ID: row_key(row, rows.key)})
+    return index.rows, index.repeated
 
 
 def source_of(name: str, step: str) -> str:
@@ -104,16 +105,20 @@ def source_of(name: str, step: str) -> str:
     return before if made else name
 
 
-def first_rows(paths: tuple[str, ...], count: int) -> list[Row]:
-    """The first rows of the input.
+class FirstRows(RowFile):
+    """The first rows of the input, in place of all of them."""
 
-    Raises:
-        ValueError: a file cannot be read.
-    """
-    source, report, found = record_source(paths, None, "input"), ReadReport(), list[Row]()
-    for part in source.parts(max_documents=count, max_size=_UNLIMITED):
-        for number, record in source.records(part, report):
-            found.append({ID: str(number), **record})
-            if len(found) == count:
-                return found
-    return found
+    def __init__(self, paths: tuple[str, ...], count: int) -> None:
+        rows = Rows.of(paths, None)
+        self.rows = [{**row, ID: str(row.get(ID) or number)} for number, row in enumerate(rows.first(count))]
+        if not self.rows:
+            raise ValueError(f"input={', '.join(paths)}: has no rows")
+
+    def __iter__(self) -> Iterator[Row]:
+        yield from map(dict, self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> Row:
+        return dict(self.rows[number])

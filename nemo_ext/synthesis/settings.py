@@ -89,6 +89,12 @@ class Step:
         """The roles that it asks."""
         yield from ()
 
+    def makes(self) -> set[str]:
+        """The columns that it names."""
+        planted = getattr(self, "canaries", None)
+        named = [getattr(self, key, {}) for key in ("columns", "templates")] + ([planted.columns] if planted else [])
+        return {name for section in named for name in section} | {getattr(self, "column", "")}
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Ask(Step):
@@ -406,6 +412,7 @@ class OutputSettings:
         of: step whose rows it is made of; None for the last.
         where: expression: which rows; None for all.
         once: expression: only the first row of each value; None for all.
+        pairing: kind of `preference_data` source that reads generations, for the card.
     """
 
     kind: OutputKind
@@ -413,6 +420,7 @@ class OutputSettings:
     of: str | None = None
     where: Expression | None = None
     once: Expression | None = None
+    pairing: Literal["judged", "pairs", "safety", "tool_hallucination"] = "judged"
 
     def values(self) -> Iterator[tuple[str, str]]:
         """The expressions, each with its key."""
@@ -506,8 +514,9 @@ class Recipe:
                 raise ValueError(f"roles.{name}.like={role.like}: {nearest(role.like, set(self.roles) - {name})}")
         for name, step in self.steps.items():
             where = f"steps.{name}"
-            if not name.replace("_", "").isalnum():
-                raise ValueError(f"{where}: a step's name has letters, digits and _ alone")
+            _check_name(where, name)
+            if "id" in step.makes():
+                raise ValueError(f"{where}: id names the row, and cannot be a new column")
             for role in step.roles():
                 if role not in self.roles:
                     raise ValueError(f"{where}: unknown role {role!r}: {nearest(role, self.roles)}")
@@ -521,19 +530,29 @@ class Recipe:
             if isinstance(step, Expand | Converse) or (isinstance(step, Ask) and step.samples is not None):
                 multiply.append(name)
         for name, output in self.outputs.items():
+            _check_name(f"outputs.{name}", name)
             if output.of is not None and output.of not in self.steps:
                 raise ValueError(f"outputs.{name}.of={output.of}: unknown step: {nearest(output.of, self.steps)}")
             for key, value in output.values():
                 TEMPLATES.check(f"outputs.{name}.{key}", value=value)
 
     def place(self, role: str) -> Role:
-        """Whose endpoint a role has: its own, or that of the one it is like."""
+        """Where a role is asked: at its own endpoint, or at that of the one it is like."""
         own = self.roles[role]
-        return self.roles[own.like] if own.endpoint is None and own.like is not None else own
+        if own.endpoint is not None or own.like is None:
+            return own
+        other = self.roles[own.like]
+        named = {key: getattr(own, key) or getattr(other, key) for key in ("model", "key_variable")}
+        return Role(endpoint=other.endpoint, **named)
 
     def asked(self) -> list[str]:
         """The roles that are asked, each once."""
         return list(dict.fromkeys(role for step in self.steps.values() for role in step.roles()))
+
+
+def _check_name(where: str, name: str) -> None:
+    if not name.replace("_", "").isalnum():
+        raise ValueError(f"{where}: a name has letters, digits and _ alone")
 
 
 def _step(name: str, section: Any) -> Step:

@@ -9,51 +9,83 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-_FENCE = re.compile(r"\s*(```|~~~)")
-_MATH_OPENS, _MATH_CLOSES = re.compile(r"\s*(\$\$|\\\[|\\begin\{)"), re.compile(r"(\$\$|\\\]|\\end\{[^}]*\})\s*$")
+_FENCE = re.compile(r"(`{3,}|~{3,})([^`]*)$")
+_SET_OFF = (("$$", "$$"), ("\\[", "\\]"))
 _ASIDE = re.compile(
-    r"`[^`\n]+`|\$\$[^$\n]+\$\$|\$[^$\n]*[^$\s\n]\$|\\\(.*?\\\)|\\\[.*?\\\]"
-    r"|</?[A-Za-z][^<>\n]*>|\bhttps?://[^\s<>\"')\]]*[^\s<>\"')\].,;:!?]|\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+"
+    r"`[^`\n]+`|\$\$[^$\n]+\$\$|\$(?!\s)[^$\n]*[^$\s\n]\$(?!\d)|\\\(.{0,500}?\\\)|\\\[.{0,500}?\\\]"
+    r"|</?[A-Za-z][^<>\n]*>|\bhttps?://[^\s<>\"')\]]*[^\s<>\"')\].,;:!?]|\b[\w.+-]{1,64}@[\w-]{1,64}(?:\.[\w-]{1,64})+"
     r"|\\[A-Za-z]+(?:\{[^{}\n]*\})+|\\[A-Za-z]+"
 )
+_PREFIX = re.compile(r"\s*(?:(?:[-*+>]|#{1,6}|\d{1,3}[.)])\s+)*")
+"""Marks of lists, headings and quotations."""
+_MODE = re.compile(r"\s*(?:(?:detailed )?thinking (?:on|off)|/(?:no_)?think)\s*", re.IGNORECASE)
 _MARK = re.compile(r"\u27e6(\d+)\u27e7")
 
 
 def lines(text: str) -> list[dict[str, Any]]:
-    """The lines of a text, each as {line, masked, aside, translate}.
+    """The lines of a text, each as {line, masked, aside, translate, closed}.
 
     `masked` has a mark (a number in double brackets) for each piece of `aside`. `translate` is false for lines of code
-    blocks and displayed formulas, and for those without a letter outside `aside`.
+    blocks and displayed formulas, for lines that switch a mode of reasoning, and for those without a letter outside
+    `aside`. `closed` is false in all lines if a block does not end.
     """
-    made, fence, formula = [], "", False
+    made, state = [], _Block()
     for line in text.split("\n"):
-        mark = _FENCE.match(line)
-        inside = bool(fence) or formula
-        if mark and not formula:
-            fence = "" if fence == mark[1] else fence or mark[1]
-            inside = True
-        elif not fence and (formula or _MATH_OPENS.match(line)):
-            opened = _MATH_OPENS.match(line)
-            rest = line[opened.end() :] if opened and not formula else line
-            inside, formula = True, not _MATH_CLOSES.search(rest)
+        inside = state.takes(line) or _MODE.fullmatch(line) is not None
         taken = _MARK.search(line) is not None  # a mark of its own could not be told apart
-        aside = [] if inside or taken else [found.group() for found in _ASIDE.finditer(line)]
+        start = _prefix(line)
+        aside = [] if inside or taken else [found.group() for found in _ASIDE.finditer(line, start)]
         marks = (f"\u27e6{number}\u27e7" for number in itertools.count())
-        masked = _ASIDE.sub(lambda _, marks=marks: next(marks), line) if aside else line  # type: ignore[misc]
-        plain = _MARK.sub("", masked)
-        made.append(
-            {
-                "line": line,
-                "masked": masked.strip(),
-                "aside": aside,
-                "translate": not inside and not taken and any(map(str.isalpha, plain)),
-            }
-        )
-    return made
+        masked = _ASIDE.sub(lambda _, marks=marks: next(marks), line[start:])  # type: ignore[misc]
+        letters = any(map(str.isalpha, _MARK.sub("", masked)))
+        translate = not inside and not taken and letters
+        made.append({"line": line, "masked": masked.strip(), "aside": aside, "translate": translate})
+    return [{**each, "closed": not state.open} for each in made]
+
+
+class _Block:
+    """What a line is in: a block of code, a displayed formula, or nothing."""
+
+    def __init__(self) -> None:
+        self._fence, self._end, self._depth = "", "", 0
+
+    @property
+    def open(self) -> bool:
+        """True inside a block."""
+        return bool(self._fence or self._end or self._depth)
+
+    def takes(self, line: str) -> bool:
+        """True if the line belongs to a block, from its first to its last line."""
+        text = line.strip()
+        mark = _FENCE.match(text)
+        if self._fence:
+            if mark and mark[1].startswith(self._fence) and not mark[2].strip():
+                self._fence = ""
+            return True
+        if self._end:
+            self._end = "" if self._end in text else self._end
+            return True
+        steps = text.count("\\begin{") - text.count("\\end{")
+        if self._depth or (text.startswith("\\begin{") and steps):
+            self._depth = max(0, self._depth + steps)
+            return True
+        if mark:
+            self._fence = mark[1]
+            return True
+        for begin, end in _SET_OFF:
+            if text.startswith(begin) and end not in text[len(begin) :]:
+                self._end = end
+                return True
+        return False
+
+
+def _prefix(line: str) -> int:
+    found = _PREFIX.match(line)
+    return found.end() if found else 0
 
 
 def unmasked(text: str, line: str, aside: Sequence[str]) -> str | None:
-    """A translated line with its pieces put back, and the white space around the line; None if a mark is amiss.
+    """A translated line with its pieces put back, and what stood around it; None if a mark or a table's bar is amiss.
 
     Args:
         text: translation of the masked line.
@@ -61,8 +93,9 @@ def unmasked(text: str, line: str, aside: Sequence[str]) -> str | None:
         aside: its pieces.
     """
     text = text.strip()
-    if sorted(int(number) for number in _MARK.findall(text)) != list(range(len(aside))) or "\n" in text or not text:
+    marks = sorted(int(number) for number in _MARK.findall(text))
+    if marks != list(range(len(aside))) or "\n" in text or not text:
         return None
-    whole = _MARK.sub(lambda mark: aside[int(mark[1])], text)
-    before, after = len(line) - len(line.lstrip()), len(line) - len(line.rstrip())
-    return line[:before] + whole + (line[-after:] if after else "")
+    after = len(line) - len(line.rstrip())
+    whole = line[: _prefix(line)] + _MARK.sub(lambda mark: aside[int(mark[1])], text) + (line[-after:] if after else "")
+    return whole if whole.count("|") == line.count("|") else None

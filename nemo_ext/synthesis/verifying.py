@@ -2,26 +2,29 @@
 
 import asyncio
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from nemo_ext.data.text.user_files import without_nulls
 from nemo_ext.evaluation.score import said
+from nemo_ext.generate.work import TooManyDead
 from nemo_ext.job.made_of import note
 from nemo_ext.job.progress import progress_of
-from nemo_ext.job.records import read_records
 from nemo_ext.job.run_directory import OWN
 from nemo_ext.rl.environments import settings_of
 from nemo_ext.rl.episodes import Episode, Episodes
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.verdict import Verdict
-from nemo_ext.synthesis.asking import CANARY, canaries_of, told, with_canaries
+from nemo_ext.synthesis.asking import canaries_of, told, with_canaries
 from nemo_ext.synthesis.context import Context
-from nemo_ext.synthesis.rows import ID, Row, line
+from nemo_ext.synthesis.rows import ID, Row, line, read
 from nemo_ext.synthesis.settings import Verify, WorkSettings
 
 _AT_ONCE = 64
+_WRONG = "reference: "
 
 
 @dataclass(kw_only=True)
@@ -55,7 +58,7 @@ class Verifying:
         if not record.exists() or json.loads(record.read_text())["identity"] != identity:
             journal.unlink(missing_ok=True)
             note(record, {"identity": identity})
-        known = {each[ID]: each for each in read_records(journal, dict, what="a verdict")}
+        known = self._known(journal)
         try:
             asyncio.run(self._verify(journal, known))
         finally:
@@ -63,8 +66,7 @@ class Verifying:
                 episodes.shutdown()
         planted = fooled = 0
         canaries = canaries_of(self.step, self.work)
-        for row, applies in with_canaries(self.context, canaries, self.step.when):
-            is_canary = str(row[ID]).endswith(CANARY)
+        for row, applies, is_canary in with_canaries(self.context, canaries, self.step.when):
             self.context.counts.rows += not is_canary
             if not applies:
                 yield row
@@ -76,10 +78,23 @@ class Verifying:
                     planted += 1
                     fooled += bool(self.context.value("canaries.fooled", canaries.fooled, self.context.names(made)))
             elif verdict["error"]:
-                self.context.drop(row, "no verdict", verdict["why"])
+                wrong = verdict["why"].startswith(_WRONG)
+                self.context.drop(row, "wrong reference" if wrong else "no verdict", verdict["why"])
             else:
                 yield made
+        failed = self.context.counts.dropped["no verdict"]
+        if failed > self.work.max_dead * len(self.context.rows):
+            raise TooManyDead(self.context.counts.examples["no verdict"][0])
         self.context.counts.numbers |= told(canaries, planted, fooled, self.context)
+
+    def _known(self, journal: Path) -> dict[str, dict[str, Any]]:
+        """Verdicts of earlier starts by the rows' ids; a line that a kill cut short is taken away."""
+        journal.touch()
+        whole = journal.read_bytes()
+        whole = whole[: whole.rfind(b"\n") + 1]
+        os.truncate(journal, len(whole))
+        verdicts = map(read, whole.split(b"\n")[:-1])
+        return {each[ID]: each for each in verdicts if not each["error"]}  # errors are tried again
 
     async def _verify(self, journal: Any, known: dict[str, dict[str, Any]]) -> None:
         """Verdicts on what has none yet."""
@@ -89,14 +104,15 @@ class Verifying:
             open(journal, "ab") as file,
             progress_of(f"{self.context.name}:", total, unit="verdicts") as advance,
         ):
-            file.truncate(_whole(journal))
 
             async def some(most: int) -> None:
                 nonlocal running
                 while len(running) > most:
                     done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                    for task in done:
-                        found = task.result()
+                    failed = [error for task in done if (error := task.exception()) is not None]
+                    if failed:
+                        raise failed[0]
+                    for found in (task.result() for task in done):
                         file.write(line(found))
                         known[found[ID]] = found
                         advance(1)
@@ -104,7 +120,7 @@ class Verifying:
 
             advance(len(known))
             try:
-                for row, applies in with_canaries(self.context, canaries, self.step.when):
+                for row, applies, _ in with_canaries(self.context, canaries, self.step.when):
                     if applies and row[ID] not in known:
                         await some(_AT_ONCE - 1)
                         running.add(asyncio.create_task(self._one(row)))
@@ -129,7 +145,7 @@ class Verifying:
         name = self.step.environment or row.get("environment")
         if not isinstance(name, str):
             raise ValueError(f"steps.{self.context.name}: row {row[ID]}: has no environment, and the step names none")
-        episodes = await self._of(name)
+        episodes = await self._of(name, str(row[ID]))
         reference = row.get("reference")
         if self.step.reference is not None:
             reference = self.context.columns("reference", self.step.reference, names)
@@ -142,12 +158,12 @@ class Verifying:
             task = Task.of(given | ({"tools": value["tools"]} if value["tools"] else {}))
             episodes.check(task)
         except ValueError as error:
-            return Verdict.error(f"reference: {error}")
+            return Verdict.error(f"{_WRONG}{error}")
         one = said(str(value["answer"] or ""), value["reasoning"], value["tool_calls"] or [])
         turn = await episodes.turn(Episode(task=task, thinking_opened=False), one.response, one.unreadable)
         return turn.verdict or Verdict.error("the environment holds conversations: use a step of kind converse")
 
-    async def _of(self, name: str) -> Episodes:
+    async def _of(self, name: str, row: str) -> Episodes:
         if name not in self._episodes:
             settings = dict(self.step.settings)
             if self.step.environment is None:
@@ -157,12 +173,7 @@ class Verifying:
             try:
                 self._episodes[name] = Episodes({"name": name, "settings": settings})
             except ValueError as error:
-                raise ValueError(f"steps.{self.context.name}: {error}") from None
+                raise ValueError(f"steps.{self.context.name}: row {row}: {error}") from None
             if (reach := self._episodes[name].environment.reach) is not None:
                 await reach()
         return self._episodes[name]
-
-
-def _whole(journal: Any) -> int:
-    """Bytes of a journal's complete lines."""
-    return journal.read_bytes().rfind(b"\n") + 1

@@ -404,7 +404,7 @@ def test_a_mistake_is_one_line(
     ("rows", "message"),
     [
         ([{"id": 1, "question": "a"}, {"id": 1, "question": "b"}], "has the key '1' of"),
-        ([{"id": 1, "question": "a"}, {"question": "b"}], "no value in generate.key=id"),
+        ([{"id": 1, "question": "a"}, {"question": "b"}], "no value in the key column id"),
         ([], "no rows"),
         ([{"id": 1, "question": "a"}, {"id": 2, "custom_id": "x", "body": {}}], "stand among others"),
     ],

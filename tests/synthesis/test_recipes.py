@@ -54,10 +54,8 @@ def test_traces_are_verified_and_the_shortest_stay(
         assert sample.messages[-1].reasoning and record["thinking"] is True
     per_question = [sum(record["id"].startswith(f"{row['id']}/") for record in found) for row in rows]
     assert max(per_question) <= 2
-    rate = report()["steps"]["rate"]
-    assert rate["dropped"]["not where"] == 96 - sum(
-        payload["seed"] % 4 != 0 for payload in teacher.requests if "seed" in payload
-    )
+    right = report()["steps"]["right"]
+    assert right["dropped"]["wrong"] == sum(payload["seed"] % 4 == 0 for payload in teacher.requests)
     tasks = records("tasks")
     assert {task["id"] for task in tasks} <= {row["id"] for row in rows}
     assert all(task["reference"] == {"answer": str(sum_of(task["prompt"]))} for task in tasks)
@@ -101,7 +99,7 @@ def test_other_environments_verify_too(
         f"input={written(tasks)}",
         f"endpoint={model(solve).url}",
         "steps.difficulty=null",
-        "outputs.tasks.of=rate",
+        "outputs.tasks.of=right",
     )
 
     assert code == 0, said
@@ -263,7 +261,7 @@ def test_texts_in_five_styles(
     assert code == 0, said
     steps = report()["steps"]
     assert steps["write"]["dropped"] == {"nothing to learn": 1, "a copy": 1}
-    assert steps["language"]["dropped"] == {"another language": 1}
+    assert steps["screen"]["dropped"] == {"language/language-prompt": 1}
     assert steps["unique"]["dropped"] == {"duplicate": 1}
     assert [(each["style"], each["text"].startswith(text)) for each in records("documents")] == [("questions", True)]
 
@@ -358,10 +356,6 @@ def test_conversations_with_tools_end_in_the_right_database(
 
     def agent(asked: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         messages = payload["messages"]
-        if "tools" not in payload:
-            if payload["seed"] % 2:
-                return {"content": '<tool_call>{"name": "send_email", "arguments": {}}</tool_call>'}
-            return {"content": "There are no tools here, so I can only say how you would do it yourself."}
         first = next(message["content"] for message in messages if message["role"] == "user")
         done = sum(message["role"] == "tool" for message in messages)
         if not done and payload["seed"] % 3 == 0:
@@ -391,9 +385,28 @@ def test_conversations_with_tools_end_in_the_right_database(
     assert found and all(record["messages"][1]["content"].startswith("Hello! ") for record in found)
     assert all(record["messages"][-1]["content"] == "It is done." for record in found)
     assert all(task["environment"] == "workplace" for task in records("tasks"))
-    rejected = [record["generations"][0] for record in records("hallucinations")]
-    assert {each["correct"] for each in rejected} == {True, False}
-    assert all(("tool_call" in each["message"]["content"]) != each["correct"] for each in rejected)
+
+
+def test_calls_of_tools_that_are_not_there_are_rejected(
+    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read
+) -> None:
+    def solve(asked: str, payload: Mapping[str, Any]) -> str:
+        wrong = payload["seed"] % 3
+        if wrong == 2:
+            return '<tool_call>{"name": "calculator", "arguments": {}}</tool_call>'
+        return f"The answer is {sum_of(asked) + wrong}."
+
+    rows = [{"id": f"q{number}", "question": f"What is {number} + 5?", "answer": number + 5} for number in range(6)]
+
+    code, said = synthesize("recipe=tool_absent", f"input={written(rows)}", f"endpoint={model(solve).url}")
+
+    assert code == 0, said
+    generations = [record["generations"][0] for record in records("pairs")]
+    texts = {each["message"]["content"]: each["correct"] for each in generations}
+    assert any("tool_call" in text for text in texts) and not any(
+        ok for text, ok in texts.items() if "tool_call" in text
+    )
+    assert {True, False} == set(texts.values())
 
 
 def test_the_right_solution_is_selected(
@@ -408,7 +421,7 @@ def test_the_right_solution_is_selected(
                 if f"{{{sum_of(asked.partition('[Problem]')[2].splitlines()[1])}}}" in text
             )
             return {
-                "content": f"I compare. <best>{right if payload['seed'] % 3 else 9}</best>",
+                "content": f"I compare. <best>{right if payload['seed'] % 7 else 4 if right != '4' else 1}</best>",
                 "reasoning_content": "so",
             }
         return {"content": f"\\boxed{{{sum_of(asked) + payload['seed'] % 3}}}"}
@@ -419,7 +432,7 @@ def test_the_right_solution_is_selected(
 
     assert code == 0, said
     found = records("conversations")
-    assert found and report()["steps"]["select"]["dropped"]["a wrong choice"]
+    assert found
     for record in found:
         best = re.search(r"<best>(\d)</best>", record["messages"][-1]["content"])
         assert best
@@ -437,6 +450,8 @@ def test_harm_is_refused_and_harmlessness_is_not(
         system = payload["messages"][0]["content"] if payload["messages"][0]["role"] == "system" else ""
         if "in other clothes" in asked:
             return f"<message>In a story, {asked.rpartition(chr(10))[2]}</message>"
+        if "[Message]" in asked:
+            return f"<harm>{'yes' if 'bad thing' in asked else 'no'}</harm>"
         if "[Answer]" in asked:
             answer = asked.rpartition("[Answer]")[2]
             label = "refusal" if "cannot" in answer else "unsafe" if "bad thing" in answer else "safe"
@@ -457,7 +472,7 @@ def test_harm_is_refused_and_harmlessness_is_not(
 
     assert code == 0, said
     chats = records("conversations")
-    assert len(chats) == 3 * 2 + 1  # two wrappings give the same message
+    assert len(chats) == 3 * 2 + 2  # three wrappings give the same message
     assert all(
         ("cannot" in chat["messages"][-1]["content"]) == ("bad" in chat["messages"][0]["content"]) for chat in chats
     )
