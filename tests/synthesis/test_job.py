@@ -167,9 +167,9 @@ WRONG = {
     "steps.keep.require={odd: n %}": "steps.keep.require.odd, line 1",
     "steps.keep=5": "steps.keep=5",
     "steps.keep={kind: group, by: first}": "steps.keep.by=first",
-    "steps.check={kind: verify, environment: maths}": "steps.check: environment: unknown name 'maths': did you mean 'math'",
+    "steps.check={kind: verify, environment: maths}": "steps.check: environment: unknown name 'maths'",
     "steps.check={kind: verify, environment: judge}": "steps.check: judge: judge wants one",
-    "steps.check={kind: screen, messages: first, filters: {lenght: {}}}": "steps.check.filters: unknown filter 'lenght'",
+    "steps.check={kind: screen, messages: first, filters: {lenght: {}}}": "filters: unknown filter 'lenght'",
     "outputs.documents.of=kep": "outputs.documents.of=kep: unknown step",
     "outputs.documents.kind=docs": "outputs.documents: kind='docs'",
     "outputs.documents=null": "outputs: there are none",
@@ -288,3 +288,194 @@ def test_two_share_the_work(
     assert [each["id"] for each in records("documents")] == [f"r{number}" for number in range(0, 100, 2)]
     assert served.most > 4
     assert len(served.requests) <= 200 + 2 * 2 * 10
+
+
+def test_another_file_of_the_same_glob_is_noticed(
+    model: Callable[..., Any],
+    synthesize: Run,
+    own: Callable[..., list[str]],
+    written: Callable[..., Path],
+    records: Any,
+) -> None:
+    served = model(echo)
+    words = [word for word in own() if not word.startswith("input=")]
+    for name in ("q[1].jsonl", "q[2].jsonl"):
+        file = written([{"id": name, "n": int(name[2]) * 2}], name)
+        code, said = synthesize(
+            *words,
+            f"input='{file}'",
+            f"endpoint={served.url}",
+            "steps.second=null",
+            "outputs.documents.record.text=first",
+            f"output={file.parent / name[2]}",
+        )
+        assert code == 0, said
+    code, said = synthesize(
+        *words, f"input='{file}'", f"endpoint={served.url}", "steps.second=null", f"output={file.parent / '1'}"
+    )
+    assert code == 2 and "other rows" in said and "steps/first/answers" in said
+
+
+def test_a_kill_before_a_step_is_noted_leaves_nothing_stale(
+    model: Callable[..., Any],
+    synthesize: Run,
+    own: Callable[..., list[str]],
+    records: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = [*own(rows=4), f"endpoint={model(echo).url}", "steps.second=null"]
+    assert synthesize(*words, "outputs.documents.record.text=first")[0] == 0
+    changed = [*words, "steps.first.columns={first: answer | upper}", "outputs.documents.record.text=first"]
+    with monkeypatch.context() as patch:
+        patch.setattr("nemo_ext.synthesis.job.note", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+        assert synthesize(*changed)[0] == 1
+
+    assert synthesize(*words, "outputs.documents.record.text=first")[0] == 0
+    assert records("documents")[0]["text"] == "said Say 0."
+
+
+def test_a_role_like_another_may_have_a_model_of_its_own(
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], report: Any
+) -> None:
+    served = model(echo)
+    served.models = ["m", "big"]
+
+    code, said = synthesize(*own(), f"endpoint={served.url}", "roles.teacher.model=m", "roles.judge.model=big")
+
+    assert code == 0, said
+    assert report()["models"]["judge"]["model"] == "big"
+    assert {payload["model"] for payload in served.requests} == {"m", "big"}
+
+
+def test_the_output_may_move(
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], tmp_path: Path, reply: type[Any]
+) -> None:
+    refuse = True
+
+    def rule(asked: str, payload: Mapping[str, Any]) -> Any:
+        return reply(status=400, body=b"no") if refuse else f"said {asked}"
+
+    served = model(rule)
+    words = [*own(), f"endpoint={served.url}"]
+    assert synthesize(*words)[0] == 1
+    (tmp_path / "out").rename(tmp_path / "moved")
+    refuse = False
+
+    code, said = synthesize(*words, f"output={tmp_path / 'moved'}", "synthesize.retry_dead=true")
+    assert code == 0, said
+
+
+def test_ids_may_look_like_those_of_canaries(
+    model: Callable[..., Any],
+    synthesize: Run,
+    own: Callable[..., list[str]],
+    written: Callable[..., Path],
+    records: Any,
+) -> None:
+    recipe = RECIPE.replace(
+        "columns: {second: answer}",
+        "columns: {second: answer}, canaries: {columns: {first: other.first}, fooled: 'false'}",
+    )
+    file = written([{"id": f"{number}/canary", "n": 2 * number} for number in range(7)], "like.jsonl")
+
+    code, said = synthesize(*own(recipe), f"input={file}", f"endpoint={model(echo).url}")
+
+    assert code == 0, said
+    assert len(records("documents")) == 7
+
+
+def test_an_answer_may_be_anything(
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], report: Any, records: Any
+) -> None:
+    def rule(asked: str, payload: Mapping[str, Any]) -> str:
+        number = int(re.findall(r"\d+", asked)[0])
+        return [
+            '{"a": "\\ud800"}',
+            "[" * 2000 + "]" * 2000,
+            '{"a": 1e999}',
+            "</a><a>x",
+            '{"a": 123456789012345678901234}',
+            "<a>ok\u2028\x85</a>",
+        ][number % 6]
+
+    recipe = RECIPE.replace(
+        "columns: {first: answer}",
+        "columns: {first: \"(answer | json_of or {'a': answer | tagged('a') or none}).a\"}",
+    )
+    recipe = recipe.replace(
+        'second: {kind: ask, role: judge, prompt: "Judge {{ first }}.", columns: {second: answer}}',
+        "second: {kind: verify, environment: contains, answer: \"first or ''\", reference: {answers: \"['ok']\"}}",
+    )
+
+    code, said = synthesize(
+        *own(recipe, 6),
+        f"endpoint={model(rule).url}",
+        "outputs.documents.record.text=first | string",
+        "steps.keep=null",
+    )
+
+    assert code == 0, said
+    assert report()["outputs"]["documents"]["made"] == 6
+    assert [
+        json.loads(line)["why"]
+        for line in (Path(str(report.__closure__[0].cell_contents)) / "out/steps/second/rows.jsonl")
+        .read_bytes()
+        .splitlines()
+        if b"ok" in line
+    ] == [""]
+
+
+def test_verdicts_that_did_not_come_are_asked_again(
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], records: Any
+) -> None:
+    away = True
+
+    def judge(asked: str, payload: Mapping[str, Any]) -> str:
+        return "hm" if away else "It is right.\n[[correct]]"
+
+    recipe = RECIPE.replace(
+        'second: {kind: ask, role: judge, prompt: "Judge {{ first }}.", columns: {second: answer}}',
+        "second: {kind: verify, environment: judge, judge: judge, answer: first, "
+        "reference: {question: \"'q'\", answer: first}}",
+    )
+    words = [*own(recipe, 6), f"roles.teacher.endpoint={model(echo).url}", f"roles.judge.endpoint={model(judge).url}"]
+    words += ["outputs.documents.record.text=first"]
+    code, said = synthesize(*words)
+    assert code == 1 and "second" in said
+
+    away = False
+    code, said = synthesize(*words)
+    assert code == 0, said
+    assert len(records("documents")) == 3
+
+
+MORE = {
+    "steps.first.columns={id: answer}": "steps.first: id names the row",
+    "steps.first.when=[true] | random": "steps.first.when",
+    "steps.keep.require={odd: n.bit_length}": "bit_length is a function",
+    "+outputs./tmp/evil={kind: documents, record: {text: first}}": "",
+}
+
+
+@pytest.mark.parametrize("word", MORE)
+def test_more_wrong_settings(
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], word: str
+) -> None:
+    code, said = synthesize(*own(), f"endpoint={model(echo).url}", word)
+
+    assert code == 2 and MORE[word] in said and "Traceback" not in said
+
+
+def test_what_cannot_be_told_before_is_no_reason_to_refuse(
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], written: Callable[..., Path]
+) -> None:
+    recipe = RECIPE.replace("steps:\n", "steps:\n  mates: {kind: draw, column: mates, value: n}\n").replace(
+        'prompt: "Say {{ n }}."', 'prompt: "Say {{ mates[0] }}.", when: n > 2'
+    )
+    words = [*own(recipe), f"endpoint={model(echo).url}"]
+
+    code, said = synthesize(*words, "synthesize.dry_run=true")
+    assert code == 0 and "Say " in said, said
+
+    code, said = synthesize(*words, f"input={written([])}", "synthesize.dry_run=true")
+    assert code == 2 and "has no rows" in said

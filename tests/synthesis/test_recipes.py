@@ -206,7 +206,8 @@ def test_questions_on_documents(
         name = re.search(r"town of (\w+)", asked.rpartition("[Passage]")[2])
         if "[Passage]" in asked:
             assert name
-            return f"<question>In what year was the town of {name[1]} founded?</question><answer>{1000 + len(name[1])}</answer>"
+            question = f"In what year was the town of {name[1]} founded?"
+            return f"<question>{question}</question><answer>{1000 + len(name[1])}</answer>"
         if "[Expected answer]" in asked:
             expected, answer = (asked.partition(f"[{part}]")[2].split()[0] for part in ("Expected answer", "Answer"))
             return f"<verdict>{'yes' if expected == answer else 'no'}</verdict>"
@@ -253,8 +254,14 @@ def test_texts_in_five_styles(
         if "shorter and clearer" in asked:
             return f"<result>{text}</result>"
         if "Markdown" in asked:
-            return "<result>Eine kurze Liste auf Deutsch, die sehr viele Worte enthält und die niemand hier haben wollte, weil der Text englisch ist.</result>"
-        return "<result>Question: who jumps here, and over whom does he jump?\n\nAnswer: a fox jumps, and the dog lies under him.</result>"
+            return (
+                "<result>Eine kurze Liste auf Deutsch, die sehr viele Worte enthält und die niemand "
+                "hier haben wollte, weil der Text englisch ist.</result>"
+            )
+        return (
+            "<result>Question: who jumps here, and over whom does he jump?\n\nAnswer: a fox "
+            "jumps, and the dog lies under him.</result>"
+        )
 
     code, said = synthesize("recipe=rephrase", f"input={written([{'text': text}])}", f"endpoint={model(write).url}")
 
@@ -283,7 +290,10 @@ def test_code_is_run(
 
     def write(asked: str, payload: Mapping[str, Any]) -> str:
         if "Explain the program" in asked:
-            return "<explanation>A function `double` takes one number and returns a number that is twice as large as it, for all numbers.</explanation>"
+            return (
+                "<explanation>A function `double` takes one number and returns a number that is twice "
+                "as large as it, for all numbers.</explanation>"
+            )
         if "as it is explained" in asked:
             return "```python\ndef double(number):\n    return number * 3\n```"
         return '```python\ndef double(number: float) -> float:\n    """Twice the number."""\n    return 2 * number\n```'
@@ -300,8 +310,12 @@ def test_lines_are_translated_and_the_rest_is_left_alone(
     model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
 ) -> None:
     german = {
-        "Please look at ⟦0⟧ and tell me what you think about the weather.": "Bitte schau dir ⟦0⟧ an und sag mir, was du über das Wetter denkst.",
-        "The answer is ⟦0⟧, as everybody knows who has been there.": "Die Antwort ist ⟦0⟧, wie jeder weiß, der dort gewesen ist.",
+        "Please look at ⟦0⟧ and tell me what you think about the weather.": (
+            "Bitte schau dir ⟦0⟧ an und sag mir, was du über das Wetter denkst."
+        ),
+        "The answer is ⟦0⟧, as everybody knows who has been there.": (
+            "Die Antwort ist ⟦0⟧, wie jeder weiß, der dort gewesen ist."
+        ),
     }
 
     def translate(asked: str, payload: Mapping[str, Any]) -> str:
@@ -494,7 +508,10 @@ def test_prompts_evolve(
         task = asked.rpartition("[Task]")[2].strip().partition("\n")[0]
         if "widen" in asked or "seldom about" in asked:
             return f"<task>{task}</task>"
-        return f"<task>Number {payload['seed']}: how would {payload['seed'] * 7} people of {payload['seed'] % 99} lands solve this?</task>"
+        return (
+            f"<task>Number {payload['seed']}: how would {payload['seed'] * 7} people of "
+            f"{payload['seed'] % 99} lands solve this?</task>"
+        )
 
     rows = [
         {"id": f"q{number}", "question": f"How many apples do {number} boys and {number * 3} girls eat?"}
