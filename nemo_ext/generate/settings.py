@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, JsonValue, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -40,7 +40,45 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class GenerateSettings:
+class BatchSettings:
+    """How a batch job is done.
+
+    Attributes:
+        part_rows: rows of the input in one file of the output.
+        max_dead: share of the answers that may fail before the job does.
+        retry_dead: whether what failed in earlier starts is tried again.
+        lease: seconds without a sign of life after which a worker's rows go to others.
+        dry_run: whether to show what would be asked, and ask nothing.
+        client: how the endpoint is asked.
+    """
+
+    part_rows: Count = 1000
+    max_dead: Share = 0.1
+    retry_dead: bool = False
+    lease: Seconds = 60.0
+    dry_run: bool = False
+    client: ClientSettings = Field(default_factory=ClientSettings)
+
+    @classmethod
+    def read(cls, section: Mapping[str, Any], where: str, **parts: type[Any]) -> Self:
+        """Settings from a config's section, where the keys of `client` and of other parts stand beside others.
+
+        Raises:
+            ValueError: a setting is wrong; names the key, what it holds and what it may hold.
+        """
+        own = dict(section)
+        for name, kind in {"client": ClientSettings, **parts}.items():
+            known = {each.name for each in fields(cast(Any, kind))}
+            own[name] = {key: own.pop(key) for key in list(own) if key in known}
+        return checked(cls, own, where=where)
+
+
+BATCH = tuple(each.name for each in fields(BatchSettings))
+"""Names of its settings."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GenerateSettings(BatchSettings):
     """Settings of the section `generate`.
 
     Attributes:
@@ -52,12 +90,6 @@ class GenerateSettings:
         tools: column with declared tools.
         sampling: see `Sampling`.
         format: kind of the output's files.
-        part_rows: rows of the input in one file of the output.
-        max_dead: share of the answers that may fail before the job does.
-        retry_dead: whether what failed in earlier starts is tried again.
-        lease: seconds without a sign of life after which a worker's rows go to others.
-        dry_run: whether to show three prompts and the estimated tokens, and ask nothing.
-        client: how the endpoint is asked.
     """
 
     key: str | None = None
@@ -68,22 +100,8 @@ class GenerateSettings:
     tools: str | None = None
     sampling: Sampling = Field(default_factory=Sampling)
     format: Format = "parquet"
-    part_rows: Count = 1000
-    max_dead: Share = 0.1
-    retry_dead: bool = False
-    lease: Seconds = 60.0
-    dry_run: bool = False
-    client: ClientSettings = Field(default_factory=ClientSettings)
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> "GenerateSettings":
-        """Settings from a config's section `generate`, where the keys of `sampling` and `client` stand beside others.
-
-        Raises:
-            ValueError: a setting is wrong; names the key, what it holds and what it may hold.
-        """
-        own = dict(section)
-        for name, kind in (("sampling", Sampling), ("client", ClientSettings)):
-            known = {each.name for each in fields(kind)}
-            own[name] = {key: own.pop(key) for key in list(own) if key in known}
-        return checked(cls, own, where="generate")
+        """Settings from a config's section `generate`; see `read`."""
+        return cls.read(section, "generate", sampling=Sampling)

@@ -2,49 +2,39 @@
 
 import asyncio
 import json
-import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.chat.sample import openai_messages
 from nemo_ext.data.text.user_files import pyarrow_module, without_nulls
-from nemo_ext.endpoint.client import Answer, Client, Request
-from nemo_ext.evaluation.play import Messages, Playing
+from nemo_ext.endpoint.client import Client, Request
 from nemo_ext.evaluation.score import said
 from nemo_ext.generate.batch import A_DAY, Asks, answer_all
 from nemo_ext.generate.output import Output
 from nemo_ext.generate.rows import Index, Range, Rows
-from nemo_ext.generate.settings import GenerateSettings
+from nemo_ext.generate.settings import BATCH, GenerateSettings
 from nemo_ext.job.files import only_run_in
 from nemo_ext.job.made_of import note
 from nemo_ext.job.run_directory import OWN
-from nemo_ext.job.seeds import digest, uniform
+from nemo_ext.job.seeds import digest
 from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.verifiers.refusal import refuses
+from nemo_ext.synthesis.canaries import canaries_of, told, with_canaries
 from nemo_ext.synthesis.context import Context
-from nemo_ext.synthesis.plain import others_of
+from nemo_ext.synthesis.conversing import Conversing, Play
 from nemo_ext.synthesis.rows import ID, Row, line, read, written
-from nemo_ext.synthesis.settings import Ask, Canaries, Converse, Verify, WorkSettings
+from nemo_ext.synthesis.settings import Ask, Canaries, Converse, WorkSettings
 
-CANARY = "/canary"
 _ASKED, _ANSWERS = "asked.jsonl", "answers"
 _TRIED = 20
-_OTHERS = 8
-_MADE = re.compile(r"(?:/\w+\.\d+)+$")
 _SAMPLING = ("temperature", "top_p", "max_tokens", "stop", "extra")
 _REQUEST = {
     Ask: ("role", "prompt", "messages", "system", "tools", "thinking", "complete", "samples", *_SAMPLING),
     Converse: ("role", "environment", "settings", "samples", "user", *_SAMPLING),
 }
 """Settings that answers depend on: others may change without a new question."""
-
-
-class Fooled(Exception):
-    """A judge took too many planted faults for right."""
 
 
 @dataclass(kw_only=True)
@@ -99,13 +89,7 @@ class Asking:
 
     async def ask(self) -> tuple[Output, Index]:
         """Answers to all of them; see `answer_all`."""
-        settings = GenerateSettings(
-            key="key",
-            part_rows=self.work.part_rows,
-            max_dead=self.work.max_dead,
-            retry_dead=self.work.retry_dead,
-            lease=self.work.lease,
-        )
+        settings = GenerateSettings(key="key", **{name: getattr(self.work, name) for name in BATCH})
         rows = Rows.of((str(self.context.folder / _ASKED),), "key")
 
         def asks(index: Index) -> Asks:
@@ -115,13 +99,15 @@ class Asking:
             return Asks(prompts=self, made_of=made_of)
 
         client = self.clients[self.step.role]
-        if isinstance(self.step, Converse) and self.step.user is not None:
-            async with self.clients[self.step.user.role] as user:
-                await user.check()
-                return await self._answered(Conversing(client, self, user), rows, asks, settings)
-        if isinstance(self.step, Converse):
-            client = Conversing(client, self, None)
-        return await self._answered(client, rows, asks, settings)
+        if not isinstance(self.step, Converse):
+            return await self._answered(client, rows, asks, settings)
+        if self.step.user is None:
+            talking = Conversing(client, self.step, self.context, self.episodes)
+            return await self._answered(talking, rows, asks, settings)
+        async with self.clients[self.step.user.role] as user:
+            await user.check()
+            talking = Conversing(client, self.step, self.context, self.episodes, user)
+            return await self._answered(talking, rows, asks, settings)
 
     async def _answered(
         self, client: Client, rows: Rows, asks: Any, settings: GenerateSettings
@@ -161,7 +147,7 @@ class Asking:
         if isinstance(self.step, Converse):
             task = self._task(columns)
             self.episodes(task.environment).reference(task)  # refuses what cannot be verified
-            return _Play(key=key, sample=sample, body=body, task=task, row=columns)
+            return Play(key=key, sample=sample, body=body, task=task, row=columns)
         prompt, tools = self.prompt_of(columns), self._tools(columns)
         if self.step.complete:
             if not isinstance(prompt, str):
@@ -197,10 +183,10 @@ class Asking:
             return found
         if self.step.complete:
             return f"{system}\n\n{found}"
-        return [
-            {"role": "system", "content": system},
-            *([{"role": "user", "content": found}] if isinstance(found, str) else found),
-        ]
+        messages = [{"role": "user", "content": found}] if isinstance(found, str) else found
+        if messages[0].get("role") == "system":
+            system, messages = f"{system}\n\n{messages[0].get('content')}", messages[1:]
+        return [{"role": "system", "content": system}, *messages]
 
     def _tools(self, row: Row) -> Any:
         assert isinstance(self.step, Ask)
@@ -306,102 +292,6 @@ class Asking:
         return made if kept else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Play(Request):
-    """A conversation that is wanted."""
-
-    task: Task
-    row: Row
-
-
-class Conversing(Client):
-    """A client whose answer is a whole conversation, as JSON: `messages`, `correct`, `score`, `why`."""
-
-    def __init__(self, client: Client, asking: Asking, user: Client | None) -> None:
-        self.__dict__ = client.__dict__
-        self._asking, self._user = asking, user
-
-    async def ask(self, request: Request, **more: Any) -> Answer:
-        """Play one conversation; see `Client.ask`."""
-        if not isinstance(request, _Play):
-            return await super().ask(request, **more)
-        asking, task, step = self._asking, request.task, self._asking.step
-        assert isinstance(step, Converse)
-        first = openai_messages(task.prompt, arguments_as_text=True)
-        more = {"tools": list(task.tools)} if task.tools else {}
-
-        async def answer(messages: Messages, turn: int) -> Answer:
-            seed = digest(request.body["seed"], turn) >> 33
-            return await super(Conversing, self).ask(
-                Request(body={**request.body, **more, "seed": seed, "messages": list(messages)})
-            )
-
-        problems, spoken = list[str](), 0
-
-        async def user(turns: Messages) -> str | None:
-            nonlocal spoken
-            assert step.user is not None and self._user is not None
-            spoken += 1
-            if spoken > step.user.max_turns:
-                return None
-            names = asking.context.names(request.row, request=task.prompt[-1].content)
-            system = asking.context.text("user.system", step.user.system, names)
-            seed = digest(request.body["seed"], "user", spoken) >> 33
-            before = [first[-1]] if turns else []
-            said_to = [{"role": "system", "content": system}, *_from_the_other_side([*before, *turns])]
-            found = await self._user.ask(Request(body={"seed": seed, "messages": said_to}))
-            if found.problem:
-                problems.append(f"user: {found.problem}")
-                return None
-            text = said(found.answer or "", found.reasoning, ()).response.answer
-            return None if not text or step.user.end in text else text
-
-        playing = Playing(episodes=asking.episodes(task.environment), answer=answer)
-        if step.user is not None:
-            opening = await user([])
-            if opening is None:
-                why = problems[0] if problems else "user: has nothing to say"
-                return Answer(key=request.key, sample=request.sample, problem=why)
-            first = [*first[:-1], {"role": "user", "content": opening}]
-            playing = Playing(episodes=playing.episodes, answer=answer, user=user)
-        play = await playing.play(task, first)
-        last, verdict = play.answers[-1], play.verdict
-        problem = last.problem or next(iter(problems), "")
-        if not problem and (verdict is None or verdict.outcome == "error"):
-            problem = f"world: {verdict.reason if verdict else 'no verdict'}"
-        if problem or verdict is None:
-            return Answer(key=request.key, sample=request.sample, problem=problem, status=last.status)
-        cut = any(each.finish_reason == "length" for each in play.answers)
-        whole = {
-            "messages": [*first, *play.turns],
-            "correct": verdict.outcome == "correct" and not cut,
-            "score": 0.0 if cut else verdict.score,
-            "why": "an answer was cut off" if cut else verdict.reason,
-        }
-        return Answer(
-            key=request.key,
-            sample=request.sample,
-            answer=line(whole).decode(),
-            finish_reason="stop",
-            prompt_tokens=sum(each.prompt_tokens or 0 for each in play.answers),
-            completion_tokens=sum(each.completion_tokens or 0 for each in play.answers),
-            seed=request.body["seed"],
-            seconds=sum(each.seconds for each in play.answers),
-            status=200,
-        )
-
-
-def _from_the_other_side(turns: Messages) -> list[dict[str, str]]:
-    """The texts of a conversation as the user's model sees them: its own as the assistant's."""
-    names = {"user": "assistant", "assistant": "user"}
-    spoken = [
-        {"role": names[turn["role"]], "content": str(turn["content"])}
-        for turn in turns
-        if turn["role"] in names and turn.get("content") and not turn.get("tool_calls")
-    ]
-    return spoken or [{"role": "user", "content": "Hello, what can I do for you?"}]
-
-
 def _parts(answer: Mapping[str, Any]) -> dict[str, Any]:
     """What expressions see of an answer."""
     calls = answer["tool_calls"] or []
@@ -437,54 +327,6 @@ def _keys(output: Output, range_: Range) -> Iterator[str]:
     for number, row in enumerate(rows.read(range_)):
         if number not in range_.repeated:
             yield str(row["key"])
-
-
-def canaries_of(step: Ask | Verify, work: WorkSettings) -> Canaries | None:
-    """Canaries of a step, by the recipe or as the user wants them."""
-    if step.canaries is None or work.canaries == 0:
-        return None
-    if work.canaries is None:
-        return step.canaries
-    given = step.canaries
-    return Canaries(columns=given.columns, fooled=given.fooled, most=given.most, share=work.canaries)
-
-
-def with_canaries(context: Context, canaries: Canaries | None, when: str | None) -> Iterator[tuple[Row, bool, bool]]:
-    """The rows, each with whether the step is for it, and False; canaries with two times True follow their rows."""
-    total, planted = len(context.rows), 0.0
-    if canaries is not None and total > 1:
-        planted = max(math.ceil(canaries.share * total), min(total, canaries.LEAST)) / total
-    for number, row in enumerate(context.rows):
-        applies = context.applies(when, row)
-        yield row, applies, False
-        if applies and canaries is not None and uniform(context.seed, context.name, "canary", str(row[ID])) < planted:
-            others = others_of(number, total, _OTHERS, context.seed, context.name, "canary", row[ID])
-            rows = [context.rows[other] for other in others]
-            other = next((each for each in rows if _origin(each) != _origin(row)), rows[0])
-            names = context.names(row, other=other)
-            planted_columns = context.columns("canaries.columns", canaries.columns, names)
-            yield {**row, **planted_columns, ID: f"{row[ID]}{CANARY}"}, True, True
-
-
-def _origin(row: Row) -> str:
-    """Id of the row of the input that steps have made a row out of."""
-    return _MADE.sub("", str(row[ID]))
-
-
-def told(canaries: Canaries | None, planted: int, fooled: int, context: Context) -> dict[str, Any]:
-    """What is said of canaries.
-
-    Raises:
-        Fooled: too many were taken for right.
-    """
-    if canaries is None or not planted:
-        return {}
-    if fooled > canaries.most * planted:
-        raise Fooled(
-            f"steps.{context.name}: {fooled} of {planted} planted faults were taken for right, more than "
-            f"canaries.most={canaries.most:g}: this judge cannot be trusted. Take another, or mend its prompt"
-        )
-    return {"canaries": planted, "canaries_fooled": fooled}
 
 
 def answered(asking: Asking, identity: str) -> tuple[Output, Index] | None:

@@ -29,7 +29,8 @@ from nemo_ext.serving.meanwhile import endpoint_of
 from nemo_ext.serving.model import check as check_model
 from nemo_ext.serving.settings import ServingSettings
 from nemo_ext.synthesis import outputs, plain, report
-from nemo_ext.synthesis.asking import Asking, Fooled, answered
+from nemo_ext.synthesis.asking import Asking, answered
+from nemo_ext.synthesis.canaries import Fooled
 from nemo_ext.synthesis.context import Context, Counts
 from nemo_ext.synthesis.rows import FirstRows, Row, RowFile, files_of, read_input, written
 from nemo_ext.synthesis.settings import Ask, Converse, Recipe, Screen, Step, Verify, WorkSettings

@@ -8,8 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, JsonValue
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.endpoint.client import ClientSettings, Seconds
-from nemo_ext.generate.settings import Sampling
+from nemo_ext.generate.settings import BatchSettings, Sampling
 from nemo_ext.job.settings import STRICT, Count, Share, checked, nearest
 from nemo_ext.synthesis.expressions import TEMPLATES
 
@@ -429,37 +428,19 @@ class OutputSettings:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class WorkSettings:
-    """How the work is done: the section `synthesize`.
+class WorkSettings(BatchSettings):
+    """How the work is done: the section `synthesize`; beside those of any batch job, for each step that asks:
 
     Attributes:
         canaries: share of the rows with a planted fault, in place of the recipe's; 0 plants none.
-        part_rows: rows in one file of answers.
-        max_dead: share of a step's answers that may fail before the job does.
-        retry_dead: whether what failed in earlier starts is tried again.
-        lease: seconds without a sign of life after which a worker's rows go to others.
-        dry_run: whether to show the first request of each step that can be shown, and ask nothing.
-        client: how endpoints are asked.
     """
 
     canaries: Share | None = None
-    part_rows: Count = 1000
-    max_dead: Share = 0.1
-    retry_dead: bool = False
-    lease: Seconds = 60.0
-    dry_run: bool = False
-    client: ClientSettings = Field(default_factory=ClientSettings)
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> "WorkSettings":
-        """Settings from a config's section, where the keys of `client` stand beside others.
-
-        Raises:
-            ValueError: a setting is wrong; names the key, what it holds and what it may hold.
-        """
-        own, known = dict(section), {each.name for each in fields(ClientSettings)}
-        own["client"] = {key: own.pop(key) for key in list(own) if key in known}
-        return checked(cls, own, where="synthesize")
+        """Settings from a config's section; see `read`."""
+        return cls.read(section, "synthesize")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from nemo_ext.rl.environments import settings_of
 from nemo_ext.rl.episodes import Episode, Episodes
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.verdict import Verdict
-from nemo_ext.synthesis.asking import canaries_of, told, with_canaries
+from nemo_ext.synthesis.canaries import canaries_of, told, with_canaries
 from nemo_ext.synthesis.context import Context
 from nemo_ext.synthesis.rows import ID, Row, line, read
 from nemo_ext.synthesis.settings import Verify, WorkSettings

@@ -1,0 +1,126 @@
+"""Conversations of a model with the tools of a world, and with a model in the user's place."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_ext.chat.sample import openai_messages
+from nemo_ext.endpoint.client import Answer, Client, Request
+from nemo_ext.evaluation.play import Messages, Playing
+from nemo_ext.evaluation.score import said
+from nemo_ext.job.seeds import digest
+from nemo_ext.rl.episodes import Episodes
+from nemo_ext.rl.task import Task
+from nemo_ext.synthesis.context import Context
+from nemo_ext.synthesis.rows import Row, line
+from nemo_ext.synthesis.settings import Converse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Play(Request):
+    """A conversation that is wanted."""
+
+    task: Task
+    row: Row
+
+
+class Conversing(Client):
+    """A client whose answer is a whole conversation, as JSON: `messages`, `correct`, `score`, `why`.
+
+    Args:
+        client: client of the model.
+        step: the step.
+        context: its rows.
+        episodes: function of an environment's name; returns its world.
+        user: client of the model that speaks as the user; None for none.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        step: Converse,
+        context: Context,
+        episodes: Callable[[str], Episodes],
+        user: Client | None = None,
+    ) -> None:
+        self.__dict__ = client.__dict__
+        self._step, self._context, self._episodes, self._user = step, context, episodes, user
+
+    async def ask(self, request: Request, **more: Any) -> Answer:
+        """Play one conversation; see `Client.ask`."""
+        if not isinstance(request, Play):
+            return await super().ask(request, **more)
+        context, task, step = self._context, request.task, self._step
+        first = openai_messages(task.prompt, arguments_as_text=True)
+        more = {"tools": list(task.tools)} if task.tools else {}
+
+        async def answer(messages: Messages, turn: int) -> Answer:
+            seed = digest(request.body["seed"], turn) >> 33
+            return await super(Conversing, self).ask(
+                Request(body={**request.body, **more, "seed": seed, "messages": list(messages)})
+            )
+
+        problems, spoken = list[str](), 0
+
+        async def user(turns: Messages) -> str | None:
+            nonlocal spoken
+            assert step.user is not None and self._user is not None
+            spoken += 1
+            if spoken > step.user.max_turns:
+                return None
+            names = context.names(request.row, request=task.prompt[-1].content)
+            system = context.text("user.system", step.user.system, names)
+            seed = digest(request.body["seed"], "user", spoken) >> 33
+            before = [first[-1]] if turns else []
+            said_to = [{"role": "system", "content": system}, *_from_the_other_side([*before, *turns])]
+            found = await self._user.ask(Request(body={"seed": seed, "messages": said_to}))
+            if found.problem:
+                problems.append(f"user: {found.problem}")
+                return None
+            text = said(found.answer or "", found.reasoning, ()).response.answer
+            return None if not text or step.user.end in text else text
+
+        playing = Playing(episodes=self._episodes(task.environment), answer=answer)
+        if step.user is not None:
+            opening = await user([])
+            if opening is None:
+                why = problems[0] if problems else "user: has nothing to say"
+                return Answer(key=request.key, sample=request.sample, problem=why)
+            first = [*first[:-1], {"role": "user", "content": opening}]
+            playing = Playing(episodes=playing.episodes, answer=answer, user=user)
+        play = await playing.play(task, first)
+        last, verdict = play.answers[-1], play.verdict
+        problem = last.problem or next(iter(problems), "")
+        if not problem and (verdict is None or verdict.outcome == "error"):
+            problem = f"world: {verdict.reason if verdict else 'no verdict'}"
+        if problem or verdict is None:
+            return Answer(key=request.key, sample=request.sample, problem=problem, status=last.status)
+        cut = any(each.finish_reason == "length" for each in play.answers)
+        whole = {
+            "messages": [*first, *play.turns],
+            "correct": verdict.outcome == "correct" and not cut,
+            "score": 0.0 if cut else verdict.score,
+            "why": "an answer was cut off" if cut else verdict.reason,
+        }
+        return Answer(
+            key=request.key,
+            sample=request.sample,
+            answer=line(whole).decode(),
+            finish_reason="stop",
+            prompt_tokens=sum(each.prompt_tokens or 0 for each in play.answers),
+            completion_tokens=sum(each.completion_tokens or 0 for each in play.answers),
+            seed=request.body["seed"],
+            seconds=sum(each.seconds for each in play.answers),
+            status=200,
+        )
+
+
+def _from_the_other_side(turns: Messages) -> list[dict[str, str]]:
+    """The texts of a conversation as the user's model sees them: its own as the assistant's."""
+    names = {"user": "assistant", "assistant": "user"}
+    spoken = [
+        {"role": names[turn["role"]], "content": str(turn["content"])}
+        for turn in turns
+        if turn["role"] in names and turn.get("content") and not turn.get("tool_calls")
+    ]
+    return spoken or [{"role": "user", "content": "Hello, what can I do for you?"}]
