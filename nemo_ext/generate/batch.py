@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_ext import __version__
 from nemo_ext.checkpoint.storage import files_identity
-from nemo_ext.endpoint.client import Answer, Client
+from nemo_ext.endpoint.client import Answer, Client, Request
 from nemo_ext.generate import report
 from nemo_ext.generate.columns import renamed
 from nemo_ext.generate.output import Output
@@ -29,10 +29,17 @@ A_DAY = 86400.0
 
 @dataclass(frozen=True, kw_only=True)
 class Asks:
-    """What makes the requests, and the settings that answers depend on beside the rows and the model."""
+    """What makes the requests, and the settings that answers depend on beside the rows and the model.
+
+    Attributes:
+        prompts: what makes the requests.
+        made_of: the settings.
+        known: answer of a request that need not be made; None where there is none.
+    """
 
     prompts: Requests
     made_of: Mapping[str, Any]
+    known: Callable[[Request], Answer | None] | None = None
 
 
 async def answer_all(
@@ -94,6 +101,7 @@ async def answer_all(
                     most_dead=settings.max_dead * total,
                     seen=seen,
                     dead=output.failed(index.ranges),
+                    known=asked.known,
                 )
                 await work.run(client)
                 if not output.set_aside_damaged(index.ranges):
@@ -106,6 +114,18 @@ async def answer_all(
     if sum(len(output.failures(range_)) for range_ in index.ranges) > settings.max_dead * total:
         raise TooManyDead("those of all starts")
     return output, index
+
+
+def index_of(folder: Path) -> Index | None:
+    """What a job has found in the input of an output; None if it has not begun."""
+    place = folder / OWN / _INDEX
+    return Index.from_json(json.loads(place.read_text())["index"]) if place.is_file() else None
+
+
+def made_of(folder: Path) -> dict[str, Any] | None:
+    """The settings that an output was begun with; None if it was not."""
+    record = folder / OWN / _MADE_OF
+    return json.loads(record.read_text()) if record.is_file() else None
 
 
 def _index(folder: Path, rows: Rows, settings: GenerateSettings) -> Index:
@@ -125,14 +145,13 @@ def _index(folder: Path, rows: Rows, settings: GenerateSettings) -> Index:
         return index
 
 
-def _check_made_of(folder: Path, made_of: Mapping[str, Any], otherwise: str) -> None:
+def _check_made_of(folder: Path, now: Mapping[str, Any], otherwise: str) -> None:
     """Refuses an output of other settings; a newer version of this package is said."""
-    record = folder / OWN / _MADE_OF
-    if not record.exists():
-        note(record, made_of)
+    before = made_of(folder)
+    if before is None:
+        note(folder / OWN / _MADE_OF, now)
         return
-    before = json.loads(record.read_text())
-    changed = differing(before, made_of)
+    changed = differing(before, now)
     version = changed.pop("nemo_ext", None)
     if "input" in changed:
         changed["input"] = "other rows"

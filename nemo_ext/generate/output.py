@@ -140,6 +140,25 @@ class Output:
                 failed += sum(bool(line["problem"]) for line in self._found(self._journals_of(range_)).values())
         return failed
 
+    def kept(self, range_: Range, keys: Sequence[str]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+        """Key, sample and columns of the answers of a range, from its parts, or from journals if it is not finished.
+
+        Args:
+            range_: the range.
+            keys: keys of its rows.
+
+        Raises:
+            ValueError: a part cannot be read.
+        """
+        parts = self.parts(range_)
+        for part in parts:
+            for answer in self._columns(part, None).to_pylist():
+                yield answer["key"], answer["sample"], answer
+        if not parts:
+            for (row, sample), line in self._found(self._journals_of(range_)).items():
+                if not line["problem"]:
+                    yield keys[row], sample, line
+
     def open(self, range_: Range, rows: list[dict[str, Any]], keys: list[str], samples: int) -> OpenRange:
         """A range in work: all its answers, or those that failed before."""
         left_out = set(range_.repeated)
@@ -342,11 +361,11 @@ class Output:
             lines = [_measures(line["response"]["body"]) for line in lines]
         return {name: [line[name] for line in lines] for name in _MEASURED}
 
-    def _columns(self, part: Path, names: Sequence[str]) -> Any:
+    def _columns(self, part: Path, names: Sequence[str] | None) -> Any:
         pyarrow = pyarrow_module()
         try:
             return pyarrow.parquet.read_table(
-                part, columns=list(names), page_checksum_verification=True, partitioning=None
+                part, columns=None if names is None else list(names), page_checksum_verification=True, partitioning=None
             )
         except (OSError, pyarrow.ArrowException) as error:
             raise ValueError(f"{part}: cannot be read: {error}") from None

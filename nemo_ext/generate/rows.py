@@ -194,7 +194,7 @@ class Rows:
         if not ranges:
             raise ValueError("input: has no rows")
         return Index(
-            digest=self._digest(),
+            digest=self.digest(),
             ranges=ranges,
             rows=total - repeated,
             repeated=repeated,
@@ -220,7 +220,8 @@ class Rows:
             raise ValueError(f"{place}: has the key {row_key(row, self.key)!r} of {first}, which is another row")
         return True
 
-    def _digest(self) -> str:
+    def digest(self) -> str:
+        """SHA-256 of the input's files, with their names."""
         found = hashlib.sha256()
         for name, path in self.source.inputs():
             with open(path, "rb") as file:

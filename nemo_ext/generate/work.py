@@ -37,6 +37,7 @@ class Work:
         most_dead: number of failures before the job fails.
         seen: function that is called with every answer of this worker.
         dead: number of failures.
+        known: answer of a request that need not be made; None where there is none.
     """
 
     index: Index
@@ -47,6 +48,7 @@ class Work:
     most_dead: float
     seen: Callable[[Answer], None]
     dead: int = 0
+    known: Callable[[Request], Answer | None] | None = None
     _open: dict[int, OpenRange] = field(default_factory=dict)
     _asked: dict[tuple[str, int], tuple[OpenRange, Pair]] = field(default_factory=dict)
     _retried: set[int] = field(default_factory=set)
@@ -131,6 +133,10 @@ class Work:
                 request = self.prompts.request(opened.rows[pair[0]], pair[1])
             except ValueError as error:
                 self._keep(opened, pair, Answer(problem=f"prompt: {error}"))
+                continue
+            if self.known is not None and (answer := self.known(request)) is not None:
+                self._keep(opened, pair, answer)
+                self.seen(answer)
                 continue
             self._asked[request.key, request.sample] = opened, pair
             yield request

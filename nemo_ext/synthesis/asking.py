@@ -1,21 +1,25 @@
 """Steps that ask: answers to rows, and conversations, in the folder of a batch job (`nemo_ext.generate`)."""
 
 import asyncio
+import filecmp
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.data.text.user_files import pyarrow_module, without_nulls
+from nemo_ext.data.text.user_files import without_nulls
 from nemo_ext.endpoint.client import Client, Request
 from nemo_ext.evaluation.score import said
-from nemo_ext.generate.batch import A_DAY, Asks, answer_all
+from nemo_ext.generate.batch import A_DAY, Asks, answer_all, index_of, made_of
 from nemo_ext.generate.output import Output
-from nemo_ext.generate.rows import Index, Range, Rows
+from nemo_ext.generate.rows import Index, Rows
 from nemo_ext.generate.settings import BATCH, GenerateSettings
 from nemo_ext.job.files import only_run_in
-from nemo_ext.job.made_of import note
+from nemo_ext.job.leases import Leases
+from nemo_ext.job.made_of import differing, note
+from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import OWN
 from nemo_ext.job.seeds import digest
 from nemo_ext.rl.episodes import Episodes
@@ -24,6 +28,7 @@ from nemo_ext.rl.verifiers.refusal import refuses
 from nemo_ext.synthesis.canaries import canaries_of, told, with_canaries
 from nemo_ext.synthesis.context import Context
 from nemo_ext.synthesis.conversing import Conversing, Play
+from nemo_ext.synthesis.known import Known
 from nemo_ext.synthesis.rows import ID, Row, line, read, written
 from nemo_ext.synthesis.settings import Ask, Canaries, Converse, WorkSettings
 
@@ -66,21 +71,66 @@ class Asking:
     def prepare(self, identity: str) -> int:
         """Write the rows that are asked about, canaries among them, unless they are there; returns how many.
 
+        Answers to rows that have changed since are set aside, for the requests that stay the same.
+
         Args:
             identity: digest of all that the rows depend on.
         """
         record, file = self.context.folder / OWN / "asked.json", self.context.folder / _ASKED
         if file.exists() and record.exists() and (held := json.loads(record.read_text()))["identity"] == identity:
             return int(held["rows"])
-        record.unlink(missing_ok=True)
-        number = 0
-        with written(file) as write:
+        number, now = 0, file.with_suffix(".new")
+        with written(now) as write:
             for row, asked, _ in with_canaries(self.context, self.canaries, self.step.when):
                 if asked:
                     write({"key": row[ID], "row": line(row).decode()})
                     number += 1
+        if file.exists() and not filecmp.cmp(now, file, shallow=False):
+            self._set_aside(file)
+        record.unlink(missing_ok=True)
+        now.replace(file)
         note(record, {"identity": identity, "rows": number})
         return number
+
+    def _set_aside(self, file: Path) -> None:
+        """Keeps answers that were asked for as they would be now by their requests, and begins their folder anew."""
+        index, before, rows = index_of(self.folder), made_of(self.folder), Rows.of((str(file),), "key")
+        if index is None or before is None or before["input"] != rows.digest():
+            return
+        if differing(before, {**before, **self._made_of(), **self._model()}):
+            return
+        output = Output(
+            folder=self.folder,
+            format="parquet",
+            schema=None,
+            names={},
+            leases=Leases(self.folder / OWN / "leases", self.work.lease),
+        )
+
+        output.set_aside_damaged(index.ranges)
+
+        def answers() -> Iterator[tuple[Request, Mapping[str, Any]]]:
+            for range_ in index.ranges:
+                asked = rows.read(range_)
+                by_key = {str(row["key"]): row for row in asked}
+                for key, sample, answer in output.kept(range_, list(by_key)):
+                    yield self.request(by_key[key], sample), answer
+
+        number = self._known.add(answers())
+        shutil.rmtree(self.folder)
+        notice(f"{self.context.name}: the rows before it changed; {number:,} answers are kept for those that did not")
+
+    @property
+    def _known(self) -> Known:
+        return Known(self.context.folder / OWN / "known.sqlite")
+
+    def _made_of(self) -> dict[str, Any]:
+        """Settings that answers depend on beside rows and model."""
+        given = {name: getattr(self.step, name) for name in _REQUEST[type(self.step)]}
+        return {self.context.name: json.loads(json.dumps(given, default=asdict)), "seed": self.context.seed}
+
+    def _model(self) -> Mapping[str, Any]:
+        return self.models[self.step.role]
 
     @property
     def canaries(self) -> Canaries | None:
@@ -94,9 +144,7 @@ class Asking:
 
         def asks(index: Index) -> Asks:
             self._try(rows.read(index.ranges[0])[:_TRIED])
-            given = {name: getattr(self.step, name) for name in _REQUEST[type(self.step)]}
-            made_of = {self.context.name: json.loads(json.dumps(given, default=asdict)), "seed": self.context.seed}
-            return Asks(prompts=self, made_of=made_of)
+            return Asks(prompts=self, made_of=self._made_of(), known=self._known.reader())
 
         client = self.clients[self.step.role]
         if not isinstance(self.step, Converse):
@@ -309,24 +357,16 @@ def _parts(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 def _answers(output: Output, index: Index) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Answers and failures of each row, in the order of the rows."""
-    parquet = pyarrow_module().parquet
     for range_ in index.ranges:
-        found: dict[str, list[dict[str, Any]]] = {}
-        for part in output.parts(range_):
-            for answer in parquet.read_table(part, page_checksum_verification=True, partitioning=None).to_pylist():
-                found.setdefault(answer["key"], []).append({**answer, "problem": ""})
+        asked = Rows.of((range_.part.path,), "key").read(range_)
+        keys = [str(row["key"]) for row in asked]
+        found: dict[str, list[dict[str, Any]]] = {key: [] for key in keys}
+        for key, _, answer in output.kept(range_, keys):
+            found[key].append({**answer, "problem": ""})
         for failure in output.failures(range_):
-            found.setdefault(failure["key"], []).append(failure)
-        for key in _keys(output, range_):
-            yield key, sorted(found.get(key, []), key=lambda answer: answer["sample"])
-
-
-def _keys(output: Output, range_: Range) -> Iterator[str]:
-    """Keys of a range's rows, in order."""
-    rows = Rows.of((range_.part.path,), "key")
-    for number, row in enumerate(rows.read(range_)):
-        if number not in range_.repeated:
-            yield str(row["key"])
+            found[failure["key"]].append(failure)
+        for key in keys:
+            yield key, sorted(found[key], key=lambda answer: answer["sample"])
 
 
 def answered(asking: Asking, identity: str) -> tuple[Output, Index] | None:

@@ -242,7 +242,11 @@ class _Run:
         settings = json.loads(json.dumps(asdict(step), default=str))
         identity = digest([name, step.kind, settings, models, self.given.seed, canaries, before])
         record, file = folder / _DONE, RowFile(folder / _ROWS)
-        if (counts := self._done(record, identity)) is None:
+        counts = self._done(record, identity)
+        if counts is not None and self.work.retry_dead and counts.dropped.get("no answer"):
+            record.unlink()
+            counts = None
+        if counts is None:
             context = Context(name=name, folder=folder, rows=rows, seed=self.given.seed)
             notice(f"{label}: {len(rows):,} rows")
             answers = None
@@ -262,8 +266,9 @@ class _Run:
                         found = plain.made(step, context)
                     record.unlink(missing_ok=True)
                     counts = self._kept(found, context, file.path)
-                    note(record, {"identity": identity, "counts": counts.record()})
-        return file, identity, counts
+                    held = {"identity": identity, "rows": _hash(file.path), "counts": counts.record()}
+                    note(record, held)
+        return file, json.loads(record.read_text())["rows"], counts
 
     def _kept(self, rows: Iterator[Row], context: Context, path: Path) -> Counts:
         with written(path) as write:

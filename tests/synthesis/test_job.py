@@ -132,7 +132,7 @@ def test_an_expression_that_never_fits_is_an_error(
     assert code == 2 and "steps.first.columns.first" in said and "anser" in said
 
 
-def test_rows_that_fail_are_named_and_may_be_tried_again(
+def test_rows_that_fail_are_named(
     model: Callable[..., Any],
     synthesize: Run,
     own: Callable[..., list[str]],
@@ -149,11 +149,6 @@ def test_rows_that_fail_are_named_and_may_be_tried_again(
     assert synthesize(*words)[0] == 0
     assert report()["steps"]["first"]["dropped"] == {"no answer": 1}
     assert "r4" in report()["steps"]["first"]["examples"]["no answer"][0]
-
-    broken = False
-    code, said = synthesize(*words, "synthesize.retry_dead=true")
-    assert code == 0, said
-    assert len(records("documents")) == 19  # of the finished step nothing is asked again
 
 
 WRONG = {
@@ -299,21 +294,52 @@ def test_another_file_of_the_same_glob_is_noticed(
 ) -> None:
     served = model(echo)
     words = [word for word in own() if not word.startswith("input=")]
+    words += [f"endpoint={served.url}", "steps.second=null", "outputs.documents.record.text=first"]
     for name in ("q[1].jsonl", "q[2].jsonl"):
         file = written([{"id": name, "n": int(name[2]) * 2}], name)
-        code, said = synthesize(
-            *words,
-            f"input='{file}'",
-            f"endpoint={served.url}",
-            "steps.second=null",
-            "outputs.documents.record.text=first",
-            f"output={file.parent / name[2]}",
-        )
+        code, said = synthesize(*words, f"input='{file}'")
         assert code == 0, said
-    code, said = synthesize(
-        *words, f"input='{file}'", f"endpoint={served.url}", "steps.second=null", f"output={file.parent / '1'}"
-    )
-    assert code == 2 and "other rows" in said and "steps/first/answers" in said
+        assert [each["id"] for each in records("documents")] == [name]
+
+
+def test_what_was_asked_of_the_same_rows_is_not_asked_again(
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], records: Any, tmp_path: Path
+) -> None:
+    served = model(echo)
+    recipe = RECIPE.replace("steps:\n", "steps:\n  early: {kind: keep, require: {many: n < 10}}\n")
+    words = [*own(recipe), f"endpoint={served.url}"]
+    assert synthesize(*words)[0] == 0
+    assert len(served.requests) == 20
+
+    code, said = synthesize(*words, "steps.early.require.many=n > 4 and n < 14")
+    assert code == 0 and "10 answers are kept" in said, said
+    assert len(served.requests) == 28
+    assert [each["id"] for each in records("documents")] == ["r6", "r8", "r10", "r12"]
+    assert all(each["text"] == f"said Judge said Say {each['id'][1:]}.." for each in records("documents"))
+
+    assert synthesize(*words)[0] == 0
+    assert len(served.requests) == 28
+    assert [each["id"] for each in records("documents")] == [f"r{number}" for number in range(0, 10, 2)]
+
+
+def test_failed_rows_of_a_finished_step_may_be_asked_again(
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], records: Any, reply: type[Any]
+) -> None:
+    broken = True
+
+    def rule(asked: str, payload: Mapping[str, Any]) -> Any:
+        return reply(status=400, body=b"no") if broken and asked == "Say 4." else f"said {asked}"
+
+    served = model(rule)
+    words = [*own(), f"endpoint={served.url}"]
+    assert synthesize(*words)[0] == 0
+    assert len(records("documents")) == 19
+    broken, before = False, len(served.requests)
+
+    code, said = synthesize(*words, "synthesize.retry_dead=true")
+    assert code == 0, said
+    assert len(records("documents")) == 20 and len(served.requests) == before + 2
+    assert [each["id"] for each in records("documents")] == [f"r{number}" for number in range(0, 40, 2)]
 
 
 def test_a_kill_before_a_step_is_noted_leaves_nothing_stale(
