@@ -116,10 +116,9 @@ async def answer_all(
     return output, index
 
 
-def index_of(folder: Path) -> Index | None:
-    """What a job has found in the input of an output; None if it has not begun."""
-    place = folder / OWN / _INDEX
-    return Index.from_json(json.loads(place.read_text())["index"]) if place.is_file() else None
+def held_part_rows(folder: Path) -> int:
+    """Rows of the input in one file of an output that was begun."""
+    return int(json.loads((folder / OWN / _INDEX).read_text())["part_rows"])
 
 
 def made_of(folder: Path) -> dict[str, Any] | None:

@@ -1,9 +1,8 @@
 """Steps that ask: answers to rows, and conversations, in the folder of a batch job (`nemo_ext.generate`)."""
 
 import asyncio
-import filecmp
+import hashlib
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,16 +11,17 @@ from typing import Any
 from nemo_ext.data.text.user_files import without_nulls
 from nemo_ext.endpoint.client import Client, Request
 from nemo_ext.evaluation.score import said
-from nemo_ext.generate.batch import A_DAY, Asks, answer_all, index_of, made_of
+from nemo_ext.generate.batch import A_DAY, Asks, answer_all, held_part_rows, made_of
 from nemo_ext.generate.output import Output
 from nemo_ext.generate.rows import Index, Rows
 from nemo_ext.generate.settings import BATCH, GenerateSettings
+from nemo_ext.job import seeds
 from nemo_ext.job.files import only_run_in
 from nemo_ext.job.leases import Leases
-from nemo_ext.job.made_of import differing, note
+from nemo_ext.job.made_of import differing, digest, note
+from nemo_ext.job.made_of import told as told_changes
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import OWN
-from nemo_ext.job.seeds import digest
 from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.verifiers.refusal import refuses
@@ -32,7 +32,7 @@ from nemo_ext.synthesis.known import Known
 from nemo_ext.synthesis.rows import ID, Row, line, read, written
 from nemo_ext.synthesis.settings import Ask, Canaries, Converse, WorkSettings
 
-_ASKED, _ANSWERS = "asked.jsonl", "answers"
+_KNOWN = "known.sqlite"
 _TRIED = 20
 _SAMPLING = ("temperature", "top_p", "max_tokens", "stop", "extra")
 _REQUEST = {
@@ -63,113 +63,122 @@ class Asking:
     _unreadable: ValueError | None = None
     _readable: int = 0
 
-    @property
-    def folder(self) -> Path:
-        """Folder of the answers."""
-        return self.context.folder / _ANSWERS
+    def prepare(self, identity: str) -> Path | None:
+        """Write the rows that are asked about, canaries among them, unless they are there.
 
-    def prepare(self, identity: str) -> int:
-        """Write the rows that are asked about, canaries among them, unless they are there; returns how many.
-
-        Answers to rows that have changed since are set aside, for the requests that stay the same.
+        Each set of rows has a file and a folder of answers of its own, so that nothing is lost where rows change;
+        answers to the same requests are taken over (`Known`).
 
         Args:
             identity: digest of all that the rows depend on.
+
+        Returns:
+            The file; None if there are no rows.
+
+        Raises:
+            ValueError: answers of earlier rows were asked for otherwise.
         """
-        record, file = self.context.folder / OWN / "asked.json", self.context.folder / _ASKED
-        if file.exists() and record.exists() and (held := json.loads(record.read_text()))["identity"] == identity:
-            return int(held["rows"])
-        number, now = 0, file.with_suffix(".new")
-        with written(now) as write:
+        record, new = self.context.folder / OWN / "asked.json", self.context.folder / OWN / "asked.new"
+        if record.exists():
+            held = json.loads(record.read_text())
+            file = self.context.folder / held["file"]
+            if held["identity"] == identity and file.exists():
+                return file if held["rows"] else None
+        number = 0
+        with written(new) as write:
             for row, asked, _ in with_canaries(self.context, self.canaries, self.step.when):
                 if asked:
                     write({"key": row[ID], "row": line(row).decode()})
                     number += 1
-        if file.exists() and not filecmp.cmp(now, file, shallow=False):
-            self._set_aside(file)
-        record.unlink(missing_ok=True)
-        now.replace(file)
-        note(record, {"identity": identity, "rows": number})
-        return number
+        with open(new, "rb") as content:
+            name = digest([hashlib.file_digest(content, "sha256").hexdigest(), self.work.part_rows])[:12]
+        file = self.context.folder / f"asked-{name}.jsonl"
+        self._take_over(self._folder(file))
+        new.replace(file)
+        note(record, {"identity": identity, "file": file.name, "rows": number})
+        return file if number else None
 
-    def _set_aside(self, file: Path) -> None:
-        """Keeps answers that were asked for as they would be now by their requests, and begins their folder anew."""
-        index, before, rows = index_of(self.folder), made_of(self.folder), Rows.of((str(file),), "key")
-        if index is None or before is None or before["input"] != rows.digest():
-            return
-        if differing(before, {**before, **self._made_of(), **self._model()}):
-            return
-        output = Output(
-            folder=self.folder,
-            format="parquet",
-            schema=None,
-            names={},
-            leases=Leases(self.folder / OWN / "leases", self.work.lease),
-        )
+    def _folder(self, asked: Path) -> Path:
+        """Folder of the answers to rows."""
+        return asked.with_name(f"answers-{asked.stem.removeprefix('asked-')}")
 
-        output.set_aside_damaged(index.ranges)
+    def _take_over(self, folder: Path) -> None:
+        """Keeps the answers of other folders by their requests, for a folder that has not begun."""
+        others = []
+        for asked in sorted(self.context.folder.glob("asked-*.jsonl")):
+            other = self._folder(asked)
+            before = made_of(other)
+            if before is None or other == folder:
+                continue
+            if changed := differing(before, {**before, **self._made_of()}):
+                why = f"was begun otherwise ({told_changes(changed)}): {self._otherwise()}"
+                raise ValueError(f"steps.{self.context.name}: {other}: {why}")
+            others.append((asked, other))
+        if others and made_of(folder) is None:
+            (folder / OWN).mkdir(parents=True, exist_ok=True)
+            number = Known(folder / OWN / _KNOWN).write(each for pair in others for each in self._kept(*pair))
+            notice(
+                f"{self.context.name}: the rows before it changed; {number:,} answers are kept for those that did not"
+            )
 
-        def answers() -> Iterator[tuple[Request, Mapping[str, Any]]]:
-            for range_ in index.ranges:
-                asked = rows.read(range_)
-                by_key = {str(row["key"]): row for row in asked}
-                for key, sample, answer in output.kept(range_, list(by_key)):
-                    yield self.request(by_key[key], sample), answer
+    def _kept(self, asked: Path, folder: Path) -> Iterator[tuple[Request, Mapping[str, Any]]]:
+        """Answers of a folder with their requests."""
+        rows = Rows.of((str(asked),), "key")
+        leases = Leases(folder / OWN / "leases", self.work.lease)
+        output = Output(folder=folder, format="parquet", schema=None, names={}, leases=leases)
+        for range_ in rows.index(held_part_rows(folder)).ranges:
+            by_key = {str(row["key"]): row for row in rows.read(range_)}
+            for key, sample, answer in output.kept(range_, list(by_key)):
+                yield self.request(by_key[key], sample), answer
 
-        number = self._known.add(answers())
-        shutil.rmtree(self.folder)
-        notice(f"{self.context.name}: the rows before it changed; {number:,} answers are kept for those that did not")
-
-    @property
-    def _known(self) -> Known:
-        return Known(self.context.folder / OWN / "known.sqlite")
+    def _otherwise(self) -> str:
+        return f"go back to that, name another output, or remove {self.context.folder} to ask again"
 
     def _made_of(self) -> dict[str, Any]:
-        """Settings that answers depend on beside rows and model."""
+        """What answers depend on beside the rows."""
         given = {name: getattr(self.step, name) for name in _REQUEST[type(self.step)]}
-        return {self.context.name: json.loads(json.dumps(given, default=asdict)), "seed": self.context.seed}
-
-    def _model(self) -> Mapping[str, Any]:
-        return self.models[self.step.role]
+        models = {role: self.models[role] for role in self.step.roles()}
+        made = {self.context.name: json.loads(json.dumps(given, default=asdict)), "seed": self.context.seed}
+        return {**made, "models": models}
 
     @property
     def canaries(self) -> Canaries | None:
         """Canaries of the step."""
         return canaries_of(self.step, self.work) if isinstance(self.step, Ask) else None
 
-    async def ask(self) -> tuple[Output, Index]:
-        """Answers to all of them; see `answer_all`."""
+    async def ask(self, asked: Path) -> tuple[Output, Index]:
+        """Answers to all rows of a file; see `answer_all`."""
         settings = GenerateSettings(key="key", **{name: getattr(self.work, name) for name in BATCH})
-        rows = Rows.of((str(self.context.folder / _ASKED),), "key")
+        rows, folder = Rows.of((str(asked),), "key"), self._folder(asked)
 
         def asks(index: Index) -> Asks:
             self._try(rows.read(index.ranges[0])[:_TRIED])
-            return Asks(prompts=self, made_of=self._made_of(), known=self._known.reader())
+            return Asks(prompts=self, made_of=self._made_of(), known=Known(folder / OWN / _KNOWN).reader())
 
         client = self.clients[self.step.role]
         if not isinstance(self.step, Converse):
-            return await self._answered(client, rows, asks, settings)
+            return await self._answered(client, rows, asks, folder, settings)
         if self.step.user is None:
             talking = Conversing(client, self.step, self.context, self.episodes)
-            return await self._answered(talking, rows, asks, settings)
+            return await self._answered(talking, rows, asks, folder, settings)
         async with self.clients[self.step.user.role] as user:
             await user.check()
             talking = Conversing(client, self.step, self.context, self.episodes, user)
-            return await self._answered(talking, rows, asks, settings)
+            return await self._answered(talking, rows, asks, folder, settings)
 
     async def _answered(
-        self, client: Client, rows: Rows, asks: Any, settings: GenerateSettings
+        self, client: Client, rows: Rows, asks: Any, folder: Path, settings: GenerateSettings
     ) -> tuple[Output, Index]:
         try:
             return await answer_all(
                 client,
                 rows,
                 asks,
-                self.folder,
+                folder,
                 samples=self.step.samples or 1,
                 settings=settings,
                 label=self.context.name,
-                otherwise=f"go back to that, name another output, or remove {self.folder} to ask again",
+                otherwise=self._otherwise(),
             )
         finally:
             for episodes in self._episodes.values():
@@ -190,7 +199,9 @@ class Asking:
     def request(self, row: Mapping[str, Any], sample: int) -> Request:
         """One of the requests of a row; see `Requests`."""
         key, columns = str(row["key"]), read(row["row"])
-        seed = digest(self.context.seed, "synthesize", self.context.name, key, sample) >> 33  # 31 bits, as some take
+        seed = (
+            seeds.digest(self.context.seed, "synthesize", self.context.name, key, sample) >> 33
+        )  # 31 bits, as some take
         body = self.step.sampling.body() | {"seed": seed}
         if isinstance(self.step, Converse):
             task = self._task(columns)
@@ -279,6 +290,8 @@ class Asking:
             key, own = next(found)
             if key != row[ID]:
                 raise ValueError(f"steps.{self.context.name}.when: is not the same for a row each time: {row[ID]}")
+            if len(own) != (self.step.samples or 1):
+                raise ValueError(f"steps.{self.context.name}: row {key}: {len(own)} answers: {self._otherwise()}")
             for answer in own:
                 numbers["answers"] += 1
                 numbers["prompt_tokens"] += answer.get("prompt_tokens") or 0
@@ -330,8 +343,9 @@ class Asking:
             self.context.drop(made, "refusal", " ".join(names["answer"][:80].split()))
             return None
         try:
-            made |= self.context.columns("columns", self.step.columns, names)
-            kept = self.context.satisfies(made, self.step.require, names | made)
+            new = self.context.columns("columns", self.step.columns, names)
+            made |= new
+            kept = self.context.satisfies(made, self.step.require, names | new)
         except ValueError as error:  # a model may say anything
             self._unreadable = self._unreadable or error
             self.context.drop(made, "unreadable answer", str(error))
@@ -372,6 +386,5 @@ def _answers(output: Output, index: Index) -> Iterator[tuple[str, list[dict[str,
 def answered(asking: Asking, identity: str) -> tuple[Output, Index] | None:
     """Answers of an asking step, by this worker and others; None if there is nothing to ask."""
     with only_run_in(asking.context.folder / OWN, "output", wait=A_DAY):
-        if not asking.prepare(identity):
-            return None
-    return asyncio.run(asking.ask())
+        asked = asking.prepare(identity)
+    return None if asked is None else asyncio.run(asking.ask(asked))

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from nemo_ext.job.seeds import uniform
@@ -26,7 +27,7 @@ def canaries_of(step: Ask | Verify, work: WorkSettings) -> Canaries | None:
     if work.canaries is None:
         return step.canaries
     given = step.canaries
-    return Canaries(columns=given.columns, fooled=given.fooled, most=given.most, share=work.canaries)
+    return replace(given, share=work.canaries)
 
 
 def with_canaries(context: Context, canaries: Canaries | None, when: str | None) -> Iterator[tuple[Row, bool, bool]]:
@@ -40,8 +41,12 @@ def with_canaries(context: Context, canaries: Canaries | None, when: str | None)
         if applies and canaries is not None and uniform(context.seed, context.name, "canary", str(row[ID])) < planted:
             others = others_of(number, total, _OTHERS, context.seed, context.name, "canary", row[ID])
             rows = [context.rows[other] for other in others]
-            other = next((each for each in rows if _origin(each) != _origin(row)), rows[0])
+            other = next((each for each in rows if _origin(each) != _origin(row)), None)
+            if other is None:
+                continue
             names = context.names(row, other=other)
+            if canaries.when is not None and not context.value("canaries.when", canaries.when, names):
+                continue
             planted_columns = context.columns("canaries.columns", canaries.columns, names)
             yield {**row, **planted_columns, ID: f"{row[ID]}/canary"}, True, True
 

@@ -90,7 +90,7 @@ def run(config: Mapping[str, Any]) -> None:
     except TooManyDead as error:
         _fail(
             f"{folder}: more than synthesize.max_dead={work.max_dead:g} of a step's answers failed, last: {error}; "
-            "the folders steps/*/answers/dead say why; mend that and give synthesize.retry_dead=true, or raise max_dead"
+            "steps/*/answers-*/dead says why; mend that and give synthesize.retry_dead=true, or raise max_dead"
         )
     except EndpointGone as error:
         _fail(f"{error}; the same command goes on")
@@ -242,11 +242,9 @@ class _Run:
         settings = json.loads(json.dumps(asdict(step), default=str))
         identity = digest([name, step.kind, settings, models, self.given.seed, canaries, before])
         record, file = folder / _DONE, RowFile(folder / _ROWS)
-        counts = self._done(record, identity)
-        if counts is not None and self.work.retry_dead and counts.dropped.get("no answer"):
-            record.unlink()
-            counts = None
-        if counts is None:
+        done = self._done(record, identity)
+        again = done is not None and self.work.retry_dead and bool(done[0].dropped.get("no answer"))
+        if done is None or again:
             context = Context(name=name, folder=folder, rows=rows, seed=self.given.seed)
             notice(f"{label}: {len(rows):,} rows")
             answers = None
@@ -255,20 +253,19 @@ class _Run:
                 asking = Asking(step=step, context=context, clients=clients, work=self.work, models=self._models)
                 answers = answered(asking, identity)
             with only_run_in(folder / OWN, "output", wait=A_DAY):
-                if (counts := self._done(record, identity)) is None:  # another worker may have been here
+                done = self._done(record, identity)  # another worker may have been here
+                if done is None or again:
                     if isinstance(step, Ask | Converse):
                         found = asking.rows(answers)
                     elif isinstance(step, Verify):
-                        found = Verifying(step=step, context=context, judge=self._judge(step), work=self.work).rows(
-                            identity
-                        )
+                        verifying = Verifying(step=step, context=context, judge=self._judge(step), work=self.work)
+                        found = verifying.rows(identity)
                     else:
                         found = plain.made(step, context)
                     record.unlink(missing_ok=True)
-                    counts = self._kept(found, context, file.path)
-                    held = {"identity": identity, "rows": _hash(file.path), "counts": counts.record()}
-                    note(record, held)
-        return file, json.loads(record.read_text())["rows"], counts
+                    done = self._kept(found, context, file.path), _hash(file.path)
+                    note(record, {"identity": identity, "counts": done[0].record(), "rows": done[1]})
+        return file, done[1], done[0]
 
     def _kept(self, rows: Iterator[Row], context: Context, path: Path) -> Counts:
         with written(path) as write:
@@ -277,11 +274,13 @@ class _Run:
                 context.counts.made += 1
         return context.counts
 
-    def _done(self, record: Path, identity: str) -> Counts | None:
-        if not record.exists():
+    def _done(self, record: Path, identity: str) -> tuple[Counts, str] | None:
+        """What a finished step counted, and the digest of its rows; None if it is to be made, or made again."""
+        try:
+            held = json.loads(record.read_text())
+        except FileNotFoundError:
             return None
-        held = json.loads(record.read_text())
-        return Counts.of(held["counts"]) if held["identity"] == identity else None
+        return (Counts.of(held["counts"]), str(held["rows"])) if held["identity"] == identity else None
 
     def _judge(self, step: Verify) -> dict[str, Any] | None:
         """Settings of a step's judge."""
@@ -335,7 +334,8 @@ def _first_request(given: _Given, recipe: Recipe) -> tuple[str, Any] | None:
             for row in rows:
                 if context.applies(step.when, row):
                     return name, asking.prompt_of(row)
-        if isinstance(step, Ask | Verify | Converse):
+            continue  # its answers change other rows than these
+        if isinstance(step, Verify | Converse):
             return None
         made = FirstRows.__new__(FirstRows)
         made.rows = list(plain.made(step, context))

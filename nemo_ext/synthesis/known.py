@@ -4,7 +4,6 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +11,35 @@ import orjson
 
 from nemo_ext.endpoint.client import Answer, Request
 from nemo_ext.generate.columns import ANSWER
+from nemo_ext.job.files import unfinished
 from nemo_ext.job.made_of import digest
 from nemo_ext.synthesis.conversing import Play
 
-_KEPT = tuple(name for name in ANSWER if name in {each.name for each in fields(Answer)})
+_KEPT = tuple(name for name in ANSWER if name not in ("key", "sample"))
 
 
 class Known:
-    """Answers by their requests, in a file."""
+    """Answers by their requests, in a file that is written once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def add(self, answers: Iterable[tuple[Request, Mapping[str, Any]]]) -> int:
-        """Keep answers of requests; returns how many."""
-        number = 0
-        with closing(sqlite3.connect(self.path)) as database, database:
-            database.execute("CREATE TABLE IF NOT EXISTS known (request TEXT PRIMARY KEY, answer TEXT)")
+    def write(self, answers: Iterable[tuple[Request, Mapping[str, Any]]]) -> int:
+        """Write the file; returns how many answers are in it."""
+        new = unfinished(self.path)
+        new.unlink(missing_ok=True)
+        with closing(sqlite3.connect(new)) as database, database:
+            database.execute("PRAGMA journal_mode=OFF")
+            database.execute("CREATE TABLE known (request TEXT PRIMARY KEY, answer TEXT)")
             for request, answer in answers:
-                held = orjson.dumps(
-                    {name: answer[name] for name in _KEPT if name not in ("key", "sample")}, default=str
-                )
-                database.execute("INSERT OR REPLACE INTO known VALUES (?, ?)", (_name(request), held.decode()))
-                number += 1
-        return number
+                held = orjson.dumps({name: answer[name] for name in _KEPT}, default=str).decode()
+                database.execute("INSERT OR REPLACE INTO known VALUES (?, ?)", (_name(request), held))
+            (number,) = database.execute("SELECT count(*) FROM known").fetchone()
+        new.replace(self.path)
+        return int(number)
 
     def reader(self) -> Callable[[Request], Answer | None] | None:
-        """Function of a request that returns its answer, or None; None if nothing is known."""
+        """Function of a request that returns its answer, or None; None if there is no file."""
         if not self.path.exists():
             return None
         database = sqlite3.connect(f"file:{self.path}?mode=ro", uri=True)

@@ -51,7 +51,8 @@ class Canaries:
 
     Attributes:
         share: share of the rows that get one; at least `LEAST` rows, or all if there are fewer.
-        columns: columns that are planted, as expressions that may name `other`, another row.
+        columns: columns that are planted, as expressions that may name `other`, a row made of another one of the input.
+        when: expression: in which rows a fault is planted; None for any.
         fooled: expression over the answer's columns: true if the fault was taken for right.
         most: share of the canaries above which the job ends.
     """
@@ -60,8 +61,16 @@ class Canaries:
 
     columns: Named
     fooled: Expression
+    when: Expression | None = None
     share: Share = 0.02
     most: Share = 0.2
+
+    def values(self) -> Iterator[tuple[str, str]]:
+        """The expressions, each with its key."""
+        yield from _named(**{"canaries.columns": self.columns})
+        yield "canaries.fooled", self.fooled
+        if self.when is not None:
+            yield "canaries.when", self.when
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -154,8 +163,7 @@ class Ask(Step):
         yield from _given(self, "messages", "tools", "thinking")
         yield from _named(columns=self.columns, require=self.require)
         if self.canaries is not None:
-            yield from _named(**{"canaries.columns": self.canaries.columns})
-            yield "canaries.fooled", self.canaries.fooled
+            yield from self.canaries.values()
 
     def roles(self) -> Iterator[str]:
         yield self.role
@@ -250,8 +258,7 @@ class Verify(Step):
         yield from ((key, getattr(self, key)) for key in ("answer", "reasoning", "tool_calls", "tools"))
         yield from _named(reference=self.reference or {})
         if self.canaries is not None:
-            yield from _named(**{"canaries.columns": self.canaries.columns})
-            yield "canaries.fooled", self.canaries.fooled
+            yield from self.canaries.values()
 
     def roles(self) -> Iterator[str]:
         if self.judge is not None:

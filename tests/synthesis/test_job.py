@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -505,3 +506,71 @@ def test_what_cannot_be_told_before_is_no_reason_to_refuse(
 
     code, said = synthesize(*words, f"input={written([])}", "synthesize.dry_run=true")
     assert code == 2 and "has no rows" in said
+
+
+def test_answers_of_another_model_are_not_taken_over(
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], records: Any, tmp_path: Path
+) -> None:
+    recipe = RECIPE.replace("steps:\n", "steps:\n  early: {kind: keep, require: {many: n < 10}}\n")
+    words = [*own(recipe), "steps.second=null", "outputs.documents.record.text=first"]
+    first, second = model(lambda *_: "first", "a"), model(lambda *_: "second", "b")
+    assert synthesize(*words, f"endpoint={first.url}")[0] == 0
+    assert synthesize(*words, f"endpoint={first.url}", "steps.early.require.many=n < 20")[0] == 0
+
+    code, said = synthesize(*words, f"endpoint={second.url}", "steps.early.require.many=n < 12")
+    assert code == 2 and "model" in said and "steps/first" in said and not second.requests
+
+    shutil.rmtree(tmp_path / "out" / "steps" / "first")
+    assert synthesize(*words, f"endpoint={second.url}", "steps.early.require.many=n < 12")[0] == 0
+    assert {each["text"] for each in records("documents")} == {"second"} and len(second.requests) == 12
+
+
+def test_rows_and_a_setting_changed_at_once_can_be_taken_back(
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    served = model(echo)
+    recipe = RECIPE.replace("steps:\n", "steps:\n  early: {kind: keep, require: {many: n < 10}}\n")
+    words = [*own(recipe), f"endpoint={served.url}"]
+    assert synthesize(*words)[0] == 0
+    assert synthesize(*words, "steps.early.require.many=n < 20", "steps.first.temperature=1")[0] == 2
+    before = len(served.requests)
+
+    assert synthesize(*words)[0] == 0
+    assert len(served.requests) == before
+    assert synthesize(*words, "synthesize.part_rows=3", "steps.early.require.many=n < 12")[0] == 0
+    assert len(served.requests) == before + 4
+
+
+def test_a_condition_reads_the_answer_and_not_the_rows_column(
+    model: Callable[..., Any],
+    synthesize: Run,
+    own: Callable[..., list[str]],
+    written: Callable[..., Path],
+    records: Any,
+) -> None:
+    recipe = RECIPE.replace(
+        "columns: {first: answer}", "columns: {first: answer}, require: {good: \"answer == 'said Say 2.'\"}"
+    )
+    words = own(recipe)
+    file = written([{"id": "a", "n": 2, "answer": "other"}], "answers.jsonl")
+
+    code, said = synthesize(*words, f"input={file}", f"endpoint={model(echo).url}")
+
+    assert code == 0 and len(records("documents")) == 1, said
+
+
+def test_no_fault_is_planted_where_there_is_none(
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], report: Any, tmp_path: Path
+) -> None:
+    canaries = "columns: {second: answer}, canaries: {columns: {first: other.first}, fooled: 'true'"
+    recipe = RECIPE.replace("columns: {second: answer}", canaries + ", when: n > 100}")
+
+    code, said = synthesize(*own(recipe), f"endpoint={model(echo).url}")
+    assert code == 0, said
+    assert "canaries" not in report()["steps"]["second"]["numbers"]
+
+    one = RECIPE.replace("columns: {second: answer}", canaries + "}").replace(
+        "first: {kind: ask,", "first: {kind: ask, samples: 4,"
+    )
+    code, said = synthesize(*own(one, 1), f"endpoint={model(echo).url}", f"output={tmp_path / 'one'}")
+    assert code == 0, said

@@ -337,7 +337,7 @@ def test_lines_are_translated_and_the_rest_is_left_alone(
         "recipe=translate",
         f"input={written(rows)}",
         f"endpoint={model(translate).url}",
-        "steps.target.rows=[{'code': 'de', 'name': 'German'}]",
+        "steps.target.rows=[{'to': 'de', 'to_name': 'German'}]",
     )
 
     assert code == 0, said
