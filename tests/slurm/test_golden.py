@@ -50,8 +50,8 @@ SUBMITTED = {
     ],
     "a batch job": ["job=generate", "endpoint=runs/serve", "input=rows.parquet", "output=answers"],
     "synthetic data with its servers": [
-        *("job=synthesize", "recipe=verified_traces", "model=exports/nano", "serving.engine=vllm", "serving.replicas=8"),
-        *("input=tasks.jsonl", "output=traces", "steps.solve.samples=4"),
+        *("job=synthesize", "recipe=verified_traces", "model=exports/nano", "serving.engine=vllm"),
+        *("serving.replicas=8", "input=tasks.jsonl", "output=traces", "steps.solve.samples=4"),
     ],
     "an evaluation with its servers": [
         *("job=evaluate", "model=exports/nano", "serving.engine=vllm", "serving.replicas=8"),
