@@ -126,7 +126,9 @@ class Asking:
         rows = Rows.of((str(asked),), "key")
         leases = Leases(folder / OWN / "leases", self.work.lease)
         output = Output(folder=folder, format="parquet", schema=None, names={}, leases=leases)
-        for range_ in rows.index(held_part_rows(folder)).ranges:
+        ranges = rows.index(held_part_rows(folder)).ranges
+        output.set_aside_damaged(ranges)
+        for range_ in ranges:
             by_key = {str(row["key"]): row for row in rows.read(range_)}
             for key, sample, answer in output.kept(range_, list(by_key)):
                 yield self.request(by_key[key], sample), answer
@@ -199,9 +201,8 @@ class Asking:
     def request(self, row: Mapping[str, Any], sample: int) -> Request:
         """One of the requests of a row; see `Requests`."""
         key, columns = str(row["key"]), read(row["row"])
-        seed = (
-            seeds.digest(self.context.seed, "synthesize", self.context.name, key, sample) >> 33
-        )  # 31 bits, as some take
+        names = (self.context.seed, "synthesize", self.context.name, key, sample)
+        seed = seeds.digest(*names) >> 33  # some servers take no more than 31 bits
         body = self.step.sampling.body() | {"seed": seed}
         if isinstance(self.step, Converse):
             task = self._task(columns)

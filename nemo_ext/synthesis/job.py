@@ -23,7 +23,7 @@ from nemo_ext.job.files import only_run_in
 from nemo_ext.job.made_of import digest, note
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import OWN
-from nemo_ext.job.settings import STRICT, Strings, checked
+from nemo_ext.job.settings import STRICT, Strings, check_keys, checked
 from nemo_ext.rl.environments import make, settings_of
 from nemo_ext.serving.meanwhile import endpoint_of
 from nemo_ext.serving.model import check as check_model
@@ -146,6 +146,7 @@ def _check_environment(where: str, step: Verify | Converse) -> None:
             raise ValueError(f"judge: {step.environment} asks no judge")
         if known.get("judge") and not judged:
             raise ValueError(f"judge: {step.environment} wants one: name a role")
+        check_keys(settings, tuple(known), required=(), where="settings")
         if not judged:
             found = make(str(step.environment), settings)
             if (found.begin is None) == isinstance(step, Converse):

@@ -4,7 +4,6 @@ Nemotron 3 Nano, section 3.1.2 (multilingual): "translates inputs line-by-line a
 code, XML tags, URLs".
 """
 
-import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -34,11 +33,8 @@ def lines(text: str) -> list[dict[str, Any]]:
         inside = state.takes(line) or _MODE.fullmatch(line) is not None
         taken = _MARK.search(line) is not None  # a mark of its own could not be told apart
         start = _prefix(line)
-        aside = [] if inside or taken else [found.group() for found in _ASIDE.finditer(line, start)]
-        marks = (f"\u27e6{number}\u27e7" for number in itertools.count())
-        masked = _ASIDE.sub(lambda _, marks=marks: next(marks), line[start:])  # type: ignore[misc]
-        letters = any(map(str.isalpha, _MARK.sub("", masked)))
-        translate = not inside and not taken and letters
+        masked, aside = (line, []) if inside or taken else _masked(line[start:])
+        translate = not inside and not taken and any(map(str.isalpha, _MARK.sub("", masked)))
         made.append({"line": line, "masked": masked.strip(), "aside": aside, "translate": translate})
     return [{**each, "closed": not state.open} for each in made]
 
@@ -77,6 +73,17 @@ class _Block:
                 self._end = end
                 return True
         return False
+
+
+def _masked(text: str) -> tuple[str, list[str]]:
+    """A text with marks, and the pieces that they stand for."""
+    aside: list[str] = []
+
+    def put(piece: re.Match[str]) -> str:
+        aside.append(piece.group())
+        return f"\u27e6{len(aside) - 1}\u27e7"
+
+    return _ASIDE.sub(put, text), aside
 
 
 def _prefix(line: str) -> int:

@@ -412,7 +412,7 @@ def test_ids_may_look_like_those_of_canaries(
 
 
 def test_an_answer_may_be_anything(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], report: Any, records: Any
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], report: Any, records: Any, tmp_path: Path
 ) -> None:
     def rule(asked: str, payload: Mapping[str, Any]) -> str:
         number = int(re.findall(r"\d+", asked)[0])
@@ -443,13 +443,8 @@ def test_an_answer_may_be_anything(
 
     assert code == 0, said
     assert report()["outputs"]["documents"]["made"] == 6
-    assert [
-        json.loads(line)["why"]
-        for line in (Path(str(report.__closure__[0].cell_contents)) / "out/steps/second/rows.jsonl")
-        .read_bytes()
-        .splitlines()
-        if b"ok" in line
-    ] == [""]
+    verified = (tmp_path / "out" / "steps" / "second" / "rows.jsonl").read_bytes().splitlines()
+    assert [json.loads(line)["why"] for line in verified if b"ok" in line] == [""]
 
 
 def test_verdicts_that_did_not_come_are_asked_again(
@@ -480,7 +475,7 @@ MORE = {
     "steps.first.columns={id: answer}": "steps.first: id names the row",
     "steps.first.when=[true] | random": "steps.first.when",
     "steps.keep.require={odd: n.bit_length}": "bit_length is a function",
-    "+outputs./tmp/evil={kind: documents, record: {text: first}}": "",
+    "steps.check={kind: verify, environment: judge, judge: judge, settings: {lenght: 1}}": "unknown key 'lenght'",
 }
 
 
@@ -491,6 +486,16 @@ def test_more_wrong_settings(
     code, said = synthesize(*own(), f"endpoint={model(echo).url}", word)
 
     assert code == 2 and MORE[word] in said and "Traceback" not in said
+
+
+def test_a_file_has_no_name_outside_the_output(
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    recipe = RECIPE.replace("  documents:", "  ../evil:")
+
+    code, said = synthesize(*own(recipe), f"endpoint={model(echo).url}")
+
+    assert code == 2 and "outputs.../evil: a name has letters" in said and not (tmp_path / "evil.jsonl").exists()
 
 
 def test_what_cannot_be_told_before_is_no_reason_to_refuse(
