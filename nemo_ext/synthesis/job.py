@@ -241,7 +241,9 @@ class _Run:
         canaries = {"canaries": self.work.canaries} if getattr(step, "canaries", None) is not None else {}
         models = {role: self._models[role] for role in step.roles()}
         settings = json.loads(json.dumps(asdict(step), default=str))
-        identity = digest([name, step.kind, settings, models, self.given.seed, canaries, before])
+        reads = plain.screen_of(step, f"steps.{name}").reads() if isinstance(step, Screen) else []
+        files = [_hash(path) for path in reads]
+        identity = digest([name, step.kind, settings, models, files, self.given.seed, canaries, before, __version__])
         record, file = folder / _DONE, RowFile(folder / _ROWS)
         done = self._done(record, identity)
         again = done is not None and self.work.retry_dead and bool(done[0].dropped.get("no answer"))

@@ -488,6 +488,26 @@ def test_more_wrong_settings(
     assert code == 2 and MORE[word] in said and "Traceback" not in said
 
 
+def test_another_test_set_of_the_same_name_is_noticed(
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], report: Any, tmp_path: Path
+) -> None:
+    held = tmp_path / "held.txt"
+    filters = f"{{decontamination: {{test_sets: [{{name: held, path: {held}}}]}}}}"
+    words = [*own(), f"endpoint={model(echo).url}", "steps.second=null", "outputs.documents.record.text=first"]
+    words += [f"steps.gate={{kind: screen, messages: first, filters: {filters}}}"]
+    held.write_text("Nothing that any of these rows has ever said.\n")
+    assert synthesize(*words)[0] == 0
+    assert report()["steps"]["gate"]["dropped"] == {}
+
+    held.write_text("said Say 0.\n")
+    code, said = synthesize(*words, "steps.gate.filters.decontamination.min_words=1")
+    assert code == 0, said
+    assert report()["steps"]["gate"]["dropped"] == {"decontamination/benchmark": 1}
+    held.write_text("said Say 2.\nsaid Say 4.\n")
+    assert synthesize(*words, "steps.gate.filters.decontamination.min_words=1")[0] == 0
+    assert report()["steps"]["gate"]["dropped"] == {"decontamination/benchmark": 2}
+
+
 def test_a_file_has_no_name_outside_the_output(
     model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], tmp_path: Path
 ) -> None:
