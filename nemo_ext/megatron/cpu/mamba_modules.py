@@ -256,18 +256,19 @@ STAND_INS: dict[str, dict[str, dict[str, object]]] = {
 
 
 def install() -> tuple[str, ...]:
-    """Puts the torch kernels in `sys.modules` where mamba_ssm is not installed; may be called again.
+    """Puts the torch kernels in `sys.modules` where mamba_ssm is not installed, or has no GPU; may be called again.
 
-    causal_conv1d stands in only along with mamba_ssm, and only if it is missing too.
+    causal_conv1d stands in only along with mamba_ssm, and with a GPU only if it is missing too.
 
     Returns:
-        The packages served by stand-ins in this process; empty with a real mamba_ssm.
+        The packages served by stand-ins in this process; empty with a real mamba_ssm and a GPU.
 
     Raises:
         RuntimeError: If Megatron's mixer was already imported without these kernels.
     """
     served = tuple(name for name in STAND_INS if is_stand_in(name))
-    if served or importlib.util.find_spec("mamba_ssm") is not None:
+    device = torch.cuda.is_available()
+    if served or (device and importlib.util.find_spec("mamba_ssm") is not None):
         return served
     mixer = sys.modules.get(MIXER)
     if mixer is not None and not mixer.HAVE_MAMBA_SSM:
@@ -275,7 +276,7 @@ def install() -> tuple[str, ...]:
             f"{MIXER} was imported without mamba_ssm and will not look again: "
             "call mamba_modules.install() before any import of it"
         )
-    missing = tuple(name for name in STAND_INS if importlib.util.find_spec(name) is None)
+    missing = tuple(name for name in STAND_INS if not device or importlib.util.find_spec(name) is None)
     for package in missing:
         for name, attributes in STAND_INS[package].items():
             sys.modules[name] = _module(name, attributes)

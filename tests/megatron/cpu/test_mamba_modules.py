@@ -46,17 +46,29 @@ def test_install_serves_both_packages_once(without_kernels: None) -> None:
         importlib.import_module("mamba_ssm.modules.mamba2")
 
 
-@pytest.mark.parametrize(("package", "served"), [("mamba_ssm", ()), ("causal_conv1d", ("mamba_ssm",))])
-def test_install_leaves_a_real_package_alone(
-    without_kernels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, served: tuple[str, ...]
+BOTH = ("mamba_ssm", "causal_conv1d")
+
+
+@pytest.mark.parametrize(
+    ("package", "device", "served"),
+    [("mamba_ssm", True, ()), ("causal_conv1d", True, ("mamba_ssm",)), *((name, False, BOTH) for name in BOTH)],
+)
+def test_install_leaves_a_real_package_alone_where_it_has_a_device(
+    without_kernels: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    package: str,
+    device: bool,
+    served: tuple[str, ...],
 ) -> None:
     (tmp_path / package).mkdir()
     (tmp_path / package / "__init__.py").write_text("origin = 'real'\n")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device)
 
     assert mamba_modules.install() == served
-    assert not mamba_modules.is_stand_in("causal_conv1d")
-    assert importlib.import_module(package).origin == "real"
+    assert mamba_modules.is_stand_in("causal_conv1d") == (not device)
+    assert (getattr(importlib.import_module(package), "origin", None) == "real") == device
 
 
 def test_install_after_the_mixer_is_refused(
