@@ -1,7 +1,7 @@
 """Losses of every family's smallest model on a GPU, by precision and back end, beside float32 on the CPU.
 
     python benchmarks/gpu_curves.py runs/curves                 # several at a time; the table grows as they end
-    python benchmarks/gpu_curves.py runs/curves --only cpu      # the references alone, on any machine
+    python benchmarks/gpu_curves.py runs/curves --only "cpu fp32"      # the references, on any machine
 
 The quickstart's recipe and text, with weights drawn on the CPU: all runs of a model start from the same ones and see
 the same batches. Runs that are done are not run again.
@@ -17,8 +17,8 @@ from pathlib import Path
 from nemo_ext.job.run_directory import METRICS, read_metrics
 
 MODELS = ("nemotron3_nano", "domyn_small", "llama_nemotron", "olmo1", "olmo3")
+CPU = "cpu fp32"
 SIDES: dict[str, tuple[str, ...]] = {
-    "cpu fp32": ("precision=fp32", "model.backend=local"),
     "fp32": ("precision=fp32",),
     "bf16": ("precision=bf16",),
     "bf16 local": ("precision=bf16", "model.backend=local"),
@@ -26,6 +26,7 @@ SIDES: dict[str, tuple[str, ...]] = {
     "fp8_delayed": ("precision=fp8_delayed",),
     "fp8_blockwise": ("precision=fp8_blockwise",),
     "fp8_current local": ("precision=fp8_current", "model.backend=local"),
+    CPU: ("precision=fp32", "model.backend=local"),
 }
 COMMON = ("megatron.use_cpu_initialization=true", "megatron.save_interval=1000")
 
@@ -36,7 +37,7 @@ def run(out: Path, model: str, side: str, limit: float) -> str:
     if (directory / "done").exists():
         return ""
     command = [sys.executable, "-m", "nemo_ext.cli", "train", f"run_dir={directory}", f"model={model}_tiny"]
-    environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if side.startswith("cpu") else {})}
+    environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if side == CPU else {})}
     try:
         ended = subprocess.run(
             [*command, f"data_root={out / 'data'}", *COMMON, *SIDES[side]],
@@ -60,6 +61,14 @@ def folder(out: Path, model: str, side: str) -> Path:
     return out / f"{model}_{side.replace(' ', '_')}"
 
 
+def curve(out: Path, model: str, side: str) -> tuple[list[float], list[float]]:
+    """Losses of training and of validation."""
+    found = read_metrics(folder(out, model, side) / METRICS)
+    return [line["loss"] for line in found if "loss" in line], [
+        line["val_loss"] for line in found if "val_loss" in line
+    ]
+
+
 def table(out: Path, failed: dict[tuple[str, str], str]) -> str:
     """By model and side: losses of the first steps, of the last ten and of validation, and how far from the CPU's."""
     lines = [
@@ -67,17 +76,13 @@ def table(out: Path, failed: dict[tuple[str, str], str]) -> str:
         "|:--|:--|--:|--:|--:|--:|",
     ]
     for model in MODELS:
-        reference = None
+        reference = curve(out, model, CPU)[1]
         for side in SIDES:
-            found = read_metrics(folder(out, model, side) / METRICS)
-            steps = [line["loss"] for line in found if "loss" in line]
-            valid = [line["val_loss"] for line in found if "val_loss" in line]
+            steps, valid = curve(out, model, side)
             if (model, side) in failed or not steps or not valid:
                 lines.append(f"| {model} | {side} | {failed.get((model, side), 'not run')} | | | |")
                 continue
-            if side == "cpu fp32":
-                reference = valid[-1]
-            off = "" if reference is None else f"{valid[-1] / reference - 1:+.2%}"
+            off = f"{valid[-1] / reference[-1] - 1:+.2%}" if reference and side != CPU else ""
             last = sum(steps[-10:]) / len(steps[-10:])
             lines.append(f"| {model} | {side} | {steps[0]:.4f} | {last:.4f} | {valid[-1]:.4f} | {off} |")
     return "\n".join(lines) + "\n"
@@ -86,14 +91,14 @@ def table(out: Path, failed: dict[tuple[str, str], str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="where runs and the table (curves.md) go")
-    parser.add_argument("--only", default="", help="sides whose name holds this, such as cpu, bf16 or local")
+    parser.add_argument("--only", nargs="+", choices=tuple(SIDES), default=list(SIDES), help="these sides alone")
     parser.add_argument("--together", type=int, default=8, help="runs at a time (default 8)")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for a run (default 300)")
     arguments = parser.parse_args()
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     failed: dict[tuple[str, str], str] = {}
-    wanted = [(model, side) for side in SIDES if arguments.only in side for model in MODELS]
+    wanted = [(model, side) for side in arguments.only for model in MODELS]
 
     def one(case: tuple[str, str]) -> None:
         if said := run(out, *case, arguments.limit):

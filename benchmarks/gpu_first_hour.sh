@@ -5,7 +5,7 @@
 #
 # Steps: look tests curves sensitivity bench training (all, by default); a+b runs a and b side by side, for what is not timed.
 # A step leaves OUT/STEP.txt, and OUT/STEP.done when it ends well: it is not run again then. Ctrl-C ends the step; the same
-# command goes on. PYTHON names the interpreter, SECONDS_SCALE=2 doubles the limits.
+# command goes on. PYTHON names the interpreter, LIMIT=300 sets the seconds of each step.
 set -uo pipefail
 [ $# -ge 1 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 2; }
 cd "$(dirname "$0")/.." || exit 1
@@ -20,7 +20,7 @@ step() { # name, seconds, command
   [ -e "$out/$1.done" ] && { echo "== $1: done before"; return 0; }
   local began status
   began=$(date +%s)
-  timeout --kill-after=10 $(($2 * ${SECONDS_SCALE:-1})) bash -c "$3" >"$out/$1.txt" 2>&1
+  timeout --signal=INT --kill-after=15 "${LIMIT:-$2}" bash -c "$3" >"$out/$1.txt" 2>&1
   status=$?
   [ $status -eq 0 ] && touch "$out/$1.done"
   [ $status -eq 130 ] && exit 130

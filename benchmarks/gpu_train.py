@@ -25,8 +25,6 @@ GIB = 1 << 30
 COMMON = (
     "data=mock",
     "train.validate_at_start=false",
-    f"train.tokens=${{multiply:{STEPS},${{megatron.seq_length}},${{megatron.global_batch_size}}}}",
-    "megatron.global_batch_size=${megatron.micro_batch_size}",
     "megatron.eval_interval=1000",
     "megatron.eval_iters=1",
     "megatron.save_interval=1000",
@@ -45,8 +43,9 @@ class Model:
 def model(name: str, pattern: str | None, length: int, batch: int, *more: str) -> Model:
     cut = () if pattern is None else (f"model.pattern={pattern}", "megatron.padded_vocab_size=32768")
     title = f"{name}{'' if pattern is None else f', {pattern}'}, {batch} x {length} tokens"
-    words = (f"model={name}", *cut, f"megatron.seq_length={length}", f"megatron.micro_batch_size={batch}", *more)
-    return Model(title, words)
+    batches = (f"megatron.micro_batch_size={batch}", f"megatron.global_batch_size={batch}")
+    words = (f"model={name}", *cut, f"megatron.seq_length={length}", *batches, f"train.tokens={STEPS * batch * length}")
+    return Model(title, (*words, *more))
 
 
 OLMO1 = model("olmo1_1b", None, 2048, 8)

@@ -155,6 +155,8 @@ def command_line(config: Mapping[str, Any]) -> list[str]:
         values |= LOCAL_BACKEND
     else:
         values["transformer_impl"] = "transformer_engine"
+        if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:  # apex's, which the output layer wants
+            values["no_gradient_accumulation_fusion"] = True
     if not torch.cuda.is_available():
         values |= CPU
     run_dir = Path(config["run_dir"])
