@@ -54,6 +54,20 @@ def test_every_family_learns_on_the_device(
     assert lines[-1]["loss"] < 0.95 * lines[0]["loss"]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("model", FAMILIES)
+def test_losses_are_those_of_the_cpu(
+    train_ranks: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, backend: str
+) -> None:
+    words = (f"model={model}", "precision=fp32", "megatron.use_cpu_initialization=true")
+    found = train_ranks(tmp_path / "device", *words, f"model.backend={backend}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    expected = train_ranks(tmp_path / "cpu", *words, "model.backend=local")
+
+    assert losses(found) == pytest.approx(losses(expected), rel=2e-3)
+
+
 @needs_engine
 @pytest.mark.parametrize("model", FAMILIES)
 def test_a_checkpoint_continues_on_the_other_back_end(train_ranks: Train, tmp_path: Path, model: str) -> None:
