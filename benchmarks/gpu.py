@@ -5,7 +5,6 @@
 
 - fp8: a step (forward and backward) of linear maps in FP8 against BF16, with Transformer Engine where it is
   installed, else with torch's scaled matrix products.
-- squared_relu: our kernel against torch, torch.compile and what the memory's bandwidth allows.
 - ffn_fusion: FFNs one after the other against one wide FFN (FFN Fusion, arXiv:2503.18908) for few tokens.
 - ssd: Mamba-2's scan in torch (nemo_ext/megatron/cpu) against the Triton kernels of mamba_ssm.
 
@@ -14,7 +13,6 @@ cannot run here says why in the table.
 """
 
 import argparse
-import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -75,8 +73,6 @@ def main(arguments: argparse.Namespace) -> None:
     """Runs the parts, one after the other; the file has those that are done."""
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device here: try the script with --device cpu --small")
-    if arguments.device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which only the parts do
     torch.manual_seed(0)
     sizes = SMALL if arguments.small else Sizes()
     machine = Machine(arguments.device, sizes.rounds)

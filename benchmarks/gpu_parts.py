@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_timing import Machine, Step, Table, Timing, compare, made_at_first, training_step
+from gpu_timing import Machine, Step, Table, compare, made_at_first, training_step
 from torch import Tensor
 
 from nemo_ext.megatron.float8 import E5M2, SCALINGS, float8_linear
@@ -143,60 +143,6 @@ def engine_steps(maps: list[tuple[int, int]], sizes: Sizes, machine: Machine) ->
     return steps
 
 
-def squared_relu(sizes: Sizes, machine: Machine) -> Iterator[Table]:
-    """Our kernels against torch and against a copy of the same bytes."""
-    from nemo_ext.megatron.squared_relu import kernels, squared_relu, squared_relu_to_fp8
-
-    x = machine.random(sizes.tokens, sizes.ffn)
-    scale = torch.tensor(2.0, device=machine.device)
-
-    def unfused(x: Tensor) -> Tensor:
-        return torch.pow(torch.relu(x), 2)
-
-    def unfused_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-        y = unfused(x)
-        return (y.float() * scale).clamp(max=448.0).to(torch.float8_e4m3fn), y.amax().float()
-
-    def fused_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-        return squared_relu_to_fp8(x, scale)
-
-    def forward(function: Callable[[Tensor], Any]) -> Step:
-        return lambda: function(x)
-
-    def both_ways(function: Callable[[Tensor], Any]) -> Step:
-        return training_step(function, x.detach().clone().requires_grad_(), [])
-
-    kinds = {
-        "forward": (2, forward, unfused, squared_relu),
-        "forward and backward": (5, both_ways, unfused, squared_relu),
-        "forward to FP8, with the largest output": (1.5, forward, unfused_fp8, fused_fp8),
-    }
-    target = torch.empty_like(x)
-    for kind, (passes, make, torch_form, ours) in kinds.items():
-        table = Table(f"Squared ReLU, {kind}: {sizes.tokens} x {sizes.ffn}, bf16")
-        steps = {
-            "torch": make(torch_form),
-            "torch.compile": made_at_first(partial(make, torch.compile(torch_form))),
-            "Triton (ours)": made_at_first(partial(make, ours)),
-            "copy": lambda: target.copy_(x),
-        }
-        compare(table, steps, machine)
-        *sides, (_, copy, _) = table.rows
-        assert copy is not None
-        bound = passes / 2 * copy.median
-        table.rows = [
-            (name, t, remark if t is None else f"{bound / t.median:.0%} of the bound") for name, t, remark in sides
-        ]
-        table.rows.append(("bound by bandwidth", Timing(bound, bound, bound), f"{passes:g} tensors of bf16 moved"))
-        gigabytes = 2 * x.numel() * x.element_size() / 1e6 / copy.median
-        table.remarks.append(f"The bound is that of a copy, which moves {gigabytes:.3g} GB/s.")
-        if kernels is None:
-            table.remarks.append("Triton is not installed: ours is Megatron's function here.")
-        elif kernels.INTERPRETED:
-            table.remarks.append("Ours runs in Triton's interpreter here: no measure of its speed.")
-        yield table
-
-
 def ffn(x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
     """A SwiGLU FFN with its norm, by the names of Megatron's checkpoint."""
     normed = F.rms_norm(x, x.shape[-1:], weights["linear_fc1.layer_norm_weight"], 1e-5)
@@ -282,7 +228,6 @@ def ssd(sizes: Sizes, machine: Machine) -> Iterator[Table]:
 
 PARTS: dict[str, Callable[[Sizes, Machine], Iterator[Table]]] = {
     "fp8": fp8,
-    "squared_relu": squared_relu,
     "ffn_fusion": ffn_fusion,
     "ssd": ssd,
 }

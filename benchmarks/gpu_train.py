@@ -63,7 +63,6 @@ CASES: list[tuple[Model, str, tuple[str, ...]]] = [
     (OLMO1, "bf16", ("precision=bf16",)),
     (OLMO1, "bf16, fused attention", ("precision=bf16", "megatron.attention_backend=fused")),
     (DOMYN, "bf16", ("precision=bf16",)),
-    (DOMYN, "bf16, fused squared ReLU", ("precision=bf16", "+model.fused_squared_relu=true")),
     (DOMYN, "fp8_current", ("precision=fp8_current",)),
     (NANO, "bf16", ("precision=bf16",)),
     (NANO, "nemotron3_selective", ("precision=nemotron3_selective",)),

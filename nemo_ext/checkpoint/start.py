@@ -34,9 +34,8 @@ def with_model(config: Mapping[str, Any], description: Description, name: str) -
     own = to_config(from_config(config))
     new = to_config(description)
     kept = {key: value for key, value in config["megatron"].items() if key not in own["megatron"]}
-    # These only affect speed; the rest comes from the other model.
-    speed = {key: value for key, value in config["model"].items() if key in ("backend", "fused_squared_relu")}
-    model = {**new["model"], "name": name, **speed}
+    backend = config["model"].get("backend") or "auto"  # which affects speed alone
+    model = {**new["model"], "name": name, "backend": backend}
     megatron = {**kept, **new["megatron"]}
     lengths = (section.get("max_position_embeddings") or 0 for section in (config["megatron"], new["megatron"]))
     megatron["max_position_embeddings"] = max(lengths)

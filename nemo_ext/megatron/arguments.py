@@ -79,28 +79,6 @@ def backend_of(config: Mapping[str, Any]) -> str:
     return requested
 
 
-def uses_fused_squared_relu(model: Mapping[str, Any], flags: Mapping[str, Any]) -> bool:
-    """True if FFN blocks and shared experts use the fused squared ReLU: `model.fused_squared_relu`.
-
-    Args:
-        model: the config's `model` block; `auto` there stands for every model with that activation.
-        flags: Megatron flags by name.
-
-    Raises:
-        ValueError: an unknown value, or true for a model with another activation.
-    """
-    requested = model.get("fused_squared_relu") or False
-    if not isinstance(requested, bool) and requested != "auto":
-        raise ValueError(f"model.fused_squared_relu={requested!r}: choose auto, true or false")
-    has_it = bool(flags.get("squared_relu")) and not flags.get("swiglu")
-    if requested is True and not has_it:
-        raise ValueError(
-            "model.fused_squared_relu=true is for FFNs with squared ReLU and no gate (megatron.squared_relu=true, "
-            "swiglu=false), and this model's activation is another: set auto or false"
-        )
-    return bool(requested) and has_it
-
-
 def pattern_with_cuts(config: Mapping[str, Any]) -> str:
     """`model.pattern`, cut into pipeline stages by cost if the config asks for stages and the pattern has no `|`.
 

@@ -19,7 +19,6 @@ from nemo_ext.megatron.arguments import (
     parse_arguments,
     pattern_with_cuts,
     quiet_imports,
-    uses_fused_squared_relu,
     world_size,
 )
 from nemo_ext.megatron.cpu import mamba_modules, patches
@@ -35,7 +34,6 @@ KEYS = {
         "norm_placement",
         "qk_norm_scope",
         "yarn_on_windowed",
-        "fused_squared_relu",
         "vocab_size",
         "hf_layers",
         "hf_layer_count",
@@ -93,7 +91,6 @@ def check_keys(config: Mapping[str, Any]) -> None:
             value = config[block].get(name, False)
             if not isinstance(value, bool):
                 raise ValueError(f"{block}.{name}={value!r}: set it to true or false")
-    uses_fused_squared_relu(config["model"], config["megatron"])
     check_stability(config)
     if config["train"].get("validate_at_start") and config["megatron"].get("pretrained_checkpoint"):
         raise ValueError(

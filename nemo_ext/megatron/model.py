@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
+import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -15,7 +16,6 @@ from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfi
 from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.pattern import Pattern, parse
 from nemo_ext.architecture.pattern import format as format_pattern
-from nemo_ext.megatron.arguments import uses_fused_squared_relu
 from nemo_ext.megatron.attention import Rotary
 from nemo_ext.megatron.float8_modules import use_float8
 from nemo_ext.megatron.fp8 import Precision
@@ -36,7 +36,6 @@ class BlockModelConfig(HybridModelConfig):
         qk_norm_scope: extent of a QK norm.
         llama3_rope_factor: factor of Llama 3's RoPE frequency scaling, or None.
         yarn_on_windowed: False leaves blocks with a window on plain RoPE in a YaRN model (OLMo 3).
-        fused_squared_relu: see `nemo_ext.megatron.specs.StackOptions`.
         precision: plan of the modules that leave the model's own precision; None for none.
     """
 
@@ -47,7 +46,6 @@ class BlockModelConfig(HybridModelConfig):
     qk_norm_scope: str = "head"
     llama3_rope_factor: float | None = None
     yarn_on_windowed: bool = True
-    fused_squared_relu: bool = False
     precision: Precision | None = None
 
     def stack_spec(self) -> ModuleSpec:
@@ -60,7 +58,6 @@ class BlockModelConfig(HybridModelConfig):
             norm_placement=self.norm_placement,
             qk_norm_scope=self.qk_norm_scope,
             rotary=self._rotary(attention),
-            fused_squared_relu=self.fused_squared_relu,
         )
         if self.position_embedding_type != "yarn" or self.yarn_on_windowed:
             return spec
@@ -109,7 +106,7 @@ class BlockModelBuilder(HybridModelBuilder):
         self._model_config.hybrid_stack_spec = self._model_config.stack_spec()
         precision, transformer = self._model_config.precision, self._model_config.transformer
         if precision is None:
-            return super().build_model(pg_collection, pre_process, post_process, vp_stage)
+            return _on_device(super().build_model(pg_collection, pre_process, post_process, vp_stage))
         pipeline = pg_collection.pp
         stage = stage_blocks(parse(self._model_config.pattern), pipeline.rank(), pipeline.size(), vp_stage)
         if transformer.transformer_impl != "local":
@@ -118,7 +115,12 @@ class BlockModelBuilder(HybridModelBuilder):
         model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
         if transformer.transformer_impl == "local":
             use_float8(model, precision, stage)
-        return model
+        return _on_device(model)
+
+
+def _on_device(model: HybridModel) -> HybridModel:
+    """The model on the GPU: with `use_cpu_initialization` Megatron leaves it where it was drawn."""
+    return model.cuda() if model.config.use_cpu_initialization and torch.cuda.is_available() else model
 
 
 def stage_blocks(pattern: Pattern, rank: int, size: int, vp_stage: int | None) -> range:
@@ -144,7 +146,6 @@ def model_config(
     config.pattern = format_pattern(parse(pattern))
     for name in SECTION & model.keys():
         setattr(config, name, model[name])
-    config.fused_squared_relu = uses_fused_squared_relu(model, vars(arguments))
     config.precision = precision
     config.llama3_rope_factor = arguments.rope_scaling_factor if arguments.use_rope_scaling else None
     return config

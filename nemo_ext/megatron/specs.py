@@ -7,7 +7,7 @@
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,6 @@ from nemo_ext.megatron.layers import (
     with_output_norm,
 )
 from nemo_ext.megatron.norms import HeadsRMSNorm, LocalNorm
-from nemo_ext.megatron.squared_relu import with_fused_squared_relu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +54,6 @@ class StackOptions:
         norm_placement: `input` (pre-norm) or `output` (on each sub-layer's output before the residual add, OLMo 3).
         qk_norm_scope: with `qk_layernorm`, norm over each `head` or over the full `width` (OLMo 3).
         rotary: rotary embedding of single blocks, by 1-based layer number; other blocks use the model's.
-        fused_squared_relu: whether FFN blocks and shared experts compute their squared ReLU in one kernel.
     """
 
     symbols: str = ""
@@ -64,7 +62,6 @@ class StackOptions:
     norm_placement: str = "input"
     qk_norm_scope: str = "head"
     rotary: Mapping[int, Rotary] = field(default_factory=dict)
-    fused_squared_relu: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("norm_placement", ("input", "output")), ("qk_norm_scope", ("head", "width"))):
@@ -191,12 +188,6 @@ def stack_submodules(config: TransformerConfig, options: StackOptions) -> Hybrid
         ),
         mlp_bda=get_bias_dropout_add,
     )
-    if options.fused_squared_relu:
-        mlp.mlp = with_fused_squared_relu(mlp.mlp)
-        # Not the routed experts: upstream has a fused kernel for them, which it takes for its own function alone.
-        layer = moe.mlp.keywords["submodules"]
-        shared = with_fused_squared_relu(layer.shared_experts)
-        moe.mlp = partial(moe.mlp, submodules=replace(layer, shared_experts=shared))
 
     def block(module: type, submodules: object, linear: object) -> ModuleSpec:
         params = {"overrides": options.overrides, "linear_submodules": linear}
@@ -285,7 +276,7 @@ def hybrid_stack(pattern: str = "", **options: Any) -> ModuleSpec:
 
     Args:
         pattern: the notation, e.g. `(*{kv=4}-)x40`; empty for "every block as the config says".
-        options: `norm_affine`, `norm_placement`, `qk_norm_scope`, `rotary` and `fused_squared_relu` of `StackOptions`.
+        options: `norm_affine`, `norm_placement`, `qk_norm_scope` and `rotary` of `StackOptions`.
 
     Raises:
         PatternError: if the pattern does not parse.

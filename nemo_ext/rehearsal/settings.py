@@ -131,7 +131,7 @@ def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         "tokenizer_model": None,
         "vocab_size": megatron.get("vocab_size") or 257,  # of the data; the model has its own
     }
-    model = {**config["model"], "backend": "local", "fused_squared_relu": False}
+    model = {**config["model"], "backend": "local"}
     engine = {"precision_plan": plan, "permute_fusion": fused}
     changed = {"megatron": megatron, "model": model, "precision_plan": None, "transformer_engine": engine}
     return {**config, **changed}, aside

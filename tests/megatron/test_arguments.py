@@ -50,3 +50,17 @@ def test_two_mlp_blocks_are_two_layers(build: Callable[..., torch.nn.Module]) ->
 def test_ranks_are_whole_and_positive(size: object) -> None:
     with pytest.raises(ValueError, match="one or more"):
         world_size({"launcher": {"nodes": 1, "nproc_per_node": size}})
+
+
+@pytest.mark.parametrize("apex", [True, False])
+def test_gradients_are_fused_where_the_output_layer_finds_its_kernel(
+    monkeypatch: pytest.MonkeyPatch, apex: bool
+) -> None:
+    from nemo_ext.megatron import arguments
+
+    monkeypatch.setattr(arguments, "backend_of", lambda config: "transformer_engine")
+    monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: object() if apex else None)
+
+    words = command_line(compose("train", ["run_dir=unused", "data=mock"]))
+
+    assert ("--no-gradient-accumulation-fusion" in words) == (not apex)

@@ -235,3 +235,22 @@ def test_a_plain_megatron_run_takes_the_spec_from_its_command_line(megatron: Non
 
     assert isinstance(model.decoder, BlockStack)
     loss_of(model, some_tokens(length=32)).backward()
+
+
+def test_norms_of_transformer_engine_have_the_keys_of_local_ones(megatron: None) -> None:
+    """Theirs have an `_extra_state`, which checkpoints of the local back end have not."""
+    from nemo_ext.megatron.specs import _without_extra_state
+
+    class Norm(torch.nn.LayerNorm):
+        def get_extra_state(self) -> torch.Tensor:
+            return torch.zeros(0)
+
+        def set_extra_state(self, state: object) -> None:
+            raise AssertionError("asked for")
+
+    norm = _without_extra_state(Norm, 4, eps=1e-3)
+
+    assert isinstance(norm, Norm) and norm.eps == 1e-3
+    assert "_extra_state" in Norm(4).state_dict()
+    assert set(norm.state_dict()) == {"weight", "bias"}
+    norm.load_state_dict(torch.nn.LayerNorm(4).state_dict())

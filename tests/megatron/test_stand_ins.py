@@ -57,7 +57,8 @@ config = SimpleNamespace(
 parts = stack_submodules(config, StackOptions())
 attention, mamba = parts.attention_layer.submodules.self_attention.submodules, parts.mamba_layer.submodules
 experts = parts.moe_layer.submodules.mlp.keywords["submodules"].experts
-for each in (attention.linear_qkv, attention.core_attention, attention.q_layernorm, mamba.mixer.submodules.out_proj):
+norm = getattr(attention.q_layernorm, "args", [attention.q_layernorm])[0]  # Transformer Engine's is wrapped
+for each in (attention.linear_qkv, attention.core_attention, norm, mamba.mixer.submodules.out_proj):
     print(each.__module__.rpartition(".")[2], each.__name__, each.__mro__[1].__module__)
 print(experts)
 import megatron.core.optimizer as optimizer, megatron.core.optimizer.clip_grads as clipping

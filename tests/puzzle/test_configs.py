@@ -6,20 +6,10 @@ from nemo_ext.job.config import compose
 
 
 def test_what_decides_about_speed_alone_stays() -> None:
-    words = ("model=domyn_small_tiny", "model.backend=local", "+model.fused_squared_relu=auto")
-    config = compose("train", ["run_dir=unused", "data=mock", *words])
+    config = compose("train", ["run_dir=unused", "data=mock", "model=domyn_small_tiny", "model.backend=local"])
     other = from_config(compose("describe", ["model=llama_nemotron_tiny"]))
 
     model = with_model(config, other, "child")["model"]
 
-    assert (model["name"], model["backend"], model["fused_squared_relu"]) == ("child", "local", "auto")
+    assert (model["name"], model["backend"]) == ("child", "local")
     assert model["pattern"] != config["model"]["pattern"]
-
-
-def test_without_such_a_key_there_is_none() -> None:
-    config = compose("train", ["run_dir=unused", "data=mock", "model=domyn_small_tiny"])
-
-    model = with_model(config, from_config(config), "same")["model"]
-
-    assert model["backend"] == "auto"
-    assert "fused_squared_relu" not in model

@@ -168,9 +168,11 @@ class PackageDocsSource(InstalledSource):
 
 def _roots(packages: set[str]) -> list[str]:
     """Folders that hold packages which Python finds outside site-packages, as with `pip install --target`."""
-    found = (importlib.util.find_spec(package) for package in sorted(packages))
-    places = (spec.submodule_search_locations or [spec.origin] for spec in found if spec is not None)
-    outside = {str(Path(place).parent) for locations in places for place in locations if place}
+    outside: set[str] = set()
+    for package in packages:
+        if (spec := importlib.util.find_spec(package)) is not None:
+            places = spec.submodule_search_locations or [spec.origin or "built-in"]
+            outside |= {str(Path(place).parent) for place in places if os.path.exists(place)}
     return sorted(outside - {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 
 

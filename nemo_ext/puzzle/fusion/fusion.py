@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isnan
 from typing import TYPE_CHECKING
 
@@ -325,6 +326,7 @@ def fuse_weights(parts: Sequence[Mapping[str, Tensor]], description: Description
     folded = [_folded(part, description) for part in parts]
     halves = 2 if own.gated else 1
     first = parts[0]["linear_fc1.weight"]
+    zeros = partial(torch.zeros, dtype=torch.double, device=first.device)
     whole = {
         "linear_fc1.weight": torch.cat([weight.chunk(halves)[half] for half in range(halves) for weight, _ in folded]),
         "linear_fc2.weight": torch.cat([part["linear_fc2.weight"] for part in parts], dim=1),
@@ -332,18 +334,15 @@ def fuse_weights(parts: Sequence[Mapping[str, Tensor]], description: Description
     biases = [bias for _, bias in folded]
     if any(bias is not None for bias in biases):
         widths = [weight.shape[0] for weight, _ in folded]
-        given = [
-            b if b is not None else torch.zeros(w, dtype=torch.double) for b, w in zip(biases, widths, strict=True)
-        ]
+        given = [b if b is not None else zeros(w) for b, w in zip(biases, widths, strict=True)]
         whole["linear_fc1.bias"] = torch.cat([b.chunk(halves)[half] for half in range(halves) for b in given])
-        zero = torch.zeros(first.shape[1], dtype=torch.double)
+        zero = zeros(first.shape[1])
         seconds = [part["linear_fc2.bias"].double() if "linear_fc2.bias" in part else zero for part in parts]
         whole["linear_fc2.bias"] = torch.stack(seconds).sum(0)
     if own.norm_affine:
-        neutral = torch.zeros if description.zero_centred_norm else torch.ones
-        whole["linear_fc1.layer_norm_weight"] = neutral(first.shape[1], dtype=torch.double)
+        whole["linear_fc1.layer_norm_weight"] = zeros(first.shape[1]) + (0.0 if description.zero_centred_norm else 1.0)
         if own.normalization == "LayerNorm":
-            whole["linear_fc1.layer_norm_bias"] = torch.zeros(first.shape[1], dtype=torch.double)
+            whole["linear_fc1.layer_norm_bias"] = zeros(first.shape[1])
     return {name: tensor.to(first.dtype) for name, tensor in whole.items()}
 
 

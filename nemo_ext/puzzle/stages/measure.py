@@ -48,7 +48,7 @@ MODEL_WIDE = (
 """Fields of Megatron's config that affect a block's time and are not in its notation."""
 
 STACK_WIDE = (
-    *("norm_affine", "norm_placement", "qk_norm_scope", "fused_squared_relu", "position_embedding_type"),
+    *("norm_affine", "norm_placement", "qk_norm_scope", "position_embedding_type"),
     "rotary_percent",
 )
 

@@ -62,3 +62,18 @@ def test_package_docs_hold_the_language_reference() -> None:
 def test_a_package_that_is_not_installed_is_named() -> None:
     with pytest.raises(ValueError, match=r"package 'plugy' is not installed: did you mean 'pluggy'"):
         load_source({"kind": "docstrings", "packages": ["plugy"]}).check()
+
+
+def test_a_package_outside_site_packages_is_read(
+    read_all: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `pip install --target` and PYTHONPATH."""
+    (tmp_path / "far_package").mkdir()
+    (tmp_path / "far_package" / "__init__.py").write_text('"""A package of another folder."""\n')
+    monkeypatch.syspath_prepend(tmp_path)
+
+    documents, _ = read_all(load_source({"kind": "docstrings", "packages": ["far_package"]}))
+
+    (document,) = documents
+    assert "A package of another folder." in document.text
+    assert document.id == "site-packages/far_package/__init__.py"

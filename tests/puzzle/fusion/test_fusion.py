@@ -389,6 +389,20 @@ def test_every_kind_of_ffn_is_fused_exactly(kind: Kind, megatron: None) -> None:
     )
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_fused_block_is_where_its_parts_are(bias: bool) -> None:
+    description = from_config(compose("describe", ["model=domyn_small_tiny"]))
+    hidden, shapes = 128, {"linear_fc1.weight": (96, 128), "linear_fc2.weight": (128, 96)}
+    shapes |= {f"linear_fc1.layer_norm_{name}": (hidden,) for name in ("weight", "bias")}
+    one = {name: torch.zeros(shape, device="meta") for name, shape in shapes.items()}
+    biases = {f"linear_fc{n}.bias": torch.zeros(shape, device="meta") for n, shape in ((1, 96), (2, hidden))}
+
+    whole = fuse_weights([one | (biases if bias else {}), one], description)
+
+    assert {name: tensor.device.type for name, tensor in whole.items()} == dict.fromkeys(whole, "meta")
+    assert one.keys() <= whole.keys()
+
+
 def test_a_fused_block_can_be_fused_again(megatron: None) -> None:
     """It has biases, which its neighbours do not have."""
     config = Kind("SwiGLU", "LayerNorm", False).config("-{ffn=96,bias}-{ffn=64}-{ffn=32,bias}*")
