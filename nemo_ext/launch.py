@@ -28,6 +28,7 @@ from nemo_ext.job.made_of import differing
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.ranks import rank_environment, training_rank
 from nemo_ext.megatron.fp8 import remark
+from nemo_ext.megatron.guard import Guard, pending, stood, turn_back
 from nemo_ext.megatron.run import Run, target_of
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -73,48 +74,59 @@ def train(config: Mapping[str, Any]) -> None:
             "scale=laptop and a tiny model; on a cluster see docs/clusters.md"
         )
     with only_run_in(run_dir):
-        from nemo_ext.checkpoint.sound import fall_back
-
-        if told := fall_back(run_dir / run_directory.CHECKPOINTS):
-            console.print(told)
-        console.print("checking the configuration against the installed Megatron ...")
-        run = Run.of(config)
-        run.check()
-        from nemo_ext.megatron.check import check_machine
-
-        check_machine(run.config)
-        if told := remark(run.config):
-            console.print(told)
-        for line in not_reproduced(run.config):
-            console.print(line)
-        if run.plan is not None:
-            console.print(run.plan.table())
-        run = run.tokenized()
-        for line in run.told_of_streams():
-            console.print(line)
-        for segment in run.segments:
-            target, why = target_of(segment)
-            done = run_directory.last_checkpoint(run_dir)
-            if done is not None and done >= target and segment is not run.segments[-1]:
-                continue
-            _check_same_run(segment, run_dir, console)
-            if done is not None and done >= target:
-                console.print(f"finished: step {done} of {target} is saved in {run_dir}; {why}")
-                break
-            if done is not None:
-                console.print(f"resuming {run_dir} from step {done}")
-            if run.plan is not None:
-                console.print(f"phases: {', '.join(segment['segment']['phases'])}")
-            run_directory.write_config(run_dir, segment)
-            run_directory.write_versions(run_dir, sys.argv)
-            _run_ranks(run_dir, int(launcher["nproc_per_node"]), target, console)
-            if (saved := run_directory.last_checkpoint(run_dir) or 0) < target:
-                # A rank got a signal, or a time limit; the next segment begins where this one should have ended.
-                console.print(f"ended at step {saved} of {target} (see {run_directory.LOG}); the same command resumes")
-                break
+        while not _started(config, console):
+            pass  # a step went wrong: from the last checkpoint before it, without its batch
         from nemo_ext.megatron.report import write_report
 
         console.print(f"report: {write_report(run_dir)}")
+
+
+def _started(config: Mapping[str, Any], console: Console) -> bool:
+    """One start of a run, to its end; False if a step went wrong that the next start leaves out."""
+    from nemo_ext.checkpoint.sound import fall_back
+
+    launcher, run_dir = config["launcher"], Path(str(config["run_dir"]))
+    told = turn_back(run_dir, Guard.from_config(config))
+    for line in filter(None, (told, fall_back(run_dir / run_directory.CHECKPOINTS))):
+        console.print(line)
+    console.print("checking the configuration against the installed Megatron ...")
+    run = Run.of(config)
+    run.check()
+    from nemo_ext.megatron.check import check_machine
+
+    check_machine(run.config)
+    if told := remark(run.config):
+        console.print(told)
+    for line in not_reproduced(run.config):
+        console.print(line)
+    if run.plan is not None:
+        console.print(run.plan.table())
+    run = run.tokenized()
+    for line in run.told_of_streams():
+        console.print(line)
+    for segment in run.segments:
+        target, why = target_of(segment)
+        done = run_directory.last_checkpoint(run_dir)
+        if done is not None and done >= target and segment is not run.segments[-1]:
+            continue
+        _check_same_run(segment, run_dir, console)
+        if done is not None and done >= target:
+            console.print(f"finished: step {done} of {target} is saved in {run_dir}; {why}")
+            break
+        if done is not None:
+            console.print(f"resuming {run_dir} from step {done}")
+        if run.plan is not None:
+            console.print(f"phases: {', '.join(segment['segment']['phases'])}")
+        run_directory.write_config(run_dir, segment)
+        run_directory.write_versions(run_dir, sys.argv)
+        _run_ranks(run_dir, int(launcher["nproc_per_node"]), target, console)
+        if pending(run_dir) is not None:
+            return False
+        if (saved := run_directory.last_checkpoint(run_dir) or 0) < target:
+            # A rank got a signal, or a time limit; the next segment begins where this one should have ended.
+            console.print(f"ended at step {saved} of {target} (see {run_directory.LOG}); the same command resumes")
+            break
+    return True
 
 
 def not_reproduced(config: Mapping[str, Any]) -> list[str]:
@@ -218,7 +230,11 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
         saved = "no checkpoint was saved" if step is None else f"the last checkpoint is of step {step}"
         console.print(f"interrupted: {saved}; the same command resumes")
         sys.exit(INTERRUPTED)
-    if process.returncode:
+    if process.returncode and pending(run_dir) is None:
+        minutes = (run_directory.read_config(config).get("guard") or {}).get("minutes")
+        if standing := stood(run_dir, minutes):
+            print(f"error: {standing}; the same command resumes", file=sys.stderr)
+            sys.exit(1)
         print("\n".join(_last_words(run_dir / run_directory.LOG, position)), file=sys.stderr)
         print(
             f"error: a rank failed (exit code {process.returncode}); whole log: {run_dir / run_directory.LOG}",

@@ -44,6 +44,30 @@ def fall_back(checkpoints: Path) -> str | None:
     return f"{problem}: going on from {sound.name}; the broken one is {kept.name}"
 
 
+def back_to(checkpoints: Path, step: int) -> int:
+    """Makes the newest whole checkpoint before a step the newest; renames later ones to `.broken`.
+
+    Args:
+        checkpoints: the folder with Megatron's tracker file.
+        step: the first step that the checkpoint must not have.
+
+    Returns:
+        Its step; 0 if there is none, and training begins anew.
+    """
+    tracker = checkpoints / TRACKER
+    whole = sorted(each for each in checkpoints.glob("iter_*") if each.suffix != BROKEN)
+    steps = {int(each.name.removeprefix("iter_")): each for each in whole}
+    sound = max((number for number, each in steps.items() if number < step and problem_of(each) is None), default=0)
+    if sound:
+        write_text(tracker, str(sound))  # before what is newer goes
+    else:
+        tracker.unlink(missing_ok=True)
+    for number, each in steps.items():
+        if number >= step:
+            each.rename(each.with_name(each.name + BROKEN))
+    return sound
+
+
 def problem_of(folder: Path) -> str | None:
     """Problem of a checkpoint, as a message; None if it is whole."""
     if not (folder / METADATA).is_file():

@@ -50,6 +50,7 @@ KEYS = {
     },
     "launcher": {"nodes", "nproc_per_node"},
     "stability": {"z_loss", "decay_embedding", "skip_beyond"},
+    "guard": {"nan", "spike", "before", "after", "most", "minutes"},
     "distillation": {"teacher", "kl_weight", "lm_weight", "temperature", "top_k"},
 }
 """Known keys of the blocks of a training config; `megatron` is checked by Megatron's own parser."""

@@ -13,6 +13,7 @@ from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.job import run_directory
 from nemo_ext.job.files import write_text
 from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
+from nemo_ext.megatron import guard
 from nemo_ext.memory import report as memory
 
 PLOT = "report.png"
@@ -37,9 +38,22 @@ def write_report(run_dir: Path) -> Path:
     if not steps:
         raise ValueError(f"{run_dir / run_directory.METRICS}: no step is logged yet, so there is nothing to report")
     title = f"{config['recipe']} · {config['model']['name']}"
-    plot(steps, evaluations, run_dir / PLOT, title=title, ranks=_ranks(config), benchmarks=benchmarks)
+    plot(
+        steps,
+        evaluations,
+        run_dir / PLOT,
+        title=title,
+        ranks=_ranks(config),
+        benchmarks=benchmarks,
+        wrong=guard.events(run_dir),
+    )
     path = run_dir / run_directory.REPORT
-    parts = [_markdown(config, steps, evaluations, run_dir), _table(benchmarks), memory.section(run_dir)]
+    parts = [
+        _markdown(config, steps, evaluations, run_dir),
+        _table(benchmarks),
+        guard.section(run_dir),
+        memory.section(run_dir),
+    ]
     write_text(path, "\n".join(filter(None, parts)))
     return path
 
@@ -52,6 +66,7 @@ def plot(
     title: str,
     ranks: int = 1,
     benchmarks: list[dict[str, Any]] | None = None,
+    wrong: list[guard.Event] | None = None,
 ) -> None:
     """Plots loss, learning rate and speed over tokens in one figure (PNG or SVG by suffix), and benchmarks if any.
 
@@ -64,6 +79,22 @@ def plot(
     figure = new_figure(figsize=(9, 7 + 2.4 * len(measured)))
     loss, *others, rate, speed = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     unit, name = _token_unit(steps[-1]["tokens"])
+    for event in wrong or ():
+        before = max(
+            (line for line in steps if line["step"] <= event.step), key=lambda line: line["step"], default=None
+        )
+        if before is not None:
+            loss.axvline(before["tokens"] / unit, color="#d98c00", linewidth=1.1, linestyle=":")
+            loss.annotate(
+                f"step {event.step}: {event.what}",
+                (before["tokens"] / unit, 0.97),
+                fontsize=8,
+                color="#a86a00",
+                xycoords=("data", "axes fraction"),
+                rotation=90,
+                va="top",
+                ha="right",
+            )
     tokens = [line["tokens"] / unit for line in steps]
     loss.plot(tokens, [line["loss"] for line in steps], color="#9db7d5", linewidth=0.9, label="training, logged steps")
     smooth = _running_mean([line["loss"] for line in steps], window=max(1, len(steps) // 30))

@@ -9,6 +9,7 @@ from nemo_ext.data.blends.plan import MAX_EPOCHS
 from nemo_ext.data.phases import Plan, data_paths, plan_of, segments, told_of_streams
 from nemo_ext.data.training import data_sections, tokenize_streams, with_data
 from nemo_ext.megatron.fp8 import with_plan
+from nemo_ext.megatron.guard import with_guard
 from nemo_ext.memory import sampler
 
 
@@ -33,11 +34,11 @@ class Run:
         """The run of a composed config; streams that are not tokenised yet count with the sizes that it assumes.
 
         Raises:
-            ValueError: see `with_model_of_start`, `with_plan`, `with_data`, `plan_of` and `data_paths`.
+            ValueError: see `with_model_of_start`, `with_plan`, `with_data`, `with_guard`, `plan_of` and `data_paths`.
         """
         sampler.interval(given)
         given = with_model_of_start(given)
-        config = with_data(with_plan(given))
+        config = with_guard(with_data(with_plan(given)))
         plan = plan_of(config)
         made = (config,) if plan is None else segments(config, plan, data_paths(config, plan))
         return cls(given=given, config=config, plan=plan, segments=made)

@@ -51,7 +51,7 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    from nemo_ext.megatron import distillation, phases, stability
+    from nemo_ext.megatron import distillation, guard, phases, stability
     from nemo_ext.megatron.expert_bias import update_by_size
     from nemo_ext.megatron.forward_step import datasets, forward_step
     from nemo_ext.megatron.model import model_config
@@ -73,7 +73,12 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
     distilled = distillation.from_config(config, arguments)
     stable = stability.Stability.from_config(config)
     z_loss = stability.ZLoss(stable.z_loss) if stable.z_loss else None
-    step = partial(forward_step, distillation=distilled, z_loss=z_loss)
+    step: Callable[..., Any] = partial(forward_step, distillation=distilled, z_loss=z_loss)
+    guarded = guard.Guard.from_config(config)
+    alive = None
+    if guarded.minutes is not None:
+        alive = guard.Alive(guarded.minutes, Path(config["run_dir"]) / guard.STACKS, arguments.rank)
+        step = partial(watched, alive, step)
     if distilled is not None:
         model.post_wrap_hooks.append(distilled.attach)  # after the student, whose initial weights stay the same
     if z_loss is not None:
@@ -107,11 +112,19 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
             **model_of_container(container),
         )
     finally:
+        if alive is not None:
+            alive.end()
         memory_phases.begin(None)
         close_metrics()
     if plan is not None and (saved := run_directory.last_checkpoint(Path(config["run_dir"]))) is not None:
         phases.check_consumed(plan, saved)
     torch.distributed.destroy_process_group()
+
+
+def watched(alive: Callable[[], None], forward_step: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """A forward step that says that this rank is alive."""
+    alive()
+    return forward_step(*arguments, **named)
 
 
 def share_cores(ranks: int) -> None:
@@ -159,6 +172,7 @@ def attach_metrics(config: Mapping[str, Any], plan: Plan | None, *, first_step: 
     """Inserts the metrics writer between Megatron and TensorBoard, on the rank that logs (the last)."""
     from megatron.training import get_args, get_timers, global_vars
 
+    from nemo_ext.megatron.guard import Guard, Watch
     from nemo_ext.megatron.metrics import MetricsWriter
 
     arguments = get_args()
@@ -167,6 +181,12 @@ def attach_metrics(config: Mapping[str, Any], plan: Plan | None, *, first_step: 
     architecture, peak = Architecture.from_config(config), peak_flops()
     tokens_per_step = arguments.global_batch_size * arguments.seq_length
     frozen = getattr(arguments, "freeze_all_layers", False)  # not in every version
+    watch = Watch(Guard.from_config(config), Path(config["run_dir"]), first_step)
+
+    def on_line(line: dict[str, Any]) -> None:
+        print(json.dumps(line), flush=True)
+        watch(line)
+
     global_vars._GLOBAL_TENSORBOARD_WRITER = MetricsWriter(
         Path(config["run_dir"]) / run_directory.METRICS,
         first_step=first_step,
@@ -177,7 +197,7 @@ def attach_metrics(config: Mapping[str, Any], plan: Plan | None, *, first_step: 
         peak_flops=None if peak is None else peak * arguments.world_size,
         cpu_seconds=None if torch.cuda.is_available() else get_timers().cpu.seconds,
         tensorboard=global_vars._GLOBAL_TENSORBOARD_WRITER,
-        on_line=lambda line: print(json.dumps(line), flush=True),
+        on_line=on_line,
     )
 
 

@@ -27,6 +27,7 @@ def prepared(words: list[str]) -> dict[str, object]:
     from nemo_ext.checkpoint.sound import fall_back
     from nemo_ext.evaluation.live import check_machine
     from nemo_ext.launch import not_reproduced, prepare
+    from nemo_ext.megatron.guard import Guard, turn_back
     from nemo_ext.megatron.run import target_of
 
     check_choice("recipe", words)
@@ -35,7 +36,8 @@ def prepared(words: list[str]) -> dict[str, object]:
         raise ValueError("run_dir=null: name a directory")
     check_machine(config)
     run_dir = Path(str(config["run_dir"]))
-    notices = [fall_back(run_dir / CHECKPOINTS), *not_reproduced(config)]
+    turned = turn_back(run_dir, Guard.from_config(config))
+    notices = [turned, fall_back(run_dir / CHECKPOINTS), *not_reproduced(config)]
     path = prepare(config)
     target, _ = target_of(read_config(path))
     return {

@@ -89,6 +89,10 @@ class Batch(ABC):
     def verdict(self, code: int) -> str | None:
         """Reason why the work ended before it was done; None if it is done."""
 
+    def goes_on(self) -> bool:
+        """True if what ended the work is over with, and it can start again in this allocation."""
+        return False
+
     @abstractmethod
     def conclude(self) -> None:
         """Complete a finished run, for example with a report."""
@@ -127,6 +131,10 @@ class Batch(ABC):
                 attempts.end(record, step=step, reason="cancelled")
                 say(f"cancelled: {_saved_in(record, step)}the same command goes on")
                 return 128 + signal.SIGTERM
+            if self.goes_on():
+                attempts.end(record, step=step, reason=reason)
+                say(f"{reason}: starting again here")
+                continue
             if log is not None and code and not reason.startswith(attempts.TIME_LIMIT):
                 reason = ": ".join(filter(None, (reason, first_error(log, written))))
             mistake = code == USER_ERROR and not self.stopped  # a server that the signal ended first looks like one

@@ -129,6 +129,10 @@ def _cores(settings: Settings, gpus: int, ranks: int) -> int | None:
     return max(1, node.cpus * (gpus or node.gpus) // node.gpus // ranks)
 
 
+OPERATION = "operation=cluster"
+"""What training on several nodes is given, unless it names an operation."""
+
+
 def script_of(job: str) -> Path:
     """Path of a job's batch script.
 
@@ -166,6 +170,10 @@ def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
             for run, config, (given, _) in zip(runs, configs, layouts, strict=True)
         ]
         notes = list(dict.fromkeys(note for _, found in layouts for note in found))
+        if int(configs[0]["launcher"]["nodes"]) > 1 and not any(word.startswith("operation=") for word in theirs):
+            theirs = [OPERATION, *theirs]
+            configs = [compose(job, [OPERATION, *run, *given]) for run, (given, _) in zip(runs, layouts, strict=True)]
+            notes.append(Finding("note", f"{OPERATION}, as it takes several nodes; operation=null leaves that out"))
     taken = {nodes_and_gpus(job, config, settings) for config in configs}
     if len(taken) > 1:
         raise ValueError(f"{MULTIRUN}: the runs take different numbers of nodes or GPUs: submit them by themselves")

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.job.config import FAILED, USER_ERROR
-from nemo_ext.job.run_directory import LOG, last_checkpoint
+from nemo_ext.job.run_directory import LOG, last_checkpoint, read_config
+from nemo_ext.megatron.guard import pending, stood
 from nemo_ext.slurm.start import Batch, Prepared, say
 
 _FIRST_PORT, _PORTS = 10_000, 20_000
@@ -64,7 +65,16 @@ class Training(Batch):
             return "time limit (SIGUSR2)"
         if self.saved() >= self.made["target"]:
             return None
-        return "time limit (exit_duration_in_mins)" if code == 0 else f"a rank failed (exit code {code})"
+        if code == 0:
+            return "time limit (exit_duration_in_mins)"
+        if (event := pending(Path(self.made["run_dir"]))) is not None:
+            return f"{event.what} at step {event.step}"
+        minutes = (read_config(Path(self.made["config"])).get("guard") or {}).get("minutes")
+        return stood(Path(self.made["run_dir"]), minutes) or f"a rank failed (exit code {code})"
+
+    def goes_on(self) -> bool:
+        """True after a step that went wrong: the next start here leaves its batch out."""
+        return pending(Path(self.made["run_dir"])) is not None
 
     def conclude(self) -> None:
         """Write the report; the run counts as finished even if that fails."""

@@ -62,9 +62,10 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "device_keyword",
-        ("torch:rand", "torch:tensor", "torch:zeros"),
+        ("torch:rand", "torch:tensor", "torch:zeros", "torch:empty_like"),
         devices.on_cpu,
-        'they are called with device="cuda": training/training.py, core/optimizer, core/distributed',
+        'they are called with device="cuda": training/training.py, core/optimizer, core/distributed, '
+        "core/dist_checkpointing/exchange_utils.py",
     ),
     Patch(
         "to_cuda",

@@ -1,0 +1,196 @@
+"""Steps that go wrong are passed over, and ranks that stand still are named."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_ext.checkpoint import sound
+from nemo_ext.job.config import compose
+from nemo_ext.job.run_directory import read_metrics
+from nemo_ext.megatron import guard
+from nemo_ext.megatron.guard import Event, Guard, Watch
+
+SMALL = (
+    *("data=mock", "megatron.seq_length=64", "megatron.micro_batch_size=4", "megatron.global_batch_size=8"),
+    *("train.tokens=6144", "train.validate_at_start=false", "megatron.save_interval=5", "megatron.eval_interval=1000"),
+    *("megatron.eval_iters=1", "megatron.num_workers=0", "launcher.nproc_per_node=2"),
+)
+"""Twelve steps on two ranks, with checkpoints after 5 and 10."""
+
+
+def line(step: int, loss: float | None, norm: float | None = 1.0) -> dict[str, Any]:
+    return {"step": step, "loss": loss, "grad_norm": norm}
+
+
+def checkpoints(run_dir: Path, *steps: int) -> Path:
+    folder = run_dir / "checkpoints"
+    for step in steps:
+        (folder / f"iter_{step:07d}").mkdir(parents=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(max(steps)))
+    return folder
+
+
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints of these tests have no files, and are sound."""
+    monkeypatch.setattr(sound, "problem_of", lambda folder: None)
+
+
+@pytest.mark.parametrize(
+    ("bad", "what"),
+    [
+        (line(70, None), "the loss is not finite"),
+        (line(70, 2.0, None), "the gradient norm is not finite"),
+        (line(70, 3.0), "a loss of 3, above 2.0"),
+    ],
+)
+def test_a_step_that_goes_wrong_ends_the_process_and_is_recorded(
+    tmp_path: Path, bad: dict[str, Any], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watch = Watch(Guard(nan=True, spike=5, before=2, after=1), tmp_path, 0)
+    for step in range(1, 70):
+        watch(line(step, 2.0 + 0.01 * (step % 2)))
+    watch({"step": 69, "val_loss": None})
+
+    with pytest.raises(SystemExit) as ended:
+        watch(bad)
+
+    assert ended.value.code == guard.TRIPPED
+    event = guard.pending(tmp_path)
+    assert event is not None and event.what.startswith(what)
+    assert (event.step, event.skipped) == (70, (68, 71))
+    assert f"error: guard: {event.what} at step 70" in capsys.readouterr().err
+
+
+def test_nothing_is_guarded_by_default_and_a_spike_needs_64_steps(tmp_path: Path) -> None:
+    for each in (Guard(), Guard(spike=5)):
+        watch = Watch(each, tmp_path, 0)
+        for step in range(1, 60):
+            watch(line(step, 2.0 + 0.01 * (step % 2)))
+        watch(line(60, 50.0))
+    Watch(Guard(), tmp_path, 0)(line(61, None, None))
+    assert guard.events(tmp_path) == []
+
+
+def test_losses_before_this_start_count_and_later_ones_do_not(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(line(step, 2.0 + 0.01 * (step % 2) if step < 70 else 90.0)) + "\n" for step in range(1, 80))
+    )
+    with pytest.raises(SystemExit):
+        Watch(Guard(spike=5), tmp_path, 69)(line(70, 3.0))
+
+
+def test_going_back_takes_the_last_checkpoint_before_what_is_left_out(tmp_path: Path, whole: None) -> None:
+    folder = checkpoints(tmp_path, 5, 10, 15)
+    guard._write(tmp_path, [Event(step=16, what="a spike", skipped=(15, 17), at=0.0)])
+
+    told = guard.turn_back(tmp_path, Guard())
+
+    assert told == "guard: a spike at step 16: back to step 10, then over the batches of steps 15 to 17"
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "10"
+    assert sorted(each.name for each in folder.glob("iter_*")) == [
+        "iter_0000005",
+        "iter_0000010",
+        "iter_0000015.broken",
+    ]
+    assert guard.turn_back(tmp_path, Guard()) is None, "once"
+    config = compose("train", [f"run_dir={tmp_path}", "+megatron.iterations_to_skip=[3]", "guard.nan=true"])
+    flags = guard.with_guard(config)["megatron"]
+    assert flags["iterations_to_skip"] == [3, 15, 16, 17] and flags["rerun_mode"] == "disabled"
+
+
+def test_without_an_earlier_checkpoint_training_begins_anew(tmp_path: Path, whole: None) -> None:
+    folder = checkpoints(tmp_path, 5)
+    guard._write(tmp_path, [Event(step=5, what="a spike", skipped=(4, 5), at=0.0)])
+
+    assert "back to step 0" in (guard.turn_back(tmp_path, Guard()) or "")
+    assert not (folder / "latest_checkpointed_iteration.txt").exists()
+
+
+def test_one_checkpoint_is_not_gone_back_to_for_ever(tmp_path: Path, whole: None) -> None:
+    checkpoints(tmp_path, 5)
+    for step in (7, 8):
+        guard._write(tmp_path, [*guard.events(tmp_path), Event(step=step, what="nan", skipped=(step, step), at=0.0)])
+        guard.turn_back(tmp_path, Guard(most=2))
+    guard._write(tmp_path, [*guard.events(tmp_path), Event(step=9, what="nan", skipped=(9, 9), at=0.0)])
+
+    with pytest.raises(ValueError, match=r"step 5 was gone back to 2 times already \(for steps 7, 8, 9\)"):
+        guard.turn_back(tmp_path, Guard(most=2))
+    assert "| 8 | nan | 8 to 8 | 5 |" in guard.section(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("+guard.nam=true", "guard: unknown key .nam.: did you mean .nan."),
+        ("guard.spike=-1", r"guard: spike"),
+        ("guard.minutes=0", r"guard: minutes"),
+        ("guard.nan=maybe", r"guard: nan"),
+    ],
+)
+def test_a_wrong_setting_is_told(word: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Guard.from_config(compose("train", ["run_dir=unused", word]))
+
+
+def test_cluster_is_what_long_runs_need() -> None:
+    config = compose("train", ["run_dir=unused", "operation=cluster", "megatron.save_interval=50"])
+
+    assert Guard.from_config(config) == Guard(nan=True, spike=10, minutes=40)
+    assert config["megatron"]["async_save"] and config["megatron"]["save_retain_interval"] == 500
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path]:
+    """`nemo-ext train` in this process, whose ranks have a fault at a step."""
+    from nemo_ext import launch
+
+    def run(name: str, fault: str, *words: str) -> Path:
+        monkeypatch.setattr(launch, "training_rank", lambda config: "faulty_rank")
+        path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+        monkeypatch.setenv("PYTHONPATH", path)
+        monkeypatch.setenv("FAULT", fault)
+        launch.train(compose("train", [*SMALL, f"run_dir={tmp_path / name}", *words]))
+        return tmp_path / name
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "bad", "steps"), [("nan", 7, 12), ("spike", 72, 78)])
+def test_training_goes_over_a_bad_batch_as_if_told_to(
+    faulty: Callable[..., Path], capsys: pytest.CaptureFixture[str], kind: str, bad: int, steps: int
+) -> None:
+    words = ["operation=cluster", "guard.minutes=5", f"train.tokens={512 * steps}"]
+    run = faulty("planted", f"{kind}:{bad}", *words)
+    out = capsys.readouterr().out
+
+    told = faulty("told", "none:0", words[-1], f"+megatron.iterations_to_skip=[{bad}]")
+
+    back = re.search(rf"at step {bad}: back to step (\d+), then over the batch of step {bad}\n", out)
+    assert back is not None and int(back[1]) in range(0, bad, 5), "the checkpoint before may not be written yet"
+    found = [each for each in read_metrics(run / "metrics.jsonl") if "loss" in each]
+    expected = [each for each in read_metrics(told / "metrics.jsonl") if "loss" in each]
+    assert [each["step"] for each in found] == [step for step in range(1, steps + 1) if step != bad]
+    assert [(each["step"], each["loss"]) for each in found] == [(each["step"], each["loss"]) for each in expected]
+    assert "## Steps that went wrong" in (run / "report.md").read_text()
+    names = sorted(each.name for each in (run / "checkpoints").glob("iter_*"))
+    kept = {f"iter_{step:07d}" for step in (*range(50, steps, 50), steps)}
+    assert set(names) == kept, "operation=cluster keeps the last, and every tenth for good"
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_is_named(faulty: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        faulty("hangs", "hang:7:1", "guard.minutes=0.1")
+
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert "error: no step for 0.1 minutes:" in said and "rank 1 in stand_still (faulty_rank.py:" in said
+    run = faulty("hangs", "none:0", "guard.minutes=5")
+    assert [each["step"] for each in read_metrics(run / "metrics.jsonl") if "loss" in each] == list(range(1, 13))
