@@ -80,17 +80,22 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def newest(metrics: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """The newest training step and the newest evaluation among the last lines of metrics.jsonl."""
+    lines = last_lines(metrics)
+    steps = [line for line in lines if "loss" in line]
+    evaluations = [line for line in lines if "val_loss" in line]
+    return (steps[-1] if steps else None), (evaluations[-1] if evaluations else None)
+
+
+def last_lines(metrics: Path) -> list[dict[str, Any]]:
+    """The lines of the last 64 KiB of metrics.jsonl, without one that is cut short."""
     tail_bytes = 65536
     if not metrics.exists():
-        return None, None
+        return []
     with metrics.open("rb") as stream:
         size = stream.seek(0, 2)
         stream.seek(max(0, size - tail_bytes))
         whole = stream.read().split(b"\n")[1 if size > tail_bytes else 0 : -1]
-    lines = [json.loads(line) for line in whole]
-    steps = [line for line in lines if "loss" in line]
-    evaluations = [line for line in lines if "val_loss" in line]
-    return (steps[-1] if steps else None), (evaluations[-1] if evaluations else None)
+    return [json.loads(line) for line in whole]
 
 
 def truncate_metrics(path: Path, step: int) -> None:

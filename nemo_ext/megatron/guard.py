@@ -8,13 +8,16 @@ rank that makes no step for too long writes its stacks and ends too. No torch at
 import faulthandler
 import json
 import math
+import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
@@ -28,6 +31,8 @@ EVENTS = "guard.json"
 STACKS = "stacks"
 TRIPPED = 3
 """Exit code of the rank that saw it."""
+_GRACE = 30.0
+"""Seconds after which a process whose thread cannot end it is ended by the interpreter's own watch."""
 _BLOCK = re.compile(r"^(?:Current t|T)hread .*$", re.MULTILINE)
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
@@ -191,10 +196,10 @@ class Watch:
 
 
 class Alive:
-    """Ends this process, after writing the stacks of its threads, unless it is called again in time.
+    """Ends this process and its children, after writing the stacks of its threads, unless it is called again in time.
 
     Args:
-        minutes: allowed between two calls.
+        minutes: allowed between two calls; from the first on.
         folder: folder of stacks; this rank's file in it is made anew.
         rank: number of this rank.
     """
@@ -203,14 +208,28 @@ class Alive:
         folder.mkdir(parents=True, exist_ok=True)
         self._seconds = 60 * minutes
         self._file = (folder / f"rank_{rank}.txt").open("w")
+        self._called = math.inf
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, name="guard", daemon=True).start()
 
     def __call__(self) -> None:
         """Begins to wait anew."""
-        faulthandler.dump_traceback_later(self._seconds, exit=True, file=self._file)
+        self._called = time.monotonic()
+        # Should the thread below not run, as where a library holds Python's lock.
+        faulthandler.dump_traceback_later(self._seconds + _GRACE, exit=True, file=self._file)
 
     def end(self) -> None:
         """Waits no longer."""
+        self._ended.set()
         faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(min(1.0, self._seconds / 4)):
+            if time.monotonic() - self._called > self._seconds:
+                faulthandler.dump_traceback(self._file)
+                for child in psutil.Process().children(recursive=True):
+                    child.kill()  # what writes checkpoints would keep a job's step from ending
+                os._exit(TRIPPED)
 
 
 def stood(run_dir: Path, minutes: float | None) -> str | None:

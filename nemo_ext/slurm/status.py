@@ -7,13 +7,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from nemo_ext.endpoint.address import FILE, read_address
-from nemo_ext.job.run_directory import CONFIG, LOG, METRICS, last_checkpoint, newest, read_config
+from nemo_ext.job.run_directory import CONFIG, LOG, METRICS, last_checkpoint, last_lines, newest, read_config
 from nemo_ext.serving.members import FOLDER
 from nemo_ext.slurm import attempts, ends
 from nemo_ext.slurm.cluster import call
@@ -50,6 +51,7 @@ class Status:
         loss: loss of the newest step.
         seconds_left: estimate from the newest step's speed; None if unknown.
         restarts: number of starts after the first.
+        goodput: see `goodput`.
     """
 
     run_dir: Path
@@ -60,6 +62,7 @@ class Status:
     loss: float | None
     seconds_left: float | None
     restarts: int
+    goodput: float | None
 
 
 def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
@@ -93,7 +96,22 @@ def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
         loss=None if step is None else step["loss"],
         seconds_left=left,
         restarts=max(0, len(starts) - 1),
+        goodput=goodput(run_dir, starts),
     )
+
+
+def goodput(run_dir: Path, starts: Sequence[attempts.Attempt]) -> float | None:
+    """Share of the time since the first start that went into steps which count; None if no step was logged.
+
+    An estimate by the median time of the last steps. What is missing: queues, starting, evaluations, waiting for
+    checkpoints, and steps that were made again or left out.
+    """
+    lines = [line for line in last_lines(run_dir / METRICS) if line.get("seconds_per_step") and "step" in line]
+    if not lines or not starts:
+        return None
+    useful = lines[-1]["step"] * median(line["seconds_per_step"] for line in lines)
+    ended = max(time.time() if each.ended is None else each.ended for each in starts)
+    return float(min(1.0, useful / max(1e-9, ended - starts[0].began)))
 
 
 def _serves(run_dir: Path) -> str:
@@ -234,12 +252,12 @@ def show(places: Sequence[Path], *, as_json: bool = False) -> None:
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=1, default=str))
         return
-    table = Table("run", "job", "state", "step", "left", "loss", "restarts", box=None, pad_edge=False)
+    table = Table("run", "job", "state", "step", "left", "loss", "restarts", "goodput", box=None, pad_edge=False)
     for row in rows:
         target = "?" if row.target is None else f"{row.target:,}"
         loss = "" if row.loss is None else f"{row.loss:.3f}"
         cells = (str(row.run_dir), row.job, row.state, f"{row.step:,} / {target}", _span(row.seconds_left), loss)
-        table.add_row(*cells, str(row.restarts))
+        table.add_row(*cells, str(row.restarts), "" if row.goodput is None else f"{row.goodput:.0%}")
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 400  # a file or a pipe has room

@@ -2,13 +2,14 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from nemo_ext.slurm import attempts, status
-from nemo_ext.slurm.status import cancel, job_of, log_of, queued, runs_below, show, status_of
+from nemo_ext.slurm.status import cancel, goodput, job_of, log_of, queued, runs_below, show, status_of
 
 
 def run(folder: Path, *, job: str = "7", step: int = 30, reason: str = "", finished: bool = False) -> Path:
@@ -81,8 +82,8 @@ def test_the_table(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     show([tmp_path / "runs"])
 
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["run", "job", "state", "step", "left", "loss", "restarts"]
-    assert lines[1].split()[1:] == ["7", "running", "30", "/", "100", "1:10", "h", "2.500", "0"]
+    assert lines[0].split() == ["run", "job", "state", "step", "left", "loss", "restarts", "goodput"]
+    assert lines[1].split()[1:] == ["7", "running", "30", "/", "100", "1:10", "h", "2.500", "0", "100%"]
     assert "stopped: cancelled" in lines[2]
     show([tmp_path / "runs"], as_json=True)
     assert [one["state"] for one in json.loads(capsys.readouterr().out)] == ["running", "stopped: cancelled"]
@@ -114,3 +115,14 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="squeue is not on PATH"):
         queued()
+
+
+def test_goodput_is_the_share_of_steps_that_count(tmp_path: Path) -> None:
+    folder = run(tmp_path / "a")
+    lines = [{"step": step, "loss": 2.0, "seconds_per_step": 3.0} for step in (9, 10)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first = attempts.Attempt(job="7", restart=0, nodes="n", began=1000.0, first_step=0, ended=1040.0)
+    starts = [first, replace(first, began=1050.0, ended=1100.0)]
+
+    assert goodput(folder, starts) == pytest.approx(0.3)
+    assert goodput(folder, []) is None and goodput(tmp_path / "none", starts) is None
