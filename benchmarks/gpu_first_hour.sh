@@ -7,6 +7,7 @@
 # A step leaves OUT/STEP.txt, and OUT/STEP.done when it ends well: it is not run again then. Ctrl-C ends the step; the same
 # command goes on. PYTHON names the interpreter, LIMIT=300 sets the seconds of each step.
 set -uo pipefail
+trap 'trap "" INT TERM; kill -- $(jobs -p) 2>/dev/null; exit 130' INT TERM
 [ $# -ge 1 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 2; }
 cd "$(dirname "$0")/.." || exit 1
 out=$(mkdir -p "$1" && cd "$1" && pwd) || exit 1
@@ -20,10 +21,11 @@ step() { # name, seconds, command
   [ -e "$out/$1.done" ] && { echo "== $1: done before"; return 0; }
   local began status
   began=$(date +%s)
-  timeout --signal=INT --kill-after=15 "${LIMIT:-$2}" bash -c "$3" >"$out/$1.txt" 2>&1
+  timeout --signal=INT --kill-after=15 "${LIMIT:-$2}" bash -c "$3" >"$out/$1.txt" 2>&1 &
+  trap 'kill -INT $! 2>/dev/null; exit 130' INT TERM  # timeout tells all processes of the step
+  wait $!
   status=$?
   [ $status -eq 0 ] && touch "$out/$1.done"
-  [ $status -eq 130 ] && exit 130
   echo "== $1: exit status $status after $(($(date +%s) - began)) s" | tee -a "$out/$1.txt"
   return 0
 }

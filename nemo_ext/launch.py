@@ -28,7 +28,7 @@ from nemo_ext.job.made_of import differing
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.ranks import rank_environment, training_rank
 from nemo_ext.megatron.fp8 import remark
-from nemo_ext.megatron.guard import Guard, pending, stood, turn_back
+from nemo_ext.megatron.guard import Guard, forget_stacks, pending, stood, turn_back
 from nemo_ext.megatron.run import Run, target_of
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -197,6 +197,7 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     config = run_dir / run_directory.CONFIG
     command += ["-m", training_rank(run_directory.read_config(config)), str(config)]
+    forget_stacks(run_dir)
     received: list[int] = []
 
     def forward(number: int, frame: object) -> None:

@@ -1,5 +1,6 @@
 """Check that a run's newest checkpoint is whole, and fall back to an older one if it is not."""
 
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -54,18 +55,29 @@ def back_to(checkpoints: Path, step: int) -> int:
     Returns:
         Its step; 0 if there is none, and training begins anew.
     """
-    tracker = checkpoints / TRACKER
-    whole = sorted(each for each in checkpoints.glob("iter_*") if each.suffix != BROKEN)
-    steps = {int(each.name.removeprefix("iter_")): each for each in whole}
-    sound = max((number for number, each in steps.items() if number < step and problem_of(each) is None), default=0)
+    sound, tracker = newest_before(checkpoints, step), checkpoints / TRACKER
     if sound:
         write_text(tracker, str(sound))  # before what is newer goes
     else:
         tracker.unlink(missing_ok=True)
-    for number, each in steps.items():
+    for number, each in _steps(checkpoints).items():
         if number >= step:
-            each.rename(each.with_name(each.name + BROKEN))
+            kept = each.with_name(each.name + BROKEN)
+            if kept.exists():
+                shutil.rmtree(kept)  # of an earlier time
+            each.rename(kept)
     return sound
+
+
+def newest_before(checkpoints: Path, step: int) -> int:
+    """Step of the newest whole checkpoint before a step; 0 if there is none."""
+    found = _steps(checkpoints).items()
+    return max((number for number, each in found if number < step and problem_of(each) is None), default=0)
+
+
+def _steps(checkpoints: Path) -> dict[int, Path]:
+    """Folders of Megatron's checkpoints by step."""
+    return {int(each.name[5:]): each for each in checkpoints.glob("iter_*") if each.name[5:].isdecimal()}
 
 
 def problem_of(folder: Path) -> str | None:

@@ -10,10 +10,11 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,7 @@ import psutil
 from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.checkpoint.sound import back_to
+from nemo_ext.checkpoint.sound import back_to, newest_before
 from nemo_ext.job.files import write_text
 from nemo_ext.job.report import markdown_table
 from nemo_ext.job.run_directory import CHECKPOINTS, METRICS, read_metrics
@@ -105,21 +106,15 @@ def turn_back(run_dir: Path, guard: Guard) -> str | None:
     """Goes back to the last checkpoint before what ended the last start; returns what was done, None if nothing was.
 
     Raises:
-        ValueError: the same checkpoint was gone back to `guard.most` times already.
+        ValueError: see `check_events`.
     """
     found = events(run_dir)
+    check_events(run_dir, guard)
     told = []
     for number, event in enumerate(found):
         if event.checkpoint is not None:
             continue
         step = back_to(run_dir / CHECKPOINTS, event.skipped[0])
-        earlier = [each for each in found[:number] if each.checkpoint == step]
-        if len(earlier) >= guard.most:
-            steps = ", ".join(str(each.step) for each in [*earlier, event])
-            raise ValueError(
-                f"guard: {event.what} at step {event.step}; step {step} was gone back to {len(earlier)} times already "
-                f"(for steps {steps}): look at the data and the learning rate, then set guard.most higher to go on"
-            )
         found[number] = Event(**{**vars(event), "checkpoint": step})
         first, last = event.skipped
         batches = f"the batch of step {first}" if first == last else f"the batches of steps {first} to {last}"
@@ -129,6 +124,24 @@ def turn_back(run_dir: Path, guard: Guard) -> str | None:
     return "\n".join(told) or None
 
 
+def check_events(run_dir: Path, guard: Guard) -> None:
+    """Refuses to go back once more to a checkpoint that was gone back to often.
+
+    Raises:
+        ValueError: the last start ended by an event, and its checkpoint was gone back to `guard.most` times already.
+    """
+    if (event := pending(run_dir)) is None:
+        return
+    step = newest_before(run_dir / CHECKPOINTS, event.skipped[0])
+    earlier = [each for each in events(run_dir) if each.checkpoint == step]
+    if len(earlier) >= guard.most:
+        steps = ", ".join(str(each.step) for each in [*earlier, event])
+        raise ValueError(
+            f"guard: {event.what} at step {event.step}; step {step} was gone back to {len(earlier)} times already "
+            f"(for steps {steps}): look at the data and the learning rate, then set guard.most higher to go on"
+        )
+
+
 def with_guard(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config with the steps that its run leaves out, and without Megatron's own end at what is not finite.
 
@@ -136,16 +149,43 @@ def with_guard(config: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: see `Guard.from_config`.
     """
     guard, megatron = Guard.from_config(config), dict(config["megatron"])
-    steps = set(megatron.get("iterations_to_skip") or ())
+    steps = _whole(megatron.get("iterations_to_skip"))
     for event in events(Path(str(config["run_dir"]))):
         steps |= set(range(event.skipped[0], event.skipped[1] + 1))
     if steps:
         megatron["iterations_to_skip"] = sorted(steps)
     if guard.nan:
         # Megatron would raise, or run the step again and look for a broken GPU, before the step is logged.
-        megatron.setdefault("no_check_for_nan_in_loss_and_grad", True)
-        megatron.setdefault("rerun_mode", "disabled")
+        own = {"no_check_for_nan_in_loss_and_grad": True, "rerun_mode": "disabled"}
+        megatron |= {name: value for name, value in own.items() if megatron.get(name) is None}
+    last, interval = megatron.get("train_iters"), megatron.get("save_interval")
+    if interval and last in steps and last % int(interval) == 0:
+        # Megatron saves at the end if it has not just done so, and takes a step that it leaves out for one that has.
+        megatron |= {"save_interval": int(interval) + 1, "save_retain_interval": None}
     return {**config, "megatron": megatron}
+
+
+def _whole(given: Any) -> set[int]:
+    """Steps of `megatron.iterations_to_skip`, one or a list."""
+    try:
+        return {int(step) for step in (given if isinstance(given, list | tuple) else [] if given is None else [given])}
+    except (TypeError, ValueError):
+        raise ValueError(f"megatron.iterations_to_skip={given!r}: give steps, as in [17,18]") from None
+
+
+def read_and_drop(data_iterator: Any) -> None:
+    """What Megatron calls for a step that is left out, for data of which every rank reads its own batches.
+
+    Its own `dummy_train_step` reads on the first tensor-parallel rank alone, and not with virtual pipeline stages.
+    """
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    while get_rerun_state_machine().should_run_forward_backward(data_iterator):  # once
+        for iterator in filter(None, iterators):
+            for _ in range(get_num_microbatches()):
+                next(iterator)
 
 
 class Watch:
@@ -155,16 +195,26 @@ class Watch:
         guard: settings.
         run_dir: run directory; losses of its earlier steps count for the bound.
         first_step: step that this start begins after.
+        begins: steps after which a phase begins, whose losses are others.
     """
 
-    def __init__(self, guard: Guard, run_dir: Path, first_step: int) -> None:
+    def __init__(self, guard: Guard, run_dir: Path, first_step: int, begins: Sequence[int] = ()) -> None:
         from nemo_ext.megatron.stability import Outliers
 
-        self._guard, self._run_dir = guard, run_dir
+        self._guard, self._run_dir, self._begins, self._step = guard, run_dir, begins, 0
         self._losses = Outliers(guard.spike or math.inf)
         for line in read_metrics(run_dir / METRICS):
             if line["step"] <= first_step and line.get("loss") is not None:
-                self._losses.add(line["loss"])
+                self._add(line["step"], line["loss"])
+
+    def _add(self, step: int, loss: float) -> None:
+        self._enter(step)
+        self._losses.add(loss)
+
+    def _enter(self, step: int) -> None:
+        if any(self._step <= begin < step for begin in self._begins):
+            self._losses.norms.clear()
+        self._step = step
 
     def __call__(self, line: Mapping[str, Any]) -> None:
         """Ends the process at a step that has gone wrong.
@@ -186,6 +236,7 @@ class Watch:
             return "the loss is not finite"
         if self._guard.nan and "grad_norm" in line and line["grad_norm"] is None:
             return "the gradient norm is not finite"
+        self._enter(int(line["step"]))
         if self._guard.spike is not None:
             bound = self._losses.bound()
         if loss is not None and loss > bound:
@@ -193,6 +244,15 @@ class Watch:
         if loss is not None:
             self._losses.add(loss)
         return None
+
+
+_alive: "Alive | None" = None
+
+
+def here() -> None:
+    """Says that this rank is alive, if somebody wants to know."""
+    if _alive is not None:
+        _alive()
 
 
 class Alive:
@@ -211,6 +271,8 @@ class Alive:
         self._called = math.inf
         self._ended = threading.Event()
         threading.Thread(target=self._watch, name="guard", daemon=True).start()
+        global _alive
+        _alive = self
 
     def __call__(self) -> None:
         """Begins to wait anew."""
@@ -234,6 +296,8 @@ class Alive:
 
 def stood(run_dir: Path, minutes: float | None) -> str | None:
     """Where ranks stood that made no step for too long, in one line; None if none wrote its stacks."""
+    if minutes is None:
+        return None
     places = []
     for path in sorted((run_dir / STACKS).glob("rank_*.txt"), key=lambda each: int(each.stem.partition("_")[2])):
         # The main thread is the last.
@@ -243,6 +307,11 @@ def stood(run_dir: Path, minutes: float | None) -> str | None:
     if not places:
         return None
     return f"no step for {minutes:g} minutes: {', '.join(places)}; stacks: {run_dir / STACKS}"
+
+
+def forget_stacks(run_dir: Path) -> None:
+    """Removes the stacks of the start before."""
+    shutil.rmtree(run_dir / STACKS, ignore_errors=True)
 
 
 def section(run_dir: Path) -> str:

@@ -6,6 +6,7 @@ writer passes each scalar on to TensorBoard and gathers the scalars of a step in
 
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -31,6 +32,8 @@ class ScalarWriter(Protocol):
 
 NAMES = {LOSS: "loss", "learning-rate": "lr", "grad-norm": "grad_norm"}
 """Megatron's tags -> names in metrics.jsonl; other tags keep theirs with underscores."""
+
+SECONDS_TO_FLUSH = 10.0
 
 VALIDATION = " validation"
 """Suffix of the tags of an evaluation; their names get the prefix `val_`."""
@@ -226,7 +229,10 @@ class MetricsWriter:
         """Writes pending data to metrics.jsonl and flushes TensorBoard."""
         self.flush()
         if self.tensorboard is not None:
-            self.tensorboard.flush()
+            # It waits for a thread of its own, for ever if that has ended, as on a full disk.
+            flushing = threading.Thread(target=self.tensorboard.flush, daemon=True)
+            flushing.start()
+            flushing.join(SECONDS_TO_FLUSH)
 
     def __getattr__(self, name: str) -> Any:
         # Megatron also calls add_text and the like, which only TensorBoard has.

@@ -12,6 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 from nemo_ext.job.parent import end_with_parent
@@ -32,7 +33,8 @@ def run(config_path: str, prepare: Callable[[], None] | None = None) -> NoReturn
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     except BaseException:
-        traceback.print_exc()
+        with suppress(OSError):  # of a log on a full disk
+            traceback.print_exc()
         code = 1
     leave(code)
 
@@ -44,8 +46,9 @@ def leave(code: int) -> NoReturn:
     (training/datasets/data_samplers.py) and keeps their iterators alive, so Python would wait for them forever. They
     hold nothing that is still needed.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a full disk, after which Python's own end would wait for children
+            stream.flush()
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(code)

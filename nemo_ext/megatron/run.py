@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from nemo_ext.checkpoint.start import with_model_of_start
@@ -9,7 +10,7 @@ from nemo_ext.data.blends.plan import MAX_EPOCHS
 from nemo_ext.data.phases import Plan, data_paths, plan_of, segments, told_of_streams
 from nemo_ext.data.training import data_sections, tokenize_streams, with_data
 from nemo_ext.megatron.fp8 import with_plan
-from nemo_ext.megatron.guard import with_guard
+from nemo_ext.megatron.guard import Guard, check_events, with_guard
 from nemo_ext.memory import sampler
 
 
@@ -41,6 +42,7 @@ class Run:
         config = with_guard(with_data(with_plan(given)))
         plan = plan_of(config)
         made = (config,) if plan is None else segments(config, plan, data_paths(config, plan))
+        made = tuple(map(with_guard, made))  # each ends with a step of its own
         return cls(given=given, config=config, plan=plan, segments=made)
 
     def tokenized(self) -> "Run":
@@ -56,12 +58,14 @@ class Run:
         """Check everything that can be checked on any machine.
 
         Raises:
-            ValueError: see `nemo_ext.megatron.check.check`; or a checkpoint's pickles hold objects other than data.
+            ValueError: see `nemo_ext.megatron.check.check` and `check_events`; or a checkpoint's pickles hold objects
+                other than data.
         """
         from nemo_ext.megatron.check import check, check_objects
 
         check(self.config)
         check_objects(self.config)
+        check_events(Path(str(self.config["run_dir"])), Guard.from_config(self.config))
         if len(self.segments) > 1:
             for segment in self.segments:
                 check(segment)

@@ -24,6 +24,7 @@ from nemo_ext.checkpoint.pickles import only_data
 from nemo_ext.data.phases import Plan, plan_of
 from nemo_ext.job import run_directory
 from nemo_ext.job.files import write_text
+from nemo_ext.megatron import guard
 from nemo_ext.megatron.arguments import command_line, pattern_with_cuts
 from nemo_ext.megatron.cpu import runtime
 from nemo_ext.megatron.fp8 import Precision, check_backend
@@ -47,11 +48,11 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
 
     # Imported here: Megatron's modules bind mamba_ssm and torch.cuda names at import.
     from megatron.core.enums import ModelType
-    from megatron.training import get_args, pretrain, set_startup_timestamps
+    from megatron.training import get_args, pretrain, set_startup_timestamps, training
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    from nemo_ext.megatron import distillation, guard, phases, stability
+    from nemo_ext.megatron import distillation, phases, stability
     from nemo_ext.megatron.expert_bias import update_by_size
     from nemo_ext.megatron.forward_step import datasets, forward_step
     from nemo_ext.megatron.model import model_config
@@ -74,11 +75,11 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
     stable = stability.Stability.from_config(config)
     z_loss = stability.ZLoss(stable.z_loss) if stable.z_loss else None
     step: Callable[..., Any] = partial(forward_step, distillation=distilled, z_loss=z_loss)
-    guarded = guard.Guard.from_config(config)
     alive = None
-    if guarded.minutes is not None:
-        alive = guard.Alive(guarded.minutes, Path(config["run_dir"]) / guard.STACKS, arguments.rank)
-        step = partial(watched, alive, step)
+    if (minutes := guard.Guard.from_config(config).minutes) is not None:
+        alive = guard.Alive(minutes, Path(config["run_dir"]) / guard.STACKS, arguments.rank)
+        step = partial(watched, step)
+    training.dummy_train_step = guard.read_and_drop
     if distilled is not None:
         model.post_wrap_hooks.append(distilled.attach)  # after the student, whose initial weights stay the same
     if z_loss is not None:
@@ -112,18 +113,18 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
             **model_of_container(container),
         )
     finally:
-        if alive is not None:
-            alive.end()
         memory_phases.begin(None)
         close_metrics()
+        if alive is not None:
+            alive.end()
     if plan is not None and (saved := run_directory.last_checkpoint(Path(config["run_dir"]))) is not None:
         phases.check_consumed(plan, saved)
     torch.distributed.destroy_process_group()
 
 
-def watched(alive: Callable[[], None], forward_step: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def watched(forward_step: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """A forward step that says that this rank is alive."""
-    alive()
+    guard.here()
     return forward_step(*arguments, **named)
 
 
@@ -172,7 +173,6 @@ def attach_metrics(config: Mapping[str, Any], plan: Plan | None, *, first_step: 
     """Inserts the metrics writer between Megatron and TensorBoard, on the rank that logs (the last)."""
     from megatron.training import get_args, get_timers, global_vars
 
-    from nemo_ext.megatron.guard import Guard, Watch
     from nemo_ext.megatron.metrics import MetricsWriter
 
     arguments = get_args()
@@ -181,7 +181,8 @@ def attach_metrics(config: Mapping[str, Any], plan: Plan | None, *, first_step: 
     architecture, peak = Architecture.from_config(config), peak_flops()
     tokens_per_step = arguments.global_batch_size * arguments.seq_length
     frozen = getattr(arguments, "freeze_all_layers", False)  # not in every version
-    watch = Watch(Guard.from_config(config), Path(config["run_dir"]), first_step)
+    begins = () if plan is None else tuple(phase.first_step for phase in plan.phases)
+    watch = guard.Watch(guard.Guard.from_config(config), Path(config["run_dir"]), first_step, begins)
 
     def on_line(line: dict[str, Any]) -> None:
         print(json.dumps(line), flush=True)

@@ -15,6 +15,10 @@ TIME_LIMIT = "time limit"
 """Prefix of the reason of a start that reached its time limit."""
 
 
+PASSED_OVER = "guard: "
+"""Prefix of the reason of a start that ended at a step which the next one leaves out."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
     """One start.
@@ -92,6 +96,7 @@ def end(run_dir: Path, *, step: int | None, reason: str, given_up: str = "") -> 
 
 def verdict(attempts: Sequence[Attempt], *, max_restarts: int, max_idle: int) -> str | None:
     """Reason not to start a run again after the starts of one job, or None; `max_idle` without a checkpoint end it."""
+    attempts = [each for each in attempts if not each.reason.startswith(PASSED_OVER)]  # guard.most limits them
     idle = 0
     for each in reversed(attempts):
         if each.progressed:

@@ -131,7 +131,7 @@ class Batch(ABC):
                 attempts.end(record, step=step, reason="cancelled")
                 say(f"cancelled: {_saved_in(record, step)}the same command goes on")
                 return 128 + signal.SIGTERM
-            if self.goes_on():
+            if not self.stopped and self.goes_on():
                 attempts.end(record, step=step, reason=reason)
                 say(f"{reason}: starting again here")
                 continue

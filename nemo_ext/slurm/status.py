@@ -109,7 +109,7 @@ def goodput(run_dir: Path, starts: Sequence[attempts.Attempt]) -> float | None:
     lines = [line for line in last_lines(run_dir / METRICS) if line.get("seconds_per_step") and "step" in line]
     if not lines or not starts:
         return None
-    useful = lines[-1]["step"] * median(line["seconds_per_step"] for line in lines)
+    useful = max(0, lines[-1]["step"] - starts[0].first_step) * median(line["seconds_per_step"] for line in lines)
     ended = max(time.time() if each.ended is None else each.ended for each in starts)
     return float(min(1.0, useful / max(1e-9, ended - starts[0].began)))
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from nemo_ext.job.config import FAILED, USER_ERROR
 from nemo_ext.job.run_directory import LOG, last_checkpoint, read_config
-from nemo_ext.megatron.guard import pending, stood
+from nemo_ext.megatron.guard import forget_stacks, pending, stood
+from nemo_ext.slurm import attempts
 from nemo_ext.slurm.start import Batch, Prepared, say
 
 _FIRST_PORT, _PORTS = 10_000, 20_000
@@ -47,6 +48,7 @@ class Training(Batch):
 
     def work(self) -> int:
         """Run all ranks to their end, with their output in the run's log; returns srun's exit code."""
+        forget_stacks(Path(self.made["run_dir"]))
         command = self.srun(["-m", "nemo_ext.slurm.rank", self.made["config"]], "--kill-on-bad-exit=1", "--label")
         with (Path(self.made["run_dir"]) / LOG).open("ab") as log:
             return subprocess.run(command, env=self.environment(), stdout=log, stderr=log, check=False).returncode
@@ -68,7 +70,7 @@ class Training(Batch):
         if code == 0:
             return "time limit (exit_duration_in_mins)"
         if (event := pending(Path(self.made["run_dir"]))) is not None:
-            return f"{event.what} at step {event.step}"
+            return f"{attempts.PASSED_OVER}{event.what} at step {event.step}"
         minutes = (read_config(Path(self.made["config"])).get("guard") or {}).get("minutes")
         return stood(Path(self.made["run_dir"]), minutes) or f"a rank failed (exit code {code})"
 

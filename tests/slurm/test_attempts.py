@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,11 @@ def made(*steps: tuple[int, int]) -> list[Attempt]:
 )
 def test_a_run_is_started_again_while_it_gets_on(steps: list[tuple[int, int]], said: str | None) -> None:
     assert verdict(made(*steps), max_restarts=3, max_idle=2) == said
+
+
+def test_starts_that_ended_at_a_step_that_is_left_out_do_not_count() -> None:
+    passed = [replace(each, reason=f"{attempts.PASSED_OVER}nan") for each in made((0, 0), (0, 0))]
+    assert verdict([*passed, *made((0, 0))], max_restarts=1, max_idle=2) is None
 
 
 def test_a_start_without_an_end_was_killed(tmp_path: Path) -> None:

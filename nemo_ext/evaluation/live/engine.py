@@ -10,6 +10,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+from nemo_ext.megatron.guard import here
 from nemo_ext.serving.engine import Engine, Token, _Sequence
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class LiveModel:
         """The first rank's order, on every rank."""
         import torch
 
+        here()
         said = torch.tensor([*order, *[0] * (6 - len(order))], device=self._device)
         torch.distributed.broadcast(said, 0)
         return tuple(said.tolist())
