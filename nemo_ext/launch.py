@@ -5,6 +5,7 @@ The parent process never trains. It writes the resolved config into the run dire
 Ctrl-C into a checkpoint.
 """
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from nemo_ext.megatron.guard import Guard, forget_stacks, pending, stood, turn_b
 from nemo_ext.megatron.run import Run, target_of
 
 SECONDS_BETWEEN_LINES = 10.0
+MEBIBYTE = 1 << 20
 
 
 def prepare(config: Mapping[str, Any]) -> Path:
@@ -235,6 +237,10 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
         minutes = (run_directory.read_config(config).get("guard") or {}).get("minutes")
         if standing := stood(run_dir, minutes):
             print(f"error: {standing}; the same command resumes", file=sys.stderr)
+            sys.exit(1)
+        if shutil.disk_usage(run_dir).free < MEBIBYTE:
+            saved = "no checkpoint was saved" if step is None else f"the last checkpoint is of step {step}"
+            print(f"error: no space left in {run_dir}: {saved}; the same command resumes", file=sys.stderr)
             sys.exit(1)
         print("\n".join(_last_words(run_dir / run_directory.LOG, position)), file=sys.stderr)
         print(

@@ -1,9 +1,18 @@
 """metrics.jsonl from the scalars that Megatron writes."""
 
+import errno
+import io
 import json
 import math
+import os
+import sys
+import time
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from nemo_ext.megatron import rank
 
 
 class Scalars:
@@ -153,3 +162,36 @@ def test_tensorboard_gets_everything(tmp_path: Path) -> None:
 
     assert ("learning-rate vs samples", 1e-3, 1) in scalars.seen
     assert scalars.seen[-1][0] == "flushed"
+
+
+def test_a_tensorboard_that_waits_for_ever_does_not_keep_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does once its thread has ended on a full disk."""
+    from nemo_ext.megatron import metrics as module
+
+    class Stuck(Scalars):
+        def flush(self) -> None:
+            time.sleep(600)
+
+    monkeypatch.setattr(module, "SECONDS_TO_FLUSH", 0.1)
+    metrics = writer(tmp_path / "m.jsonl", tensorboard=Stuck())
+    log_step(metrics, 1, 4.0)
+    metrics.close()
+
+    assert [line["step"] for line in lines(tmp_path / "m.jsonl")] == [1]
+
+
+def test_a_log_that_cannot_be_written_does_not_keep_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def ended(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(rank.os, "_exit", ended)
+    monkeypatch.setattr(sys, "stdout", Full())
+    with pytest.raises(SystemExit) as exit_:
+        rank.leave(7)
+    assert exit_.value.code == 7
