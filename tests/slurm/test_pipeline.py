@@ -51,7 +51,9 @@ def test_every_stage_of_every_pipeline_composes(name: str) -> None:
         submission = planned(stage.words)
         assert submission.command()[0] == "sbatch"
         different = set(split(submission.words)[1]) ^ set(stage.own)
-        assert all(word.startswith("launcher.") for word in different), "as `nemo-ext pipeline` notes what it finished"
+        assert all(word.startswith(("launcher.", "operation=")) for word in different), (
+            "as `nemo-ext pipeline` notes what it finished"
+        )
         assert f"--config-dir={REPOSITORY}" not in stage.words
 
 

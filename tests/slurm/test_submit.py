@@ -49,8 +49,11 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         *("--ntasks-per-node=4", "--gpus-per-node=4", "--cpus-per-task=8", "--time=24:00:00", "--signal=B:USR2@600"),
         *(f"--output={tmp_path}/r/slurm/%j.out", f"--export=ALL,NEMO_EXT_PYTHON={sys.executable}", "--mail-type=END"),
         *(str(SCRIPTS / "train.sbatch"), "cluster=leonardo", "account=X", 'slurm.options=["--mail-type=END"]'),
-        *("recipe=domyn_small/cpt", "run_dir=r"),
+        *("operation=cluster", "recipe=domyn_small/cpt", "run_dir=r"),
     ]
+    own = planned(["operation=null", *words])
+    assert [word for word in own.words if word.startswith("operation=")] == ["operation=null"]
+    assert own.config["guard"]["nan"] is False
 
 
 TASKS = ("job=rl_tasks", "generator=arithmetic", "output=t.jsonl", "cluster=testbed")
@@ -82,7 +85,8 @@ def test_gpus_are_kept_on_nodes_of_another_size() -> None:
     said = planned(["recipe=olmo3/7b_pretrain", "cluster=leonardo", "launcher.nodes=2", "launcher.nproc_per_node=4"])
 
     assert eight.config["launcher"] == {"nodes": 128, "nproc_per_node": 4}
-    assert eight.notes == (Finding("note", "512 GPUs are 128 nodes of 4 on leonardo"),)
+    assert eight.notes[0] == Finding("note", "512 GPUs are 128 nodes of 4 on leonardo")
+    assert eight.notes[1].text.startswith("operation=cluster, as it takes several nodes")
     assert said.config["launcher"] == {"nodes": 2, "nproc_per_node": 4}
     assert "--nodes=2" in said.command()
     assert not any(word.startswith("launcher.") for word in said.words), "the allocation says these"
@@ -268,7 +272,7 @@ def test_a_run_of_the_whole_recipe_composes_alike() -> None:
     """What is submitted is what `nemo-ext train` would run on the same nodes."""
     submission = planned(["recipe=domyn_small/cpt", "cluster=leonardo", "run_dir=r"])
 
-    assert submission.config == compose("train", ["recipe=domyn_small/cpt", "run_dir=r"])
+    assert submission.config == compose("train", ["recipe=domyn_small/cpt", "run_dir=r", "operation=cluster"])
 
 
 @pytest.mark.parametrize("key", ["distillation.teacher", "megatron.logits_load_dir"])
