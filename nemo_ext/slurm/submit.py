@@ -173,7 +173,7 @@ def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
         if int(configs[0]["launcher"]["nodes"]) > 1 and not any(word.startswith("operation=") for word in theirs):
             theirs = [OPERATION, *theirs]
             configs = [compose(job, [OPERATION, *run, *given]) for run, (given, _) in zip(runs, layouts, strict=True)]
-            notes.append(Finding("note", f"{OPERATION}, as it takes several nodes; operation=null leaves that out"))
+            notes.append(Finding("note", f"{OPERATION}, as it takes several nodes; operation=none leaves that out"))
     taken = {nodes_and_gpus(job, config, settings) for config in configs}
     if len(taken) > 1:
         raise ValueError(f"{MULTIRUN}: the runs take different numbers of nodes or GPUs: submit them by themselves")

@@ -51,8 +51,8 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         *(str(SCRIPTS / "train.sbatch"), "cluster=leonardo", "account=X", 'slurm.options=["--mail-type=END"]'),
         *("operation=cluster", "recipe=domyn_small/cpt", "run_dir=r"),
     ]
-    own = planned(["operation=null", *words])
-    assert [word for word in own.words if word.startswith("operation=")] == ["operation=null"]
+    own = planned(["operation=none", *words])
+    assert [word for word in own.words if word.startswith("operation=")] == ["operation=none"]
     assert own.config["guard"]["nan"] is False
 
 
