@@ -53,6 +53,7 @@ def trial(target: str, config: dict[str, Any]) -> str | None:
                     runtime.enable = lambda: []  # what the trainer calls: everything is in place but this
                     check_random_states()
                     check_mamba_step()
+                    check_parallel_load()
                     if target == patches.WORKER:  # which takes seconds to start
                         check_checkpoint_worker()
                     tensor_parallel = config | {"megatron": config["megatron"] | {"tensor_model_parallel_size": 2}}
@@ -94,6 +95,16 @@ def check_mamba_step() -> None:
     head, state = torch.ones(1, 1, 2, 4), torch.ones(1, 1, 1, 8)
     mamba_mixer.causal_conv1d_update(torch.ones(1, 1, 8), torch.ones(1, 8, 4), torch.ones(8, 4), None, "silu", None)
     mamba_mixer.selective_state_update(torch.ones(1, 2, 4, 8), head, head, -torch.ones(2, 4, 8), state, state)
+
+
+def check_parallel_load() -> None:
+    """What `ckpt_fully_parallel_load` makes of a tensor that another data-parallel rank reads."""
+    from megatron.core.dist_checkpointing.exchange_utils import _get_empty_tensor_for_exchange
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    tensor = ShardedTensor.from_rank_offsets("weight", torch.ones(2), replica_id=1)
+    tensor.init_data("cpu")
+    _get_empty_tensor_for_exchange("weight", {"weight": tensor}, {}, {})
 
 
 def check_checkpoint_worker() -> None:
