@@ -35,9 +35,9 @@ one() {
   look) step look 120 "nvidia-smi; $cli doctor; $python -m torch.utils.collect_env" ;;
   tests) step tests 600 "$python -m pytest -m gpu -q -n ${WORKERS:-10} --dist load -p no:cacheprovider tests/puzzle tests/megatron" ;;
   curves) step curves 600 "$python benchmarks/gpu_curves.py $out/curves" ;;
-  sensitivity) step sensitivity 300 "$cli train run_dir=$out/parent precision=bf16 && $cli sensitivity sensitivity.model=$out/parent run_dir=$out/plan && $cli train run_dir=$out/planned --config-dir $out/plan precision=proposed" ;;
+  sensitivity) step sensitivity 300 "$cli train run_dir=$out/parent precision=bf16 && $cli sensitivity sensitivity.model=$out/parent run_dir=$out/plan && $cli train run_dir=$out/planned precision=proposed --config-dir $out/plan" ;;
   bench) step bench 600 "$python benchmarks/gpu.py --output $out/bench.md" ;;
-  training) step training 1800 "$python benchmarks/gpu_train.py $out/training" ;;
+  training) step training 1800 "$python benchmarks/gpu_train.py $out/training --rehearse && $python benchmarks/gpu_train.py $out/training" ;;
   *) echo "unknown step $1: look, tests, curves, sensitivity, bench, training"; exit 2 ;;
   esac
 }
