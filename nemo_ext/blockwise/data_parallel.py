@@ -63,6 +63,11 @@ def written(write: Callable[[], object]) -> None:
     """Let rank 0 write while the others wait."""
     if number() == 0:
         write()
+    wait()
+
+
+def wait() -> None:
+    """Waits until every rank is here."""
     if count() > 1:
         dist.barrier()
 

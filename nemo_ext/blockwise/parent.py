@@ -10,18 +10,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.pattern import Pattern, parse
 from nemo_ext.architecture.pattern import format as format_pattern
 from nemo_ext.megatron.session import put_tensors, take_tensors
 
+def whole(tensor: Any) -> Any:
+    """A tensor that ranks may hold parts of, whole on each of them."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 Replaced = Mapping[int, torch.nn.Module | None]
 """0-based number of a block -> the layer that replaces it, None to leave the block out."""
 
 
 class Parent:
-    """A model on one rank, without pipeline stages.
+    """A model without pipeline stages: whole on every rank, or with its blocks shared out (`blockwise.sharded`).
+
+    Where blocks are shared out, everything here that runs or reads a block is done by all ranks together.
 
     Args:
         model: Megatron's HybridModel.
@@ -34,14 +42,23 @@ class Parent:
         self.layers: list[torch.nn.Module] = list(model.decoder.layers)
 
     @property
+    def sharded(self) -> bool:
+        """True if every rank has only its part of the blocks' weights."""
+        return any(isinstance(each, DTensor) for layer in self.layers for each in layer.parameters())
+
+    @property
     def device(self) -> torch.device:
         """Device of the model, on which tokens must be."""
         return next(iter(self.model.parameters())).device
 
     def tensors(self, number: int) -> dict[str, Tensor]:
         """Weights of a block, by their names in Megatron's checkpoint after `decoder.layers.N.`."""
-        prefix = f"decoder.layers.{number}."
-        return {name.removeprefix(prefix): t for name, t in take_tensors(self.layers[number], prefix).items()}
+        prefix, layer = f"decoder.layers.{number}.", self.layers[number]
+        if self.sharded:
+            layer = self.fresh(number, parse(self.model_config.pattern).blocks[number])
+            values = {name: whole(each) for name, each in self.layers[number].state_dict(keep_vars=True).items()}
+            layer.load_state_dict(values)
+        return {name.removeprefix(prefix): t for name, t in take_tensors(layer, prefix).items()}
 
     def layer(self, number: int, block: Block, tensors: Mapping[str, Tensor]) -> torch.nn.Module:
         """Megatron's layer for a block that replaces block `number`, with these weights.

@@ -61,8 +61,7 @@ def main(config_path: str, log_name: str, work: Callable[[str], None]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except ValueError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)  # of ranks other than the first, into their logs
         return USER_ERROR
     return 0
 

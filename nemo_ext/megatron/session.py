@@ -6,6 +6,7 @@ For work that inspects a model (block libraries, scores, calibration) rather tha
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_ext.architecture.pattern import Pattern, parse
+from nemo_ext.architecture.pattern import compile as compile_pattern
 from nemo_ext.checkpoint.pickles import only_data
 from nemo_ext.megatron.cpu import runtime
 from nemo_ext.megatron.fp8 import Precision
@@ -49,8 +52,12 @@ def data_parallel(seed: int = 1) -> Iterator[None]:
             torch.distributed.destroy_process_group()
 
 
-def build_model(config: Mapping[str, Any]) -> tuple[torch.nn.Module, Any]:
+def build_model(config: Mapping[str, Any], *, blocks: bool = True) -> tuple[Any, Any]:
     """Build the model of a composed training config, whole on this rank; returns it and its `BlockModelConfig`.
+
+    Args:
+        config: composed training config.
+        blocks: False for the model without any block: embedding, final norm and output layer.
 
     Raises:
         ValueError: Megatron refuses the config; gives Megatron's reason.
@@ -63,7 +70,13 @@ def build_model(config: Mapping[str, Any]) -> tuple[torch.nn.Module, Any]:
     arguments = parse_arguments(command_line(config), world_size=torch.distributed.get_world_size())
     made = model_config(config["model"], pattern_with_cuts(config), arguments, Precision.from_config(config))
     made.finalize()
-    model = BlockModelBuilder(made).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    built = made
+    if not blocks:  # Megatron builds one at least
+        first = Pattern(parse(made.pattern).blocks[:1])
+        built = replace(made, pattern=str(first), hybrid_layer_pattern=compile_pattern(first).hybrid_layer_pattern)
+    model = BlockModelBuilder(built).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    if not blocks:
+        model.decoder.layers = torch.nn.ModuleList()
     # Some modules are created on the CPU; Megatron's trainer moves them in the same way.
     return (model.cuda() if torch.cuda.is_available() else model), made
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,11 @@ def check(config: Mapping[str, Any]) -> Settings:
             raise ValueError(
                 f"puzzle.{name}={of.sequences} sequences in batches of {of.batch} are too few for {ranks} ranks: give "
                 "every rank one batch at least"
+            )
+        batches = ceil(of.sequences / of.batch)
+        if chosen.fsdp is not None and wanted & stages and batches % ranks:
+            raise ValueError(
+                f"puzzle.{name}: {batches} batches for {ranks} ranks: with puzzle.fsdp every rank needs equally many"
             )
     return chosen
 

@@ -225,6 +225,7 @@ class Settings:
     child: Name = "child"
     stages: list[str] | None = None
     shard: str | None = None
+    fsdp: Literal["shard", "offload"] | None = None
     variants: Choices = Choices()
     calibration: Batches = Batches()
     distill: Training = Training()

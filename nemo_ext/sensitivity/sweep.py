@@ -17,15 +17,14 @@ from torch.nn.functional import log_softmax
 from nemo_ext.architecture.precision_plan import NANO_IN_BF16, Plan
 from nemo_ext.blockwise import data_parallel
 from nemo_ext.blockwise.parent import Parent
+from nemo_ext.blockwise.sharded import open_parent
 from nemo_ext.blockwise.token_batches import TokenBatches
 from nemo_ext.checkpoint.start import description_of
-from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 from nemo_ext.job.files import write_text
 from nemo_ext.job.records import append_lines, read_lines
 from nemo_ext.job.run_directory import read_config
 from nemo_ext.megatron.float8_modules import in_float8
 from nemo_ext.megatron.fp8 import Precision
-from nemo_ext.megatron.session import build_model, load_weights
 from nemo_ext.megatron.session import data_parallel as process_group
 from nemo_ext.puzzle.configs import stage_config
 from nemo_ext.puzzle.settings import Batches
@@ -62,9 +61,7 @@ class Sweep:
         checkpoint = Path(self.chosen.model)
         description = description_of(checkpoint)
         self.built = stage_config(config, description, data_parallel.count())
-        model, made = build_model(self.built)
-        load_weights(model, checkpoint_folder(checkpoint))
-        self.parent = Parent(model, made)
+        self.parent = open_parent(self.built, checkpoint)
         self.plan, self.architecture = Plan.from_config(config["precision_plan"]), description.architecture
         self.every = units(self.plan, self.architecture, self.chosen.per)
 

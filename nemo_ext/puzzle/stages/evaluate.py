@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -44,8 +45,9 @@ def forward_seconds(parent: Parent, other: Parent, tokens: Tensor) -> tuple[list
     with torch.no_grad():
         for run in runs:
             run()
-        rounds = [
-            [timer.blocked_autorange(min_run_time=1.0 / ROUNDS).median for timer in timers] for _ in range(ROUNDS)
-        ]
+        # As often on every rank, since ranks may run a model together.
+        alone = [timer.timeit(1).mean for timer in timers]
+        times = data_parallel.agreed(lambda: [ceil(SECONDS / seconds) for seconds in alone])
+        rounds = [[timer.timeit(n).mean for timer, n in zip(timers, times, strict=True)] for _ in range(ROUNDS)]
     first, second = zip(*rounds, strict=True)
     return list(first), list(second)

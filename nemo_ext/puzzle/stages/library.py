@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nemo_ext.blockwise import data_parallel
-from nemo_ext.blockwise.parent import Parent
+from nemo_ext.blockwise.parent import Parent, whole
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.puzzle.stages.initialise import Importance, initial_weights
 from nemo_ext.puzzle.variants import KEEP, NO_OP, Variant
@@ -111,21 +111,18 @@ def build(
     missing = data_parallel.agreed(lambda: [(v.number, v.name) for each in found for v in each if not library.has(v)])
     measured = importance(parent, description, calibration) if missing and calibration else {}
 
-    def make() -> None:
-        for each in found:
-            tensors: dict[str, Tensor] | None = None
-            for variant in each:
-                if (variant.number, variant.name) in missing:
-                    assert variant.block is not None
-                    tensors = tensors or {name: t.cpu() for name, t in parent.tensors(variant.number).items()}
-                    block = description.blocks[variant.number]
-                    made = initial_weights(
-                        block, variant.block, tensors, description.architecture, measured.get(variant.number)
-                    )
-                    library.write(variant, made)
-                advance(1)
-
-    data_parallel.written(make)
+    for number, each in enumerate(found):
+        new = [variant for variant in each if (variant.number, variant.name) in missing]
+        own = number % data_parallel.count() == data_parallel.number()
+        if new and (own or parent.sharded):  # all ranks gather a block that is shared out
+            tensors = {name: t.cpu() for name, t in parent.tensors(number).items()}
+            for variant in new if own else ():
+                assert variant.block is not None
+                block = description.blocks[number]
+                made = initial_weights(block, variant.block, tensors, description.architecture, measured.get(number))
+                library.write(variant, made)
+        advance(len(each))
+    data_parallel.wait()
     return len(missing)
 
 
@@ -180,5 +177,5 @@ def _measured_modules(parent: Parent, description: Description) -> Iterator[tupl
 
 
 def _columns(linear: Any) -> Tensor:
-    weight: Tensor = linear.weight
+    weight: Tensor = whole(linear.weight)
     return weight.float().norm(dim=0).cpu()

@@ -159,6 +159,8 @@ def initial_layer(parent: Parent, description: Description, variant: Variant) ->
     """
     if variant.block is None:
         return None
+    if parent.sharded:  # one rank measures: it cannot gather what is shared out, and weights do not matter
+        return parent.fresh(variant.number, variant.block)
     if variant.name == KEEP:
         return parent.layers[variant.number]
     block, tensors = description.blocks[variant.number], parent.tensors(variant.number)

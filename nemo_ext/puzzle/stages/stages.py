@@ -20,6 +20,7 @@ from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.pattern import format as format_pattern
 from nemo_ext.blockwise import data_parallel
 from nemo_ext.blockwise.parent import Parent, Replaced
+from nemo_ext.blockwise.sharded import open_parent
 from nemo_ext.blockwise.token_batches import TokenBatches
 from nemo_ext.checkpoint.beside import extras_beside, keep_extras, write_model_file
 from nemo_ext.checkpoint.description import Description, megatron_arguments, to_config
@@ -28,7 +29,6 @@ from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
 from nemo_ext.checkpoint.writing import MEGATRON, Work, cut_into_parts, write_checkpoint
 from nemo_ext.job.files import write_text
 from nemo_ext.job.run_directory import read_config
-from nemo_ext.megatron.session import build_model, load_weights
 from nemo_ext.megatron.session import data_parallel as process_group
 from nemo_ext.puzzle.choice.baselines import CannotReach, greedy, uniform
 from nemo_ext.puzzle.choice.choose import Costs
@@ -98,10 +98,9 @@ class Stages:
         return self.open(self.workspace.parent, self.description)
 
     def open(self, checkpoint: Path, description: Description) -> Parent:
-        """Model of a checkpoint, whole on this rank."""
-        model, made = build_model(stage_config(self.config, description, data_parallel.count()))
-        load_weights(model, checkpoint_folder(checkpoint))
-        return Parent(model, made)
+        """Model of a checkpoint, whole on this rank or shared out (`puzzle.fsdp`)."""
+        config = stage_config(self.config, description, data_parallel.count())
+        return open_parent(config, checkpoint, self.chosen.fsdp)
 
     def tokens(self, split: Any, of: Batches) -> list[torch.Tensor]:
         """This rank's batches of the calibration or the validation set."""
