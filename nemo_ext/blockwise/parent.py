@@ -17,6 +17,7 @@ from nemo_ext.architecture.pattern import Pattern, parse
 from nemo_ext.architecture.pattern import format as format_pattern
 from nemo_ext.megatron.session import put_tensors, take_tensors
 
+
 def whole(tensor: Any) -> Any:
     """A tensor that ranks may hold parts of, whole on each of them."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -119,6 +120,11 @@ class Parent:
         """Hidden states `[seq, batch, hidden]` before the output layer for tokens `[batch, seq]`, blocks replaced."""
         with self._layers(0, replaced or {}):
             return self._run(tokens)
+
+    def run_to(self, last: int, tokens: Tensor) -> None:
+        """Runs the blocks up to number `last` on tokens `[batch, seq]`, for what is `recorded` of them."""
+        with self._layers(0, {}, last):
+            self._run(tokens)
 
     def hidden_from(self, first: int, hidden: Tensor, replaced: Replaced | None = None) -> Tensor:
         """Hidden states before the output layer from the input of block `first`; both `[seq, batch, hidden]`."""

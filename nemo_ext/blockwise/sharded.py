@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nemo_ext.architecture.pattern import parse
 from nemo_ext.blockwise import data_parallel
@@ -52,12 +53,18 @@ def open_parent(config: Mapping[str, Any], checkpoint: Path, fsdp: str | None = 
                 dist.broadcast(each.data, src=reads)
 
     with data_parallel.progress("parent", blocks, "blocks") as advance:
-        share_out(parent, fsdp, fill, advance)
+        share_out(parent, all_ranks(parent), fsdp, fill, advance)
     return parent
+
+
+def all_ranks(parent: Parent) -> DeviceMesh:
+    """All ranks, on the model's kind of device."""
+    return init_device_mesh(parent.device.type, (data_parallel.count(),))
 
 
 def share_out(
     parent: Parent,
+    mesh: DeviceMesh,
     fsdp: str,
     fill: Callable[[torch.nn.Module, str, int], None] = lambda layer, prefix, number: None,
     advance: Callable[[int], None] = lambda count: None,
@@ -66,15 +73,14 @@ def share_out(
 
     Args:
         parent: the model (`build_model(config, blocks=False)`).
+        mesh: the ranks.
         fsdp: `SHARD` or `OFFLOAD`.
         fill: called with a block, the prefix of its names in Megatron's checkpoint and its 0-based number.
         advance: called with 1 for every block.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-    mesh = init_device_mesh(parent.device.type, (data_parallel.count(),))
-    policy = CPUOffloadPolicy() if fsdp == OFFLOAD else OffloadPolicy()
+    policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if fsdp == OFFLOAD else OffloadPolicy()
     for number, block in enumerate(parse(parent.model_config.pattern).blocks):
         layer = parent.fresh(number, block)
         fill(layer, f"decoder.layers.{number}.", number)

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node N -m nemo_ext.puzzle.rank RUN_DIR/CHILD/config.yaml library distill score cost
 
-Every rank holds the whole parent; data are split among ranks. Finished stages are skipped, interrupted ones resume.
+Data are split among ranks; each holds the whole parent, or its share of it (`puzzle.fsdp`).
+Finished stages are skipped, interrupted ones resume.
 """
 
 import sys

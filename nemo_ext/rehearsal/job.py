@@ -75,6 +75,7 @@ def job(config: dict[str, Any]) -> None:
         config["recipe"],
         results,
         limit=limit,
+        gpu=name,
         searched=searched,
         failed=failed,
         as_json=config["format"] == "json",

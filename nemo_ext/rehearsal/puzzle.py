@@ -1,4 +1,4 @@
-"""Puzzle's stages rehearsed: those whose ranks hold the whole parent, and its training runs. No torch."""
+"""Puzzle's stages rehearsed: those that run the parent, and its training runs. No torch."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,7 @@ from nemo_ext.job.progress import progress_of
 from nemo_ext.job.run_directory import write_config
 from nemo_ext.puzzle.configs import healing_run, parent_run, stage_config
 from nemo_ext.puzzle.job import check
+from nemo_ext.puzzle.plan import stage_work
 from nemo_ext.puzzle.settings import Settings
 from nemo_ext.puzzle.variants import KEEP, variants
 from nemo_ext.rehearsal.ranks import rehearse, run
@@ -34,7 +35,7 @@ def rehearse_puzzle(
 
     Returns:
         What `ranks.rehearse` returns without `checkpoint`; ranks have `name`, the stage's. None for stages that are not
-        rehearsed.
+        rehearsed. `work` is what stages do in all (`plan.stage_work`).
 
     Raises:
         ValueError: a setting, or a model or layout that cannot be built; names the stage.
@@ -63,6 +64,14 @@ def rehearse_puzzle(
         words = {"config": own, "puzzle": config["puzzle"], "stage": name, "ranks": ranks}
         return [{**run("nemo_ext.rehearsal.puzzle_rank", words, folder, name), "name": name, "stage": 0}]
 
+    work = stage_work(
+        parent.architecture,
+        variants(parent.architecture, chosen.variants),
+        chosen,
+        seq_length=int(config["megatron"]["seq_length"]),
+        ranks=ranks,
+        precision="bf16" if config["megatron"].get("bf16") else "fp32",
+    )
     names = [name for name in ("parent", *STAGES, "heal") if name in (*trained, *wanted)]
     records: list[dict[str, Any]] = []
     with (
@@ -78,6 +87,7 @@ def rehearse_puzzle(
         "imbalance": imbalance,
         "pipeline": 1,
         "ranks": records,
+        "work": [asdict(each) for each in work if each.stage in wanted],
     }
 
 

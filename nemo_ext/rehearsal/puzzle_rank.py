@@ -1,6 +1,6 @@
 """The process of one rehearsed stage of Puzzle: `python -m nemo_ext.rehearsal.puzzle_rank ASKED.json RECORD.json`.
 
-The stage's own functions run on the whole parent, as far as their memory grows.
+The stage's own functions run on the parent, as far as their memory grows.
 """
 
 import os
@@ -15,7 +15,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
 
 from nemo_ext.checkpoint.description import Description, from_config
@@ -23,7 +24,7 @@ from nemo_ext.puzzle.cost import block_costs
 from nemo_ext.puzzle.settings import Batches, Settings, settings
 from nemo_ext.puzzle.variants import KEEP, Variant, variants
 from nemo_ext.rehearsal.rank import main, record_of
-from nemo_ext.rehearsal.tracker import Tracker
+from nemo_ext.rehearsal.tracker import HOST, Tracker
 from nemo_ext.rehearsal.world import fake_world, megatron_arguments
 
 NOWHERE = Path(os.devnull) / "nothing"
@@ -74,7 +75,7 @@ def rehearse(
         config: training config of the stage (`stage_config`), as `settings.rehearsed` makes it.
         puzzle: section `puzzle` of the compression's config.
         stage: library, distill or score.
-        ranks: number of ranks, each with the whole parent.
+        ranks: number of ranks.
         kernels: as of `rank.rehearse`.
 
     Returns:
@@ -100,14 +101,24 @@ def rehearse(
 def carry_out(config: Mapping[str, Any], chosen: Settings, stage: str, ranks: int, tracker: Tracker) -> int:
     """Builds the parent and does a part of a stage, a tracker being entered; returns the parent's parameters."""
     from nemo_ext.blockwise.parent import Parent
+    from nemo_ext.blockwise.sharded import OFFLOAD, all_ranks, share_out
     from nemo_ext.megatron.session import build_model
 
-    with _alone():
-        model, made = build_model(config)
-        tracker.label((*model.parameters(), *model.buffers()), "weights")
+    with _alone(), tracker.resizing():
+        parent = Parent(*build_model(config, blocks=chosen.fsdp is None))
+        tracker.kind = "weights"
+        if chosen.fsdp is not None:
+            with unset_fake_temporarily():
+                mesh = all_ranks(parent)
+            share_out(parent, mesh, chosen.fsdp)
+        tracker.kind = "temporary"
+        for each in (*parent.model.parameters(), *parent.model.buffers()):
+            shared = isinstance(each, DTensor)
+            kind = HOST if shared and chosen.fsdp == OFFLOAD else "weights"
+            tracker.label([each.to_local() if shared else each], kind)
         description = from_config(config)
         rank = _Rank(
-            parent=Parent(model, made),
+            parent=parent,
             description=description,
             found=variants(description.architecture, chosen.variants),
             chosen=chosen,
@@ -119,7 +130,7 @@ def carry_out(config: Mapping[str, Any], chosen: Settings, stage: str, ranks: in
         with tracker.during("forward", "activations"):
             STAGES[stage](rank)
         tracker.stop()
-    return sum(each.numel() for each in model.parameters())
+    return sum(each.numel() for each in parent.model.parameters())
 
 
 def _library(rank: _Rank) -> None:

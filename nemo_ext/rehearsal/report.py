@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.architecture.describe import flop, number, size
+from nemo_ext.architecture.gpus import GPUS
 from nemo_ext.job.files import write_text
 from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
+from nemo_ext.puzzle.plan import REACHED, StageWork
 from nemo_ext.rehearsal.settings import FP8_WEIGHTS, TE_VERSION
 
 KINDS = ("weights", FP8_WEIGHTS, "teacher", "variants", "gradients", "optimizer", "activations", "temporary")
@@ -24,8 +26,9 @@ COLORS = {
     "temporary": "#d95f3b",
 }
 OF_PUZZLE = (
-    "Each rank of library, distill and score holds the whole parent. FLOPs are those of a step of distill, of two "
-    "batches of the others. Healing is rehearsed with a child as large as the parent, beside it."
+    "Each rank of library, distill and score holds the whole parent, or its share of it (`puzzle.fsdp`). FLOPs are "
+    "those of a step of distill, of two batches of the others. Healing is rehearsed with a child as large as the "
+    "parent, beside it."
 )
 GIB = 2**30
 
@@ -36,6 +39,7 @@ def write(
     results: Sequence[Mapping[str, Any]],
     *,
     limit: float | None,
+    gpu: str | None = None,
     as_json: bool,
     searched: Mapping[str, Any] | None = None,
     failed: Mapping[str, str] | None = None,
@@ -43,6 +47,7 @@ def write(
     """Writes rehearsal.json, report.md and memory.png; prints the tables, or the JSON.
 
     Args:
+        gpu: name of the GPUs, None if it is not known.
         failed: changes that could not be rehearsed, and why.
     """
     failed = failed or {}
@@ -53,7 +58,7 @@ def write(
     if results:
         _draw(folder / "memory.png", _shown(results, searched), limit)
         wrong = [f"Cannot be rehearsed: {change}: {why}." for change, why in failed.items()]
-        parts += [*tables(results, limit), *wrong, "![memory](memory.png)"]
+        parts += [*tables(results, limit, gpu), *wrong, "![memory](memory.png)"]
     text = "\n\n".join(parts) + "\n"
     write_text(folder / "report.md", text)
     if as_json:
@@ -67,8 +72,8 @@ def write(
     print(f"{folder / 'report.md'}, {folder / 'memory.png'}, {folder / 'rehearsal.json'}")
 
 
-def tables(results: Sequence[Mapping[str, Any]], limit: float | None) -> list[str]:
-    """The report's parts in Markdown."""
+def tables(results: Sequence[Mapping[str, Any]], limit: float | None, gpu: str | None = None) -> list[str]:
+    """The report's parts in Markdown; `gpu` is the name of the GPUs, None if it is not known."""
     parts = []
     changes = [f"{result['number']}. {result['change']}" for result in results if result["number"]]
     if changes and not results[0]["number"]:
@@ -99,6 +104,8 @@ def tables(results: Sequence[Mapping[str, Any]], limit: float | None) -> list[st
     for result in results:
         if "checkpoint" in result:
             parts.append(_saved(result))
+        if result.get("work"):
+            parts += _work(result, gpu)
         if result["set_aside"]:
             parts.append(f"Rehearsed without {', '.join(result['set_aside'])} (docs/rehearsal.md).")
     if results[0]["imbalance"] > 1:
@@ -122,6 +129,26 @@ def _name(rank: Mapping[str, Any]) -> str:
 
 def _label(ranks: Sequence[Mapping[str, Any]]) -> str:
     return "stage" if "name" in ranks[0] else "pipeline rank"
+
+
+def _work(result: Mapping[str, Any], gpu: str | None) -> list[str]:
+    """What the stages of a compression take in all."""
+    made = [StageWork(**each) for each in result["work"]]
+    heading = ["stage", "FLOPs of all ranks", "gathered by each", "written", "hours"]
+    rows = []
+    for each in made:
+        hours = "" if gpu not in GPUS else f"{each.hours(GPUS[gpu], result['world']):.1f}"
+        gathered = size(each.gathered_bytes) if each.gathered_bytes else ""
+        rows.append(
+            [each.stage, flop(each.flops), gathered, size(each.written_bytes) if each.written_bytes else "", hours]
+        )
+    on = f" Hours are those of {result['world']} {gpu} at {REACHED:.0%} of their peaks." if gpu in GPUS else ""
+    which = f", try {result['number']}" if result["number"] else ""
+    return [
+        f"## The stages in all{which}",
+        markdown_table(heading, rows),
+        f"By the cost model, without data and disks.{on}",
+    ]
 
 
 def _saved(result: Mapping[str, Any]) -> str:

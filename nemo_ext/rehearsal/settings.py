@@ -54,7 +54,7 @@ def is_own(word: str) -> bool:
 
 
 STAGES = ("library", "distill", "score")
-"""Puzzle's stages with whole parents; `parent` and `heal` are training runs, the others need less than these."""
+"""Puzzle's stages on a parent; `parent` and `heal` are training runs, the others need less than these."""
 FP8_WEIGHTS = "fp8 weights"
 """Kind of memory: FP8 copies of weights."""
 TE_VERSION = "2.20.2"

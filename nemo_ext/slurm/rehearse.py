@@ -34,7 +34,8 @@ SECONDS = 60.0
 DIFFERENT = 0.1
 """Relative difference from the cost model from which it is said."""
 OF_STAGES = (
-    "lower puzzle.distill.together, puzzle.distill.batch or puzzle.calibration; each rank holds the whole parent"
+    "lower puzzle.distill.together, puzzle.distill.batch or puzzle.calibration, or share out the parent with "
+    "puzzle.fsdp=shard"
 )
 _PACKAGES = ("nemo_ext", "megatron-core", "torch")
 _OF_NO_MATTER = (

@@ -159,7 +159,7 @@ def train_group(
         if tokens is None:
             raise ValueError(f"distillation wants {training.steps} batches, the data end after {step}")
         with torch.no_grad(), parent.recorded(places) as record:
-            parent.hidden(tokens)
+            parent.run_to(places[-1], tokens)
         for at, variant in enumerate(group):
             error = _error(parent, variant, layers[at], *record[places.index(variant.number)])
             gradients = torch.autograd.grad(error, weights[at], allow_unused=True)

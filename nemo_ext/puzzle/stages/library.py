@@ -176,6 +176,7 @@ def _measured_modules(parent: Parent, description: Description) -> Iterator[tupl
             yield number, layer.mlp.router, lambda args, output: output[0].float().flatten(0, -2).sum(0)
 
 
+@torch.no_grad()
 def _columns(linear: Any) -> Tensor:
     weight: Tensor = whole(linear.weight)
     return weight.float().norm(dim=0).cpu()
