@@ -84,7 +84,9 @@ def share_out(
     for number, block in enumerate(parse(parent.model_config.pattern).blocks):
         layer = parent.fresh(number, block)
         fill(layer, f"decoder.layers.{number}.", number)
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
+        # FSDP takes one type: Mamba-2's few numbers in fp32 stay whole on every rank.
+        other = {each for each in layer.parameters() if each.dtype != parent.model_config.transformer.params_dtype}
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=other)
         parent.layers.append(layer)
         advance(1)
     parent.model.decoder.layers = torch.nn.ModuleList(parent.layers)

@@ -73,7 +73,8 @@ def build_model(config: Mapping[str, Any], *, blocks: bool = True) -> tuple[Any,
     built = made
     if not blocks:  # Megatron builds one at least
         first = Pattern(parse(made.pattern).blocks[:1])
-        built = replace(made, pattern=str(first), hybrid_layer_pattern=compile_pattern(first).hybrid_layer_pattern)
+        built = replace(made, pattern=str(first))
+        built.hybrid_layer_pattern = compile_pattern(first).hybrid_layer_pattern
     model = BlockModelBuilder(built).build_model(ProcessGroupCollection.use_mpu_process_groups())
     if not blocks:
         model.decoder.layers = torch.nn.ModuleList()

@@ -61,6 +61,24 @@ def test_a_compression_stage_by_stage(tmp_path: Path) -> None:
     assert more["score"]["peak_bytes"] - found["score"]["peak_bytes"] == 2 * one_more, "a block's inputs, last states"
 
 
+def test_ranks_that_share_out_the_parent_hold_their_part_of_it(tmp_path: Path) -> None:
+    def made(fsdp: str) -> dict[str, Any]:
+        words = [*WORDS, "launcher.nproc_per_node=4", "puzzle.stages=[library]", f"puzzle.fsdp={fsdp}"]
+        config = compose("rehearse_puzzle", [*words, "puzzle.parent=null"])
+        return rehearse_puzzle(config, tmp_path / fsdp)
+
+    whole, shared, on_hosts = (made(fsdp) for fsdp in ("null", "shard", "offload"))
+
+    weights = [result["ranks"][0]["peak"]["weights"] for result in (whole, shared, on_hosts)]
+    blocks = weights[0] - weights[2]
+    assert 0.25 * blocks <= weights[1] - weights[2] < 0.28 * blocks, "padded to a multiple of the ranks"
+    gathers = [each for each in shared["ranks"][0]["collectives"] if "gather" in each["operation"]]
+    assert sum(each["bytes"] for each in gathers) >= blocks  # of one batch
+    (work,) = shared["work"]
+    assert work["gathered_bytes"] > 0 == whole["work"][0]["gathered_bytes"]
+    assert work["written_bytes"] == whole["work"][0]["written_bytes"] > 0
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [

@@ -1,0 +1,110 @@
+"""What the stages of a compression compute, gather and write in all, by the cost model. No torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nemo_ext.architecture import cost
+from nemo_ext.architecture.blocks import Block
+from nemo_ext.architecture.gpus import Gpu
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.pattern import Pattern
+from nemo_ext.architecture.precision import bytes_per_number
+from nemo_ext.puzzle.settings import Settings
+from nemo_ext.puzzle.variants import KEEP, Variant
+
+REACHED = 0.4
+"""Share of the peak FLOP/s, and of the rate of the links, that ranks are taken to reach (choice)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWork:
+    """The work of one stage.
+
+    Attributes:
+        stage: name of the stage.
+        flops: FLOPs of all ranks together.
+        gathered_bytes: bytes that each rank gets from the others; 0 where every rank holds the whole parent.
+        written_bytes: bytes of weights on the disk.
+    """
+
+    stage: str
+    flops: float
+    gathered_bytes: float
+    written_bytes: float
+
+    def hours(self, gpu: Gpu, ranks: int) -> float:
+        """Hours on so many GPUs of one node: computing and gathering one after the other, at `REACHED`."""
+        return (self.flops / ranks / gpu.flops + self.gathered_bytes / gpu.nvlink) / REACHED / 3600
+
+
+def stage_work(
+    architecture: Architecture,
+    found: Sequence[Sequence[Variant]],
+    chosen: Settings,
+    *,
+    seq_length: int,
+    ranks: int,
+    precision: str = "bf16",
+) -> list[StageWork]:
+    """Work of library, distill and score; other stages have a few passes over the evaluation set.
+
+    Args:
+        architecture: the parent's, with all values.
+        found: variants of each block, from `variants`.
+        chosen: the compression's settings.
+        seq_length: tokens of a sequence.
+        ranks: number of ranks.
+        precision: of the parent and of what is written.
+    """
+    blocks = [_forward(architecture, each[0].block, seq_length) for each in found]
+    head = cost.head_forward_flops_per_token(architecture)
+    every = [variant for each in found for variant in each]
+    trainable = [variant for variant in every if variant.block is not None and variant.name != KEEP]
+    size = bytes_per_number(precision)
+    stored = size * sum(_parameters(architecture, variant.block) for variant in trainable)
+    weights = [size * _parameters(architecture, each[0].block) for each in found]
+    share = 0.0 if chosen.fsdp is None else (ranks - 1) / ranks
+
+    calibrated = float(chosen.calibration.sequences * seq_length)
+    batches = chosen.calibration.sequences / chosen.calibration.batch / ranks
+    library = StageWork(
+        stage="library",
+        flops=calibrated * sum(blocks),
+        gathered_bytes=share * sum(weights) * (batches + 1),
+        written_bytes=stored,
+    )
+    training = chosen.distill
+    # A group needs the parent up to its last block.
+    groups = (trainable[start : start + training.together] for start in range(0, len(trainable), training.together))
+    lasts = [group[-1].number for group in groups]
+    trained = 3 * sum(_forward(architecture, variant.block, seq_length) for variant in trainable)
+    distill = StageWork(
+        stage="distill",
+        flops=training.steps * training.batch * seq_length * (sum(sum(blocks[: n + 1]) for n in lasts) + trained),
+        gathered_bytes=share * training.steps * sum(sum(weights[: n + 1]) for n in lasts),
+        written_bytes=stored if training.steps else 0.0,
+    )
+    flops, gathered = sum(blocks), sum(weights)
+    for number, each in enumerate(found):
+        later = sum(blocks[number + 1 :]) + head
+        flops += blocks[number] + head + sum(_forward(architecture, v.block, seq_length) + later for v in each)
+        gathered += weights[number] * 2 + len(each) * sum(weights[number + 1 :])
+    score = StageWork(
+        stage="score", flops=calibrated * flops, gathered_bytes=share * gathered * batches, written_bytes=0.0
+    )
+    return [library, distill, score]
+
+
+def _alone(architecture: Architecture, block: Block) -> Architecture:
+    return architecture.with_pattern(Pattern((block,)))
+
+
+def _forward(architecture: Architecture, block: Block | None, seq_length: int) -> float:
+    """FLOPs of a token's forward pass."""
+    if block is None:
+        return 0.0
+    return cost.block_forward_flops_per_token(_alone(architecture, block), 1, seq_length=seq_length)
+
+
+def _parameters(architecture: Architecture, block: Block | None) -> int:
+    return 0 if block is None else cost.block_parameters(_alone(architecture, block), 1).total

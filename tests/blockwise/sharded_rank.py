@@ -1,0 +1,77 @@
+"""One of two ranks of test_sharded.py: stages on parents that are whole on each rank and on those that are shared out.
+
+    torchrun --nproc-per-node 2 sharded_rank.py FOLDER
+
+FOLDER/config.json is a training config; what each kind of parent gives is written to FOLDER/KIND.pt.
+"""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from nemo_ext.megatron.cpu import mamba_modules
+
+mamba_modules.install()
+
+KINDS = ("whole", "shard", "offload")
+
+
+def main(folder: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    from nemo_ext.blockwise import data_parallel as ranks
+    from nemo_ext.blockwise.sharded import open_parent
+    from nemo_ext.checkpoint.description import from_config
+    from nemo_ext.megatron.session import build_model, data_parallel
+    from nemo_ext.puzzle.configs import stage_config
+    from nemo_ext.puzzle.fusion.dependency import measure_dependency
+    from nemo_ext.puzzle.settings import Training
+    from nemo_ext.puzzle.stages.distill import distill
+    from nemo_ext.puzzle.stages.evaluate import forward_seconds, loss
+    from nemo_ext.puzzle.stages.library import Library, build, importance
+    from nemo_ext.puzzle.stages.score import score_blocks
+    from nemo_ext.puzzle.variants import Choices, variants
+
+    given = json.loads((folder / "config.json").read_text())
+    description = from_config(given)
+    choices = Choices(ffn=(0.5,), ffn_multiple=8, kv=(0.5,), experts=(0.5,), expert_ffn=(), mamba_heads=(0.5,))
+    found = variants(description.architecture, choices)
+    with data_parallel():
+        config = stage_config(given, description, ranks.count())
+        torch.manual_seed(0)
+        (folder / "checkpoint").mkdir(exist_ok=True)
+        dist_checkpointing.save(build_model(config)[0].sharded_state_dict(), str(folder / "checkpoint"))
+        generator = torch.Generator().manual_seed(ranks.number())
+        tokens = [torch.randint(0, 384, (2, 16), generator=generator) for _ in range(2)]
+        for kind in KINDS:
+            parent = open_parent(config, folder / "checkpoint", None if kind == "whole" else kind)
+            assert parent.sharded == (kind != "whole")
+            own = folder / kind
+            library, trained = Library(own / "initial"), Library(own / "trained")
+            build(parent, description, found, library, calibration=tokens)
+            training = Training(steps=3, batch=4, together=3)
+            distill(parent, found, library, trained, lambda step: iter(tokens * 2), training)
+            scores = score_blocks(parent, found, partial(trained.layer, parent), tokens, own / "scores.jsonl")
+            measured = importance(parent, description, tokens).items()
+            seconds = forward_seconds(parent, parent, tokens[0])
+            made = {
+                "scores": {f"{each.block} {each.variant}": [each.kl, each.loss, each.cosine] for each in scores},
+                "importance": {n: [part for part in vars(each).values() if part is not None] for n, each in measured},
+                "tensors": [parent.tensors(number) for number in range(len(found))],
+                "dependency": measure_dependency(parent, tokens, own / "dependency.jsonl"),
+                "loss": loss(parent, tokens),
+                "rounds": [len(each) for each in seconds],
+                "held": sum(getattr(each, "_local_tensor", each).numel() for each in parent.model.parameters()),
+                "outside": sum(
+                    each.numel() for name, each in parent.model.named_parameters() if ".layers." not in name
+                ),
+            }
+            if ranks.number() == 0:
+                torch.save(made, folder / f"{kind}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

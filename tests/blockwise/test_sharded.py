@@ -1,0 +1,55 @@
+"""Parents whose blocks are shared out among ranks: everything that Puzzle makes of them, bit for bit."""
+
+import json
+import subprocess
+import sys
+from os import environ
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nemo_ext.job.config import compose
+from nemo_ext.puzzle.job import check
+
+WORDS = ("run_dir=unused", "data=mock", "precision=bf16", "model=nemotron3_nano_tiny")
+
+
+@pytest.mark.slow
+def test_shared_out_blocks_give_what_whole_ones_give(tmp_path: Path) -> None:
+    config = compose("train", [*WORDS, 'model.pattern="M*E-*-"'])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = subprocess.run(
+        [*command, str(Path(__file__).with_name("sharded_rank.py")), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+        env={**environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
+    whole = torch.load(tmp_path / "whole.pt")
+
+    for kind in ("shard", "offload"):
+        shared = torch.load(tmp_path / f"{kind}.pt")
+        for key in ("scores", "importance", "tensors", "loss", "rounds"):
+            torch.testing.assert_close(shared[key], whole[key], rtol=0, atol=0)
+        torch.testing.assert_close(shared["dependency"], whole["dependency"], rtol=0, atol=0, equal_nan=True)
+        blocks = whole["held"] - whole["outside"]
+        assert whole["outside"] + blocks / 2 <= shared["held"] < whole["outside"] + 0.52 * blocks
+        files = sorted((tmp_path / "whole").rglob("*.safetensors"))
+        assert len(files) > 20
+        for file in files:
+            one, other = load_file(file), load_file(tmp_path / kind / file.relative_to(tmp_path / "whole"))
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_ranks_that_share_blocks_need_equally_many_batches() -> None:
+    words = ["data=mock", "launcher.nproc_per_node=2", "puzzle.calibration={sequences: 12, batch: 4}"]
+    check(compose("puzzle", words))
+    with pytest.raises(ValueError, match=r"puzzle.calibration: 3 batches for 2 ranks: with puzzle.fsdp every rank"):
+        check(compose("puzzle", [*words, "puzzle.fsdp=shard"]))
+    with pytest.raises(ValueError, match=r"fsdp=.shared.: input should be .shard. or .offload."):
+        check(compose("puzzle", [*words, "puzzle.fsdp=shared"]))
