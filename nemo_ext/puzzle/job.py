@@ -26,10 +26,12 @@ from nemo_ext.megatron import versions
 from nemo_ext.puzzle.choice.choose import Costs, choose, draw_front, state_problem
 from nemo_ext.puzzle.choice.problem import Problem
 from nemo_ext.puzzle.configs import healing_run, logits_saving_run, parent_run
+from nemo_ext.puzzle.latencies import blocks_to_measure, read_table
 from nemo_ext.puzzle.report import write_report
 from nemo_ext.puzzle.score_file import read_scores
 from nemo_ext.puzzle.settings import Settings, settings
 from nemo_ext.puzzle.stages.shards import Shard, only_shard_in, refuse_beside_shards
+from nemo_ext.puzzle.variants import variants
 from nemo_ext.puzzle.workspace import STAGES, Workspace
 
 ON_RANKS = ("library", "distill", "score", "cost", "compare", "baselines", "realise", "fuse", "evaluate")
@@ -191,8 +193,11 @@ class Job:
         if self.chosen.parent is None:
             self._train(parent_run(self.config, self.workspace.parent))
         parent = description_of(self.workspace.parent)
+        # Better to find a wrong file or flag now than after all other stages.
+        if self.chosen.measure.table is not None and self._wants("cost"):
+            wanted = blocks_to_measure(variants(parent.architecture, self.chosen.variants))
+            read_table(Path(self.chosen.measure.table), parent.architecture, wanted, self.chosen.serving)
         if self.chosen.heal.tokens and self._wants("heal"):
-            # Better to find a wrong flag now than after all other stages.
             from nemo_ext.megatron import check as megatron_check
 
             run = self._run(self.workspace.healed, self.workspace.parent, self.chosen.heal.tokens, None, parent)

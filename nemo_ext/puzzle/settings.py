@@ -86,15 +86,21 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Measure:
-    """Timing of variants on this machine.
+    """Latencies of variants, if they are not to come from the roofline.
 
     Attributes:
-        enabled: True to measure latencies; otherwise they come from the roofline.
+        enabled: True to measure them on this machine.
         min_seconds: least time that each measurement is repeated for.
+        table: JSON file with those of a serving engine (`nemo_ext.puzzle.latencies`).
     """
 
     enabled: bool = False
     min_seconds: PositiveFloat = 0.2
+    table: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.enabled and self.table is not None:
+            raise ValueError("puzzle.measure has both enabled and table: latencies come from one of them")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -264,13 +264,16 @@ def _decides(config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str,
         parent |= {"model": config["model"], "megatron": megatron, "train": config["train"]}
     search, heal = dict(section["search"]), dict(section["heal"])
     sweep, continued = search.pop("sweep"), heal.pop("continue_tokens")
+    measure = dict(section["measure"])
+    table = measure.pop("table")
+    cost = part("serving") | {"measure": measure} | ({"latencies": _digest(Path(table))} if table else {})
     own = {name: heal[name] for name in ("lr", "warmup_tokens", "megatron")}
     return {
         "parent": parent,
         "library": part("variants", "calibration"),
         "distill": part("distill"),
         "score": part("calibration"),
-        "cost": part("serving", "measure"),
+        "cost": cost,
         "search": {"search": search},
         "front": {"search": search, "sweep": sweep},
         "compare": part("evaluation", "calibration"),

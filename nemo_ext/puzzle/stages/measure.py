@@ -30,6 +30,7 @@ from nemo_ext.job.files import write_text
 from nemo_ext.job.made_of import differing, told
 from nemo_ext.job.records import read_records
 from nemo_ext.puzzle.cost import OUTSIDE, Serving
+from nemo_ext.puzzle.latencies import Latency
 from nemo_ext.puzzle.stages.inference import Inference, open_inference
 from nemo_ext.puzzle.stages.initialise import initial_weights
 from nemo_ext.puzzle.variants import KEEP, NO_OP, Variant
@@ -140,7 +141,7 @@ def measure_blocks(
     return {key: known[key] for key in [*distinct, OUTSIDE]} | {NO_OP: NOTHING}
 
 
-def measured_costs(analytic: Mapping[str, float], measured: Measured) -> dict[str, float]:
+def measured_costs(analytic: Mapping[str, float], measured: Measured | Latency) -> dict[str, float]:
     """Costs of a block (`cost.block_costs`, `cost.outside_costs`) with measured seconds in place of the roofline's.
 
     Bytes stay those of the cost model: a serving engine's cache ends at the window, Megatron's static one does not.

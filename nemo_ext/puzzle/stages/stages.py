@@ -36,6 +36,7 @@ from nemo_ext.puzzle.configs import stage_config
 from nemo_ext.puzzle.cost import RESOURCES, block_costs, outside_costs
 from nemo_ext.puzzle.fusion.dependency import draw_dependency, measure_dependency
 from nemo_ext.puzzle.fusion.fusion import Group, fuse, fused, plan, runs
+from nemo_ext.puzzle.latencies import blocks_to_measure, read_table
 from nemo_ext.puzzle.score_file import collect_scores, read_scores
 from nemo_ext.puzzle.settings import Batches, Settings, settings
 from nemo_ext.puzzle.stages import evaluate
@@ -221,11 +222,25 @@ class Stages:
                 for v in each
             },
         )
+        if self.chosen.measure.table is not None:
+            costs = self._with_table(costs, Path(self.chosen.measure.table))
         if not self.chosen.measure.enabled:
             data_parallel.written(lambda: costs.write(self.workspace.costs))
             return
         parent = self.parent  # on every rank: loading it is collective
         data_parallel.written(lambda: self._measured(parent, costs).write(self.workspace.costs))
+
+    def _with_table(self, costs: Costs, file: Path) -> Costs:
+        """The same costs with the latencies of a table."""
+        wanted = blocks_to_measure(self.found)
+        table = read_table(file, self.description.architecture, wanted, self.chosen.serving)
+        return Costs(
+            measured_costs(costs.outside, table[OUTSIDE]),
+            {
+                key: (block, own if block is None else measured_costs(own, table[str(block)]))
+                for key, (block, own) in costs.variants.items()
+            },
+        )
 
     def _measured(self, parent: Parent, costs: Costs) -> Costs:
         """The same costs with latencies timed on this machine, on one rank."""
