@@ -3,25 +3,18 @@
 Everything runs through Megatron's own layers and HybridModel's own forward pass; only the list of layers changes.
 """
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.pattern import Pattern, parse
 from nemo_ext.architecture.pattern import format as format_pattern
 from nemo_ext.megatron.session import put_tensors, take_tensors
-
-
-def whole(tensor: Any) -> Any:
-    """A tensor that ranks may hold parts of, whole on each of them."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
 
 Replaced = Mapping[int, torch.nn.Module | None]
 """0-based number of a block -> the layer that replaces it, None to leave the block out."""
@@ -35,31 +28,40 @@ class Parent:
     Args:
         model: Megatron's HybridModel.
         model_config: the `BlockModelConfig` that it was built from.
+
+    Attributes:
+        share: shares a layer out as the model's own are; None if they are whole.
+        shared: the blocks that are shared out, which are whole while open; none if they are whole.
     """
 
     def __init__(self, model: Any, model_config: Any) -> None:
         self.model = model.eval()
         self.model_config = model_config
         self.layers: list[torch.nn.Module] = list(model.decoder.layers)
+        self.share: Callable[[torch.nn.Module], AbstractContextManager[object]] | None = None
+        self.shared: list[Any] = []
 
-    @property
-    def sharded(self) -> bool:
-        """True if every rank has only its part of the blocks' weights."""
-        return any(isinstance(each, DTensor) for layer in self.layers for each in layer.parameters())
+    def gathered(self, number: int) -> AbstractContextManager[object]:
+        """A block whose weights are whole while open."""
+        return self.shared[number] if self.shared else nullcontext()
 
     @property
     def device(self) -> torch.device:
         """Device of the model, on which tokens must be."""
         return next(iter(self.model.parameters())).device
 
-    def tensors(self, number: int) -> dict[str, Tensor]:
-        """Weights of a block, by their names in Megatron's checkpoint after `decoder.layers.N.`."""
-        prefix, layer = f"decoder.layers.{number}.", self.layers[number]
-        if self.sharded:
-            layer = self.fresh(number, parse(self.model_config.pattern).blocks[number])
-            values = {name: whole(each) for name, each in self.layers[number].state_dict(keep_vars=True).items()}
-            layer.load_state_dict(values)
-        return {name.removeprefix(prefix): t for name, t in take_tensors(layer, prefix).items()}
+    def tensors(self, number: int, *, wanted: bool = True) -> dict[str, Tensor]:
+        """Weights of a block, by their names in Megatron's checkpoint after `decoder.layers.N.`.
+
+        Args:
+            number: 0-based number of the block.
+            wanted: False on a rank that only has part of the block to give, and gets none.
+        """
+        prefix = f"decoder.layers.{number}."
+        with self.gathered(number):
+            if not wanted:
+                return {}
+            return {name.removeprefix(prefix): t for name, t in take_tensors(self.layers[number], prefix).items()}
 
     def layer(self, number: int, block: Block, tensors: Mapping[str, Tensor]) -> torch.nn.Module:
         """Megatron's layer for a block that replaces block `number`, with these weights.

@@ -1,18 +1,22 @@
-"""A parent whose blocks are shared out among the ranks with torch's FSDP: each block is gathered while it runs.
+"""A parent whose blocks are shared out among the ranks: each has a part of a block, which is gathered while it runs.
 
 Embedding, final norm and output layer stay whole on every rank. Data are split among the ranks as for a parent that is
 whole on each of them, so scores and variants are the same; ranks only have to call the same blocks in the same order.
+
+torch's FSDP would do it too, but it is made for training: each block that is called by itself has streams and pools of
+memory of its own, parameters become others, and every forward pass is noted for a backward pass that never comes.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nemo_ext.architecture.pattern import parse
 from nemo_ext.blockwise import data_parallel
@@ -22,6 +26,57 @@ from nemo_ext.megatron.session import build_model, load_weights, put_tensors
 
 SHARD, OFFLOAD = "shard", "offload"
 """Where a rank's part of the blocks is: on its device, or in the host's memory."""
+
+
+class SharedOut:
+    """The weights of a block, of which this rank holds one of equally large parts; whole while it runs or is open.
+
+    Args:
+        layer: the block, whole and alike on every rank. Its parameters are empty from now on while it does not run.
+        host: True to hold the part in the host's memory.
+    """
+
+    def __init__(self, layer: torch.nn.Module, *, host: bool) -> None:
+        alike: defaultdict[torch.dtype, list[torch.nn.Parameter]] = defaultdict(list)
+        for parameter in layer.parameters():
+            alike[parameter.dtype].append(parameter)
+        self.parts: list[Tensor] = []
+        self.numel = sum(each.numel() for each in layer.parameters())
+        self._parameters = list(alike.values())
+        self._shapes = [[each.shape for each in own] for own in self._parameters]
+        self.device = next(layer.parameters()).device
+        for own in self._parameters:
+            size = -(-sum(each.numel() for each in own) // data_parallel.count())
+            part = torch.zeros(size, dtype=own[0].dtype, device="cpu" if host else self.device)
+            begin = size * data_parallel.number()
+            for each in own:
+                first, end = max(begin, 0), min(begin + size, each.numel())
+                if first < end:
+                    part[first - begin : end - begin] = each.data.reshape(-1)[first:end]
+                begin -= each.numel()
+            self.parts.append(part.pin_memory() if host and torch.cuda.is_available() else part)
+        self.__exit__()
+        layer.register_forward_pre_hook(lambda *_: self.__enter__())
+        layer.register_forward_hook(lambda *_: self.__exit__(), always_call=True)
+
+    def __enter__(self) -> None:
+        """Gathers the weights; all ranks together."""
+        for part, own, shapes in zip(self.parts, self._parameters, self._shapes, strict=True):
+            mine = part.to(self.device, non_blocking=True)
+            whole = torch.empty(len(mine) * data_parallel.count(), dtype=mine.dtype, device=self.device)
+            if data_parallel.count() > 1:
+                dist.all_gather_into_tensor(whole, mine)
+            else:
+                whole.copy_(mine)
+            pieces = whole.split([*(shape.numel() for shape in shapes), len(whole) - sum(s.numel() for s in shapes)])
+            for parameter, piece, shape in zip(own, pieces, shapes, strict=False):
+                parameter.data = piece.view(shape)
+
+    def __exit__(self, *_: object) -> None:
+        """Frees the whole weights."""
+        for own in self._parameters:
+            for parameter in own:
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
 
 
 def open_parent(config: Mapping[str, Any], checkpoint: Path, fsdp: str | None = None) -> Parent:
@@ -42,29 +97,28 @@ def open_parent(config: Mapping[str, Any], checkpoint: Path, fsdp: str | None = 
     if fsdp is None:
         return parent
     blocks = len(parse(made.pattern).blocks)
-    tensors = _ahead(TorchDistReader(folder), data_parallel.share(range(blocks)))
+    own = [number for number in range(blocks) if _reader(number) == data_parallel.number()]
+    tensors = read_ahead(TorchDistReader(folder), own)
 
     def fill(layer: torch.nn.Module, prefix: str, number: int) -> None:
-        reads = number % data_parallel.count()
-        if reads == data_parallel.number():
+        if _reader(number) == data_parallel.number():
             put_tensors(layer, next(tensors), prefix)
         if data_parallel.count() > 1:
             for each in (*layer.parameters(), *layer.buffers()):
-                dist.broadcast(each.data, src=reads)
+                dist.broadcast(each.data, src=_reader(number))
 
     with data_parallel.progress("parent", blocks, "blocks") as advance:
-        share_out(parent, all_ranks(parent), fsdp, fill, advance)
+        share_out(parent, fsdp, fill, advance)
     return parent
 
 
-def all_ranks(parent: Parent) -> DeviceMesh:
-    """All ranks, on the model's kind of device."""
-    return init_device_mesh(parent.device.type, (data_parallel.count(),))
+def _reader(number: int) -> int:
+    """The rank that reads a block: two in a row each, since in many models every second one is large."""
+    return number // 2 % data_parallel.count()
 
 
 def share_out(
     parent: Parent,
-    mesh: DeviceMesh,
     fsdp: str,
     fill: Callable[[torch.nn.Module, str, int], None] = lambda layer, prefix, number: None,
     advance: Callable[[int], None] = lambda count: None,
@@ -73,37 +127,38 @@ def share_out(
 
     Args:
         parent: the model (`build_model(config, blocks=False)`).
-        mesh: the ranks.
         fsdp: `SHARD` or `OFFLOAD`.
         fill: called with a block, the prefix of its names in Megatron's checkpoint and its 0-based number.
         advance: called with 1 for every block.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-
-    policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if fsdp == OFFLOAD else OffloadPolicy()
+    parent.share = partial(SharedOut, host=fsdp == OFFLOAD)
     for number, block in enumerate(parse(parent.model_config.pattern).blocks):
         layer = parent.fresh(number, block)
         fill(layer, f"decoder.layers.{number}.", number)
-        # FSDP takes one type: Mamba-2's few numbers in fp32 stay whole on every rank.
-        other = {each for each in layer.parameters() if each.dtype != parent.model_config.transformer.params_dtype}
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=other)
+        parent.shared.append(parent.share(layer))
         parent.layers.append(layer)
         advance(1)
     parent.model.decoder.layers = torch.nn.ModuleList(parent.layers)
 
 
-def _ahead(reader: TorchDistReader, numbers: Sequence[int]) -> Iterator[dict[str, Tensor]]:
-    """Tensors of these blocks by their names, one block read ahead."""
+def read_ahead(reader: TorchDistReader, numbers: Sequence[int]) -> Iterator[dict[str, Tensor]]:
+    """Tensors of these blocks by their names, one block read ahead, the first from now on."""
 
     def read(number: int) -> dict[str, Tensor]:
         prefix = f"decoder.layers.{number}."
         return {name: reader.read(name) for name in reader.tensors if name.startswith(prefix)}
 
-    coming: Future[dict[str, Tensor]] | None = None
-    with ThreadPoolExecutor(1) as pool:
-        for number in numbers:
-            coming, ready = pool.submit(read, number), coming
-            if ready is not None:
-                yield ready.result()
-        if coming is not None:
-            yield coming.result()
+    pool = ThreadPoolExecutor(1)
+    first = [pool.submit(read, number) for number in numbers[:1]]
+
+    def coming() -> Iterator[dict[str, Tensor]]:
+        ready: list[Future[dict[str, Tensor]]] = first
+        with pool:
+            for number in numbers[1:]:
+                after = [pool.submit(read, number)]
+                yield ready.pop().result()
+                ready = after
+            for each in ready:
+                yield each.result()
+
+    return coming()

@@ -154,7 +154,7 @@ def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace)
         check_cached_teacher(config, arguments)
     if settings.teacher is None:
         return
-    distillation.one_stage(config)
+    distillation.one_stage_a_rank(config)
     merged, _ = distillation.teacher_config(config)
     try:
         check_layout(merged)

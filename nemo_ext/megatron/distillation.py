@@ -112,16 +112,18 @@ def teacher_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
     return with_model_of(config, beside), folder
 
 
-def one_stage(config: Mapping[str, Any]) -> None:
-    """Refuses pipeline stages in a run with a teacher.
+def one_stage_a_rank(config: Mapping[str, Any]) -> None:
+    """Refuses interleaved pipeline stages in a run with a teacher.
 
     Raises:
         ValueError: says what to do.
     """
-    if int(config["megatron"].get("pipeline_model_parallel_size") or 1) > 1:
+    stages = len(parse(pattern_with_cuts(config)).cuts) + 1
+    if stages > (ranks := int(config["megatron"].get("pipeline_model_parallel_size") or 1)):
         raise ValueError(
-            "distillation.teacher with pipeline_model_parallel_size above 1: the teacher runs in one stage; save its "
-            "log-probabilities first and train with megatron.logits_load_dir (docs/distillation.md)"
+            f"distillation.teacher with {stages} stages on {ranks} pipeline ranks: Megatron's interleaved schedule "
+            "passes on one model's activations; give every rank one stage, or save the teacher's log-probabilities "
+            "first and train with megatron.logits_load_dir (docs/distillation.md)"
         )
 
 
@@ -197,6 +199,10 @@ class Distillation(ABC):
     def before_student(self, batch: Mapping[str, Tensor], bounds: Mapping[str, Any]) -> None:  # noqa: B027
         """Called before the student's forward pass, with a micro-batch and what tells a model its sequence bounds."""
 
+    def after_student(self, output: Tensor) -> Tensor:
+        """What this stage passes on, from the student's output."""
+        return output
+
     @abstractmethod
     def divergence(self, logits: Tensor, *, training: bool) -> Tensor | None:
         """KL(teacher || student) of each token `[batch, seq]` in nats, None if the teacher is not known.
@@ -219,6 +225,9 @@ class Distillation(ABC):
 class OnlineTeacher(Distillation):
     """A teacher in the student's process and layout, without gradients and not part of checkpoints.
 
+    In a pipeline both models run stage by stage, each with its own cuts, and stages pass on the activations of both as
+    one tensor `[seq, batch, hidden of the student + hidden of the teacher]`.
+
     Args:
         config: the student's composed config.
         load: makes the teacher from it; `load_teacher` by default.
@@ -230,24 +239,60 @@ class OnlineTeacher(Distillation):
         settings = Settings.from_config(config)
         super().__init__(kl_weight=settings.kl_weight, lm_weight=settings.lm_weight)
         self.config, self.settings, self.load = config, settings, load or load_teacher
-        self._logits: Tensor | None = None
+        self.teacher: Any = None
+        self._output: Tensor | None = None
 
     def attach(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """See `Distillation.attach`; loads the teacher first."""
+        from megatron.core.utils import unwrap_model
+
         self.teacher = self.load(self.config)
+        (student,) = unwrap_model(model)
+        if not student.pre_process:
+            self._divide_input(student)
         return super().attach(model)
 
+    def _divide_input(self, student: Any) -> None:
+        """Makes a later stage of the student hand the teacher its part of what the stage before passes on."""
+        take, width = student.set_input_tensor, student.config.hidden_size
+
+        def divided(given: Any) -> None:
+            (both,) = given if isinstance(given, list) else (given,)
+            take(both[..., :width].contiguous())
+            self.teacher.set_input_tensor(both[..., width:].detach().contiguous())
+
+        student.set_input_tensor = divided
+
+    def schedule(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """One of Megatron's schedules of a pipeline, with room for the teacher's activations between stages."""
+
+        def wider(*shapes: list[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], ...]:
+            more = int(self.teacher.config.hidden_size)
+            return tuple([(*shape[:-1], shape[-1] + more) for shape in each] for each in shapes)
+
+        def scheduled(**named: Any) -> Any:
+            return run(**{**named, "adjust_tensor_shapes_fn": wider})
+
+        return scheduled
+
     def before_student(self, batch: Mapping[str, Tensor], bounds: Mapping[str, Any]) -> None:
-        """Stores the teacher's logits for the micro-batch."""
+        """Stores what the teacher's stage makes of the micro-batch: its logits, or activations for the next stage."""
         with torch.no_grad():
-            self._logits = self.teacher(batch["tokens"], batch["position_ids"], None, **bounds).transpose(0, 1)
+            self._output = self.teacher(batch["tokens"], batch["position_ids"], None, **bounds)
+
+    def after_student(self, output: Tensor) -> Tensor:
+        """See `Distillation.after_student`; the teacher's activations beside the student's, but on the last stage."""
+        if self._output is None:
+            return output
+        teacher, self._output = self._output, None
+        return torch.cat([output, teacher.to(output.dtype)], dim=-1)
 
     def divergence(self, logits: Tensor, *, training: bool) -> Tensor:
         """See `Distillation.divergence`; also available in evaluations."""
         from megatron.core import parallel_state
 
-        assert self._logits is not None
-        teacher, self._logits = self._logits, None
+        assert self._output is not None
+        teacher, self._output = self._output.transpose(0, 1), None
         group = parallel_state.get_tensor_model_parallel_group()
         kl = kl_divergence(
             logits, teacher, temperature=self.settings.temperature, top_k=self.settings.top_k, group=group

@@ -175,7 +175,9 @@ def forward_step(
     if distillation is not None:
         distillation.before_student(batch, bounds)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **bounds)
-    divergence = None if distillation is None else distillation.take()
+    divergence = None
+    if distillation is not None:
+        divergence, output = distillation.take(), distillation.after_student(output)
     z = None if z_loss is None else z_loss.take()
     return output, partial(
         loss_function, batch["loss_mask"], distillation=distillation, divergence=divergence, z_loss=z

@@ -81,6 +81,9 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
         step = partial(watched, step)
     training.dummy_train_step = guard.read_and_drop
     if distilled is not None:
+        if isinstance(distilled, distillation.OnlineTeacher) and arguments.pipeline_model_parallel_size > 1:
+            schedule = training.get_forward_backward_func
+            training.get_forward_backward_func = lambda *a, **named: distilled.schedule(schedule(*a, **named))
         model.post_wrap_hooks.append(distilled.attach)  # after the student, whose initial weights stay the same
     if z_loss is not None:
         model.post_wrap_hooks.append(z_loss.attach)  # last: the losses before it may overwrite the logits

@@ -15,8 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.distributed.tensor import DTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter
 
 from nemo_ext.checkpoint.description import Description, from_config
@@ -101,21 +100,16 @@ def rehearse(
 def carry_out(config: Mapping[str, Any], chosen: Settings, stage: str, ranks: int, tracker: Tracker) -> int:
     """Builds the parent and does a part of a stage, a tracker being entered; returns the parent's parameters."""
     from nemo_ext.blockwise.parent import Parent
-    from nemo_ext.blockwise.sharded import OFFLOAD, all_ranks, share_out
+    from nemo_ext.blockwise.sharded import OFFLOAD, share_out
     from nemo_ext.megatron.session import build_model
 
-    with _alone(), tracker.resizing():
+    with _alone():
         parent = Parent(*build_model(config, blocks=chosen.fsdp is None))
-        tracker.kind = "weights"
         if chosen.fsdp is not None:
-            with unset_fake_temporarily():
-                mesh = all_ranks(parent)
-            share_out(parent, mesh, chosen.fsdp)
-        tracker.kind = "temporary"
-        for each in (*parent.model.parameters(), *parent.model.buffers()):
-            shared = isinstance(each, DTensor)
-            kind = HOST if shared and chosen.fsdp == OFFLOAD else "weights"
-            tracker.label([each.to_local() if shared else each], kind)
+            share_out(parent, chosen.fsdp)
+        tracker.label((*parent.model.parameters(), *parent.model.buffers()), "weights")
+        kind = HOST if chosen.fsdp == OFFLOAD else "weights"
+        tracker.label((part for shared in parent.shared for part in shared.parts), kind)
         description = from_config(config)
         rank = _Rank(
             parent=parent,
@@ -130,7 +124,7 @@ def carry_out(config: Mapping[str, Any], chosen: Settings, stage: str, ranks: in
         with tracker.during("forward", "activations"):
             STAGES[stage](rank)
         tracker.stop()
-    return sum(each.numel() for each in parent.model.parameters())
+    return sum(each.numel() for each in parent.model.parameters()) + sum(each.numel for each in parent.shared)
 
 
 def _library(rank: _Rank) -> None:

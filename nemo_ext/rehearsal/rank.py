@@ -198,6 +198,9 @@ def step(
 
     optimizer.step = stepped
     training.get_num_microbatches = lambda: micro_batches
+    schedule = get_forward_backward_func()
+    if distilled is not None and arguments.pipeline_model_parallel_size > 1:
+        schedule = distilled.schedule(schedule)
     data = [RerunDataIterator(_batches(arguments)) for _ in models]
     with tracker.during("backward", "temporary"):
         training.train_step(
@@ -207,7 +210,7 @@ def step(
             optimizer,
             scheduler,
             settings,
-            get_forward_backward_func(),
+            schedule,
             iteration=0,
         )
     return list(models), optimizer

@@ -47,9 +47,9 @@ def with_teacher(config: Mapping[str, Any]) -> dict[str, Any]:
     from nemo_ext.megatron.check import check_layout
 
     with quiet_imports():
-        from nemo_ext.megatron.distillation import one_stage, with_model_of
+        from nemo_ext.megatron.distillation import one_stage_a_rank, with_model_of
 
-        one_stage(config)
+        one_stage_a_rank(config)
         teacher = config["distillation"]["teacher"]
         merged = with_model_of(config, model_of(str(teacher), "distillation.teacher"))
     try:

@@ -5,11 +5,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
@@ -73,24 +71,9 @@ class Tracker(TorchDispatchMode):
         if (count := flop_registry.get(func._overloadpacket)) is not None:
             self.flops[self.phase] += count(*args, **kwargs, out_val=out)
         for tensor in tree_iter(out):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):  # which has no storage of its own
+            if isinstance(tensor, torch.Tensor):
                 self._follow(tensor)
         return out
-
-    @contextmanager
-    def resizing(self) -> Iterator[None]:
-        """Follows storages that FSDP empties and fills again, which is no operation."""
-        resize = torch.UntypedStorage.resize_
-
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            made = resize(storage, size)
-            if (known := self._storages.get(storage._cdata)) is not None:
-                self._storages[storage._cdata] = (known[0], size)
-                self._change(known[0], size - known[1])
-            return made
-
-        with patch.object(torch.UntypedStorage, "resize_", resized):
-            yield
 
     def label(self, tensors: Any, kind: str) -> None:
         """Counts the storages of these tensors as another kind."""

@@ -178,6 +178,8 @@ def inputs(job: str, config: Mapping[str, Any]) -> list[tuple[str, Path, str]]:
         given = [("from", place, first) for place in strings(config["from"])]
     elif job == "puzzle":
         given = [("puzzle.parent", config["puzzle"]["parent"], first)]
+        table = config["puzzle"]["measure"]["table"]
+        given.append(("puzzle.measure.table", table, "`nemo-ext puzzle` on this machine writes its form"))
     elif job == "sensitivity":
         given = [("sensitivity.model", config["sensitivity"]["model"], first)]
     elif job in SERVING:

@@ -48,7 +48,7 @@ def main(folder: Path) -> None:
         tokens = [torch.randint(0, 384, (2, 16), generator=generator) for _ in range(2)]
         for kind in KINDS:
             parent = open_parent(config, folder / "checkpoint", None if kind == "whole" else kind)
-            assert parent.sharded == (kind != "whole")
+            assert bool(parent.shared) == (kind != "whole")
             own = folder / kind
             library, trained = Library(own / "initial"), Library(own / "trained")
             build(parent, description, found, library, calibration=tokens)
@@ -57,6 +57,7 @@ def main(folder: Path) -> None:
             scores = score_blocks(parent, found, partial(trained.layer, parent), tokens, own / "scores.jsonl")
             measured = importance(parent, description, tokens).items()
             seconds = forward_seconds(parent, parent, tokens[0])
+            parts = [part for shared in parent.shared for part in shared.parts]
             made = {
                 "scores": {f"{each.block} {each.variant}": [each.kl, each.loss, each.cosine] for each in scores},
                 "importance": {n: [part for part in vars(each).values() if part is not None] for n, each in measured},
@@ -64,7 +65,7 @@ def main(folder: Path) -> None:
                 "dependency": measure_dependency(parent, tokens, own / "dependency.jsonl"),
                 "loss": loss(parent, tokens),
                 "rounds": [len(each) for each in seconds],
-                "held": sum(getattr(each, "_local_tensor", each).numel() for each in parent.model.parameters()),
+                "held": sum(each.numel() for each in (*parent.model.parameters(), *parts)),
                 "outside": sum(
                     each.numel() for name, each in parent.model.named_parameters() if ".layers." not in name
                 ),

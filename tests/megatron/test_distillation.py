@@ -375,7 +375,10 @@ FEWER_EXPERTS = ("megatron.num_experts=4", "megatron.hidden_size=128", "model.pa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "student"),
-    [("tensor", (DENSE,)), ("tensor", FEWER_EXPERTS), ("expert", FEWER_EXPERTS), ("data", (DENSE,))],
+    [
+        *(("tensor", (DENSE,)), ("tensor", FEWER_EXPERTS), ("expert", FEWER_EXPERTS), ("data", (DENSE,))),
+        *(("pipeline", (DENSE,)), ("pipeline", (*FEWER_EXPERTS[:2], "model.pattern=ME*E"))),
+    ],
 )
 @pytest.mark.parametrize("top_k", ["null", "8"])
 def test_two_ranks_learn_from_a_teacher_what_one_rank_learns(
@@ -466,12 +469,12 @@ def test_a_wrong_setting_is_refused(there: Path, override: str, reason: str) -> 
 @pytest.mark.parametrize(
     ("layout", "reason"),
     [
-        ("megatron.pipeline_model_parallel_size=2", "megatron.logits_load_dir"),
+        ("+model.virtual_pipeline_stages=2 megatron.pipeline_model_parallel_size=2", "megatron.logits_load_dir"),
         ("megatron.tensor_model_parallel_size=2", "sequence_parallel=true"),  # the teacher's experts, not the student's
     ],
 )
 def test_a_layout_that_does_not_hold_the_teacher_is_refused(there: Path, layout: str, reason: str) -> None:
-    found = refusal(DENSE, f"distillation.teacher={there}", layout, "launcher.nproc_per_node=2")
+    found = refusal(DENSE, f"distillation.teacher={there}", *layout.split(), "launcher.nproc_per_node=2")
 
     assert found.startswith("distillation.teacher") and reason in found
 

@@ -70,9 +70,16 @@ def test_its_weights_and_its_forward_pass_are_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_teacher_has_one_stage(tmp_path: Path) -> None:
+def test_a_teacher_in_a_pipeline(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(compose("train", TINY)))
     words = [*TINY, f"distillation.teacher={tmp_path}", "megatron.pipeline_model_parallel_size=2"]
-    config = compose("rehearse", [*words, "launcher.nproc_per_node=2"])
-    with pytest.raises(ValueError, match="the teacher runs in one stage"):
-        rehearse(config, "all", tmp_path / "ranks")
+
+    stages = rehearse(compose("rehearse", [*words, "launcher.nproc_per_node=2"]), "all", tmp_path / "ranks")["ranks"]
+
+    whole = 2 * total_params(Architecture.from_config(compose("train", TINY)))
+    assert sum(stage["peak"]["teacher"] for stage in stages) == pytest.approx(whole, rel=0.01)
+    with pytest.raises(ValueError, match=r"4 stages on 2 pipeline ranks"):
+        rehearse(
+            compose("rehearse", [*words, "+model.virtual_pipeline_stages=2", "launcher.nproc_per_node=2"]),
+            *("all", tmp_path / "virtual"),
+        )

@@ -8,6 +8,7 @@ Existing variants are not made again. `keep` and `no_op` need no file.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nemo_ext.blockwise import data_parallel
-from nemo_ext.blockwise.parent import Parent, whole
+from nemo_ext.blockwise.parent import Parent
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.puzzle.stages.initialise import Importance, initial_weights
 from nemo_ext.puzzle.variants import KEEP, NO_OP, Variant
@@ -111,11 +112,12 @@ def build(
     missing = data_parallel.agreed(lambda: [(v.number, v.name) for each in found for v in each if not library.has(v)])
     measured = importance(parent, description, calibration) if missing and calibration else {}
 
+    turns = cycle(range(data_parallel.count()))
     for number, each in enumerate(found):
         new = [variant for variant in each if (variant.number, variant.name) in missing]
-        own = number % data_parallel.count() == data_parallel.number()
-        if new and (own or parent.sharded):  # all ranks gather a block that is shared out
-            tensors = {name: t.cpu() for name, t in parent.tensors(number).items()}
+        if new:
+            own = next(turns) == data_parallel.number()
+            tensors = {name: t.cpu() for name, t in parent.tensors(number, wanted=own).items()}
             for variant in new if own else ():
                 assert variant.block is not None
                 block = description.blocks[number]
@@ -152,10 +154,12 @@ def importance(parent: Parent, description: Description, calibration: Sequence[T
         block = description.blocks[number]
         layer: Any = parent.layers[number]
         if block.kind == "-":
-            found[number] = Importance(channels=total * _columns(layer.mlp.linear_fc2))
+            with parent.gathered(number):
+                found[number] = Importance(channels=total * _columns(layer.mlp.linear_fc2))
         elif block.kind == "M":
             heads, head_dim = block.size("heads"), block.size("head_dim")
-            columns = _columns(layer.mixer.out_proj).reshape(heads, head_dim)
+            with parent.gathered(number):
+                columns = _columns(layer.mixer.out_proj).reshape(heads, head_dim)
             found[number] = Importance(heads=(total.sqrt().reshape(heads, head_dim) * columns).sum(1))
         else:
             found[number] = Importance(experts=total)
@@ -178,5 +182,5 @@ def _measured_modules(parent: Parent, description: Description) -> Iterator[tupl
 
 @torch.no_grad()
 def _columns(linear: Any) -> Tensor:
-    weight: Tensor = whole(linear.weight)
+    weight: Tensor = linear.weight
     return weight.float().norm(dim=0).cpu()

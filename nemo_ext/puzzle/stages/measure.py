@@ -160,7 +160,7 @@ def initial_layer(parent: Parent, description: Description, variant: Variant) ->
     """
     if variant.block is None:
         return None
-    if parent.sharded:  # one rank measures: it cannot gather what is shared out, and weights do not matter
+    if parent.shared:  # one rank measures: it cannot gather what is shared out, and weights do not matter
         return parent.fresh(variant.number, variant.block)
     if variant.name == KEEP:
         return parent.layers[variant.number]

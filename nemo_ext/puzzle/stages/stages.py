@@ -110,12 +110,13 @@ class Stages:
     def _token_batches(self, split: Any, sequences: int) -> TokenBatches:
         # Megatron's first reader of a data set writes its index for later readers, who must not find it half written:
         # ranks wait for rank 0 anyway, shards wait for each other here.
+        device = self.parent.device  # opens the model, for which shards need not wait
         alone: AbstractContextManager[object] = nullcontext()
         if self.workspace.shard is not None and data_parallel.number() == 0:
             alone = FileLock(self.workspace.run_dir / LOCKS / "data.lock")
         with alone:
             config = stage_config(self.config, self.description, data_parallel.count())
-            return TokenBatches(config, split, sequences, self.parent.device)
+            return TokenBatches(config, split, sequences, device)
 
     @cached_property
     def calibration(self) -> list[torch.Tensor]:
@@ -300,7 +301,14 @@ class Stages:
         return [next(v for v in each if v.name == name) for each, name in zip(self.found, names, strict=True)]
 
     def _replaced(self, picked: Sequence[Variant], library: Library) -> Replaced:
-        return {v.number: library.layer(self.parent, v) for v in picked if v is not self.found[v.number][0]}
+        replaced = {}
+        for variant in picked:
+            if variant is not self.found[variant.number][0]:
+                layer = library.layer(self.parent, variant)
+                if layer is not None and self.parent.share is not None:
+                    self.parent.share(layer)  # a child has many
+                replaced[variant.number] = layer
+        return replaced
 
     def _total(self, blocks: Sequence[Block | None], resource: str) -> float:
         """Total of a resource for the whole model with these blocks."""
@@ -439,6 +447,7 @@ class Stages:
                     "pattern": format_pattern(description.architecture.pattern),
                 }
             )
+            del opened  # before the next one is read
         self._write_json("evaluation.json", rows)
 
 

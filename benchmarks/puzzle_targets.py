@@ -1,0 +1,159 @@
+"""Puzzle's targets of Llama-Nemotron: what the published children cost by our cost model, and what our search chooses.
+
+    python benchmarks/puzzle_targets.py RUN_DIR [--json FILE]
+
+RUN_DIR is a compression whose scores are taken as plausible ones: `nemo-ext puzzle 'puzzle.stages=[parent,library,
+distill,score]' run_dir=RUN_DIR` on a small parent. A block of the large parent gets the scores of the small one's block
+of its kind at the same relative depth, widths between those that were scored by interpolation. The targets' limits and
+serving shapes are those of hydra_conf/recipe/puzzle/llama_nemotron_*.yaml; everything runs in a minute without weights.
+"""
+
+import argparse
+import json
+from bisect import bisect_left
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.architecture.block_configs import ffn_width
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.checkpoint.description import from_config
+from nemo_ext.checkpoint.start import description_of
+from nemo_ext.job.config import compose
+from nemo_ext.job.report import markdown_table
+from nemo_ext.puzzle.choice.choose import Costs, state_problem
+from nemo_ext.puzzle.choice.search import solve
+from nemo_ext.puzzle.cost import RESOURCES, Serving, block_costs, outside_costs, request_seconds
+from nemo_ext.puzzle.score_file import Score, read_scores
+from nemo_ext.puzzle.settings import settings
+from nemo_ext.puzzle.variants import NO_OP, Variant, variants
+
+ROOT = Path(__file__).parents[1]
+TARGETS = {"super": "llama_nemotron_super_49b", "ultra": "llama_nemotron_ultra_253b"}
+
+
+class Plausible:
+    """Scores of a small parent, by kind, relative depth and share of the FFN width."""
+
+    def __init__(self, run_dir: Path) -> None:
+        sizes = description_of(run_dir / "parent").architecture.sizes
+        self.curves: dict[str, list[list[tuple[float, float]]]] = {"*": [], "-": []}
+        rows = read_scores(run_dir / "blocks" / "scores.jsonl")
+        for number, block in enumerate(sizes, start=1):
+            own = {row.variant: row.kl for row in rows if row.block == number}
+            points = [(0.0, own[NO_OP]), (1.0, 0.0)]
+            for name, score in own.items():
+                if name.startswith("ffn"):
+                    points.append((int(name.removeprefix("ffn")) / block.size("ffn"), score))
+            self.curves[block.kind].append(sorted(points))
+
+    def of(self, kind: str, depth: float, share: float) -> float:
+        """Score of a block at a depth from 0 to 1 that keeps this share of its width; 0 is no block."""
+        curves = self.curves[kind]
+        points = curves[round(depth * (len(curves) - 1))]
+        after = max(1, bisect_left([place for place, _ in points], share))
+        (left, low), (right, high) = points[after - 1], points[after]
+        return low + (high - low) * (share - left) / (right - left)
+
+
+def share_of(variant: Variant, parent: Any) -> float:
+    """Share of the FFN width that a variant keeps; 1 for attention that is kept."""
+    if variant.block is None:
+        return 0.0
+    return variant.block.size("ffn") / parent.size("ffn") if parent.kind == "-" else 1.0
+
+
+def totals(architecture: Architecture, blocks: Sequence[Any], serving: Serving) -> dict[str, float]:
+    """All resources of a model of these blocks, and its time for a batch of requests."""
+    each = [block_costs(architecture, block, serving) for block in blocks]
+    made = {name: sum(one[name] for one in each) + outside_costs(architecture, serving)[name] for name in RESOURCES}
+    return made | {"request_seconds": request_seconds(made, new_tokens=serving.context - serving.prompt)}
+
+
+def published_score(target: str, architecture: Architecture, plausible: Plausible) -> float | None:
+    """Sum of the plausible scores of the published choice; None where fusion has changed its layers."""
+    given = json.loads((ROOT / "hydra_conf" / "model" / "block_configs" / f"{target}.json").read_text())
+    layers, sizes = given["block_configs"], architecture.sizes
+    if 2 * len(layers) != len(sizes):
+        return None
+    score = 0.0
+    for number, layer in enumerate(layers):
+        depth, whole = number / (len(layers) - 1), sizes[2 * number + 1].size("ffn")
+        ffn = layer["ffn"]
+        share = 0.0 if ffn.get("no_op") else ffn_width(ffn["ffn_mult"], given["hidden_size"]) / whole
+        score += plausible.of("*", depth, 0.0 if layer["attention"].get("no_op") else 1.0)
+        score += plausible.of("-", depth, min(1.0, share))
+    return score
+
+
+def rows(name: str, run_dir: Path) -> list[dict[str, Any]]:
+    """The parent, the published child and ours."""
+    config = compose("puzzle", [f"recipe=puzzle/llama_nemotron_{name}", "data=mock", "run_dir=unused"])
+    chosen, architecture = settings(config["puzzle"]), from_config(config).architecture
+    plausible, found, serving = Plausible(run_dir), variants(architecture, chosen.variants), chosen.serving
+    depths = len(found) // 2 - 1
+    scores = [
+        Score(n + 1, v.name, plausible.of(each[0].block.kind, n // 2 / depths, share_of(v, each[0].block)), 0.0, 0.0, 1)
+        for n, each in enumerate(found)
+        for v in each
+        if each[0].block is not None
+    ]
+    costs = Costs(
+        outside_costs(architecture, serving),
+        {(v.number + 1, v.name): (v.block, block_costs(architecture, v.block, serving)) for e in found for v in e},
+    )
+    problem = state_problem(scores, costs, chosen.search, serving)
+    solution = solve(problem, 1e-3, time_limit=600)
+    ours = [each[choice].block for each, choice in zip(found, solution.choice, strict=True)]
+    theirs = from_config(compose("describe", [f"model={TARGETS[name]}"])).architecture
+    made = []
+    for label, of, blocks, score in (
+        ("parent", architecture, list(architecture.sizes), 0.0),
+        ("published", theirs, list(theirs.sizes), published_score(TARGETS[name], architecture, plausible)),
+        ("our search", architecture, ours, solution.score),
+    ):
+        total = totals(of, blocks, serving)
+        wide = [block.size("ffn") for block in blocks if block is not None and block.kind == "-"]
+        made.append(
+            {"target": name, "model": label, **total, "ffn_width": sum(wide), "ffns": len(wide), "score": score}
+        )
+    return made
+
+
+def table(made: Sequence[dict[str, Any]]) -> str:
+    """The rows in Markdown, times as multiples of the parent's speed."""
+    heading = ["target", "model", "B parameters", "memory, GB", "attention", "FFNs", "width of all, k"]
+    heading += ["prompts, x faster", "decoding, x", "requests, x", "sum of scores"]
+    lines = []
+    for row in made:
+        parent = next(each for each in made if each["target"] == row["target"])
+        faster = [f"{parent[key] / row[key]:.2f}" for key in ("prefill_seconds", "decode_seconds", "request_seconds")]
+        lines.append(
+            [
+                row["target"],
+                row["model"],
+                f"{row['parameters'] / 1e9:.1f}",
+                f"{row['memory_bytes'] / 1e9:.1f}",
+                f"{row['attention_blocks']:.0f}",
+                str(row["ffns"]),
+                f"{row['ffn_width'] / 1e3:.0f}",
+                *faster,
+                "" if row["score"] is None else f"{row['score']:.3f}",
+            ]
+        )
+    return markdown_table(heading, lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dir", type=Path, help="a compression with scores")
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    given = parser.parse_args()
+    made = [row for name in TARGETS for row in rows(name, given.run_dir)]
+    print(table(made))
+    if given.json is not None:
+        given.json.write_text(json.dumps(made, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
