@@ -13,6 +13,7 @@ class Gpu:
         bandwidth: bytes/s of its memory.
         nvlink: bytes/s to the other GPUs of its node, one way.
         network: bytes/s to other nodes, one way: the node's adapters divided by its GPUs.
+        host: bytes/s from the host's memory.
     """
 
     memory_gib: float
@@ -20,17 +21,19 @@ class Gpu:
     bandwidth: float
     nvlink: float
     network: float
+    host: float
 
 
 GPUS = {
-    "A100-64GB": Gpu(memory_gib=64, flops=312e12, bandwidth=1.64e12, nvlink=300e9, network=12.5e9),
-    "A100-80GB": Gpu(memory_gib=80, flops=312e12, bandwidth=2.04e12, nvlink=300e9, network=25e9),
-    "H100-80GB": Gpu(memory_gib=80, flops=989e12, bandwidth=3.35e12, nvlink=450e9, network=50e9),
-    "H200-141GB": Gpu(memory_gib=141, flops=989e12, bandwidth=4.8e12, nvlink=450e9, network=50e9),
+    "A100-64GB": Gpu(memory_gib=64, flops=312e12, bandwidth=1.64e12, nvlink=300e9, network=12.5e9, host=32e9),
+    "A100-80GB": Gpu(memory_gib=80, flops=312e12, bandwidth=2.04e12, nvlink=300e9, network=25e9, host=32e9),
+    "H100-80GB": Gpu(memory_gib=80, flops=989e12, bandwidth=3.35e12, nvlink=450e9, network=50e9, host=64e9),
+    "H200-141GB": Gpu(memory_gib=141, flops=989e12, bandwidth=4.8e12, nvlink=450e9, network=50e9, host=64e9),
 }
 """GPUs by the name that `node.gpu` has in `hydra_conf/cluster`, those with less memory first.
 
 NVIDIA's data sheets of the SXM modules and of DGX A100 (8 x 200 Gb/s), DGX H100 and H200 (8 x 400 Gb/s). A100-64GB is
 Leonardo's: four in a node with 400 Gb/s together (leonardo-supercomputer.cineca.eu/hpc-system), four stacks of HBM2e at
-3.2 Gb/s; the FLOP/s are those of the A100 in the data sheet, although this chip has more units.
+3.2 Gb/s; the FLOP/s are those of the A100 in the data sheet, although this chip has more units. The host is behind PCIe
+4 or 5 with 16 lanes.
 """

@@ -24,17 +24,20 @@ class StageWork:
         stage: name of the stage.
         flops: FLOPs of all ranks together.
         gathered_bytes: bytes that each rank gets from the others; 0 where every rank holds the whole parent.
+        host_bytes: bytes that each rank gets from its host's memory.
         written_bytes: bytes of weights on the disk.
     """
 
     stage: str
     flops: float
     gathered_bytes: float
+    host_bytes: float
     written_bytes: float
 
     def hours(self, gpu: Gpu, ranks: int) -> float:
         """Hours on so many GPUs of one node: computing and gathering one after the other, at `REACHED`."""
-        return (self.flops / ranks / gpu.flops + self.gathered_bytes / gpu.nvlink) / REACHED / 3600
+        seconds = self.flops / ranks / gpu.flops + self.gathered_bytes / gpu.nvlink + self.host_bytes / gpu.host
+        return seconds / REACHED / 3600
 
 
 def stage_work(
@@ -63,36 +66,38 @@ def stage_work(
     size = bytes_per_number(precision)
     stored = size * sum(_parameters(architecture, variant.block) for variant in trainable)
     weights = [size * _parameters(architecture, each[0].block) for each in found]
-    share = 0.0 if chosen.fsdp is None else (ranks - 1) / ranks
+
+    def made(stage: str, flops: float, passed: float, written: float) -> StageWork:
+        """`passed` are the bytes of all blocks that a rank runs."""
+        return StageWork(
+            stage=stage,
+            flops=flops,
+            gathered_bytes=0.0 if chosen.fsdp is None else passed * (ranks - 1) / ranks,
+            host_bytes=passed / ranks if chosen.fsdp == "offload" else 0.0,
+            written_bytes=written,
+        )
 
     calibrated = float(chosen.calibration.sequences * seq_length)
     batches = chosen.calibration.sequences / chosen.calibration.batch / ranks
-    library = StageWork(
-        stage="library",
-        flops=calibrated * sum(blocks),
-        gathered_bytes=share * sum(weights) * (batches + 1),
-        written_bytes=stored,
-    )
+    library = made("library", calibrated * sum(blocks), sum(weights) * (batches + 1), stored)
     training = chosen.distill
     # A group needs the parent up to its last block.
     groups = (trainable[start : start + training.together] for start in range(0, len(trainable), training.together))
     lasts = [group[-1].number for group in groups]
     trained = 3 * sum(_forward(architecture, variant.block, seq_length) for variant in trainable)
-    distill = StageWork(
-        stage="distill",
-        flops=training.steps * training.batch * seq_length * (sum(sum(blocks[: n + 1]) for n in lasts) + trained),
-        gathered_bytes=share * training.steps * sum(sum(weights[: n + 1]) for n in lasts),
-        written_bytes=stored if training.steps else 0.0,
+    runs = [sum(blocks[: last + 1]) for last in lasts]
+    distill = made(
+        "distill",
+        training.steps * training.batch * seq_length * (sum(runs) + trained),
+        training.steps * sum(sum(weights[: last + 1]) for last in lasts),
+        stored if training.steps else 0.0,
     )
     flops, gathered = sum(blocks), sum(weights)
     for number, each in enumerate(found):
         later = sum(blocks[number + 1 :]) + head
         flops += blocks[number] + head + sum(_forward(architecture, v.block, seq_length) + later for v in each)
         gathered += weights[number] * 2 + len(each) * sum(weights[number + 1 :])
-    score = StageWork(
-        stage="score", flops=calibrated * flops, gathered_bytes=share * gathered * batches, written_bytes=0.0
-    )
-    return [library, distill, score]
+    return [library, distill, made("score", calibrated * flops, gathered * batches, 0.0)]
 
 
 def _alone(architecture: Architecture, block: Block) -> Architecture:

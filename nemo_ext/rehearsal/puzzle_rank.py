@@ -135,13 +135,13 @@ def _library(rank: _Rank) -> None:
 
 
 def _distill(rank: _Rank) -> None:
-    """A step of the group with most parameters, after one in which the optimizers make their states."""
+    """A step of the last of the groups with most parameters, after one in which the optimizers make their states."""
     from nemo_ext.puzzle.stages.distill import Library, train_group, trainable
 
     training, tracker = rank.chosen.distill, rank.tracker
     every = trainable(rank.found)
     groups = [every[start : start + training.together] for start in range(0, len(every), training.together)]
-    group = max(groups, key=lambda each: sum(map(rank.parameters, each)))
+    group = max(reversed(groups), key=lambda each: sum(map(rank.parameters, each)))  # which runs most of the parent
     steps = 0
 
     def batches(first: int) -> Iterator[torch.Tensor]:

@@ -134,14 +134,12 @@ def _label(ranks: Sequence[Mapping[str, Any]]) -> str:
 def _work(result: Mapping[str, Any], gpu: str | None) -> list[str]:
     """What the stages of a compression take in all."""
     made = [StageWork(**each) for each in result["work"]]
-    heading = ["stage", "FLOPs of all ranks", "gathered by each", "written", "hours"]
+    heading = ["stage", "FLOPs of all ranks", "gathered by each", "from its host", "written", "hours"]
     rows = []
     for each in made:
-        hours = "" if gpu not in GPUS else f"{each.hours(GPUS[gpu], result['world']):.1f}"
-        gathered = size(each.gathered_bytes) if each.gathered_bytes else ""
-        rows.append(
-            [each.stage, flop(each.flops), gathered, size(each.written_bytes) if each.written_bytes else "", hours]
-        )
+        hours = "" if gpu not in GPUS else f"{each.hours(GPUS[gpu], result['world']):,.1f}"
+        bytes_ = [size(n) if n else "" for n in (each.gathered_bytes, each.host_bytes, each.written_bytes)]
+        rows.append([each.stage, flop(each.flops), *bytes_, hours])
     on = f" Hours are those of {result['world']} {gpu} at {REACHED:.0%} of their peaks." if gpu in GPUS else ""
     which = f", try {result['number']}" if result["number"] else ""
     return [

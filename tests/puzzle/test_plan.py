@@ -44,5 +44,11 @@ def test_every_pass_of_the_parent_is_counted() -> None:
 
 def test_hours_are_computing_and_gathering() -> None:
     gpu = GPUS["H100-80GB"]
-    work = StageWork(stage="score", flops=8 * 3600 * gpu.flops, gathered_bytes=3600 * gpu.nvlink, written_bytes=0.0)
-    assert work.hours(gpu, 8) == pytest.approx(2 / REACHED)
+    work = StageWork(
+        stage="score",
+        flops=8 * 3600 * gpu.flops,
+        gathered_bytes=3600 * gpu.nvlink,
+        host_bytes=3600 * gpu.host,
+        written_bytes=0.0,
+    )
+    assert work.hours(gpu, 8) == pytest.approx(3 / REACHED)

@@ -237,7 +237,7 @@ def test_a_stage_of_puzzle_is_named_with_what_makes_it_smaller(tmp_path: Path) -
 
     assert found.kind == "error"
     assert "70 GiB of the 64 of a A100-64GB, rehearsed in distill (" in found.text
-    assert "cost model" not in found.text and found.text.endswith("each rank holds the whole parent")
+    assert "cost model" not in found.text and found.text.endswith("share out the parent with puzzle.fsdp=shard")
 
 
 @pytest.mark.parametrize(
