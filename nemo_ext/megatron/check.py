@@ -156,6 +156,7 @@ def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace)
         return
     distillation.one_stage_a_rank(config)
     merged, _ = distillation.teacher_config(config)
+    distillation.same_tokens(config)
     try:
         check_layout(merged)
         parse_arguments(command_line(merged), world_size=world_size(merged))

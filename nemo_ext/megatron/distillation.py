@@ -22,8 +22,9 @@ from torch import Tensor
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import Pattern, parse
 from nemo_ext.architecture.pattern import format as format_pattern
-from nemo_ext.checkpoint.beside import config_beside, is_hugging_face
+from nemo_ext.checkpoint.beside import config_beside, extras_beside, is_hugging_face
 from nemo_ext.checkpoint.torch_dist import checkpoint_folder
+from nemo_ext.data.text.tokenizers import read_tokenizer
 from nemo_ext.job.settings import STRICT, checked
 from nemo_ext.megatron.arguments import command_line, megatron_parser, parse_arguments, pattern_with_cuts, world_size
 from nemo_ext.megatron.divergence import kl_divergence
@@ -110,6 +111,41 @@ def teacher_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
             "or a converted checkpoint's model/NAME.yaml"
         )
     return with_model_of(config, beside), folder
+
+
+def same_tokens(config: Mapping[str, Any]) -> None:
+    """Refuses a teacher whose tokenizer is not that of the run's data, as far as the files of both are there.
+
+    Raises:
+        ValueError: names a token whose numbers differ.
+    """
+    source = Path(str(config["distillation"]["teacher"]))
+    folder = checkpoint_folder(source)
+    beside = config_beside(source, folder) or {}
+    theirs = [extras_beside(source, folder), (beside.get("megatron") or {}).get("tokenizer_model")]
+    files = [_tokenizer_file(config["megatron"].get("tokenizer_model")), *map(_tokenizer_file, theirs)]
+    own, teacher = files[0], next(filter(None, files[1:]), None)
+    if own is None or teacher is None:
+        return
+    ours, others = (read_tokenizer(file)[0].get_vocab(with_added_tokens=True) for file in (own, teacher))
+    differ = sorted(ours.items() ^ others.items(), key=lambda each: (each[1], each[0]))
+    if differ:
+        token = differ[0][0]
+        raise ValueError(
+            f"distillation.teacher={source}: its tokenizer ({teacher}) is not that of the data ({own}): "
+            f"{len({name for name, _ in differ})} tokens differ, {token!r} is {others.get(token, 'none')} there and "
+            f"{ours.get(token, 'none')} here; tokenize the data with the teacher's, or convert the student with "
+            "tokenizer=FOLDER"
+        )
+
+
+def _tokenizer_file(place: object) -> Path | None:
+    """The tokenizer.json of a tokenizer's folder, or the file itself; None if it is not there."""
+    if place is None:
+        return None
+    path = Path(str(place)).expanduser()
+    path = path / "tokenizer.json" if path.is_dir() else path
+    return path if path.is_file() and path.suffix == ".json" else None
 
 
 def one_stage_a_rank(config: Mapping[str, Any]) -> None:

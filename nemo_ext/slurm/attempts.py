@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from nemo_ext.job.files import write_text
+from nemo_ext.job.run_directory import METRICS, last_lines
 
 FOLDER = "slurm"
 ATTEMPTS = "attempts.json"
@@ -33,6 +34,7 @@ class Attempt:
         last_step: step of the newest checkpoint at its end.
         reason: reason of its end; "" while it runs.
         counted: True if progress is measured in steps; if not, a start that reached its time limit made progress.
+        lost: steps that it made after its last checkpoint, as far as they were logged.
         given_up: reason why the job was not requeued after it; "" if it was; None if not recorded, as in older runs.
     """
 
@@ -45,6 +47,7 @@ class Attempt:
     last_step: int | None = None
     reason: str = ""
     counted: bool = True
+    lost: int = 0
     given_up: str | None = None
 
     @property
@@ -78,6 +81,9 @@ def begin(run_dir: Path, *, job: str, restart: int, nodes: str, step: int | None
         else replace(each, ended=time.time(), last_step=step, reason="killed with its node, or by Slurm")
         for each in read(run_dir)
     ]
+    if before and step is not None:
+        made = max((line["step"] for line in last_lines(run_dir / METRICS) if "step" in line), default=0)
+        before[-1] = replace(before[-1], lost=max(0, made - step))
     start = Attempt(
         job=job, restart=restart, nodes=nodes, began=time.time(), first_step=step or 0, counted=step is not None
     )

@@ -57,8 +57,11 @@ def main() -> None:
             write_text(Path(place), json.dumps(prepared(words)))
         else:
             from nemo_ext.megatron.report import write_report
+            from nemo_ext.slurm.timeline import add_section
 
-            print(f"report: {write_report(Path(place))}")
+            report = write_report(Path(place))
+            add_section(report)
+            print(f"report: {report}")
 
 
 if __name__ == "__main__":

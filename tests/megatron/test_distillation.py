@@ -16,13 +16,17 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.nn.functional import kl_div, log_softmax
 
+from nemo_ext.checkpoint.beside import EXTRAS
 from nemo_ext.job import run_directory
 from nemo_ext.job.config import compose
 from nemo_ext.megatron.check import check
+from nemo_ext.megatron.distillation import same_tokens
 from nemo_ext.megatron.divergence import kl_divergence
 from nemo_ext.megatron.session import load_weights, take_tensors
 
@@ -485,6 +489,25 @@ def test_a_teacher_with_multi_token_prediction_is_refused(there: Path) -> None:
     run_directory.write_config(there, config)
 
     assert "megatron.mtp_num_layers would have no effect" in refusal(f"distillation.teacher={there}")
+
+
+def test_a_teacher_with_other_tokens_is_refused(there: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    own, beside = tmp_path_factory.mktemp("tokenizer"), there / EXTRAS
+    beside.mkdir()
+    run = compose("train", ["run_dir=unused", "data=mock", f"distillation.teacher={there}"])
+    run["megatron"]["tokenizer_model"] = str(own)
+
+    def write(folder: Path, *tokens: str) -> None:
+        RustTokenizer(WordLevel(dict(zip(tokens, range(9), strict=False)), "a")).save(str(folder / "tokenizer.json"))
+
+    write(own, "a", "b", "c")
+    same_tokens(run)  # nobody knows the teacher's
+    write(beside, "a", "b", "c")
+    same_tokens(run)
+    write(beside, "a", "c", "b", "d")
+    with pytest.raises(ValueError, match=r"3 tokens differ, 'b' is 2 there and 1 here; tokenize the data") as caught:
+        same_tokens(run)
+    assert str(own / "tokenizer.json") in str(caught.value) and str(beside / "tokenizer.json") in str(caught.value)
 
 
 def test_a_checkpoint_without_a_config_is_refused(there: Path) -> None:
