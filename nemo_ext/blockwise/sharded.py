@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from nemo_ext.megatron.session import build_model, load_weights, put_tensors
 
 SHARD, OFFLOAD = "shard", "offload"
 """Where a rank's part of the blocks is: on its device, or in the host's memory."""
+_ALIGNED = 128
+"""Numbers to a multiple of which each parameter begins: kernels want addresses of 16 bytes at least."""
 
 
 class SharedOut:
@@ -40,20 +43,19 @@ class SharedOut:
         alike: defaultdict[torch.dtype, list[torch.nn.Parameter]] = defaultdict(list)
         for parameter in layer.parameters():
             alike[parameter.dtype].append(parameter)
-        self.parts: list[Tensor] = []
         self.numel = sum(each.numel() for each in layer.parameters())
+        self.device = next(layer.parameters()).device
         self._parameters = list(alike.values())
         self._shapes = [[each.shape for each in own] for own in self._parameters]
-        self.device = next(layer.parameters()).device
-        for own in self._parameters:
-            size = -(-sum(each.numel() for each in own) // data_parallel.count())
+        self.parts: list[Tensor] = []
+        for own, shapes in zip(self._parameters, self._shapes, strict=True):
+            size = -(-_places(shapes)[-1] // data_parallel.count())
             part = torch.zeros(size, dtype=own[0].dtype, device="cpu" if host else self.device)
-            begin = size * data_parallel.number()
-            for each in own:
+            for each, place in zip(own, _places(shapes), strict=False):
+                begin = size * data_parallel.number() - place
                 first, end = max(begin, 0), min(begin + size, each.numel())
                 if first < end:
                     part[first - begin : end - begin] = each.data.reshape(-1)[first:end]
-                begin -= each.numel()
             self.parts.append(part.pin_memory() if host and torch.cuda.is_available() else part)
         self.__exit__()
         layer.register_forward_pre_hook(lambda *_: self.__enter__())
@@ -68,15 +70,19 @@ class SharedOut:
                 dist.all_gather_into_tensor(whole, mine)
             else:
                 whole.copy_(mine)
-            pieces = whole.split([*(shape.numel() for shape in shapes), len(whole) - sum(s.numel() for s in shapes)])
-            for parameter, piece, shape in zip(own, pieces, shapes, strict=False):
-                parameter.data = piece.view(shape)
+            for parameter, place, shape in zip(own, _places(shapes), shapes, strict=False):
+                parameter.data = whole[place : place + shape.numel()].view(shape)
 
     def __exit__(self, *_: object) -> None:
         """Frees the whole weights."""
         for own in self._parameters:
             for parameter in own:
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
+
+
+def _places(shapes: Sequence[torch.Size]) -> list[int]:
+    """Where parameters of these shapes begin in their flat tensor, and where it ends."""
+    return [0, *accumulate(-(-shape.numel() // _ALIGNED) * _ALIGNED for shape in shapes)]
 
 
 def open_parent(config: Mapping[str, Any], checkpoint: Path, fsdp: str | None = None) -> Parent:

@@ -157,8 +157,14 @@ def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace)
     distillation.one_stage_a_rank(config)
     merged, _ = distillation.teacher_config(config)
     distillation.same_tokens(config)
+    residuals = [bool(each["megatron"].get("fp32_residual_connection")) for each in (config, merged)]
+    if arguments.pipeline_model_parallel_size > 1 and residuals[0] != residuals[1]:
+        raise ValueError(
+            "distillation.teacher in a pipeline: stages pass on what both models make as one tensor, so that both need "
+            f"the same megatron.fp32_residual_connection; it is {residuals[0]} here and {residuals[1]} in the teacher's"
+        )
     try:
-        check_layout(merged)
+        check_layout(merged, trained=False)
         parse_arguments(command_line(merged), world_size=world_size(merged))
     except ValueError as error:
         raise ValueError(f"distillation.teacher={settings.teacher} in the layout of this run: {error}") from error
@@ -282,8 +288,12 @@ def check_machine(config: Mapping[str, Any]) -> None:
         raise ValueError(f"megatron.pretrained_checkpoint={start} is a run directory: give {start}/checkpoints")
 
 
-def check_layout(config: Mapping[str, Any]) -> None:
+def check_layout(config: Mapping[str, Any], *, trained: bool = True) -> None:
     """Refuse a parallel layout or batch size that does not fit the model.
+
+    Args:
+        config: composed config.
+        trained: False for a model that has no loss.
 
     Raises:
         ValueError: names the sizes that do not divide.
@@ -307,7 +317,7 @@ def check_layout(config: Mapping[str, Any]) -> None:
                 "become NaN behind a stage that only passes on: move a cut |"
             )
     experts = any(block.kind == "E" for block in pattern.blocks)
-    if experts and pipeline > 1:
+    if experts and pipeline > 1 and trained:
         check_experts_on_every_rank(pattern, pipeline)
     if experts and layout.tensor_parallel > 1 and not layout.sequence_parallel:
         raise ValueError(

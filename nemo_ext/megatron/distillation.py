@@ -304,7 +304,7 @@ class OnlineTeacher(Distillation):
 
         def wider(*shapes: list[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], ...]:
             more = int(self.teacher.config.hidden_size)
-            return tuple([(*shape[:-1], shape[-1] + more) for shape in each] for each in shapes)
+            return tuple([shape and (*shape[:-1], shape[-1] + more) for shape in each] for each in shapes)
 
         def scheduled(**named: Any) -> Any:
             return run(**{**named, "adjust_tensor_shapes_fn": wider})

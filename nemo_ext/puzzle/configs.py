@@ -22,7 +22,7 @@ ONE_RANK = {
     "micro_batch_size": 1,
     "pretrained_checkpoint": None,
 }
-"""Flags with which every rank of a stage holds the whole model."""
+"""Flags with which every rank of a stage runs the whole model."""
 
 
 def parent_run(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:

@@ -172,6 +172,10 @@ class Job:
                 )
             if self.workspace.shard is None and (left := self.workspace.unfinished_shards(stage)):
                 notice(f"{stage}: shards {', '.join(map(str, left))} are not finished: what they lack is done here")
+        if self.chosen.measure.table is not None and "cost" in todo:  # before the ranks begin anything
+            parent = description_of(self.workspace.parent).architecture
+            wanted = blocks_to_measure(variants(parent, self.chosen.variants))
+            read_table(Path(self.chosen.measure.table), parent, wanted, self.chosen.serving)
         began = time.monotonic()
         if todo[0] in ON_RANKS:
             ranks = int(self.config["launcher"]["nproc_per_node"])
@@ -193,11 +197,8 @@ class Job:
         if self.chosen.parent is None:
             self._train(parent_run(self.config, self.workspace.parent))
         parent = description_of(self.workspace.parent)
-        # Better to find a wrong file or flag now than after all other stages.
-        if self.chosen.measure.table is not None and self._wants("cost"):
-            wanted = blocks_to_measure(variants(parent.architecture, self.chosen.variants))
-            read_table(Path(self.chosen.measure.table), parent.architecture, wanted, self.chosen.serving)
         if self.chosen.heal.tokens and self._wants("heal"):
+            # Better to find a wrong flag now than after all other stages.
             from nemo_ext.megatron import check as megatron_check
 
             run = self._run(self.workspace.healed, self.workspace.parent, self.chosen.heal.tokens, None, parent)

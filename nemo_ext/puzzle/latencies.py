@@ -1,7 +1,7 @@
 """Latencies of blocks in a serving engine, brought by the user as a JSON file in place of the roofline. No torch.
 
     {"engine": "vLLM 0.32, H100", "batch": 32, "prompt": 2048, "context": 4096, "precision": "fp8",
-     "latencies": [{"block": "*{kv=8}", "prefill_seconds": 0.031, "decode_seconds": 0.0004},
+     "cache_precision": "fp8", "latencies": [{"block": "*{kv=8}", "prefill_seconds": 0.031, "decode_seconds": 0.0004},
                    {"block": "outside", "prefill_seconds": 0.004, "decode_seconds": 0.0009}, ...]}
 
 Seconds are those of the whole batch: of its prompts, and of one token of each sequence at full context. Values that a
@@ -27,7 +27,7 @@ from nemo_ext.job.settings import STRICT, checked
 from nemo_ext.puzzle.cost import OUTSIDE, Precision, Serving
 from nemo_ext.puzzle.variants import Variant
 
-SHAPE = ("batch", "prompt", "context", "precision")
+SHAPE = ("batch", "prompt", "context", "precision", "cache_precision")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -54,6 +54,7 @@ class Table:
     prompt: PositiveInt
     context: PositiveInt
     precision: Precision
+    cache_precision: Precision
     latencies: list[Latency]
 
 
@@ -82,8 +83,9 @@ def read_table(file: Path, architecture: Architecture, wanted: Iterable[Block], 
             {"block": name, "prefill_seconds": None, "decode_seconds": None} for name in names
         ]
         shape = {key: asdict(serving)[key] for key in SHAPE}
-        empty.parent.mkdir(parents=True, exist_ok=True)
-        write_text(empty, json.dumps({"engine": "", **shape, "latencies": rows}, indent=1) + "\n")
+        if not empty.exists():  # somebody may be filling it in
+            empty.parent.mkdir(parents=True, exist_ok=True)
+            write_text(empty, json.dumps({"engine": "", **shape, "latencies": rows}, indent=1) + "\n")
         raise ValueError(f"puzzle.measure.table={file}: no such file; {empty} has its form and the blocks to measure")
     try:
         given: Mapping[str, Any] = json.loads(file.read_text())

@@ -226,9 +226,9 @@ class Search:
     def _all(self) -> Iterator[Candidate]:
         blocks = len(self.architecture.pattern.blocks)
         tensors = [size for size in range(1, self.per_node + 1) if not self.per_node % size]
-        teacher = (self.config.get("distillation") or {}).get("teacher") is not None  # which runs in one stage
-        most = 1 if teacher else min(blocks, MOST_PIPELINE)
-        pipelines = [size for size in range(1, most + 1) if not self.world % size]
+        teacher = (self.config.get("distillation") or {}).get("teacher") is not None
+        interleaved = 1 if teacher else MOST_VIRTUAL
+        pipelines = [size for size in range(1, min(blocks, MOST_PIPELINE) + 1) if not self.world % size]
         contexts = [size for size in powers(MOST_CONTEXT) if size == 1 or self._divides_sequence(size)]
         for tensor, pipeline, context in parallel_sizes(tensors, pipelines, contexts):
             if self.world % (tensor * pipeline * context):
@@ -237,7 +237,7 @@ class Search:
             for expert in expert_sizes(self.architecture.sizes, tensor * context * data, MOST_EXPERT):
                 if not self.fits_blocks(tensor, context, expert):
                     continue
-                for virtual in range(1, min(MOST_VIRTUAL, blocks // pipeline) + 1 if pipeline > 1 else 2):
+                for virtual in range(1, min(interleaved, blocks // pipeline) + 1 if pipeline > 1 else 2):
                     if (pattern := self.stage_patterns(pipeline, virtual)) is None:
                         continue
                     yield from self._fine(tensor, pipeline, context, data, expert, virtual, pattern)

@@ -53,7 +53,7 @@ def with_teacher(config: Mapping[str, Any]) -> dict[str, Any]:
         teacher = config["distillation"]["teacher"]
         merged = with_model_of(config, model_of(str(teacher), "distillation.teacher"))
     try:
-        check_layout(merged)
+        check_layout(merged, trained=False)
     except ValueError as error:
         raise ValueError(f"distillation.teacher={teacher} in the layout of this run: {error}") from error
     return merged

@@ -289,6 +289,7 @@ def test_two_ranks_find_what_one_finds(whole: tuple[Path, str], tmp_path: Path) 
         "puzzle.measure.enabled=true",
         "puzzle.serving={precision: fp32, cache_precision: fp32, batch: 1, prompt: 8, context: 16}",
         "launcher.nproc_per_node=2",
+        "puzzle.fsdp=shard",
     )
     assert code == 0, err
     assert len((run_dir / "child" / "measured.jsonl").read_text().splitlines()) > 3

@@ -50,6 +50,10 @@ def test_the_form_that_is_written_can_be_read(tmp_path: Path) -> None:
     found = read_table(tmp_path / "mine.json", *wanted())
 
     assert [each.prefill_seconds for each in found.values()] == [1.0, 2.0, 3.0, 4.0]
+    (tmp_path / "mine.json").rename(tmp_path / "mine_to_fill_in.json")
+    with pytest.raises(ValueError, match="no such file"):
+        read_table(tmp_path / "mine.json", *wanted())
+    assert json.loads((tmp_path / "mine_to_fill_in.json").read_text()) == table, "what is filled in stays"
     assert list(found) == [*map(str, wanted()[1]), OUTSIDE]
 
 
@@ -81,6 +85,8 @@ def test_costs_have_the_latencies_and_a_changed_file_is_another_cost(
         *("megatron.seq_length=16", "megatron.micro_batch_size=1", "megatron.global_batch_size=1"),
         "puzzle.stages=[parent,cost]",
     ]
+    with pytest.raises(ValueError, match=r"mine_to_fill_in.json has its form and the blocks to measure"):
+        in_process(*words)
     table = filled_in(tmp_path)
     (tmp_path / "mine.json").write_text(json.dumps(table))
 

@@ -53,7 +53,7 @@ from nemo_ext.puzzle.stages.measure import (
 from nemo_ext.puzzle.stages.realise import child, realise
 from nemo_ext.puzzle.stages.score import score_blocks
 from nemo_ext.puzzle.stages.shards import LOCKS, Shard
-from nemo_ext.puzzle.variants import Variant, variants
+from nemo_ext.puzzle.variants import KEEP, Variant, variants
 from nemo_ext.puzzle.workspace import Workspace
 
 SHARD_GIGABYTES = 5.0
@@ -303,7 +303,7 @@ class Stages:
     def _replaced(self, picked: Sequence[Variant], library: Library) -> Replaced:
         replaced = {}
         for variant in picked:
-            if variant is not self.found[variant.number][0]:
+            if variant.name != KEEP:
                 layer = library.layer(self.parent, variant)
                 if layer is not None and self.parent.share is not None:
                     self.parent.share(layer)  # a child has many
