@@ -317,6 +317,26 @@ def torchrun(path: Path, ranks: int) -> None:
 
 
 @pytest.fixture(scope="session")
+def on_two_ranks() -> Callable[[Path, Path], None]:
+    """Runs a script as two ranks under torchrun, with a folder as its argument."""
+
+    def run(script: Path, folder: Path) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        ended = subprocess.run(
+            [*command, str(script), str(folder)],
+            capture_output=True,
+            text=True,
+            timeout=500,
+            check=False,
+            env=environment,
+        )
+        assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
+
+    return run
+
+
+@pytest.fixture(scope="session")
 def random_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in Hugging Face's format with a random model, a tokenizer of bytes and a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -1,9 +1,7 @@
 """Parents whose blocks are shared out among ranks: everything that Puzzle makes of them, bit for bit."""
 
 import json
-import subprocess
-import sys
-from os import environ
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,19 +15,10 @@ WORDS = ("run_dir=unused", "data=mock", "precision=bf16", "model=nemotron3_nano_
 
 
 @pytest.mark.slow
-def test_shared_out_blocks_give_what_whole_ones_give(tmp_path: Path) -> None:
+def test_shared_out_blocks_give_what_whole_ones_give(on_two_ranks: Callable[..., None], tmp_path: Path) -> None:
     config = compose("train", [*WORDS, 'model.pattern="M*E-*-"'])
     (tmp_path / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = subprocess.run(
-        [*command, str(Path(__file__).with_name("sharded_rank.py")), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-        env={**environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
+    on_two_ranks(Path(__file__).with_name("sharded_rank.py"), tmp_path)
     whole = torch.load(tmp_path / "whole.pt")
 
     for kind in ("shard", "offload"):

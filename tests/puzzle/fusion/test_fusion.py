@@ -1,15 +1,12 @@
 """FFN fusion: which blocks, and that the fused block is exactly the blocks side by side."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, product
 from math import nan
-from os import environ
 from pathlib import Path
 from typing import Any
 
@@ -421,22 +418,6 @@ def test_a_fused_block_can_be_fused_again(megatron: None) -> None:
         assert relative_error(parent.logits(tokens(), {0: layer, 1: None, 2: None}), expected) <= 1e-6
 
 
-def run_ranks(folder: Path, jobs: Sequence[Mapping[str, Any]]) -> None:
-    """Two ranks load each job's checkpoint with tensor parallelism and write the logits of `tokens()`, or it again."""
-    (folder / "jobs.json").write_text(json.dumps(list(jobs)))
-    torch.save(tokens(), folder / "tokens.pt")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = subprocess.run(
-        [*command, str(Path(__file__).with_name("logits_rank.py")), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-        env={**environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
-
-
 @dataclass(frozen=True)
 class Ranks:
     """What two tensor parallel ranks made.
@@ -453,7 +434,9 @@ class Ranks:
 
 
 @pytest.fixture(scope="module")
-def ranks(megatron: None, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+def ranks(
+    megatron: None, on_two_ranks: Callable[[Path, Path], None], tmp_path_factory: pytest.TempPathFactory
+) -> Ranks:
     folder = tmp_path_factory.mktemp("tensor_parallel")
     pattern, groups = "*-{ffn=96}--{ffn=160}*-", [Group(1, 3)]
     jobs, expected = [], {}
@@ -473,7 +456,9 @@ def ranks(megatron: None, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     (folder / "divided").mkdir()
     config = SAVED.config(tensor_model_parallel_size=2, **LAYOUTS["tensor and sequence"])
     jobs.append({"config": config, "checkpoint": str(folder / "whole"), "saved": str(folder / "divided")})
-    run_ranks(folder, jobs)
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    torch.save(tokens(), folder / "tokens.pt")
+    on_two_ranks(Path(__file__).with_name("logits_rank.py"), folder)
     made = {str(kind): (torch.load(folder / f"{n}.pt"), expected[kind]) for n, kind in enumerate(ALTERNATE)}
     return Ranks(made, parent, folder / "divided")
 
