@@ -317,11 +317,11 @@ def torchrun(path: Path, ranks: int) -> None:
 
 
 @pytest.fixture(scope="session")
-def on_two_ranks() -> Callable[[Path, Path], None]:
-    """Runs a script as two ranks under torchrun, with a folder as its argument."""
+def on_ranks() -> Callable[..., None]:
+    """Runs a script as two ranks, or as many as it is told, under torchrun, with a folder as its argument."""
 
-    def run(script: Path, folder: Path) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    def run(script: Path, folder: Path, ranks: int = 2) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         ended = subprocess.run(
             [*command, str(script), str(folder)],

@@ -1,4 +1,4 @@
-"""One of two ranks of test_sharded.py: stages on parents that are whole on each rank and on those that are shared out.
+"""One of the ranks of test_sharded.py: stages on parents that are whole on each rank and on those that are shared out.
 
     torchrun --nproc-per-node 2 sharded_rank.py FOLDER
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from nemo_ext.megatron.cpu import mamba_modules
+from nemo_ext.megatron.cpu import runtime
 
-mamba_modules.install()
+runtime.enable()
 
 KINDS = ("whole", "shard", "offload")
 
@@ -45,7 +45,8 @@ def main(folder: Path) -> None:
         (folder / "checkpoint").mkdir(exist_ok=True)
         dist_checkpointing.save(build_model(config)[0].sharded_state_dict(), str(folder / "checkpoint"))
         generator = torch.Generator().manual_seed(ranks.number())
-        tokens = [torch.randint(0, 384, (2, 16), generator=generator) for _ in range(2)]
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        tokens = [torch.randint(0, 384, (2, 16), generator=generator).to(device) for _ in range(2)]
         for kind in KINDS:
             parent = open_parent(config, folder / "checkpoint", None if kind == "whole" else kind)
             assert bool(parent.shared) == (kind != "whole")

@@ -434,9 +434,7 @@ class Ranks:
 
 
 @pytest.fixture(scope="module")
-def ranks(
-    megatron: None, on_two_ranks: Callable[[Path, Path], None], tmp_path_factory: pytest.TempPathFactory
-) -> Ranks:
+def ranks(megatron: None, on_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     folder = tmp_path_factory.mktemp("tensor_parallel")
     pattern, groups = "*-{ffn=96}--{ffn=160}*-", [Group(1, 3)]
     jobs, expected = [], {}
@@ -458,7 +456,7 @@ def ranks(
     jobs.append({"config": config, "checkpoint": str(folder / "whole"), "saved": str(folder / "divided")})
     (folder / "jobs.json").write_text(json.dumps(jobs))
     torch.save(tokens(), folder / "tokens.pt")
-    on_two_ranks(Path(__file__).with_name("logits_rank.py"), folder)
+    on_ranks(Path(__file__).with_name("logits_rank.py"), folder)
     made = {str(kind): (torch.load(folder / f"{n}.pt"), expected[kind]) for n, kind in enumerate(ALTERNATE)}
     return Ranks(made, parent, folder / "divided")
 
