@@ -33,7 +33,7 @@ step() { # name, seconds, command
 one() {
   case $1 in
   look) step look 120 "nvidia-smi; $cli doctor; $python -m torch.utils.collect_env" ;;
-  tests) step tests 600 "$python -m pytest -m gpu -q -n ${WORKERS:-10} --dist load -p no:cacheprovider tests/puzzle tests/megatron" ;;
+  tests) step tests 600 "$python -m pytest -m gpu -q -n ${WORKERS:-10} --dist load -p no:cacheprovider tests/puzzle tests/blockwise tests/megatron" ;;
   curves) step curves 600 "$python benchmarks/gpu_curves.py $out/curves" ;;
   sensitivity) step sensitivity 300 "$cli train run_dir=$out/parent precision=bf16 && $cli sensitivity sensitivity.model=$out/parent run_dir=$out/plan && $cli train run_dir=$out/planned precision=proposed --config-dir $out/plan" ;;
   bench) step bench 600 "$python benchmarks/gpu.py --output $out/bench.md" ;;
