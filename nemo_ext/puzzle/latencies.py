@@ -13,9 +13,9 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.architecture.blocks import Block
@@ -27,6 +27,7 @@ from nemo_ext.job.settings import STRICT, checked
 from nemo_ext.puzzle.cost import OUTSIDE, Precision, Serving
 from nemo_ext.puzzle.variants import Variant
 
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 SHAPE = ("batch", "prompt", "context", "precision", "cache_precision")
 
 
@@ -41,8 +42,8 @@ class Latency:
     """
 
     block: str
-    prefill_seconds: NonNegativeFloat
-    decode_seconds: NonNegativeFloat
+    prefill_seconds: Seconds
+    decode_seconds: Seconds
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -56,7 +56,7 @@ def draw(starts: Sequence[attempts.Attempt], path: Path, *, share: float | None,
         axes.plot(
             [first, last],
             [each.first_step, reached],
-            *("-o",),
+            "-o",
             color="#1f4e8c",
             markersize=3,
             label="" if number else "running, to the last checkpoint",

@@ -65,6 +65,7 @@ def test_the_form_that_is_written_can_be_read(tmp_path: Path) -> None:
         (lambda table: table["latencies"].append(table["latencies"][1]), "is there twice: leave one"),
         (lambda table: table["latencies"][0].update(block="attention"), "'attention' is not a block: "),
         (lambda table: table["latencies"][0].update(prefill_seconds=-1.0), "prefill_seconds=-1.0: "),
+        (lambda table: table["latencies"][0].update(decode_seconds=float("inf")), "decode_seconds=inf: "),
         (lambda table: table["latencies"][0].update(decode_seconds=None), "decode_seconds=None: "),
         (lambda table: table.update(note="x"), "unknown key 'note'"),
     ],
