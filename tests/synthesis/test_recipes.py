@@ -132,6 +132,8 @@ def test_the_strong_answer_is_preferred_to_the_weak_one(
     def strong(asked: str, payload: Mapping[str, Any]) -> str:
         if "what the same user says next" in asked:
             return "<message>And why is that?</message>"
+        if "may have asked just before" in asked:
+            return "<message>What else is there?</message>"
         return f"A careful answer about {asked.split()[-1]} with all that is to be said."
 
     def weak(asked: str, payload: Mapping[str, Any]) -> str:
@@ -153,9 +155,8 @@ def test_the_strong_answer_is_preferred_to_the_weak_one(
     assert {(record["chosen_model"], record["rejected_model"]) for record in found} == {("big", "small")}
     assert all("careful" in record["chosen"]["content"] for record in found)
     assert {len(record["messages"]) for record in found} == {1, 3}
-    assert all(
-        record["messages"][-1]["content"] == "And why is that?" for record in found if len(record["messages"]) > 1
-    )
+    turns = {(talk[0]["content"][:4], talk[-1]["content"][:4]) for talk in (record["messages"] for record in found)}
+    assert turns == {("Tell", "Tell"), ("Tell", "And "), ("What", "Tell")}
     assert report()["steps"]["differ"]["dropped"] == {"lengths differ": 1}
     from nemo_ext.data.preference.job import run as preference_data
 
@@ -243,6 +244,39 @@ def test_questions_on_documents(
     assert len(tasks) == 8 and all(task["reference"]["answers"][0].isdigit() for task in tasks)
 
 
+def test_questions_over_two_passages_need_both(
+    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+) -> None:
+    def teacher(asked: str, payload: Mapping[str, Any]) -> str:
+        if "[Expected answer]" in asked:
+            return "<verdict>yes</verdict>"
+        ruler = re.search(r"[EH]\w+ rules", asked)
+        if "[Passage]" in asked:
+            assert ruler and asked.index("by the river") < asked.index("[Second passage]") < ruler.start()
+            return f"<question>Who rules the town by the river?</question><answer>{ruler[0].split()[0]}</answer>"
+        both = "by the river. " in asked
+        return f"It is {ruler[0]}" if ruler and (both or "Everybody" in ruler[0]) else "not given"
+
+    texts = [
+        "Town number one lies by the river. " * 250 + f"In town number one {who} rules. " * 290
+        for who in ("Everybody", "Hilda")
+    ]
+
+    code, said = synthesize(
+        "recipe=document_qa",
+        f"input={written([{'text': text} for text in texts])}",
+        f"endpoint={model(teacher).url}",
+        "steps.style.rows=['long']",
+        "steps.unique=null",
+        "steps.judge.canaries=null",
+    )
+
+    assert code == 0, said
+    assert [report()["steps"][step]["dropped"] for step in ("first", "second")] == [{}, {"one passage is enough": 1}]
+    (found,) = (each["text"] for each in records("documents"))
+    assert found.count("lies by the river") > 9 and found.count("Hilda rules") > 9
+
+
 def test_texts_in_five_styles(
     model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
 ) -> None:
@@ -286,7 +320,7 @@ def test_code_is_run(
             "tests": [{"args": [2], "expected": 4}],
         },
     }
-    broken = {**row, "id": "broken"}
+    broken = {**row, "id": "broken", "code": f"{row['code']}# wrong\n"}
 
     def write(asked: str, payload: Mapping[str, Any]) -> str:
         if "Explain the program" in asked:
@@ -294,6 +328,10 @@ def test_code_is_run(
                 "<explanation>A function `double` takes one number and returns a number that is twice "
                 "as large as it, for all numbers.</explanation>"
             )
+        if "in C++" in asked:
+            return f"```c++\nlong twice(long x) {{ return {3 if '# wrong' in asked else 2} * x; }}\n```"
+        if "```c++" in asked:
+            return f"```python\ndef double(x):\n    return {asked.partition('return ')[2].partition(';')[0]}\n```"
         if "as it is explained" in asked:
             return "```python\ndef double(number):\n    return number * 3\n```"
         return '```python\ndef double(number: float) -> float:\n    """Twice the number."""\n    return 2 * number\n```'
@@ -301,9 +339,14 @@ def test_code_is_run(
     code, said = synthesize("recipe=rewrite_code", f"input={written([row, broken])}", f"endpoint={model(write).url}")
 
     assert code == 0, said
-    assert report()["steps"]["right"]["dropped"] == {"fails its tests": 2}
-    assert sorted(each["style"] for each in records("documents")) == ["explain", "rewrite"]
-    assert len(records("conversations")) == 1
+    assert report()["steps"]["right"]["dropped"] == {"fails its tests": 3}
+    found = {each["style"]: each["text"] for each in records("documents")}
+    assert (
+        sorted(found) == ["explain", "rewrite", "transpile"]
+        and found["transpile"] == "long twice(long x) { return 2 * x; }\n"
+    )
+    asked = [record["messages"][0]["content"] for record in records("conversations")]
+    assert [text.partition("program")[0] for text in asked] == ["Rewrite this ", "Write this "]
 
 
 def test_lines_are_translated_and_the_rest_is_left_alone(
