@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -46,6 +47,8 @@ _RESTING = 4
 """Most requests that wait for another attempt, for each one that has a turn."""
 _CHARACTERS = 4
 """Characters of a token, roughly, for limits per minute."""
+_TOO_LONG = re.compile("context[ _]length", re.IGNORECASE)
+"""What vLLM, SGLang, OpenAI and `nemo-ext serve` say of a request that their model is too short for."""
 
 
 class EndpointGone(OSError):
@@ -121,6 +124,11 @@ class Answer:
     body: Mapping[str, Any] = field(default_factory=dict, repr=False)
     status: int | None = None
     problem: str = ""
+
+    @property
+    def too_long(self) -> bool:
+        """True if prompt and answer together are longer than the model takes, by the endpoint's words."""
+        return self.status == 400 and _TOO_LONG.search(self.problem) is not None
 
 
 class Store(Protocol):

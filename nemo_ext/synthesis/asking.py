@@ -37,7 +37,7 @@ _TRIED = 20
 _SAMPLING = ("temperature", "top_p", "max_tokens", "stop", "extra")
 _REQUEST = {
     Ask: ("role", "prompt", "messages", "system", "tools", "thinking", "complete", "samples", *_SAMPLING),
-    Converse: ("role", "environment", "settings", "samples", "user", *_SAMPLING),
+    Converse: ("role", "environment", "settings", "thinking", "samples", "user", *_SAMPLING),
 }
 """Settings that answers depend on: others may change without a new question."""
 
@@ -204,6 +204,11 @@ class Asking:
         names = (self.context.seed, "synthesize", self.context.name, key, sample)
         seed = seeds.digest(*names) >> 33  # some servers take no more than 31 bits
         body = self.step.sampling.body() | {"seed": seed}
+        if self.step.thinking is not None:
+            mode = self.context.value("thinking", self.step.thinking, self.context.names(columns))
+            if mode is not None:
+                given = body.get("chat_template_kwargs") or {}
+                body["chat_template_kwargs"] = {**given, "enable_thinking": bool(mode)}
         if isinstance(self.step, Converse):
             task = self._task(columns)
             self.episodes(task.environment).reference(task)  # refuses what cannot be verified
@@ -215,11 +220,6 @@ class Asking:
             return Request(key=key, sample=sample, path="completions", body=body | {"prompt": prompt})
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         more = {"tools": tools} if tools else {}
-        if self.step.thinking is not None:
-            mode = self.context.value("thinking", self.step.thinking, self.context.names(columns))
-            if mode is not None:
-                given = body.get("chat_template_kwargs") or {}
-                more["chat_template_kwargs"] = {**given, "enable_thinking": bool(mode)}
         return Request(key=key, sample=sample, body=body | more | {"messages": messages})
 
     def prompt_of(self, row: Row) -> Any:

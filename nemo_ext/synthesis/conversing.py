@@ -1,7 +1,7 @@
 """Conversations of a model with the tools of a world, and with a model in the user's place."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_ext.chat.sample import openai_messages
@@ -56,9 +56,12 @@ class Conversing(Client):
 
         async def answer(messages: Messages, turn: int) -> Answer:
             seed = digest(request.body["seed"], turn) >> 33
-            return await super(Conversing, self).ask(
+            found = await super(Conversing, self).ask(
                 Request(body={**request.body, **more, "seed": seed, "messages": list(messages)})
             )
+            if turn and found.too_long:  # what was said before has no place: as if the limit had cut it off
+                return replace(found, answer="", problem="", finish_reason="length")
+            return found
 
         problems, spoken = list[str](), 0
 

@@ -148,6 +148,8 @@ class Ask(Step):
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt: give a template here, or an expression in messages, and not both")
+        if self.complete and self.thinking is not None:
+            raise ValueError("thinking: a completion has no chat template: leave out thinking, or complete")
         self.sampling.body()
 
     @property
@@ -198,6 +200,7 @@ class Converse(Step):
         role: who is asked.
         samples: number of conversations, each a row of its own.
         user: a model in the user's place; None for the user's lines of the task.
+        thinking: see `Ask`.
         temperature, top_p, max_tokens, stop, extra: see `Ask`.
     """
 
@@ -207,6 +210,7 @@ class Converse(Step):
     role: str = "teacher"
     samples: Count = 1
     user: User | None = None
+    thinking: Expression | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Share | None = None
     max_tokens: Count | None = None
@@ -221,6 +225,10 @@ class Converse(Step):
     def texts(self) -> Iterator[tuple[str, str]]:
         if self.user is not None:
             yield "user.system", self.user.system
+
+    def values(self) -> Iterator[tuple[str, str]]:
+        yield from super().values()
+        yield from _given(self, "thinking")
 
     def roles(self) -> Iterator[str]:
         yield self.role

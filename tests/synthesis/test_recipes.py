@@ -400,8 +400,15 @@ def test_lines_are_translated_and_the_rest_is_left_alone(
 
 
 def test_conversations_with_tools_end_in_the_right_database(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+    model: Callable[..., Any],
+    synthesize: Run,
+    written: Callable[..., Path],
+    records: Read,
+    report: Any,
+    reply: Any,
+    tmp_path: Path,
 ) -> None:
+    too_long = b'{"object": "error", "message": "This model\'s maximum context length is 4096 tokens.", "code": 400}'
     tasks = [task for task in generate("workplace", 12, seed=1) if not task.reference.get("answer")][:5]
     calls = {task.prompt[-1].content: solution_calls(task.reference) for task in tasks}
 
@@ -409,12 +416,15 @@ def test_conversations_with_tools_end_in_the_right_database(
         (wanted,) = (text for text in calls if text in payload["messages"][0]["content"])
         return f"Hello! {wanted}" if len(payload["messages"]) == 2 else "[done]"
 
-    def agent(asked: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+    def agent(asked: str, payload: Mapping[str, Any]) -> Any:
         messages = payload["messages"]
+        assert payload["chat_template_kwargs"] == {"enable_thinking": False}
         first = next(message["content"] for message in messages if message["role"] == "user")
         done = sum(message["role"] == "tool" for message in messages)
         if not done and payload["seed"] % 3 == 0:
             return {"content": "It is done."}
+        if done and payload["seed"] % 7 == 0:
+            return reply(status=400, body=too_long)
         wanted = calls[first.removeprefix("Hello! ")]
         if done == len(wanted):
             return {"content": "It is done."}
@@ -427,7 +437,7 @@ def test_conversations_with_tools_end_in_the_right_database(
 
     code, said = synthesize(
         "recipe=tool_trajectories",
-        f"input={written([task.record() for task in tasks])}",
+        f"input={written([task.record() | {'thinking': False} for task in tasks])}",
         f"roles.teacher.endpoint={model(agent).url}",
         f"roles.user.endpoint={model(user).url}",
         "steps.talk.samples=8",
@@ -436,10 +446,12 @@ def test_conversations_with_tools_end_in_the_right_database(
     assert code == 0, said
     talked = report()["steps"]["talk"]
     assert talked["made"] == 40 and not talked["dropped"]
+    made = [json.loads(line) for line in (tmp_path / "out" / "steps" / "talk" / "rows.jsonl").read_text().splitlines()]
+    assert any(row["why"] == "an answer was cut off" and not row["correct"] for row in made)
     found = records("conversations")
     assert found and all(record["messages"][1]["content"].startswith("Hello! ") for record in found)
     assert all(record["messages"][-1]["content"] == "It is done." for record in found)
-    assert all(task["environment"] == "workplace" for task in records("tasks"))
+    assert all(task["environment"] == "workplace" and task["thinking"] is False for task in records("tasks"))
 
 
 def test_calls_of_tools_that_are_not_there_are_rejected(
