@@ -47,7 +47,9 @@ _RESTING = 4
 """Most requests that wait for another attempt, for each one that has a turn."""
 _CHARACTERS = 4
 """Characters of a token, roughly, for limits per minute."""
-_TOO_LONG = re.compile("context[ _]length", re.IGNORECASE)
+_TOO_LONG = re.compile(
+    "context[ _]length|maximum model length|maximum allowed length|input tokens exceed", re.IGNORECASE
+)
 """What vLLM, SGLang, OpenAI and `nemo-ext serve` say of a request that their model is too short for."""
 
 

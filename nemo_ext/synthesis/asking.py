@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_ext.chat.formats import thinking_mode
 from nemo_ext.data.text.user_files import without_nulls
 from nemo_ext.endpoint.client import Client, Request
 from nemo_ext.evaluation.score import said
@@ -205,10 +206,11 @@ class Asking:
         seed = seeds.digest(*names) >> 33  # some servers take no more than 31 bits
         body = self.step.sampling.body() | {"seed": seed}
         if self.step.thinking is not None:
-            mode = self.context.value("thinking", self.step.thinking, self.context.names(columns))
+            value = self.context.value("thinking", self.step.thinking, self.context.names(columns))
+            mode = thinking_mode(value, f"steps.{self.context.name}.thinking: row {key}")
             if mode is not None:
                 given = body.get("chat_template_kwargs") or {}
-                body["chat_template_kwargs"] = {**given, "enable_thinking": bool(mode)}
+                body["chat_template_kwargs"] = {**given, "enable_thinking": mode}
         if isinstance(self.step, Converse):
             task = self._task(columns)
             self.episodes(task.environment).reference(task)  # refuses what cannot be verified

@@ -59,17 +59,21 @@ class Conversing(Client):
             found = await super(Conversing, self).ask(
                 Request(body={**request.body, **more, "seed": seed, "messages": list(messages)})
             )
-            if turn and found.too_long:  # what was said before has no place: as if the limit had cut it off
-                return replace(found, answer="", problem="", finish_reason="length")
-            return found
+            return cut_off(found) if turn and found.too_long else found
 
-        problems, spoken = list[str](), 0
+        problems, spoken, full = list[str](), 0, False
+
+        def cut_off(found: Answer) -> Answer:
+            """In place of an answer for which the conversation leaves no room: as if the limit had cut it off."""
+            nonlocal full
+            full = True
+            return replace(found, answer="", problem="", finish_reason="length")
 
         async def user(turns: Messages) -> str | None:
             nonlocal spoken
             assert step.user is not None and self._user is not None
             spoken += 1
-            if spoken > step.user.max_turns:
+            if full or spoken > step.user.max_turns:
                 return None
             names = context.names(request.row, request=task.prompt[-1].content)
             system = context.text("user.system", step.user.system, names)
@@ -77,6 +81,8 @@ class Conversing(Client):
             before = [first[-1]] if turns else []
             said_to = [{"role": "system", "content": system}, *_from_the_other_side([*before, *turns])]
             found = await self._user.ask(Request(body={"seed": seed, "messages": said_to}))
+            if spoken > 1 and found.too_long:
+                found = cut_off(found)
             if found.problem:
                 problems.append(f"user: {found.problem}")
                 return None
@@ -98,7 +104,7 @@ class Conversing(Client):
             problem = f"world: {verdict.reason if verdict else 'no verdict'}"
         if problem or verdict is None:
             return Answer(key=request.key, sample=request.sample, problem=problem, status=last.status)
-        cut = any(each.finish_reason == "length" for each in play.answers)
+        cut = full or any(each.finish_reason == "length" for each in play.answers)
         whole = {
             "messages": [*first, *play.turns],
             "correct": verdict.outcome == "correct" and not cut,

@@ -267,6 +267,7 @@ def test_questions_over_two_passages_need_both(
         f"input={written([{'text': text} for text in texts])}",
         f"endpoint={model(teacher).url}",
         "steps.style.rows=['long']",
+        'steps.apart.columns.second="text[(text | length) // 2:] | piece(4096, seed, id)"',
         "steps.unique=null",
         "steps.judge.canaries=null",
     )
@@ -329,8 +330,8 @@ def test_code_is_run(
                 "as large as it, for all numbers.</explanation>"
             )
         if "in C++" in asked:
-            return f"```c++\nlong twice(long x) {{ return {3 if '# wrong' in asked else 2} * x; }}\n```"
-        if "```c++" in asked:
+            return f"```cpp\nlong twice(long x) {{ return {3 if '# wrong' in asked else 2} * x; }}\n```"
+        if "```cpp" in asked:
             return f"```python\ndef double(x):\n    return {asked.partition('return ')[2].partition(';')[0]}\n```"
         if "as it is explained" in asked:
             return "```python\ndef double(number):\n    return number * 3\n```"
@@ -414,6 +415,7 @@ def test_conversations_with_tools_end_in_the_right_database(
 
     def user(asked: str, payload: Mapping[str, Any]) -> str:
         (wanted,) = (text for text in calls if text in payload["messages"][0]["content"])
+        assert payload["messages"][-1]["role"] == "user"
         return f"Hello! {wanted}" if len(payload["messages"]) == 2 else "[done]"
 
     def agent(asked: str, payload: Mapping[str, Any]) -> Any:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 MAX_TESTS = 50
 """Maximum number of tests, as in Nemotron 3 Nano (section 3.2, competition code)."""
 
-_TAGS = {"python": {"python", "py", "python3"}, "cpp": {"cpp", "c++", "cc", "cxx"}}
+TAGS = {"python": {"python", "py", "python3"}, "cpp": {"cpp", "c++", "cc", "cxx"}}
 _MOST_CODE = 1 << 18
 _ASSERTS = "nemo_ext_asserts"
 _ASSERTS_CODE = f"\n\ndef {_ASSERTS}(test, run=exec):\n    run(test, globals())\n    return True\n"
@@ -256,7 +256,7 @@ def program(answer: str, language: str) -> str | None:
         elif stripped == "```":
             tag, lines = opened
             word = tag.split()[0] if tag else ""
-            if word in _TAGS[language]:
+            if word in TAGS[language]:
                 named = "\n".join(lines)
             elif not word:
                 unnamed = "\n".join(lines)
